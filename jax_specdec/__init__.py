@@ -1,6 +1,5 @@
 """Speculative decoding for JAX: lossless verification of drafted tokens, and what it needs."""
 
-import jax_specdec._src.interrupt as _interrupt  # noqa: F401  # first: JAX takes a second or two
 from jax_specdec import integrations, models, serving, testing
 from jax_specdec._src import reference
 from jax_specdec._src.config import (

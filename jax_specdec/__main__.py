@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jax_specdec._src import interrupt
 from jax_specdec._src.cli import missing
 
 
@@ -20,7 +19,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ModuleNotFoundError as error:
         print(f"jax-specdec: {missing(error, 'lm')}", file=sys.stderr)
         sys.exit(2)
-    interrupt.restore()
     run(arguments)
 
 

@@ -26,7 +26,7 @@ MAX_LINES = 700
 # without cycles. A unit is a file or folder of jax_specdec or jax_specdec/_src; "" is
 # jax_specdec/__init__.py.
 LAYERS = (
-    {"_src", "arrays", "types", "config", "platform", "interrupt"},
+    {"_src", "arrays", "types", "config", "platform"},
     {"blocks", "ragged", "noise", "sampling", "grammar"},
     {"verify"},
     {"logprobs", "processors", "process_logits"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import logging
@@ -38,6 +39,8 @@ from jax_specdec.__main__ import main
 from jax_specdec._src.cli import models as models_lib
 from jax_specdec._src.cli import options as options_lib
 from jax_specdec._src.cli import process
+from jax_specdec._src.cli import serve as serve_lib
+from jax_specdec._src.cli.prompts import InputError
 from jax_specdec._src.cli.serve import make_driver
 from jax_specdec._src.cli.server import app as app_lib
 from jax_specdec._src.cli.server.answer import ChoiceText
@@ -54,6 +57,7 @@ PROMPT, TEXT = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text")
 NUM_PROMPT_TOKENS = len(expected("qwen2")["prompt_token_ids"])
 NUM_NEW = len(expected("qwen2")["greedy_token_ids"])
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+CLOSE = "Connection: close\r\n"
 KEY = "secret-of-this-test-0123456789"
 SCHEMA = {
     "type": "object",
@@ -116,7 +120,6 @@ class Running:
 
     @property
     def num_connected(self) -> int:
-        assert self.server._uvicorn is not None
         return len(self.server._uvicorn.server_state.tasks)
 
 
@@ -324,7 +327,7 @@ def test_an_answer_may_be_sent_back(running: Running) -> None:
 
 
 def test_a_stream_names_its_charset(running: Running) -> None:
-    status, headers, _ = raw(running.port, request_bytes(stream=True, max_tokens=1, close=True))
+    status, headers, _ = raw(running.port, request_bytes(CLOSE, stream=True, max_tokens=1))
     assert (status, headers["content-type"]) == (200, "text/event-stream; charset=utf-8")
 
 
@@ -710,6 +713,51 @@ def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) ->
     assert raw(running.port, b"\x16\x03\x01 no HTTP\r\n\r\n")[0] == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "param"),
+    [
+        ("/v1/completions", {"prompt": "hello world " * 80_000}, "prompt"),
+        ("/v1/completions", {"prompt": ["hello world " * 5_000] * 16}, "prompt"),
+        ("/v1/completions", {"prompt": "\N{SPEECH BALLOON}" * 100_000}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{**USER, "content": "x" * 900_000}]}, "messages"),
+    ],
+    ids=["prompt", "prompts", "no ASCII", "conversation"],
+)
+def test_a_text_of_too_many_bytes_is_refused_without_its_tokens(
+    running: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    asked: dict[str, Any],
+    param: str,
+) -> None:
+    monkeypatch.setattr(sd.Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    body = json.dumps(asked, ensure_ascii=False).encode()
+    status, _, error = post(running.port, body, path)
+    assert (status, error["param"]) == (400, param)
+    assert error["code"] == "context_length_exceeded" and len(error["message"]) < 200
+
+
+def test_others_run_while_a_long_text_is_tokenized(site: Site) -> None:
+    ticks, is_done = [0], threading.Event()
+
+    def tick() -> None:
+        while not is_done.wait(0.001):
+            ticks[0] += 1
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        while not ticks[0]:
+            time.sleep(0.001)
+        text, before = "hello world " * 80_000, ticks[0]
+        token_ids = site.tokenizer.encode(text)
+        assert ticks[0] > before + 2, "Python's lock was not given up"
+    finally:
+        is_done.set()
+        thread.join()
+    assert site.tokenizer.decode(token_ids) == text
+
+
 def test_a_large_body_is_refused_before_its_end(running: Running) -> None:
     large = 2**20 + 1
     assert post(running.port, b" " * large)[0] == 413
@@ -811,11 +859,10 @@ def test_two_hundred_clients_get_their_texts_or_leave_nothing(
     assert stats.num_running == stats.num_queued == stats.num_failed_calls == 0
 
 
-def request_bytes(close: bool = False, **asked: Any) -> bytes:
+def request_bytes(header: str = "", **asked: Any) -> bytes:
     body = json.dumps({"prompt": PROMPT, "temperature": 0, **asked}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    head += "Connection: close\r\n" * close
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    return f"{head}{header}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def stalled(driver: sd.EngineDriver, seconds: float = 0.02) -> None:
@@ -846,6 +893,81 @@ def test_a_client_that_leaves_cancels_its_request(site: Site, way: str) -> None:
         assert running.num_tokens < 4 * (LENGTH - NUM_PROMPT_TOKENS) / 2
 
 
+EARLY = {
+    "a line": b"\r\n",
+    "a request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "half a request": b"POST /v1/compl",
+    "no HTTP": b"\xff\0" * 500,
+}
+
+
+@pytest.mark.parametrize("header", ["", CLOSE, "Connection: upgrade\r\nUpgrade: h2c\r\n"])
+@pytest.mark.parametrize("way", [*EARLY, "with it", "too much"])
+def test_a_client_that_leaves_is_noticed_whatever_it_has_sent(
+    site: Site, way: str, header: str
+) -> None:
+    with site.serve() as running:
+        stalled(running.driver)
+        connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+        with connection:
+            asked = request_bytes(n=4, header=header)
+            connection.sendall(asked + EARLY["a request"] * (way == "with it"))
+            running.wait_until_running()
+            if way == "too much":
+                with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                    connection.sendall(b" " * 2**20)
+                    assert connection.recv(1) == b""
+            elif way in EARLY:
+                connection.sendall(EARLY[way])
+                time.sleep(0.1)  # so that it is read before the end of the connection
+        running.wait_until_idle()
+        assert running.num_tokens < 4 * (LENGTH - NUM_PROMPT_TOKENS) / 2
+
+
+def test_requests_that_come_early_are_answered_in_order(running: Running) -> None:
+    health = "GET /health HTTP/1.1\r\nHost: localhost\r\n"
+    last = f"{health}Connection: close\r\n\r\n".encode()
+    asked = request_bytes(max_tokens=NUM_NEW, stream=True)
+    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
+        connection.sendall(asked + asked + f"{health}\r\n".encode())
+        answer = connection.recv(1)
+        connection.sendall(asked[:100])  # while the first one is answered
+        time.sleep(0.1)
+        connection.sendall(asked[100:] + last)
+        while piece := connection.recv(65536):
+            answer += piece
+    parts = re.split(rb"HTTP/1.1 200 OK\r\n", answer)[1:]
+    is_stream = [b"data: [DONE]" in part for part in parts]
+    is_health = [b'{"status":"ok"}' in part for part in parts]
+    assert is_stream == [True, True, False, True, False]
+    assert is_health == [False, False, True, False, True]
+
+
+def test_clients_that_leave_while_they_send_are_no_errors(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    post_, chunked = "POST {} HTTP/1.1\r\nHost: localhost\r\n", "Transfer-Encoding: chunked\r\n\r\n"
+    asking = post_.format("/v1/completions") + "Content-Type: application/json\r\n"
+    sent = [
+        (asking + "Content-Length: 100\r\n\r\n", '{"prompt":'),
+        (asking + chunked, '5\r\n{"pro\r\n'),
+        (asking + chunked, "zz\r\n"),
+        (post_.format("/health") + chunked, "zz\r\n"),  # was answered already
+        (asking, "Content-"),
+    ]
+    with site.serve() as running:
+        for head, rest in sent:
+            with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
+                connection.sendall(head.encode())
+                time.sleep(0.1)
+                connection.sendall(rest.encode())
+                time.sleep(0.1)
+        assert greedy(running).choices[0].text == TEXT
+        running.wait_until_idle()
+        assert "Traceback" not in "".join(running.lines)
+    assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
 def test_a_client_that_does_not_read_is_cancelled_alone(site: Site) -> None:
     sizes = dict(send_buffer=4096, unsent_updates=2, send_seconds=0.5)
     with site.serve(**sizes) as running:
@@ -860,7 +982,6 @@ def test_a_client_that_does_not_read_is_cancelled_alone(site: Site) -> None:
             count = running.num_tokens - NUM_NEW
             assert count < 8 * (LENGTH - NUM_PROMPT_TOKENS), "its request was cancelled"
             running.clients.close()  # which would keep their connections for five seconds
-            assert running.server._uvicorn is not None
             while running.server._uvicorn.server_state.connections:  # its socket is closed, too
                 time.sleep(0.01)
 
@@ -871,7 +992,6 @@ def test_slow_requests_and_connections_too_many_are_closed(site: Site) -> None:
         slow = [socket.create_connection(("127.0.0.1", running.port), 30) for _ in parts]
         for connection, part in zip(slow, parts, strict=True):
             connection.sendall(part)
-        assert running.server._uvicorn is not None
         connections = running.server._uvicorn.server_state.connections
         while len(connections) < 3:
             time.sleep(0.01)
@@ -927,20 +1047,107 @@ def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:
             raw(running.port, b"")
 
 
+class Panic(BaseException):
+    """As of a library in Rust."""
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, Panic, SystemExit])
+@pytest.mark.parametrize("has_log", [True, False])
 def test_an_engine_that_fails_answers_and_ends_the_server(
-    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    site: Site,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: type[BaseException],
+    has_log: bool,
 ) -> None:
     def fail() -> None:
-        raise ZeroDivisionError("of this test")
+        raise error("of this test")
 
-    with pytest.raises(RuntimeError, match="the engine has failed"), site.serve() as running:
+    def refuse(text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    if not has_log:
+        monkeypatch.setattr(sys.stderr, "write", refuse)
+    with (
+        pytest.raises(RuntimeError, match="the engine has failed"),
+        site.serve(failed_seconds=60) as running,
+    ):
         stalled(running.driver)
         stream = iter(greedy(running, stream=True))
         next(stream)
-        running.driver.step = fail
-        with pytest.raises(openai.APIError, match="the engine has failed"):
-            list(stream)
-    assert "of this test" in capsys.readouterr().err
+        with concurrent_threads() as run:
+            # More than there are slots, so that some wait.
+            ask = functools.partial(raw, running.port, request_bytes(header=CLOSE))
+            others = [run(ask) for _ in range(12)]
+            while not running.ask(lambda driver: driver.num_queued):
+                time.sleep(0.01)
+            running.driver.step = fail
+            with pytest.raises(openai.APIError, match="the engine has failed"):
+                list(stream)
+        assert {one()[0] for one in others} == {500}
+        assert raw(running.port, request_bytes(header=CLOSE))[0] == 500
+        for path in ("health", "metrics"):
+            head = f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n"
+            assert raw(running.port, head.encode())[0] == 500
+    if has_log:
+        assert "of this test" in capsys.readouterr().err
+
+
+def test_a_failed_engine_ends_the_server_by_itself(site: Site) -> None:
+    with pytest.raises(RuntimeError, match="failed"), site.serve(failed_seconds=0) as running:
+        running.driver.step = lambda: 1 / 0
+        with pytest.raises(openai.APIError):
+            greedy(running)
+        while not running.server._uvicorn.should_exit:
+            time.sleep(0.01)
+
+
+def test_a_call_that_panics_is_answered(running: Running) -> None:
+    def panic(driver: sd.EngineDriver) -> None:
+        raise Panic
+
+    with pytest.raises(Panic):
+        running.ask(panic)
+    assert greedy(running).choices[0].text == TEXT
+
+
+def test_a_panic_of_a_matcher_fails_its_own_request(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panic = type("PanicException", (BaseException,), {})  # the name that pyo3 gives it
+
+    def accept_token(matcher: sd.LlguidanceMatcher, token_id: int) -> bool:
+        raise panic("of this test")
+
+    monkeypatch.setattr(sd.LlguidanceMatcher, "accept_token", accept_token)
+    with site.serve() as running, concurrent_threads() as run:
+        stalled(running.driver)
+        other = run(lambda: greedy(running))
+        with pytest.raises(openai.InternalServerError, match="of this test"):
+            greedy(running, extra_body={"response_format": FORMAT})
+        health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n".encode()
+        assert raw(running.port, health)[0] == 200
+    assert other().choices[0].text == TEXT
+
+
+def test_a_server_that_is_stopped_before_it_runs_ends_at_once(site: Site) -> None:
+    server = Server(site.models, make_driver(site.options, site.models), model_name="tiny")
+    server.stop()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(server.run(listener, lambda: None))
+
+
+def test_an_address_is_had_by_one_server_from_its_start() -> None:
+    wanted = options_lib.parse(["serve", "--port", "0"], "0")
+    first, is_local = serve_lib._bind(wanted, None)
+    with first, socket.create_connection(first.getsockname()):  # waits to be served
+        port = first.getsockname()[1]
+        message = f"--host 127.0.0.1 --port {port} cannot be listened on: Address already in use"
+        with pytest.raises(InputError, match=message):
+            serve_lib._bind(dataclasses.replace(wanted, port=port), None)
+    assert is_local
+    again, _ = serve_lib._bind(dataclasses.replace(wanted, port=port), None)
+    again.close()
 
 
 INTERRUPTED = """
@@ -954,14 +1161,15 @@ process.run_to_end(work)
 """
 
 
-def test_the_first_interrupt_is_handled_the_next_one_ends() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_interrupt_is_handled_the_next_one_ends(number: int) -> None:
     pipe: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen([sys.executable, "-c", INTERRUPTED], **pipe) as working:
         assert working.stdout is not None and working.stderr is not None
         for line in ("ready\n", "first\n"):
             assert working.stdout.readline() == line
-            working.send_signal(signal.SIGINT)
-        assert working.wait(60) == process.INTERRUPTED
+            working.send_signal(number)
+        assert working.wait(60) == 128 + number
         assert working.stderr.read() == "jax-specdec: interrupted\n"
 
 
@@ -980,6 +1188,7 @@ def test_an_interrupt_between_two_waits_is_handled_too(monkeypatch: pytest.Monke
         process.run_to_end(lambda: None)
     assert handled == ["once"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_the_page_shows_how_to_write_a_server(site: Site) -> None:
@@ -1057,18 +1266,22 @@ def test_the_command_serves_until_an_interrupt_and_finishes_what_runs(
 
     def client() -> tuple[str, list[Any]]:
         line = shown.get(timeout=120)
-        url, asked = line.split()[-1], dict(model="a\x1b[31m", prompt=PROMPT[:8], temperature=0)
+        url, asked = (
+            line.split()[-1],
+            dict(model="a\x1b[31m\\udcff", prompt=PROMPT[:8], temperature=0),
+        )
         with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as api:
             try:
                 stream = iter(api.completions.create(**asked, stream=True))
                 first = next(stream)
             finally:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGTERM)
             return line, [first, *stream]
 
     monkeypatch.setattr(sys, "stdout", Output())
     monkeypatch.setenv("JAX_SPECDEC_API_KEY", KEY)
-    command = ["serve", "--port", "0", "--no-compilation-cache", "--model-name", "a\x1b[31m"]
+    name = "a\x1b[31m\udcff"  # and a byte that is not UTF-8
+    command = ["serve", "--port", "0", "--no-compilation-cache", "--model-name", name]
     with futures.ThreadPoolExecutor(1) as pool:
         asking = pool.submit(client)
         main([*command, *site.arguments])

@@ -293,8 +293,8 @@ _COMMANDS = {
         (_add_models, _add_drafter, _add_serve),
         "serve a model over HTTP, as OpenAI's API does",
         """Serve the embedded models, or Hugging Face checkpoints of the Llama, Qwen2 and Qwen3
-        families, to clients of OpenAI's API. Ctrl-C finishes what runs and ends; a second one ends
-        at once.""",
+        families, to clients of OpenAI's API. Ctrl-C and SIGTERM finish what runs and end; a second
+        one ends at once.""",
     ),
 }
 """The options of each command, its line in the list of commands, and its own description."""

@@ -1,4 +1,4 @@
-"""How a command ends when it is interrupted, its pipe is closed or the disk is full."""
+"""How a command ends when a signal asks it to, its pipe is closed or the disk is full."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jax_specdec._src.cli import terminal
 
-INTERRUPTED = 128 + signal.SIGINT
 PIPE_CLOSED = 128 + 13  # SIGPIPE, which not every system has
+
+_DEFAULTS: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,  # Ctrl-C
+    signal.SIGTERM: signal.SIG_DFL,  # what `kill`, systemd and containers send
+}
+"""The signals that interrupt a command, and what they do by default."""
 
 _on_interrupt: list[Callable[[], None]] = []
 """What the next interrupt does instead of ending the process."""
@@ -49,11 +54,11 @@ def run_to_end(work: Callable[[], None]) -> None:
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    # The caller may have interrupts ignored.
-    is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # The caller may have one ignored. Process 1 of a container gets none that is not handled.
+    handled = [one for one, default in _DEFAULTS.items() if signal.getsignal(one) is default]
     try:
-        if is_default:
-            signal.signal(signal.SIGINT, _handle)
+        for number in handled:
+            signal.signal(number, _handle)
         thread.start()
         while thread.is_alive():
             thread.join(0.1)  # some systems handle interrupts only between waits
@@ -64,30 +69,31 @@ def run_to_end(work: Callable[[], None]) -> None:
     except BrokenPipeError:  # the reader has closed the pipe
         _end_quietly(PIPE_CLOSED)
     except OSError as error:  # such as a full disk; errors of reading are reported where they occur
-        sys.stderr.write(f"jax-specdec: output cannot be written: {error.strerror}\n")
+        terminal.log(f"jax-specdec: output cannot be written: {error.strerror}")
         _end_quietly(1)
     finally:
-        if is_default:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in handled:
+            signal.signal(number, _DEFAULTS[number])
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Call what `handling_interrupt` was given, wherever the main thread is; else interrupt it."""
+    """Call what `handling_interrupt` was given, wherever the main thread is, or else end."""
     if not _on_interrupt:
-        signal.default_int_handler(number, frame)
+        interrupted(number)
     _on_interrupt.pop()()
 
 
-def interrupted() -> NoReturn:
-    """End the process now, whatever other threads are doing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def interrupted(number: int = signal.SIGINT) -> NoReturn:
+    """End the process now, whatever other threads are doing; the exit code names the signal."""
+    for each in _DEFAULTS:
+        signal.signal(each, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
     with contextlib.suppress(OSError):
         in_text = not terminal.stop_animations() and sys.stderr.isatty()
         sys.stderr.write("\n" * in_text + "jax-specdec: interrupted\n")
         sys.stderr.flush()
-    os._exit(INTERRUPTED)
+    os._exit(128 + number)
 
 
 def _end_quietly(code: int) -> NoReturn:

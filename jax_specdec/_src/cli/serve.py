@@ -1,4 +1,4 @@
-"""`jax-specdec serve`: loads and compiles, then serves until Ctrl-C."""
+"""`jax-specdec serve`: loads and compiles, then serves until Ctrl-C or SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jax_specdec._src.models.fields import shown
 
 
 def serve(options: Options) -> None:
-    """Load the models, compile every program, and serve until Ctrl-C.
+    """Load the models, compile every program, and serve until Ctrl-C or SIGTERM.
 
     Raises:
       InputError: a file or an option is wrong, or the address cannot be had.
@@ -42,7 +42,8 @@ def serve(options: Options) -> None:
 
         driver.warm_up(on_progress)
         default = "jax-specdec" if options.target is None else options.target.resolve().name
-        name = options.model_name or default
+        # Answers are UTF-8, but what the system names a file or an argument need not be.
+        name = (options.model_name or default).encode(errors="backslashreplace").decode()
         server = Server(models, driver, model_name=name, key=key, is_local=is_local)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
@@ -106,7 +107,10 @@ def _read_key(options: Options) -> str | None:
 
 
 def _bind(options: Options, key: str | None) -> tuple[socket.socket, bool]:
-    """A socket that does not listen yet, and whether its address is a loopback address."""
+    """A socket that listens, and whether its address is a loopback address.
+
+    From here on no other server gets the address. Who connects waits until requests are read.
+    """
     where = f"--host {options.host} --port {options.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -121,6 +125,7 @@ def _bind(options: Options, key: str | None) -> tuple[socket.socket, bool]:
             listener = undo.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen()
             undo.pop_all()
         return listener, is_local
     except (OSError, UnicodeError) as error:

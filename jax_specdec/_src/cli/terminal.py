@@ -68,8 +68,9 @@ def write(text: str, style: str | None = None, *, stream: TextIO | None = None) 
 
 
 def log(line: str, style: str | None = None) -> None:
-    """Write a line to standard error; see `write`."""
-    write(line + "\n", style, stream=sys.stderr)
+    """Write a line to standard error; see `write`. A line that cannot be written is dropped."""
+    with contextlib.suppress(OSError):  # such as on a full disk
+        write(line + "\n", style, stream=sys.stderr)
 
 
 def show(what: RenderableType) -> None:

@@ -53,16 +53,25 @@ class Tokenizer:
     library_tokenizer: Any = dataclasses.field(repr=False)
     stop_token_ids: tuple[int, ...]
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, with what the tokenizer adds around it, such as a first token.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text. Other threads run meanwhile.
 
-        A lone surrogate, which UTF-8 cannot hold, becomes a question mark.
+        Args:
+          text: a lone surrogate in it, which UTF-8 cannot hold, becomes a question mark.
+          add_special_tokens: with what the tokenizer adds around a text, such as a first token.
 
         Raises:
           TypeError: `text` is not a str.
           ValueError: the tokenizer has no ids for the text.
         """
-        return self._encode(text, add_special_tokens=True)
+        check_type("text", text, str)
+        text = text.encode("utf-8", errors="replace").decode("utf-8")
+        with _library_errors(self.path, "cannot encode the text"):
+            # Unlike the library's `encode`, this gives up Python's lock; the ids are the same.
+            (encoding,) = self.library_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return list(encoding.ids)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of a conversation, up to where the model's answer begins.
@@ -96,15 +105,28 @@ class Tokenizer:
           ...     load_tokenizer(directory).encode_chat([{"role": "user", "content": "yes"}])
           [0, 1]
         """
-        text = read_chat_template(self.path.parent).apply(messages)
-        return self._encode(text, add_special_tokens=False)
+        return self.encode(self.chat_text(messages), add_special_tokens=False)
 
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        check_type("text", text, str)
-        text = text.encode("utf-8", errors="replace").decode("utf-8")
-        with _library_errors(self.path, "cannot encode the text"):
-            encoding = self.library_tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            return list(encoding.ids)
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text that `encode_chat` encodes, special tokens included.
+
+        Args:
+          messages: as for `encode_chat`.
+
+        Raises:
+          ImportError, OSError, TypeError, ValueError: as `encode_chat` does.
+
+        Example:
+          >>> import tempfile, tokenizers
+          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"yes": 0}))
+          >>> with tempfile.TemporaryDirectory() as directory:
+          ...     words.save(f"{directory}/tokenizer.json")
+          ...     template = Path(directory) / "chat_template.jinja"
+          ...     _ = template.write_text("<{{ messages[0].role }}> {{ messages[0].content }}")
+          ...     load_tokenizer(directory).chat_text([{"role": "user", "content": "yes"}])
+          '<user> yes'
+        """
+        return read_chat_template(self.path.parent).apply(messages)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of ids. Special tokens have no text; bytes that are not UTF-8 become U+FFFD.

@@ -151,7 +151,7 @@ class ChunkedPrefill(NamedTuple):
 class FailedCall(Exception):
     """A call failed on the device, in which there were some requests."""
 
-    def __init__(self, error: Exception, requests: Iterable[ServedRequest]) -> None:
+    def __init__(self, error: BaseException, requests: Iterable[ServedRequest]) -> None:
         super().__init__(str(error))
         self.error = error
         self.request_ids = {one.request_id for one in requests}

@@ -631,8 +631,13 @@ class EngineDriver:
 
 @contextlib.contextmanager
 def awaiting(requests: Requests) -> Iterator[None]:
-    """Around what waits for the device: its errors are failed calls."""
+    """Around what waits for the device: its errors are failed calls.
+
+    So are panics of libraries in Rust, as of a matcher, which are not of type `Exception`.
+    """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise FailedCall(error, requests) from error

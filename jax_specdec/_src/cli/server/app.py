@@ -18,7 +18,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -59,13 +59,13 @@ class Server:
         """
         self.limits = limits = limits or Limits()
         self.model_name = model_name
-        self.words, self.worker = Vocabulary(models, limits), Worker(driver)
+        self.words = Vocabulary(models, limits, driver.engine.max_length)
+        self.worker = Worker(driver)
         self._engine, self._is_local = driver.engine, is_local
         self._key = None if key is None else _digest(key.encode())
         self._created, self._num_requests = int(time.time()), 0
         self._metrics = prometheus_client.CollectorRegistry()
         self._exporter = sd.PrometheusExporter(self._metrics)
-        self._uvicorn: uvicorn.Server | None = None
         self._app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
@@ -77,10 +77,24 @@ class Server:
             ],
             exception_handlers={
                 ApiError: lambda _, error: error.response,
+                ClientDisconnect: lambda _, error: Response(),  # nobody reads it
                 HTTPException: _http_error,
                 Exception: _unexpected,
             },
         )
+        config = uvicorn.Config(
+            self,
+            http=Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            access_log=False,
+            log_config=None,
+            log_level="critical",
+        )
+        self._uvicorn = uvicorn.Server(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check who asks, and through which name, before anything else."""
@@ -111,7 +125,8 @@ class Server:
         name = values.get("model")
         if name is not None and name != self.model_name:
             self._refuse_model(name)
-        asked = await read_request(values, "chat" in request.url.path, self._engine, self.words)
+        is_chat = "chat" in request.scope["path"]
+        asked = await read_request(values, is_chat, self._engine, self.words)
         channel = Channel(self.limits.unsent_updates * len(asked.choices))
         try:
             await self.worker.submit(channel, asked.choices)
@@ -171,26 +186,13 @@ class Server:
         """Serve until `stop` is called, and then until all answers are given.
 
         Args:
-          listener: bound.
+          listener: bound; it may listen already.
           on_ready: called once clients are accepted.
 
         Raises:
           RuntimeError: the engine has failed.
         """
-        config = uvicorn.Config(
-            self,
-            http=Connection,
-            ws="none",
-            loop="asyncio",
-            lifespan="off",
-            proxy_headers=False,
-            server_header=False,
-            access_log=False,
-            log_config=None,
-            log_level="critical",
-        )
-        self._uvicorn = uvicorn.Server(config)
-        self.worker.start(on_failure=self.stop)
+        self.worker.start(on_failure=self._stop_soon)
         reporting = asyncio.create_task(self._report(on_ready))
         try:
             await self._uvicorn.serve(sockets=[listener])
@@ -202,13 +204,16 @@ class Server:
             raise RuntimeError(self.worker.failure)
 
     def stop(self) -> None:
-        """Accept nobody any more, and finish what runs; may be called in any thread."""
-        if self._uvicorn is not None:
-            self._uvicorn.should_exit = True
+        """Accept nobody any more, and finish what runs; at any time, in any thread."""
+        self._uvicorn.should_exit = True
+
+    def _stop_soon(self) -> None:
+        """Stop once those who are about to ask have been told that the engine has failed."""
+        asyncio.get_running_loop().call_later(self.limits.failed_seconds, self.stop)
 
     async def _report(self, on_ready: Callable[[], None]) -> None:
         """The status line, while there is something to report."""
-        while not (self._uvicorn and self._uvicorn.started):
+        while not self._uvicorn.started:
             await asyncio.sleep(0.01)
         on_ready()
         before, begin = await self.worker.call(_both_stats), time.monotonic()
@@ -249,7 +254,7 @@ def _is_loopback(host: str) -> bool:
 
 def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.url.path[:100]}"
+    message = f"{error.detail}: {request.method} {request.scope['path'][:100]}"
     headers = None if error.headers is None else dict(error.headers)
     return ApiError(message, status=error.status_code, headers=headers).response
 

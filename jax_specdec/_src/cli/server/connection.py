@@ -1,4 +1,9 @@
-"""Connections, with bounds on how many there are and on how long a client may take."""
+"""Connections, with bounds on how many there are and on how long a client may take.
+
+uvicorn has no setting, in any of its protocols, for the time that a request may take to arrive or
+an answer to be read, and its `limit_concurrency` lets connections without a request grow in number.
+Hypercorn only times connections that are idle.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +17,15 @@ from jax_specdec._src.cli.server.limits import ApiError, Limits
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with bounds on how many there are and on how long a client may take."""
+    """uvicorn's connection, with bounds on how many there are and on how long a client may take.
+
+    What a client sends before its answer is complete waits here: h11 would stop reading, and then
+    nobody would notice that the client leaves.
+    """
 
     _request_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
+    _early = b""  # what came before the answer was complete
 
     @property
     def _limits(self) -> Limits:
@@ -44,11 +54,42 @@ class Connection(H11Protocol):
             if timer is not None:
                 timer.cancel()
 
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a whole request has come, and its answer is not complete."""
+        cycle = self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    def data_received(self, data: bytes) -> None:
+        """Read it, or keep it for after the answer."""
+        if not self._is_answering:
+            return super().data_received(data)
+        self._early += data
+        if len(self._early) > self._limits.early_bytes:
+            self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        """Go on with what came meanwhile."""
+        super().on_response_complete()
+        early, self._early = self._early, b""
+        if early and not self.transport.is_closing():
+            self.data_received(early)
+
     def handle_events(self) -> None:
         """Read what has come, and time the rest of the request."""
-        if not self.transport.is_closing():
-            super().handle_events()
-            self._time_request()
+        if self.transport.is_closing():
+            return
+        super().handle_events()
+        if self._is_answering:
+            self.flow.resume_reading()
+        self._time_request()
+
+    def send_400_response(self, msg: str) -> None:
+        """Say that it is no HTTP, unless an answer was begun."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
 
     def _time_request(self) -> None:
         """A clock runs exactly while a request, or the rest of it, is awaited."""

@@ -19,6 +19,7 @@ class Limits:
     connections: int = 512
     request_seconds: float = 30.0  # for all of a request to arrive
     send_seconds: float = 60.0  # for what was sent to be read
+    early_bytes: int = 2**16  # that a client may send before it has its answer
     body_bytes: int = 2**20
     schema_bytes: int = 2**16
     schema_seconds: int = 5  # of processor time, to compile it
@@ -26,6 +27,7 @@ class Limits:
     schema_processes: int = 8
     unsent_updates: int = 256  # of a request, while its client does not read
     status_seconds: float = 5.0  # between two status lines
+    failed_seconds: float = 2.0  # from a failure of the engine to the end of the server
 
 
 class ApiError(Exception):

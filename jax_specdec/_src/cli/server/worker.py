@@ -6,7 +6,6 @@ import asyncio
 import collections
 import concurrent.futures
 import queue
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -76,7 +75,7 @@ class Worker:
                     if self.failure is not None:
                         raise ApiError(self.failure, status=500)
                     future.set_result(function(self._driver))
-                except Exception as error:
+                except BaseException as error:  # a panic of a library too, or the client would wait
                     future.set_exception(error)
 
         if self.failure is None:
@@ -114,6 +113,8 @@ class Worker:
         """
 
         def cancel() -> None:
+            if self.failure is not None:
+                return
             ids = channel.request_ids
             for request_id in ids if choice is None else [ids[choice]]:
                 self._channels.pop(request_id, None)
@@ -130,9 +131,9 @@ class Worker:
                         del self._channels[update.request_id]
                 if updates:
                     self._loop.call_soon_threadsafe(self._deliver, updates)
-        except Exception:  # not of a request: those end in updates
-            terminal.write(traceback.format_exc(), stream=sys.stderr)
+        except BaseException:  # not of a request: those end in updates
             self._loop.call_soon_threadsafe(self._fail)
+            terminal.log(traceback.format_exc())
 
     def _run_calls(self) -> bool:
         """Run what waits, and wait while there is nothing else to do; whether to go on."""
