@@ -26,7 +26,7 @@ from jax_specdec._src.grammar import (
     advance_matchers,
     grammar_bitmask,
 )
-from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec._src.models.checkpoint import load_embedded_pair, load_huggingface
 from jax_specdec._src.models.eagle3_files import load_eagle3, load_embedded_head
@@ -45,7 +45,7 @@ from jax_specdec._src.serving.generate import (
     generate_stream,
 )
 from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
-from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions
+from jax_specdec._src.serving.options import RequestOptions
 from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,

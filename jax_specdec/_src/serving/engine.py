@@ -17,6 +17,7 @@ from jax_specdec._src.arrays import check_increasing, check_int, check_type, pyt
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
+from jax_specdec._src.logprobs import LogprobsConfig
 from jax_specdec._src.models.protocol import (
     CausalModel,
     cache_batch_axis_of,
@@ -28,7 +29,6 @@ from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
 from jax_specdec._src.serving.core import Caches, Decoder, DecodeState
 from jax_specdec._src.serving.options import (
     BatchOptions,
-    LogprobsConfig,
     OptionSizes,
     RequestOptions,
 )

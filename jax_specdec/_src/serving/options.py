@@ -7,14 +7,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, get_args
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_choice, check_int, check_type, pytree, refuse, require
+from jax_specdec._src.arrays import check_int, check_type, pytree, refuse, require
 from jax_specdec._src.config import did_you_mean
-from jax_specdec._src.logprobs import Distribution
 from jax_specdec._src.process_logits import LogitsProcessors
 from jax_specdec._src.processors import Asked
 from jax_specdec._src.sampling import (
@@ -183,33 +182,6 @@ def options_per_request(
     must = f"be one value, or one for each of {count} prompts"
     require(len(options) == count, "options", must, options)
     return [dataclasses.replace(one, **fields) if fields else one for one in options]
-
-
-@dataclasses.dataclass(frozen=True)
-class LogprobsConfig:
-    """Which log-probabilities to compute besides those of the emitted tokens. Static.
-
-    Attributes:
-      num_top: how many of the likeliest tokens at each position.
-      distribution: "raw" for the model's distribution, "processed" for the one that the token was
-        drawn from; see `token_logprobs`.
-
-    Raises:
-      TypeError: `num_top` is not an integer.
-      ValueError: `num_top` is negative, or `distribution` is neither of the two.
-
-    Example:
-      >>> import jax_specdec as sd
-      >>> sd.LogprobsConfig(num_top=5).distribution
-      'raw'
-    """
-
-    num_top: int = 0
-    distribution: Distribution = "raw"
-
-    def __post_init__(self) -> None:
-        check_int("num_top", self.num_top, 0)
-        check_choice("distribution", self.distribution, get_args(Distribution))
 
 
 @dataclasses.dataclass(frozen=True)
