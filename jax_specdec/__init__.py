@@ -17,6 +17,7 @@ from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.drafting.plan import plan_drafts
 from jax_specdec._src.drafting.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
+from jax_specdec._src.emitted import truncate
 from jax_specdec._src.grammar import (
     CopyingMatcher,
     DelayedMatcher,
@@ -35,7 +36,6 @@ from jax_specdec._src.process_logits import LogitsProcessors, apply_penalties, p
 from jax_specdec._src.processors import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.batch import truncate
 from jax_specdec._src.serving.driver import EngineDriver
 from jax_specdec._src.serving.engine import Engine
 from jax_specdec._src.serving.generate import (

@@ -27,7 +27,7 @@ MAX_LINES = 700
 # jax_specdec/__init__.py.
 LAYERS = (
     {"_src", "arrays", "types", "config", "platform"},
-    {"blocks", "ragged", "noise", "sampling", "grammar"},
+    {"blocks", "ragged", "noise", "sampling", "grammar", "emitted"},
     {"verify"},
     {"logprobs", "processors", "process_logits"},
     {"models", "drafting", "serving", "integrations"},
