@@ -2,6 +2,7 @@
 
 from jax_specdec import integrations, models, serving, testing
 from jax_specdec._src import reference
+from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.config import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
@@ -44,7 +45,7 @@ from jax_specdec._src.serving.generate import (
     generate_plain,
     generate_stream,
 )
-from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
+from jax_specdec._src.serving.metrics import ServingStats
 from jax_specdec._src.serving.options import RequestOptions
 from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (

@@ -1,6 +1,6 @@
 """What the functions of an `Engine` and the steps of a decoding loop take and return."""
 
-from jax_specdec._src.serving.batch import StepRecord
+from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.serving.bookkeeping import RequestUpdate
 from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.engine import NewRequests

@@ -27,9 +27,9 @@ MAX_LINES = 700
 # jax_specdec/__init__.py.
 LAYERS = (
     {"_src", "arrays", "types", "config", "platform"},
-    {"blocks", "ragged", "noise", "sampling", "grammar", "emitted"},
+    {"blocks", "ragged", "noise", "sampling", "grammar"},
     {"verify"},
-    {"logprobs", "processors", "process_logits"},
+    {"logprobs", "processors", "process_logits", "emitted", "acceptance"},
     {"models", "drafting", "serving", "integrations"},
     {"reference"},
     {"", "testing"},

@@ -1,12 +1,56 @@
-"""The tokens that one verification emitted: how many of them a request keeps."""
+"""What a step emitted, and how much of it each request keeps."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import Sizes, as_int32
+from jax_specdec._src.arrays import Sizes, as_int32, pytree
+from jax_specdec._src.logprobs import TokenLogprobs
+
+
+@pytree(
+    token_ids="[B, K+1] int32",
+    num_kept="[B] int32",
+    num_proposed="[B] int32",
+    num_accepted="[B] int32",
+    num_emitted="[B] int32",
+    logprobs=(TokenLogprobs,),
+)
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """What one step did for each request; stacked ``[S, ...]`` over the steps of a generation.
+
+    Drafts and emitted tokens are counted before a stop token or the budget cuts them, so that
+    acceptance rates are not biased by where sequences end.
+
+    Attributes:
+      token_ids: ``[B, K+1]`` int32, the tokens kept, padded with -1.
+      num_kept: ``[B]`` int32, tokens added to the sequence.
+      num_proposed: ``[B]`` int32, drafts offered to the verification; 0 for finished requests.
+      num_accepted: ``[B]`` int32, drafts that were accepted.
+      num_emitted: ``[B]`` int32, tokens that were emitted; 0 for finished requests.
+      logprobs: `TokenLogprobs` of the tokens kept; None unless asked for.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> record = StepRecord(  # the first request stopped at a token before its last
+      ...     token_ids=jnp.array([[5, 6, -1], [8, -1, -1]]), num_kept=jnp.array([2, 1]),
+      ...     num_proposed=jnp.array([2, 2]), num_accepted=jnp.array([2, 0]),
+      ...     num_emitted=jnp.array([3, 1]))
+      >>> record.token_ids.shape, int(record.num_kept.sum())
+      ((2, 3), 3)
+    """
+
+    token_ids: jax.Array
+    num_kept: jax.Array
+    num_proposed: jax.Array
+    num_accepted: jax.Array
+    num_emitted: jax.Array
+    logprobs: TokenLogprobs | None = None
 
 
 def truncate(

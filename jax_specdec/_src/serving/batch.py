@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_specdec._src.arrays import pytree
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.context import DraftContext
-from jax_specdec._src.emitted import truncate
+from jax_specdec._src.emitted import StepRecord, truncate
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.processors import Sequences
 from jax_specdec._src.serving.options import BatchOptions
@@ -81,49 +81,6 @@ class Batch:
             changes_rows=None if changes_rows is None else jnp.any(changes_rows & ~self.done),
             processors=options.processors,
         )
-
-
-@pytree(
-    token_ids="[B, K+1] int32",
-    num_kept="[B] int32",
-    num_proposed="[B] int32",
-    num_accepted="[B] int32",
-    num_emitted="[B] int32",
-    logprobs=(TokenLogprobs,),
-)
-@dataclasses.dataclass(frozen=True)
-class StepRecord:
-    """What one step did for each request; stacked ``[S, ...]`` over the steps of a generation.
-
-    Drafts and emitted tokens are counted before a stop token or the budget cuts them, so that
-    acceptance rates are not biased by where sequences end.
-
-    Attributes:
-      token_ids: ``[B, K+1]`` int32, the tokens kept, padded with -1.
-      num_kept: ``[B]`` int32, tokens added to the sequence.
-      num_proposed: ``[B]`` int32, drafts offered to the verification; 0 for finished requests.
-      num_accepted: ``[B]`` int32, drafts that were accepted.
-      num_emitted: ``[B]`` int32, tokens that were emitted; 0 for finished requests.
-      logprobs: `TokenLogprobs` of the tokens kept; None unless asked for.
-
-    Example:
-      >>> import jax_specdec as sd
-      >>> _, (model, params) = sd.load_embedded_pair()  # the smaller one
-      >>> steps = sd.generate_stream(
-      ...     model, params, [sd.encode_bytes("import os, import ")],
-      ...     drafter=sd.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
-      ...     max_new_tokens=4)
-      >>> first = next(steps)
-      >>> first.token_ids.shape, int(first.num_kept[0]) <= 3
-      ((1, 3), True)
-    """
-
-    token_ids: jax.Array
-    num_kept: jax.Array
-    num_proposed: jax.Array
-    num_accepted: jax.Array
-    num_emitted: jax.Array
-    logprobs: TokenLogprobs | None = None
 
 
 def append(

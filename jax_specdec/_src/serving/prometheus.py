@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jax_specdec._src.serving.metrics import AcceptanceStats, Histogram, ServingStats
+from jax_specdec._src.acceptance import AcceptanceStats
+from jax_specdec._src.serving.metrics import Histogram, ServingStats
 
 _PREFIX = "jax_specdec:spec_decode_"
 _COUNTERS = {
