@@ -6,7 +6,7 @@ from jax_specdec._src.serving.core import DecodeState
 from jax_specdec._src.serving.engine import NewRequests
 from jax_specdec._src.serving.grammar_driver import GrammarDriver
 from jax_specdec._src.serving.metrics import Histogram
-from jax_specdec._src.serving.options import OptionSizes
+from jax_specdec._src.serving.packing import OptionSizes
 from jax_specdec._src.serving.programs import measure_steps
 from jax_specdec._src.serving.step_costs import DraftChoice, StepCosts
 

@@ -14,7 +14,8 @@ from jax_specdec._src.models.protocol import CausalModel, apply_model
 from jax_specdec._src.serving.batch import Batch
 from jax_specdec._src.serving.core import PLAIN
 from jax_specdec._src.serving.generate import GenerateOutput
-from jax_specdec._src.serving.options import BatchOptions, RequestOptions, options_per_request
+from jax_specdec._src.serving.options import RequestOptions, options_per_request
+from jax_specdec._src.serving.packing import BatchOptions
 from jax_specdec._src.types import Array
 
 

@@ -13,7 +13,7 @@ from jax_specdec._src.drafting.context import DraftContext
 from jax_specdec._src.emitted import StepRecord, truncate
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.processors import Sequences
-from jax_specdec._src.serving.options import BatchOptions
+from jax_specdec._src.serving.packing import BatchOptions
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 
 _BUCKET = 32

@@ -28,11 +28,8 @@ from jax_specdec._src.models.protocol import (
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, round_up
 from jax_specdec._src.serving.core import Caches, Decoder, DecodeState
-from jax_specdec._src.serving.options import (
-    BatchOptions,
-    OptionSizes,
-    RequestOptions,
-)
+from jax_specdec._src.serving.options import RequestOptions
+from jax_specdec._src.serving.packing import BatchOptions, OptionSizes
 from jax_specdec._src.types import Status
 
 _SMALLEST_PREFILL = 32

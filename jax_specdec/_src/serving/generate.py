@@ -22,12 +22,8 @@ from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
 from jax_specdec._src.serving import inputs
 from jax_specdec._src.serving.batch import Batch, round_up
 from jax_specdec._src.serving.core import PLAIN, Decoder, on_all_devices
-from jax_specdec._src.serving.options import (
-    BatchOptions,
-    RequestFields,
-    RequestOptions,
-    options_per_request,
-)
+from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
+from jax_specdec._src.serving.packing import BatchOptions
 from jax_specdec._src.types import Array, Status
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import jax_specdec as sd
 from jax_specdec._src.cli.server.limits import ApiError, Json, Limits, named
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
-from jax_specdec._src.sampling import MIN_TOKENS, NUMBERS
+from jax_specdec._src.serving.options import MIN_TOKENS, NUMBERS
 
 T = TypeVar("T")
 
