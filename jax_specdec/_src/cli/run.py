@@ -20,6 +20,7 @@ from jax_specdec._src.cli.models import Models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.serving.differences import GreedyDifference, greedy_differences
 from jax_specdec._src.serving.generate import (
     GenerateOutput,
     generate,
@@ -27,7 +28,6 @@ from jax_specdec._src.serving.generate import (
     generate_stream,
 )
 from jax_specdec._src.serving.options import RequestOptions
-from jax_specdec._src.testing import GreedyDifference, greedy_differences
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ def greedy_differences(
       >>> _, (model, params) = sd.load_embedded_pair()
       >>> prompts = [sd.encode_bytes("import ")]
       >>> plain = sd.generate_plain(model, params, prompts, max_new_tokens=4)
-      >>> sd.testing.greedy_differences(model, params, prompts, plain, plain)
+      >>> sd.serving.greedy_differences(model, params, prompts, plain, plain)
       []
     """
     found = []
