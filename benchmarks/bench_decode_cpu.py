@@ -130,7 +130,7 @@ def run(
         stats = sd.AcceptanceStats.from_steps(output.steps)
         differences = []
         if temperature == 0:
-            differences = sd.testing.greedy_differences(
+            differences = sd.serving.greedy_differences(
                 *models.target, prompts, output, plain_output
             )
         rows.append(

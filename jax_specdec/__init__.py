@@ -2,6 +2,7 @@
 
 from jax_specdec import integrations, models, serving, testing
 from jax_specdec._src import reference
+from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.config import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
@@ -17,6 +18,7 @@ from jax_specdec._src.drafting.ngram import NGramDrafter
 from jax_specdec._src.drafting.plan import plan_drafts
 from jax_specdec._src.drafting.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
+from jax_specdec._src.emitted import truncate
 from jax_specdec._src.grammar import (
     CopyingMatcher,
     DelayedMatcher,
@@ -27,7 +29,7 @@ from jax_specdec._src.grammar import (
     advance_matchers,
     grammar_bitmask,
 )
-from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec._src.models.checkpoint import load_embedded_pair, load_huggingface
 from jax_specdec._src.models.eagle3_files import load_eagle3, load_embedded_head
@@ -36,7 +38,6 @@ from jax_specdec._src.process_logits import LogitsProcessors, apply_penalties, p
 from jax_specdec._src.processors import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.batch import truncate
 from jax_specdec._src.serving.driver import EngineDriver
 from jax_specdec._src.serving.engine import Engine
 from jax_specdec._src.serving.generate import (
@@ -45,8 +46,8 @@ from jax_specdec._src.serving.generate import (
     generate_plain,
     generate_stream,
 )
-from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
-from jax_specdec._src.serving.options import LogprobsConfig, RequestOptions
+from jax_specdec._src.serving.metrics import ServingStats
+from jax_specdec._src.serving.options import RequestOptions
 from jax_specdec._src.serving.prometheus import PrometheusExporter
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,

@@ -17,6 +17,7 @@ from jax import export
 import jax_specdec as sd
 from jax_specdec._src import arrays, sampling
 from jax_specdec._src.arrays import Range, check_array, check_tree, described, pytree
+from jax_specdec._src.serving.options import PENALTIES
 
 CLASSES = [
     cls for cls in arrays._DECLARED if vars(sys.modules[cls.__module__]).get(cls.__name__) is cls
@@ -168,7 +169,7 @@ def test_the_table_is_what_classes_and_options_have() -> None:
     assert [one.name for one in sampling.SAMPLING_PARAMETERS] == fields
     default = sd.RequestOptions()
     assert default.temperature == 0.0
-    for one in (*sampling.FILTERS, *sampling.PENALTIES):
+    for one in (*sampling.FILTERS, *PENALTIES):
         assert getattr(default, one.name) == one.neutral and one.range.holds(one.neutral)
     # Text, a bool or a wrong dtype is described, never compared.
     assert (

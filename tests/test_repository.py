@@ -1,6 +1,7 @@
 """The rules that hold the repository together: layers, documentation, packaging."""
 
 import graphlib
+import inspect
 import os
 import re
 import shutil
@@ -29,12 +30,18 @@ LAYERS = (
     {"_src", "arrays", "types", "config", "platform"},
     {"blocks", "ragged", "noise", "sampling", "grammar"},
     {"verify"},
-    {"logprobs", "processors", "process_logits"},
+    {"logprobs", "processors", "process_logits", "emitted", "acceptance"},
     {"models", "drafting", "serving", "integrations"},
     {"reference"},
     {"", "testing"},
     {"cli", "__main__"},
 )
+# Two floors: below, the verifier and what it is made of; above, all that is built around it.
+UPPER_FLOOR = re.compile(
+    r"jax_specdec\.(models|serving|integrations\.models|__main__|_src\.(models|serving|cli"
+    r"|drafting\.(context|drafter|draft_model|draw|eagle3|ngram)))(\.|$)"
+)
+DOORS = {"jax_specdec", "jax_specdec.integrations"}  # they show both floors
 ONLY_IMPORTS = {"reference": {"types"}}  # the oracle shares nothing with what it judges
 
 MARKDOWN = sorted(
@@ -108,6 +115,52 @@ def test_an_import_that_breaks_the_layers_is_found(
     assert layer_violations(imports_by_module(package)) == []
     package.joinpath(file).write_text(code)
     assert violation in "\n".join(layer_violations(imports_by_module(package)))
+
+
+def floor_violations(package: Path) -> list[str]:
+    """What the lower floor imports of the upper one, or says of it in a docstring or a comment."""
+    public = {name: getattr(module, name) for module in PUBLIC for name in module.__all__}
+    above = [name for name, thing in public.items() if UPPER_FLOOR.match(f"{_home(thing)}.")]
+    named = re.compile(rf"[`.]({'|'.join(above)})\b")
+    found = []
+    for module, targets in imports_by_module(package).items():
+        if UPPER_FLOOR.match(module) or module in DOORS:
+            continue
+        found += [f"{module} imports {x}" for x in sorted(targets) if UPPER_FLOOR.match(x)]
+        path = package.parent.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        found += [f"{module} names {name}" for name in named.findall(path.read_text())]
+    return found
+
+
+def _home(thing: object) -> str:
+    return thing.__name__ if inspect.ismodule(thing) else getattr(thing, "__module__", "")
+
+
+def test_the_lower_floor_knows_nothing_of_the_upper() -> None:
+    assert floor_violations(PACKAGE) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "violation"),
+    [
+        ("from jax_specdec._src.serving import core", "verify imports jax_specdec._src.serving"),
+        ("from .drafting.context import DraftContext", "imports jax_specdec._src.drafting.context"),
+        ("def f():\n    from ..integrations import models", "jax_specdec.integrations.models"),
+        ('"""Takes what `Engine.step` gives."""', "verify names Engine"),
+        ('"""\n>>> sd.generate(model)\n"""', "verify names generate"),
+        ("# as in `sd.models.Llama`", "verify names Llama"),
+    ],
+)
+def test_what_crosses_the_floors_is_found(tmp_path: Path, code: str, violation: str) -> None:
+    package = tmp_path / "jax_specdec"
+    above = ("_src/serving/core", "_src/drafting/context", "integrations/models")
+    for name in (*above, "_src/drafting/store", "_src/verify"):
+        package.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
+        package.joinpath(f"{name}.py").write_text("from jax_specdec._src.drafting import store")
+    assert floor_violations(package) == []
+    package.joinpath("_src/verify.py").write_text(code)
+    assert violation in "\n".join(floor_violations(package))
 
 
 def test_no_source_file_is_too_long() -> None:

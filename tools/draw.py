@@ -38,6 +38,8 @@ PURPOSES = {  # of each unit: what stands below its name
     "serving": "the step and its loops",
     "drafting": "drafters and their q",
     "models": "Llama, checkpoints, text",
+    "acceptance": "counters, statistics",
+    "emitted": "what requests keep",
     "logprobs": "of emitted tokens",
     "processors": "biases, penalties",
     "process_logits": "all processors",

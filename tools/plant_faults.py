@@ -309,7 +309,7 @@ def _(right, self, params, context, cache, store):
 
 @fault(
     "a stop token ends the text before itself",
-    "_src.serving.batch:truncate",
+    "_src.emitted:truncate",
     "serving/test_greedy.py",
 )
 def _(right, *args, **named):

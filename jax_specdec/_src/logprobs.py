@@ -29,6 +29,33 @@ from jax_specdec._src.verify.sharding import VerifySharding
 Distribution = Literal["raw", "processed"]
 
 
+@dataclasses.dataclass(frozen=True)
+class LogprobsConfig:
+    """Which log-probabilities to compute besides those of the emitted tokens. Static.
+
+    Attributes:
+      num_top: how many of the likeliest tokens at each position.
+      distribution: "raw" for the model's distribution, "processed" for the one that the token was
+        drawn from; see `token_logprobs`.
+
+    Raises:
+      TypeError: `num_top` is not an integer.
+      ValueError: `num_top` is negative, or `distribution` is neither of the two.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> sd.LogprobsConfig(num_top=5).distribution
+      'raw'
+    """
+
+    num_top: int = 0
+    distribution: Distribution = "raw"
+
+    def __post_init__(self) -> None:
+        check_int("num_top", self.num_top, 0)
+        check_choice("distribution", self.distribution, get_args(Distribution))
+
+
 @pytree(
     logprobs="[B, K+1] float32",
     top_token_ids="[B, K+1, n] int32",

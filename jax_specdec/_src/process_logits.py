@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any, cast, get_args, get_type_hints
 
 import jax
@@ -15,7 +15,6 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.processors import (
     AllowedTokens,
-    Asked,
     BadWords,
     LogitBias,
     MinTokens,
@@ -52,16 +51,6 @@ class LogitsProcessors(Processor):
     bad_words: BadWords | None = None
     min_tokens: MinTokens | None = None
     allowed_tokens: AllowedTokens | None = None
-
-    @classmethod
-    def of(cls, asked: Asked, served: Container[str] | None = None) -> LogitsProcessors:
-        """The processors that serve one of the options `served`; None for all processors."""
-        packed: dict[str, Any] = {
-            name: processor.of(asked)
-            for name, processor in PROCESSORS.items()
-            if served is None or any(option in served for option in processor.options)
-        }
-        return cls(**packed)
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
         """The rows after all changes, of which the order matters."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,6 @@ from jax_specdec._src.blocks import BLOCK, by_blocks, scatter, take
 from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.ragged import Owners
-from jax_specdec._src.sampling import PENALTIES
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.verify.rows import Rows
 
@@ -43,37 +42,11 @@ class Sequences(NamedTuple):
     vocab_size: int
 
 
-class Asked(NamedTuple):
-    """What B requests ask for, on the host.
-
-    Attributes:
-      values: of each field of `RequestOptions`, B values.
-      stop_token_ids: ``[B, M]`` int32, -1 after the last of a request.
-      sizes: of each field of `OptionSizes`.
-      vocab_size: V.
-    """
-
-    values: Mapping[str, Sequence[Any]]
-    stop_token_ids: Any
-    sizes: Mapping[str, int]
-    vocab_size: int
-
-
 class Processor(Protocol):
     """The parameters of B requests, a pytree, and how they change the requests' rows of logits.
 
     A new one is a subclass, and a field of `LogitsProcessors`.
-
-    Attributes:
-      options: the fields of `RequestOptions` that it serves.
     """
-
-    options: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def of(cls, asked: Asked) -> Self:
-        """What B requests ask for, as NumPy arrays, before `with_sequences`."""
-        ...
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
         """The rows ``[M, V]`` after the change.
@@ -123,16 +96,8 @@ class LogitBias(Processor):
       ([[7], [-1]], [[2.5], [0.0]])
     """
 
-    options: ClassVar = ("logit_bias",)
-
     token_ids: jax.Array
     values: jax.Array
-
-    @classmethod
-    def of(cls, asked: Asked) -> LogitBias:
-        """See `Processor`."""
-        biases = [bias or {} for bias in asked.values["logit_bias"]]
-        return cls.from_mappings(biases, size=asked.sizes["logit_bias"])
 
     @classmethod
     def from_mappings(
@@ -199,18 +164,11 @@ class Penalties(Processor):
       ([[0, 2, 0, 0]], [[False, False, False, True]])
     """
 
-    options: ClassVar = tuple(one.name for one in PENALTIES)
-
     frequency: jax.Array
     presence: jax.Array
     repetition: jax.Array
     counts: jax.Array
     in_prompt: jax.Array
-
-    @classmethod
-    def of(cls, asked: Asked) -> Penalties:
-        """See `Processor`."""
-        return cls.pack(*(asked.values[name] for name in cls.options))
 
     @classmethod
     def from_sequences(
@@ -347,18 +305,8 @@ class BadWords(Processor):
       [[8, 9], [-1, 4]]
     """
 
-    options: ClassVar = ("bad_words",)
-
     words: jax.Array
     recent: jax.Array
-
-    @classmethod
-    def of(cls, asked: Asked) -> BadWords:
-        """See `Processor`."""
-        given = [own or () for own in asked.values["bad_words"]]
-        num_words, length = asked.sizes["bad_words"], asked.sizes["bad_word_length"]
-        words: Any = cls.pack(given, num_words=num_words, length=length)
-        return cls(words, np.full_like(words[:, 0, 1:], PLACEHOLDER_TOKEN_ID))
 
     @staticmethod
     def pack(
@@ -459,16 +407,8 @@ class MinTokens(Processor):
       [2]
     """
 
-    options: ClassVar = ("min_tokens",)
-
     stop_token_ids: jax.Array
     remaining: jax.Array
-
-    @classmethod
-    def of(cls, asked: Asked) -> MinTokens:
-        """See `Processor`."""
-        least: Any = np.array(asked.values["min_tokens"], np.int32)
-        return cls(asked.stop_token_ids, least)
 
     def with_sequences(self, sequences: Sequences) -> MinTokens:
         """See `Processor`; packed with ``remaining = min_tokens``."""
@@ -507,14 +447,7 @@ class AllowedTokens(Processor):
       [[5], [4294967295]]
     """
 
-    options: ClassVar = ("allowed_token_ids",)
-
     token_bitmask: jax.Array
-
-    @classmethod
-    def of(cls, asked: Asked) -> AllowedTokens:
-        """See `Processor`."""
-        return cls.pack(asked.values["allowed_token_ids"], vocab_size=asked.vocab_size)
 
     @classmethod
     def pack(cls, token_ids: Sequence[Sequence[int] | None], *, vocab_size: int) -> AllowedTokens:

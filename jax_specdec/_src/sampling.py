@@ -20,7 +20,7 @@ class Parameter(NamedTuple):
     """A sampling parameter of a request.
 
     Attributes:
-      name: in `SamplingParams`, in `RequestOptions`, and of an option of the command line.
+      name: as users write it, and of its field in `SamplingParams` if verification reads it.
       dtype: of its array.
       neutral: the value that changes nothing.
       range: the values that it may have.
@@ -34,8 +34,6 @@ class Parameter(NamedTuple):
     words: str
 
 
-# No logit overflows by them, whatever occurs how often.
-_ADDED, _FACTOR = Range(-1e20, 1e20), Range(1e-6, 10**6)
 _F32, _I32 = np.float32, np.int32
 
 TEMPERATURE = Parameter(
@@ -52,25 +50,6 @@ FILTERS = (
 )
 SAMPLING_PARAMETERS = (TEMPERATURE, *FILTERS)
 """The fields of `SamplingParams`."""
-PENALTIES = (
-    Parameter(
-        "frequency_penalty", _F32, 0.0, _ADDED, "subtracted for each occurrence in the output"
-    ),
-    Parameter(
-        "presence_penalty", _F32, 0.0, _ADDED, "subtracted from tokens that are in the output"
-    ),
-    Parameter(
-        "repetition_penalty",
-        _F32,
-        1.0,
-        _FACTOR,
-        "divides positive logits of tokens that have occurred, multiplies negative ones",
-    ),
-)
-
-MIN_TOKENS = Parameter("min_tokens", _I32, 0, Range(0), "tokens before a stop token may come")
-NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, MIN_TOKENS)
-"""What a request may ask for that is one number."""
 
 
 @pytree(**{one.name: f"[B] {one.dtype.__name__}" for one in SAMPLING_PARAMETERS})

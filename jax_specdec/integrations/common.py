@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.arrays import Sizes, check_array, check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.logprobs import TokenLogprobs, token_logprobs
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.options import LogprobsConfig
 from jax_specdec._src.types import Drafts, RejectionSampleOutput
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.api import rejection_sample

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 
 from jax_specdec._src.arrays import Sizes, as_int32, check_array
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.options import LogprobsConfig
 from jax_specdec._src.types import (
     Array,
     DraftProbs,

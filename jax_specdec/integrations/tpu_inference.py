@@ -16,9 +16,8 @@ import numpy as np
 
 from jax_specdec._src.arrays import as_int32
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.serving.options import LogprobsConfig
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftProbs,

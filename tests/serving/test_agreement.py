@@ -14,7 +14,7 @@ from models.weights import random_weights
 
 import jax_specdec as sd
 from jax_specdec._src import reference
-from jax_specdec._src.testing import _processed
+from jax_specdec._src.serving.differences import _processed
 
 from . import engines, test_eagle3, tiny
 from .test_draft_budget import Cycling

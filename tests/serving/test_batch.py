@@ -108,7 +108,7 @@ def test_without_prompts_there_is_no_step_and_no_difference():
         options=[],
     )
     assert list(steps) == []
-    assert sd.testing.greedy_differences(model, table, [], plain, plain) == []
+    assert sd.serving.greedy_differences(model, table, [], plain, plain) == []
 
 
 @pytest.mark.parametrize(("length", "budget", "slack"), [(1, 0, 1), (32, 32, 6), (33, 500, 33)])

@@ -153,7 +153,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(make_drafter, draft_sample_me
             config=config,
             options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
         )
-        differences = sd.testing.greedy_differences(MODEL, params, prompts, output, plain)
+        differences = sd.serving.greedy_differences(MODEL, params, prompts, output, plain)
         assert all(d.gap <= MAX_GAP for d in differences), differences
         assert output.status == plain.status
         assert [len(c) for c in output.completions] == list(BUDGETS)
@@ -297,7 +297,7 @@ def test_greedy_differences_are_the_first_with_their_gap():
     prompts = [[1, 2], [4], [3], [0, 0]]
     plain = [[1, 2, 3], [4, 4, 1], [2, 0], [1]]
     other = [[1, 2, 3], [4, 0, 2], [2], [1, 2]]
-    found = sd.testing.greedy_differences(
+    found = sd.serving.greedy_differences(
         tiny.Trigram(VOCAB), jnp.asarray(table), prompts, output_with(other), output_with(plain)
     )
 
@@ -306,7 +306,7 @@ def test_greedy_differences_are_the_first_with_their_gap():
         return float(best - second)
 
     assert found == [
-        sd.testing.GreedyDifference(1, 1, 0, 4, gap([4, 4])),
-        sd.testing.GreedyDifference(2, 1, None, 0, gap([3, 2])),
-        sd.testing.GreedyDifference(3, 1, 2, None, gap([0, 0, 1])),
+        sd.serving.GreedyDifference(1, 1, 0, 4, gap([4, 4])),
+        sd.serving.GreedyDifference(2, 1, None, 0, gap([3, 2])),
+        sd.serving.GreedyDifference(3, 1, 2, None, gap([0, 0, 1])),
     ]

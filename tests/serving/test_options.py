@@ -166,7 +166,7 @@ def test_a_greedy_differences_gap_is_that_of_the_processed_row() -> None:
         sd.GenerateOutput(completions, steps=None, status=[]) for completions in (other, TRUTH)
     ]
     model, params = tiny.Trigram(VOCAB), jnp.asarray(TARGET)
-    found = sd.testing.greedy_differences(model, params, [PROMPT] * len(OPTIONS), *outputs, OPTIONS)
+    found = sd.serving.greedy_differences(model, params, [PROMPT] * len(OPTIONS), *outputs, OPTIONS)
     assert [difference.request for difference in found] == [
         b for b, truth in enumerate(TRUTH) if truth[3] != VOCAB // 2
     ]

@@ -19,8 +19,9 @@ from scipy import special
 import jax_specdec as sd
 from jax_specdec._src import platform
 from jax_specdec._src.platform import assume
+from jax_specdec._src.process_logits import PROCESSORS
 from jax_specdec._src.processors import Sequences
-from jax_specdec._src.serving.options import BatchOptions, OptionSizes
+from jax_specdec._src.serving.packing import PACKING, BatchOptions, OptionSizes
 
 from . import sampled, tiny
 
@@ -373,6 +374,14 @@ def test_greedy_tokens_are_those_of_one_token_at_a_time(drafter_sees: bool) -> N
 
 
 # Arrays of a batch
+
+
+def test_every_option_that_changes_rows_is_packed_once() -> None:
+    assert list(PACKING) == list(PROCESSORS)
+    packed = [name for names, _ in PACKING.values() for name in names]
+    others = ["temperature", "max_new_tokens", "stop_token_ids", "seed", "min_p", "top_k", "top_p"]
+    fields = [field.name for field in dataclasses.fields(sd.RequestOptions)]
+    assert sorted(packed + others) == sorted(fields)
 
 
 def test_arrays_have_room_in_powers_of_2() -> None:

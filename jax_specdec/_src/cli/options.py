@@ -19,8 +19,8 @@ from jax_specdec._src.config import (
     SpecDecodeConfig,
     did_you_mean,
 )
-from jax_specdec._src.sampling import FILTERS, PENALTIES, TEMPERATURE
-from jax_specdec._src.serving.options import RequestOptions
+from jax_specdec._src.sampling import FILTERS, TEMPERATURE
+from jax_specdec._src.serving.options import PENALTIES, RequestOptions
 
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = 6

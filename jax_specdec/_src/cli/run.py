@@ -15,19 +15,19 @@ import jax
 import numpy as np
 from jax import monitoring
 
+from jax_specdec._src.acceptance import AcceptanceStats
 from jax_specdec._src.cli.models import Models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.serving.batch import StepRecord
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.serving.differences import GreedyDifference, greedy_differences
 from jax_specdec._src.serving.generate import (
     GenerateOutput,
     generate,
     generate_plain,
     generate_stream,
 )
-from jax_specdec._src.serving.metrics import AcceptanceStats
 from jax_specdec._src.serving.options import RequestOptions
-from jax_specdec._src.testing import GreedyDifference, greedy_differences
 
 
 @dataclasses.dataclass(frozen=True)

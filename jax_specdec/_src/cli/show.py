@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from rich.text import Text
 
+from jax_specdec._src.acceptance import AcceptanceStats
 from jax_specdec._src.cli import report, terminal
 from jax_specdec._src.cli.costs import measure_costs
 from jax_specdec._src.cli.models import load_models
 from jax_specdec._src.cli.options import Options
 from jax_specdec._src.cli.run import Comparison, Session, Start, TextStep, stacked
-from jax_specdec._src.serving.metrics import AcceptanceStats
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 LOADING = "loading the models"

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
+from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.grammar import GrammarMatcher
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.serving.metrics import AcceptanceCounters, ServingStats
+from jax_specdec._src.serving.metrics import ServingStats
 from jax_specdec._src.serving.options import RequestOptions
 from jax_specdec._src.serving.programs import StepResult
 from jax_specdec._src.types import Status

@@ -12,17 +12,17 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.arrays import check_array, check_int, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter, Proposal, feature_layers_of, may_abstain
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.drafting.store import DraftStore, count_fallbacks
-from jax_specdec._src.logprobs import token_logprobs
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.logprobs import LogprobsConfig, token_logprobs
 from jax_specdec._src.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.serving.batch import Batch, StepRecord, append
-from jax_specdec._src.serving.metrics import AcceptanceCounters
-from jax_specdec._src.serving.options import LogprobsConfig
+from jax_specdec._src.serving.batch import Batch, append
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
 from jax_specdec._src.verify.api import rejection_sample
 

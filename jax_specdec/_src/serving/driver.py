@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
+from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.serving import inputs, programs
@@ -28,7 +29,7 @@ from jax_specdec._src.serving.bookkeeping import (
 )
 from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Engine, NewRequests
-from jax_specdec._src.serving.metrics import AcceptanceCounters, AcceptanceStats, ServingStats
+from jax_specdec._src.serving.metrics import ServingStats
 from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec._src.serving.step_costs import DraftChoice, StepCosts
 

@@ -17,6 +17,8 @@ from jax_specdec._src.arrays import check_increasing, check_int, check_type, pyt
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.logprobs import LogprobsConfig
 from jax_specdec._src.models.protocol import (
     CausalModel,
     cache_batch_axis_of,
@@ -24,14 +26,10 @@ from jax_specdec._src.models.protocol import (
     check_model,
 )
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
+from jax_specdec._src.serving.batch import Batch, round_up
 from jax_specdec._src.serving.core import Caches, Decoder, DecodeState
-from jax_specdec._src.serving.options import (
-    BatchOptions,
-    LogprobsConfig,
-    OptionSizes,
-    RequestOptions,
-)
+from jax_specdec._src.serving.options import RequestOptions
+from jax_specdec._src.serving.packing import BatchOptions, OptionSizes
 from jax_specdec._src.types import Status
 
 _SMALLEST_PREFILL = 32

@@ -15,19 +15,15 @@ from jax import lax
 from jax_specdec._src.arrays import check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafting.drafter import Drafter
-from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
 from jax_specdec._src.models.protocol import CausalModel, check_model
 from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.serving.batch import Batch, StepRecord, round_up
+from jax_specdec._src.serving.batch import Batch, round_up
 from jax_specdec._src.serving.core import PLAIN, Decoder, on_all_devices
-from jax_specdec._src.serving.options import (
-    BatchOptions,
-    LogprobsConfig,
-    RequestFields,
-    RequestOptions,
-    options_per_request,
-)
+from jax_specdec._src.serving.options import RequestFields, RequestOptions, options_per_request
+from jax_specdec._src.serving.packing import BatchOptions
 from jax_specdec._src.types import Array, Status
 
 

@@ -1,318 +1,14 @@
-"""Acceptance, counted on the device or from step records, and how busy an engine was."""
+"""How busy an engine was, and how long its requests waited."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike
-
-from jax_specdec._src.arrays import Sizes, check_array, check_type, pytree, require
-from jax_specdec._src.config import check_num_speculative_tokens
-from jax_specdec._src.serving.batch import StepRecord
-from jax_specdec._src.types import Integers
-
-_Sums = TypeVar("_Sums")
-
-
-@pytree(words="[2, 3K+3] uint32")
-@dataclasses.dataclass(frozen=True)
-class AcceptanceCounters:
-    """Counts of verifications on the device, in one small array, so that counting is one fusion.
-
-    Carry it in the state of a serving loop, `update` it with every verification, and read it now
-    and then with `AcceptanceStats.from_counters`. Counts have 64 bits, in two halves because JAX's
-    integers have 32 bits by default. They never need a reset: at a billion tokens a second they
-    last 580 years.
-
-    Attributes:
-      words: ``[2, 3K+3]`` uint32, the low and the high halves of these counts: drafts offered,
-        reached and accepted at each of K positions, tokens, verifications, and fallbacks; see
-        `AcceptanceStats`.
-
-    Example:
-      >>> import jax
-      >>> import jax.numpy as jnp
-      >>> count = jax.jit(AcceptanceCounters.update)
-      >>> counters = count(
-      ...     AcceptanceCounters.create(2),
-      ...     num_proposed=jnp.array([2, 2, 1]), num_accepted=jnp.array([2, 0, 1]),
-      ...     num_emitted=jnp.array([3, 1, 2]))
-      >>> AcceptanceStats.from_counters(counters).accepted_per_position
-      (2, 1)
-    """
-
-    words: jax.Array
-
-    @classmethod
-    def create(cls, num_speculative_tokens: int) -> AcceptanceCounters:
-        """All counts zero.
-
-        Args:
-          num_speculative_tokens: K, 1 to 1024.
-
-        Raises:
-          TypeError: K is not an int.
-          ValueError: K is out of range.
-        """
-        k = check_num_speculative_tokens(num_speculative_tokens)
-        return cls(jnp.zeros((2, 3 * k + 3), jnp.uint32))
-
-    def update(
-        self,
-        *,
-        num_proposed: Integers,
-        num_accepted: Integers,
-        num_emitted: Integers,
-        num_kept: Integers | None = None,
-        num_fallbacks: ArrayLike = 0,
-    ) -> AcceptanceCounters:
-        """Add one verification of a batch. Pure; for use inside jit.
-
-        A request that emitted nothing (an empty slot, a row with NaN) is not counted. But for
-        `num_kept`, give the numbers of the verification itself, before stop tokens and budgets cut
-        its tokens, or the rates are biased.
-
-        Args:
-          num_proposed: ``[B]`` int32, drafts offered to each request: the ids in range before the
-            first -1.
-          num_accepted: ``[B]`` int32, as `rejection_sample` returns it.
-          num_emitted: ``[B]`` int32, as `rejection_sample` returns it.
-          num_kept: ``[B]`` int32, what a stop token or the budget left of these, as `truncate`
-            returns it; None for all of them.
-          num_fallbacks: ``[]`` int32, requests whose drafts were verified one-hot because they
-            had no valid draft distribution.
-
-        Returns:
-          The new counters.
-
-        Raises:
-          TypeError: an argument does not hold integers.
-          ValueError: shapes that do not fit.
-        """
-        sizes: Sizes = {}
-        num_emitted = _counts("num_emitted", num_emitted, "[B]", sizes)
-        num_proposed = _counts("num_proposed", num_proposed, "[B]", sizes)
-        num_accepted = _counts("num_accepted", num_accepted, "[B]", sizes)
-        num_kept = num_emitted if num_kept is None else num_kept
-        num_kept = _counts("num_kept", num_kept, "[B]", sizes)
-        num_fallbacks = _counts("num_fallbacks", num_fallbacks, "[]", sizes)
-        given = num_proposed, num_accepted, num_emitted, num_kept
-        columns = _columns(self.words.shape[1] // 3 - 1, *given)
-        counts = jnp.concatenate([one.astype(jnp.int32) for one in columns], axis=1)
-        sums = counts.sum(axis=0, dtype=jnp.int32)
-        added = jnp.append(sums, num_fallbacks).astype(jnp.uint32)
-        low = self.words[0] + added
-        carry = (low < added).astype(jnp.uint32)
-        return AcceptanceCounters(jnp.stack([low, self.words[1] + carry]))
-
-
-def _columns(k: int, proposed: Any, accepted: Any, emitted: Any, kept: Any) -> list[Any]:
-    """What verifications add to each count but that of fallbacks, as columns ``[..., n]``."""
-    position = np.arange(k, dtype=np.int32)[None, :]
-    proposed, accepted, kept = (x[..., None] for x in (proposed, accepted, kept))
-    is_verified = emitted[..., None] > 0
-    offered = (proposed > position) & is_verified
-    reached = offered & (accepted >= position)
-    return [offered, reached, offered & (accepted > position), kept, is_verified]
-
-
-def _counts(name: str, value: Any, declared: str, sizes: Sizes) -> jax.Array:
-    """Integers as int32, checked."""
-    value = jnp.asarray(value)
-    is_integers = jnp.issubdtype(value.dtype, jnp.integer)
-    require(is_integers, name, "hold integers", value, error=TypeError)
-    check_array(name, value, declared, sizes)
-    return value.astype(jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class AcceptanceStats:
-    """How verification went, summed over steps and requests; on the host.
-
-    Drafts are counted before stop tokens and budgets cut tokens, so that the rates are not biased.
-    `num_tokens` are those that were left. Everything else follows from the counts. The difference
-    of two readings covers the interval between them.
-
-    Two lengths describe a step. `mean_acceptance_length` covers verifications that had drafts and
-    says how good the drafts were. `tokens_per_target_pass` covers all verifications and says what
-    drafting gained: it is lower for a drafter that often proposes nothing, such as a lookup.
-
-    Attributes:
-      offered_per_position: K counts; entry i counts verifications that were offered draft i.
-      reached_per_position: K counts; entry i counts those that also accepted drafts ``0..i-1``.
-      accepted_per_position: K counts; entry i counts those that accepted drafts ``0..i``.
-      num_tokens: tokens of all requests, without those that a stop token or the budget cut off.
-      num_verifications: passes of the target, summed over the requests that took part in each and
-        emitted tokens, with drafts or without.
-      num_fallbacks: requests verified one-hot because they had no valid draft distribution, summed
-        over steps; 0 from `from_steps`, since records do not hold it.
-
-    Example:
-      >>> import numpy as np
-      >>> steps = StepRecord(
-      ...     token_ids=np.array([[[5, 6, 7]], [[8, -1, -1]]]), num_kept=np.array([[3], [1]]),
-      ...     num_proposed=np.array([[2], [2]]), num_accepted=np.array([[2], [0]]),
-      ...     num_emitted=np.array([[3], [1]]))
-      >>> stats = AcceptanceStats.from_steps(steps)
-      >>> stats.mean_acceptance_length, stats.tokens_per_target_pass, stats.unconditional_rates
-      (2.0, 2.0, (0.5, 0.5))
-      >>> print(stats.log_line(seconds=0.5))
-      SpecDecoding metrics: Mean acceptance length: 2.00, Tokens per target pass: 2.00, ...
-    """
-
-    offered_per_position: tuple[int, ...]
-    reached_per_position: tuple[int, ...]
-    accepted_per_position: tuple[int, ...]
-    num_tokens: int
-    num_verifications: int
-    num_fallbacks: int = 0
-
-    @classmethod
-    def from_counters(cls, counters: AcceptanceCounters) -> AcceptanceStats:
-        """Read counters: waits for the device and copies a few bytes.
-
-        Args:
-          counters: outside jit; they are not changed.
-
-        Returns:
-          The statistics since the counters were created.
-        """
-        low, high = jax.device_get(counters.words).astype(object)  # Python's ints have any size
-        return cls._of((low + (high << 32)).tolist())
-
-    @classmethod
-    def from_steps(cls, steps: StepRecord) -> AcceptanceStats:
-        """Sum up records ``[S, B, ...]``.
-
-        Args:
-          steps: as `GenerateOutput.steps` holds them.
-
-        Returns:
-          The statistics.
-
-        Raises:
-          TypeError: `steps` is not a `StepRecord`.
-        """
-        check_type("steps", steps, StepRecord, hint="GenerateOutput.steps is one")
-        given = steps.num_proposed, steps.num_accepted, steps.num_emitted, steps.num_kept
-        columns = _columns(np.shape(steps.token_ids)[-1] - 1, *map(np.asarray, given))
-        sums = [one.reshape(-1, one.shape[-1]).sum(axis=0) for one in columns]
-        return cls._of([*np.concatenate(sums).tolist(), 0])
-
-    @classmethod
-    def _of(cls, counts: list[int]) -> AcceptanceStats:
-        """From 3K + 3 counts, in the order of `AcceptanceCounters.words`."""
-        k = len(counts) // 3 - 1
-        offered, reached, accepted = (tuple(counts[i * k : (i + 1) * k]) for i in range(3))
-        return cls(offered, reached, accepted, *counts[3 * k :])
-
-    def __sub__(self, earlier: AcceptanceStats) -> AcceptanceStats:
-        """The interval between two readings of the same counters.
-
-        Args:
-          earlier: the first reading.
-
-        Raises:
-          ValueError: the two have different K, or a count is larger in `earlier`.
-        """
-        k, given = len(self.offered_per_position), len(earlier.offered_per_position)
-        require(given == k, "earlier's K", f"be {k}", given)
-        return _since(earlier, self)
-
-    @property
-    def num_drafts(self) -> int:
-        """Verifications of a request that were offered at least one draft."""
-        return self.offered_per_position[0]
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Drafts offered."""
-        return sum(self.offered_per_position)
-
-    @property
-    def num_accepted_tokens(self) -> int:
-        """Drafts accepted."""
-        return sum(self.accepted_per_position)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """``1 + accepted / num_drafts``: tokens of a verification that had drafts; 1 without any.
-
-        The recovered or bonus token counts, and tokens that a stop token or the budget cut off.
-        Verifications without drafts do not, as in vLLM. Where nothing was drafted it says nothing:
-        log lines and tables show a dash.
-        """
-        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
-
-    @property
-    def tokens_per_target_pass(self) -> float:
-        """``num_tokens / num_verifications``; 0 where nothing was verified.
-
-        Tokens of one request per pass of the target that it took part in: plain decoding has 1.
-        """
-        return self.num_tokens / max(self.num_verifications, 1)
-
-    @property
-    def draft_acceptance_rate(self) -> float:
-        """``accepted / draft tokens``; 0 where nothing was drafted."""
-        return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
-
-    @property
-    def unconditional_rates(self) -> tuple[float, ...]:
-        """``[K]``, of the verifications offered draft i, the share that accepted ``0..i``."""
-        return _rates(self.accepted_per_position, self.offered_per_position)
-
-    @property
-    def conditional_rates(self) -> tuple[float, ...]:
-        """``[K]``, of those that also accepted the drafts before i, the share that accepted i.
-
-        Where every verification was offered K drafts, this is ``r[i] / r[i-1]`` of
-        `unconditional_rates`. It has counts of its own, so it stays in [0, 1] where it is not.
-        """
-        return _rates(self.accepted_per_position, self.reached_per_position)
-
-    @property
-    def length_text(self) -> str:
-        """`mean_acceptance_length` with two decimals; a dash where nothing was drafted."""
-        return f"{self.mean_acceptance_length:.2f}" if self.num_drafts else "-"
-
-    def log_line(self, seconds: float) -> str:
-        """One line for a server's log, in vLLM's words where vLLM has them.
-
-        The rates per position are `unconditional_rates`, and the line says so.
-
-        Args:
-          seconds: length of the interval that these statistics cover.
-
-        Raises:
-          ValueError: `seconds` is not positive.
-        """
-        _check_seconds(seconds)
-        rates = ", ".join(f"{rate:.3f}" for rate in self.unconditional_rates)
-        return (
-            "SpecDecoding metrics:"
-            f" Mean acceptance length: {self.length_text},"
-            f" Tokens per target pass: {self.tokens_per_target_pass:.2f},"
-            f" Accepted throughput: {self.num_accepted_tokens / seconds:.2f} tokens/s,"
-            f" Drafted throughput: {self.num_draft_tokens / seconds:.2f} tokens/s,"
-            f" Accepted: {self.num_accepted_tokens} tokens,"
-            f" Drafted: {self.num_draft_tokens} tokens,"
-            f" Per-position acceptance rate (unconditional): {rates},"
-            f" Avg Draft acceptance rate: {self.draft_acceptance_rate:.1%},"
-            f" Fallbacks: {self.num_fallbacks}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """The counts and what follows from them, in types that JSON has."""
-        names = [field.name for field in dataclasses.fields(self)]
-        values = {name: getattr(self, name) for name in (*names, *_DERIVED)}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+from jax_specdec._src.acceptance import check_seconds, since
+from jax_specdec._src.arrays import require
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +47,7 @@ class Histogram:
 
     def __sub__(self, earlier: Histogram) -> Histogram:
         """The times between two readings."""
-        return _since(earlier, self)
+        return since(earlier, self)
 
     @property
     def count(self) -> int:
@@ -452,7 +148,7 @@ class ServingStats:
         slots, given = self.num_slots, earlier.num_slots
         require(given == slots, "earlier.num_slots", f"be {slots}", given)
         nothing: Any = dict(num_slots=0, num_running=0, num_queued=0)  # these are no sums
-        return _since(dataclasses.replace(earlier, **nothing), self)
+        return since(dataclasses.replace(earlier, **nothing), self)
 
     @property
     def mean_busy_slots(self) -> float:
@@ -483,7 +179,7 @@ class ServingStats:
         Raises:
           ValueError: `seconds` is not positive.
         """
-        _check_seconds(seconds)
+        check_seconds(seconds)
         first, others = self.time_to_first_token_seconds, self.inter_token_latency_seconds
         return (
             f"Serving metrics: Running: {self.num_running}, Queued: {self.num_queued},"
@@ -497,41 +193,3 @@ class ServingStats:
             f" Time between tokens: {others.mean * 1e3:.2f} ms,"
             f" Failed calls: {self.num_failed_calls}"
         )
-
-
-def _since(earlier: _Sums, later: _Sums) -> _Sums:
-    """What was added between two readings: of numbers, of tuples, and of dataclasses of these.
-
-    Raises:
-      ValueError: a number is larger in `earlier`.
-    """
-    both: Any = earlier, later
-    if isinstance(later, tuple):
-        added: Any = tuple(map(_since, *both))
-    elif isinstance(later, (AcceptanceStats, ServingStats, Histogram)):
-        names = [field.name for field in dataclasses.fields(later)]
-        added = type(later)(*(_since(*(getattr(x, name) for x in both)) for name in names))
-    else:
-        require(both[1] >= both[0], "earlier", "hold no larger sums", both[0])
-        added = both[1] - both[0]
-    return cast(_Sums, added)
-
-
-def _check_seconds(seconds: float) -> None:
-    require(seconds > 0, "seconds", "be positive", seconds)
-
-
-_DERIVED = (
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_tokens",
-    "mean_acceptance_length",
-    "tokens_per_target_pass",
-    "draft_acceptance_rate",
-    "unconditional_rates",
-    "conditional_rates",
-)
-
-
-def _rates(counts: tuple[int, ...], of: tuple[int, ...]) -> tuple[float, ...]:
-    return tuple(n / total if total else 0.0 for n, total in zip(counts, of, strict=True))

@@ -1,4 +1,4 @@
-"""What a request asks for, on the host and as arrays of a batch."""
+"""What a request asks for."""
 
 from __future__ import annotations
 
@@ -7,33 +7,37 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict, get_args
+from typing import Any, TypedDict
 
-import jax
 import numpy as np
 
-from jax_specdec._src.arrays import (
-    Range,
-    check_choice,
-    check_int,
-    check_type,
-    pytree,
-    refuse,
-    require,
-)
+from jax_specdec._src.arrays import Range, check_int, check_type, refuse, require
 from jax_specdec._src.config import did_you_mean
-from jax_specdec._src.logprobs import Distribution
-from jax_specdec._src.process_logits import LogitsProcessors
-from jax_specdec._src.processors import Asked
-from jax_specdec._src.sampling import (
-    FILTERS,
-    NUMBERS,
-    SAMPLING_PARAMETERS,
-    TEMPERATURE,
-    SamplingParams,
-)
+from jax_specdec._src.sampling import SAMPLING_PARAMETERS, Parameter
 from jax_specdec._src.serving import inputs
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+
+_F32, _I32 = np.float32, np.int32
+# No logit overflows by them, whatever occurs how often.
+_ADDED, _FACTOR = Range(-1e20, 1e20), Range(1e-6, 10**6)
+
+PENALTIES = (
+    Parameter(
+        "frequency_penalty", _F32, 0.0, _ADDED, "subtracted for each occurrence in the output"
+    ),
+    Parameter(
+        "presence_penalty", _F32, 0.0, _ADDED, "subtracted from tokens that are in the output"
+    ),
+    Parameter(
+        "repetition_penalty",
+        _F32,
+        1.0,
+        _FACTOR,
+        "divides positive logits of tokens that have occurred, multiplies negative ones",
+    ),
+)
+MIN_TOKENS = Parameter("min_tokens", _I32, 0, Range(0), "tokens before a stop token may come")
+NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, MIN_TOKENS)
+"""What a request may ask for that is one number."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +152,6 @@ class RequestOptions:
 _BIAS = Range(-math.inf, 1e20, "(]")
 """No logit overflows by it; a large negative one forbids its token."""
 _SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed")
-_FILTERS = {one.name for one in FILTERS}
-"""They leave tokens out when sampling; all other options that are not neutral change logits."""
 
 
 class RequestFields(TypedDict, total=False):
@@ -199,168 +201,8 @@ def options_per_request(
     return [dataclasses.replace(one, **fields) if fields else one for one in options]
 
 
-@dataclasses.dataclass(frozen=True)
-class LogprobsConfig:
-    """Which log-probabilities to compute besides those of the emitted tokens. Static.
-
-    Attributes:
-      num_top: how many of the likeliest tokens at each position.
-      distribution: "raw" for the model's distribution, "processed" for the one that the token was
-        drawn from; see `token_logprobs`.
-
-    Raises:
-      TypeError: `num_top` is not an integer.
-      ValueError: `num_top` is negative, or `distribution` is neither of the two.
-
-    Example:
-      >>> import jax_specdec as sd
-      >>> sd.LogprobsConfig(num_top=5).distribution
-      'raw'
-    """
-
-    num_top: int = 0
-    distribution: Distribution = "raw"
-
-    def __post_init__(self) -> None:
-        check_int("num_top", self.num_top, 0)
-        check_choice("distribution", self.distribution, get_args(Distribution))
-
-
-@dataclasses.dataclass(frozen=True)
-class OptionSizes:
-    """The most that a request may ask for; an `Engine` makes its arrays before requests come.
-
-    Attributes:
-      logit_bias: C, tokens that have a bias.
-      bad_words: W, bad words.
-      bad_word_length: L, tokens of a bad word.
-
-    Raises:
-      TypeError: a size is not an integer.
-      ValueError: a size is less than 1.
-
-    Example:
-      >>> OptionSizes(logit_bias=300).bad_words
-      16
-    """
-
-    logit_bias: int = 64
-    bad_words: int = 16
-    bad_word_length: int = 8
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_int(field.name, getattr(self, field.name))
-
-    @classmethod
-    def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
-        """Sizes for these options, rounded up to powers of 2 so that calls share compilations."""
-        found = [_sizes(one) for one in options]
-        return cls(*(_power_of_2(max(sizes)) for sizes in zip((0, 0, 1), *found, strict=True)))
-
-    def check(self, options: RequestOptions) -> None:
-        """Check that a request's options fit.
-
-        Raises:
-          ValueError: it asks for more than there is room for.
-        """
-        for field, found in zip(dataclasses.fields(self), _sizes(options), strict=True):
-            most, option = getattr(self, field.name), field.name.replace("word_length", "words")
-            require(found <= most, option, f"fit option_sizes.{field.name} = {most}", found)
-
-
-def _sizes(options: RequestOptions) -> tuple[int, int, int]:
-    """The `OptionSizes` that a request needs, in their order."""
-    words = options.bad_words or ()
-    return len(options.logit_bias or ()), len(words), max(map(len, words), default=0)
-
-
-@pytree(
-    prompt_lengths="[B] int32",
-    max_lengths="[B] int32",
-    stop_token_ids="[B, M] int32",
-    sampling=(SamplingParams,),
-    changes_rows="[B] bool",
-    processors=(LogitsProcessors,),
-)
-@dataclasses.dataclass(frozen=True)
-class BatchOptions:
-    """The options of B requests as arrays; None for what no request asks for.
-
-    Attributes:
-      prompt_lengths: ``[B]`` int32, the position where the output begins.
-      max_lengths: ``[B]`` int32, the length at which the budget is spent.
-      stop_token_ids: ``[B, M]`` int32; -1 is none.
-      sampling: temperatures and filters.
-      changes_rows: ``[B]`` bool, whether a request asks for any of `processors`.
-      processors: what changes logits, as it was packed, or up to date with the sequences.
-    """
-
-    prompt_lengths: jax.Array
-    max_lengths: jax.Array
-    stop_token_ids: jax.Array
-    sampling: SamplingParams
-    changes_rows: jax.Array | None = None
-    processors: LogitsProcessors | None = None
-
-    @classmethod
-    def create(
-        cls,
-        options: Sequence[RequestOptions],
-        prompt_lengths: Sequence[int],
-        vocab_size: int,
-        *,
-        max_stop_tokens: int | None = None,
-        keep_neutral: bool = False,
-        sizes: OptionSizes | None = None,
-    ) -> BatchOptions:
-        """NumPy arrays of B requests' options.
-
-        Args:
-          options: B.
-          prompt_lengths: B.
-          vocab_size: V.
-          max_stop_tokens: M; None for the most that a request has.
-          keep_neutral: make every array, also where no request asks for it.
-          sizes: of the arrays, which the requests fit; None for what they need.
-        """
-        sizes = OptionSizes.of(options) if sizes is None else sizes
-        asked = [one.non_neutral.keys() for one in options]
-        served = None if keep_neutral else frozenset[str]().union(*asked)
-        values = {
-            field.name: [getattr(one, field.name) for one in options]
-            for field in dataclasses.fields(RequestOptions)
-        }
-        lengths: Any = np.array(prompt_lengths, np.int32)
-        stops = _stops(options, max_stop_tokens)
-        room = dataclasses.asdict(sizes)
-        processors = LogitsProcessors.of(Asked(values, stops, room, vocab_size), served)
-        has_any = bool(jax.tree.leaves(processors))
-        changes_rows: Any = np.array([bool(one - _FILTERS) for one in asked])
-        return cls(
-            prompt_lengths=lengths,
-            max_lengths=lengths + np.array(values["max_new_tokens"], np.int32),
-            stop_token_ids=stops,
-            sampling=SamplingParams(
-                **{
-                    one.name: np.array(values[one.name], one.dtype)
-                    for one in SAMPLING_PARAMETERS
-                    if one is TEMPERATURE or served is None or one.name in served
-                }
-            ),
-            changes_rows=changes_rows if has_any else None,
-            processors=processors if has_any else None,
-        )
-
-    @property
-    def neutral(self) -> BatchOptions:
-        """Without all that only an `Engine` with `request_options` serves."""
-        sampling = SamplingParams(self.sampling.temperature)
-        return dataclasses.replace(self, sampling=sampling, changes_rows=None, processors=None)
-
-
-def _float32(name: str, value: Any) -> np.float32:
-    """A number in float32; the least numbers are 0, as on devices.
+def _float32(name: str, value: Any) -> float:
+    """A number, rounded to float32.
 
     Raises:
       TypeError: it is not one number.
@@ -386,16 +228,6 @@ def _integer(name: str, value: Any, most: int) -> int:
 def _check_one(name: str, value: Any) -> None:
     hint = f"for requests that differ, give a list, options=[RequestOptions({name}=...), ...]"
     require(np.ndim(value) == 0, name, "be one value", value, hint, TypeError)
-
-
-def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
-    """``[B, M]`` int32."""
-    if most is None:
-        most = max((len(one.stop_token_ids) for one in options), default=0)
-    stops = np.full((len(options), most), PLACEHOLDER_TOKEN_ID, np.int32)
-    for row, one in zip(stops, options, strict=True):
-        row[: len(one.stop_token_ids)] = one.stop_token_ids
-    return stops
 
 
 def _bias(logit_bias: Any) -> dict[int, float] | None:
@@ -440,8 +272,3 @@ def _words(bad_words: Any) -> tuple[tuple[int, ...], ...] | None:
         tuple(inputs.token_list(f"bad_words[{i}]", word, 2**31)) for i, word in enumerate(bad_words)
     ]
     return tuple(words) or None
-
-
-def _power_of_2(size: int) -> int:
-    """The least power of 2 that is at least `size`, and at least 1."""
-    return 1 << max(0, size - 1).bit_length()

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.arrays import check_int
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
+from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.serving.batch import StepRecord
 from jax_specdec._src.serving.core import Caches, DecodeState, on_all_devices
 from jax_specdec._src.serving.engine import Engine
-from jax_specdec._src.serving.metrics import AcceptanceCounters
 from jax_specdec._src.serving.step_costs import StepCosts
 
 admit = jax.jit(Engine.admit, static_argnums=0, donate_argnames="state")

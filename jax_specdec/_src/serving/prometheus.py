@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jax_specdec._src.serving.metrics import AcceptanceStats, ServingStats
+from jax_specdec._src.acceptance import AcceptanceStats
+from jax_specdec._src.serving.metrics import ServingStats
 
 _METRICS = {
     "spec_decode": {

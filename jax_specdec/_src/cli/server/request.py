@@ -16,7 +16,7 @@ import jax_specdec as sd
 from jax_specdec._src.arrays import described, either
 from jax_specdec._src.cli.server.limits import ApiError, Json
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
-from jax_specdec._src.sampling import NUMBERS
+from jax_specdec._src.serving.options import NUMBERS
 
 OPTIONS = (*(one.name for one in NUMBERS), "logit_bias")  # as they are called here, too
 MAX_BIASES = 300

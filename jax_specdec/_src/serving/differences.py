@@ -14,7 +14,8 @@ from jax_specdec._src.models.protocol import CausalModel, apply_model
 from jax_specdec._src.serving.batch import Batch
 from jax_specdec._src.serving.core import PLAIN
 from jax_specdec._src.serving.generate import GenerateOutput
-from jax_specdec._src.serving.options import BatchOptions, RequestOptions, options_per_request
+from jax_specdec._src.serving.options import RequestOptions, options_per_request
+from jax_specdec._src.serving.packing import BatchOptions
 from jax_specdec._src.types import Array
 
 
@@ -68,7 +69,7 @@ def greedy_differences(
       >>> _, (model, params) = sd.load_embedded_pair()
       >>> prompts = [sd.encode_bytes("import ")]
       >>> plain = sd.generate_plain(model, params, prompts, max_new_tokens=4)
-      >>> sd.testing.greedy_differences(model, params, prompts, plain, plain)
+      >>> sd.serving.greedy_differences(model, params, prompts, plain, plain)
       []
     """
     found = []
