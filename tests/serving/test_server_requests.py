@@ -15,7 +15,7 @@ import jax_specdec as sd
 from jax_specdec._src.cli.server.answer import _event
 from jax_specdec._src.cli.server.limits import ApiError
 from jax_specdec._src.cli.server.request import OPTIONS, Asked, Parameters, read_request
-from jax_specdec._src.sampling import NUMBERS
+from jax_specdec._src.serving.options import NUMBERS
 
 pytestmark = pytest.mark.newest
 

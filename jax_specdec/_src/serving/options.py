@@ -201,7 +201,7 @@ def options_per_request(
     return [dataclasses.replace(one, **fields) if fields else one for one in options]
 
 
-def _float32(name: str, value: Any) -> float:
+def _float32(name: str, value: Any) -> np.float32:
     """A number, rounded to float32.
 
     Raises:
