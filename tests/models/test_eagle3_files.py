@@ -352,7 +352,10 @@ def test_a_config_that_is_not_served_is_named(
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, but it is 2: systems differ"),
         ({"num_hidden_layers": True}, "num_hidden_layers must"),
         ({"vocab_size": 41}, "vocab_size = 41, but the target's is 40"),
-        ({"hidden_size": 32}, r"fc.weight of shape \(16, 48\), but its config.json says \(32, 48\)"),
+        (
+            {"hidden_size": 32},
+            r"fc.weight of shape \(16, 48\), but its config.json says \(32, 48\)",
+        ),
         ({"model_type": "gpt2"}, "model_type = 'gpt2', but only"),
         ({"attention_bias": 1}, "attention_bias = 1, but it must be a boolean"),
         ({"attention_bias": True}, "lacks the tensor layers.0.self_attn.q_proj.bias"),
