@@ -144,15 +144,16 @@ def save_eagle3(
 ) -> None:
     """Write an EAGLE-3 head in the layout of speculators, which vLLM and SGLang read too.
 
-    What the head shares with its target is written too: the class of speculators does not take it
-    from the target. `load_eagle3`, as vLLM, then holds it once.
+    What the head shares with its target is written too, because some readers do not take it from
+    there. `load_eagle3` shares it again.
 
     Args:
       directory: created if it does not exist; existing files are replaced.
       model: the head.
       params: its weights.
       dtype: dtype of the stored tensors.
-      target_name: the target's name or path, for readers that look it up.
+      target_name: the target's name or path, for readers that look it up. The class of speculators
+        reads nothing without it.
       num_speculative_tokens: K that readers take by default.
 
     Raises:
@@ -413,9 +414,7 @@ def _check_mask(tensors: Tensors, config: Eagle3Config, ids: np.ndarray | None) 
     if "t2d" not in tensors.files:
         return
     listed = np.arange(config.draft_vocab_size) if ids is None else ids
-    same = tensors.form("t2d") == ((config.layer.vocab_size,), "BOOL") and np.array_equal(
-        tensors.read("t2d").nonzero()[0], np.sort(listed)
-    )
-    if not same:
+    fits = tensors.form("t2d") == ((config.layer.vocab_size,), "BOOL")
+    if not fits or not np.array_equal(tensors.read("t2d").nonzero()[0], np.sort(listed)):
         where = shown(tensors.files["t2d"][0])
         raise ValueError(f"{where} has a t2d that is not the mask of the ids that d2t lists.")

@@ -183,7 +183,7 @@ def check_tensors(
 def stores_own_head(tensors: Tensors, dtype: Any) -> bool:
     """Whether an output matrix is stored that is not the embedding, once both have a dtype.
 
-    As in `transformers`, it then counts, whatever the config says of it.
+    `transformers` then uses it, whatever the config says.
     """
     if _LM_HEAD not in tensors.files:
         return False
