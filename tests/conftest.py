@@ -18,7 +18,8 @@ collect_ignore = ["models/huggingface/make.py", "models/smollm2/make.py"]
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else runs on the first
+if "JAX_NUM_CPU_DEVICES" not in os.environ:
+    jax.config.update("jax_num_cpu_devices", 8)  # for meshes; everything else runs on the first
 
 # Compilation makes the first example slow, and a run must be repeatable: no deadline, fixed seed.
 # `pytest --hypothesis-profile=explore` looks further, with a fresh seed each time.

@@ -51,6 +51,18 @@ MARKDOWN = sorted(
 )
 
 
+# Tests
+
+
+@pytest.mark.long
+def test_the_tests_of_a_gpu_are_collected_where_there_is_one_device() -> None:
+    """As on a machine with one GPU: no file makes a mesh while it is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests"]
+    alone = os.environ | {"JAX_NUM_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True)
+    assert done.returncode == 0 and "test_mosaic_gpu" in done.stdout, done.stdout[-3000:]
+
+
 # Layers
 
 

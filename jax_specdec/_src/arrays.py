@@ -310,15 +310,20 @@ def as_int32(
 ) -> jax.Array:
     """`values` as int32, if that changes none of them; and checked, if a shape is declared.
 
+    Under jit, where values are not known, one that int32 does not hold becomes the nearest that it
+    does. With ``jax_enable_x64`` every sum of integers has a dtype that includes such.
+
     Raises:
-      TypeError: not integers, or traced integers of a dtype that int32 does not include.
+      TypeError: not integers.
       ValueError: an integer out of the range of int32, or another shape.
     """
     is_array = isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jnp.integer)
     if is_array and np.can_cast(values.dtype, np.int32):
         array = jnp.asarray(values, jnp.int32)
     elif is_array and isinstance(values, jax.core.Tracer):
-        refuse(TypeError, name, "be int32 where values are not known, as under jit", values)
+        ends = np.iinfo(np.int32)
+        least = max(ends.min, int(jnp.iinfo(values.dtype).min))
+        array = jnp.clip(values, least, ends.max).astype(jnp.int32)
     else:
         array = jax.device_put(host_int32(name, values))
     if declared is not None:

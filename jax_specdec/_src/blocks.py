@@ -56,7 +56,8 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
     unread = [lax.full_like(x, 0, shape=(size, *x.shape[1:])) for x in shapes]
 
     def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
-        start = jnp.minimum(i.astype(jnp.uint32) * length, size - length)  # the last one overlaps
+        first = jnp.uint32(i) * length  # an int under jax.disable_jit
+        start = jnp.minimum(first, size - length)  # the last one overlaps
         is_read = any_under_vmap(jnp.any(lax.dynamic_slice_in_dim(rows, start, length) >= 0))
         nothing = jax.tree.unflatten(found_tree, [x[:length] for x in unread])
         of_block = jax.tree.leaves(lax.cond(is_read, read, lambda _: nothing, start))

@@ -375,7 +375,7 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, form: Form) -> TokenLo
 
     own = own if kept is None else jnp.where(own < kept, -jnp.inf, own)
     own, batch = logprobs(own[:, None])[:, 0], those.row.shape[0]
-    top = jnp.full((batch, num_top), -jnp.inf)
+    top = jnp.full((batch, num_top), -jnp.inf, jnp.float32)
     ids = jnp.full((batch, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32)
     if num_top:
         entries = rows.whole(those.row)

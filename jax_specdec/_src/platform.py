@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -115,7 +116,8 @@ def _run(*flat: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
     found = {d.platform for x in flat if isinstance(x, jax.Array) for d in x.devices()}
     platform = found.pop() if len(found) == 1 else jax.default_backend()
     platform = _NAMES.get(platform, platform)
-    return jax.tree.leaves(_traced(*flat, call=call, platform=platform))
+    arrays = map(jnp.asarray, flat)  # under jax.disable_jit nothing else makes them JAX's
+    return jax.tree.leaves(_traced(*arrays, call=call, platform=platform))
 
 
 _primitive.def_abstract_eval(_types)

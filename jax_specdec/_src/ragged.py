@@ -239,8 +239,7 @@ def pack_drafts(
       `PackedDrafts`; `target_logits` is then ``[N+B, V]``.
 
     Raises:
-      TypeError: not integers; or traced, of a dtype whose values int32 may not hold; or a
-        `distribution` of another type.
+      TypeError: not integers, or a `distribution` of another type.
       ValueError: shapes that do not fit; an integer that int32 does not hold; a negative `size`;
         or, if their values are known, a count outside [0, K].
 

@@ -229,7 +229,7 @@ class Drafts:
           Drafts; `target_logits` is then ``[N+B, V]``.
 
         Raises:
-          TypeError: not integers, or traced integers of a dtype that int32 does not include.
+          TypeError: not integers.
           ValueError: not one-dimensional; an integer out of the range of int32; or, if their values
             are known, counts that are negative or more than N together.
 
@@ -272,8 +272,7 @@ class Drafts:
           Drafts with ``N = B * K``.
 
         Raises:
-          TypeError: not integers, or traced integers of a dtype that int32 does not include; or a
-            `distribution` of another type.
+          TypeError: not integers, or a `distribution` of another type.
           ValueError: `token_ids` is not ``[B, K]``, or `num_draft_tokens` not ``[B]``; an integer
             out of the range of int32; or, if their values are known, a count outside [0, K].
 
@@ -297,7 +296,7 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
     """Counts of drafts as int32.
 
     Raises:
-      TypeError: not integers, or traced integers of a dtype that int32 does not include.
+      TypeError: not integers.
       ValueError: not ``[B]``; an integer out of the range of int32; or, if their values are known,
         a count outside [0, K].
     """

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import collectives
 from verify.batch import Batch, Layout, check, jitted, pack
@@ -27,8 +27,12 @@ LAYOUT = Layout(
     has_filters=True,
     has_bitmask=True,
 )
-MESH = jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
-SHARDING = sd.VerifySharding(MESH, "tensor", "data")
+
+
+@functools.cache
+def mesh() -> Mesh:
+    """Not made while the file is imported: a machine may have one device."""
+    return jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
 
 
 def dense(seed: int, layout: Layout = LAYOUT) -> Batch:
@@ -42,7 +46,7 @@ def placed(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     (logits, drafts, noise), named = batch.arguments()
 
     def put(x: Any, *axes: str | None) -> Any:
-        return jax.device_put(x, NamedSharding(MESH, P(*axes)))
+        return jax.device_put(x, NamedSharding(mesh(), P(*axes)))
 
     probs = put(drafts.distribution.probs, "data", "tensor")
     drafts = sd.Drafts(
@@ -89,13 +93,13 @@ def in_shard_map(implementation: sd.Implementation | None, over_tensor: bool) ->
             return output, found.logprobs
 
         mapped = jax.shard_map(
-            part, mesh=MESH, in_specs=(columns, columns, own, own, own, own), out_specs=own
+            part, mesh=mesh(), in_specs=(columns, columns, own, own, own, own), out_specs=own
         )
         arrays = logits, drafts.distribution.probs, drafts.token_ids, noise, sampling, token_bitmask
         specs = columns, columns, own, own, own, own
         return mapped(
             *[
-                jax.tree.map(lambda x, spec=spec: jax.reshard(x, NamedSharding(MESH, spec)), x)
+                jax.tree.map(lambda x, spec=spec: jax.reshard(x, NamedSharding(mesh(), spec)), x)
                 for x, spec in zip(arrays, specs, strict=True)
             ]
         )
@@ -140,8 +144,8 @@ def simple(implementation: sd.Implementation | None, rule: str) -> Any:
         )
 
     def whole(*arrays):
-        mapped = jax.shard_map(part, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
-        return mapped(*[jax.reshard(x, NamedSharding(MESH, P("data"))) for x in arrays])
+        mapped = jax.shard_map(part, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
+        return mapped(*[jax.reshard(x, NamedSharding(mesh(), P("data"))) for x in arrays])
 
     return jax.jit(part), jax.jit(whole)
 
@@ -177,8 +181,8 @@ def test_drafts_of_a_part_are_those_of_all():
 
     logits = jax.random.normal(jax.random.key(0), (8, 40))
     arrays = logits, jax.random.split(jax.random.key(1), 8), jnp.arange(8)
-    split = [jax.device_put(x, NamedSharding(MESH, P("data"))) for x in arrays]
-    mapped = jax.shard_map(part, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    split = [jax.device_put(x, NamedSharding(mesh(), P("data"))) for x in arrays]
+    mapped = jax.shard_map(part, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
     want, got = jax.device_get((jax.jit(part)(*arrays), jax.jit(mapped)(*split)))
     np.testing.assert_array_equal(got.token_ids, want.token_ids)
     np.testing.assert_allclose(got.log_normalizer, want.log_normalizer, rtol=1e-6)

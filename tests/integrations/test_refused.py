@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from filled import ones, zeros
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 import jax_specdec as sd
 from jax_specdec.integrations import sglang_jax, tpu_inference
@@ -17,8 +18,21 @@ from jax_specdec.integrations.keys import step_keys
 B, K, V = 4, 3, 16
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 KEY = jax.random.key(0)
-MESH = jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2)
-SPLIT = sd.VerifySharding(MESH, "tensor", "data")
+
+
+@functools.cache
+def mesh() -> Mesh:
+    """Not made while the file is imported: a machine may have one device."""
+    return jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Auto,) * 2)
+
+
+def split() -> sd.VerifySharding:
+    return sd.VerifySharding(mesh(), "tensor", "data")
+
+
+def made(changed: dict[str, Any]) -> dict[str, Any]:
+    """Arguments, with the functions that make a mesh called."""
+    return {name: x() if callable(x) else x for name, x in changed.items()}
 
 
 def ids(*shape: int) -> jax.Array:
@@ -68,21 +82,21 @@ CHAINS: dict[str, Any] = dict(
         (dict(token_bitmask=ids(11, 1)), ValueError, "token_bitmask"),
         (dict(config=3), TypeError, "config"),
         (dict(logprobs=5), TypeError, "logprobs"),
-        (dict(sharding=MESH), TypeError, "sharding"),
+        (dict(sharding=mesh), TypeError, "sharding"),
         (dict(keys=None), ValueError, "keys"),
         (dict(keys=ids(2)), TypeError, "keys"),
         (dict(keys=jax.random.split(KEY, 3)), ValueError, "keys"),
         (dict(keys=jax.random.split(KEY, B)), ValueError, "positions"),
         (dict(positions=ids(3)), ValueError, "positions"),
-        (dict(draft_token_ids=ids(11), sharding=SPLIT), ValueError, "N"),
-        (dict(logits=zeros((13, V)), sharding=SPLIT), ValueError, "L"),
-        (dict(logits=zeros((12, 15)), sharding=SPLIT), ValueError, r"logits\.shape"),
+        (dict(draft_token_ids=ids(11), sharding=split), ValueError, "N"),
+        (dict(logits=zeros((13, V)), sharding=split), ValueError, "L"),
+        (dict(logits=zeros((12, 15)), sharding=split), ValueError, r"logits\.shape"),
     ],
     ids=names,
 )
 def test_a_flat_call_that_makes_no_sense_is_refused(changed, error, sentence):
     with pytest.raises(error, match=f"^{sentence}"):
-        tpu_inference.verify_flat(**FLAT | changed)
+        tpu_inference.verify_flat(**FLAT | made(changed))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +127,7 @@ def test_a_flat_call_that_makes_no_sense_is_refused(changed, error, sentence):
                 draft_tokens=ids(3, 4),
                 target_logits=zeros((12, V)),
                 temperatures=ones(3),
-                sharding=SPLIT,
+                sharding=split,
             ),
             ValueError,
             "bs",
@@ -123,7 +137,7 @@ def test_a_flat_call_that_makes_no_sense_is_refused(changed, error, sentence):
 )
 def test_chains_that_make_no_sense_are_refused(changed, error, sentence):
     with pytest.raises(error, match=f"^{sentence}"):
-        sglang_jax.verify_chains(**CHAINS | changed)
+        sglang_jax.verify_chains(**CHAINS | made(changed))
 
 
 @pytest.mark.parametrize(

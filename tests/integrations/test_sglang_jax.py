@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import collectives
 
@@ -91,15 +91,18 @@ def test_every_request_emits_what_is_expected():
     check_all(verifier()(*positional, **named))
 
 
-MESH = jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
+@functools.cache
+def mesh() -> Mesh:
+    """Not made while the file is imported: a machine may have one device."""
+    return jax.make_mesh((2, 4), ("data", "tensor"), (AxisType.Explicit,) * 2)
 
 
-def placed(mesh: jax.sharding.Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def placed() -> tuple[tuple[Any, ...], dict[str, Any]]:
     """As their model leaves it: logits over both axes, flat chains and requests over data."""
     (logits, chains, lengths), named = arguments()
 
     def put(x: jax.Array, *axes: str | None) -> jax.Array:
-        return jax.device_put(x, NamedSharding(mesh, P(*axes)))
+        return jax.device_put(x, NamedSharding(mesh(), P(*axes)))
 
     keys = put(named.pop("keys"))
     named = {name: put(x, "data") for name, x in named.items()}
@@ -109,8 +112,8 @@ def placed(mesh: jax.sharding.Mesh) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @pytest.mark.newest
 def test_logits_over_data_and_tensor_stay_where_they_are():
-    positional, named = placed(MESH)
-    compiled = verifier(sharding=sd.VerifySharding(MESH, "tensor", "data"))
+    positional, named = placed()
+    compiled = verifier(sharding=sd.VerifySharding(mesh(), "tensor", "data"))
     compiled = compiled.lower(*positional, **named).compile()
     found = compiled(*positional, **named)
     check_all(found)
@@ -122,7 +125,7 @@ def test_logits_over_data_and_tensor_stay_where_they_are():
 
 
 def test_hidden_states_are_gathered_on_an_explicit_mesh():
-    own = NamedSharding(MESH, P("data", None))
+    own = NamedSharding(mesh(), P("data", None))
 
     @jax.jit
     def gathered(states, logits, chains, lengths):
@@ -132,11 +135,11 @@ def test_hidden_states_are_gathered_on_an_explicit_mesh():
             lengths,
             config=CONFIG,
             temperatures=None,
-            sharding=sd.VerifySharding(MESH, "tensor", "data"),
+            sharding=sd.VerifySharding(mesh(), "tensor", "data"),
         )
         return states.at[found.gather_index].get(out_sharding=own), found.accept_lens
 
-    (logits, chains, lengths), _ = placed(MESH)
+    (logits, chains, lengths), _ = placed()
     states = np.random.default_rng(0).normal(size=(logits.shape[0], 3)).astype(np.float32)
     found, lens = gathered(jax.device_put(states, own), logits, chains, lengths)
     assert found.sharding.spec[0] == "data"
@@ -150,7 +153,7 @@ def test_hidden_states_are_gathered_on_an_explicit_mesh():
 
 @pytest.mark.newest
 def test_inside_shard_map_places_are_those_of_the_part():
-    positional, named = placed(MESH)
+    positional, named = placed()
     key, names = named.pop("keys"), sorted(named)
 
     def part(key, logits, chains, lengths, *rest):
@@ -171,7 +174,7 @@ def test_inside_shard_map_places_are_those_of_the_part():
     own = P("data")
     call = jax.shard_map(
         part,
-        mesh=MESH,
+        mesh=mesh(),
         in_specs=(P(), P("data", "tensor"), own, own, *[own] * len(names)),
         out_specs=own,
     )
@@ -180,7 +183,7 @@ def test_inside_shard_map_places_are_those_of_the_part():
 
 
 def test_explicitly_split_logits_without_a_sharding_are_refused():
-    positional, named = placed(MESH)
+    positional, named = placed()
     with pytest.raises(ValueError, match="sharding must be given where target_logits are split"):
         sglang_jax.verify_chains(*positional, config=CONFIG, **named)
 
@@ -190,11 +193,13 @@ def test_a_large_vocabulary_is_neither_gathered_nor_copied():
     bs, vocab = 64, 128256
 
     def array(*shape: int, axes: tuple[str, ...] = ("data",), dtype: str = "float32") -> Any:
-        place = NamedSharding(MESH, P(*axes))
+        place = NamedSharding(mesh(), P(*axes))
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=place)
 
     call = functools.partial(
-        sglang_jax.verify_chains, config=CONFIG, sharding=sd.VerifySharding(MESH, "tensor", "data")
+        sglang_jax.verify_chains,
+        config=CONFIG,
+        sharding=sd.VerifySharding(mesh(), "tensor", "data"),
     )
     compiled = jax.jit(call).lower(
         array(bs * N, vocab, axes=("data", "tensor")),

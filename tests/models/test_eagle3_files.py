@@ -116,6 +116,58 @@ def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
         assert loaded.params["lm_head"] is target.params[name]
     stored = json.loads((tmp_path / FILE).read_text())
     assert stored["speculators_config"]["verifier"]["name_or_path"] == "tiny"
+    # The class of speculators has both, and takes neither from the target.
+    tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
+    wanted, lm_head = head.params["embed_tokens"], head.params["lm_head"]
+    np.testing.assert_array_equal(tensors["embed_tokens.weight"], wanted)
+    tied = head.model.config.output_is_embedding
+    np.testing.assert_array_equal(tensors["lm_head.weight"], lm_head if tied else lm_head.T)
+
+
+@pytest.mark.parametrize(
+    "computed, stored",
+    [
+        ("float32", "float32"),
+        ("float32", "bfloat16"),
+        ("float32", "float16"),
+        ("bfloat16", "float32"),
+        ("bfloat16", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("option", ["plain", "tied output", "list of ids"])
+def test_what_is_the_targets_is_shared_again_however_it_was_rounded(
+    option: str, computed: str, stored: str, tmp_path: Path
+) -> None:
+    config = dataclasses.replace(CONFIG, **OPTIONS[option])
+    target = target_for(config)
+    head = head_for(config, target)
+    sd.models.save_eagle3(tmp_path, *head, stored)
+    params = jax.tree.map(lambda x: x.astype(computed), target.params)
+    target = sd.models.LoadedModel(sd.models.Llama(target.model.config, computed), params)
+    loaded = sd.load_eagle3(tmp_path, target)
+    assert loaded.model.config == config
+    assert loaded.params["embed_tokens"] is params["embed_tokens"]
+    edit_tensors(tmp_path / WEIGHTS, **{"embed_tokens.weight": np.ones((40, 16), np.float32)})
+    own, params = sd.load_eagle3(tmp_path, target)
+    assert own.config.own_embedding and (params["embed_tokens"] == 1).all()
+    assert own.config.own_lm_head == config.own_lm_head
+
+
+def test_the_drafts_of_a_head_are_the_same_from_its_file(tmp_path: Path) -> None:
+    target, _ = sd.load_embedded_pair()
+    head = sd.load_embedded_head(target)
+    sd.models.save_eagle3(tmp_path, *head)
+
+    def text(head: sd.models.LoadedModel) -> Any:
+        config = sd.SpecDecodeConfig(num_speculative_tokens=3)
+        drafter: dict[str, Any] = dict(drafter=sd.Eagle3Drafter(head.model), config=config)
+        prompts = [list(b"import ")]
+        found = sd.generate(
+            *target, prompts, draft_params=head.params, max_new_tokens=12, **drafter
+        )
+        return found.completions, found.steps.num_accepted.tolist()
+
+    assert text(sd.load_eagle3(tmp_path, target)) == text(head)
 
 
 def test_what_was_read_computes_the_same_logits(plain: Written) -> None:
@@ -300,7 +352,10 @@ def test_a_config_that_is_not_served_is_named(
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, but it is 2: systems differ"),
         ({"num_hidden_layers": True}, "num_hidden_layers must"),
         ({"vocab_size": 41}, "vocab_size = 41, but the target's is 40"),
-        ({"hidden_size": 32}, "target_hidden_size must be hidden_size = 32"),
+        (
+            {"hidden_size": 32},
+            r"fc.weight of shape \(16, 48\), but its config.json says \(32, 48\)",
+        ),
         ({"model_type": "gpt2"}, "model_type = 'gpt2', but only"),
         ({"attention_bias": 1}, "attention_bias = 1, but it must be a boolean"),
         ({"attention_bias": True}, "lacks the tensor layers.0.self_attn.q_proj.bias"),
@@ -345,6 +400,11 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
         ({"d2t": OFFSETS - (np.arange(12) == 2)}, "ids of d2t must list each id once"),
         ({"d2t": np.full(12, 2**63 - 1, np.int64)}, r"ids of d2t\[0\] must"),
         ({"d2t": np.full(12, -(2**63), np.int64)}, r"ids of d2t\[0\] must"),
+        ({"t2d": np.ones(40, np.bool_)}, "a t2d that is not the mask of the ids that d2t lists"),
+        ({"t2d": np.zeros(41, np.bool_)}, "a t2d that is not the mask"),
+        ({"t2d": np.zeros(40, np.int8)}, "a t2d that is not the mask"),
+        ({"lm_head.bias": np.zeros(12, np.float32)}, "lm_head.bias, which its config"),
+        ({"embed_tokens.weight": np.zeros((40, 3), np.int8)}, r"embed_tokens.weight of shape"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(

@@ -159,7 +159,90 @@ def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> Non
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
     }
     edit_tensors(directory / "model.safetensors", **derived)
-    assert sd.load_huggingface(directory).model.config.tie_word_embeddings
+    loaded = sd.load_huggingface(directory)
+    assert loaded.model.config.tie_word_embeddings and "lm_head" not in loaded.params
+
+
+def with_head(
+    directory: Path, head_of: Callable[[np.ndarray], np.ndarray]
+) -> tuple[Path, np.ndarray]:
+    """A tied checkpoint without a tokenizer, with an output matrix made of its embedding."""
+    directory = copy("qwen2", directory)
+    (directory / "tokenizer.json").unlink()
+    path = directory / "model.safetensors"
+    head = head_of(safetensors.numpy.load_file(path)[EMBEDDING])
+    edit_tensors(path, **{HEAD: np.ascontiguousarray(head)})
+    return directory, head
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LOADERS = (sd.load_huggingface, sd.models.load_checkpoint)
+
+
+@pytest.mark.parametrize("load_it", LOADERS)
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_stored_output_matrix_counts_though_the_config_says_tied(
+    tmp_path: Path, load_it: Callable[..., sd.models.LoadedModel], scan_layers: bool
+) -> None:
+    directory, head = with_head(tmp_path / "untied", lambda table: table[::-1])
+    loaded = load_it(directory, scan_layers=scan_layers)
+    assert not loaded.model.config.tie_word_embeddings
+    np.testing.assert_array_equal(loaded.params["lm_head"], head.T)
+    found, wanted = logits(loaded, "qwen2"), expected("qwen2")["logits"]
+    atol = TOLERANCE * np.abs(wanted).max()
+    np.testing.assert_allclose(found[:, ::-1], wanted, rtol=0, atol=atol)
+    sd.models.save_checkpoint(tmp_path / "again", *loaded)
+    again = load_it(tmp_path / "again", scan_layers=scan_layers)
+    np.testing.assert_array_equal(logits(again, "qwen2"), found)
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    parallel = sd.models.TensorParallelLlama(loaded.model, mesh, "tensor")
+    spread = sd.models.LoadedModel(parallel, parallel.shard_params(loaded.params))
+    np.testing.assert_allclose(logits(spread, "qwen2"), found, rtol=0, atol=atol)
+
+
+def test_an_output_matrix_that_is_the_embedding_in_the_dtype_asked_for_is_tied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jax_specdec._src.models.tensors._ROWS", 100)  # of 288
+    rounded, _ = with_head(
+        tmp_path / "rounded", lambda table: table.astype(jnp.bfloat16).astype(np.float32)
+    )
+    wide, _ = with_head(tmp_path / "wide", lambda table: table.astype(np.float64))
+    last, _ = with_head(
+        tmp_path / "last", lambda table: np.where(np.arange(288)[:, None] < 287, table, 9)
+    )
+    for directory, dtype, is_tied in (
+        (rounded, jnp.float32, False),
+        (rounded, jnp.bfloat16, True),
+        (wide, None, True),
+        (last, None, False),
+    ):
+        model, params = sd.load_huggingface(directory, dtype)
+        assert (model.config.tie_word_embeddings, "lm_head" not in params) == (is_tied, is_tied)
+    cut = sd.load_huggingface(last, max_vocab_size=200)
+    assert cut.params["lm_head"].shape[1] == cut.model.vocab_size == 200
+
+
+@pytest.mark.parametrize(
+    "name, tensor, says",
+    [
+        (HEAD, np.zeros((319, 3), np.int8), r"lm_head.weight of shape \(319, 3\), but"),
+        (HEAD, np.zeros((288, 32), np.int8), "lm_head.weight of dtype I8, but only"),
+        (HEAD, np.full((288, 32), np.nan, np.float32), "lm_head.weight with a weight of nan"),
+        ("lm_head.bias", np.zeros(312, np.float32), "lm_head.bias, which its config"),
+        ("model.layers.0.self_attn.o_proj.bias", np.zeros(32, np.float32), "o_proj.bias, which"),
+        ("model.layers.0.self_attn.q_norm.weight", np.ones(8, np.float32), "q_norm.weight, which"),
+        ("model.embed_tokens.weight_scale", np.ones(312, np.float32), "weight_scale, which"),
+    ],
+)
+def test_a_tensor_that_would_not_be_used_as_stored_is_refused(
+    tmp_path: Path, name: str, tensor: np.ndarray, says: str
+) -> None:
+    directory = copy("qwen2", tmp_path / "qwen2")
+    edit_tensors(directory / "model.safetensors", **{name: tensor})
+    for load_it in LOADERS:
+        with pytest.raises(ValueError, match=says):
+            load_it(directory)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])

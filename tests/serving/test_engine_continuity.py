@@ -6,6 +6,8 @@ prompts that are read in pieces.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -435,6 +437,53 @@ def test_a_state_that_is_lost_inside_jax_loses_no_token(monkeypatch: pytest.Monk
         lossy = serve(24, 1, inside)
     assert inside.raised[KeyboardInterrupt] > 20
     assert_same_traffic(lossy, expected)
+
+
+def test_an_interrupt_that_jax_makes_an_error_of_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while JAX compares an engine with those that it has programs of."""
+    expected = serve(24, 1)
+    warmed_up()
+    rng, equal = np.random.default_rng(0), sd.Engine.__eq__
+    places: list[sd.Engine] = []
+
+    def interrupted(one: sd.Engine, other: object) -> bool:
+        if rng.random() < 0.2:
+            places.append(one)
+            raise KeyboardInterrupt
+        return equal(one, other)
+
+    def again(function: Call, *args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return function(*args, **kwargs)
+            except KeyboardInterrupt:
+                pass
+
+    engine = copy.copy(ENGINE)  # what is the same object is not compared
+    driver = sd.EngineDriver(engine, *TABLES, max_steps_ahead=0, max_prefills=None)
+    monkeypatch.setattr(sd.Engine, "__eq__", interrupted)
+    lossy = serve(24, 1, again, driver)
+    assert len(places) > 20
+    assert_same_traffic(lossy, expected)
+    places.clear()
+    while not places:  # what reads the state alone is interrupted too
+        driver = sd.EngineDriver(engine, *TABLES)
+        with contextlib.suppress(KeyboardInterrupt):
+            assert driver.state is not None
+
+
+def test_an_error_of_a_value_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("a KeyboardInterrupt is not what this is")
+
+    driver = driver_of()
+    driver.submit([1, 2], max_new_tokens=3)
+    monkeypatch.setattr(sd.Engine, "options_of", fails)
+    with pytest.raises(ValueError, match="not what this is"):
+        driver.step()
+    monkeypatch.undo()
+    (found,) = collect(list(itertools.chain(*iter(driver.step, [])))).values()
+    assert len(found.token_ids) == 3
 
 
 @pytest.mark.parametrize(

@@ -316,12 +316,22 @@ def test_ids_and_counts_that_a_cast_would_change_are_refused(make, name, values,
 
 
 @pytest.mark.parametrize("name", ["token_ids", "num_draft_tokens"])
-@pytest.mark.parametrize("dtype", ["uint32", "float32", "bool"])
-def test_traced_ids_that_a_cast_could_change_are_refused(name, dtype):
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_traced_ids_that_are_no_integers_are_refused(name, dtype):
     traced, other = jax.ShapeDtypeStruct((1,), dtype), jax.ShapeDtypeStruct((1,), "int32")
     pair = (traced, other) if name == "token_ids" else (other, traced)
     with pytest.raises(TypeError, match=f"^{name} .* of {dtype}"):
         jax.eval_shape(sd.Drafts.from_flat, *pair)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
+def test_traced_ids_that_int32_does_not_hold_are_the_nearest_that_it_does(dtype):
+    limits, far = np.iinfo(np.int32), np.iinfo(dtype)
+    with jax.enable_x64(True):
+        ids = jnp.asarray([far.min, 5, far.max], dtype)
+        drafts = jax.jit(sd.Drafts.from_flat)(ids, jnp.asarray([3], dtype))
+    assert drafts.token_ids.tolist() == [max(far.min, limits.min), 5, limits.max]
+    assert drafts.token_ids.dtype == drafts.cu_num_draft_tokens.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32"])

@@ -90,7 +90,7 @@ def _while_faster(confidences: jax.Array, capacities: jax.Array, speeds: jax.Arr
     num_requests = jnp.sum(capacities >= 0, dtype=jnp.int32)
     num_drafts = jnp.arange(order.size + 1, dtype=jnp.int32)
     speed = speeds.at[num_requests + num_drafts].get(mode="fill", fill_value=0)
-    gained = jnp.concatenate([jnp.zeros((1,)), jnp.cumsum(jnp.maximum(survival, 0))])
+    gained = jnp.concatenate([jnp.zeros((1,), jnp.float32), jnp.cumsum(jnp.maximum(survival, 0))])
     rate = (num_requests.astype(jnp.float32) + gained) * speed
     lowers = jnp.append((rate[1:] < rate[:-1]) | (speed[1:] == 0), True)
     return _first(jnp.argmax(lowers).astype(jnp.int32), order, survival)

@@ -20,6 +20,7 @@ from jax_specdec._src.models.tensors import (
     check_finite,
     open_tensors,
     read_params,
+    stores_own_head,
     unfuse,
 )
 from jax_specdec._src.models.tokenizer import TOKENIZER_FILE, count_token_ids, stop_token_ids
@@ -98,6 +99,9 @@ def load_huggingface(
     have 151936 entries, the large ones 152064, and their tokenizer 151665 ids. Ids past the last
     one in `tokenizer.json`, and past the stop tokens, get logits of -inf, so they are never drawn.
 
+    An ``lm_head.weight`` that is stored and differs from the embedding is used, even if
+    ``tie_word_embeddings`` is true; so does transformers. One that is equal is not held twice.
+
     Args:
       directory: holds `config.json`, the weights (`model.safetensors`, or shards with
         `model.safetensors.index.json`) and `tokenizer.json`. Without the last, all ids of the
@@ -155,12 +159,15 @@ def _load(
         config = dataclasses.replace(config, num_token_ids=known)
     size = min(config.vocab_size, max_vocab_size or config.vocab_size)
     known = min(config.num_token_ids or size, size)
-    kept = dataclasses.replace(
-        config, vocab_size=size, num_token_ids=known if known < size else None
-    )
     with open_tensors(directory, config) as tensors:
         stored = tensors.dtype("model.embed_tokens.weight")
-        model = Llama(kept, stored if dtype is None else dtype, scan_layers)
+        dtype = checked_dtype(stored if dtype is None else dtype)
+        if config.tie_word_embeddings and stores_own_head(tensors, dtype):
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+        kept = dataclasses.replace(
+            config, vocab_size=size, num_token_ids=known if known < size else None
+        )
+        model = Llama(kept, dtype, scan_layers)
         how = dict(allow_nonfinite=allow_nonfinite, scan_layers=scan_layers)
         return LoadedModel(model, read_params(tensors, config, model.dtype, size, **how))
 

@@ -10,6 +10,7 @@ import importlib.resources
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,7 +53,8 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
     """Read an EAGLE-3 head that was trained for a target, from a local directory.
 
     The layouts of EAGLE, AngelSlim and SpecForge, of DeepSpec, and of speculators are read. An
-    embedding or output matrix that the files do not hold is the target's own array, not a copy.
+    embedding or output matrix that the files do not hold, or that is the target's rounded to their
+    dtype, is the target's own array, not a copy.
 
     Args:
       directory: holds `config.json` and `model.safetensors`.
@@ -101,7 +103,7 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
     with open_files(directory) as tensors:
         config = _read_config(raw, tensors, target.model.config)
         head = Eagle3Head(config, target.model.dtype)
-        return LoadedModel(head, _read_params(tensors, head, target.params))
+        return _shared_again(tensors, head, _read_params(tensors, head, target.params), target)
 
 
 def load_embedded_head(
@@ -142,14 +144,16 @@ def save_eagle3(
 ) -> None:
     """Write an EAGLE-3 head in the layout of speculators, which vLLM and SGLang read too.
 
-    What the head shares with its target is not written.
+    What the head shares with its target is written too, because some readers do not take it from
+    there. `load_eagle3` shares it again.
 
     Args:
       directory: created if it does not exist; existing files are replaced.
       model: the head.
       params: its weights.
       dtype: dtype of the stored tensors.
-      target_name: the target's name or path, for readers that look it up.
+      target_name: the target's name or path, for readers that look it up. The class of speculators
+        reads nothing without it.
       num_speculative_tokens: K that readers take by default.
 
     Raises:
@@ -169,8 +173,11 @@ def save_eagle3(
     check_type("model", model, Eagle3Head)
     stored = checked_dtype(dtype, LOGITS)
     check_params(model.weight_shapes, params)
-    c = model.config
-    tensors = unfuse_arrays(_tensor_names(c, "layers.0"), _flat(params), _part_sizes(c))
+    c, arrays = model.config, _flat(params)
+    if c.output_is_embedding:
+        arrays["lm_head"] = arrays["lm_head"].T
+    whole = dataclasses.replace(c, own_embedding=True, own_lm_head=True)
+    tensors = unfuse_arrays(_tensor_names(whole, "layers.0"), arrays, _part_sizes(c))
     tensors = stored_tensors(tensors, stored)
     if "target_ids" in params:
         ids = np.asarray(params["target_ids"], np.int64)
@@ -353,6 +360,7 @@ def _read_params(
     layer = {name: read.pop(name) for name in head.weight_shapes["layer"]}
     params = {**shared_params(c, target_params), **read, "layer": layer}
     ids = _read_target_ids(tensors, c)
+    _check_mask(tensors, c, ids)
     if "target_ids" in head.weight_shapes:
         params["target_ids"] = jnp.asarray(ids, jnp.int32)
     elif ids is not None and (ids != np.arange(len(ids))).any():
@@ -361,6 +369,26 @@ def _read_params(
             "vocab_size."
         )
     return params
+
+
+def _shared_again(
+    tensors: Tensors, head: Eagle3Head, params: dict[str, Any], target: LoadedModel[Llama]
+) -> LoadedModel[Eagle3Head]:
+    """The head, with the target's own arrays in place of those that are equal to them."""
+    c, embedding = head.config, target.params["embed_tokens"]
+    lm_head = embedding.T if c.layer.tie_word_embeddings else target.params["lm_head"]
+
+    def is_own(array: str, whole: jax.Array) -> bool:
+        stored = tensors.dtype(f"{array}.weight")
+        return not jnp.array_equal(params[array], whole.astype(stored).astype(head.dtype))
+
+    config = dataclasses.replace(
+        c,
+        own_embedding=c.own_embedding and is_own("embed_tokens", embedding),
+        own_lm_head=c.own_lm_head and is_own("lm_head", lm_head),
+    )
+    params = {**params, **shared_params(config, target.params)}
+    return LoadedModel(Eagle3Head(config, head.dtype), params)
 
 
 def _read_target_ids(tensors: Tensors, config: Eagle3Config) -> np.ndarray | None:
@@ -379,3 +407,14 @@ def _read_target_ids(tensors: Tensors, config: Eagle3Config) -> np.ndarray | Non
     with errors_name(where):
         check_listed("ids of d2t", ids, config.layer.vocab_size)
     return ids
+
+
+def _check_mask(tensors: Tensors, config: Eagle3Config, ids: np.ndarray | None) -> None:
+    """Check that t2d, if it is there, says what d2t says."""
+    if "t2d" not in tensors.files:
+        return
+    listed = np.arange(config.draft_vocab_size) if ids is None else ids
+    fits = tensors.form("t2d") == ((config.layer.vocab_size,), "BOOL")
+    if not fits or not np.array_equal(tensors.read("t2d").nonzero()[0], np.sort(listed)):
+        where = shown(tensors.files["t2d"][0])
+        raise ValueError(f"{where} has a t2d that is not the mask of the ids that d2t lists.")

@@ -21,6 +21,9 @@ from jax_specdec._src.models.llama_config import LlamaConfig, param_shapes
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 1024
+"""Rows of a large matrix that are in memory at once, where two of them are compared."""
 
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes that are read, by their names in the file, and what holds them here."""
@@ -83,8 +86,9 @@ def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
         is missing, unknown, or of another shape or kind than the config says.
     """
     with open_files(directory) as tensors:
-        # Some writers also store what follows from the rest: a tied output matrix.
-        check_tensors(tensors, _tensor_shapes(config), ("lm_head.weight",))
+        if _LM_HEAD in tensors.files:  # some writers store it though it is tied
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+        check_tensors(tensors, _tensor_shapes(config))
         yield tensors
 
 
@@ -145,19 +149,19 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
 
 
 def check_tensors(
-    tensors: Tensors, shapes: Iterable[tuple[str, tuple[int, ...]]], unread: Collection[str]
+    tensors: Tensors, shapes: Iterable[tuple[str, tuple[int, ...]]], others: Collection[str] = ()
 ) -> None:
     """Check names, shapes and dtypes.
 
     Args:
       tensors: what the files hold.
       shapes: name and shape of each tensor that must be there.
-      unread: names of further tensors that may be.
+      others: names of further tensors that may be, which the caller checks.
 
     Raises:
       ValueError: a tensor is missing, unknown, or of another shape or kind.
     """
-    expected = set(unread)
+    expected = set(others)
     for name, shape in shapes:  # stops at the first that is missing
         if name not in tensors.files:
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
@@ -174,6 +178,23 @@ def check_tensors(
                 f"{shown(path)} has a tensor {shown(name)}, which its config.json does not call "
                 "for."
             )
+
+
+def stores_own_head(tensors: Tensors, dtype: Any) -> bool:
+    """Whether an output matrix is stored that is not the embedding, once both have a dtype.
+
+    `transformers` then uses it, whatever the config says.
+    """
+    if _LM_HEAD not in tensors.files:
+        return False
+    pair = [tensors.files[name][1].get_slice(name) for name in (_EMBEDDING, _LM_HEAD)]
+    size = pair[0].get_shape()[0]
+    for start in range(0, size, _ROWS):
+        with np.errstate(over="ignore"):
+            rows = [x[start : min(start + _ROWS, size)].astype(dtype) for x in pair]
+        if not np.array_equal(*rows):
+            return True
+    return False
 
 
 def read_params(
@@ -280,8 +301,8 @@ def _prefix(index: int) -> str:
 
 def _model_tensors(config: LlamaConfig) -> dict[str, list[str]]:
     """The tensor of each array that is not of a layer."""
-    names = {"embed_tokens": ["model.embed_tokens.weight"], "norm": ["model.norm.weight"]}
-    return names if config.tie_word_embeddings else names | {"lm_head": ["lm_head.weight"]}
+    names = {"embed_tokens": [_EMBEDDING], "norm": ["model.norm.weight"]}
+    return names if config.tie_word_embeddings else names | {"lm_head": [_LM_HEAD]}
 
 
 def layer_tensors(config: LlamaConfig, prefix: str) -> dict[str, list[str]]:

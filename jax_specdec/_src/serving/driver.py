@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Unpack
@@ -53,6 +54,7 @@ class EngineDriver:
     preempted ones are (see `preempt`). Every token is delivered once, with the updates, finish
     reasons and `stats` of an uninterrupted run. A `submit` or `cancel` that was cut short has
     happened completely or not at all; a `preempt` that was has happened to all running requests.
+    JAX makes a ValueError of an interrupt of its own caches: it is a KeyboardInterrupt again here.
 
     **Failed calls**, as on a device with too little memory, are not raised; an error while a
     program is traced is. Each request that was in the call gets an update with the `error`. A
@@ -565,7 +567,8 @@ class EngineDriver:
         self._settle()
         self._is_whole = False
         try:
-            yield
+            with interrupts():
+                yield
         except FailedCall as failed:
             self._note(failed)
             self._settle()
@@ -621,13 +624,28 @@ class EngineDriver:
         """
         program = functools.partial(function, self.engine, **named)
         try:
-            result = program(*args)
+            with interrupts():
+                result = program(*args)
             if any(one.num_failures for one in requests):
                 jax.block_until_ready(result)  # or a failure would show later, and concern others
             return result
         except Exception as error:
             jax.eval_shape(program, *args)  # raises what is wrong with the program
             raise FailedCall(error, requests) from error
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """Around calls of JAX: an interrupt stays one.
+
+    JAX makes a ValueError with the traceback of what stopped it comparing static arguments.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if re.search("^KeyboardInterrupt", str(error), re.MULTILINE):
+            raise KeyboardInterrupt from error
+        raise
 
 
 @contextlib.contextmanager

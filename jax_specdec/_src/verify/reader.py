@@ -73,7 +73,7 @@ def _in_order(rows: LocalRows, requests: Request, positions: Position, rule: Rul
     num_owned = jnp.where(requests.is_ok, num_owned, 0)
 
     def of_request(b: jax.Array, words: jax.Array) -> jax.Array:
-        request = b.astype(jnp.uint32)
+        request = jnp.uint32(b)  # an int under jax.disable_jit
         one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, request, 1), requests)
         last = lax.dynamic_index_in_dim(num_owned, request, keepdims=False).astype(jnp.uint32)
 

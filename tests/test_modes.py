@@ -1,4 +1,4 @@
-"""64-bit mode changes no token: arguments are int32 and float32, and all between them is too."""
+"""JAX's modes change no token: 64 bits, and nothing compiled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,12 @@ def keys() -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(KEYS), impl="threefry2x32")
 
 
-def verified(distribution: Callable[[], Any], filtered: bool, **fields: Any) -> Any:
+def verified(
+    distribution: Callable[[], Any],
+    filtered: bool,
+    implementation: sd.Implementation | None = None,
+    **fields: Any,
+) -> Any:
     given: dict[str, Any] = dict(
         sampling=sampling(filtered),
         config=config(**fields),
@@ -57,9 +62,8 @@ def verified(distribution: Callable[[], Any], filtered: bool, **fields: Any) -> 
     @jax.jit
     def both(logits: jax.Array, keys: jax.Array) -> tuple[Any, Any]:
         drafts = sd.Drafts.from_dense(IDS, None, distribution())
-        output = sd.rejection_sample(
-            logits, drafts, keys=keys, positions=np.int32([5, 6, 7]), **given
-        )
+        where: dict[str, Any] = dict(positions=np.int32([5, 6, 7]), implementation=implementation)
+        output = sd.rejection_sample(logits, drafts, keys=keys, **where, **given)
         named = dict(num_top=2, distribution="processed")
         return output, sd.token_logprobs(logits, drafts, output, **named, **given)
 
@@ -99,6 +103,54 @@ def served() -> Any:
     return [one.token_ids for one in finished.values()], driver.stats().mean_acceptance_length
 
 
+def processed() -> Any:
+    """A logit bias, and the penalties of sequences that the drafts go on with."""
+    ids, lengths = jnp.asarray(IDS), jnp.full((B,), K, jnp.int32)
+    one, none = jnp.ones((B,), jnp.float32), jnp.zeros((B,), jnp.int32)
+    amounts = dict(frequency=one / 2, presence=one, repetition=one * 2)
+    penalties = sd.Penalties.from_sequences(
+        ids, lengths=lengths, prompt_lengths=none, vocab_size=V, **amounts
+    )
+    processors = sd.LogitsProcessors(
+        logit_bias=sd.LogitBias.from_mappings([{3: 1.0}, {}, {5: -2.0}]),
+        penalties=penalties,
+        bad_words=sd.BadWords.from_sequences(ids[:, None], ids, lengths=lengths),
+        min_tokens=sd.MinTokens(ids, lengths),
+    )
+    drafts = sd.Drafts.from_dense(IDS)
+    return plain(sd.process_logits(LOGITS, drafts, processors, config=config()))
+
+
+def counted() -> Any:
+    """Everything that takes counts, which are of 64 bits in 64-bit mode."""
+
+    @jax.jit
+    def all_of(counts: jax.Array, ids: jax.Array, chance: jax.Array) -> Any:
+        kept, stopped = sd.truncate(ids, counts + 1, max_tokens=counts, stop_token_ids=ids[:, 0])
+        named: dict[str, Any] = dict(num_proposed=counts, num_accepted=kept, num_emitted=kept + 1)
+        estimator = sd.AcceptanceEstimator.create(K)
+        for given in (None, -jnp.log(chance)):
+            estimator = estimator.update(
+                num_drafts=counts, num_accepted=counts // 2, log_normalizer=given
+            )
+        return (
+            (kept, stopped),
+            sd.AcceptanceCounters.create(K).update(**named),
+            (estimator, estimator.rates, estimator.confidences(-jnp.log(chance))),
+            sd.plan_drafts(chance, counts, budget=counts.sum() // 2),
+            sd.plan_drafts(chance, counts, steps_per_second=jnp.ones((9,), jnp.float32)),
+            sd.pack_drafts(ids, counts, size=4),
+            sd.Drafts.from_flat(ids.ravel(), counts),
+        )
+
+    chance = jnp.asarray(np.float32([[0.9, 0.8], [0.5, 0.4], [0.3, 0.2]]))
+    return plain(all_of(jnp.array([2, 1, 0]), jnp.asarray(IDS.tolist()), chance))
+
+
+def plain(arrays: Any) -> Any:
+    return [(x.dtype.name, x.tolist()) for x in jax.tree.leaves(arrays)]
+
+
 CALLS: dict[str, Callable[[], Any]] = {
     "standard": lambda: verified(normalized, True),
     "block": lambda: verified(lambda: sd.DraftLogits(Q), False, rejection_sample_method="block"),
@@ -112,19 +164,48 @@ CALLS: dict[str, Callable[[], Any]] = {
         positions=np.int32([5, 6, 7]),
         offset=1,
     ).token_ids.tolist(),
+    "processors": processed,
+    "counts": counted,
     "loop": generated,
     "engine": served,
 }
 
+FEW = "standard", "drafting", "counts", "agreement, xla_batched", "block, xla_lazy"
+
 
 @pytest.mark.parametrize(
     "call",
-    [CALLS[name] if name in ("standard", "drafting") else long(CALLS[name]) for name in CALLS],
+    [call if name in FEW else long(call) for name, call in CALLS.items()],
     ids=CALLS,
 )
 def test_tokens_are_the_same_in_64_bit_mode(call):
     expected = call()
     with jax.enable_x64(True):  # with strict promotion, as in all tests
+        assert call() == expected
+
+
+RULES = {
+    f"{rule}, {form}": functools.partial(
+        verified,
+        lambda: sd.DraftProbs(np.exp(Q) / np.exp(Q).sum(axis=1, keepdims=True)),
+        rule != "block",
+        form,
+        rejection_sample_method=rule,
+        synthetic_acceptance_length=2.0 if rule == "synthetic" else None,
+    )
+    for rule in ("standard", "block", "agreement", "synthetic")
+    for form in (None, "xla_lazy", "xla_batched")
+}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [call if name in FEW else long(call) for name, call in {**CALLS, **RULES}.items()],
+    ids=[*CALLS, *RULES],
+)
+def test_what_is_not_compiled_gives_the_same(call):
+    expected = call()
+    with jax.disable_jit():
         assert call() == expected
 
 
