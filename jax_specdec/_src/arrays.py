@@ -86,6 +86,14 @@ def require(
         refuse(error, name, must, came, hint)
 
 
+def is_error(raised: BaseException) -> bool:
+    """Whether what was raised is an error; else it is an interrupt, or ends the program.
+
+    Panics of libraries in Rust are errors, though pyo3 makes them no `Exception`.
+    """
+    return isinstance(raised, Exception) or type(raised).__name__ == "PanicException"
+
+
 def check_type(
     name: str, value: object, *types: type | None, hint: str | None = None
 ) -> type | None:

@@ -21,6 +21,7 @@ from jax_specdec._src.arrays import (
     check_array,
     check_int,
     check_type,
+    is_error,
     known_values,
     refuse,
     require,
@@ -55,7 +56,9 @@ def _calling(index: int) -> Iterator[None]:
     """Around calls of one matcher: what it raises becomes a `GrammarError`."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if not is_error(error):
+            raise
         raise GrammarError(index, str(error) or type(error).__name__) from error
 
 
@@ -66,7 +69,7 @@ class GrammarMatcher(Protocol):
     `LlguidanceMatcher`, and one that cannot roll back in a `CopyingMatcher`.
 
     A matcher that cannot go on, such as one whose limits are exceeded, raises any exception. Its
-    callers raise a `GrammarError` then, and a `GrammarDriver` ends that request alone, as "failed".
+    callers raise a `GrammarError` then, which names the matcher: its request alone has failed.
 
     Example:
       A grammar in which 3 and 5 alternate:

@@ -662,7 +662,7 @@ def test_a_body_that_is_no_json_object_is_refused(running: Running, body: bytes)
         ("{{ raise_exception('roles must alternate') }}", ": roles must alternate."),
         ("{{ messages[0].content.nothing.at_all }}", "has a chat template that cannot be applied"),
         ("{% for %}", "has a chat template that cannot be parsed"),
-        (None, "this model has no chat template, neither "),
+        (None, "the checkpoint has no chat template, neither "),
     ],
 )
 def test_a_refusal_names_no_path(
@@ -1123,7 +1123,7 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
     with site.serve() as running, concurrent_threads() as run:
         stalled(running.driver)
         other = run(lambda: greedy(running))
-        with pytest.raises(openai.InternalServerError, match="of this test"):
+        with pytest.raises(openai.BadRequestError, match="of this test"):
             greedy(running, extra_body={"response_format": FORMAT})
         health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n".encode()
         assert raw(running.port, health)[0] == 200

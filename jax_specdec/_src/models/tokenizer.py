@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_specdec._src.arrays import check_type, require
+from jax_specdec._src.arrays import check_type, is_error, require
 from jax_specdec._src.models.added_tokens import special_tokens, tokens_beside
 from jax_specdec._src.models.bytes import id_list
 from jax_specdec._src.models.chat import read_chat_template
@@ -527,6 +527,6 @@ def _library_errors(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_error(error):
             raise
         raise ValueError(f"{shown(path)} {what}: {reason(error)}.") from error

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
-from jax_specdec._src.arrays import check_int, check_type, require
+from jax_specdec._src.arrays import check_int, check_type, is_error, require
 from jax_specdec._src.drafting.estimator import AcceptanceEstimator
 from jax_specdec._src.serving import inputs, programs
 from jax_specdec._src.serving.bookkeeping import (
@@ -657,6 +657,6 @@ def awaiting(requests: Requests) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_error(error):
             raise
         raise FailedCall(error, requests) from error
