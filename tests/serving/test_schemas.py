@@ -18,6 +18,7 @@ import tokenizers
 from jax_specdec._src.cli.server import schemas
 from jax_specdec._src.cli.server.limits import ApiError, Limits
 from jax_specdec._src.cli.server.vocabulary import Vocabulary
+from jax_specdec._src.models.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.newest
 
@@ -105,7 +106,7 @@ def byte_level_tokenizer(num_added: int, **parts: Any) -> Any:
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     library.decoder = parts.get("decoder", tokenizers.decoders.ByteLevel())
     library.add_special_tokens([f"<{i}>" for i in range(num_added)])
-    return types.SimpleNamespace(library_tokenizer=library)
+    return Tokenizer(Path("tokenizer.json"), library, stop_token_ids=())
 
 
 def vocabulary(size: int, tokenizer: Any = None, stops: tuple[int, ...] = (NUM_BYTES,)) -> Any:

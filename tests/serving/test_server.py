@@ -1123,7 +1123,7 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
     with site.serve() as running, concurrent_threads() as run:
         stalled(running.driver)
         other = run(lambda: greedy(running))
-        with pytest.raises(openai.BadRequestError, match="of this test"):
+        with pytest.raises(openai.InternalServerError, match="of this test"):
             greedy(running, extra_body={"response_format": FORMAT})
         health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n".encode()
         assert raw(running.port, health)[0] == 200
