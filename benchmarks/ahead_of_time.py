@@ -43,7 +43,7 @@ GPUS = {path.stem: path for path in sorted((Path(__file__).parent / "gpus").glob
 
 
 ADAPTERS = ("verify_flat", "verify_chains")
-"""Of `jax_specdec.integrations`."""
+"""Of `jax_specdec.adapters`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +159,7 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
 
     import jax_specdec as sd
     from jax_specdec._src.verify.mosaic_tpu import support
-    from jax_specdec.integrations import sglang_jax, tpu_inference
+    from jax_specdec.adapters import sglang_jax, tpu_inference
 
     devices, batch, n = devices_of(case.device), case.batch, case.batch * K
     sharding: sd.VerifySharding | None = None

@@ -17,6 +17,7 @@ import jax
 import measure
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 PROMPTS = {
     "quicksort": "def quicksort(items):",
@@ -66,22 +67,22 @@ LOOKUP_CASES = (
 class Models(NamedTuple):
     """What decodes, and the prompts and cases it is measured with."""
 
-    target: sd.models.LoadedModel
-    draft: sd.models.LoadedModel | None
+    target: lm.models.LoadedModel
+    draft: lm.models.LoadedModel | None
     prompts: dict[str, list[int]]
     cases: tuple[Case, ...]
 
 
 def embedded() -> Models:
-    prompts = {name: sd.encode_bytes(text) for name, text in PROMPTS.items()}
-    return Models(*sd.load_embedded_pair(), prompts, CASES)
+    prompts = {name: lm.encode_bytes(text) for name, text in PROMPTS.items()}
+    return Models(*lm.load_embedded_pair(), prompts, CASES)
 
 
 def published(target: pathlib.Path, draft: pathlib.Path | None) -> Models:
-    loaded, tokenizer = sd.load_huggingface(target), sd.load_tokenizer(target)
+    loaded, tokenizer = lm.load_huggingface(target), lm.load_tokenizer(target)
     prompts = {name: tokenizer.encode(text) for name, text in TEXT_PROMPTS.items()}
     size, cases = loaded.model.vocab_size, LOOKUP_CASES
-    drafter = draft and sd.load_huggingface(draft, max_vocab_size=size)
+    drafter = draft and lm.load_huggingface(draft, max_vocab_size=size)
     if drafter:
         cases += (*(Case(k=k) for k in (2, 4, 6)), Case(temperature=0.8))
     return Models(loaded, drafter or None, prompts, cases)
@@ -98,19 +99,19 @@ def run(
         "max_new_tokens": new_tokens,
     }
 
-    def speculative(case: Case) -> sd.GenerateOutput:
+    def speculative(case: Case) -> lm.GenerateOutput:
         model = models.draft if case.draft == "model" else None
-        return sd.generate(
+        return lm.generate(
             *models.target,
             prompts,
-            drafter=sd.ModelDrafter(model.model) if model else sd.NGramDrafter(),
+            drafter=lm.ModelDrafter(model.model) if model else lm.NGramDrafter(),
             draft_params=model.params if model else None,
             config=sd.SpecDecodeConfig(num_speculative_tokens=case.k),
             **common,
         )
 
-    def plain() -> sd.GenerateOutput:
-        return sd.generate_plain(*models.target, prompts, **common)
+    def plain() -> lm.GenerateOutput:
+        return lm.generate_plain(*models.target, prompts, **common)
 
     cases = {str(i): case for i, case in enumerate(models.cases) if case.temperature == temperature}
     runs = {name: functools.partial(speculative, case) for name, case in cases.items()}
@@ -130,9 +131,7 @@ def run(
         stats = sd.AcceptanceStats.from_steps(output.steps)
         differences = []
         if temperature == 0:
-            differences = sd.serving.greedy_differences(
-                *models.target, prompts, output, plain_output
-            )
+            differences = lm.greedy_differences(*models.target, prompts, output, plain_output)
         rows.append(
             {
                 **case._asdict(),

@@ -23,6 +23,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 K = 6
 FIXED = (0, 2, 4, 6)
@@ -41,26 +42,26 @@ MODEL_STEPS = 2000
 STEPS, LEARNING_STEPS = 30, 15
 
 
-class Fixed(sd.serving.DraftChoice):
+class Fixed(lm.DraftChoice):
     """The largest number, in every step."""
 
     def next(self) -> int:
         return self.num_drafts[-1]
 
 
-def choice_of(k: int | str, costs: sd.serving.StepCosts) -> sd.serving.DraftChoice:
+def choice_of(k: int | str, costs: lm.StepCosts) -> lm.DraftChoice:
     rates = np.asarray(sd.AcceptanceEstimator.create(K).rates)
     if isinstance(k, int):
         return Fixed((k,), rates)
-    return sd.serving.DraftChoice(costs.num_drafts, rates, costs)
+    return lm.DraftChoice(costs.num_drafts, rates, costs)
 
 
 # By rows
 
 
-def model_costs(slots: int) -> sd.serving.StepCosts:
+def model_costs(slots: int) -> lm.StepCosts:
     seconds = tuple(max(1.0, slots * (k + 1) / FREE_ROWS) for k in BUDGET)
-    return sd.serving.StepCosts(slots, BUDGET, seconds)
+    return lm.StepCosts(slots, BUDGET, seconds)
 
 
 @jax.jit
@@ -108,28 +109,28 @@ class FreeDrafter:
         return cache
 
     def propose(
-        self, params: Any, context: sd.DraftContext, cache: Any, store: None
-    ) -> tuple[sd.Proposal, Any]:
+        self, params: Any, context: lm.DraftContext, cache: Any, store: None
+    ) -> tuple[lm.Proposal, Any]:
         shape = context.lengths.shape[0], context.config.num_speculative_tokens
-        return sd.Proposal(jnp.full(shape, 32, jnp.int32)), cache
+        return lm.Proposal(jnp.full(shape, 32, jnp.int32)), cache
 
 
 def target_of(name: str) -> tuple[Any, Any]:
     """The embedded target, or one of the sizes of Llama 3 with random weights, in bfloat16."""
     if name == "embedded":
-        return sd.load_embedded_pair()[0]
+        return lm.load_embedded_pair()[0]
     config = {
         "llama-1b": llamas.LLAMA_3_1B,
         "llama-8b": llamas.LLAMA_3_8B,
         "tiny": llamas.TINY,
     }[name]
-    model = sd.models.Llama(config, dtype=jnp.bfloat16, scan_layers=True)
+    model = lm.models.Llama(config, dtype=jnp.bfloat16, scan_layers=True)
     return model, llamas.random_params(model, 0)
 
 
 def engine_of(
     target: tuple[Any, Any], slots: int, rates: tuple[float, ...]
-) -> tuple[sd.Engine, Any]:
+) -> tuple[lm.Engine, Any]:
     model, params = target
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=K,
@@ -137,7 +138,7 @@ def engine_of(
         synthetic_acceptance_rates=rates,
     )
     length = 16 + (K + 1) * (STEPS + LEARNING_STEPS)
-    engine = sd.Engine(
+    engine = lm.Engine(
         model, FreeDrafter(), config, num_slots=slots, max_length=length, draft_budget=BUDGET,
         prefill_sizes=(8, length),
     )  # fmt: skip
@@ -149,7 +150,7 @@ def by_device(
 ) -> tuple[list[float], list[dict[str, Any]]]:
     """The measured costs, and tokens per second of each number of drafts."""
     engine, params = engine_of(target, slots, rates)
-    first = sd.EngineDriver(engine, params)
+    first = lm.EngineDriver(engine, params)
     first.warm_up()
     assert first.draft_choice is not None
     costs = first.draft_choice.costs
@@ -157,7 +158,7 @@ def by_device(
     samples: dict[int | str, list[float]] = {k: [] for k in (*FIXED, "adaptive")}
     best = None
     for _, k in itertools.product(range(repeats), samples):
-        driver = sd.EngineDriver(engine, params, step_costs=costs)
+        driver = lm.EngineDriver(engine, params, step_costs=costs)
         driver.draft_choice = choice_of(k, costs)
         for _ in range(slots):
             driver.submit([100] * 4, max_new_tokens=engine.max_length - 4)

@@ -20,7 +20,7 @@ import jax_specdec as sd
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "training"))
 
-WEIGHTS = pathlib.Path(sd.__file__).parent / "weights"
+WEIGHTS = pathlib.Path(sd.__file__).parent / "lm" / "weights"
 
 
 def main(command_line: list[str] | None = None) -> None:

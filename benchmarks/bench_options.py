@@ -15,16 +15,17 @@ import measure
 import numpy as np
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 SLOTS, K = 8, 4
-WAYS: dict[str, sd.RequestOptions | None] = {
+WAYS: dict[str, lm.RequestOptions | None] = {
     "request_options=False": None,
-    "True, nobody asks": sd.RequestOptions(),
-    "the same, and the host says so": sd.RequestOptions(),  # as the driver does
-    "True, one asks for top-p": sd.RequestOptions(top_p=0.9),
-    "True, one asks for a penalty": sd.RequestOptions(frequency_penalty=0.5),
-    "True, one asks for allowed ids": sd.RequestOptions(allowed_token_ids=range(100)),
-    "True, one asks for a bias": sd.RequestOptions(logit_bias={7: 1.0}),
+    "True, nobody asks": lm.RequestOptions(),
+    "the same, and the host says so": lm.RequestOptions(),  # as the driver does
+    "True, one asks for top-p": lm.RequestOptions(top_p=0.9),
+    "True, one asks for a penalty": lm.RequestOptions(frequency_penalty=0.5),
+    "True, one asks for allowed ids": lm.RequestOptions(allowed_token_ids=range(100)),
+    "True, one asks for a bias": lm.RequestOptions(logit_bias={7: 1.0}),
 }
 
 
@@ -45,8 +46,8 @@ class Rows:
 def run(
     params: Any,
     draft_params: Any,
-    state: sd.serving.DecodeState,
-    engine: sd.Engine,
+    state: lm.DecodeState,
+    engine: lm.Engine,
     steps: int,
     all_neutral: bool,
 ) -> Any:
@@ -68,10 +69,10 @@ def main() -> None:
     noise = jnp.asarray(rng.standard_normal(draft_params.shape), options.dtype)
     params = draft_params + noise / 2
 
-    def begin(asked: sd.RequestOptions | None) -> tuple[sd.Engine, sd.serving.DecodeState]:
-        engine = sd.Engine(
+    def begin(asked: lm.RequestOptions | None) -> tuple[lm.Engine, lm.DecodeState]:
+        engine = lm.Engine(
             model,
-            sd.ModelDrafter(model),
+            lm.ModelDrafter(model),
             sd.SpecDecodeConfig(num_speculative_tokens=K),
             num_slots=SLOTS,
             max_length=32 + steps * (K + 1),
@@ -81,9 +82,9 @@ def main() -> None:
         state = engine.init_state(draft_params)
         admit = jax.jit(engine.admit)
         for slot in range(SLOTS):
-            own = asked if asked is not None and slot == 0 else sd.RequestOptions()
+            own = asked if asked is not None and slot == 0 else lm.RequestOptions()
             own = dataclasses.replace(own, temperature=0.8, max_new_tokens=steps * (K + 1))
-            new = sd.serving.NewRequests(
+            new = lm.NewRequests(
                 slots=jnp.array([slot]),
                 prompts=engine.pad_prompt([1, 2, 3, slot])[None],
                 lengths=jnp.array([4]),

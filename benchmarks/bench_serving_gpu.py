@@ -25,7 +25,8 @@ import measure
 import numpy as np
 
 import jax_specdec as sd
-from jax_specdec._src.serving import programs
+from jax_specdec import lm
+from jax_specdec.lm.decoding import programs
 
 IDENTITY = ("kind", "slots", "drafter")
 K = 4
@@ -42,8 +43,8 @@ DRAFTER = dataclasses.replace(
 class Sizes:
     """Tokens: of short and long prompts, of budgets, and of what one call reads."""
 
-    target: sd.models.LlamaConfig
-    drafter: sd.models.LlamaConfig
+    target: lm.models.LlamaConfig
+    drafter: lm.models.LlamaConfig
     prompt: int
     long_prompt: int
     budget: int
@@ -60,10 +61,10 @@ class Case:
 
     def __init__(self, sizes: Sizes, slots: int, drafter: str, weights: dict[str, Any]) -> None:
         self.sizes, self.slots, self.drafter = sizes, slots, drafter
-        models = {name: sd.models.Llama(getattr(sizes, name), "bfloat16") for name in weights}
-        self.engine = sd.Engine(
+        models = {name: lm.models.Llama(getattr(sizes, name), "bfloat16") for name in weights}
+        self.engine = lm.Engine(
             models["target"],
-            sd.NGramDrafter() if drafter == "lookup" else sd.ModelDrafter(models["drafter"]),
+            lm.NGramDrafter() if drafter == "lookup" else lm.ModelDrafter(models["drafter"]),
             sd.SpecDecodeConfig(num_speculative_tokens=K),
             num_slots=slots,
             max_length=sizes.max_length,
@@ -72,8 +73,8 @@ class Case:
         self.params = weights["target"]
         self.draft_params = None if drafter == "lookup" else weights["drafter"]
 
-    def driver(self) -> sd.EngineDriver:
-        return sd.EngineDriver(self.engine, self.params, self.draft_params)
+    def driver(self) -> lm.EngineDriver:
+        return lm.EngineDriver(self.engine, self.params, self.draft_params)
 
     def compile(self) -> float:
         begin = time.perf_counter()
@@ -87,7 +88,7 @@ class Case:
         """Tokens that nobody has spent after so many steps, and those in which slots are filled."""
         return (steps + 10 + self.slots // 2) * (K + 1)
 
-    def full(self, budget: int) -> sd.EngineDriver:
+    def full(self, budget: int) -> lm.EngineDriver:
         """A driver all of whose slots are busy, for `budget` tokens."""
         driver, rng = self.driver(), np.random.default_rng(0)
         for seed in range(self.slots):
@@ -211,7 +212,7 @@ def main(command_line: list[str] | None = None) -> int:
     if options.piece is not None:
         sizes = dataclasses.replace(sizes, prefill_sizes=(sizes.prompt, options.piece))
     weights = {
-        name: llamas.random_params(sd.models.Llama(getattr(sizes, name), "bfloat16"), seed)
+        name: llamas.random_params(lm.models.Llama(getattr(sizes, name), "bfloat16"), seed)
         for seed, name in enumerate(("target", "drafter"))
     }
     jax.block_until_ready(weights)

@@ -26,22 +26,23 @@ import numpy as np
 from jax import lax
 
 import jax_specdec as sd
-from jax_specdec._src.serving.core import PLAIN, Decoder, DecodeState
-from jax_specdec._src.serving.generate import make_batch
+from jax_specdec import lm
+from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState
+from jax_specdec.lm.decoding.generate import make_batch
 
 K = 4
 
 
-def make_head(target: sd.models.LlamaConfig, num_ids: int) -> sd.models.Eagle3Head:
+def make_head(target: lm.models.LlamaConfig, num_ids: int) -> lm.models.Eagle3Head:
     layers = target.num_hidden_layers
-    config = sd.models.Eagle3Config(
+    config = lm.models.Eagle3Config(
         layer=dataclasses.replace(target, num_hidden_layers=1),
         draft_vocab_size=num_ids,
         feature_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})),
         target_hidden_size=target.hidden_size,
         own_lm_head=True,
     )
-    return sd.models.Eagle3Head(config, "bfloat16")
+    return lm.models.Eagle3Head(config, "bfloat16")
 
 
 def loop(decoder: Decoder, kind: str, params: Any, draft_params: Any, state: Any, n: Any) -> Any:
@@ -66,7 +67,7 @@ def make_state(
     rng = np.random.default_rng(0)
     vocab_size = decoder.model.vocab_size
     prompts = rng.integers(0, vocab_size, (size, prompt)).tolist()
-    options = [sd.RequestOptions(temperature=0.8, max_new_tokens=budget)] * size
+    options = [lm.RequestOptions(temperature=0.8, max_new_tokens=budget)] * size
     batch = make_batch(prompts, options, vocab_size=vocab_size, key=None, slack=K + 1)[0]
     return decoder.empty_state(params, draft_params, batch)
 
@@ -143,15 +144,15 @@ def main(command_line: list[str] | None = None) -> int:
         return 0
     clock = measure.Clock(options.seconds)
     shapes = (llamas.TINY,) * 2 if options.tiny else (llamas.LLAMA_3_8B, llamas.LLAMA_3_1B)
-    target, draft = (sd.models.Llama(shape, "bfloat16") for shape in shapes)
+    target, draft = (lm.models.Llama(shape, "bfloat16") for shape in shapes)
     params, draft_params = (llamas.random_params(m, seed) for seed, m in enumerate((target, draft)))
     head = make_head(target.config, 32 if options.tiny else 32000)
     head_params = jax.jit(head.init_params)(jax.random.key(2), params)
     head_params["embed_tokens"] = params["embed_tokens"]  # one array for both, as loaded
     drafters: dict[str, tuple[Any, Any]] = {
-        "model": (sd.ModelDrafter(draft), draft_params),
-        "EAGLE-3 head": (sd.Eagle3Drafter(head), head_params),
-        "n-gram": (sd.NGramDrafter(), None),
+        "model": (lm.ModelDrafter(draft), draft_params),
+        "EAGLE-3 head": (lm.Eagle3Drafter(head), head_params),
+        "n-gram": (lm.NGramDrafter(), None),
     }
     bandwidth = None if options.tiny else measure.copy_bandwidth()
     results = measure.Results(

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-import jax_specdec as sd
+from jax_specdec import lm
 
-LLAMA_3_8B = sd.models.LlamaConfig(
+LLAMA_3_8B = lm.models.LlamaConfig(
     vocab_size=128256,
     hidden_size=4096,
     intermediate_size=14336,
@@ -27,7 +27,7 @@ LLAMA_3_1B = dataclasses.replace(
     head_dim=64,
     tie_word_embeddings=True,
 )
-TINY = sd.models.LlamaConfig(
+TINY = lm.models.LlamaConfig(
     vocab_size=300,
     hidden_size=16,
     intermediate_size=32,
@@ -38,7 +38,7 @@ TINY = sd.models.LlamaConfig(
 )
 
 
-def random_params(model: sd.models.Llama, seed: int) -> dict[str, Any]:
+def random_params(model: lm.models.Llama, seed: int) -> dict[str, Any]:
     """Random weights, made on the device a layer at a time: one layer's program serves for all."""
     one = dataclasses.replace(
         model,
@@ -49,4 +49,4 @@ def random_params(model: sd.models.Llama, seed: int) -> dict[str, Any]:
     rest = jax.jit(lambda key: {k: v for k, v in one(key).items() if k != "layers"})(first)
     layer = jax.jit(lambda key: one(key)["layers"][0])
     params = {**rest, "layers": [layer(key) for key in keys]}
-    return sd.models.stack_layers(params) if model.scan_layers else params
+    return lm.models.stack_layers(params) if model.scan_layers else params

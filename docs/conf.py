@@ -105,7 +105,8 @@ class LinkNames(SphinxPostTransform):
         """Replace each literal that names something of the reference."""
         entries = dict(self._entries())
         for literal in list(self.document.findall(nodes.literal)):
-            name = re.sub(r"\(.*\)$", "", literal.astext()).removeprefix("sd.")
+            name = re.sub(r"\(.*\)$", "", literal.astext())
+            name = name.removeprefix("sd.").removeprefix("lm.")
             full = entries.get(name) or entries.get(re.sub(r"^([A-Z]\w*)\.\w+$", r"\1", name))
             if full is None:
                 continue
@@ -125,9 +126,9 @@ class LinkNames(SphinxPostTransform):
         for full in self.env.get_domain("py").objects:
             name = full.removeprefix(f"{jax_specdec.__name__}.")
             yield name, full
-            yield re.sub(r"^(models|serving|testing)\.", "", name), full
-            if name.startswith("integrations."):
-                _, module, function = name.split(".", 2)
+            yield re.sub(r"^(lm\.models|lm|grammar|testing)\.", "", name), full
+            if name.startswith(("adapters.", "lm.models.foreign.")):
+                module, function = name.split(".")[-2:]
                 yield f"{module}.{function}", full
                 yield function, full
 
@@ -145,10 +146,12 @@ def link_public(
 ) -> nodes.Node | None:
     """A type in a signature leads to its public name; a private one leads nowhere."""
     package, _, path = node["reftarget"].partition(".")
-    if package != jax_specdec.__name__ or not path.startswith("_src."):
+    if package != jax_specdec.__name__ or not path.startswith(("_src.", "lm.")):
         return None
     domain, page, name = env.get_domain("py"), node["refdoc"], path.rpartition(".")[2]
-    places = [f"{package}.{module}{name}" for module in ("", "models.", "serving.", "testing.")]
+    places = [
+        f"{package}.{module}{name}" for module in ("", "lm.", "lm.models.", "grammar.", "testing.")
+    ]
     name = next((place for place in places if place in domain.objects), name)
     return domain.resolve_xref(env, page, app.builder, "obj", name, node, text) or text
 

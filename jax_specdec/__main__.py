@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jax_specdec._src.cli import missing
+from jax_specdec.lm.cli import missing
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
       arguments: without the program's name; None for ``sys.argv``.
     """
     try:
-        from jax_specdec._src.cli.command import run
+        from jax_specdec.lm.cli.command import run
     except ModuleNotFoundError as error:
         print(f"jax-specdec: {missing(error, 'lm')}", file=sys.stderr)
         sys.exit(2)

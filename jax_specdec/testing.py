@@ -1,13 +1,16 @@
-"""For those who test an implementation: explicit noise."""
+"""For those who test an implementation: the oracle, explicit noise, and what serves a call."""
 
+from jax_specdec._src import reference
 from jax_specdec._src.noise import draw_noise, token_exponentials
 from jax_specdec._src.types import Noise, RaceNoise
-from jax_specdec._src.verify.api import rejection_sample_with_noise
+from jax_specdec._src.verify.api import rejection_sample_with_noise, which_implementation
 
 __all__ = [
     "Noise",
     "RaceNoise",
     "draw_noise",
+    "reference",
     "rejection_sample_with_noise",
     "token_exponentials",
+    "which_implementation",
 ]

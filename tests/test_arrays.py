@@ -15,9 +15,10 @@ import pytest
 from jax import export
 
 import jax_specdec as sd
+from jax_specdec import lm
 from jax_specdec._src import arrays, sampling
 from jax_specdec._src.arrays import Range, check_array, check_tree, described, pytree
-from jax_specdec._src.serving.options import PENALTIES
+from jax_specdec.lm.decoding.options import PENALTIES
 
 CLASSES = [
     cls for cls in arrays._DECLARED if vars(sys.modules[cls.__module__]).get(cls.__name__) is cls
@@ -167,7 +168,7 @@ def test_a_range_is_the_same_for_numbers_and_arrays(
 def test_the_table_is_what_classes_and_options_have() -> None:
     fields = [field.name for field in dataclasses.fields(sd.SamplingParams)]
     assert [one.name for one in sampling.SAMPLING_PARAMETERS] == fields
-    default = sd.RequestOptions()
+    default = lm.RequestOptions()
     assert default.temperature == 0.0
     for one in (*sampling.FILTERS, *PENALTIES):
         assert getattr(default, one.name) == one.neutral and one.range.holds(one.neutral)

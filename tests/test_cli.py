@@ -21,14 +21,15 @@ from models.checkpoints import CHECKPOINTS, copy, edit_json, edit_tensors, expec
 from safetensors.numpy import load_file
 
 import jax_specdec as sd
+from jax_specdec import lm
 from jax_specdec.__main__ import main
-from jax_specdec._src.cli import costs, terminal
-from jax_specdec._src.cli import models as models_lib
-from jax_specdec._src.cli import options as options_lib
-from jax_specdec._src.cli import prompts as prompts_lib
-from jax_specdec._src.cli import run as run_lib
-from jax_specdec._src.cli.terminal import printable
-from jax_specdec._src.serving import generate as generate_lib
+from jax_specdec.lm.cli import costs, terminal
+from jax_specdec.lm.cli import models as models_lib
+from jax_specdec.lm.cli import options as options_lib
+from jax_specdec.lm.cli import prompts as prompts_lib
+from jax_specdec.lm.cli import run as run_lib
+from jax_specdec.lm.cli.terminal import printable
+from jax_specdec.lm.decoding import generate as generate_lib
 
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
@@ -56,14 +57,14 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-EMBEDDED = sd.RequestOptions(max_new_tokens=40, stop_token_ids=[sd.DOCUMENT_SEPARATOR])
+EMBEDDED = lm.RequestOptions(max_new_tokens=40, stop_token_ids=[lm.DOCUMENT_SEPARATOR])
 
 
-def plain_text(options: sd.RequestOptions) -> str:
+def plain_text(options: lm.RequestOptions) -> str:
     """What the embedded target writes alone."""
-    target, _ = sd.load_embedded_pair()
-    found = sd.generate_plain(*target, [sd.encode_bytes(PROMPT)], options=options)
-    return sd.decode_bytes(found.completions[0])
+    target, _ = lm.load_embedded_pair()
+    found = lm.generate_plain(*target, [lm.encode_bytes(PROMPT)], options=options)
+    return lm.decode_bytes(found.completions[0])
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -158,7 +159,7 @@ def test_a_stop_token_ends_the_text_and_is_not_printed(
     main(["generate", TINY_PROMPT, *TINY, "--target", str(target), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["num_tokens"] == index + 1 < len(wanted)
-    decode = sd.load_tokenizer(target).decode
+    decode = lm.load_tokenizer(target).decode
     assert found["requests"][0]["text"] == decode(wanted[:index]) != decode(wanted[: index + 1])
 
 
@@ -853,6 +854,6 @@ def test_the_commands_in_the_documents_are_understood() -> None:
 
 
 def test_the_longest_text_is_what_models_were_trained_on() -> None:
-    target, draft = sd.load_embedded_pair()
+    target, draft = lm.load_embedded_pair()
     for model in (target.model, draft.model):
         assert model.config.max_position_embeddings >= models_lib.MAX_LENGTH

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from models.weights import random_weights
 
-import jax_specdec as sd
-from jax_specdec._src.cli.models import load_models
-from jax_specdec._src.cli.options import parse
-from jax_specdec._src.cli.prompts import InputError
+from jax_specdec import lm
+from jax_specdec.lm.cli.models import load_models
+from jax_specdec.lm.cli.options import parse
+from jax_specdec.lm.cli.prompts import InputError
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A head of random weights for the embedded target."""
-    model, params = sd.load_embedded_pair()[0]
-    head = sd.models.Eagle3Head(
-        sd.models.Eagle3Config(
+    model, params = lm.load_embedded_pair()[0]
+    head = lm.models.Eagle3Head(
+        lm.models.Eagle3Config(
             layer=dataclasses.replace(model.config, num_hidden_layers=1),
             draft_vocab_size=model.vocab_size,
             feature_layers=(2, 4, 5),
@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
         )
     )
     weights = random_weights(head, 0) | {"embed_tokens": params["embed_tokens"]}
-    sd.models.save_eagle3(tmp_path / "head", head, weights)
+    lm.models.save_eagle3(tmp_path / "head", head, weights)
     return tmp_path / "head"
 
 
@@ -35,18 +35,18 @@ def test_a_folder_is_read_as_a_head_of_the_target(folder: Path) -> None:
     name = f"eagle3:{folder}"
     options = parse(["bench", "x", "--draft", name, "--draft", "ngram"], "1")
     models = load_models(options, ["x"])
-    assert isinstance(models.drafters[name].drafter, sd.Eagle3Drafter)
+    assert isinstance(models.drafters[name].drafter, lm.Eagle3Drafter)
     assert models.drafters[name].params["embed_tokens"] is models.target.params["embed_tokens"]
-    assert isinstance(models.drafters["ngram"].drafter, sd.NGramDrafter)
+    assert isinstance(models.drafters["ngram"].drafter, lm.NGramDrafter)
 
 
 def test_the_embedded_target_has_two_heads() -> None:
     models = load_models(parse(["generate", "x", "--draft", "eagle3"], "1"), ["x"])
     drafter = models.drafters["eagle3"].drafter
-    assert isinstance(drafter, sd.Eagle3Drafter) and drafter.head.vocab_size == 256
-    assert sd.load_embedded_head(models.target, "eagle3-64").model.vocab_size == 64
+    assert isinstance(drafter, lm.Eagle3Drafter) and drafter.head.vocab_size == 256
+    assert lm.load_embedded_head(models.target, "eagle3-64").model.vocab_size == 64
     with pytest.raises(ValueError, match="^name must"):
-        sd.load_embedded_head(models.target, "eagle")  # type: ignore[arg-type]
+        lm.load_embedded_head(models.target, "eagle")  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:

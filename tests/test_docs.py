@@ -5,6 +5,7 @@
 
 import ast
 import inspect
+import itertools
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from models.checkpoints import CHECKPOINTS
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -38,17 +40,20 @@ def blocks(page: str, language: str = "python") -> list[str]:
 # The reference
 
 
-MODULES = {"models": sd.models, "serving": sd.serving, "testing": sd.testing}
-THINGS = {x: getattr(sd, x) for x in sd.__all__ if x not in (*MODULES, "integrations")}
+MODULES = {"grammar": sd.grammar, "lm": lm, "lm.models": lm.models, "testing": sd.testing}
+THINGS = {name: getattr(sd, name) for name in sd.__all__}
 for module_name, module in MODULES.items():
     THINGS |= {f"{module_name}.{name}": getattr(module, name) for name in module.__all__}
+DOORS = (*MODULES, "adapters", "lm.models.foreign")
+THINGS = {name: thing for name, thing in THINGS.items() if name not in DOORS}
 
 
 def entries(directive: str) -> list[str]:
     pages = "".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md"))
     found = re.findall(rf"^\.\. {directive}:: ([\w.]+)$", pages, re.MULTILINE)
-    outside = ("jax_specdec.integrations.", "jax_specdec.reference.")
-    return [name.removeprefix("jax_specdec.") for name in found if not name.startswith(outside)]
+    outside = ("adapters.", "lm.models.foreign.", "testing.reference.")
+    names = [name.removeprefix("jax_specdec.") for name in found]
+    return [name for name in names if not name.startswith(outside)]
 
 
 def test_every_public_name_has_one_entry_in_the_reference() -> None:
@@ -59,13 +64,13 @@ def test_every_public_name_has_one_entry_in_the_reference() -> None:
     assert sorted(entries("py:data")) == sorted(set(THINGS) - classes - functions)
 
 
-INTEGRATIONS = r"(tpu_inference|sglang_jax|keys)\.|models\.(OneIndexModel|from_\w+)$"
+ADAPTERS = r"adapters\.|lm\.models\.foreign\."
 
 
 def test_every_class_and_function_is_in_the_table_of_the_reference() -> None:
     index = (DOCS / "api" / "index.md").read_text("utf-8")
     listed = re.findall(r"^   ([\w.]+)$", index, re.MULTILINE)
-    listed = [name for name in listed if not re.match(INTEGRATIONS, name)]
+    listed = [name for name in listed if not re.match(ADAPTERS, name)]
     assert sorted(listed) == sorted({*entries("autoclass"), *entries("autofunction")})
 
 
@@ -89,15 +94,17 @@ def test_the_code_of_every_page_is_run_by_some_test() -> None:
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES])
 def test_code_that_is_not_run_is_python_and_names_what_exists(page: str) -> None:
-    for code in blocks(page, "py"):
+    for code, (module, public) in itertools.product(
+        blocks(page, "py"), {"sd": sd, "lm": lm}.items()
+    ):
         names = {
             node.attr
             for node in ast.walk(ast.parse(code))
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
-            and node.value.id == "sd"
+            and node.value.id == module
         }
-        assert names - set(sd.__all__) == set()
+        assert names - set(public.__all__) == set()
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES])
@@ -142,17 +149,19 @@ def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
     scope = run(real.replace("max_new_tokens=64", "max_new_tokens=12"), "streaming")
     printed = capsys.readouterr().out
     tokenizer, prompt = scope["tokenizer"], scope["prompt"]
-    plain = sd.generate_plain(
+    plain = lm.generate_plain(
         *scope["target"], [prompt], max_new_tokens=12, stop_token_ids=tokenizer.stop_token_ids
     )
     whole = tokenizer.decode(prompt + plain.completions[0])
     assert printed == whole[len(tokenizer.decode(prompt)) :] + "\n" != "\n"
 
-    scope = run("import jax_specdec as sd\n" + "".join(small), "streaming")
-    output = sd.generate_plain(
+    scope = run(
+        "import jax_specdec as sd\nfrom jax_specdec import lm\n" + "".join(small), "streaming"
+    )
+    output = lm.generate_plain(
         scope["target"], scope["params"], scope["prompts"], max_new_tokens=100
     )
-    texts = [sd.decode_bytes(completion) for completion in output.completions]
+    texts = [lm.decode_bytes(completion) for completion in output.completions]
     assert scope["pieces"] == [text[:40] for text in texts]
     assert scope["line"] == texts[0].partition("\n\n")[0]
 

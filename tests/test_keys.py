@@ -19,6 +19,7 @@ from serving import engines, tiny
 from serving.chi_square import CONTROL, assert_distributed, p_value
 
 import jax_specdec as sd
+from jax_specdec import lm
 from jax_specdec._src import noise
 
 K = 2
@@ -126,7 +127,7 @@ def test_keys_of_other_sizes_are_refused_wherever_keys_are_taken():
         "drafting": lambda: sd.sample_draft_tokens(
             jnp.zeros((1, V)), sampling=sampling, keys=keys, positions=positions, offset=0
         ),
-        "loop": lambda: sd.generate_plain(engine.model, table, [[1]], key=key),
+        "loop": lambda: lm.generate_plain(engine.model, table, [[1]], key=key),
         "engine": lambda: engine.admit(
             table, draft, engine.init_state(draft), admission(1, key, [1], 2)
         ),
@@ -241,7 +242,7 @@ def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
 def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
     """Against one request at a time by `rejection_sample`, with ``fold_in(key, b)``."""
     key, prompts, count = jax.random.key(7, impl=impl), [[1, 2], [3], [1, 2]], 6
-    output = sd.generate_plain(
+    output = lm.generate_plain(
         tiny.Trigram(V),
         jnp.asarray(engines.TARGET),
         prompts,
@@ -272,11 +273,11 @@ def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
 @of_one_other_kind
 def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
     def middle(neighbour: list[int], count: int) -> list[int]:
-        output = sd.generate(
+        output = lm.generate(
             tiny.Trigram(V),
             jnp.asarray(engines.TARGET),
             [neighbour, [1, 2], neighbour],
-            drafter=sd.ModelDrafter(tiny.Trigram(V)),
+            drafter=lm.ModelDrafter(tiny.Trigram(V)),
             draft_params=jnp.asarray(engines.DRAFT),
             config=engines.CONFIG,
             temperature=1.3,
@@ -291,9 +292,9 @@ def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
 # The engine.
 
 
-def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> sd.serving.NewRequests:
-    options = sd.RequestOptions(temperature=1.3, max_new_tokens=budget)
-    return sd.serving.NewRequests(
+def admission(slot: int, key: jax.Array, prompt: list[int], budget: int) -> lm.NewRequests:
+    options = lm.RequestOptions(temperature=1.3, max_new_tokens=budget)
+    return lm.NewRequests(
         slots=jnp.array([slot]),
         prompts=engines.TABLE.pad_prompt(prompt)[None],
         lengths=jnp.array([len(prompt)]),
@@ -344,7 +345,7 @@ def test_a_request_of_the_engine_gets_what_it_gets_alone(impl):
 FRESH = """
 import json, sys
 import jax, jax.numpy as jnp
-import jax_specdec as sd
+from jax_specdec import lm
 from serving import engines
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 impl, prompt, budget = sys.argv[1], [1, 4], 24
@@ -355,7 +356,7 @@ alone = [engines.alone(driver, request).token_ids for request in asked]
 neighbour = dict(prompt=[0, 3, 3], max_new_tokens=5, temperature=0.7, seed=9)
 ids = [driver.submit(**request) for request in (neighbour, *asked)]
 finished = engines.run(driver)
-plain = sd.generate_plain(
+plain = lm.generate_plain(
     engines.TABLE.model, engines.TABLES[0], [prompt] * 2, temperature=1.3, max_new_tokens=budget)
 print(json.dumps(dict(alone=alone, together=[finished[i].token_ids for i in ids[1:]],
                       plain=plain.completions)))
@@ -375,7 +376,7 @@ def test_a_default_kind_gives_what_naming_it_gives(impl):
     found = json.loads(done.stdout)
     assert found["alone"] == found["together"]
     assert found["alone"] == [alone(impl, 7), alone(impl, 8)]
-    named = sd.generate_plain(
+    named = lm.generate_plain(
         engines.TABLE.model,
         engines.TABLES[0],
         [PROMPT] * 2,

@@ -18,6 +18,7 @@ import pytest
 from filled import full, zeros
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
@@ -28,15 +29,15 @@ PROBS = sd.DraftProbs(full((B, K, V), 1 / V))
 
 
 @functools.cache
-def pair() -> tuple[sd.models.LoadedModel, sd.models.LoadedModel]:
-    return sd.load_embedded_pair()
+def pair() -> tuple[lm.models.LoadedModel, lm.models.LoadedModel]:
+    return lm.load_embedded_pair()
 
 
-def target() -> sd.models.LoadedModel:
+def target() -> lm.models.LoadedModel:
     return pair()[0]
 
 
-def draft() -> sd.models.LoadedModel:
+def draft() -> lm.models.LoadedModel:
     return pair()[1]
 
 
@@ -47,8 +48,8 @@ def huge() -> Any:
 
 
 def generate(*arguments: Any, **changes: Any) -> Any:
-    given: dict[str, Any] = {"drafter": sd.NGramDrafter(), "config": CONFIG, "max_new_tokens": 2}
-    return sd.generate(*(arguments or (*target(), [[1, 2]])), **(given | changes))
+    given: dict[str, Any] = {"drafter": lm.NGramDrafter(), "config": CONFIG, "max_new_tokens": 2}
+    return lm.generate(*(arguments or (*target(), [[1, 2]])), **(given | changes))
 
 
 def rejection_sample(logits: Any = None, drafts: Any = DENSE, **changes: Any) -> Any:
@@ -68,10 +69,10 @@ def validate(drafts: Any, logits: Any = None, **changes: Any) -> None:
     sd.validate(logits, drafts, **(given | changes))
 
 
-def engine(model: Any = None, drafter: Any = None, config: Any = CONFIG) -> sd.Engine:
+def engine(model: Any = None, drafter: Any = None, config: Any = CONFIG) -> lm.Engine:
     model = target().model if model is None else model
-    drafter = sd.NGramDrafter() if drafter is None else drafter
-    return sd.Engine(model, drafter, config, num_slots=2, max_length=32)
+    drafter = lm.NGramDrafter() if drafter is None else drafter
+    return lm.Engine(model, drafter, config, num_slots=2, max_length=32)
 
 
 def dense(counts: Any = None, distribution: Any = None, ids: Any = None) -> sd.Drafts:
@@ -85,7 +86,7 @@ def flat(ids: Any, counts: Any) -> sd.Drafts:
 
 def save(params: Any, dtype: Any = jnp.float32, model: Any = None) -> None:
     model = draft().model if model is None else model
-    sd.models.save_checkpoint("/nowhere/at/all", model, params, dtype)
+    lm.models.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -103,10 +104,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "drafter=ModelDrafter(model)",
     ),
     "drafter=NGramDrafter": (
-        lambda: generate(drafter=sd.NGramDrafter),
+        lambda: generate(drafter=lm.NGramDrafter),
         TypeError,
-        "drafter must be a Drafter, but it is <class "
-        "'jax_specdec._src.drafting.ngram.NGramDrafter'>",
+        "drafter must be a Drafter, but it is <class 'jax_specdec.lm.drafting.ngram.NGramDrafter'>",
     ),
     "drafter='ngram'": (
         lambda: generate(drafter="ngram"),
@@ -131,18 +131,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "drafter must be a Drafter, but it is 3",
     ),
     "no draft_params": (
-        lambda: generate(drafter=sd.ModelDrafter(draft().model)),
+        lambda: generate(drafter=lm.ModelDrafter(draft().model)),
         TypeError,
         "draft_params must be the weights of the drafter's model, but it is None: pass "
         "draft_params=draft.params",
     ),
     "draft_params=draft": (
-        lambda: generate(drafter=sd.ModelDrafter(draft().model), draft_params=draft()),
+        lambda: generate(drafter=lm.ModelDrafter(draft().model), draft_params=draft()),
         TypeError,
         "draft_params must be a model's weights, but it is a LoadedModel: pass its .params",
     ),
     "ModelDrafter(draft)": (
-        lambda: sd.ModelDrafter(draft()),  # type: ignore[arg-type]
+        lambda: lm.ModelDrafter(draft()),  # type: ignore[arg-type]
         TypeError,
         "model must be a CausalModel, but it is a LoadedModel, which holds one and its params: "
         "pass its .model here, and its .params where they belong",
@@ -154,7 +154,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "pass its .model here, and its .params where they belong",
     ),
     "model=params": (
-        lambda: sd.generate_plain(target().params, target().model, [[1]]),  # type: ignore[arg-type]
+        lambda: lm.generate_plain(target().params, target().model, [[1]]),  # type: ignore[arg-type]
         TypeError,
         "model must be a CausalModel, but it is {",
     ),
@@ -180,7 +180,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "logprobs must be a LogprobsConfig or None, but it is 5",
     ),
     "stream: drafter=draft": (
-        lambda: sd.generate_stream(*target(), [[1]], drafter=draft(), config=CONFIG),  # type: ignore[arg-type]
+        lambda: lm.generate_stream(*target(), [[1]], drafter=draft(), config=CONFIG),  # type: ignore[arg-type]
         TypeError,
         "drafter must be a Drafter, but it is a LoadedModel: pass ",
     ),
@@ -229,7 +229,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "temperature must be a number, but it is True",
     ),
     "an integer beyond float64": (
-        lambda: sd.RequestOptions(temperature=10**400),
+        lambda: lm.RequestOptions(temperature=10**400),
         ValueError,
         "temperature must be in [0, inf), but it is 1000",
     ),
@@ -245,17 +245,17 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "unknown argument 'max_tokens'; did you mean 'max_new_tokens'?",
     ),
     "bytes": (
-        lambda: sd.encode_bytes(b"abc"),  # type: ignore[arg-type]
+        lambda: lm.encode_bytes(b"abc"),  # type: ignore[arg-type]
         TypeError,
         "text must be a str, but it is b'abc'",
     ),
     "nested ids": (
-        lambda: sd.decode_bytes([[1, 2]]),  # type: ignore[list-item]
+        lambda: lm.decode_bytes([[1, 2]]),  # type: ignore[list-item]
         TypeError,
         "token_ids must be a list of ints, but it is [[1, 2]]",
     ),
     "text for ids": (
-        lambda: sd.decode_bytes("abc"),  # type: ignore[arg-type]
+        lambda: lm.decode_bytes("abc"),  # type: ignore[arg-type]
         TypeError,
         "token_ids must be a list of ints, but it is 'abc'",
     ),
@@ -308,22 +308,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "config must be a SpecDecodeConfig, but it is 3",
     ),
     "EngineDriver(target)": (
-        lambda: sd.EngineDriver(target(), target().params),  # type: ignore[arg-type]
+        lambda: lm.EngineDriver(target(), target().params),  # type: ignore[arg-type]
         TypeError,
         "engine must be an Engine, but it is a LoadedModel",
     ),
     "EngineDriver(engine, target)": (
-        lambda: sd.EngineDriver(engine(), target()),
+        lambda: lm.EngineDriver(engine(), target()),
         TypeError,
         "params must be a model's weights, but it is a LoadedModel: pass its .params",
     ),
     "EngineDriver without draft_params": (
-        lambda: sd.EngineDriver(engine(drafter=sd.ModelDrafter(draft().model)), target().params),
+        lambda: lm.EngineDriver(engine(drafter=lm.ModelDrafter(draft().model)), target().params),
         TypeError,
         "draft_params must be the weights of the drafter's model, but it is None: pass ",
     ),
     "submit text": (
-        lambda: sd.EngineDriver(engine(), target().params).submit("import "),  # type: ignore[arg-type]
+        lambda: lm.EngineDriver(engine(), target().params).submit("import "),  # type: ignore[arg-type]
         TypeError,
         "prompt must be a list of ints, but it is 'import ': turn text into ids, ",
     ),
@@ -538,45 +538,45 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     # Files
     "load_huggingface of a hub's name": (
-        lambda: sd.load_huggingface("Qwen/Qwen2.5-0.5B"),
+        lambda: lm.load_huggingface("Qwen/Qwen2.5-0.5B"),
         FileNotFoundError,
         "Qwen/Qwen2.5-0.5B does not exist; `hf download Qwen/Qwen2.5-0.5B --local-dir "
         "Qwen/Qwen2.5-0.5B` downloads a checkpoint to it.",
     ),
     "load_huggingface of a file": (
-        lambda: sd.load_huggingface(__file__),
+        lambda: lm.load_huggingface(__file__),
         OSError,
         "test_messages.py is a file, but a checkpoint must be a directory of config.json, "
         "safetensors and tokenizer.json; GGUF is not read.",
     ),
     "load_huggingface(None)": (
-        lambda: sd.load_huggingface(None),  # type: ignore[arg-type]
+        lambda: lm.load_huggingface(None),  # type: ignore[arg-type]
         TypeError,
         "directory must be a path, but it is None",
     ),
     "load_tokenizer(5)": (
-        lambda: sd.load_tokenizer(5),  # type: ignore[arg-type]
+        lambda: lm.load_tokenizer(5),  # type: ignore[arg-type]
         TypeError,
         "directory must be a path, but it is 5",
     ),
     "max_vocab_size='5'": (
-        lambda: sd.load_huggingface("x", max_vocab_size="5"),  # type: ignore[arg-type]
+        lambda: lm.load_huggingface("x", max_vocab_size="5"),  # type: ignore[arg-type]
         TypeError,
         "max_vocab_size must be an int, but it is '5'",
     ),
     "max_vocab_size=5.0": (
-        lambda: sd.load_huggingface("x", max_vocab_size=5.0),  # type: ignore[arg-type]
+        lambda: lm.load_huggingface("x", max_vocab_size=5.0),  # type: ignore[arg-type]
         TypeError,
         "max_vocab_size must be an int, but it is 5.0",
     ),
     "max_vocab_size=0": (
-        lambda: sd.load_huggingface("x", max_vocab_size=0),
+        lambda: lm.load_huggingface("x", max_vocab_size=0),
         ValueError,
         "max_vocab_size must be at least 1, but it is 0",
     ),
     "load_checkpoint(dtype='float23')": (
-        lambda: sd.models.load_checkpoint(
-            Path(sd.__file__).parent / "weights" / "draft", "float23"
+        lambda: lm.models.load_checkpoint(
+            Path(sd.__file__).parent / "lm" / "weights" / "draft", "float23"
         ),
         TypeError,
         "dtype must be a floating dtype, but it is 'float23'",
@@ -615,12 +615,12 @@ def test_a_mistake_is_answered_by_one_sentence_that_helps(mistake: str) -> None:
 
 def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inf in float16"):
-        sd.models.save_checkpoint(tmp_path / "own", draft().model, huge(), jnp.float16)
+        lm.models.save_checkpoint(tmp_path / "own", draft().model, huge(), jnp.float16)
     assert not (tmp_path / "own").exists()
-    sd.models.save_checkpoint(
+    lm.models.save_checkpoint(
         tmp_path / "own", draft().model, huge(), jnp.float16, allow_nonfinite=True
     )
-    _, params = sd.models.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
+    _, params = lm.models.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
     assert not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 

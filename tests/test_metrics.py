@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from jax import export
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 K = 3
 
 
-def records(proposed: list[int], accepted: list[int]) -> sd.serving.StepRecord:
+def records(proposed: list[int], accepted: list[int]) -> sd.StepRecord:
     """One request; a step emits one token more than it accepts, and a proposal of -1 is no step."""
     ran = np.array(proposed)[:, None] >= 0
-    return sd.serving.StepRecord(
+    return sd.StepRecord(
         token_ids=np.full((len(proposed), 1, K + 1), -1),
         num_kept=np.where(ran, np.array(accepted)[:, None] + 1, 0),
         num_proposed=np.maximum(np.array(proposed)[:, None], 0),
@@ -154,7 +155,7 @@ def test_the_log_line_is_that_of_a_computed_example() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
 def test_an_interval_without_duration_has_no_log_line(seconds: float) -> None:
-    for stats in (sd.AcceptanceStats.from_steps(records([3], [1])), sd.ServingStats(4)):
+    for stats in (sd.AcceptanceStats.from_steps(records([3], [1])), lm.ServingStats(4)):
         with pytest.raises(ValueError, match="^seconds"):
             stats.log_line(seconds)
 
@@ -163,9 +164,9 @@ def test_a_histogram_counts_times_like_plain_python() -> None:
     rng = np.random.default_rng(0)
     times = [*np.exp(rng.uniform(-12, 6, 200)).tolist(), 0.0, 0.001, 100.0, 1e9]
     numbers = rng.integers(1, 5, len(times)).tolist()
-    early = sd.serving.Histogram().observe([(0.3, 2)])
+    early = lm.Histogram().observe([(0.3, 2)])
     found = early.observe(zip(times, numbers, strict=True)) - early
-    bounds = sd.serving.Histogram.bounds
+    bounds = lm.Histogram.bounds
     assert bounds[:4] == (0.0001, 0.0002, 0.0005, 0.001) and bounds[-1] == 100 and len(bounds) == 19
     for i, bound in enumerate(bounds):  # as Prometheus counts: all up to a bound
         below = sum(n for time, n in zip(times, numbers, strict=True) if time <= bound)
@@ -173,7 +174,7 @@ def test_a_histogram_counts_times_like_plain_python() -> None:
     assert found.count == sum(numbers)
     total = sum(time * n for time, n in zip(times, numbers, strict=True))
     assert found.total_seconds == pytest.approx(total)
-    assert found.mean == pytest.approx(total / sum(numbers)) and sd.serving.Histogram().mean == 0
+    assert found.mean == pytest.approx(total / sum(numbers)) and lm.Histogram().mean == 0
 
 
 def test_readings_of_different_counters_have_no_difference() -> None:
@@ -226,7 +227,7 @@ def test_counting_in_a_loop_agrees_with_the_records() -> None:
 def test_counters_and_step_records_read_the_same() -> None:
     steps = random_steps(1)
     proposed, accepted, emitted = steps.transpose(1, 0, 2)
-    record = sd.serving.StepRecord(
+    record = sd.StepRecord(
         token_ids=np.full((20, 4, K + 1), -1),
         num_kept=emitted,
         num_proposed=np.where(emitted > 0, proposed, 0),
@@ -300,7 +301,7 @@ def test_an_update_names_the_argument_that_does_not_fit(
 
 
 def test_statistics_are_read_from_records_of_steps() -> None:
-    output = sd.GenerateOutput([], records([1], [1]), [])
+    output = lm.GenerateOutput([], records([1], [1]), [])
     with pytest.raises(TypeError, match="^steps"):
         sd.AcceptanceStats.from_steps(output)  # type: ignore[arg-type]
 

@@ -17,6 +17,7 @@ import pytest
 from serving import engines, tiny
 
 import jax_specdec as sd
+from jax_specdec import lm
 from jax_specdec.__main__ import main
 
 pytestmark = pytest.mark.newest
@@ -78,14 +79,14 @@ def normalized() -> sd.DraftLogits:
 
 def generated() -> Any:
     options = [
-        sd.RequestOptions(top_p=0.9, frequency_penalty=0.2, allowed_token_ids=range(1, 6)),
-        sd.RequestOptions(temperature=0.8),
+        lm.RequestOptions(top_p=0.9, frequency_penalty=0.2, allowed_token_ids=range(1, 6)),
+        lm.RequestOptions(temperature=0.8),
     ]
-    output = sd.generate(
+    output = lm.generate(
         tiny.Trigram(engines.VOCAB),
         jnp.asarray(engines.TARGET),
         [[1, 2], [3]],
-        drafter=sd.ModelDrafter(tiny.Trigram(engines.VOCAB)),
+        drafter=lm.ModelDrafter(tiny.Trigram(engines.VOCAB)),
         draft_params=jnp.asarray(engines.DRAFT),
         config=engines.CONFIG,
         max_new_tokens=12,
@@ -96,7 +97,7 @@ def generated() -> Any:
 
 
 def served() -> Any:
-    driver = sd.EngineDriver(engines.LOOKUP, jnp.asarray(engines.TARGET))
+    driver = lm.EngineDriver(engines.LOOKUP, jnp.asarray(engines.TARGET))
     for seed in range(3):
         driver.submit([1, 2, 1], max_new_tokens=9, temperature=0.4 * seed, seed=seed)
     finished = engines.run(driver)

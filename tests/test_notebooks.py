@@ -64,9 +64,9 @@ SMALLER = {
         "for s in range(4)]": "for s in range(1)]",
         "0.3, 0.6, 0.9, 1.2, 1.5, 1.8]": "0.9, 1.8]",
         # The agreement rule with the drafters that the cells before have used.
-        '    "n-gram drafts, K = 4": agreeing(sd.NGramDrafter(), None, 4),\n': "",
-        '    "model drafts, K = 2": agreeing(sd.ModelDrafter(draft), draft_params, 2),\n': "",
-        '    "model drafts, K = 6": agreeing(sd.ModelDrafter(draft), draft_params, 6),\n': "",
+        '    "n-gram drafts, K = 4": agreeing(lm.NGramDrafter(), None, 4),\n': "",
+        '    "model drafts, K = 2": agreeing(lm.ModelDrafter(draft), draft_params, 2),\n': "",
+        '    "model drafts, K = 6": agreeing(lm.ModelDrafter(draft), draft_params, 6),\n': "",
     },
     "rejection_sampling": {
         "B = 50_000": "B = 20_000",

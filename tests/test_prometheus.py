@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
@@ -49,7 +50,7 @@ def scrape(url: str) -> dict[tuple[str, str | None], float]:
 def test_a_scrape_shows_what_was_published_last(
     registry: prometheus_client.CollectorRegistry, url: str
 ) -> None:
-    exporter = sd.PrometheusExporter(registry)
+    exporter = lm.PrometheusExporter(registry)
     assert scrape(url) == {}
     exporter.publish(sd.AcceptanceStats((1,), (1,), (0,), num_tokens=1, num_verifications=1))
     exporter.publish(STATS)
@@ -73,10 +74,10 @@ def test_a_scrape_shows_what_was_published_last(
 def test_a_scrape_shows_how_busy_the_engine_was(
     registry: prometheus_client.CollectorRegistry, url: str
 ) -> None:
-    exporter = sd.PrometheusExporter(registry)
-    first = sd.serving.Histogram().observe([(0.3, 2)])
-    others = sd.serving.Histogram().observe([(0.002, 4), (200, 1)])
-    serving = sd.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others)
+    exporter = lm.PrometheusExporter(registry)
+    first = lm.Histogram().observe([(0.3, 2)])
+    others = lm.Histogram().observe([(0.002, 4), (200, 1)])
+    serving = lm.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others)
     exporter.publish(STATS, serving)
     prefix = "jax_specdec:serving_"
     expected = {
@@ -113,14 +114,14 @@ def test_a_scrape_shows_how_busy_the_engine_was(
 
 
 def test_every_counter_carries_the_labels(registry: prometheus_client.CollectorRegistry) -> None:
-    sd.PrometheusExporter(registry, labels={"model": "a"}).publish(STATS)
+    lm.PrometheusExporter(registry, labels={"model": "a"}).publish(STATS)
     samples = [sample for family in registry.collect() for sample in family.samples]
     assert len(samples) == 12
     assert {sample.labels["model"] for sample in samples} == {"a"}
 
 
 def test_it_registers_globally_by_default() -> None:
-    exporter = sd.PrometheusExporter()
+    exporter = lm.PrometheusExporter()
     try:
         exporter.publish(STATS)
         name = "jax_specdec:spec_decode_num_drafts_total"
@@ -134,20 +135,20 @@ def test_without_the_client_one_sentence_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ImportError, match="pip install prometheus_client, or the extra"):
-        sd.PrometheusExporter()
+        lm.PrometheusExporter()
 
 
 def test_the_label_of_positions_is_not_the_callers(
     registry: prometheus_client.CollectorRegistry,
 ) -> None:
     with pytest.raises(ValueError, match="labels must not have position, but they are"):
-        sd.PrometheusExporter(registry, labels={"position": "left"})
+        lm.PrometheusExporter(registry, labels={"position": "left"})
 
 
 def test_a_second_exporter_of_one_registry_is_refused(
     registry: prometheus_client.CollectorRegistry,
 ) -> None:
-    sd.PrometheusExporter(registry, labels={"model": "a"})
+    lm.PrometheusExporter(registry, labels={"model": "a"})
     with pytest.raises(ValueError, match="registry has a PrometheusExporter already"):
-        sd.PrometheusExporter(registry, labels={"model": "b"})
-    sd.PrometheusExporter(prometheus_client.CollectorRegistry(), labels={"model": "b"})
+        lm.PrometheusExporter(registry, labels={"model": "b"})
+    lm.PrometheusExporter(prometheus_client.CollectorRegistry(), labels={"model": "b"})

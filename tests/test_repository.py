@@ -1,6 +1,7 @@
 """The rules that hold the repository together: layers, documentation, packaging."""
 
 import graphlib
+import importlib
 import inspect
 import os
 import re
@@ -17,31 +18,36 @@ import pytest
 from imports import imports_by_module, unit_of
 
 import jax_specdec
+from jax_specdec import lm
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_specdec"
-PUBLIC = (jax_specdec, jax_specdec.models, jax_specdec.serving, jax_specdec.testing)
+PUBLIC = (
+    jax_specdec,
+    jax_specdec.grammar,
+    jax_specdec.testing,
+    lm,
+    lm.models,
+)
 MAX_LINES = 700
 
 # Who may import whom: a unit imports units of its own layer and of those above it in this list,
-# without cycles. A unit is a file or folder of jax_specdec or jax_specdec/_src; "" is
+# without cycles. A unit is a file or folder of jax_specdec, its _src or its lm; "" is
 # jax_specdec/__init__.py.
 LAYERS = (
     {"_src", "arrays", "types", "config", "platform"},
     {"blocks", "ragged", "noise", "sampling", "grammar"},
     {"verify"},
     {"logprobs", "processors", "process_logits", "emitted", "acceptance"},
-    {"models", "drafting", "serving", "integrations"},
+    {"drafts", "adapters"},
     {"reference"},
     {"", "testing"},
-    {"cli", "__main__"},
+    {"models", "drafting", "decoding"},
+    {"lm"},
+    {"cli", "server", "__main__"},
 )
 # Two floors: below, the verifier and what it is made of; above, all that is built around it.
-UPPER_FLOOR = re.compile(
-    r"jax_specdec\.(models|serving|integrations\.models|__main__|_src\.(models|serving|cli"
-    r"|drafting\.(context|drafter|draft_model|draw|eagle3|ngram)))(\.|$)"
-)
-DOORS = {"jax_specdec", "jax_specdec.integrations"}  # they show both floors
+UPPER_FLOOR = re.compile(r"jax_specdec\.(lm|__main__)(\.|$)")
 ONLY_IMPORTS = {"reference": {"types"}}  # the oracle shares nothing with what it judges
 
 MARKDOWN = sorted(
@@ -97,7 +103,7 @@ def test_imports_run_one_way() -> None:
     [
         ("_src/types.py", "from jax_specdec._src import ragged", "which lies above it"),
         ("_src/types.py", "import jax_specdec as sd", "which lies above it"),
-        ("_src/verify/api.py", "from ..serving.loop import generate", "which lies above it"),
+        ("_src/verify/api.py", "from ...lm.decoding.loop import generate", "which lies above it"),
         ("_src/verify/api.py", "def f():\n    import jax_specdec.cli", "which lies above it"),
         ("_src/reference.py", "from jax_specdec._src import config", "only ['types"),
         ("_src/config.py", "from jax_specdec._src.types import x", "import cycle"),
@@ -117,7 +123,7 @@ def test_an_import_that_breaks_the_layers_is_found(
         "_src/reference.py": "from jax_specdec._src.types import x",
         "_src/verify/__init__.py": "",
         "_src/verify/api.py": "from jax_specdec._src import types, ragged",
-        "_src/serving/loop.py": "from ..verify import api",
+        "lm/decoding/loop.py": "from jax_specdec._src.verify import api",
         "cli.py": "import jax_specdec as sd",
         "__main__.py": "from jax_specdec import cli",
     }
@@ -136,7 +142,7 @@ def floor_violations(package: Path) -> list[str]:
     named = re.compile(rf"[`.]({'|'.join(above)})\b")
     found = []
     for module, targets in imports_by_module(package).items():
-        if UPPER_FLOOR.match(module) or module in DOORS:
+        if UPPER_FLOOR.match(module) or module == "jax_specdec":  # the door may name both
             continue
         found += [f"{module} imports {x}" for x in sorted(targets) if UPPER_FLOOR.match(x)]
         path = package.parent.joinpath(*module.split("."))
@@ -156,20 +162,23 @@ def test_the_lower_floor_knows_nothing_of_the_upper() -> None:
 @pytest.mark.parametrize(
     ("code", "violation"),
     [
-        ("from jax_specdec._src.serving import core", "verify imports jax_specdec._src.serving"),
-        ("from .drafting.context import DraftContext", "imports jax_specdec._src.drafting.context"),
-        ("def f():\n    from ..integrations import models", "jax_specdec.integrations.models"),
+        ("from jax_specdec.lm.decoding import core", "verify imports jax_specdec.lm.decoding"),
+        (
+            "from ..lm.drafting.context import DraftContext",
+            "imports jax_specdec.lm.drafting.context",
+        ),
+        ("def f():\n    from ..lm.models import foreign", "jax_specdec.lm.models.foreign"),
         ('"""Takes what `Engine.step` gives."""', "verify names Engine"),
-        ('"""\n>>> sd.generate(model)\n"""', "verify names generate"),
-        ("# as in `sd.models.Llama`", "verify names Llama"),
+        ('"""\n>>> lm.generate(model)\n"""', "verify names generate"),
+        ("# as in `lm.models.Llama`", "verify names Llama"),
     ],
 )
 def test_what_crosses_the_floors_is_found(tmp_path: Path, code: str, violation: str) -> None:
     package = tmp_path / "jax_specdec"
-    above = ("_src/serving/core", "_src/drafting/context", "integrations/models")
-    for name in (*above, "_src/drafting/store", "_src/verify"):
+    above = ("lm/decoding/core", "lm/drafting/context", "lm/models/foreign")
+    for name in (*above, "_src/drafts/store", "_src/verify"):
         package.joinpath(name).parent.mkdir(parents=True, exist_ok=True)
-        package.joinpath(f"{name}.py").write_text("from jax_specdec._src.drafting import store")
+        package.joinpath(f"{name}.py").write_text("from jax_specdec._src.drafts import store")
     assert floor_violations(package) == []
     package.joinpath("_src/verify.py").write_text(code)
     assert violation in "\n".join(floor_violations(package))
@@ -209,8 +218,21 @@ def test_an_import_brings_in_only_what_it_needs() -> None:
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     new = printed.split()
     packages = {name.partition(".")[0] for name in new}
-    assert packages <= {"jax_specdec", "jax", "jaxlib", "numpy", "safetensors"}
+    assert packages <= {"jax_specdec", "jax", "jaxlib", "numpy"}
+    assert [name for name in new if name.startswith("jax_specdec.lm")] == []
     assert "jax.experimental.pallas" not in new  # kernels are read where one is launched
+
+
+def test_a_name_that_moved_says_where_it_is() -> None:
+    for place, names in jax_specdec._MOVED.items():
+        for name in names.split():
+            assert name in importlib.import_module(f"jax_specdec.{place}").__all__
+            with pytest.raises(AttributeError, match=rf"it is jax_specdec\.{place}\.{name} now"):
+                getattr(jax_specdec, name)
+    with pytest.raises(AttributeError, match=r"'serving': it is jax_specdec\.lm now"):
+        _ = jax_specdec.serving
+    with pytest.raises(AttributeError, match="no attribute 'novel'$"):
+        _ = jax_specdec.novel
 
 
 # Packaging

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=1)
 KEYS = jax.random.split(jax.random.key(0), 1)
@@ -90,11 +91,11 @@ def test_a_step_takes_lists_and_numpy_arrays() -> None:
     )
     assert sd.AcceptanceStats.from_counters(counters).num_verifications == 1
     shape = jax.ShapeDtypeStruct((2, 8), jnp.bfloat16)
-    assert sd.which_implementation(shape, drafts, config=CONFIG) in ("xla", "mosaic_gpu")
+    assert sd.testing.which_implementation(shape, drafts, config=CONFIG) in ("xla", "mosaic_gpu")
 
 
 def test_integrations_are_typed() -> None:
-    verify_flat = sd.integrations.tpu_inference.verify_flat
+    verify_flat = sd.adapters.tpu_inference.verify_flat
     found = verify_flat(jnp.asarray(LOGITS), [0], [1], config=CONFIG, temperature=None)
     assert found.token_ids.tolist() == [0, 0]
     with pytest.raises(TypeError, match="config"):
@@ -104,10 +105,10 @@ def test_integrations_are_typed() -> None:
 @pytest.mark.newest
 @pytest.mark.xdist_group("examples")  # the example of `generate_plain` has the same program
 def test_prompts_are_lists_or_arrays() -> None:
-    _, (model, params) = sd.load_embedded_pair()
-    ids = sd.encode_bytes("import ")
+    _, (model, params) = lm.load_embedded_pair()
+    ids = lm.encode_bytes("import ")
     of_list, of_array = (
-        sd.generate_plain(model, params, [prompt], max_new_tokens=4).completions
+        lm.generate_plain(model, params, [prompt], max_new_tokens=4).completions
         for prompt in (ids, np.array(ids))
     )
     assert of_list == of_array

@@ -34,10 +34,13 @@ PACKAGE = ROOT / "jax_specdec"
 PURPOSES = {  # of each unit: what stands below its name
     "jax_specdec": "the public names",
     "cli": "generate, bench, serve",
-    "integrations": "other stacks' layouts",
-    "serving": "the step and its loops",
-    "drafting": "drafters and their q",
+    "lm": "names of the upper floor",
+    "decoding": "the step and its loops",
+    "drafting": "what proposes tokens",
     "models": "Llama, checkpoints, text",
+    "adapters": "other stacks' layouts",
+    "testing": "noise, the oracle",
+    "drafts": "draft distributions",
     "acceptance": "counters, statistics",
     "emitted": "what requests keep",
     "logprobs": "of emitted tokens",
@@ -55,7 +58,7 @@ PURPOSES = {  # of each unit: what stands below its name
     "arrays": "declared, and checked",
     "config": "static settings",
 }
-KINDS = {"verify": "green", "reference": "orange", "drafting": "blue", "serving": "purple"}
+KINDS = {"verify": "green", "reference": "orange", "drafting": "blue", "decoding": "purple"}
 
 
 def phases() -> None:
@@ -143,7 +146,7 @@ def units(package: Path) -> dict[str, set[str]]:
 
     def name(module: str) -> str:
         unit = unit_of(module)
-        return "reference" if unit.startswith("reference") else unit or "jax_specdec"
+        return {"": "jax_specdec", "server": "cli"}.get(unit, unit)
 
     found: dict[str, set[str]] = {unit: set() for unit in PURPOSES}
     for module, targets in imports_by_module(package).items():

@@ -23,7 +23,11 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
 def _imports(name: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
     root = name.partition(".")[0]
     parent = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    for node in tree.body:  # what is imported for type checkers alone is not imported
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            node.body = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -40,6 +44,6 @@ def _imports(name: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
 
 def unit_of(module: str) -> str:
     parts = module.split(".")[1:]
-    if parts[:1] == ["_src"] and len(parts) > 1:
+    if parts[:1] in (["_src"], ["lm"]) and len(parts) > 1:
         parts = parts[1:]
     return parts[0] if parts else ""

@@ -236,7 +236,7 @@ def _(right, keys):
 
 @fault(
     "all slots of a step have one key",
-    "integrations.keys:step_keys",
+    "adapters.keys:step_keys",
     "integrations/test_step_keys.py",
 )
 def _(right, key, slots):
@@ -257,7 +257,7 @@ def _(right, key, position, place):
 
 @fault(
     "a stored row of another position is used",
-    "_src.drafting.store:DraftStore.attach",
+    "_src.drafts.store:DraftStore.attach",
     "drafting/test_store.py",
 )
 def _(right, self, drafts, *, positions, **named):
@@ -269,7 +269,7 @@ def _(right, self, drafts, *, positions, **named):
 
 @fault(
     "a lookup proposes what is not written yet",
-    "_src.drafting.ngram:NGramDrafter._lookup",
+    "lm.drafting.ngram:NGramDrafter._lookup",
     "drafting/test_ngram.py",
 )
 def _(right, self, tokens, length, k):
@@ -278,7 +278,7 @@ def _(right, self, tokens, length, k):
 
 @fault(
     "a drafter forgets its drafts where bad words and penalties count them",
-    "_src.drafting.context:DraftContext.append",
+    "lm.drafting.context:DraftContext.append",
     "serving/test_options.py",
 )
 def _(right, self, token_ids):
@@ -296,7 +296,7 @@ def _(right, self, logits, rows, platform):
 
 @fault(
     "a head reads one token fewer of the text",
-    "_src.drafting.eagle3:Eagle3Drafter.propose",
+    "lm.drafting.eagle3:Eagle3Drafter.propose",
     "drafting/test_eagle3.py",
 )
 def _(right, self, params, context, cache, store):
@@ -319,7 +319,7 @@ def _(right, *args, **named):
 
 @fault(
     "a slot keeps the cache of the request before",
-    "_src.serving.engine:put_cache",
+    "lm.decoding.engine:put_cache",
     "serving/test_engine.py",
 )
 def _(right, cache, some, slots, axis):
@@ -393,7 +393,7 @@ def plant(name: str) -> None:
 
 def pytest_sessionstart() -> None:
     """This file is a plugin of the process that runs the tests."""
-    importlib.import_module("jax_specdec")
+    importlib.import_module("jax_specdec.lm")
     plant(os.environ[PLANTED])
 
 

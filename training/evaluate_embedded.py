@@ -18,6 +18,7 @@ import stdlib_text
 from train_embedded import bits_per_byte
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 NUM_COMPLETIONS = 50
 COMPLETION_BYTES = 512  # at most
@@ -30,7 +31,7 @@ def function_text(head: str, completion: str) -> tuple[str, bool]:
     its head. If there is neither, the last line, which may be cut off, is dropped.
     """
     indent = len(head) - len(head.lstrip(" "))
-    completion, separator, _ = completion.partition(chr(sd.DOCUMENT_SEPARATOR))
+    completion, separator, _ = completion.partition(chr(lm.DOCUMENT_SEPARATOR))
     lines, ended = completion.split("\n"), bool(separator)
     lines = lines if ended else lines[:-1]
     for number, line in enumerate(lines):
@@ -51,8 +52,8 @@ def parses(source: str) -> bool:
 
 
 def evaluate(
-    target: sd.models.LoadedModel,
-    draft: sd.models.LoadedModel,
+    target: lm.models.LoadedModel,
+    draft: lm.models.LoadedModel,
     text: stdlib_text.Text,
     temperature: float,
 ) -> dict[str, Any]:
@@ -63,20 +64,20 @@ def evaluate(
         for name, loaded in (("target", target), ("draft", draft))
     }
     heads = stdlib_text.function_heads(text.held_out, NUM_COMPLETIONS)
-    output = sd.generate(
+    output = lm.generate(
         target.model,
         target.params,
-        [sd.encode_bytes(context + head) for context, head in heads],
-        drafter=sd.ModelDrafter(draft.model),
+        [lm.encode_bytes(context + head) for context, head in heads],
+        drafter=lm.ModelDrafter(draft.model),
         draft_params=draft.params,
         config=sd.SpecDecodeConfig(num_speculative_tokens=4),
         temperature=temperature,
         max_new_tokens=COMPLETION_BYTES,
-        stop_token_ids=[sd.DOCUMENT_SEPARATOR],
+        stop_token_ids=[lm.DOCUMENT_SEPARATOR],
     )
     functions = []
     for (_, head), completion in zip(heads, output.completions, strict=True):
-        functions.append(function_text(head, sd.decode_bytes(completion)))
+        functions.append(function_text(head, lm.decode_bytes(completion)))
     stats = sd.AcceptanceStats.from_steps(output.steps)
     return {
         "held_out_bits_per_byte": {
@@ -109,11 +110,11 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     args = parser.parse_args()
-    target, draft = sd.load_embedded_pair()
-    target = sd.models.load_checkpoint(args.target) if args.target else target
-    draft = sd.models.load_checkpoint(args.draft) if args.draft else draft
+    target, draft = lm.load_embedded_pair()
+    target = lm.models.load_checkpoint(args.target) if args.target else target
+    draft = lm.models.load_checkpoint(args.draft) if args.draft else draft
     text = stdlib_text.read_text(args.stdlib)
-    weights = Path(sd.__file__).parent / "weights"
+    weights = Path(sd.__file__).parent / "lm" / "weights"
     digests = {
         name: hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
         for name, directory in (

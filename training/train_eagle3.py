@@ -35,7 +35,7 @@ from train_embedded import (
     updated,
 )
 
-import jax_specdec as sd
+from jax_specdec import lm
 
 NUM_STEPS = 4  # T, of the unrolled drafting
 STEP_DECAY = 0.8  # weight of a step's loss, relative to the step before
@@ -64,7 +64,7 @@ def stdlib_corpus() -> Corpus:
 
 def text_corpus(directory: Path, files: list[Path]) -> Corpus:
     """Files (by default Python's standard library) as ids of a target's tokenizer."""
-    tokenizer = sd.load_tokenizer(directory)
+    tokenizer = lm.load_tokenizer(directory)
     if files:
         sources = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(files)]
     else:
@@ -86,7 +86,7 @@ def text_corpus(directory: Path, files: list[Path]) -> Corpus:
 class Target(NamedTuple):
     """What a head learns from."""
 
-    model: sd.models.Llama
+    model: lm.models.Llama
     params: Params
 
     def run(self, token_ids: jax.Array, layers: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +100,7 @@ class Target(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 3))
 def continue_windows(
-    model: sd.models.Llama, params: Params, windows: jax.Array, kept: int, key: jax.Array
+    model: lm.models.Llama, params: Params, windows: jax.Array, kept: int, key: jax.Array
 ) -> jax.Array:
     """Windows `[B, S]` whose tokens from `kept` on are sampled from the target at temperature 1."""
     batch_size, length = windows.shape
@@ -176,7 +176,7 @@ class Measures(NamedTuple):
 
 
 def unroll(
-    head: sd.models.Eagle3Head, params: Params, features: jax.Array, tokens: jax.Array
+    head: lm.models.Eagle3Head, params: Params, features: jax.Array, tokens: jax.Array
 ) -> list[jax.Array]:
     """Logits `[B, S - 1, Vd]` of the T steps of drafting from each position of tokens `[B, S]`.
 
@@ -197,7 +197,7 @@ def unroll(
 
 
 def measure(
-    head: sd.models.Eagle3Head, params: Params, target: Target, tokens: jax.Array
+    head: lm.models.Eagle3Head, params: Params, target: Target, tokens: jax.Array
 ) -> Measures:
     """Unrolls the head over token ids `[B, S]`."""
     params = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(head.dtype), params)
@@ -225,7 +225,7 @@ def measure(
 
 
 def make_chunk(
-    head: sd.models.Eagle3Head, model: sd.models.Llama, args: argparse.Namespace
+    head: lm.models.Eagle3Head, model: lm.models.Llama, args: argparse.Namespace
 ) -> Callable:
     """CHUNK training steps in one compiled loop; returns the state and the mean loss."""
     optimizer = make_optimizer(args.weight_decay)
@@ -271,12 +271,12 @@ def frequent_ids(vocab_size: int, size: int, *texts: np.ndarray) -> np.ndarray:
 
 def make_head(
     target: Target, size: int, layers: tuple[int, ...] | None, *texts: np.ndarray
-) -> tuple[sd.models.Eagle3Head, Params]:
+) -> tuple[lm.models.Eagle3Head, Params]:
     """A head of `size` ids, like a layer of the target; the frozen part of its weights."""
     c = target.model.config
     count = c.num_hidden_layers
-    head = sd.models.Eagle3Head(
-        sd.models.Eagle3Config(
+    head = lm.models.Eagle3Head(
+        lm.models.Eagle3Config(
             layer=dataclasses.replace(c, num_hidden_layers=1, qkv_bias=False),
             draft_vocab_size=size,
             feature_layers=layers or (2, count // 2, count - 3),
@@ -297,7 +297,7 @@ def make_head(
 
 def train(
     target: Target,
-    head: sd.models.Eagle3Head,
+    head: lm.models.Eagle3Head,
     frozen: Params,
     data: Data,
     pool: np.ndarray,
@@ -331,8 +331,8 @@ def train(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def measure_batch(
-    head: sd.models.Eagle3Head,
-    model: sd.models.Llama,
+    head: lm.models.Eagle3Head,
+    model: lm.models.Llama,
     params: Params,
     target_params: Params,
     tokens: jax.Array,
@@ -342,7 +342,7 @@ def measure_batch(
 
 
 def evaluate(
-    head: sd.models.Eagle3Head, params: Params, target: Target, windows: np.ndarray, batch_size: int
+    head: lm.models.Eagle3Head, params: Params, target: Target, windows: np.ndarray, batch_size: int
 ) -> dict[str, list[float]]:
     """Acceptance and greedy agreement of each step, over windows `[M, S]`."""
     count = max(1, len(windows) // batch_size)
@@ -398,10 +398,10 @@ def main(arguments: list[str] | None = None) -> None:
     device = jax.devices()[0]
     dtype = jnp.bfloat16 if device.platform == "gpu" else jnp.float32
     if args.target is None:
-        target, corpus = Target(*sd.load_embedded_pair(dtype)[0]), stdlib_corpus()
+        target, corpus = Target(*lm.load_embedded_pair(dtype)[0]), stdlib_corpus()
         sizes = args.vocab_size or [target.model.vocab_size, 64]
     else:
-        target = Target(*sd.load_huggingface(args.target, dtype))
+        target = Target(*lm.load_huggingface(args.target, dtype))
         corpus = text_corpus(args.target, args.text)
         sizes = args.vocab_size or [target.model.vocab_size]
     batch = min(SAMPLE_BATCH.get(device.platform, 64), args.sampled)
@@ -435,7 +435,7 @@ def main(arguments: list[str] | None = None) -> None:
             show(name, found)
         directory = args.out / f"vocab_{size}"
         name = "embedded target" if args.target is None else args.target.name
-        sd.models.save_eagle3(directory, head, params, jnp.bfloat16, target_name=name)
+        lm.models.save_eagle3(directory, head, params, jnp.bfloat16, target_name=name)
         record = {
             "device": device.device_kind,
             "jax": jax.__version__,

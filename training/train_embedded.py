@@ -21,8 +21,8 @@ import numpy as np
 import optax
 import stdlib_text
 
-from jax_specdec._src.models.checkpoint import load_checkpoint, save_checkpoint
-from jax_specdec._src.models.llama import Llama, LlamaConfig
+from jax_specdec.lm.models.checkpoint import load_checkpoint, save_checkpoint
+from jax_specdec.lm.models.llama import Llama, LlamaConfig
 
 TARGET = LlamaConfig(
     vocab_size=256,

@@ -41,7 +41,7 @@ class GrammarError(ValueError):
 
     Example:
       >>> import jax_specdec as sd
-      >>> sd.GrammarError(2, "too many states")
+      >>> sd.grammar.GrammarError(2, "too many states")
       GrammarError('matchers[2] has failed: too many states')
     """
 
@@ -89,7 +89,7 @@ class GrammarMatcher(Protocol):
       ...         self.count -= num_tokens
       ...     def is_terminated(self):
       ...         return False
-      >>> with sd.GrammarLookahead([Turns()], vocab_size=8) as lookahead:
+      >>> with sd.grammar.GrammarLookahead([Turns()], vocab_size=8) as lookahead:
       ...     lookahead.bitmask.tolist()
       [[8]]
     """
@@ -137,7 +137,7 @@ class GrammarLookahead:
 
     Example:
       >>> import jax_specdec as sd
-      >>> with sd.GrammarLookahead([None], vocab_size=40) as lookahead:  # no grammar
+      >>> with sd.grammar.GrammarLookahead([None], vocab_size=40) as lookahead:  # no grammar
       ...     lookahead.append([7])
       ...     lookahead.bitmask.tolist()
       [[4294967295, 4294967295]]
@@ -280,7 +280,7 @@ def grammar_bitmask(
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
       >>> drafts = sd.Drafts.from_flat(jnp.array([3, 1]), jnp.array([2, 0]))
-      >>> sd.grammar_bitmask([None, None], drafts, vocab_size=32).shape
+      >>> sd.grammar.grammar_bitmask([None, None], drafts, vocab_size=32).shape
       (4, 1)
     """
     check_type("drafts", drafts, Drafts)
@@ -340,7 +340,7 @@ def advance_matchers(
 
     Example:
       >>> import jax_specdec as sd
-      >>> sd.advance_matchers([None], [[4, 2]])
+      >>> sd.grammar.advance_matchers([None], [[4, 2]])
     """
     is_one_each = len(check_matchers(matchers)) == len(token_ids)
     require(is_one_each, "token_ids", f"have {len(matchers)} lists, one per request", token_ids)
@@ -370,8 +370,8 @@ class DelayedMatcher:
       ...         pass
       ...     def is_terminated(self):
       ...         return False
-      >>> matcher = sd.DelayedMatcher(Only3(), begin_token_ids=[9])
-      >>> with sd.GrammarLookahead([matcher], vocab_size=16) as lookahead:
+      >>> matcher = sd.grammar.DelayedMatcher(Only3(), begin_token_ids=[9])
+      >>> with sd.grammar.GrammarLookahead([matcher], vocab_size=16) as lookahead:
       ...     lookahead.append([9])
       ...     lookahead.bitmask.tolist()
       [[8]]
@@ -444,7 +444,7 @@ class CopyingMatcher:
       ...         return allowed
       ...     def is_terminated(self):
       ...         return self.count == 0
-      >>> matcher = sd.CopyingMatcher(Countdown(), max_rollback_tokens=4)
+      >>> matcher = sd.grammar.CopyingMatcher(Countdown(), max_rollback_tokens=4)
       >>> matcher.accept_token(3), matcher.accept_token(2), matcher.rollback(2)
       (True, True, None)
       >>> matcher.accept_token(3)
@@ -508,9 +508,9 @@ class LlguidanceMatcher:
       ...         return [1 + i - ord("0") for i in text]
       >>> tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Digits()), eos_token=[0])
       >>> grammar = llguidance.LLMatcher.grammar_from_regex("12[34]")
-      >>> matcher = sd.LlguidanceMatcher(llguidance.LLMatcher(tokenizer, grammar), [0])
+      >>> matcher = sd.grammar.LlguidanceMatcher(llguidance.LLMatcher(tokenizer, grammar), [0])
       >>> drafts = sd.Drafts.from_dense(jnp.array([[2, 3]]))
-      >>> sd.grammar_bitmask([matcher], drafts, vocab_size=11).tolist()  # 1 2, then 3 or 4
+      >>> sd.grammar.grammar_bitmask([matcher], drafts, vocab_size=11).tolist()  # 1 2, then 3 or 4
       [[4], [8], [48]]
     """
 

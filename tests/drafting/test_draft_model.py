@@ -13,15 +13,16 @@ import scipy.special
 from models.weights import random_weights, sizes
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
 VOCAB = 31
 K = 3
 SIZE = 48
-MODEL = sd.models.Llama(sizes(VOCAB, 16, 24, 1, (2, 1, 8)))
-DRAFTER = sd.ModelDrafter(MODEL)
-HALF = sd.ModelDrafter(MODEL, store_dtype=jnp.bfloat16)
+MODEL = lm.models.Llama(sizes(VOCAB, 16, 24, 1, (2, 1, 8)))
+DRAFTER = lm.ModelDrafter(MODEL)
+HALF = lm.ModelDrafter(MODEL, store_dtype=jnp.bfloat16)
 PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9] * 20]
 TEMPERATURES = np.array([1.0, 0.5, 0.0, 2.0], np.float32)
 PARAMS = random_weights(MODEL, 0)
@@ -31,7 +32,7 @@ PARAMS = random_weights(MODEL, 0)
 def propose(token_ids, lengths, cache, keys, *, config, drafter=DRAFTER):
     return drafter.propose(
         PARAMS,
-        sd.DraftContext(
+        lm.DraftContext(
             token_ids=token_ids,
             lengths=lengths,
             sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES)),
@@ -167,7 +168,7 @@ def test_the_cache_serves_after_any_number_of_accepted_drafts(sampled):
 
 def test_a_row_is_masked_unless_no_allowed_token_is_known() -> None:
     logits = jnp.arange(8.0).reshape(2, 4)
-    context = sd.DraftContext(
+    context = lm.DraftContext(
         token_ids=jnp.zeros((2, 8), jnp.int32),
         lengths=jnp.ones((2,), jnp.int32),
         sampling=sd.SamplingParams(jnp.zeros(2)),

@@ -13,6 +13,7 @@ import pytest
 from models.weights import random_weights, sizes
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
@@ -20,10 +21,10 @@ VOCAB, K, SLOTS, LONGEST, CHUNK = 11, 3, 5, 32, 8
 LAYERS = (0, 1, 2)  # the last one is the stream that leaves the target
 IDS = [7, 2, 9, 4, 0]
 SIZES = sizes(VOCAB, 16, 24, 2, (2, 1, 8))
-TARGET = sd.models.Llama(SIZES)
+TARGET = lm.models.Llama(SIZES)
 PARAMS = random_weights(TARGET, 0, 4.0)  # fourfold, or every token follows every other alike
-HEAD = sd.models.Eagle3Head(
-    sd.models.Eagle3Config(
+HEAD = lm.models.Eagle3Head(
+    lm.models.Eagle3Config(
         layer=dataclasses.replace(SIZES, num_hidden_layers=1),
         draft_vocab_size=len(IDS),
         feature_layers=LAYERS,
@@ -35,9 +36,9 @@ HEAD_PARAMS = random_weights(HEAD, 1) | {
     "embed_tokens": PARAMS["embed_tokens"],
     "target_ids": jnp.asarray(np.array(IDS, np.int32)),
 }
-DRAFTER = sd.Eagle3Drafter(HEAD)
+DRAFTER = lm.Eagle3Drafter(HEAD)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
-ENGINE = sd.Engine(
+ENGINE = lm.Engine(
     TARGET, DRAFTER, CONFIG, num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(CHUNK,)
 )
 PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9, 1] * 8, [3] * 8 + [5]]  # two are long
@@ -50,14 +51,14 @@ draft = jax.jit(functools.partial(ENGINE.draft, HEAD_PARAMS))
 verify = jax.jit(functools.partial(ENGINE.verify, PARAMS))
 
 
-def read(state: sd.serving.DecodeState, slot: int, text: list[int]) -> sd.serving.DecodeState:
+def read(state: lm.DecodeState, slot: int, text: list[int]) -> lm.DecodeState:
     """A request comes into a slot; its text is read whole, or in chunks as a driver does.
 
     It is one that had left, by one token at least: an engine drops a new one's first drafts.
     """
     prompt = ENGINE.pad_prompt(text)
-    options = sd.RequestOptions(max_new_tokens=len(PROMPTS[slot]) + BUDGET)
-    requests = sd.serving.NewRequests(
+    options = lm.RequestOptions(max_new_tokens=len(PROMPTS[slot]) + BUDGET)
+    requests = lm.NewRequests(
         slots=np.array([slot]),
         prompts=prompt[None],
         lengths=np.array([len(text)]),
@@ -168,7 +169,7 @@ def test_nothing_reaches_the_next_request_of_a_slot() -> None:
 class Pair:
     """A model that returns a plain pair, as one's own may."""
 
-    model: sd.models.Llama
+    model: lm.models.Llama
     vocab_size: int = VOCAB
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
@@ -180,9 +181,9 @@ class Pair:
         return logits, cache
 
 
-@pytest.mark.parametrize("drafter", [sd.NGramDrafter(), sd.ModelDrafter(TARGET)])
+@pytest.mark.parametrize("drafter", [lm.NGramDrafter(), lm.ModelDrafter(TARGET)])
 def test_without_features_a_step_is_that_of_a_plain_model(drafter) -> None:
-    def program(model: sd.models.CausalModel) -> str:
+    def program(model: lm.models.CausalModel) -> str:
         engine = dataclasses.replace(ENGINE, model=model, drafter=drafter)
         state = jax.eval_shape(functools.partial(engine.init_state, PARAMS))
         assert state.features is None and state.num_features is None
@@ -200,10 +201,10 @@ class NoFeatures(Pair):
 
     size: int | None = None
 
-    def apply(self, *args: Any, feature_layers: tuple[int, ...] = ()) -> sd.models.TargetOutput:
+    def apply(self, *args: Any, feature_layers: tuple[int, ...] = ()) -> lm.models.TargetOutput:
         logits, cache, _ = self.model.apply(*args)
         features = None if self.size is None else logits[..., : self.size]
-        return sd.models.TargetOutput(logits, cache, features)
+        return lm.models.TargetOutput(logits, cache, features)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +228,7 @@ class Reads:
 
 def generate(model: Any = TARGET, **given: Any) -> Any:
     settings = dict(drafter=DRAFTER, draft_params=HEAD_PARAMS, config=CONFIG) | given
-    return sd.generate(model, PARAMS, [[1]], **settings)
+    return lm.generate(model, PARAMS, [[1]], **settings)
 
 
 def apply_layers(*layers: Any) -> Any:
@@ -235,10 +236,10 @@ def apply_layers(*layers: Any) -> Any:
     return TARGET.apply(PARAMS, zero[None], zero, TARGET.init_cache(1, 1), layers)
 
 
-def context() -> sd.DraftContext:
+def context() -> lm.DraftContext:
     ones = jnp.ones(1, jnp.int32)
     keys = jax.random.split(jax.random.key(0), 1)
-    return sd.DraftContext(ones[None], ones, sd.SamplingParams(jnp.zeros(1)), keys, CONFIG)
+    return lm.DraftContext(ones[None], ones, sd.SamplingParams(jnp.zeros(1)), keys, CONFIG)
 
 
 MISTAKES = {
@@ -286,14 +287,14 @@ MISTAKES = {
         ValueError,
         "prefill must get features",
     ),
-    "no head": (lambda: sd.Eagle3Drafter("head"), TypeError, "head must be an Eagle3Head"),
+    "no head": (lambda: lm.Eagle3Drafter("head"), TypeError, "head must be an Eagle3Head"),
     "a head is no drafter": (
         lambda: generate(drafter=HEAD),
         TypeError,
         r"drafter must be a Drafter, .*: a model is wrapped, drafter=Eagle3Drafter\(model\)",
     ),
     "a loaded head is no drafter": (
-        lambda: generate(drafter=sd.models.LoadedModel(HEAD, HEAD_PARAMS)),
+        lambda: generate(drafter=lm.models.LoadedModel(HEAD, HEAD_PARAMS)),
         TypeError,
         r"drafter must be a Drafter, .*: pass drafter=Eagle3Drafter\(draft.model\) and draft_par",
     ),

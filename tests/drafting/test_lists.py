@@ -13,6 +13,7 @@ import pytest
 from serving import test_options, tiny
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
@@ -121,11 +122,11 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: write(CANDIDATES, own_ids=False), ValueError, "ids"),
     (lambda: write(None, own_ids=True), ValueError, "ids"),
     (lambda: write(MAP, own_ids=True), ValueError, "ids"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[[1, 2]]), ValueError, "ids"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[1, 1, 2]), ValueError, "ids"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[1, -1, 2]), ValueError, r"ids\[1\]"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), ids=[0.5]), TypeError, "ids"),
-    (lambda: sd.ModelDrafter(tiny.Trigram(3), num_candidates=0), ValueError, "num_candidates"),
+    (lambda: lm.ModelDrafter(tiny.Trigram(3), ids=[[1, 2]]), ValueError, "ids"),
+    (lambda: lm.ModelDrafter(tiny.Trigram(3), ids=[1, 1, 2]), ValueError, "ids"),
+    (lambda: lm.ModelDrafter(tiny.Trigram(3), ids=[1, -1, 2]), ValueError, r"ids\[1\]"),
+    (lambda: lm.ModelDrafter(tiny.Trigram(3), ids=[0.5]), TypeError, "ids"),
+    (lambda: lm.ModelDrafter(tiny.Trigram(3), num_candidates=0), ValueError, "num_candidates"),
     (lambda: stored(ids=[5, 4]), ValueError, "ids"),
     (lambda: stored(num_candidates=4), ValueError, "num_candidates"),
 ]
@@ -138,7 +139,7 @@ def write(ids: Any, own_ids: bool) -> None:
 
 
 def stored(**fields: Any) -> None:
-    drafter = sd.ModelDrafter(tiny.Trigram(3), **fields)
+    drafter = lm.ModelDrafter(tiny.Trigram(3), **fields)
     drafter.init_store(jnp.zeros((3, 3, 3)), 1, sd.SpecDecodeConfig(num_speculative_tokens=1))
 
 
@@ -151,9 +152,9 @@ def test_what_cannot_be_is_named(call, error, message):
 
 
 def test_drafters_compare_and_hash_by_their_ids():
-    one, other = (sd.ModelDrafter(tiny.Trigram(2), ids=ids) for ids in ([5, 4], np.array([5, 4])))
+    one, other = (lm.ModelDrafter(tiny.Trigram(2), ids=ids) for ids in ([5, 4], np.array([5, 4])))
     assert one == other and hash(one) == hash(other) and dataclasses.replace(one) == one
-    assert one != sd.ModelDrafter(tiny.Trigram(2), ids=[4, 5])
+    assert one != lm.ModelDrafter(tiny.Trigram(2), ids=[4, 5])
 
 
 # In a decoding loop; all requests with options of their own.
@@ -165,7 +166,7 @@ MODEL = tiny.Trigram(V)
 
 def test_the_target_in_another_order_has_everything_accepted():
     """Candidates of a map."""
-    drafter = sd.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V)
+    drafter = lm.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V)
     params = jnp.asarray(test_options.TARGET[:, :, PERMUTED])
     output = test_options.speculative(
         drafter=(drafter, params), temperature=test_options.TEMPERATURES
@@ -176,8 +177,8 @@ def test_the_target_in_another_order_has_everything_accepted():
 
 def test_a_drafter_of_four_ids_changes_no_greedy_text():
     ids = np.array([4, 1, 6, 2])
-    drafter = sd.ModelDrafter(tiny.Trigram(4), ids=ids)
-    output = sd.generate(
+    drafter = lm.ModelDrafter(tiny.Trigram(4), ids=ids)
+    output = lm.generate(
         MODEL,
         jnp.asarray(test_options.TARGET),
         [test_options.PROMPT],

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
@@ -36,10 +37,10 @@ def oracle(tokens: Sequence[int], min_ngram: int, max_ngram: int, k: int) -> lis
 
 
 @functools.partial(jax.jit, static_argnames=("drafter", "k"))
-def propose(drafter: sd.NGramDrafter, token_ids: jax.Array, lengths: jax.Array, k: int):
+def propose(drafter: lm.NGramDrafter, token_ids: jax.Array, lengths: jax.Array, k: int):
     proposal, cache = drafter.propose(
         None,
-        sd.DraftContext(
+        lm.DraftContext(
             token_ids=token_ids,
             lengths=lengths,
             sampling=sd.SamplingParams(jnp.zeros(lengths.shape)),
@@ -63,7 +64,7 @@ def proposals(
     for row, sequence in zip(rows, sequences, strict=True):
         row[: len(sequence)] = sequence
     lengths = jnp.asarray([len(s) for s in sequences], jnp.int32)
-    drafter = sd.NGramDrafter(min_ngram, max_ngram)
+    drafter = lm.NGramDrafter(min_ngram, max_ngram)
     return propose(drafter, jnp.asarray(rows, jnp.int32), lengths, k).tolist()
 
 
@@ -89,7 +90,7 @@ def test_what_lies_past_the_length_has_no_influence(sequence, seed):
     rows = [sequence] * 3
     clean, rubbish = proposals(rows, 1, 3), proposals(rows, 1, 3, seed=seed)
     repeated = np.tile(np.resize(sequence, SIZE), (3, 1))
-    drafter, lengths = sd.NGramDrafter(1, 3), jnp.full((3,), len(sequence), jnp.int32)
+    drafter, lengths = lm.NGramDrafter(1, 3), jnp.full((3,), len(sequence), jnp.int32)
     assert clean == rubbish == propose(drafter, jnp.asarray(repeated), lengths, K).tolist()
 
 
@@ -118,7 +119,7 @@ def test_a_match_shorter_than_the_minimum_does_not_count():
 def test_bounds_are_integers(bounds):
     (name,) = bounds
     with pytest.raises(TypeError, match=f"{name} must be an int, but it is {bounds[name]}"):
-        sd.NGramDrafter(**bounds)
+        lm.NGramDrafter(**bounds)
 
 
 @pytest.mark.parametrize(("min_ngram", "max_ngram"), [(0, 2), (3, 2), (-1, -1)])
@@ -127,4 +128,4 @@ def test_bounds_out_of_order_are_refused(min_ngram, max_ngram):
         ValueError,
         match=f"must satisfy 1 <= min_ngram <= max_ngram, but they are {min_ngram} and {max_ngram}",
     ):
-        sd.NGramDrafter(min_ngram, max_ngram)
+        lm.NGramDrafter(min_ngram, max_ngram)

@@ -14,8 +14,9 @@ import scipy.stats
 from serving.chi_square import ALPHA, CONTROL, assert_distributed
 
 import jax_specdec as sd
-from jax_specdec._src.drafting.draw import draft_chain
+from jax_specdec import lm
 from jax_specdec._src.noise import Stream, uniforms
+from jax_specdec.lm.drafting.draw import draft_chain
 
 pytestmark = pytest.mark.dearest
 
@@ -233,7 +234,7 @@ def test_by_agreement_the_target_as_drafter_is_always_right():
     rng = np.random.default_rng(3)
     logits = np.float32(rng.standard_normal((batch, k + 1, vocab)))
     agreement = sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method="agreement")
-    context = sd.DraftContext(
+    context = lm.DraftContext(
         token_ids=jnp.zeros((batch, 8), jnp.int32),
         lengths=jnp.arange(1, batch + 1, dtype=jnp.int32),
         sampling=sd.SamplingParams(jnp.resize(jnp.float32([0, 0.5, 1]), batch)),

@@ -19,6 +19,7 @@ from serving import tiny
 from serving.chi_square import CONTROL, assert_distributed, p_value
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
@@ -149,7 +150,7 @@ def oracle(request: Request, q: np.ndarray | None) -> tuple[list[int], float]:
     distribution = None if q is None else sd.DraftProbs(q[:count].astype(np.float64))
     drafts = sd.Drafts(np.array(request.drafts, np.int32), np.array([0, count]), distribution)
     noise = draw_noise(jax.random.key(request.seed)[None], i32([request.position]))
-    output = sd.reference.rejection_sample(
+    output = sd.testing.reference.rejection_sample(
         target_rows(request),
         drafts,
         noise,
@@ -436,7 +437,7 @@ LARGE, LARGE_K = 32_768, 16
 @functools.cache
 def large_drafter() -> tuple[Any, ...]:
     """A drafter whose model is small beside one row of its store, and arguments for it."""
-    drafter = sd.ModelDrafter(tiny.OneRow(LARGE))
+    drafter = lm.ModelDrafter(tiny.OneRow(LARGE))
     config = sd.SpecDecodeConfig(num_speculative_tokens=LARGE_K)
     params = jnp.linspace(-1, 1, LARGE)
 
@@ -444,7 +445,7 @@ def large_drafter() -> tuple[Any, ...]:
     def propose(params, store, lengths):
         return drafter.propose(
             params,
-            sd.DraftContext(
+            lm.DraftContext(
                 token_ids=jnp.zeros((4, 32), jnp.int32),
                 lengths=lengths,
                 sampling=sd.SamplingParams(jnp.ones((4,))),

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAIR = "sd.load_embedded_pair()  # your two models\n"
+PAIR = "lm.load_embedded_pair()  # your two models\n"
 FEWER = {"B, K, V, L = 3, 4,": "B, K, V, L = 3, 2,", "jnp.array([4, 4, 2])": "jnp.array([2, 2, 1])"}
 DRAFTS_FOR_ITSELF = PAIR + "target, params = draft, draft_params\n"
 TWO_TOKENS = "read(token_ids, lengths - 2, 2), lengths - 2,"
@@ -59,7 +60,7 @@ def test_the_loop_emits_what_plain_decoding_emits():
     prompts, texts = scope["prompts"], scope["texts"]
     for prompt, text in zip(prompts, texts, strict=True):
         assert text[: len(prompt)] == prompt
-        assert len(text) == len(prompt) + 80 or text[-1] == sd.DOCUMENT_SEPARATOR
+        assert len(text) == len(prompt) + 80 or text[-1] == lm.DOCUMENT_SEPARATOR
     logits = np.asarray(rows_of_target(scope)[0], np.float64)  # of the greedy request
     for i in range(len(prompts[0]), len(texts[0])):
         counts = np.bincount(texts[0][len(prompts[0]) : i], minlength=scope["V"])
@@ -94,7 +95,7 @@ def test_a_draft_model_that_skips_a_token_has_fewer_accepted():
 @pytest.mark.long
 @pytest.mark.newest
 def test_the_loop_stops_at_a_stop_token():
-    scope = run(LOOP.replace("[sd.DOCUMENT_SEPARATOR]", "[10]"))  # a line feed
+    scope = run(LOOP.replace("[lm.DOCUMENT_SEPARATOR]", "[10]"))  # a line feed
     prompts, texts = scope["prompts"], scope["texts"]
     completions = [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
     assert [completion.count(10) for completion in completions] == [1, 1, 1]

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.models.protocol import check_model
-from jax_specdec.integrations import models
+from jax_specdec import lm
+from jax_specdec.lm.models import foreign
+from jax_specdec.lm.models.protocol import check_model
 
 V, H = 11, 8
 PROMPTS = [[3, 1, 4], [5], [2, 7, 1, 8, 2, 8]]
@@ -67,21 +68,21 @@ class Nnx:
         return graph[0](**state)
 
 
-MODEL = models.OneIndexModel(V, attend, new_cache, index="end_index")
+MODEL = foreign.OneIndexModel(V, attend, new_cache, index="end_index")
 
 
 @pytest.mark.newest
 def test_text_is_the_references_with_a_sampled_draft_model():
     params, draft_params = jax.tree.map(jnp.asarray, (weights(0), weights(1)))
-    output = sd.generate(
+    output = lm.generate(
         MODEL,
         params,
         PROMPTS,
-        drafter=sd.ModelDrafter(MODEL),
+        drafter=lm.ModelDrafter(MODEL),
         draft_params=draft_params,
         config=sd.SpecDecodeConfig(num_speculative_tokens=3),
         options=[
-            sd.RequestOptions(temperature=temperature, max_new_tokens=NEW)
+            lm.RequestOptions(temperature=temperature, max_new_tokens=NEW)
             for temperature in (0.0, 0.0, 1.0)
         ],
         key=jax.random.key(0),
@@ -94,7 +95,7 @@ def test_text_is_the_references_with_a_sampled_draft_model():
 
 def test_a_module_is_split_once_and_calls_the_same():
     nnx = Nnx()
-    model, params = models.from_nnx(
+    model, params = foreign.from_nnx(
         nnx,
         types.SimpleNamespace(**weights(0)),
         lambda module, *arguments: attend(vars(module), *arguments),
@@ -111,7 +112,7 @@ def test_a_module_is_split_once_and_calls_the_same():
 
 def test_an_index_that_is_not_in_the_cache_is_refused():
     with pytest.raises(ValueError, match="index must be a name in the cache, but 'cur_ind'"):
-        models.OneIndexModel(V, attend, new_cache, index="cur_ind").init_cache(1, 4)
+        foreign.OneIndexModel(V, attend, new_cache, index="cur_ind").init_cache(1, 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +131,11 @@ def test_a_model_without_a_hash_is_refused_by_name():
     with pytest.raises(TypeError, match="target must be hashable.* eq=False"):
         check_model("target", Unhashable([1]))
     with pytest.raises(TypeError, match="model must be hashable"):
-        sd.ModelDrafter(Unhashable([1]))
+        lm.ModelDrafter(Unhashable([1]))
 
 
 def test_what_lies_below_the_name_of_an_index_is_set():
-    model = models.OneIndexModel(
+    model = foreign.OneIndexModel(
         3,
         lambda params, token_ids, positions, cache, mask: (params[token_ids], cache),
         lambda max_length: {"cur_ind": {"value": jnp.int32(0)}, "value": jnp.int32(7)},

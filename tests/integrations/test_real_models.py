@@ -14,7 +14,8 @@ import pytest
 from serving.chi_square import CONTROL, assert_distributed, p_value, tally
 
 import jax_specdec as sd
-from jax_specdec.integrations import models
+from jax_specdec import lm
+from jax_specdec.lm.models import foreign
 
 pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
 PROMPTS = [[3, 1, 4], [0], [2, 4, 1, 3, 2, 1]]
@@ -31,7 +32,7 @@ def default_promotion() -> Iterator[None]:
 class Case(NamedTuple):
     """A module of theirs, and what their own code says about it."""
 
-    model: models.OneIndexModel
+    model: foreign.OneIndexModel
     params: Any
     greedy: Any
     """One prompt to the NEW ids of their own sampler."""
@@ -86,7 +87,7 @@ def tunix(seed: int) -> Case:
         mask = jnp.broadcast_to(jnp.tri(ids.shape[1], dtype=bool), (*ids.shape, ids.shape[1]))
         return module(jnp.asarray(ids), positions, None, mask)[0]
 
-    return Case(*models.from_tunix(nnx, module), greedy, logits)
+    return Case(*foreign.from_tunix(nnx, module), greedy, logits)
 
 
 def keras_hub(seed: int) -> Case:
@@ -115,11 +116,11 @@ def keras_hub(seed: int) -> Case:
     def logits(ids: np.ndarray) -> Any:
         return module({"token_ids": ids, "padding_mask": np.ones_like(ids)})
 
-    return Case(*models.from_keras_hub(keras, module), greedy, logits)
+    return Case(*foreign.from_keras_hub(keras, module), greedy, logits)
 
 
-def texts(case: Case, prompts: list[list[int]], config=CONFIG, **given: Any) -> sd.GenerateOutput:
-    return sd.generate(case.model, case.params, prompts, config=config, **given)
+def texts(case: Case, prompts: list[list[int]], config=CONFIG, **given: Any) -> lm.GenerateOutput:
+    return lm.generate(case.model, case.params, prompts, config=config, **given)
 
 
 def law(case: Case, prompt: list[int], temperature: float) -> np.ndarray:
@@ -135,13 +136,13 @@ def law(case: Case, prompt: list[int], temperature: float) -> np.ndarray:
 @pytest.mark.parametrize(("make", "temperature"), [(tunix, 0.7), (keras_hub, 0.2)])
 def test_text_is_that_of_their_own_code(make, temperature):
     target, draft = make(0), make(1)
-    by_draft = dict(drafter=sd.ModelDrafter(draft.model), draft_params=draft.params)
-    by_itself = dict(drafter=sd.ModelDrafter(target.model), draft_params=target.params)
+    by_draft = dict(drafter=lm.ModelDrafter(draft.model), draft_params=draft.params)
+    by_itself = dict(drafter=lm.ModelDrafter(target.model), draft_params=target.params)
 
     # Greedy: their own sampler, one prompt at a time, so without padding.
     want = [target.greedy(prompt) for prompt in PROMPTS]
     assert len({token for text in want for token in text}) > 1
-    for given in (by_draft, by_itself, dict(drafter=sd.NGramDrafter(min_ngram=1))):
+    for given in (by_draft, by_itself, dict(drafter=lm.NGramDrafter(min_ngram=1))):
         output = texts(target, PROMPTS, temperature=0.0, max_new_tokens=NEW, **given)
         assert output.completions == want
 
@@ -157,7 +158,7 @@ def test_text_is_that_of_their_own_code(make, temperature):
     # The agreement rule: plain decoding's own text, token for token.
     agreement = sd.SpecDecodeConfig(num_speculative_tokens=3, rejection_sample_method="agreement")
     sampled: Any = dict(temperature=temperature, max_new_tokens=NEW, key=jax.random.key(5))
-    plain = sd.generate_plain(target.model, target.params, PROMPTS, config=agreement, **sampled)
+    plain = lm.generate_plain(target.model, target.params, PROMPTS, config=agreement, **sampled)
     output = texts(target, PROMPTS, agreement, **sampled, **by_draft)
     assert output.completions == plain.completions
     assert output.steps.num_accepted.sum() > 0

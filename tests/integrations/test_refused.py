@@ -12,8 +12,8 @@ from filled import ones, zeros
 from jax.sharding import AxisType, Mesh
 
 import jax_specdec as sd
-from jax_specdec.integrations import sglang_jax, tpu_inference
-from jax_specdec.integrations.keys import step_keys
+from jax_specdec.adapters import sglang_jax, tpu_inference
+from jax_specdec.adapters.keys import step_keys
 
 B, K, V = 4, 3, 16
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from measure import collectives
 
 import jax_specdec as sd
-from jax_specdec.integrations import sglang_jax
+from jax_specdec.adapters import sglang_jax
 
 from .sglang_jax_cases import OURS, THEIRS, Row
 

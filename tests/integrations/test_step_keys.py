@@ -13,8 +13,8 @@ from serving.chi_square import ALPHA, CONTROL, assert_distributed, p_value, tall
 
 import jax_specdec as sd
 from jax_specdec._src.noise import fold_in_each
-from jax_specdec.integrations import common, sglang_jax, tpu_inference
-from jax_specdec.integrations.keys import step_keys
+from jax_specdec.adapters import common, sglang_jax, tpu_inference
+from jax_specdec.adapters.keys import step_keys
 
 V, K, B, STEPS = 4, 2, 20000, 3
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="block")

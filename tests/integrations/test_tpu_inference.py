@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_specdec as sd
-from jax_specdec.integrations import tpu_inference
+from jax_specdec.adapters import tpu_inference
 
 from .tpu_inference_cases import OURS, THEIRS, Case, Row
 

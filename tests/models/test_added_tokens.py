@@ -8,9 +8,9 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-import jax_specdec as sd
-from jax_specdec._src.models.chat import read_chat_template
-from jax_specdec._src.models.tokenizer import count_token_ids
+from jax_specdec import lm
+from jax_specdec.lm.models.chat import read_chat_template
+from jax_specdec.lm.models.tokenizer import count_token_ids
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 USER, OTHER = {"content": "<user>", "special": True}, {"content": "<other>", "special": False}
@@ -83,7 +83,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[int, tuple[str, bool]], dict[str, st
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_added_as_transformers_adds_them(tmp_path: Path, name: str) -> None:
     files, added, names = CASES[name]
-    tokenizer = sd.load_tokenizer(checkpoint(tmp_path, files))
+    tokenizer = lm.load_tokenizer(checkpoint(tmp_path, files))
     found = tokenizer.library_tokenizer.get_added_tokens_decoder()
     wanted = {3: ("<s>", True), **added}
     assert {i: (token.content, token.special) for i, token in found.items()} == wanted
@@ -100,9 +100,9 @@ def test_tokens_are_added_as_transformers_adds_them(tmp_path: Path, name: str) -
 
 def test_an_end_that_only_another_file_adds_ends_a_text(tmp_path: Path) -> None:
     files = {ADDED: {"<end>": 4}, MAP: {"eos_token": "<end>"}}
-    assert sd.load_tokenizer(checkpoint(tmp_path, files)).stop_token_ids == (4,)
+    assert lm.load_tokenizer(checkpoint(tmp_path, files)).stop_token_ids == (4,)
     files = {ADDED: {}, MAP: {"eos_token": "<end>"}}  # no file gives it an id
-    assert sd.load_tokenizer(checkpoint(tmp_path, files)).stop_token_ids == ()
+    assert lm.load_tokenizer(checkpoint(tmp_path, files)).stop_token_ids == ()
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,4 @@ def test_a_file_that_adds_what_cannot_be_is_named(
     tmp_path: Path, files: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        sd.load_tokenizer(checkpoint(tmp_path, files))
+        lm.load_tokenizer(checkpoint(tmp_path, files))

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_specdec import TextStream
-from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, decode_bytes, encode_bytes
+from jax_specdec.lm import TextStream
+from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE, decode_bytes, encode_bytes
 
 pytestmark = pytest.mark.newest
 

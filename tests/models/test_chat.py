@@ -14,9 +14,9 @@ import jinja2
 import jinja2.sandbox
 import pytest
 
-import jax_specdec as sd
-from jax_specdec._src.models import chat, chat_worker
-from jax_specdec._src.models.chat import read_chat_template
+from jax_specdec import lm
+from jax_specdec.lm.models import chat, chat_worker
+from jax_specdec.lm.models.chat import read_chat_template
 
 from .checkpoints import CHECKPOINTS, copy
 
@@ -223,7 +223,7 @@ def test_a_conversation_gets_no_special_tokens_but_the_templates(tmp_path: Path)
     target = copy("qwen2", tmp_path / "target")
     template = "<|begin|>{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}"
     directory(target, template, eos_token="<|end|>")
-    tokenizer = sd.load_tokenizer(target)
+    tokenizer = lm.load_tokenizer(target)
     ids = tokenizer.encode_chat(HI)
     begin, turn = map(tokenizer.library_tokenizer.token_to_id, ("<|begin|>", "<|turn|>"))
     assert ids == [begin, turn, *tokenizer.encode("Hi")[1:]]
@@ -232,11 +232,11 @@ def test_a_conversation_gets_no_special_tokens_but_the_templates(tmp_path: Path)
 
 def test_the_end_of_a_turn_ends_a_text(tmp_path: Path) -> None:
     target = copy("qwen2", tmp_path / "target")
-    known = sd.load_tokenizer(target).stop_token_ids
-    begin = sd.load_tokenizer(target).library_tokenizer.token_to_id("<|begin|>")
+    known = lm.load_tokenizer(target).stop_token_ids
+    begin = lm.load_tokenizer(target).library_tokenizer.token_to_id("<|begin|>")
     for token, wanted in {"<|begin|>": (*known, begin), "<|end|>": known, "none": known}.items():
         directory(target, "", eos_token=token)
-        assert sd.load_tokenizer(target).stop_token_ids == wanted
+        assert lm.load_tokenizer(target).stop_token_ids == wanted
 
 
 # What a stranger's program may not do
@@ -402,7 +402,7 @@ def test_a_file_that_may_not_be_read_is_named(
 
 def test_a_checkpoint_without_a_template_is_named() -> None:
     with pytest.raises(ValueError, match="^the checkpoint has no chat template"):
-        sd.load_tokenizer(CHECKPOINTS / "qwen2").encode_chat(HI)
+        lm.load_tokenizer(CHECKPOINTS / "qwen2").encode_chat(HI)
 
 
 @pytest.mark.parametrize(

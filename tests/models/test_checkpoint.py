@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jax_specdec._src.models.checkpoint import (
+from jax_specdec.lm.models.checkpoint import (
     LoadedModel,
     load_checkpoint,
     load_huggingface,
     save_checkpoint,
 )
-from jax_specdec._src.models.llama import Llama
+from jax_specdec.lm.models.llama import Llama
 
 from .checkpoints import edit_json, edit_tensors
 from .weights import random_weights, sizes

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_specdec as sd
+from jax_specdec import lm
 
 from . import reference_eagle3 as reference
 from .weights import random_ids, random_weights, sizes
 
 LAYER = sizes(40, 16, 24, 1, (4, 2, 6))
-CONFIG = sd.models.Eagle3Config(
+CONFIG = lm.models.Eagle3Config(
     layer=LAYER, draft_vocab_size=40, feature_layers=(1, 2, 4), target_hidden_size=16
 )
 NARROW = {"draft_vocab_size": 12, "own_lm_head": True}
@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def random_params(head: sd.models.Eagle3Head, seed: int = 0) -> dict[str, Any]:
+def random_params(head: lm.models.Eagle3Head, seed: int = 0) -> dict[str, Any]:
     """Weights of which none is one or zero."""
     return random_weights(head, seed, moved=0.2)
 
@@ -60,7 +60,7 @@ def random_params(head: sd.models.Eagle3Head, seed: int = 0) -> dict[str, Any]:
     ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in OPTIONS if name != "plain")],
 )
 def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
-    head = sd.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))
+    head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))
     params, rng = random_params(head), np.random.default_rng(1)
     batch_size, given, drafted = 2, 5, 3
     features = rng.normal(size=(batch_size, given, head.num_features)).astype(np.float32)
@@ -91,7 +91,7 @@ def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
 
 @pytest.mark.newest
 def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
-    head = sd.models.Eagle3Head(CONFIG)
+    head = lm.models.Eagle3Head(CONFIG)
     params, rng = random_params(head), np.random.default_rng(2)
     states, ids = rng.normal(size=(2, 9, 16)).astype(np.float32), random_ids((2, 9), 40)
     apply, start = jax.jit(head.apply), np.zeros(2, np.int32)
@@ -109,7 +109,7 @@ def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
 
 def test_ids_that_are_no_tokens_are_never_drafted() -> None:
     layer = dataclasses.replace(LAYER, num_token_ids=33)
-    head = sd.models.Eagle3Head(dataclasses.replace(CONFIG, layer=layer))
+    head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, layer=layer))
     params = random_weights(head, 0)
     states, ids = np.ones((1, 1, 16), np.float32), np.zeros((1, 1), np.int32)
     start = np.zeros(1, np.int32)
@@ -119,25 +119,25 @@ def test_ids_that_are_no_tokens_are_never_drafted() -> None:
 
 
 def test_params_share_what_is_the_targets() -> None:
-    target = sd.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
+    target = lm.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
     weights = random_weights(target, 0)
-    shared = sd.models.Eagle3Head(CONFIG).init_params(jax.random.key(1), weights)
+    shared = lm.models.Eagle3Head(CONFIG).init_params(jax.random.key(1), weights)
     assert shared["embed_tokens"] is weights["embed_tokens"]
     assert shared["lm_head"] is weights["lm_head"]
     tied = dataclasses.replace(CONFIG, layer=dataclasses.replace(LAYER, tie_word_embeddings=True))
-    shared = sd.models.Eagle3Head(tied).init_params(jax.random.key(1), weights)
+    shared = lm.models.Eagle3Head(tied).init_params(jax.random.key(1), weights)
     assert shared["lm_head"] is weights["embed_tokens"]
     own = dataclasses.replace(CONFIG, own_embedding=True, **NARROW)
-    params = sd.models.Eagle3Head(own).init_params(jax.random.key(1), weights)
+    params = lm.models.Eagle3Head(own).init_params(jax.random.key(1), weights)
     assert params["embed_tokens"] is not weights["embed_tokens"]
     assert params["lm_head"].shape == (16, 12)
     assert params["target_ids"].shape == (12,) and params["target_ids"].dtype == jnp.int32
 
 
 def test_a_head_is_compared_by_value() -> None:
-    assert sd.models.Eagle3Head(CONFIG) == sd.models.Eagle3Head(CONFIG, "float32")
-    assert hash(sd.models.Eagle3Head(CONFIG)) == hash(sd.models.Eagle3Head(CONFIG, jnp.float32))
-    assert sd.models.Eagle3Head(CONFIG) != sd.models.Eagle3Head(CONFIG, jnp.bfloat16)
+    assert lm.models.Eagle3Head(CONFIG) == lm.models.Eagle3Head(CONFIG, "float32")
+    assert hash(lm.models.Eagle3Head(CONFIG)) == hash(lm.models.Eagle3Head(CONFIG, jnp.float32))
+    assert lm.models.Eagle3Head(CONFIG) != lm.models.Eagle3Head(CONFIG, jnp.bfloat16)
 
 
 # Errors
@@ -168,11 +168,11 @@ def test_what_a_config_cannot_have_is_named(changes: dict[str, Any], says: str) 
 
 def test_a_head_computes_in_floating_point() -> None:
     with pytest.raises(TypeError, match="^dtype must"):
-        sd.models.Eagle3Head(CONFIG, jnp.int32)
+        lm.models.Eagle3Head(CONFIG, jnp.int32)
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:
-    head = sd.models.Eagle3Head(CONFIG)
+    head = lm.models.Eagle3Head(CONFIG)
     params = jax.eval_shape(head.init_params, jax.random.key(0))
 
     def call(**changes: Any) -> None:

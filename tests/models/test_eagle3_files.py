@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
 from .test_eagle3 import CONFIG, NARROW, OPTIONS, random_params
@@ -25,11 +26,11 @@ from .weights import random_weights
 pytestmark = pytest.mark.newest
 
 FILE, WEIGHTS = "config.json", "model.safetensors"
-Written = tuple[Path, sd.models.LoadedModel, sd.models.LoadedModel]
+Written = tuple[Path, lm.models.LoadedModel, lm.models.LoadedModel]
 """A directory of a head, its target, and the head."""
 
 
-def target_for(config: sd.models.Eagle3Config, num_layers: int = 8) -> sd.models.LoadedModel:
+def target_for(config: lm.models.Eagle3Config, num_layers: int = 8) -> lm.models.LoadedModel:
     """A target that a head of this config fits; weights come with the head's."""
     layer = dataclasses.replace(
         config.layer,
@@ -38,14 +39,14 @@ def target_for(config: sd.models.Eagle3Config, num_layers: int = 8) -> sd.models
         qkv_bias=False,
         qk_norm=False,
     )
-    model = sd.models.Llama(layer)
-    return sd.models.LoadedModel(model, random_weights(model, 3))
+    model = lm.models.Llama(layer)
+    return lm.models.LoadedModel(model, random_weights(model, 3))
 
 
 def head_for(
-    config: sd.models.Eagle3Config, target: sd.models.LoadedModel
-) -> sd.models.LoadedModel:
-    head = sd.models.Eagle3Head(config)
+    config: lm.models.Eagle3Config, target: lm.models.LoadedModel
+) -> lm.models.LoadedModel:
+    head = lm.models.Eagle3Head(config)
     mine, theirs = random_params(head), target.params
     if not config.own_embedding:
         mine["embed_tokens"] = theirs["embed_tokens"]
@@ -54,7 +55,7 @@ def head_for(
         mine["lm_head"] = theirs["embed_tokens" if is_tied else "lm_head"]
     if "target_ids" in mine:
         mine["target_ids"] = jnp.array([0, 3, 4, 9, 11, 12, 20, 21, 30, 33, 38, 39], jnp.int32)
-    return sd.models.LoadedModel(head, mine)
+    return lm.models.LoadedModel(head, mine)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Written:
     target = target_for(config)
     head = head_for(config, target)
     directory = tmp_path_factory.mktemp("head")
-    sd.models.save_eagle3(directory, *head)
+    lm.models.save_eagle3(directory, *head)
     return directory, target, head
 
 
@@ -104,8 +105,8 @@ def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, **OPTIONS[option])
     target = target_for(config)
     head = head_for(config, target)
-    sd.models.save_eagle3(tmp_path, *head, target_name="tiny")
-    loaded = sd.load_eagle3(tmp_path, target)
+    lm.models.save_eagle3(tmp_path, *head, target_name="tiny")
+    loaded = lm.load_eagle3(tmp_path, target)
     assert loaded.model == head.model
     assert_same(loaded.params, head.params)
     if not config.own_embedding:
@@ -141,43 +142,43 @@ def test_what_is_the_targets_is_shared_again_however_it_was_rounded(
     config = dataclasses.replace(CONFIG, **OPTIONS[option])
     target = target_for(config)
     head = head_for(config, target)
-    sd.models.save_eagle3(tmp_path, *head, stored)
+    lm.models.save_eagle3(tmp_path, *head, stored)
     params = jax.tree.map(lambda x: x.astype(computed), target.params)
-    target = sd.models.LoadedModel(sd.models.Llama(target.model.config, computed), params)
-    loaded = sd.load_eagle3(tmp_path, target)
+    target = lm.models.LoadedModel(lm.models.Llama(target.model.config, computed), params)
+    loaded = lm.load_eagle3(tmp_path, target)
     assert loaded.model.config == config
     assert loaded.params["embed_tokens"] is params["embed_tokens"]
     edit_tensors(tmp_path / WEIGHTS, **{"embed_tokens.weight": np.ones((40, 16), np.float32)})
-    own, params = sd.load_eagle3(tmp_path, target)
+    own, params = lm.load_eagle3(tmp_path, target)
     assert own.config.own_embedding and (params["embed_tokens"] == 1).all()
     assert own.config.own_lm_head == config.own_lm_head
 
 
 def test_the_drafts_of_a_head_are_the_same_from_its_file(tmp_path: Path) -> None:
-    target, _ = sd.load_embedded_pair()
-    head = sd.load_embedded_head(target)
-    sd.models.save_eagle3(tmp_path, *head)
+    target, _ = lm.load_embedded_pair()
+    head = lm.load_embedded_head(target)
+    lm.models.save_eagle3(tmp_path, *head)
 
-    def text(head: sd.models.LoadedModel) -> Any:
+    def text(head: lm.models.LoadedModel) -> Any:
         config = sd.SpecDecodeConfig(num_speculative_tokens=3)
-        drafter: dict[str, Any] = dict(drafter=sd.Eagle3Drafter(head.model), config=config)
+        drafter: dict[str, Any] = dict(drafter=lm.Eagle3Drafter(head.model), config=config)
         prompts = [list(b"import ")]
-        found = sd.generate(
+        found = lm.generate(
             *target, prompts, draft_params=head.params, max_new_tokens=12, **drafter
         )
         return found.completions, found.steps.num_accepted.tolist()
 
-    assert text(sd.load_eagle3(tmp_path, target)) == text(head)
+    assert text(lm.load_eagle3(tmp_path, target)) == text(head)
 
 
 def test_what_was_read_computes_the_same_logits(plain: Written) -> None:
     directory, target, (head, params) = plain
-    loaded, again = sd.load_eagle3(directory, target)
+    loaded, again = lm.load_eagle3(directory, target)
     features = np.random.default_rng(5).normal(size=(1, 4, head.num_features)).astype(np.float32)
     ids, start = np.array([[3, 1, 4, 1]], np.int32), np.zeros(1, np.int32)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def logits(model: sd.models.Eagle3Head, weights: Any) -> jax.Array:
+    def logits(model: lm.models.Eagle3Head, weights: Any) -> jax.Array:
         states = model.project(weights, features)
         return model.apply(weights, states, ids, start, model.init_cache(1, 8))[0]
 
@@ -188,12 +189,12 @@ def test_weights_are_stored_as_asked_and_read_as_the_targets(tmp_path: Path) -> 
     config = dataclasses.replace(CONFIG, **NARROW)
     target = target_for(config)
     head, params = head_for(config, target)
-    sd.models.save_eagle3(tmp_path, head, params, jnp.bfloat16)
+    lm.models.save_eagle3(tmp_path, head, params, jnp.bfloat16)
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
     assert tensors["fc.weight"].dtype == jnp.bfloat16
     assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
     assert tensors["t2d"].nonzero()[0].tolist() == params["target_ids"].tolist()
-    found = sd.load_eagle3(tmp_path, target).params["fc"]
+    found = lm.load_eagle3(tmp_path, target).params["fc"]
     np.testing.assert_array_equal(found, params["fc"].astype(jnp.bfloat16).astype(jnp.float32))
 
 
@@ -204,9 +205,9 @@ def test_the_layout_of_eagle_is_read(option: str, tmp_path: Path) -> None:
     )  # the default of 8 layers
     target = target_for(config)
     head = head_for(config, target)
-    sd.models.save_eagle3(tmp_path, *head)
+    lm.models.save_eagle3(tmp_path, *head)
     as_eagle(tmp_path, norm_before_residual=..., fc_norm=..., attention_bias=...)
-    loaded = sd.load_eagle3(tmp_path, target)
+    loaded = lm.load_eagle3(tmp_path, target)
     assert loaded.model == head.model
     assert_same(loaded.params, head.params)
 
@@ -215,26 +216,26 @@ def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, fc_norm=True)
     target = target_for(config)
     head = head_for(config, target)
-    sd.models.save_eagle3(tmp_path, *head)
+    lm.models.save_eagle3(tmp_path, *head)
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
     for index, place in enumerate(("low", "mid", "high")):
         tensors[f"aux_norm_{place}.weight"] = tensors.pop(f"fc_norm.{index}.weight")
     safetensors.numpy.save_file(tensors, tmp_path / WEIGHTS)
-    assert_same(sd.load_eagle3(tmp_path, target).params, head.params)
+    assert_same(lm.load_eagle3(tmp_path, target).params, head.params)
     edit_json(tmp_path / FILE, fc_norm=False)
     with pytest.raises(ValueError, match="does not call for"):
-        sd.load_eagle3(tmp_path, target)
+        lm.load_eagle3(tmp_path, target)
 
 
 def test_norm_output_of_specforge_is_not_fed_back(written: Written) -> None:
     directory, target, _ = written
     edit_json(directory / FILE, norm_output=True)
-    assert sd.load_eagle3(directory, target).model.config.norm_output
+    assert lm.load_eagle3(directory, target).model.config.norm_output
     as_eagle(directory, norm_output=True)
-    assert not sd.load_eagle3(directory, target).model.config.norm_output
+    assert not lm.load_eagle3(directory, target).model.config.norm_output
     edit_json(directory / FILE, norm_output=False)
     with pytest.raises(ValueError, match="norm_output = False, but only True"):
-        sd.load_eagle3(directory, target)
+        lm.load_eagle3(directory, target)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +263,7 @@ def test_layer_ids_have_three_numberings(
 ) -> None:
     directory, target, _ = written
     edit_json(directory / FILE, **changes)
-    assert sd.load_eagle3(directory, target).model.feature_layers == layers
+    assert lm.load_eagle3(directory, target).model.feature_layers == layers
 
 
 def test_the_layout_of_deepspec_is_read(written: Written) -> None:
@@ -285,7 +286,7 @@ def test_the_layout_of_deepspec_is_read(written: Written) -> None:
     tensors["embed_tokens.weight"] = rng.normal(size=(40, 16)).astype(np.float32)
     tensors["lm_head.weight"] = rng.normal(size=(40, 16)).astype(np.float32)
     safetensors.numpy.save_file(tensors, directory / WEIGHTS)
-    model, params = sd.load_eagle3(directory, target)
+    model, params = lm.load_eagle3(directory, target)
     assert model.feature_layers == (1, 2, 4) and model.vocab_size == 40
     assert "target_ids" not in params
     np.testing.assert_array_equal(params["lm_head"].T, tensors["lm_head.weight"])
@@ -295,20 +296,20 @@ def test_the_layout_of_deepspec_is_read(written: Written) -> None:
 
 def test_a_map_that_changes_nothing_is_read(tmp_path: Path) -> None:
     target = target_for(CONFIG)
-    sd.models.save_eagle3(tmp_path, *head_for(CONFIG, target))
+    lm.models.save_eagle3(tmp_path, *head_for(CONFIG, target))
     edit_tensors(tmp_path / WEIGHTS, d2t=np.zeros(40, np.int64))
-    assert "target_ids" not in sd.load_eagle3(tmp_path, target).params
+    assert "target_ids" not in lm.load_eagle3(tmp_path, target).params
     edit_tensors(tmp_path / WEIGHTS, d2t=np.array([1, -1] + [0] * 38, np.int64))
     with pytest.raises(ValueError, match="has a d2t that is not zero"):
-        sd.load_eagle3(tmp_path, target)
+        lm.load_eagle3(tmp_path, target)
 
 
 # What is refused
 
 
-def assert_refused(directory: Path, target: sd.models.LoadedModel, says: str) -> None:
+def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) -> None:
     with pytest.raises(Exception) as raised:
-        sd.load_eagle3(directory, target)
+        lm.load_eagle3(directory, target)
     text = sentence(raised.value)
     assert re.search(says, text), text
 
@@ -447,11 +448,11 @@ def test_what_stands_in_place_of_a_file_is_named(written: Written) -> None:
 
 def test_arguments_of_other_kinds_are_named(written: Written, tmp_path: Path) -> None:
     directory, target, (head, params) = written
-    load: Any = sd.load_eagle3
-    save: Any = sd.models.save_eagle3
+    load: Any = lm.load_eagle3
+    save: Any = lm.models.save_eagle3
     for name, call in (
         ("target", lambda: load(directory, target.model)),
-        ("target", lambda: load(directory, sd.models.LoadedModel(head, params))),
+        ("target", lambda: load(directory, lm.models.LoadedModel(head, params))),
         ("directory", lambda: load(5, target)),
         ("directory", lambda: save(None, head, params)),
         ("model", lambda: save(tmp_path, target.model, params)),
@@ -475,5 +476,5 @@ def test_weights_that_cannot_be_stored_are_named_nothing_is_written(
         ({**params, "target_ids": twice + 40}, r"params\['target_ids'\]\[0\] must"),
     ):
         with pytest.raises(ValueError, match=says):
-            sd.models.save_eagle3(directory, head, changed)
+            lm.models.save_eagle3(directory, head, changed)
     assert not directory.exists()

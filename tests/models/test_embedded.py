@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import scipy.special
 
-from jax_specdec._src.models.bytes import BYTE_VOCAB_SIZE, DOCUMENT_SEPARATOR, encode_bytes
-from jax_specdec._src.models.checkpoint import LoadedModel, load_embedded_pair
+from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE, DOCUMENT_SEPARATOR, encode_bytes
+from jax_specdec.lm.models.checkpoint import LoadedModel, load_embedded_pair
 
 from .checkpoints import logits_of
 
@@ -60,7 +60,7 @@ def bits_per_byte(loaded: LoadedModel, text: str) -> float:
 
 
 def test_all_weights_together_are_under_16_megabytes() -> None:
-    weights = importlib.resources.files("jax_specdec") / "weights"
+    weights = importlib.resources.files("jax_specdec.lm") / "weights"
     with importlib.resources.as_file(weights) as directory:
         sizes = [path.stat().st_size for path in Path(directory).rglob("*") if path.is_file()]
     assert 10_000_000 < sum(sizes) < 16_000_000
@@ -86,7 +86,7 @@ def test_both_models_know_python_and_the_target_knows_it_better(
 
 def test_the_documented_results_are_those_of_the_shipped_weights() -> None:
     results = json.loads((TRAINING / "results.json").read_text())["evaluation"]
-    weights = importlib.resources.files("jax_specdec") / "weights"
+    weights = importlib.resources.files("jax_specdec.lm") / "weights"
     for name, digest in results["weights_sha256"].items():
         data = (weights / name / "model.safetensors").read_bytes()
         assert hashlib.sha256(data).hexdigest() == digest

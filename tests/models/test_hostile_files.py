@@ -19,22 +19,22 @@ from typing import Any
 
 import pytest
 
-import jax_specdec as sd
-from jax_specdec._src.models.config_json import read_config
-from jax_specdec._src.models.tensors import open_tensors
-from jax_specdec._src.models.tokenizer import count_token_ids
+from jax_specdec import lm
+from jax_specdec.lm.models.config_json import read_config
+from jax_specdec.lm.models.tensors import open_tensors
+from jax_specdec.lm.models.tokenizer import count_token_ids
 
 from .checkpoints import SHARDS, copy
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READERS: dict[str, tuple[Callable[[Path], Any], ...]] = {
-    CONFIG: (sd.load_huggingface, sd.models.load_checkpoint),
-    GENERATION: (sd.load_tokenizer,),
-    TOKENIZER: (sd.load_huggingface, sd.load_tokenizer),
-    WEIGHTS: (sd.load_huggingface, sd.models.load_checkpoint),
-    INDEX: (sd.load_huggingface, sd.models.load_checkpoint),
-    SHARDS[1]: (sd.load_huggingface, sd.models.load_checkpoint),
+    CONFIG: (lm.load_huggingface, lm.models.load_checkpoint),
+    GENERATION: (lm.load_tokenizer,),
+    TOKENIZER: (lm.load_huggingface, lm.load_tokenizer),
+    WEIGHTS: (lm.load_huggingface, lm.models.load_checkpoint),
+    INDEX: (lm.load_huggingface, lm.models.load_checkpoint),
+    SHARDS[1]: (lm.load_huggingface, lm.models.load_checkpoint),
 }
 JSON_FILES = (CONFIG, GENERATION, TOKENIZER, INDEX)
 MEMORY = 2**30
@@ -86,7 +86,7 @@ def assert_refused(directory: Path, file: str, says: str) -> None:
 def test_undamaged_files_are_read(tmp_path: Path) -> None:
     for file in READERS:
         directory = checkpoint(tmp_path / file, file)
-        tokenizer = sd.load_tokenizer(directory)
+        tokenizer = lm.load_tokenizer(directory)
         assert tokenizer.stop_token_ids == (281, 282)
         config = read_config(directory / CONFIG)
         with open_tensors(directory, config) as tensors:
@@ -150,7 +150,7 @@ def test_what_stands_in_place_of_a_file_is_named(tmp_path: Path, file: str, plac
     ids=["long", "deep", "null", "surrogate", "line", "file"],
 )
 def test_a_directory_that_cannot_be_is_named(name: str, says: str) -> None:
-    for read in (sd.load_huggingface, sd.models.load_checkpoint):
+    for read in (lm.load_huggingface, lm.models.load_checkpoint):
         with pytest.raises(OSError) as raised:
             read(name)
         assert re.search(says, sentence(raised.value)), str(raised.value)
@@ -331,7 +331,7 @@ def test_what_the_tokenizers_library_refuses_is_named(
     directory = checkpoint(tmp_path, TOKENIZER)
     in_json(directory / TOKENIZER, *keys, text=text)
     with pytest.raises(ValueError) as raised:
-        sd.load_tokenizer(directory)
+        lm.load_tokenizer(directory)
     assert "tokenizer.json is not a tokenizer that can be read: " in sentence(raised.value)
 
 
@@ -595,7 +595,7 @@ def assert_read_or_refused(
 
 def test_damage_at_random_is_harmless_or_named(tmp_path: Path) -> None:
     taken = [
-        assert_read_or_refused(tmp_path, seed, (read_headers, sd.load_tokenizer))
+        assert_read_or_refused(tmp_path, seed, (read_headers, lm.load_tokenizer))
         for seed in range(300)
     ]
     assert 20 < sum(taken) < 200  # both happen
@@ -604,7 +604,7 @@ def test_damage_at_random_is_harmless_or_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_more_damage_at_random_is_harmless_or_named(tmp_path: Path) -> None:
     first = random.SystemRandom().randrange(2**32)
-    readers = (sd.load_huggingface, sd.models.load_checkpoint, sd.load_tokenizer)
+    readers = (lm.load_huggingface, lm.models.load_checkpoint, lm.load_tokenizer)
     for seed in range(first, first + 20_000):
         signal.alarm(SECONDS)
         assert_read_or_refused(tmp_path, seed, readers)

@@ -14,6 +14,7 @@ import pytest
 import safetensors.numpy
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from .checkpoints import (
     CHECKPOINTS,
@@ -35,11 +36,11 @@ TOLERANCE = 1e-5
 
 
 @functools.cache
-def load(name: str) -> sd.models.LoadedModel:
-    return sd.load_huggingface(CHECKPOINTS / name, jnp.float32)
+def load(name: str) -> lm.models.LoadedModel:
+    return lm.load_huggingface(CHECKPOINTS / name, jnp.float32)
 
 
-def logits(loaded: sd.models.LoadedModel, name: str) -> np.ndarray:
+def logits(loaded: lm.models.LoadedModel, name: str) -> np.ndarray:
     wanted = expected(name)
     return np.asarray(logits_of(*loaded, wanted["token_ids"][: len(wanted["logits"])]))
 
@@ -71,21 +72,21 @@ def test_logits_are_those_of_transformers(name: str) -> None:
 def test_the_comparison_sees_each_part_of_a_family(name: str, change: dict[str, Any]) -> None:
     model, params = load(name)
     if "rope_scaling" in change:
-        model = sd.models.Llama(dataclasses.replace(model.config, **change), model.dtype)
+        model = lm.models.Llama(dataclasses.replace(model.config, **change), model.dtype)
     else:
         ((part, value),) = change.items()
         layers = [{**x, part: jnp.full_like(x[part], value)} for x in params["layers"]]
         params = {**params, "layers": layers}
-    assert error(logits(sd.models.LoadedModel(model, params), name), name) > 100 * TOLERANCE
+    assert error(logits(lm.models.LoadedModel(model, params), name), name) > 100 * TOLERANCE
 
 
 def test_weights_are_read_as_stored_and_computed_in_their_dtype() -> None:
-    stored = sd.load_huggingface(CHECKPOINTS / "qwen3")
+    stored = lm.load_huggingface(CHECKPOINTS / "qwen3")
     assert stored.model.dtype == jnp.bfloat16
     assert {leaf.dtype.name for leaf in jax.tree.leaves(stored.params)} == {"bfloat16"}
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), stored.params)
     jax.tree.map(np.testing.assert_array_equal, wide, load("qwen3").params)
-    assert sd.load_huggingface(CHECKPOINTS / "qwen2").model.dtype == jnp.float32
+    assert lm.load_huggingface(CHECKPOINTS / "qwen2").model.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("stored, held", [("float64", "float32"), ("float16", "float16")])
@@ -94,7 +95,7 @@ def test_other_widths_are_read(tmp_path: Path, stored: str, held: str) -> None:
     path = directory / "model.safetensors"
     tensors = safetensors.numpy.load_file(path)
     edit_tensors(path, **{name: x.astype(stored) for name, x in tensors.items()})
-    loaded = sd.load_huggingface(directory)
+    loaded = lm.load_huggingface(directory)
     assert loaded.model.dtype == held
     wanted = jax.tree.map(lambda x: x.astype(held), load("qwen2").params)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, wanted)
@@ -108,7 +109,7 @@ def test_shards_are_read_as_one_file_would_be(tmp_path: Path) -> None:
         (directory / shard).unlink()
     (directory / "model.safetensors.index.json").unlink()
     safetensors.numpy.save_file(tensors, directory / "model.safetensors")
-    merged = sd.load_huggingface(directory)
+    merged = lm.load_huggingface(directory)
     assert merged.model == load("llama").model
     jax.tree.map(np.testing.assert_array_equal, merged.params, load("llama").params)
 
@@ -124,16 +125,16 @@ def test_configurations_of_older_writers_are_read(tmp_path: Path) -> None:
     for kind in ("rope_type", "type"):
         old = {"rope_theta": 10000.0, "rope_scaling": {kind: "llama3", **scaling}}
         edit_json(directory / "config.json", rope_parameters=..., head_dim=..., **old)
-        assert sd.load_huggingface(directory).model == load("llama").model
+        assert lm.load_huggingface(directory).model == load("llama").model
     # Some hold both, which must mean the same.
     both = {**scaling, "rope_type": "llama3", "rope_theta": 10000.0}
     for old in ({}, both, {**scaling, "type": "llama3"}):
         edit_json(directory / "config.json", rope_parameters=both, rope_scaling=old)
-        assert sd.load_huggingface(directory).model == load("llama").model
+        assert lm.load_huggingface(directory).model == load("llama").model
     edit_json(directory / "config.json", rope_parameters=...)
     # Left out, a value is the default of transformers.
     edit_json(directory / "config.json", rms_norm_eps=..., rope_theta=..., rope_scaling=None)
-    config = sd.load_huggingface(directory).model.config
+    config = lm.load_huggingface(directory).model.config
     assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 1e4, None)
 
 
@@ -144,7 +145,7 @@ def test_parameters_of_positions_may_be_given_by_type_of_layer(tmp_path: Path) -
     local = {"rope_theta": 123.0, "rope_type": "default"}  # of layers that are not there
     nested = {"full_attention": {**own, "rope_theta": 5e5}, "sliding_attention": local}
     edit_json(directory / "config.json", rope_parameters=nested)
-    read = sd.load_huggingface(directory).model.config
+    read = lm.load_huggingface(directory).model.config
     known = load("llama").model.config
     assert (read.rope_theta, read.rope_scaling) == (5e5, known.rope_scaling)
 
@@ -159,7 +160,7 @@ def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> Non
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
     }
     edit_tensors(directory / "model.safetensors", **derived)
-    loaded = sd.load_huggingface(directory)
+    loaded = lm.load_huggingface(directory)
     assert loaded.model.config.tie_word_embeddings and "lm_head" not in loaded.params
 
 
@@ -176,13 +177,13 @@ def with_head(
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LOADERS = (sd.load_huggingface, sd.models.load_checkpoint)
+LOADERS = (lm.load_huggingface, lm.models.load_checkpoint)
 
 
 @pytest.mark.parametrize("load_it", LOADERS)
 @pytest.mark.parametrize("scan_layers", [False, True])
 def test_a_stored_output_matrix_counts_though_the_config_says_tied(
-    tmp_path: Path, load_it: Callable[..., sd.models.LoadedModel], scan_layers: bool
+    tmp_path: Path, load_it: Callable[..., lm.models.LoadedModel], scan_layers: bool
 ) -> None:
     directory, head = with_head(tmp_path / "untied", lambda table: table[::-1])
     loaded = load_it(directory, scan_layers=scan_layers)
@@ -191,19 +192,19 @@ def test_a_stored_output_matrix_counts_though_the_config_says_tied(
     found, wanted = logits(loaded, "qwen2"), expected("qwen2")["logits"]
     atol = TOLERANCE * np.abs(wanted).max()
     np.testing.assert_allclose(found[:, ::-1], wanted, rtol=0, atol=atol)
-    sd.models.save_checkpoint(tmp_path / "again", *loaded)
+    lm.models.save_checkpoint(tmp_path / "again", *loaded)
     again = load_it(tmp_path / "again", scan_layers=scan_layers)
     np.testing.assert_array_equal(logits(again, "qwen2"), found)
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    parallel = sd.models.TensorParallelLlama(loaded.model, mesh, "tensor")
-    spread = sd.models.LoadedModel(parallel, parallel.shard_params(loaded.params))
+    parallel = lm.models.TensorParallelLlama(loaded.model, mesh, "tensor")
+    spread = lm.models.LoadedModel(parallel, parallel.shard_params(loaded.params))
     np.testing.assert_allclose(logits(spread, "qwen2"), found, rtol=0, atol=atol)
 
 
 def test_an_output_matrix_that_is_the_embedding_in_the_dtype_asked_for_is_tied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jax_specdec._src.models.tensors._ROWS", 100)  # of 288
+    monkeypatch.setattr("jax_specdec.lm.models.tensors._ROWS", 100)  # of 288
     rounded, _ = with_head(
         tmp_path / "rounded", lambda table: table.astype(jnp.bfloat16).astype(np.float32)
     )
@@ -217,9 +218,9 @@ def test_an_output_matrix_that_is_the_embedding_in_the_dtype_asked_for_is_tied(
         (wide, None, True),
         (last, None, False),
     ):
-        model, params = sd.load_huggingface(directory, dtype)
+        model, params = lm.load_huggingface(directory, dtype)
         assert (model.config.tie_word_embeddings, "lm_head" not in params) == (is_tied, is_tied)
-    cut = sd.load_huggingface(last, max_vocab_size=200)
+    cut = lm.load_huggingface(last, max_vocab_size=200)
     assert cut.params["lm_head"].shape[1] == cut.model.vocab_size == 200
 
 
@@ -247,17 +248,17 @@ def test_a_tensor_that_would_not_be_used_as_stored_is_refused(
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_family_survives_the_round_trip(tmp_path: Path, name: str) -> None:
-    sd.models.save_checkpoint(tmp_path, *load(name))
-    loaded = sd.models.load_checkpoint(tmp_path)
+    lm.models.save_checkpoint(tmp_path, *load(name))
+    loaded = lm.models.load_checkpoint(tmp_path)
     assert loaded.model == load(name).model
     jax.tree.map(np.testing.assert_array_equal, loaded.params, load(name).params)
 
 
 def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:
     model, params = load("qwen2")
-    both = sd.models.Llama(dataclasses.replace(model.config, qk_norm=True))
+    both = lm.models.Llama(dataclasses.replace(model.config, qk_norm=True))
     with pytest.raises(ValueError, match="both qkv_bias and qk_norm"):
-        sd.models.save_checkpoint(tmp_path, both, params)
+        lm.models.save_checkpoint(tmp_path, both, params)
 
 
 # Padding of the vocabulary
@@ -276,15 +277,15 @@ def test_padding_has_no_probability(name: str) -> None:
 def test_a_stop_token_can_be_drawn_even_if_the_tokenizer_lacks_it(tmp_path: Path) -> None:
     directory = copy("qwen2", tmp_path / "qwen2")
     edit_json(directory / "generation_config.json", eos_token_id=[0, NUM_TOKEN_IDS + 1, 5000])
-    found = sd.load_huggingface(directory).model.config
+    found = lm.load_huggingface(directory).model.config
     assert found.num_token_ids == NUM_TOKEN_IDS + 2 < found.vocab_size
-    assert sd.load_tokenizer(directory).decode([NUM_TOKEN_IDS + 1]) == ""
+    assert lm.load_tokenizer(directory).decode([NUM_TOKEN_IDS + 1]) == ""
 
 
 def test_without_a_tokenizer_every_id_is_a_token(tmp_path: Path) -> None:
     directory = copy("qwen2", tmp_path / "qwen2")
     (directory / "tokenizer.json").unlink()
-    found = logits(sd.load_huggingface(directory), "qwen2")
+    found = logits(lm.load_huggingface(directory), "qwen2")
     wanted = expected("qwen2")["logits"]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * np.abs(wanted).max())
 
@@ -293,11 +294,11 @@ def test_without_a_tokenizer_every_id_is_a_token(tmp_path: Path) -> None:
 def test_sampling_never_draws_padding() -> None:
     prompts = [[280, 1, 2]] * 8
     config = sd.SpecDecodeConfig(num_speculative_tokens=3)
-    draft = sd.load_huggingface(CHECKPOINTS / "qwen2_draft", max_vocab_size=288)
-    output = sd.generate(
+    draft = lm.load_huggingface(CHECKPOINTS / "qwen2_draft", max_vocab_size=288)
+    output = lm.generate(
         *load("qwen2"),
         prompts,
-        drafter=sd.ModelDrafter(draft.model),
+        drafter=lm.ModelDrafter(draft.model),
         draft_params=draft.params,
         config=config,
         temperature=50.0,  # nearly uniform over ids
@@ -312,23 +313,23 @@ def test_sampling_never_draws_padding() -> None:
 def test_ids_that_a_target_lacks_leave_the_drafter() -> None:
     whole = load("qwen2_draft")
     for size, known in ((288, NUM_TOKEN_IDS), (270, None), (1000, NUM_TOKEN_IDS)):
-        cut = sd.load_huggingface(CHECKPOINTS / "qwen2_draft", max_vocab_size=size)
+        cut = lm.load_huggingface(CHECKPOINTS / "qwen2_draft", max_vocab_size=size)
         kept = min(size, 312)
         assert (cut.model.vocab_size, cut.model.config.num_token_ids) == (kept, known)
         np.testing.assert_array_equal(
             cut.params["embed_tokens"], whole.params["embed_tokens"][:kept]
         )
-    untied = sd.load_huggingface(CHECKPOINTS / "llama", max_vocab_size=290)
+    untied = lm.load_huggingface(CHECKPOINTS / "llama", max_vocab_size=290)
     np.testing.assert_array_equal(
         untied.params["lm_head"], load("llama").params["lm_head"][:, :290]
     )
     with pytest.raises(ValueError, match="max_vocab_size must be at least 1, but it is 0"):
-        sd.load_huggingface(CHECKPOINTS / "llama", max_vocab_size=0)
+        lm.load_huggingface(CHECKPOINTS / "llama", max_vocab_size=0)
 
 
 def test_a_tokenizer_may_know_more_ids_than_a_drafter(tmp_path: Path) -> None:
     directory = cut_vocabulary(copy("qwen2", tmp_path / "qwen2"), 270)
-    config = sd.load_huggingface(directory).model.config
+    config = lm.load_huggingface(directory).model.config
     assert (config.vocab_size, config.num_token_ids) == (270, None)
 
 
@@ -387,7 +388,7 @@ def test_a_mistake_in_a_checkpoint_is_named_in_one_sentence(tmp_path: Path, mist
     directory = copy("llama", tmp_path / "llama")
     make(directory)
     with pytest.raises((FileNotFoundError, ValueError), match=message) as raised:
-        sd.load_huggingface(directory)
+        lm.load_huggingface(directory)
     assert str(raised.value).count("\n") == 0 and str(directory) in str(raised.value)
     is_missing = "does not exist" in message
     assert isinstance(raised.value, FileNotFoundError) == is_missing

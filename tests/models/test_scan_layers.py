@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import reference_llama
 from .test_llama import CONFIG, MAX_LENGTH, apply, bytes_of_a_decoding_loop
@@ -22,17 +23,17 @@ from .weights import random_ids, random_weights
 pytestmark = [pytest.mark.newest, pytest.mark.dearest]
 
 B, T, S = 3, 24, 11
-stack, unstack = jax.jit(sd.models.stack_layers), jax.jit(sd.models.unstack_layers)
+stack, unstack = jax.jit(lm.models.stack_layers), jax.jit(lm.models.unstack_layers)
 
 
 @functools.cache
-def listed(model: sd.models.Llama) -> Any:
+def listed(model: lm.models.Llama) -> Any:
     """Weights whose layers differ, norms and biases too."""
     return random_weights(dataclasses.replace(model, scan_layers=False), 1, moved=0.3)
 
 
-def scanned(**changes: Any) -> tuple[sd.models.Llama, Any]:
-    model = sd.models.Llama(dataclasses.replace(CONFIG, **changes), scan_layers=True)
+def scanned(**changes: Any) -> tuple[lm.models.Llama, Any]:
+    model = lm.models.Llama(dataclasses.replace(CONFIG, **changes), scan_layers=True)
     return model, stack(listed(model))
 
 
@@ -89,7 +90,7 @@ def test_features_are_those_of_layers_one_after_another() -> None:
 
 
 def test_weights_begin_the_same_and_go_both_ways() -> None:
-    model = sd.models.Llama(CONFIG, scan_layers=True)
+    model = lm.models.Llama(CONFIG, scan_layers=True)
     plain = dataclasses.replace(model, scan_layers=False)
     params, wanted = (jax.jit(one.init_params)(jax.random.key(4)) for one in (model, plain))
     jax.tree.map(np.testing.assert_array_equal, unstack(params), wanted)
@@ -114,7 +115,7 @@ def test_the_devices_of_a_mesh_give_the_same_logits() -> None:
         qk_norm=True,
     )
     mesh = jax.make_mesh((4,), ("tensor",), devices=jax.devices()[:4])
-    parallel = sd.models.TensorParallelLlama(model, mesh, "tensor")
+    parallel = lm.models.TensorParallelLlama(model, mesh, "tensor")
     shared = parallel.shard_params(params)
     found = in_calls(parallel, shared, (S,))[..., : model.vocab_size]
     np.testing.assert_allclose(found, in_calls(model, params, (S,)), rtol=1e-5, atol=2e-5)
@@ -125,12 +126,12 @@ def test_the_devices_of_a_mesh_give_the_same_logits() -> None:
 def test_a_checkpoint_is_the_same_file_either_way(tmp_path: Path) -> None:
     model, params = scanned(qkv_bias=True)
     plain = dataclasses.replace(model, scan_layers=False)
-    sd.models.save_checkpoint(tmp_path / "scanned", model, params)
-    sd.models.save_checkpoint(tmp_path / "plain", plain, unstack(params))
+    lm.models.save_checkpoint(tmp_path / "scanned", model, params)
+    lm.models.save_checkpoint(tmp_path / "plain", plain, unstack(params))
     for name in ("config.json", "model.safetensors"):
         written = [(tmp_path / kind / name).read_bytes() for kind in ("scanned", "plain")]
         assert written[0] == written[1]
-    for load in (sd.models.load_checkpoint, sd.load_huggingface):
+    for load in (lm.models.load_checkpoint, lm.load_huggingface):
         loaded = load(tmp_path / "plain", scan_layers=True)
         assert loaded.model == model
         jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
@@ -138,14 +139,14 @@ def test_a_checkpoint_is_the_same_file_either_way(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_text_is_the_same_with_an_engine_in_between() -> None:
-    _, (plain, listed) = sd.load_embedded_pair()
-    model, params = dataclasses.replace(plain, scan_layers=True), sd.models.stack_layers(listed)
+    _, (plain, listed) = lm.load_embedded_pair()
+    model, params = dataclasses.replace(plain, scan_layers=True), lm.models.stack_layers(listed)
     config = sd.SpecDecodeConfig(num_speculative_tokens=2)
-    prompts = [sd.encode_bytes("import "), sd.encode_bytes("for x in "), sd.encode_bytes("def f(")]
-    want = sd.generate_plain(plain, listed, prompts, max_new_tokens=12).completions
-    drafter = sd.ModelDrafter(model)
-    engine = sd.Engine(model, drafter, config, num_slots=2, max_length=32, prefill_sizes=(16,))
-    driver = sd.EngineDriver(engine, params, params)
+    prompts = [lm.encode_bytes("import "), lm.encode_bytes("for x in "), lm.encode_bytes("def f(")]
+    want = lm.generate_plain(plain, listed, prompts, max_new_tokens=12).completions
+    drafter = lm.ModelDrafter(model)
+    engine = lm.Engine(model, drafter, config, num_slots=2, max_length=32, prefill_sizes=(16,))
+    driver = lm.EngineDriver(engine, params, params)
     requests = [driver.submit(prompt, max_new_tokens=12) for prompt in prompts]
     texts: dict[int, list[int]] = {request: [] for request in requests}
     while any(len(text) < 12 for text in texts.values()):

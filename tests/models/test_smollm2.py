@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from .checkpoints import logits_of
 
@@ -111,8 +112,8 @@ def test_a_gguf_file_becomes_the_directory_it_was_made_from(tmp_path: Path) -> N
     assert made.keys() == tensors.keys()
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(made[name], tensor, err_msg=name)
-    model, _ = sd.load_huggingface(tmp_path / "made")
-    assert model.config == sd.models.LlamaConfig(
+    model, _ = lm.load_huggingface(tmp_path / "made")
+    assert model.config == lm.models.LlamaConfig(
         vocab_size=len(TOKENS),
         hidden_size=HIDDEN,
         intermediate_size=INNER,
@@ -131,7 +132,7 @@ def test_an_output_matrix_of_its_own_is_kept(tmp_path: Path) -> None:
     tensors = hugging_face_tensors(1)
     tensors["lm_head.weight"] = 2 * tensors["model.embed_tokens.weight"]
     TOOLS["convert"](write_gguf(tmp_path / "model.gguf", tensors), tmp_path)
-    model, params = sd.load_huggingface(tmp_path)
+    model, params = lm.load_huggingface(tmp_path)
     assert not model.config.tie_word_embeddings
     np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"].T)
 
@@ -151,7 +152,7 @@ def test_quantized_weights_are_dequantized_to_within_their_steps(tmp_path: Path)
 
 def test_the_tokenizer_merges_splits_digits_and_hides_special_tokens(tmp_path: Path) -> None:
     TOOLS["convert"](write_gguf(tmp_path / "model.gguf", hugging_face_tensors(3)), tmp_path)
-    tokenizer = sd.load_tokenizer(tmp_path)
+    tokenizer = lm.load_tokenizer(tmp_path)
     assert tokenizer.encode("<|start|>ab12b<|end|>") == [1, 6, 4, 5, 3, 0]
     assert tokenizer.decode([1, 6, 4, 5, 3, 0]) == "ab12b"
     assert tokenizer.stop_token_ids == (0,)
@@ -204,14 +205,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(directory: Path) -> sd.models.LoadedModel:
-    return sd.load_huggingface(directory)
+def loaded(directory: Path) -> lm.models.LoadedModel:
+    return lm.load_huggingface(directory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_ids_of_the_published_model_are_those_of_transformers(directory: Path, text: str) -> None:
-    tokenizer = sd.load_tokenizer(directory)
+    tokenizer = lm.load_tokenizer(directory)
     count = int(expected()[f"{text}_num_prompt_tokens"])
     token_ids = expected()[f"{text}_token_ids"].tolist()
     assert tokenizer.encode(str(expected()[f"{text}_text"])) == token_ids[:count]
@@ -221,7 +222,7 @@ def test_ids_of_the_published_model_are_those_of_transformers(directory: Path, t
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_logits_of_the_published_model_are_those_of_transformers(
-    loaded: sd.models.LoadedModel, text: str
+    loaded: lm.models.LoadedModel, text: str
 ) -> None:
     token_ids = expected()[f"{text}_token_ids"]
     logits = np.asarray(logits_of(*loaded, token_ids), np.float64)
@@ -242,17 +243,17 @@ def test_logits_of_the_published_model_are_those_of_transformers(
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_greedy_text_of_the_published_model_is_that_of_transformers(
-    loaded: sd.models.LoadedModel, text: str
+    loaded: lm.models.LoadedModel, text: str
 ) -> None:
     count = int(expected()[f"{text}_num_prompt_tokens"])
     token_ids = expected()[f"{text}_token_ids"].tolist()
     assert expected()[f"{text}_margins"].min() > 1e-3  # no tie that rounding could decide
     common: dict[str, Any] = {"max_new_tokens": len(token_ids) - count}
-    plain = sd.generate_plain(*loaded, [token_ids[:count]], **common)
-    copied = sd.generate(
+    plain = lm.generate_plain(*loaded, [token_ids[:count]], **common)
+    copied = lm.generate(
         *loaded,
         [token_ids[:count]],
-        drafter=sd.NGramDrafter(),
+        drafter=lm.NGramDrafter(),
         config=sd.SpecDecodeConfig(num_speculative_tokens=6),
         **common,
     )

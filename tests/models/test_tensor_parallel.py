@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_specdec as sd
+from jax_specdec import lm
 
 from .weights import random_ids, random_weights, sizes
 
@@ -49,11 +49,11 @@ def mesh_of(n: int) -> jax.sharding.Mesh:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def apply(model: sd.models.CausalModel, *args: Any) -> Any:
+def apply(model: lm.models.CausalModel, *args: Any) -> Any:
     return model.apply(*args, feature_layers=(0, 1))
 
 
-def two_calls(model: sd.models.CausalModel, params: Any) -> list[np.ndarray]:
+def two_calls(model: lm.models.CausalModel, params: Any) -> list[np.ndarray]:
     """Logits and features of a prefill; logits of a call that goes back and overwrites."""
     tokens = random_ids((B, S), CONFIG.vocab_size - 14)
     start, cache = np.zeros((B,), np.int32), model.init_cache(B, T)
@@ -61,7 +61,7 @@ def two_calls(model: sd.models.CausalModel, params: Any) -> list[np.ndarray]:
     again = np.concatenate([tokens[:, :0:-1], [[-1], [2**30]]], axis=1, dtype=np.int32)  # padding
     second = apply(model, params, again, np.array([3, 5], np.int32), cache).logits
     for logits in (first, second):
-        if isinstance(model, sd.models.TensorParallelLlama):
+        if isinstance(model, lm.models.TensorParallelLlama):
             assert logits.sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor")
         assert not np.isnan(logits).any()
     return [np.asarray(first), np.asarray(features), np.asarray(second)[:, :-1]]
@@ -82,9 +82,9 @@ def test_the_logits_are_those_of_the_whole_on_every_jax(case: str) -> None:
 
 def check(case: str) -> None:
     changes, n, groups = CASES[case]
-    model = sd.models.Llama(dataclasses.replace(CONFIG, **changes))
+    model = lm.models.Llama(dataclasses.replace(CONFIG, **changes))
     params = random_weights(model, 1, moved=0.5)
-    parallel = sd.models.TensorParallelLlama(model, mesh_of(n), "tensor")
+    parallel = lm.models.TensorParallelLlama(model, mesh_of(n), "tensor")
     assert parallel.num_head_groups == groups
     assert parallel.vocab_size == -(-model.vocab_size // n) * n
     found = two_calls(parallel, parallel.shard_params(params))
@@ -96,8 +96,8 @@ def check(case: str) -> None:
 
 
 def test_a_device_holds_an_nth_and_only_sums_are_moved() -> None:
-    n, model = 8, sd.models.Llama(CONFIG)
-    parallel = sd.models.TensorParallelLlama(model, mesh_of(n), "tensor")
+    n, model = 8, lm.models.Llama(CONFIG)
+    parallel = lm.models.TensorParallelLlama(model, mesh_of(n), "tensor")
     whole = random_weights(model, 1)
     params = parallel.shard_params(whole)
     for one, many in zip(jax.tree.leaves(whole), jax.tree.leaves(params), strict=True):
@@ -127,13 +127,13 @@ def test_a_device_holds_an_nth_and_only_sums_are_moved() -> None:
 )
 def test_heads_are_split_over_the_most_groups_that_divide(num_heads, num_kv, n, groups) -> None:
     config = dataclasses.replace(CONFIG, num_attention_heads=num_heads, num_key_value_heads=num_kv)
-    model = sd.models.TensorParallelLlama(sd.models.Llama(config), mesh_of(n), "tensor")
+    model = lm.models.TensorParallelLlama(lm.models.Llama(config), mesh_of(n), "tensor")
     assert model.num_head_groups == groups
 
 
 def test_bfloat16_stays_bfloat16() -> None:
-    model = sd.models.Llama(CONFIG, jnp.bfloat16)
-    parallel = sd.models.TensorParallelLlama(model, mesh_of(2), "tensor")
+    model = lm.models.Llama(CONFIG, jnp.bfloat16)
+    parallel = lm.models.TensorParallelLlama(model, mesh_of(2), "tensor")
     params = parallel.shard_params(random_weights(model, 1))
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
     args = jnp.zeros((B, S), jnp.int32), jnp.zeros((B,), jnp.int32), parallel.init_cache(B, T)
@@ -145,16 +145,16 @@ def test_an_axis_that_the_mesh_lacks_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"axis must be one of the mesh, \['tensor'\], but it is 'x'"
     ):
-        sd.models.TensorParallelLlama(sd.models.Llama(CONFIG), mesh_of(2), "x")
+        lm.models.TensorParallelLlama(lm.models.Llama(CONFIG), mesh_of(2), "x")
 
 
 def test_it_is_a_static_causal_model() -> None:
     one, other = (
-        sd.models.TensorParallelLlama(sd.models.Llama(CONFIG), mesh_of(2), "tensor") for _ in "ab"
+        lm.models.TensorParallelLlama(lm.models.Llama(CONFIG), mesh_of(2), "tensor") for _ in "ab"
     )
-    assert isinstance(one, sd.models.CausalModel)
+    assert isinstance(one, lm.models.CausalModel)
     assert one == other and hash(one) == hash(other)
-    params = random_weights(sd.models.Llama(CONFIG), 0)
+    params = random_weights(lm.models.Llama(CONFIG), 0)
     start, tokens = jnp.zeros((B,), jnp.int32), jnp.zeros((B, S), jnp.int32)
     with pytest.raises(ValueError, match="params"):  # of the whole model
         jax.eval_shape(one.apply, params, tokens, start, one.init_cache(B, T))

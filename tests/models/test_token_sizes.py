@@ -14,9 +14,9 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
-import jax_specdec as sd
-from jax_specdec._src.models import token_sizes
-from jax_specdec._src.models.token_sizes import most_bytes_per_token
+from jax_specdec import lm
+from jax_specdec.lm.models import token_sizes
+from jax_specdec.lm.models.token_sizes import most_bytes_per_token
 
 from .checkpoints import CHECKPOINTS, NAMES
 
@@ -104,8 +104,8 @@ UNKNOWN: dict[str, tokenizers.Tokenizer] = {
 }
 
 
-def of_library(tokenizer: tokenizers.Tokenizer) -> sd.Tokenizer:
-    return sd.Tokenizer(Path("tokenizer.json"), tokenizer, stop_token_ids=())
+def of_library(tokenizer: tokenizers.Tokenizer) -> lm.Tokenizer:
+    return lm.Tokenizer(Path("tokenizer.json"), tokenizer, stop_token_ids=())
 
 
 @pytest.mark.parametrize("name", [*KNOWN, *NAMES])
@@ -115,7 +115,7 @@ def test_no_text_has_fewer_tokens_and_ids_are_those_of_the_librarys_encode(name:
         tokenizer = of_library(library)
         assert most_bytes_per_token(tokenizer) == most
     else:
-        tokenizer = sd.load_tokenizer(CHECKPOINTS / name)
+        tokenizer = lm.load_tokenizer(CHECKPOINTS / name)
         library, most = tokenizer.library_tokenizer, most_bytes_per_token(tokenizer)
         vocab = json.loads(library.to_str())["model"]["vocab"]
         assert max(map(len, vocab)) <= most < math.inf

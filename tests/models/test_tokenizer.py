@@ -12,18 +12,18 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-import jax_specdec as sd
-from jax_specdec._src.models.tokenizer import count_token_ids
+from jax_specdec import lm
+from jax_specdec.lm.models.tokenizer import count_token_ids
 
 from .checkpoints import CHECKPOINTS, NAMES, NUM_TOKEN_IDS, copy, edit_json, expected
 
 pytestmark = pytest.mark.newest
 
-TOKENIZER = sd.load_tokenizer(CHECKPOINTS / "qwen2")
+TOKENIZER = lm.load_tokenizer(CHECKPOINTS / "qwen2")
 TEXT = "Prüfung 草稿 🙂 fertig!"
 
 
-def in_pieces(stream: sd.TextStream, token_ids: Any) -> list[str]:
+def in_pieces(stream: lm.TextStream, token_ids: Any) -> list[str]:
     return [*(stream.decode([token_id]) for token_id in token_ids), stream.decode([], final=True)]
 
 
@@ -32,7 +32,7 @@ def in_pieces(stream: sd.TextStream, token_ids: Any) -> list[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_and_text_are_those_of_transformers(name: str) -> None:
-    tokenizer, wanted = sd.load_tokenizer(CHECKPOINTS / name), expected(name)
+    tokenizer, wanted = lm.load_tokenizer(CHECKPOINTS / name), expected(name)
     assert tokenizer.encode(str(wanted["text"])) == wanted["token_ids"].tolist()
     assert tokenizer.encode(str(wanted["prompt"])) == wanted["prompt_token_ids"].tolist()
     assert tokenizer.decode(wanted["greedy_token_ids"]) == str(wanted["greedy_text"])
@@ -62,7 +62,7 @@ def test_the_file_does_not_cut_or_pad_a_text(tmp_path: Path) -> None:
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=100)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert sd.load_tokenizer(tmp_path).encode(TEXT) == TOKENIZER.encode(TEXT)
+    assert lm.load_tokenizer(tmp_path).encode(TEXT) == TOKENIZER.encode(TEXT)
 
 
 def test_ids_are_counted_up_to_the_last_that_is_known(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_an_incomplete_letter_is_replaced_at_the_end() -> None:
     assert in_pieces(TOKENIZER.stream(), first) == ["", "\ufffd"]
 
 
-def sentencepiece_like() -> sd.Tokenizer:
+def sentencepiece_like() -> lm.Tokenizer:
     """Words begin with ▁, other characters fall back to bytes, as in Llama 2."""
     pieces = ["<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁", "\ufffd", "日"]
     tokenizer = tokenizers.Tokenizer(
@@ -111,25 +111,25 @@ def sentencepiece_like() -> sd.Tokenizer:
         ]
     )
     tokenizer.add_special_tokens(["<s>"])
-    return sd.Tokenizer(Path("tokenizer.json"), tokenizer, ())
+    return lm.Tokenizer(Path("tokenizer.json"), tokenizer, ())
 
 
 def of_bytes(text: str) -> list[int]:
     return [1 + byte for byte in text.encode()]
 
 
-def of_words(decoder: Any, *words: str) -> sd.Tokenizer:
+def of_words(decoder: Any, *words: str) -> lm.Tokenizer:
     vocabulary = {word: i for i, word in enumerate(["<s>", *words])}
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<s>"))
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens(["<s>"])
-    return sd.Tokenizer(Path("tokenizer.json"), tokenizer, ())
+    return lm.Tokenizer(Path("tokenizer.json"), tokenizer, ())
 
 
-def byte_level() -> sd.Tokenizer:
+def byte_level() -> lm.Tokenizer:
     tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER.path))
     tokenizer.add_tokens(["\ufffd", "日本"])
-    return sd.Tokenizer(Path("tokenizer.json"), tokenizer, ())
+    return lm.Tokenizer(Path("tokenizer.json"), tokenizer, ())
 
 
 BYTE_LEVEL, SENTENCEPIECE = byte_level(), sentencepiece_like()
@@ -143,7 +143,7 @@ TOKENIZERS = {
 }
 
 
-def token_ids_of(tokenizer: sd.Tokenizer) -> st.SearchStrategy[list[int]]:
+def token_ids_of(tokenizer: lm.Tokenizer) -> st.SearchStrategy[list[int]]:
     """Ids, known and unknown, and the bytes of characters, maybe cut."""
     size = tokenizer.library_tokenizer.get_vocab_size()
     one = st.lists(st.integers(0, size + 1), max_size=4) | st.just([size - 2, 0])
@@ -180,7 +180,7 @@ def test_the_pieces_of_any_ids_are_what_they_add_to_the_prompt(
 def test_characters_of_byte_tokens_arrive_as_they_are(text: str) -> None:
     token_ids = of_bytes(text)
     assert "".join(in_pieces(SENTENCEPIECE.stream(), token_ids)) == text
-    assert "".join(in_pieces(sd.TextStream(SENTENCEPIECE.decode), token_ids)) == text
+    assert "".join(in_pieces(lm.TextStream(SENTENCEPIECE.decode), token_ids)) == text
     broken = "\ufffd" * (len(token_ids) - 1)  # one for each byte of the run
     assert "".join(in_pieces(SENTENCEPIECE.stream(), token_ids[:-1])) == broken
 
@@ -213,7 +213,7 @@ def test_a_long_run_of_byte_tokens_comes_out_before_its_end() -> None:
 class Counting:
     """A library's tokenizer that notes how many ids it decodes."""
 
-    def __init__(self, tokenizer: sd.Tokenizer) -> None:
+    def __init__(self, tokenizer: lm.Tokenizer) -> None:
         self.library_tokenizer, self.counts = tokenizer.library_tokenizer, []
 
     def __getattr__(self, name: str) -> Any:
@@ -232,8 +232,8 @@ def test_a_token_costs_no_more_after_many_that_are_no_text(name: str, is_functio
     broken = BYTE_LEVEL.encode("日")[-1] if tokenizer is BYTE_LEVEL else 1 + 0x80
     for token_id in (library.token_to_id("\ufffd"), broken, 0, library.get_vocab_size() + 1):
         counting = Counting(tokenizer)
-        counted = sd.Tokenizer(tokenizer.path, counting, ())
-        stream = sd.TextStream(counted.decode if is_function else counted, [token_id] * 300)
+        counted = lm.Tokenizer(tokenizer.path, counting, ())
+        stream = lm.TextStream(counted.decode if is_function else counted, [token_id] * 300)
         counting.counts.clear()
         pieces = in_pieces(stream, [token_id] * 300)
         assert max(counting.counts) <= (300 if is_function else 160), token_id
@@ -283,13 +283,13 @@ def test_a_run_of_broken_bytes_comes_out_before_the_end() -> None:
 def test_a_tokenizer_and_its_decode_stream_alike() -> None:
     token_ids = np.array(TOKENIZER.encode(TEXT)[1:])
     for decoder in (TOKENIZER, TOKENIZER.decode):
-        assert "".join(in_pieces(sd.TextStream(decoder), token_ids)) == TEXT
+        assert "".join(in_pieces(lm.TextStream(decoder), token_ids)) == TEXT
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: sd.TextStream("tokenizer.json"), "tokenizer must be a Tokenizer or a function"),
+        (lambda: lm.TextStream("tokenizer.json"), "tokenizer must be a Tokenizer or a function"),
         (lambda: TOKENIZER.stream([0.5]), "token_ids must be a list of ints"),
         (lambda: TOKENIZER.stream().decode(np.array([0.5])), "token_ids must be a list of ints"),
     ],
@@ -308,16 +308,16 @@ def test_the_repr_of_a_tokenizer_is_short() -> None:
 
 def test_generation_config_says_what_ends_a_text_or_else_config(tmp_path: Path) -> None:
     directory = copy("qwen2", tmp_path / "qwen2")
-    assert sd.load_tokenizer(directory).stop_token_ids == (281, 282)
+    assert lm.load_tokenizer(directory).stop_token_ids == (281, 282)
     edit_json(directory / "generation_config.json", eos_token_id=7)
-    assert sd.load_tokenizer(directory).stop_token_ids == (7,)
+    assert lm.load_tokenizer(directory).stop_token_ids == (7,)
     edit_json(directory / "config.json", eos_token_id=9)
     edit_json(directory / "generation_config.json", eos_token_id=...)
-    assert sd.load_tokenizer(directory).stop_token_ids == (9,)
+    assert lm.load_tokenizer(directory).stop_token_ids == (9,)
     (directory / "generation_config.json").unlink()
-    assert sd.load_tokenizer(directory).stop_token_ids == (9,)
+    assert lm.load_tokenizer(directory).stop_token_ids == (9,)
     (directory / "config.json").unlink()
-    assert sd.load_tokenizer(directory).stop_token_ids == ()
+    assert lm.load_tokenizer(directory).stop_token_ids == ()
 
 
 # Mistakes
@@ -325,7 +325,7 @@ def test_generation_config_says_what_ends_a_text_or_else_config(tmp_path: Path) 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="tokenizer.json does not exist; a checkpoint"):
-        sd.load_tokenizer(tmp_path)
+        lm.load_tokenizer(tmp_path)
 
 
 def test_without_the_library_the_error_says_what_to_install(
@@ -335,15 +335,15 @@ def test_without_the_library_the_error_says_what_to_install(
     with pytest.raises(
         ImportError, match=r"tokenizers library, .* pip install tokenizers, or the extra hf"
     ):
-        sd.load_tokenizer(CHECKPOINTS / "qwen2")
-    assert sd.load_huggingface(CHECKPOINTS / "qwen2").model.vocab_size == 288
+        lm.load_tokenizer(CHECKPOINTS / "qwen2")
+    assert lm.load_huggingface(CHECKPOINTS / "qwen2").model.vocab_size == 288
 
 
-def changed(tmp_path: Path, change: Callable[[tokenizers.Tokenizer], Any]) -> sd.Tokenizer:
+def changed(tmp_path: Path, change: Callable[[tokenizers.Tokenizer], Any]) -> lm.Tokenizer:
     tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER.path))
     change(tokenizer)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return sd.load_tokenizer(tmp_path)
+    return lm.load_tokenizer(tmp_path)
 
 
 def test_tokenizers_with_the_same_ids_are_the_same(tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ def test_the_first_id_that_differs_is_named(tmp_path: Path) -> None:
 
 def test_a_swap_of_ids_is_named() -> None:
     ours, theirs = (
-        sd.Tokenizer(Path("x"), tokenizers.Tokenizer(models.WordLevel(vocab)), ())
+        lm.Tokenizer(Path("x"), tokenizers.Tokenizer(models.WordLevel(vocab)), ())
         for vocab in ({"a": 0, "b": 1}, {"a": 1, "b": 0})
     )
     with pytest.raises(ValueError, match="token id 0 is 'a' in the first and 'b' in the second"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import train_eagle3
 
-import jax_specdec as sd
+from jax_specdec import lm
 
 from .checkpoints import CHECKPOINTS
 from .test_eagle3 import CONFIG, LAYER, random_params
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.newest
     "changes", [{}, {"norm_output": True, "norm_before_residual": True}], ids=["plain", "norms"]
 )
 def test_unrolling_computes_what_drafting_does(changes: dict[str, Any]) -> None:
-    head = sd.models.Eagle3Head(dataclasses.replace(CONFIG, **changes))
+    head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, **changes))
     params, rng = random_params(head), np.random.default_rng(0)
     tokens = rng.integers(0, LAYER.vocab_size, (2, 9), np.int32)
     features = rng.normal(size=(2, 9, head.num_features)).astype(np.float32)
@@ -60,8 +60,8 @@ def test_a_head_learns_and_is_read_again(
     record = json.loads((tmp_path / "vocab_24" / "training.json").read_text())
     losses = [entry["loss"] for entry in record["log"]]
     assert losses[-1] < losses[0]
-    target = sd.load_huggingface(CHECKPOINTS / "llama", jnp.float32)
-    head, params = sd.load_eagle3(tmp_path / "vocab_24", target)
+    target = lm.load_huggingface(CHECKPOINTS / "llama", jnp.float32)
+    head, params = lm.load_eagle3(tmp_path / "vocab_24", target)
     assert head.feature_layers == (0, 1, 2) and head.vocab_size == 24
     assert (np.diff(params["target_ids"]) > 0).all()
     rows = target.params["lm_head"][:, params["target_ids"]]

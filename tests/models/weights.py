@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_specdec.models import LlamaConfig
+from jax_specdec.lm.models import LlamaConfig
 
 
 def sizes(

@@ -14,6 +14,7 @@ import numpy as np
 from models.weights import random_weights
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import tiny
 
@@ -24,8 +25,8 @@ CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 SHAPE = dict(num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(8, LONGEST), max_stop_tokens=2)
 
 
-def llama(hidden_size: int) -> sd.models.Llama:
-    config = sd.models.LlamaConfig(
+def llama(hidden_size: int) -> lm.models.Llama:
+    config = lm.models.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=hidden_size,
         intermediate_size=24,
@@ -34,16 +35,16 @@ def llama(hidden_size: int) -> sd.models.Llama:
         num_key_value_heads=2,
         head_dim=8,
     )
-    return sd.models.Llama(config)
+    return lm.models.Llama(config)
 
 
-TABLE = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), CONFIG, **SHAPE)
+TABLE = lm.Engine(tiny.Trigram(VOCAB), lm.ModelDrafter(tiny.Trigram(VOCAB)), CONFIG, **SHAPE)
 BLOCK = dataclasses.replace(CONFIG, rejection_sample_method="block")
-JOINTLY = sd.Engine(tiny.Trigram(VOCAB), sd.ModelDrafter(tiny.Trigram(VOCAB)), BLOCK, **SHAPE)
-LOOKUP = sd.Engine(tiny.Trigram(VOCAB), sd.NGramDrafter(min_ngram=1), CONFIG, **SHAPE)
+JOINTLY = lm.Engine(tiny.Trigram(VOCAB), lm.ModelDrafter(tiny.Trigram(VOCAB)), BLOCK, **SHAPE)
+LOOKUP = lm.Engine(tiny.Trigram(VOCAB), lm.NGramDrafter(min_ngram=1), CONFIG, **SHAPE)
 # Its longer prompts are read in pieces.
-LLAMA = sd.Engine(
-    llama(16), sd.ModelDrafter(llama(8)), CONFIG, **(SHAPE | dict(prefill_sizes=(PIECE,)))
+LLAMA = lm.Engine(
+    llama(16), lm.ModelDrafter(llama(8)), CONFIG, **(SHAPE | dict(prefill_sizes=(PIECE,)))
 )
 EVERYTHING = dataclasses.replace(  # longer prompts are read in pieces
     TABLE,
@@ -56,24 +57,24 @@ NAMES = {TABLE: "table", JOINTLY: "block", LOOKUP: "lookup", LLAMA: "llama"}
 
 
 @functools.cache
-def weights_of(engine: sd.Engine) -> tuple[Any, Any]:
+def weights_of(engine: lm.Engine) -> tuple[Any, Any]:
     """Of the target and of the drafter, made when a test first asks for them."""
     drafter = engine.drafter
     if isinstance(engine.model, tiny.Trigram):
-        return TABLES[0], None if isinstance(drafter, sd.NGramDrafter) else TABLES[1]
+        return TABLES[0], None if isinstance(drafter, lm.NGramDrafter) else TABLES[1]
     # Fourfold, or every token follows every other alike.
     return random_weights(engine.model, 16, 4.0), random_weights(drafter.model, 8, 4.0)
 
 
 def driver_of(
-    engine: sd.Engine,
+    engine: lm.Engine,
     *weights: Any,
     max_steps_ahead: int = 0,
     max_prefills: int | None = None,
     **settings: int,
-) -> sd.EngineDriver:
+) -> lm.EngineDriver:
     """A driver; all that happens in a step happens at once, unless asked for otherwise."""
-    return sd.EngineDriver(
+    return lm.EngineDriver(
         engine,
         *(weights or weights_of(engine)),
         max_steps_ahead=max_steps_ahead,
@@ -89,10 +90,10 @@ class Finished:
     token_ids: list[int]
     finish_reason: str | None
     status: sd.Status
-    updates: list[sd.serving.RequestUpdate]
+    updates: list[lm.RequestUpdate]
 
 
-def collect(updates: Sequence[sd.serving.RequestUpdate]) -> dict[int, Finished]:
+def collect(updates: Sequence[lm.RequestUpdate]) -> dict[int, Finished]:
     found: dict[int, Finished] = {}
     for update in updates:
         one = found.setdefault(update.request_id, Finished([], None, sd.Status.OK, []))
@@ -103,9 +104,7 @@ def collect(updates: Sequence[sd.serving.RequestUpdate]) -> dict[int, Finished]:
     return found
 
 
-def run(
-    driver: sd.EngineDriver, updates: Sequence[sd.serving.RequestUpdate] = ()
-) -> dict[int, Finished]:
+def run(driver: lm.EngineDriver, updates: Sequence[lm.RequestUpdate] = ()) -> dict[int, Finished]:
     """Step until nothing is left to do, after the updates so far."""
     updates = list(updates)
     while not driver.is_idle:
@@ -113,7 +112,7 @@ def run(
     return collect(updates)
 
 
-def alone(driver: sd.EngineDriver, request: dict[str, Any]) -> Finished:
+def alone(driver: lm.EngineDriver, request: dict[str, Any]) -> Finished:
     """A request by itself: first slot, all others empty."""
     assert driver.is_idle
     request_id = driver.submit(**request)

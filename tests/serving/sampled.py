@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-import jax_specdec as sd
+from jax_specdec import lm
 
 from . import tiny
 
@@ -16,7 +16,7 @@ def processed(
     prompt: Sequence[int],
     output: Sequence[int],
     temperature: float,
-    options: sd.RequestOptions,
+    options: lm.RequestOptions,
     stop_token_ids: Sequence[int] = (),
 ) -> np.ndarray:
     """What the next token is drawn from; for a greedy request all on the argmax."""
@@ -47,7 +47,7 @@ def processed(
 
 
 def penalized(
-    row: np.ndarray, prompt: Sequence[int], output: Sequence[int], options: sd.RequestOptions
+    row: np.ndarray, prompt: Sequence[int], output: Sequence[int], options: lm.RequestOptions
 ) -> np.ndarray:
     x = row.astype(np.float64)
     for token in range(len(x)):
@@ -62,7 +62,7 @@ def penalized(
 def greedy(
     table: np.ndarray,
     prompt: Sequence[int],
-    options: sd.RequestOptions,
+    options: lm.RequestOptions,
     count: int,
     stop_token_ids: Sequence[int] = (),
 ) -> list[int]:
@@ -82,7 +82,7 @@ def exact_distribution(
     prompt: Sequence[int],
     length: int,
     temperature: float,
-    options: sd.RequestOptions,
+    options: lm.RequestOptions,
     stop_token_ids: Sequence[int] = (),
 ) -> np.ndarray:
     """Probability of every continuation, ``[V] * length``, as if no token stopped it."""

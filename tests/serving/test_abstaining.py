@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import tiny
 
@@ -42,8 +43,8 @@ class Abstaining(tiny.Scripted):
     may_abstain: bool = True
 
 
-def widths(drafter: sd.Drafter, script: list[list[int]]) -> list[list[int]]:
-    return sd.generate(
+def widths(drafter: lm.Drafter, script: list[list[int]]) -> list[list[int]]:
+    return lm.generate(
         EmitsWidth(VOCAB),
         None,
         [[0]] * len(script),
@@ -72,8 +73,8 @@ def test_a_pass_without_drafts_is_narrow_for_one_request(drafter, script, wanted
 
 
 def test_a_lookup_that_finds_nothing_makes_a_narrow_pass() -> None:
-    prompt, drafter = [1, 2, 3, 1, 2], sd.NGramDrafter(2, 2)
-    output = sd.generate(
+    prompt, drafter = [1, 2, 3, 1, 2], lm.NGramDrafter(2, 2)
+    output = lm.generate(
         EmitsWidth(VOCAB), None, [prompt], drafter=drafter, config=CONFIG, max_new_tokens=3
     )
     # 1 2 occurred: 3 1 2 is drafted, and the pass is 4 wide. Then 2 4 did not, nor 4 1.
@@ -93,18 +94,18 @@ def test_tokens_and_log_probabilities_are_those_of_wide_passes() -> None:
         config=CONFIG,
         temperature=0.9,
         max_new_tokens=40,
-        options=sd.RequestOptions(frequency_penalty=0.3, allowed_token_ids=range(1, VOCAB)),
+        options=lm.RequestOptions(frequency_penalty=0.3, allowed_token_ids=range(1, VOCAB)),
         logprobs=sd.LogprobsConfig(num_top=2, distribution="processed"),
     )
-    output = sd.generate(drafter=Abstaining(), **given)
-    tiny.assert_same(output, sd.generate(drafter=tiny.Scripted(), **given))
+    output = lm.generate(drafter=Abstaining(), **given)
+    tiny.assert_same(output, lm.generate(drafter=tiny.Scripted(), **given))
     proposed = output.steps.num_proposed[:, 0]
     assert (proposed == 0).any() and (proposed > 0).any()
 
 
 def test_an_engine_of_one_slot_makes_narrow_passes_too() -> None:
-    engine = sd.Engine(EmitsWidth(VOCAB), Abstaining(), CONFIG, num_slots=1, max_length=16)
-    driver = sd.EngineDriver(engine, None, jnp.array([SOME], jnp.int32))
+    engine = lm.Engine(EmitsWidth(VOCAB), Abstaining(), CONFIG, num_slots=1, max_length=16)
+    driver = lm.EngineDriver(engine, None, jnp.array([SOME], jnp.int32))
     driver.submit([0], max_new_tokens=4)
     tokens: list[int] = []
     while not driver.is_idle:

@@ -13,8 +13,9 @@ import pytest
 from models.weights import random_weights
 
 import jax_specdec as sd
+from jax_specdec import lm
 from jax_specdec._src import reference
-from jax_specdec._src.serving.differences import _processed
+from jax_specdec.lm.decoding.differences import _processed
 
 from . import engines, test_eagle3, tiny
 from .test_draft_budget import Cycling
@@ -29,7 +30,7 @@ NEW_TOKENS = 14
 _rng = np.random.default_rng(6)
 PROMPTS = [_rng.integers(0, VOCAB, n).tolist() for n in (3, 8, 1, 5, 2, 7)]
 OPTIONS = [
-    sd.RequestOptions(seed=100 + b, max_new_tokens=NEW_TOKENS, **fields)
+    lm.RequestOptions(seed=100 + b, max_new_tokens=NEW_TOKENS, **fields)
     for b, fields in enumerate(
         [
             # All ask for something: an engine need not compile its steps without options.
@@ -45,8 +46,8 @@ OPTIONS = [
 SCRIPT = _rng.integers(-1, VOCAB + 1, (B, 64)).astype(np.int32)
 
 DRAFTERS: dict[str, Any] = {
-    "model": sd.ModelDrafter(engines.llama(8)),
-    "few candidates": sd.ModelDrafter(engines.llama(8), num_candidates=2),
+    "model": lm.ModelDrafter(engines.llama(8)),
+    "few candidates": lm.ModelDrafter(engines.llama(8), num_candidates=2),
     "own": tiny.Scripted(),
 }
 
@@ -74,7 +75,7 @@ def config_of(k: int, **fields: Any) -> sd.SpecDecodeConfig:
 
 @functools.cache
 def plain() -> list[list[int]]:
-    return sd.generate_plain(
+    return lm.generate_plain(
         MODEL, params(), PROMPTS, config=config_of(1), options=OPTIONS
     ).completions
 
@@ -131,7 +132,7 @@ def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
     drafter, weights = DRAFTERS[name], draft_params(name)
     config = config_of(k, **fields)
     assert drafter.init_store(weights, B, config) is None
-    output = sd.generate(
+    output = lm.generate(
         MODEL,
         params(),
         PROMPTS,
@@ -172,7 +173,7 @@ def test_engines_give_it_whatever_the_traffic_and_who_is_preempted():
 def test_another_seed_gives_another_text():
     """What the tests above could not notice if texts were always the same."""
     others = [dataclasses.replace(one, seed=7 + one.seed) for one in OPTIONS]
-    texts = sd.generate_plain(
+    texts = lm.generate_plain(
         MODEL, params(), PROMPTS, config=config_of(1), options=others
     ).completions
     different = [a != b for a, b in zip(texts, plain(), strict=True)]

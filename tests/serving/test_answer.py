@@ -16,26 +16,27 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 import jax_specdec as sd
-from jax_specdec._src.cli.server.answer import ChoiceText, Piece
-from jax_specdec._src.cli.server.limits import Limits
-from jax_specdec._src.cli.server.request import Asked
-from jax_specdec._src.cli.server.vocabulary import Vocabulary
+from jax_specdec import lm
+from jax_specdec.lm.server.answer import ChoiceText, Piece
+from jax_specdec.lm.server.limits import Limits
+from jax_specdec.lm.server.request import Asked
+from jax_specdec.lm.server.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.newest
 
 SPECIAL = ["<sp>", "<sp>more"]
 
 
-def byte_fallback() -> sd.Tokenizer:
+def byte_fallback() -> lm.Tokenizer:
     pieces = [*(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "b", "▁", "\ufffd", "xy"]
     library = tokenizers.Tokenizer(models.BPE({x: i for i, x in enumerate(pieces)}, []))
     replace, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
     library.decoder = decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse(), strip])
     library.add_special_tokens(SPECIAL)
-    return sd.Tokenizer(Path("tokenizer.json"), library, ())
+    return lm.Tokenizer(Path("tokenizer.json"), library, ())
 
 
-def byte_level() -> sd.Tokenizer:
+def byte_level() -> lm.Tokenizer:
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     ((smile, _),) = split("🙂")  # a letter for each byte
     parts = [smile[:2], smile[2:], "a" + smile[:1], "xy"]
@@ -43,13 +44,13 @@ def byte_level() -> sd.Tokenizer:
     library = tokenizers.Tokenizer(models.BPE({x: i for i, x in enumerate(pieces)}, []))
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens(SPECIAL)
-    return sd.Tokenizer(Path("tokenizer.json"), library, ())
+    return lm.Tokenizer(Path("tokenizer.json"), library, ())
 
 
 TOKENIZERS = {"byte fallback": byte_fallback(), "byte level": byte_level()}
 
 
-def ids_of(tokenizer: sd.Tokenizer, *tokens: str | bytes) -> list[int]:
+def ids_of(tokenizer: lm.Tokenizer, *tokens: str | bytes) -> list[int]:
     """Ids of tokens by their names, and of bytes."""
     find = tokenizer.library_tokenizer.token_to_id
     if find("<0x00>") is not None:
@@ -64,7 +65,7 @@ def ids_of(tokenizer: sd.Tokenizer, *tokens: str | bytes) -> list[int]:
 
 
 def choice_text(
-    tokenizer: sd.Tokenizer, *stops: str, prompt: Any = (), min_tokens: int = 0
+    tokenizer: lm.Tokenizer, *stops: str, prompt: Any = (), min_tokens: int = 0
 ) -> ChoiceText:
     size = tokenizer.library_tokenizer.get_vocab_size()
     loaded: Any = types.SimpleNamespace(
@@ -87,7 +88,7 @@ def answer(text: ChoiceText, token_ids: list[int], sizes: Iterable[int] = ()) ->
         top = np.array(now, np.int32)[:, None]
         zeros = np.zeros(len(now), np.float32)
         numbers = sd.TokenLogprobs(logprobs=zeros, top_token_ids=top, top_logprobs=zeros[:, None])
-        update = sd.serving.RequestUpdate(0, now, None if rest else "length", logprobs=numbers)
+        update = lm.RequestUpdate(0, now, None if rest else "length", logprobs=numbers)
         piece = text.add(update)
         whole.text += piece.text
         whole.tokens += piece.tokens

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving.batch import append
-from jax_specdec._src.serving.generate import make_batch
+from jax_specdec import lm
+from jax_specdec.lm.decoding.batch import append
+from jax_specdec.lm.decoding.generate import make_batch
 
 from . import tiny
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.newest
 VOCAB = 5
 
 
-def generate(**changes: Any) -> sd.GenerateOutput:
+def generate(**changes: Any) -> lm.GenerateOutput:
     named = dict(
         prompts=[[1], [2, 3]],
         drafter=tiny.Scripted(),
@@ -32,7 +33,7 @@ def generate(**changes: Any) -> sd.GenerateOutput:
     )
     named |= changes
     table = jnp.zeros((VOCAB,) * 3)
-    return sd.generate(tiny.Trigram(VOCAB), table, named.pop("prompts"), **named)
+    return lm.generate(tiny.Trigram(VOCAB), table, named.pop("prompts"), **named)
 
 
 ERRORS = {
@@ -96,9 +97,9 @@ def test_without_prompts_the_output_is_that_of_no_requests(logprobs):
 
 def test_without_prompts_there_is_no_step_and_no_difference():
     model, table = tiny.Trigram(VOCAB), jnp.zeros((VOCAB,) * 3)
-    plain = sd.generate_plain(model, table, [])
+    plain = lm.generate_plain(model, table, [])
     assert plain.completions == [] and plain.steps.num_kept.shape == (0, 0)
-    steps = sd.generate_stream(
+    steps = lm.generate_stream(
         model,
         table,
         [],
@@ -108,7 +109,7 @@ def test_without_prompts_there_is_no_step_and_no_difference():
         options=[],
     )
     assert list(steps) == []
-    assert sd.serving.greedy_differences(model, table, [], plain, plain) == []
+    assert lm.greedy_differences(model, table, [], plain, plain) == []
 
 
 @pytest.mark.parametrize(("length", "budget", "slack"), [(1, 0, 1), (32, 32, 6), (33, 500, 33)])
@@ -134,7 +135,7 @@ append_jit = jax.jit(append)
 
 def append_one(emitted: list[int], budget: int, stop_token_ids: tuple[int, ...] = ()) -> Any:
     """Appends what a verification emitted to the sequence 3 1."""
-    options = [sd.RequestOptions(max_new_tokens=budget)]
+    options = [lm.RequestOptions(max_new_tokens=budget)]
     batch, _, _ = make_batch([[3, 1]], options, vocab_size=9, key=None, slack=4)
     stops = np.array([[*stop_token_ids, -1, -1, -1][:3]], np.int32)
     batch = dataclasses.replace(
@@ -225,14 +226,12 @@ def test_truncate_refuses(changes, error, name):
 
 
 def test_a_bias_is_named_as_json_names_it() -> None:
-    options = sd.RequestOptions(logit_bias={"5": 1.0, 7: -2.0})
+    options = lm.RequestOptions(logit_bias={"5": 1.0, 7: -2.0})
     assert options.logit_bias == {5: 1.0, 7: -2.0}
 
 
 def test_the_repr_of_an_output_is_short() -> None:
-    record = sd.serving.StepRecord(
-        *(np.zeros((2, 3, *rest), np.int32) for rest in ((2,), (), (), (), ()))
-    )
+    record = sd.StepRecord(*(np.zeros((2, 3, *rest), np.int32) for rest in ((2,), (), (), (), ())))
     status = [sd.Status.OK, sd.Status.OK, sd.Status.BAD_TARGET_ROW]
-    output = sd.GenerateOutput([[1, 2], [3], []], record, status)
+    output = lm.GenerateOutput([[1, 2], [3], []], record, status)
     assert repr(output) == "<GenerateOutput: 3 requests, 3 tokens, 2 steps, 1 failed>"

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import programs
+from jax_specdec import lm
+from jax_specdec.lm.decoding import programs
 
 from . import engines, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -22,7 +23,7 @@ BUDGET, SLOTS = (0, 1, 2), 64
 TABLE = dataclasses.replace(engines.TABLE, draft_budget=BUDGET, num_slots=SLOTS)
 
 
-class Cycling(sd.serving.DraftChoice):
+class Cycling(lm.DraftChoice):
     """Every number in turn, with several steps without drafts in a row."""
 
     def next(self) -> int:
@@ -31,7 +32,7 @@ class Cycling(sd.serving.DraftChoice):
         return wanted if wanted in self.num_drafts else max(self.num_drafts)
 
 
-class FromThePast(sd.serving.DraftChoice):
+class FromThePast(lm.DraftChoice):
     """An arbitrary function of what earlier steps accepted."""
 
     def next(self) -> int:
@@ -39,7 +40,7 @@ class FromThePast(sd.serving.DraftChoice):
         return self.num_drafts[int(1e4 * np.sum(self.rates) + self.saved) % len(self.num_drafts)]
 
 
-def driver_of(engine: sd.Engine, choice: type, *weights: Any, **settings: Any) -> sd.EngineDriver:
+def driver_of(engine: lm.Engine, choice: type, *weights: Any, **settings: Any) -> lm.EngineDriver:
     driver = engines.driver_of(engine, *weights, **settings)
     driver.draft_choice = choice(engine.draft_budget, driver.draft_choice.rates)
     return driver
@@ -63,10 +64,10 @@ def test_greedy_text_is_the_targets_whatever_the_numbers_of_drafts():
 PROMPT, NUM_TOKENS, REQUESTS = [1, 4, 0], 4, 6000
 
 
-class Peeking(sd.ModelDrafter):
+class Peeking(lm.ModelDrafter):
     """Withdraws drafts of one token: whether a draft is verified depends on what it is."""
 
-    def propose(self, *args: Any) -> tuple[sd.Proposal, Any]:
+    def propose(self, *args: Any) -> tuple[lm.Proposal, Any]:
         proposal, cache = super().propose(*args)
         ids = jnp.where(proposal.token_ids[:, :1] == 2, -1, proposal.token_ids)
         return proposal._replace(token_ids=ids), cache
@@ -75,13 +76,13 @@ class Peeking(sd.ModelDrafter):
 @pytest.mark.statistics
 @pytest.mark.parametrize(
     "drafter",
-    [sd.ModelDrafter, pytest.param(Peeking, marks=pytest.mark.long)],
+    [lm.ModelDrafter, pytest.param(Peeking, marks=pytest.mark.long)],
     ids=["drafts", "control"],
 )
 def test_text_under_load_is_distributed_as_the_targets(drafter):
     engine = dataclasses.replace(TABLE, drafter=drafter(tiny.Trigram(VOCAB)))
     driver = driver_of(engine, FromThePast)
-    asked = sd.RequestOptions(max_new_tokens=NUM_TOKENS, temperature=1.0)
+    asked = lm.RequestOptions(max_new_tokens=NUM_TOKENS, temperature=1.0)
     for _ in range(REQUESTS):
         driver.submit(PROMPT, asked)
     found = engines.run(driver)
@@ -123,10 +124,10 @@ def test_synthetic_rates_hold_for_sampled_drafts_and_for_fewer():
 # Caches
 
 
-class Forgetful(sd.ModelDrafter):
+class Forgetful(lm.ModelDrafter):
     """Forgets what it reads in steps of one draft or none."""
 
-    def propose(self, *args: Any) -> tuple[sd.Proposal, Any]:
+    def propose(self, *args: Any) -> tuple[lm.Proposal, Any]:
         proposal, cache = super().propose(*args)
         _, context, before, _ = args
         return proposal, before if context.config.num_speculative_tokens == 1 else cache
@@ -162,7 +163,7 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
     driver = driver_of(engine, Cycling, *weights)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, engines.VOCAB, n).tolist() for n in (3, 5, 2, 6)]
-    asked = [sd.RequestOptions(max_new_tokens=30)]
+    asked = [lm.RequestOptions(max_new_tokens=30)]
     texts = {driver.submit(prompt, *asked): list(prompt) for prompt in prompts}
     draft = jax.jit(engine.draft)
     for _ in range(12):
@@ -170,7 +171,7 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
             texts[update.request_id] += update.token_ids
     again, _ = programs.init(engine, *weights)
     for slot, (prompt, (i, text)) in enumerate(zip(prompts, texts.items(), strict=True)):
-        request = sd.serving.NewRequests(
+        request = lm.NewRequests(
             slots=np.array([slot], np.int32),
             prompts=engine.pad_prompt(text)[None],
             lengths=np.array([len(text)], np.int32),
@@ -212,7 +213,7 @@ def test_an_engine_without_a_budget_has_no_estimator():
 
 # The choice
 
-COSTS = sd.serving.StepCosts(SLOTS, BUDGET, (1.0, 1.5, 1.75))
+COSTS = lm.StepCosts(SLOTS, BUDGET, (1.0, 1.5, 1.75))
 
 
 @pytest.mark.parametrize(
@@ -239,7 +240,7 @@ def test_a_choice_learns_whether_speculation_pays():
 
 
 def test_trials_take_one_percent_of_the_time():
-    choice = sd.serving.DraftChoice(BUDGET, [0.1, 0.1], COSTS)
+    choice = lm.DraftChoice(BUDGET, [0.1, 0.1], COSTS)
     numbers = [choice.next() for _ in range(3000)]
     assert choice.best == 0
     assert set(numbers) == {0, 1}
@@ -249,13 +250,13 @@ def test_trials_take_one_percent_of_the_time():
 
 
 def test_without_costs_every_step_has_the_most_drafts():
-    choice = sd.serving.DraftChoice(BUDGET, [0.0, 0.0])
+    choice = lm.DraftChoice(BUDGET, [0.0, 0.0])
     assert [choice.best, choice.next()] == [2, 2]
 
 
 def test_costs_are_saved_and_loaded(tmp_path):
     COSTS.save(tmp_path / "costs.json")
-    assert sd.serving.StepCosts.load(tmp_path / "costs.json") == COSTS
+    assert lm.StepCosts.load(tmp_path / "costs.json") == COSTS
     driver = engines.driver_of(TABLE, step_costs=COSTS)
     assert driver.draft_choice.costs == COSTS
     wrong = {"num_slots": 4, "num_drafts": 2, "seconds": [1]}
@@ -263,7 +264,7 @@ def test_costs_are_saved_and_loaded(tmp_path):
     for text in ("{", "[1]", json.dumps({"seconds": [1]}), json.dumps(wrong), json.dumps(large)):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ValueError, match=r"path .*other\.json"):
-            sd.serving.StepCosts.load(tmp_path / "other.json")
+            lm.StepCosts.load(tmp_path / "other.json")
 
 
 def test_a_broken_step_keeps_what_was_learned(monkeypatch):
@@ -281,7 +282,7 @@ def test_a_broken_step_keeps_what_was_learned(monkeypatch):
     np.testing.assert_array_equal(driver.state.estimator.visited, before)
 
 
-StepCosts, measure_steps = sd.serving.StepCosts, sd.serving.measure_steps
+StepCosts, measure_steps = lm.StepCosts, lm.measure_steps
 
 
 @pytest.mark.parametrize(
@@ -305,12 +306,12 @@ StepCosts, measure_steps = sd.serving.StepCosts, sd.serving.measure_steps
         (
             ValueError,
             "draft_budget",
-            lambda: sd.serving.measure_steps(engines.TABLE, *engines.TABLES),
+            lambda: lm.measure_steps(engines.TABLE, *engines.TABLES),
         ),
         (
             ValueError,
             "num_steps",
-            lambda: sd.serving.measure_steps(TABLE, *engines.TABLES, num_steps=0),
+            lambda: lm.measure_steps(TABLE, *engines.TABLES, num_steps=0),
         ),
         (
             ValueError,

@@ -14,6 +14,7 @@ import pytest
 from filled import zeros
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import engines, tiny
 
@@ -34,12 +35,12 @@ class Returning(tiny.Scripted):
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         return {"seen": jnp.zeros((batch_size,), jnp.int32)}
 
-    def propose(self, params: Any, context: sd.DraftContext, cache: Any, store: Any) -> Any:
+    def propose(self, params: Any, context: lm.DraftContext, cache: Any, store: Any) -> Any:
         return self.make(store, cache)
 
 
 def ids(array: Any) -> Callable[[Any, Any], Any]:
-    return lambda store, cache: (sd.Proposal(array, store), cache)
+    return lambda store, cache: (lm.Proposal(array, store), cache)
 
 
 IDS = "the token_ids of Returning.propose must "
@@ -79,25 +80,25 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] =
         "the proposal of Returning.propose must ",
     ),
     "no cache": (
-        lambda store, cache: (sd.Proposal(GOOD, store), None),
+        lambda store, cache: (lm.Proposal(GOOD, store), None),
         False,
         ValueError,
         "return the cache with the layout it was given, {'seen': 'int32[2]'}, but it returned None",
     ),
     "a cache of another dtype": (
-        lambda store, cache: (sd.Proposal(GOOD), {"seen": zeros((B,))}),
+        lambda store, cache: (lm.Proposal(GOOD), {"seen": zeros((B,))}),
         False,
         ValueError,
         "it returned {'seen': 'float32[2]'}",
     ),
     "no store": (
-        lambda store, cache: (sd.Proposal(GOOD), cache),
+        lambda store, cache: (lm.Proposal(GOOD), cache),
         True,
         ValueError,
         "return the store with the layout it was given, DraftStore(logits='float32[4, 6]'",
     ),
     "a store that nobody asked for": (
-        lambda store, cache: (sd.Proposal(GOOD, sd.DraftStore.create(B, K, V)), cache),
+        lambda store, cache: (lm.Proposal(GOOD, sd.DraftStore.create(B, K, V)), cache),
         False,
         ValueError,
         "return the store with the layout it was given, None, but it returned DraftStore(",
@@ -105,8 +106,8 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] =
 }
 
 
-def generate(drafter: sd.Drafter) -> sd.GenerateOutput:
-    return sd.generate(
+def generate(drafter: lm.Drafter) -> lm.GenerateOutput:
+    return lm.generate(
         tiny.Trigram(V),
         jnp.asarray(engines.TARGET),
         [[1], [2, 3]],
@@ -140,11 +141,11 @@ def test_a_drafter_of_the_old_form_hears_the_new_one():
     with pytest.raises(TypeError, match=message):
         generate(Old())
     with pytest.raises(TypeError, match=message):
-        sd.Engine(tiny.Trigram(V), Old(), engines.CONFIG, num_slots=B, max_length=8)
+        lm.Engine(tiny.Trigram(V), Old(), engines.CONFIG, num_slots=B, max_length=8)
 
 
 def test_an_engine_names_it_too():
-    engine = sd.Engine(
+    engine = lm.Engine(
         tiny.Trigram(V),
         Returning(ids(np.zeros((B, 1), np.int32))),
         engines.CONFIG,

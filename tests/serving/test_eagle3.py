@@ -14,6 +14,7 @@ import pytest
 from models.weights import random_weights
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import engines, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -23,8 +24,8 @@ pytestmark = pytest.mark.newest
 VOCAB = engines.VOCAB
 
 
-def head_of(hidden_size: int, layers: tuple[int, ...], ids: list[int]) -> sd.models.Eagle3Head:
-    config = sd.models.Eagle3Config(
+def head_of(hidden_size: int, layers: tuple[int, ...], ids: list[int]) -> lm.models.Eagle3Head:
+    config = lm.models.Eagle3Config(
         layer=dataclasses.replace(engines.llama(16).config, hidden_size=hidden_size),
         draft_vocab_size=len(ids),
         feature_layers=layers,
@@ -32,21 +33,21 @@ def head_of(hidden_size: int, layers: tuple[int, ...], ids: list[int]) -> sd.mod
         own_embedding=True,
         own_lm_head=True,
     )
-    return sd.models.Eagle3Head(config)
+    return lm.models.Eagle3Head(config)
 
 
-def head_params(head: sd.models.Eagle3Head, ids: list[int]) -> dict[str, Any]:
+def head_params(head: lm.models.Eagle3Head, ids: list[int]) -> dict[str, Any]:
     return random_weights(head, 5) | {"target_ids": jnp.asarray(np.array(ids, np.int32))}
 
 
 # Engines
 
 HEAD = head_of(16, (0, 1), [3, 0, 5, 1])
-ENGINE = dataclasses.replace(engines.LLAMA, drafter=sd.Eagle3Drafter(HEAD), max_prefill_requests=2)
+ENGINE = dataclasses.replace(engines.LLAMA, drafter=lm.Eagle3Drafter(HEAD), max_prefill_requests=2)
 
 
 @functools.cache
-def weights_of(engine: sd.Engine) -> tuple[Any, Any]:
+def weights_of(engine: lm.Engine) -> tuple[Any, Any]:
     return engines.weights_of(engines.LLAMA)[0], head_params(HEAD, [3, 0, 5, 1])
 
 
@@ -103,7 +104,7 @@ class Featured(tiny.Trigram):
 
     def apply(
         self, *args: Any, feature_layers: tuple[int, ...] = ()
-    ) -> sd.models.TargetOutput | tuple[Any, Any]:
+    ) -> lm.models.TargetOutput | tuple[Any, Any]:
         logits, cache = super().apply(*args)
         _, token_ids, start, _ = args
         if not feature_layers:
@@ -111,7 +112,7 @@ class Featured(tiny.Trigram):
         place = start[:, None] + jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :] - 1
         before = jnp.take_along_axis(cache, jnp.maximum(place, 0), axis=1)
         both = [jax.nn.one_hot(x, 8) for x in (token_ids, before)]
-        return sd.models.TargetOutput(
+        return lm.models.TargetOutput(
             logits, cache, jnp.concatenate([both[layer] for layer in feature_layers], axis=2)
         )
 
@@ -142,7 +143,7 @@ def skipping() -> tuple[np.ndarray, dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rolling(sd.Eagle3Drafter):
+class Rolling(lm.Eagle3Drafter):
     """Claims, for each draft, the row of another request: its own where that is 0 further.
 
     ``params`` is the head's and how far.
@@ -157,16 +158,16 @@ class Rolling(sd.Eagle3Drafter):
         given = dict(features=features, next_token_ids=next_token_ids)
         return super().prefill(params[0], *args, **given)
 
-    def propose(self, params: Any, *args: Any) -> tuple[sd.Proposal, Any]:
+    def propose(self, params: Any, *args: Any) -> tuple[lm.Proposal, Any]:
         (ids, store), cache = super().propose(params[0], *args)
         names = ("logits", "log_normalizer")
         rows = {name: jnp.roll(getattr(store, name), params[1], axis=0) for name in names}
-        return sd.Proposal(ids, dataclasses.replace(store, **rows)), cache
+        return lm.Proposal(ids, dataclasses.replace(store, **rows)), cache
 
 
-def sampled(roll: int = 0, **changes: Any) -> sd.GenerateOutput:
+def sampled(roll: int = 0, **changes: Any) -> lm.GenerateOutput:
     table, params = skipping()
-    return sd.generate(
+    return lm.generate(
         Featured(VOCAB),
         jnp.asarray(table),
         [PROMPTS[which] for which in WHICH],
@@ -180,7 +181,7 @@ def sampled(roll: int = 0, **changes: Any) -> sd.GenerateOutput:
     )
 
 
-def windows(output: sd.GenerateOutput) -> list[tuple[np.ndarray, np.ndarray]]:
+def windows(output: lm.GenerateOutput) -> list[tuple[np.ndarray, np.ndarray]]:
     """Counts and probabilities after each prompt, of the first three tokens and the last three."""
     found = []
     for which, temperature in itertools.product((0, 1), (0.7, 1.5)):
@@ -192,7 +193,7 @@ def windows(output: sd.GenerateOutput) -> list[tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def rates(output: sd.GenerateOutput) -> float:
+def rates(output: lm.GenerateOutput) -> float:
     return float(output.steps.num_accepted.sum() / output.steps.num_proposed.sum())
 
 

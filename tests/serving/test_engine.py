@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.models.protocol import check_model
-from jax_specdec._src.serving import generate as generate_lib
-from jax_specdec._src.serving import programs
-from jax_specdec._src.serving.core import Decoder
-from jax_specdec._src.serving.engine import put_cache
+from jax_specdec import lm
+from jax_specdec.lm.decoding import generate as generate_lib
+from jax_specdec.lm.decoding import programs
+from jax_specdec.lm.decoding.core import Decoder
+from jax_specdec.lm.decoding.engine import put_cache
+from jax_specdec.lm.models.protocol import check_model
 
 from . import tiny
 from .engines import (
@@ -250,7 +251,7 @@ admit = jax.jit(TABLE.admit)
 
 
 @functools.cache
-def drafted(seed: int = 0) -> sd.serving.DecodeState:
+def drafted(seed: int = 0) -> lm.DecodeState:
     """A full engine with drafts at hand: slot 0 is greedy, the others sample."""
     driver = driver_of(TABLE)
     for i in range(SLOTS):
@@ -265,7 +266,7 @@ def drafted(seed: int = 0) -> sd.serving.DecodeState:
     return state
 
 
-def fallbacks(state: sd.serving.DecodeState) -> int:
+def fallbacks(state: lm.DecodeState) -> int:
     after, _ = verify(TABLES[0], state)
     counted = sd.AcceptanceStats.from_counters(after.counters).num_fallbacks
     return counted - sd.AcceptanceStats.from_counters(state.counters).num_fallbacks
@@ -301,13 +302,13 @@ def test_after_a_step_without_drafts_old_rows_are_unused():
 def test_a_slot_given_to_another_request_has_no_drafts():
     state = drafted()
     length = int(state.batch.lengths[2])
-    newcomer = sd.serving.NewRequests(
+    newcomer = lm.NewRequests(
         slots=np.array([2]),
         # The position and the temperature of the old one.
         prompts=TABLE.pad_prompt([2] * length)[None],
         lengths=np.array([length]),
         keys=jax.random.split(jax.random.key(0), 1),
-        options=TABLE.options_of([sd.RequestOptions(temperature=1.0, max_new_tokens=5)], [length]),
+        options=TABLE.options_of([lm.RequestOptions(temperature=1.0, max_new_tokens=5)], [length]),
     )
     after = admit(*TABLES, state, newcomer)
     assert (after.store.positions[:, 2] == -1).all() and (after.draft_token_ids[2] == -1).all()
@@ -461,13 +462,13 @@ def test_no_compiled_loop_copies_anything_of_the_stores_size():
     vocab_size, narrow, k = 4096, 4095, 16
     params, draft_params = jnp.linspace(-1, 1, vocab_size), jnp.linspace(-1, 1, narrow)
     config = sd.SpecDecodeConfig(num_speculative_tokens=k)
-    drafter = sd.ModelDrafter(tiny.OneRow(narrow))
-    engine = sd.Engine(tiny.OneRow(vocab_size), drafter, config, num_slots=SLOTS, max_length=32)
+    drafter = lm.ModelDrafter(tiny.OneRow(narrow))
+    engine = lm.Engine(tiny.OneRow(vocab_size), drafter, config, num_slots=SLOTS, max_length=32)
     state = engine.init_state(draft_params)
     step = programs.step.lower(engine, params, draft_params, state).compile()
     batch, prompt_size, max_steps = generate_lib.make_batch(
         [[1]] * SLOTS,
-        [sd.RequestOptions(temperature=1.0, max_new_tokens=8)] * SLOTS,
+        [lm.RequestOptions(temperature=1.0, max_new_tokens=8)] * SLOTS,
         vocab_size=vocab_size,
         key=None,
         slack=k + 1,
@@ -566,7 +567,7 @@ def test_the_longest_request_fits():
 )
 def test_an_engine_is_not_built_with(error, name, value):
     with pytest.raises(error, match=f"^{name}"):
-        sd.Engine(TABLE.model, TABLE.drafter, TABLE.config, **(SHAPE | {name: value}))
+        lm.Engine(TABLE.model, TABLE.drafter, TABLE.config, **(SHAPE | {name: value}))
 
 
 @pytest.mark.parametrize(
@@ -574,7 +575,7 @@ def test_an_engine_is_not_built_with(error, name, value):
 )
 def test_prompts_are_padded_to_powers_of_two_by_default(longest, sizes):
     shape = dict(num_slots=1, max_length=longest)
-    engine = sd.Engine(TABLE.model, TABLE.drafter, TABLE.config, **shape)
+    engine = lm.Engine(TABLE.model, TABLE.drafter, TABLE.config, **shape)
     assert engine.prompt_sizes == sizes
     # Chosen again when another length replaces it, so that such prompts are still read whole.
     longer = dataclasses.replace(engine, max_length=longest + 100)
@@ -591,8 +592,8 @@ def test_caches_have_room_for_a_step_and_are_aligned():
 
 def test_admitting_refuses_shapes_that_do_not_fit():
     request = dict(slots=[0], lengths=[1], keys=jax.random.split(jax.random.key(0), 1))
-    options = TABLE.options_of([sd.RequestOptions()], [1])
-    others = dataclasses.replace(TABLE, max_stop_tokens=1).options_of([sd.RequestOptions()], [1])
+    options = TABLE.options_of([lm.RequestOptions()], [1])
+    others = dataclasses.replace(TABLE, max_stop_tokens=1).options_of([lm.RequestOptions()], [1])
     state = jax.eval_shape(TABLE.init_state, TABLES[1])
     for prompt, given, message in [
         (jnp.zeros((8,), jnp.int32), options, r"prompts must be \[R, P\] with P in \[1, 40\]"),
@@ -601,7 +602,7 @@ def test_admitting_refuses_shapes_that_do_not_fit():
         (jnp.zeros((2, 8), jnp.int32), options, r"options.stop_token_ids must have shape \[2, 2\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            new = sd.serving.NewRequests(**request, prompts=prompt, options=given)
+            new = lm.NewRequests(**request, prompts=prompt, options=given)
             jax.eval_shape(TABLE.admit, *TABLES, state, new)
     with pytest.raises(ValueError, match="prompt must hold at most max_length=40 tokens"):
         TABLE.pad_prompt([1] * 41)
@@ -671,7 +672,7 @@ class Drafting(HasCache):
 @pytest.mark.long
 def test_an_engine_without_caches_serves():
     table = np.random.default_rng(4).standard_normal((9, 9)).astype(np.float32)
-    engine = sd.Engine(Bigram(9), sd.NGramDrafter(min_ngram=1), TABLE.config, **SHAPE)
+    engine = lm.Engine(Bigram(9), lm.NGramDrafter(min_ngram=1), TABLE.config, **SHAPE)
     found: Finished = alone(
         driver_of(engine, jnp.asarray(table)), dict(prompt=[3], max_new_tokens=20)
     )

@@ -24,7 +24,8 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 import jax_specdec as sd
-from jax_specdec._src.serving import programs
+from jax_specdec import lm
+from jax_specdec.lm.decoding import programs
 
 from . import sampled, tiny
 from .engines import EVERYTHING as ENGINE
@@ -50,15 +51,15 @@ FUNCTIONS = ("init", "admit", "prefill_chunk", "insert", "step", "release")
 Call = Callable[..., Any]
 
 
-def driver_of(**settings: Any) -> sd.EngineDriver:
+def driver_of(**settings: Any) -> lm.EngineDriver:
     """A driver; all that happens in a step happens at once, unless asked for otherwise."""
-    return sd.EngineDriver(
+    return lm.EngineDriver(
         ENGINE, *TABLES, **(dict(max_steps_ahead=0, max_prefills=None) | settings)
     )
 
 
 @functools.cache
-def warmed_up() -> sd.EngineDriver:
+def warmed_up() -> lm.EngineDriver:
     driver = driver_of()
     driver.warm_up()
     return driver
@@ -100,7 +101,7 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
         stop_token_ids=rng.integers(
             0, VOCAB, rng.integers(0, 3) * int(rng.integers(0, 2))
         ).tolist(),
-        options=sd.RequestOptions(**{k: v for k, v in options.items() if rng.random() < 0.3}),
+        options=lm.RequestOptions(**{k: v for k, v in options.items() if rng.random() < 0.3}),
     )
 
 
@@ -137,8 +138,8 @@ def plainly(function: Call, *args: Any, **kwargs: Any) -> Any:
 
 
 def serve(
-    count: int, seed: int, call: Call = plainly, driver: sd.EngineDriver | None = None
-) -> tuple[list[list[sd.serving.RequestUpdate]], set[int], sd.AcceptanceStats]:
+    count: int, seed: int, call: Call = plainly, driver: lm.EngineDriver | None = None
+) -> tuple[list[list[lm.RequestUpdate]], set[int], sd.AcceptanceStats]:
     """Requests at random times, some preempted and some cancelled.
 
     Args:
@@ -152,7 +153,7 @@ def serve(
     """
     rng = np.random.default_rng([seed])
     driver = driver or driver_of(max_queue=MOST_ALIVE)
-    steps: list[list[sd.serving.RequestUpdate]] = []
+    steps: list[list[lm.RequestUpdate]] = []
     alive: set[int] = set()
     cancelled: set[int] = set()
     num_submitted = 0
@@ -181,7 +182,7 @@ def serve(
     return steps, cancelled, call(driver.stats)
 
 
-def submit(driver: sd.EngineDriver, request_id: int, request: dict[str, Any], call: Call) -> None:
+def submit(driver: lm.EngineDriver, request_id: int, request: dict[str, Any], call: Call) -> None:
     """Submit once: one that was interrupted is queued or it is not."""
     before = driver.num_queued
 
@@ -195,7 +196,7 @@ def submit(driver: sd.EngineDriver, request_id: int, request: dict[str, Any], ca
 
 
 def assert_each_is_as_if_alone(
-    steps: list[list[sd.serving.RequestUpdate]], cancelled: set[int], count: int, seed: int
+    steps: list[list[lm.RequestUpdate]], cancelled: set[int], count: int, seed: int
 ) -> None:
     """Tokens, finish reasons, drafts, and log-probabilities of every step, bit for bit."""
     found = collect(list(itertools.chain(*steps)))
@@ -209,7 +210,7 @@ def assert_each_is_as_if_alone(
             assert_same(one, other)
 
 
-def assert_same(one: sd.serving.RequestUpdate, other: sd.serving.RequestUpdate) -> None:
+def assert_same(one: lm.RequestUpdate, other: lm.RequestUpdate) -> None:
     """But for the id."""
     a, b = (dataclasses.replace(x, request_id=0, logprobs=None) for x in (one, other))
     assert a == b
@@ -246,7 +247,7 @@ def test_a_request_that_comes_back_gets_what_it_gets_alone(
 draft = jax.jit(ENGINE.draft)
 
 
-def drafted(driver: sd.EngineDriver) -> sd.serving.DecodeState:
+def drafted(driver: lm.EngineDriver) -> lm.DecodeState:
     """The state in the middle of the next step; the driver's own stays as it is."""
     return jax.device_get(draft(TABLES[1], driver.state))
 
@@ -443,10 +444,10 @@ def test_an_interrupt_that_jax_makes_an_error_of_is_one(monkeypatch: pytest.Monk
     """It comes while JAX compares an engine with those that it has programs of."""
     expected = serve(24, 1)
     warmed_up()
-    rng, equal = np.random.default_rng(0), sd.Engine.__eq__
-    places: list[sd.Engine] = []
+    rng, equal = np.random.default_rng(0), lm.Engine.__eq__
+    places: list[lm.Engine] = []
 
-    def interrupted(one: sd.Engine, other: object) -> bool:
+    def interrupted(one: lm.Engine, other: object) -> bool:
         if rng.random() < 0.2:
             places.append(one)
             raise KeyboardInterrupt
@@ -460,14 +461,14 @@ def test_an_interrupt_that_jax_makes_an_error_of_is_one(monkeypatch: pytest.Monk
                 pass
 
     engine = copy.copy(ENGINE)  # what is the same object is not compared
-    driver = sd.EngineDriver(engine, *TABLES, max_steps_ahead=0, max_prefills=None)
-    monkeypatch.setattr(sd.Engine, "__eq__", interrupted)
+    driver = lm.EngineDriver(engine, *TABLES, max_steps_ahead=0, max_prefills=None)
+    monkeypatch.setattr(lm.Engine, "__eq__", interrupted)
     lossy = serve(24, 1, again, driver)
     assert len(places) > 20
     assert_same_traffic(lossy, expected)
     places.clear()
     while not places:  # what reads the state alone is interrupted too
-        driver = sd.EngineDriver(engine, *TABLES)
+        driver = lm.EngineDriver(engine, *TABLES)
         with contextlib.suppress(KeyboardInterrupt):
             assert driver.state is not None
 
@@ -478,7 +479,7 @@ def test_an_error_of_a_value_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     driver = driver_of()
     driver.submit([1, 2], max_new_tokens=3)
-    monkeypatch.setattr(sd.Engine, "options_of", fails)
+    monkeypatch.setattr(lm.Engine, "options_of", fails)
     with pytest.raises(ValueError, match="not what this is"):
         driver.step()
     monkeypatch.undo()
@@ -737,13 +738,13 @@ def test_a_full_queue_refuses_and_stays_as_it_is() -> None:
 
 def test_a_drafter_that_cannot_read_pieces_is_refused_where_needed() -> None:
     sizes = dict(num_slots=1, max_length=LONGEST)
-    sd.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE, LONGEST))
+    lm.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE, LONGEST))
     message = (
         r"drafter must have a prefill that takes start, because prompts longer than "
         r"prefill_sizes\[-1\]=8 are read in chunks, but Scripted.prefill takes \(params"
     )
     with pytest.raises(TypeError, match=message):
-        sd.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE,))
+        lm.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE,))
 
 
 # Everything at once
@@ -754,7 +755,7 @@ def fuzz(seed: int, count: int) -> None:
         served_alone(index, seed)
     ahead = seed % 3
 
-    def driver() -> sd.EngineDriver:
+    def driver() -> lm.EngineDriver:
         return driver_of(
             max_queue=MOST_ALIVE, max_steps_ahead=ahead, max_prefills=1 if ahead else None
         )

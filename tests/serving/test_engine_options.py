@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-import jax_specdec as sd
-from jax_specdec._src.serving import programs
+from jax_specdec import lm
+from jax_specdec.lm.decoding import programs
 
 from .engines import EVERYTHING as ENGINE
 from .engines import TABLE, TABLES, VOCAB, run
@@ -16,15 +16,15 @@ from .engines import TABLE, TABLES, VOCAB, run
 pytestmark = pytest.mark.xdist_group("engines")
 
 
-def driver_of() -> sd.EngineDriver:
-    return sd.EngineDriver(ENGINE, *TABLES)
+def driver_of() -> lm.EngineDriver:
+    return lm.EngineDriver(ENGINE, *TABLES)
 
 
-FEWER = dataclasses.replace(ENGINE, option_sizes=sd.serving.OptionSizes(logit_bias=1))
-PAST = sd.RequestOptions(allowed_token_ids=[0, VOCAB])
+FEWER = dataclasses.replace(ENGINE, option_sizes=lm.OptionSizes(logit_bias=1))
+PAST = lm.RequestOptions(allowed_token_ids=[0, VOCAB])
 REFUSED = {
     "options that are none": (ENGINE, dict(options=dict(top_k=3)), TypeError, "options"),
-    "options for two": (ENGINE, dict(options=[sd.RequestOptions()] * 2), ValueError, "options"),
+    "options for two": (ENGINE, dict(options=[lm.RequestOptions()] * 2), ValueError, "options"),
     "an id past the vocabulary": (ENGINE, dict(options=PAST), ValueError, "allowed_token_ids"),
     "a bias of NaN": (ENGINE, dict(logit_bias={1: float("nan")}), ValueError, "logit_bias"),
     "biases without room": (FEWER, dict(logit_bias={1: 1.0, 2: 1.0}), ValueError, "logit_bias"),
@@ -37,7 +37,7 @@ REFUSED = {
     ),
     "an engine without options": (
         TABLE,
-        dict(options=sd.RequestOptions(top_k=2)),
+        dict(options=lm.RequestOptions(top_k=2)),
         ValueError,
         "options",
     ),
@@ -46,9 +46,9 @@ REFUSED = {
 
 @pytest.mark.parametrize(("engine", "changes", "error", "message"), REFUSED.values(), ids=REFUSED)
 def test_options_that_cannot_be_served_are_refused(
-    engine: sd.Engine, changes: dict[str, Any], error: type[Exception], message: str
+    engine: lm.Engine, changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    driver = sd.EngineDriver(engine, *TABLES)
+    driver = lm.EngineDriver(engine, *TABLES)
     with pytest.raises(error, match=f"^{message}"):
         driver.submit([1], max_new_tokens=2, **changes)
     assert driver.is_idle
@@ -75,5 +75,5 @@ def test_steps_in_which_nobody_asks_run_the_smaller_program(monkeypatch) -> None
 
 
 def test_an_engine_without_options_takes_neutral_ones() -> None:
-    driver = sd.EngineDriver(TABLE, *TABLES)
-    assert driver.submit([1], max_new_tokens=2, options=sd.RequestOptions()) == 0
+    driver = lm.EngineDriver(TABLE, *TABLES)
+    assert driver.submit([1], max_new_tokens=2, options=lm.RequestOptions()) == 0

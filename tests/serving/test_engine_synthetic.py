@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import tiny
 from .engines import collect
@@ -39,14 +40,14 @@ class Counting:
         return cache
 
     def propose(
-        self, params: Any, context: sd.DraftContext, cache: tuple, store: None
-    ) -> tuple[sd.Proposal, tuple]:
+        self, params: Any, context: lm.DraftContext, cache: tuple, store: None
+    ) -> tuple[lm.Proposal, tuple]:
         lengths = context.lengths
         offset = jnp.arange(context.config.num_speculative_tokens, dtype=jnp.int32)[None, :]
         ids = (lengths[:, None] + offset) % VOCAB
         last = jnp.take_along_axis(context.token_ids, lengths[:, None] - 1, axis=1)
         has_gap = (lengths % 5 == 0)[:, None] & (offset == last % 3 + 1)
-        return sd.Proposal(jnp.where(has_gap, -1, ids)), cache
+        return lm.Proposal(jnp.where(has_gap, -1, ids)), cache
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -71,7 +72,7 @@ def serve(schedule: str) -> dict[float, np.ndarray]:
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=K, rejection_sample_method="synthetic", **SCHEDULES[schedule]
     )
-    engine = sd.Engine(
+    engine = lm.Engine(
         tiny.Trigram(VOCAB),
         Counting(),
         config,
@@ -80,7 +81,7 @@ def serve(schedule: str) -> dict[float, np.ndarray]:
         prefill_sizes=(32,),
         max_stop_tokens=1,
     )
-    driver = sd.EngineDriver(engine, jnp.asarray(tiny.random_table(VOCAB, seed=1)))
+    driver = lm.EngineDriver(engine, jnp.asarray(tiny.random_table(VOCAB, seed=1)))
     rng, temperature = np.random.default_rng(0), {}
     for i in range(1600):
         t = (0.0, 0.8)[i % 2]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -44,7 +45,7 @@ def request_of(seed: int, index: int) -> dict[str, Any]:
 
 
 @functools.cache
-def by_itself(engine: sd.Engine, seed: int, index: int) -> Finished:
+def by_itself(engine: lm.Engine, seed: int, index: int) -> Finished:
     """What a request gets alone, whatever the number of steps ahead."""
     request = request_of(seed, index)
     found = alone(idle(engine), request)
@@ -54,14 +55,14 @@ def by_itself(engine: sd.Engine, seed: int, index: int) -> Finished:
 
 
 def serve(
-    engine: sd.Engine,
+    engine: lm.Engine,
     count: int,
     *,
     seed: int,
     cancel: float = 0.1,
     preempt: float = 0.0,
     ahead: int = 0,
-) -> tuple[dict[int, dict[str, Any]], dict[int, Finished], set[int], sd.EngineDriver]:
+) -> tuple[dict[int, dict[str, Any]], dict[int, Finished], set[int], lm.EngineDriver]:
     """`count` requests at random times; after each step some are cancelled or preempted.
 
     Returns:
@@ -71,7 +72,7 @@ def serve(
     driver = driver_of(engine, max_steps_ahead=ahead, max_prefills=1 if ahead else None)
     requests: dict[int, dict[str, Any]] = {}
     cancelled: set[int] = set()
-    updates: list[sd.serving.RequestUpdate] = []
+    updates: list[lm.RequestUpdate] = []
     alive: set[int] = set()
     while len(requests) < count or not driver.is_idle:
         # Bursts and lulls: the queue grows, and the engine runs partly empty.

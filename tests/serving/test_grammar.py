@@ -82,9 +82,9 @@ class NoRollback:
 
 KINDS: dict[str, Callable[[], Any]] = {
     "grammar": Automaton,
-    "delayed": lambda: sd.DelayedMatcher(Automaton(), [BEGIN]),
-    "after two": lambda: sd.DelayedMatcher(
-        sd.CopyingMatcher(NoRollback(), max_rollback_tokens=K), [7, BEGIN]
+    "delayed": lambda: sd.grammar.DelayedMatcher(Automaton(), [BEGIN]),
+    "after two": lambda: sd.grammar.DelayedMatcher(
+        sd.grammar.CopyingMatcher(NoRollback(), max_rollback_tokens=K), [7, BEGIN]
     ),
     "none": lambda: None,
 }
@@ -144,7 +144,7 @@ CASES: list[tuple[str, list[int], list[int]]] = [  # a grammar, a text, and draf
 
 def matchers(cases: Sequence[tuple[str, list[int], list[int]]]) -> list[Any]:
     found = [KINDS[kind]() for kind, _, _ in cases]
-    sd.advance_matchers(found, [text for _, text, _ in cases])
+    sd.grammar.advance_matchers(found, [text for _, text, _ in cases])
     return found
 
 
@@ -169,7 +169,7 @@ def test_each_row_allows_what_may_follow_the_drafts_before_it(end: list[int] | N
         jnp.array([token for _, _, drafts in CASES for token in drafts] + [8, 8]),  # padding
         jnp.array([len(drafts) for _, _, drafts in CASES]),
     )
-    rows = sd.grammar_bitmask(found, drafts, vocab_size=V, end_token_ids=end)
+    rows = sd.grammar.grammar_bitmask(found, drafts, vocab_size=V, end_token_ids=end)
     assert rows.dtype == np.uint32
     assert rows.shape == (drafts.token_ids.shape[0] + len(CASES), 2)
     place = 0
@@ -178,7 +178,9 @@ def test_each_row_allows_what_may_follow_the_drafts_before_it(end: list[int] | N
             assert unpacked(rows[place]) == want, (kind, text, own)
             place += 1
     assert (rows[place:] == 2**32 - 1).all()
-    again = sd.grammar_bitmask(found, drafts, vocab_size=V, end_token_ids=end)  # they went back
+    again = sd.grammar.grammar_bitmask(
+        found, drafts, vocab_size=V, end_token_ids=end
+    )  # they went back
     np.testing.assert_array_equal(rows, again)
 
 
@@ -187,19 +189,22 @@ def test_a_drafters_masks_are_those_of_the_targets_rows() -> None:
     found = matchers(cases)
     token_ids = np.array([drafts for _, _, drafts in cases])
     masks = []
-    with sd.GrammarLookahead(found, vocab_size=V) as lookahead:
+    with sd.grammar.GrammarLookahead(found, vocab_size=V) as lookahead:
         for i in range(K):
             masks.append(lookahead.bitmask)
             lookahead.append(token_ids[:, i])
         masks.append(lookahead.bitmask)
     drafts = sd.Drafts.from_dense(jnp.asarray(token_ids))
-    wanted = sd.grammar_bitmask(found, drafts, vocab_size=V)
+    wanted = sd.grammar.grammar_bitmask(found, drafts, vocab_size=V)
     np.testing.assert_array_equal(np.stack(masks, axis=1).reshape(-1, 2), wanted)
 
 
 def test_matchers_go_back_when_drafting_fails() -> None:
     matcher = Automaton()
-    with pytest.raises(ZeroDivisionError), sd.GrammarLookahead([matcher], vocab_size=V) as walk:
+    with (
+        pytest.raises(ZeroDivisionError),
+        sd.grammar.GrammarLookahead([matcher], vocab_size=V) as walk,
+    ):
         walk.append([1])
         assert matcher.states == [0, 1]
         raise ZeroDivisionError
@@ -274,7 +279,7 @@ def decode(
         last = np.array([([FIRST] + text)[-1] for text in texts])
         positions = jnp.array([len(text) for text in texts])
         ids, probs, token = [], [], jnp.asarray(last)
-        with sd.GrammarLookahead(found, vocab_size=V) as lookahead:
+        with sd.grammar.GrammarLookahead(found, vocab_size=V) as lookahead:
             for i in range(K):
                 token, q = draw(token, lookahead.bitmask, keys, positions + i, masked_drafter)
                 ids.append(np.asarray(token))
@@ -282,7 +287,7 @@ def decode(
                 lookahead.append(ids[-1])
         drafted = np.stack(ids, axis=1)
         drafts = sd.Drafts.from_dense(drafted, counts)
-        mask = sd.grammar_bitmask(found, drafts, vocab_size=V)
+        mask = sd.grammar.grammar_bitmask(found, drafts, vocab_size=V)
         if forbidden_to_placeholder:  # what must not be done
             drafted = without_forbidden(found, drafted)
         output = verify(
@@ -291,7 +296,7 @@ def decode(
         )  # fmt: skip
         assert not np.asarray(output.status).any()
         emitted = sd.parse_output(output)
-        sd.advance_matchers(found, emitted)
+        sd.grammar.advance_matchers(found, emitted)
         texts = [text + new for text, new in zip(texts, emitted, strict=True)]
         accepted += int(output.num_accepted.sum())
         proposed += int(counts.sum())
@@ -300,7 +305,7 @@ def decode(
 
 def without_forbidden(found: list[Any], drafted: np.ndarray) -> np.ndarray:
     drafted = drafted.copy()
-    with sd.GrammarLookahead(found, vocab_size=V) as lookahead:
+    with sd.grammar.GrammarLookahead(found, vocab_size=V) as lookahead:
         for i in range(K):
             column = drafted[:, i]
             request = np.arange(len(column))
@@ -421,12 +426,12 @@ def test_the_loop_on_the_page_writes_what_its_grammar_allows(
 NONE = sd.Drafts.from_flat(jnp.array([1, 2]), jnp.array([2, 0]))
 
 
-def lookahead(matchers: Any, **changes: Any) -> sd.GrammarLookahead:
-    return sd.GrammarLookahead(matchers, **({"vocab_size": V} | changes))
+def lookahead(matchers: Any, **changes: Any) -> sd.grammar.GrammarLookahead:
+    return sd.grammar.GrammarLookahead(matchers, **({"vocab_size": V} | changes))
 
 
 def bitmask(matchers: Any = (None, None), drafts: Any = NONE) -> np.ndarray:
-    return sd.grammar_bitmask(matchers, drafts, vocab_size=V)
+    return sd.grammar.grammar_bitmask(matchers, drafts, vocab_size=V)
 
 
 class Characters:
@@ -463,11 +468,15 @@ def test_rows_that_llguidance_fills_allow_what_may_follow(is_delayed: bool) -> N
     rng = np.random.default_rng(0)
     for _ in range(20):
         texts = [str(text)[: rng.integers(0, 4)] for text in rng.choice(TEXTS, 5)]
-        matchers: list[Any] = [sd.LlguidanceMatcher(number().deep_copy(), [0, 1]) for _ in texts]
+        matchers: list[Any] = [
+            sd.grammar.LlguidanceMatcher(number().deep_copy(), [0, 1]) for _ in texts
+        ]
         begin = [9] if is_delayed else []
         if is_delayed:
-            matchers = [sd.DelayedMatcher(matcher, begin) for matcher in matchers]
-        sd.advance_matchers(matchers, [begin + [2 + int(x) for x in text] for text in texts])
+            matchers = [sd.grammar.DelayedMatcher(matcher, begin) for matcher in matchers]
+        sd.grammar.advance_matchers(
+            matchers, [begin + [2 + int(x) for x in text] for text in texts]
+        )
         drafts = []
         for text in texts:
             ids = [2 + int(x) for x in str(rng.choice(TEXTS))[len(text) :]]
@@ -476,7 +485,7 @@ def test_rows_that_llguidance_fills_allow_what_may_follow(is_delayed: bool) -> N
         counts = jnp.array([len(one) for one in drafts])
         flat = sd.Drafts.from_flat(jnp.array([*itertools.chain(*drafts), 5], jnp.int32), counts)
         for _ in range(2):  # the matchers are where they were
-            rows = iter(sd.grammar_bitmask(matchers, flat, vocab_size=12)[:, 0].tolist())
+            rows = iter(sd.grammar.grammar_bitmask(matchers, flat, vocab_size=12)[:, 0].tolist())
             for text, own in zip(texts, drafts, strict=True):
                 allowed: set[int] | None = may_follow(text)
                 for token in [*own, -1]:
@@ -489,7 +498,7 @@ def test_rows_that_llguidance_fills_allow_what_may_follow(is_delayed: bool) -> N
 
 
 def test_llguidance_takes_back_stops_and_allows_anything_after_them() -> None:
-    matcher = sd.LlguidanceMatcher(number().deep_copy(), [0, 1])
+    matcher = sd.grammar.LlguidanceMatcher(number().deep_copy(), [0, 1])
     assert [matcher.accept_token(token) for token in (3, 7, 1, 0)] == [True] * 4
     bitmask = np.zeros((2, 1), np.int32)
     matcher.fill_next_token_bitmask(bitmask, 1)
@@ -497,7 +506,7 @@ def test_llguidance_takes_back_stops_and_allows_anything_after_them() -> None:
     matcher.rollback(3)
     matcher.fill_next_token_bitmask(bitmask, 0)
     assert {i for i in range(12) if bitmask[0, 0] >> i & 1} == may_follow("1")
-    assert not sd.LlguidanceMatcher(number().deep_copy(), [0, 1]).accept_token(2)
+    assert not sd.grammar.LlguidanceMatcher(number().deep_copy(), [0, 1]).accept_token(2)
 
 
 class Fails(Automaton):
@@ -517,8 +526,10 @@ class Fails(Automaton):
 def test_a_matcher_that_raises_is_named_and_the_others_go_back(name: str) -> None:
     good = [Automaton(), Automaton()]
     drafts = sd.Drafts.from_dense(jnp.array([[1, 2]] * 3))
-    with pytest.raises(sd.GrammarError, match="^.*1.* has failed: too many states$") as error:
-        sd.grammar_bitmask([good[0], Fails(name), good[1]], drafts, vocab_size=V)
+    with pytest.raises(
+        sd.grammar.GrammarError, match="^.*1.* has failed: too many states$"
+    ) as error:
+        sd.grammar.grammar_bitmask([good[0], Fails(name), good[1]], drafts, vocab_size=V)
     assert error.value.index == 1 and error.value.reason == "too many states"
     assert [one.states for one in good] == [[0], [0]]
 
@@ -528,10 +539,10 @@ def tokenizer_of_digits() -> llguidance.LLTokenizer:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Characters()), eos_token=[0, 1])
 
 
-def llguidance_matcher(grammar: str, **limits: int) -> sd.LlguidanceMatcher:
+def llguidance_matcher(grammar: str, **limits: int) -> sd.grammar.LlguidanceMatcher:
     few = llguidance.LLParserLimits(**limits)
     matcher = llguidance.LLMatcher(tokenizer_of_digits(), grammar, log_level=0, limits=few)
-    return sd.LlguidanceMatcher(matcher, [0, 1])
+    return sd.grammar.LlguidanceMatcher(matcher, [0, 1])
 
 
 LONG = llguidance.LLMatcher.grammar_from_regex("[23]*2[23]{12}")
@@ -544,20 +555,23 @@ FAILING = {  # with the drafts that are allowed before it fails
 @pytest.mark.parametrize("is_delayed", [False, True])
 @pytest.mark.parametrize(("make", "drafts", "message"), FAILING.values(), ids=FAILING)
 def test_a_matcher_of_llguidance_that_fails_raises_its_message(
-    make: Callable[[], sd.LlguidanceMatcher], drafts: list[int], message: str, is_delayed: bool
+    make: Callable[[], sd.grammar.LlguidanceMatcher],
+    drafts: list[int],
+    message: str,
+    is_delayed: bool,
 ) -> None:
     """It would allow stop tokens only, as if its text were complete."""
-    first, failing = sd.LlguidanceMatcher(number().deep_copy(), [0, 1]), make()
+    first, failing = sd.grammar.LlguidanceMatcher(number().deep_copy(), [0, 1]), make()
     matchers: list[Any] = [first, failing]
     if is_delayed:
-        matchers[1] = sd.DelayedMatcher(failing, [9])
+        matchers[1] = sd.grammar.DelayedMatcher(failing, [9])
         drafts = [9, *drafts]
     flat = sd.Drafts.from_flat(jnp.array([*drafts, 0]), jnp.array([0, len(drafts)]))
-    with pytest.raises(sd.GrammarError, match=message) as error:
-        sd.grammar_bitmask(matchers, flat, vocab_size=12)
+    with pytest.raises(sd.grammar.GrammarError, match=message) as error:
+        sd.grammar.grammar_bitmask(matchers, flat, vocab_size=12)
     assert error.value.index == 1 and message in failing.error and not first.error
-    with pytest.raises(sd.GrammarError, match=message):
-        sd.advance_matchers(matchers, [[3], [9, 4]])
+    with pytest.raises(sd.grammar.GrammarError, match=message):
+        sd.grammar.advance_matchers(matchers, [[3], [9, 4]])
     first._check()
 
 
@@ -623,22 +637,22 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "matchers",
     ),
     "a text too few": (
-        lambda: sd.advance_matchers([None, None], [[1]]),
+        lambda: sd.grammar.advance_matchers([None, None], [[1]]),
         ValueError,
         "token_ids",
     ),
     "a token that was never masked": (
-        lambda: sd.advance_matchers([None, Refuses()], [[1], [7]]),
+        lambda: sd.grammar.advance_matchers([None, Refuses()], [[1], [7]]),
         ValueError,
         r"token_ids\[1\]",
     ),
     "nothing to wait for": (
-        lambda: sd.DelayedMatcher(Automaton(), []),
+        lambda: sd.grammar.DelayedMatcher(Automaton(), []),
         ValueError,
         "begin_token_ids",
     ),
     "too far back": (
-        lambda: sd.CopyingMatcher(copy.deepcopy(NoRollback()), 2).rollback(1),
+        lambda: sd.grammar.CopyingMatcher(copy.deepcopy(NoRollback()), 2).rollback(1),
         ValueError,
         "num_tokens",
     ),

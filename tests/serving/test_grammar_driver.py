@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import tiny
 from .engines import TABLE, TARGET, VOCAB, greedy_truth, run, weights_of
@@ -55,8 +56,8 @@ def constrained_truth(prompt: list[int], count: int) -> list[int]:
     return sequence[len(prompt) :]
 
 
-def driver(**settings: Any) -> sd.serving.GrammarDriver:
-    return sd.serving.GrammarDriver(TABLE, *weights_of(TABLE), **settings)
+def driver(**settings: Any) -> lm.GrammarDriver:
+    return lm.GrammarDriver(TABLE, *weights_of(TABLE), **settings)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_an_interrupt_while_matchers_advance_loses_no_token() -> None:
     matchers = [Interrupting(rng) for _ in range(4)]
     for i, matcher in enumerate(matchers):
         served.submit([i], max_new_tokens=30, matcher=matcher)
-    updates: list[sd.serving.RequestUpdate] = []
+    updates: list[lm.RequestUpdate] = []
     num_interrupts = 0
     while not served.is_idle:
         try:
@@ -172,12 +173,12 @@ class Digits:
         return [byte - ord("0") for byte in text]
 
 
-def llguidance_matcher(grammar: str, **limits: int) -> sd.LlguidanceMatcher:
+def llguidance_matcher(grammar: str, **limits: int) -> sd.grammar.LlguidanceMatcher:
     words = llguidance.TokenizerWrapper(Digits())
     few = llguidance.LLParserLimits(**limits)
     tokenizer = llguidance.LLTokenizer(words, eos_token=[0])
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=few)
-    return sd.LlguidanceMatcher(matcher, [0])
+    return sd.grammar.LlguidanceMatcher(matcher, [0])
 
 
 LONG = llguidance.LLMatcher.grammar_from_regex("[1-5]*2[1-5]{12}")
@@ -240,7 +241,7 @@ def test_closing_a_driver_ends_the_thread_of_its_matchers() -> None:
 
 def test_warming_up_compiles_one_more_program_and_leaves_nothing() -> None:
     calls: list[tuple[int, int]] = []
-    served, plain = driver(), sd.EngineDriver(TABLE, *weights_of(TABLE))
+    served, plain = driver(), lm.EngineDriver(TABLE, *weights_of(TABLE))
     served.warm_up(lambda *x: calls.append(x))
     plain_calls: list[tuple[int, int]] = []
     plain.warm_up(lambda *x: plain_calls.append(x))

@@ -15,6 +15,7 @@ import pytest
 from models.weights import random_weights
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import tiny
 
@@ -24,8 +25,8 @@ MAX_GAP = 1e-4
 """Two best logits closer than this are within the rounding of float32 sums."""
 
 SEEDS = (0, 1, 2)
-MODEL = sd.models.Llama(
-    sd.models.LlamaConfig(
+MODEL = lm.models.Llama(
+    lm.models.LlamaConfig(
         vocab_size=97,
         hidden_size=16,
         intermediate_size=24,
@@ -52,8 +53,8 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 
 @functools.cache
-def plain_of(seed: int) -> sd.GenerateOutput:
-    return sd.generate_plain(
+def plain_of(seed: int) -> lm.GenerateOutput:
+    return lm.generate_plain(
         MODEL,
         params_of(seed),
         prompts_of(seed),
@@ -72,17 +73,17 @@ def near(params: Any, seed: int, noise: float = 0.05) -> Any:
     )
 
 
-def narrow_model(seed: int) -> tuple[sd.ModelDrafter, Any]:
+def narrow_model(seed: int) -> tuple[lm.ModelDrafter, Any]:
     """Of the first layer alone."""
     config = dataclasses.replace(MODEL.config, vocab_size=NARROW, num_hidden_layers=1)
     params = near(params_of(seed), seed)
     embeddings = params["embed_tokens"][:NARROW]  # of the head too
     own = {"embed_tokens": embeddings, "layers": params["layers"][:1]}
-    return sd.ModelDrafter(sd.models.Llama(config)), params | own
+    return lm.ModelDrafter(lm.models.Llama(config)), params | own
 
 
-def near_model(seed: int) -> tuple[sd.ModelDrafter, Any]:
-    return sd.ModelDrafter(MODEL), near(params_of(seed), seed)
+def near_model(seed: int) -> tuple[lm.ModelDrafter, Any]:
+    return lm.ModelDrafter(MODEL), near(params_of(seed), seed)
 
 
 def adversary(seed: int) -> tuple[tiny.Scripted, Any]:
@@ -101,7 +102,7 @@ def adversary(seed: int) -> tuple[tiny.Scripted, Any]:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def score(model: sd.models.CausalModel, params: Any, tokens: jax.Array) -> jax.Array:
+def score(model: lm.models.CausalModel, params: Any, tokens: jax.Array) -> jax.Array:
     """Logits ``[B, S, V]`` of whole sequences, with a fresh cache."""
     batch, length = tokens.shape
     return model.apply(
@@ -144,7 +145,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(make_drafter, draft_sample_me
     for seed in SEEDS:
         drafter, draft_params = make_drafter(seed)
         params, prompts, plain = params_of(seed), prompts_of(seed), plain_of(seed)
-        output = sd.generate(
+        output = lm.generate(
             MODEL,
             params,
             prompts,
@@ -153,7 +154,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(make_drafter, draft_sample_me
             config=config,
             options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
         )
-        differences = sd.serving.greedy_differences(MODEL, params, prompts, output, plain)
+        differences = lm.greedy_differences(MODEL, params, prompts, output, plain)
         assert all(d.gap <= MAX_GAP for d in differences), differences
         assert output.status == plain.status
         assert [len(c) for c in output.completions] == list(BUDGETS)
@@ -168,11 +169,11 @@ def test_greedy_tokens_are_those_of_plain_decoding(make_drafter, draft_sample_me
 def test_a_target_that_drafts_for_itself_has_everything_accepted():
     k = 5
     for seed in SEEDS:
-        output = sd.generate(
+        output = lm.generate(
             MODEL,
             params_of(seed),
             prompts_of(seed),
-            drafter=sd.ModelDrafter(MODEL),
+            drafter=lm.ModelDrafter(MODEL),
             draft_params=params_of(seed),
             config=sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method="greedy"),
             options=tiny.options_of(len(BUDGETS), max_new_tokens=BUDGETS),
@@ -222,7 +223,7 @@ def generations(draw):
 def test_every_step_is_that_of_the_loop_in_python(k, stop_token_ids, generation):
     table, requests = generation
     prompts, budgets, scripts = zip(*requests, strict=True)
-    output = sd.generate(
+    output = lm.generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(table),
         prompts,
@@ -243,7 +244,7 @@ def test_nothing_is_kept_after_an_accepted_stop_token():
     counting = np.zeros((VOCAB,) * 3, np.float32)  # 0 1 2 3 4 0 1 ...
     for last in range(VOCAB):
         counting[:, last, (last + 1) % VOCAB] = 1
-    output = sd.generate(
+    output = lm.generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(counting),
         [[0], [3], [4, 2], [2]],
@@ -269,7 +270,7 @@ def test_plain_decoding_of_a_table_is_the_loop_in_python():
     budgets = [MAX_BUDGET, 1, 0, 7]
     for seed in range(10):
         table = tiny.random_table(VOCAB, seed)
-        output = sd.generate_plain(
+        output = lm.generate_plain(
             tiny.Trigram(VOCAB),
             jnp.asarray(table),
             prompts,
@@ -286,10 +287,10 @@ def test_plain_decoding_of_a_table_is_the_loop_in_python():
 # Reporting a difference.
 
 
-def output_with(completions: list[list[int]]) -> sd.GenerateOutput:
+def output_with(completions: list[list[int]]) -> lm.GenerateOutput:
     empty = np.zeros((0, len(completions)), np.int32)
-    steps = sd.serving.StepRecord(empty[..., None], empty, empty, empty, empty)
-    return sd.GenerateOutput(completions, steps, [sd.Status.OK] * len(completions))
+    steps = sd.StepRecord(empty[..., None], empty, empty, empty, empty)
+    return lm.GenerateOutput(completions, steps, [sd.Status.OK] * len(completions))
 
 
 def test_greedy_differences_are_the_first_with_their_gap():
@@ -297,7 +298,7 @@ def test_greedy_differences_are_the_first_with_their_gap():
     prompts = [[1, 2], [4], [3], [0, 0]]
     plain = [[1, 2, 3], [4, 4, 1], [2, 0], [1]]
     other = [[1, 2, 3], [4, 0, 2], [2], [1, 2]]
-    found = sd.serving.greedy_differences(
+    found = lm.greedy_differences(
         tiny.Trigram(VOCAB), jnp.asarray(table), prompts, output_with(other), output_with(plain)
     )
 
@@ -306,7 +307,7 @@ def test_greedy_differences_are_the_first_with_their_gap():
         return float(best - second)
 
     assert found == [
-        sd.serving.GreedyDifference(1, 1, 0, 4, gap([4, 4])),
-        sd.serving.GreedyDifference(2, 1, None, 0, gap([3, 2])),
-        sd.serving.GreedyDifference(3, 1, 2, None, gap([0, 0, 1])),
+        lm.GreedyDifference(1, 1, 0, 4, gap([4, 4])),
+        lm.GreedyDifference(2, 1, None, 0, gap([3, 2])),
+        lm.GreedyDifference(3, 1, 2, None, gap([0, 0, 1])),
     ]

@@ -12,8 +12,9 @@ import pytest
 from models.weights import random_ids, random_weights
 
 import jax_specdec as sd
-from jax_specdec._src.serving import generate as generate_lib
-from jax_specdec._src.serving.core import Decoder
+from jax_specdec import lm
+from jax_specdec.lm.decoding import generate as generate_lib
+from jax_specdec.lm.decoding.core import Decoder
 
 from . import tiny
 from .engines import compilations
@@ -41,7 +42,7 @@ DRAFT = (0.7 * TARGET + 0.5 * tiny.random_table(VOCAB, seed=2)).astype(np.float3
 
 def arguments(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     named = dict(
-        drafter=sd.ModelDrafter(tiny.Trigram(VOCAB)),
+        drafter=lm.ModelDrafter(tiny.Trigram(VOCAB)),
         draft_params=DRAFT,
         config=CONFIG,
         temperature=TEMPERATURES,
@@ -62,23 +63,23 @@ def arguments(**changes: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return positional, named
 
 
-def run(**changes: Any) -> sd.GenerateOutput:
+def run(**changes: Any) -> lm.GenerateOutput:
     positional, named = arguments(**changes)
-    return sd.generate(*positional, **named)
+    return lm.generate(*positional, **named)
 
 
-def streamed(**changes: Any) -> sd.serving.StepRecord:
+def streamed(**changes: Any) -> sd.StepRecord:
     positional, named = arguments(**changes)
-    records = list(sd.generate_stream(*positional, **named))
+    records = list(lm.generate_stream(*positional, **named))
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(records))
     return jax.tree.map(lambda *xs: np.stack(xs), *records)
 
 
-def plain(**changes: Any) -> sd.GenerateOutput:
+def plain(**changes: Any) -> lm.GenerateOutput:
     positional, named = arguments(**changes)
     for name in ("drafter", "draft_params", "config"):
         del named[name]
-    return sd.generate_plain(*positional, **named)
+    return lm.generate_plain(*positional, **named)
 
 
 # Both loops
@@ -109,7 +110,7 @@ def test_a_target_that_drafts_for_itself_has_samples_accepted_too():
 
 def test_a_stream_can_be_left_early():
     positional, named = arguments()
-    stream = sd.generate_stream(*positional, **named)
+    stream = lm.generate_stream(*positional, **named)
     first = next(stream)
     stream.close()
     np.testing.assert_array_equal(first.token_ids, run().steps.token_ids[0])
@@ -118,12 +119,12 @@ def test_a_stream_can_be_left_early():
 def test_the_stream_refuses_bad_input_when_it_is_called():
     positional, named = arguments(prompts=[[1], [], [1], [1]])
     with pytest.raises(ValueError, match=r"^prompts\[1\]"):
-        sd.generate_stream(*positional, **named)
+        lm.generate_stream(*positional, **named)
 
 
 def test_a_stream_of_empty_budgets_has_no_steps():
     positional, named = arguments(max_new_tokens=0)
-    assert list(sd.generate_stream(*positional, **named)) == []
+    assert list(lm.generate_stream(*positional, **named)) == []
 
 
 @pytest.mark.parametrize("generate", [run, plain])
@@ -228,8 +229,8 @@ def test_unusable_rows_of_the_drafter_end_sampled_requests_alone():
 
 @pytest.mark.newest
 def test_rejected_drafts_leave_no_trace():
-    model = sd.models.Llama(
-        sd.models.LlamaConfig(
+    model = lm.models.Llama(
+        lm.models.LlamaConfig(
             vocab_size=31,
             hidden_size=16,
             intermediate_size=24,
@@ -242,7 +243,7 @@ def test_rejected_drafts_leave_no_trace():
     params, k = random_weights(model, 0), 3
     batch, prompt_size, _ = generate_lib.make_batch(
         [[3, 1, 4], [1, 5, 9, 2, 6], [5]],
-        [sd.RequestOptions(temperature=t, max_new_tokens=16) for t in (0.0, 1.0, 1.0)],
+        [lm.RequestOptions(temperature=t, max_new_tokens=16) for t in (0.0, 1.0, 1.0)],
         vocab_size=31,
         key=None,
         slack=k + 1,
@@ -342,11 +343,11 @@ class WholeSequence:
 def test_the_example_models_of_the_protocol_decode(model, score):
     table = np.random.default_rng(4).standard_normal((9, 9)).astype(np.float32)
     prompts = [[1, 2, 3], [8]]
-    output = sd.generate(
+    output = lm.generate(
         model,
         jnp.asarray(table),
         prompts,
-        drafter=sd.NGramDrafter(min_ngram=1),
+        drafter=lm.NGramDrafter(min_ngram=1),
         config=sd.SpecDecodeConfig(num_speculative_tokens=3),
         max_new_tokens=15,
     )

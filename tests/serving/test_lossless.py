@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 from . import tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -27,7 +28,7 @@ TEMPERATURES = np.resize([0.7, 1.5, 0.7, 1.5, 0.7, 1.5, 0.7, 1.5, 0.0], REQUESTS
 TARGET = tiny.random_table(VOCAB, seed=5)
 
 
-def options_at(temperatures: Any) -> list[sd.RequestOptions]:
+def options_at(temperatures: Any) -> list[lm.RequestOptions]:
     temperatures = np.broadcast_to(temperatures, REQUESTS).tolist()
     budgets = [NUM_TOKENS] * REQUESTS
     return tiny.options_of(REQUESTS, temperature=temperatures, max_new_tokens=budgets)
@@ -40,9 +41,9 @@ def sampled(
     target: np.ndarray = TARGET,
     temperatures: Any = TEMPERATURES,
     **config: Any,
-) -> sd.GenerateOutput:
+) -> lm.GenerateOutput:
     """Many copies of one request, at mixed temperatures."""
-    return sd.generate(
+    return lm.generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(target),
         [PROMPT] * REQUESTS,
@@ -59,7 +60,7 @@ def expected(temperature: float) -> np.ndarray:
     return tiny.exact_distribution(TARGET, PROMPT, NUM_TOKENS, temperature)
 
 
-def windows(output: sd.GenerateOutput, temperature: float) -> list[tuple[np.ndarray, np.ndarray]]:
+def windows(output: lm.GenerateOutput, temperature: float) -> list[tuple[np.ndarray, np.ndarray]]:
     """Counts and probabilities of the first three tokens jointly, and of the last three."""
     tokens = np.array(output.completions)[temperature == TEMPERATURES]
     assert tokens.shape[1] == NUM_TOKENS
@@ -70,7 +71,7 @@ def windows(output: sd.GenerateOutput, temperature: float) -> list[tuple[np.ndar
     ]
 
 
-def assert_lossless(output: sd.GenerateOutput) -> None:
+def assert_lossless(output: lm.GenerateOutput) -> None:
     for temperature in (0.7, 1.5):
         for what, window in zip(("first", "last"), windows(output, temperature), strict=True):
             assert_distributed(*window, f"{what} three tokens at temperature {temperature}")
@@ -81,7 +82,7 @@ def assert_lossless(output: sd.GenerateOutput) -> None:
         assert temperature or completion == greedy
 
 
-def assert_some_accepted(output: sd.GenerateOutput) -> None:
+def assert_some_accepted(output: lm.GenerateOutput) -> None:
     share = output.steps.num_accepted.sum() / output.steps.num_proposed.sum()
     assert 0.05 < share < 0.95, f"{share} of the drafts accepted: too one-sided to show much"
 
@@ -93,7 +94,7 @@ def draft_table(vocab_size: int = VOCAB) -> jax.Array:
 
 
 def test_plain_sampling_has_the_targets_distribution():
-    output = sd.generate_plain(
+    output = lm.generate_plain(
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
         [PROMPT] * REQUESTS,
@@ -105,28 +106,28 @@ def test_plain_sampling_has_the_targets_distribution():
 
 @pytest.mark.slow
 def test_block_verification_with_a_narrower_vocabulary_is_lossless():
-    drafter = sd.ModelDrafter(tiny.Trigram(VOCAB - 1))
+    drafter = lm.ModelDrafter(tiny.Trigram(VOCAB - 1))
     output = sampled(drafter, draft_table(VOCAB - 1), rejection_sample_method="block")
     assert_some_accepted(output)
     assert_lossless(output)
 
 
 def test_sampled_drafts_of_a_few_candidates_are_lossless():
-    output = sampled(sd.ModelDrafter(tiny.Trigram(VOCAB), num_candidates=2), draft_table())
+    output = sampled(lm.ModelDrafter(tiny.Trigram(VOCAB), num_candidates=2), draft_table())
     assert_some_accepted(output)
     assert_lossless(output)
 
 
 @pytest.mark.slow
 def test_argmax_drafts_of_a_model_are_lossless():
-    drafter = sd.ModelDrafter(tiny.Trigram(VOCAB))
+    drafter = lm.ModelDrafter(tiny.Trigram(VOCAB))
     output = sampled(drafter, draft_table(), draft_sample_method="greedy")
     assert_some_accepted(output)
     assert_lossless(output)
 
 
 def test_drafts_by_lookup_are_lossless():
-    output = sampled(sd.NGramDrafter(min_ngram=1), None)
+    output = sampled(lm.NGramDrafter(min_ngram=1), None)
     assert_some_accepted(output)
     assert_lossless(output)
 
@@ -140,7 +141,7 @@ def test_arbitrary_drafts_with_gaps_are_lossless():
 
 
 @dataclasses.dataclass(frozen=True)
-class Claiming(sd.ModelDrafter):
+class Claiming(lm.ModelDrafter):
     """Samples from its model, and may claim what is not so.
 
     ``params`` is the model's; a shift ``[Vd]`` of the logits that it claims; whether its
@@ -154,7 +155,7 @@ class Claiming(sd.ModelDrafter):
     def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
         return super().prefill(params[0], token_ids, cache)
 
-    def propose(self, params: Any, *args: Any) -> tuple[sd.Proposal, Any]:
+    def propose(self, params: Any, *args: Any) -> tuple[lm.Proposal, Any]:
         params, shift, is_rounded, is_one_number = params
         proposal, cache = super().propose(params, *args)
         store, lies = proposal.store, shift.any()
@@ -171,12 +172,12 @@ class Claiming(sd.ModelDrafter):
             log_normalizer=jnp.where(is_one_number, number, number - size),
             row_max=jnp.where(is_one_number, 0, peak),
         )
-        return sd.Proposal(proposal.token_ids, store), cache
+        return lm.Proposal(proposal.token_ids, store), cache
 
 
 def claiming(
     table: np.ndarray, shift: Any = (0.0,) * (VOCAB - 1), *how: bool, **given: Any
-) -> sd.GenerateOutput:
+) -> lm.GenerateOutput:
     """Drafts of a vocabulary that is narrower than the target's."""
     drafter = Claiming(tiny.Trigram(VOCAB - 1))
     params = jnp.asarray(table, jnp.float32), jnp.asarray(shift, jnp.float32)

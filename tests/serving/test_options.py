@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import generate as generate_lib
-from jax_specdec._src.serving.options import RequestFields, options_per_request
+from jax_specdec import lm
+from jax_specdec.lm.decoding import generate as generate_lib
+from jax_specdec.lm.decoding.options import RequestFields, options_per_request
 
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -27,25 +28,25 @@ TARGET = tiny.random_table(VOCAB, seed=30)
 DRAFT = (0.8 * TARGET + 0.5 * tiny.random_table(VOCAB, seed=6)).astype(np.float32)
 PROMPT = [1, 4, 0, 1, 4]
 OPTIONS = [
-    sd.RequestOptions(),
-    sd.RequestOptions(frequency_penalty=0.7),
-    sd.RequestOptions(presence_penalty=1.5),
-    sd.RequestOptions(repetition_penalty=1.8),
-    sd.RequestOptions(frequency_penalty=-0.3, presence_penalty=0.4, repetition_penalty=0.8),
-    sd.RequestOptions(allowed_token_ids=(0, 2, 5)),
-    sd.RequestOptions(allowed_token_ids=range(4), frequency_penalty=1.0, top_k=3, min_p=0.1),
-    sd.RequestOptions(logit_bias={5: 2.0, 1: -1.0}, repetition_penalty=1.3),
-    sd.RequestOptions(bad_words=[[0], [1, 4, 4], [4, 1]]),
-    sd.RequestOptions(stop_token_ids=(0, 1, 4), min_tokens=7),
+    lm.RequestOptions(),
+    lm.RequestOptions(frequency_penalty=0.7),
+    lm.RequestOptions(presence_penalty=1.5),
+    lm.RequestOptions(repetition_penalty=1.8),
+    lm.RequestOptions(frequency_penalty=-0.3, presence_penalty=0.4, repetition_penalty=0.8),
+    lm.RequestOptions(allowed_token_ids=(0, 2, 5)),
+    lm.RequestOptions(allowed_token_ids=range(4), frequency_penalty=1.0, top_k=3, min_p=0.1),
+    lm.RequestOptions(logit_bias={5: 2.0, 1: -1.0}, repetition_penalty=1.3),
+    lm.RequestOptions(bad_words=[[0], [1, 4, 4], [4, 1]]),
+    lm.RequestOptions(stop_token_ids=(0, 1, 4), min_tokens=7),
 ]
-MIXED = sd.RequestOptions(
+MIXED = lm.RequestOptions(
     min_p=0.02, top_k=6, top_p=0.97, frequency_penalty=0.8, presence_penalty=-0.5,
     repetition_penalty=1.4, allowed_token_ids=(0, 1, 2, 3, 5, 6), logit_bias={2: 1.0, 6: -0.5},
     bad_words=[[4, 1], [3, 3], [1, 2, 0]], min_tokens=3, stop_token_ids=(6,),
 )  # fmt: skip
 MIXED_TEMPERATURES = (0.7, 1.5) * 300
-MODEL = (sd.ModelDrafter(tiny.Trigram(VOCAB)), jnp.asarray(DRAFT))
-LOOKUP = (sd.NGramDrafter(min_ngram=1), None)
+MODEL = (lm.ModelDrafter(tiny.Trigram(VOCAB)), jnp.asarray(DRAFT))
+LOOKUP = (lm.NGramDrafter(min_ngram=1), None)
 RAW, PROCESSED = (sd.LogprobsConfig(2, distribution) for distribution in ("raw", "processed"))
 
 
@@ -55,7 +56,7 @@ def run(
     *,
     temperature: Any = 0.0,
     **changes: Any,
-) -> sd.GenerateOutput:
+) -> lm.GenerateOutput:
     if np.ndim(temperature):
         options = tiny.options_of(len(OPTIONS), options, temperature=temperature)
     else:
@@ -73,13 +74,13 @@ def run(
 
 def speculative(*args: Any, drafter: tuple[Any, Any] = MODEL, **changes: Any) -> Any:
     drafted = functools.partial(
-        sd.generate, drafter=drafter[0], draft_params=drafter[1], config=CONFIG
+        lm.generate, drafter=drafter[0], draft_params=drafter[1], config=CONFIG
     )
     return run(drafted, *args, **changes)
 
 
 # Few programs for all tests, because each is compiled.
-plainly = functools.partial(run, sd.generate_plain, logprobs=RAW)
+plainly = functools.partial(run, lm.generate_plain, logprobs=RAW)
 
 
 def by_model(temperature: Any = 0.0, *, drafter: tuple[Any, Any] = MODEL, key: int = 3) -> Any:
@@ -93,7 +94,7 @@ def by_model(temperature: Any = 0.0, *, drafter: tuple[Any, Any] = MODEL, key: i
     options += tiny.options_of(
         count, MIXED, temperature=MIXED_TEMPERATURES, max_new_tokens=[3] * count
     )
-    return sd.generate(
+    return lm.generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
         [PROMPT] * len(options),
@@ -132,7 +133,7 @@ def test_plain_decoding_takes_the_same_options() -> None:
 
 @pytest.mark.long
 def test_the_stream_takes_the_same_options_whatever_drafts() -> None:
-    steps: Any = run(sd.generate_stream, drafter=LOOKUP[0], config=CONFIG)
+    steps: Any = run(lm.generate_stream, drafter=LOOKUP[0], config=CONFIG)
     found: list[list[int]] = [[] for _ in OPTIONS]
     for step in steps:
         for b, (row, count) in enumerate(zip(step.token_ids, step.num_kept, strict=True)):
@@ -152,7 +153,7 @@ def test_neutral_options_are_the_program_without_options() -> None:
     drafted = functools.partial(speculative, drafter=LOOKUP)
     without = [f(None).completions for f in (drafted, plainly)]
     size = generate_lib._generate._cache_size()
-    for neutral in (sd.RequestOptions(), [sd.RequestOptions(top_k=0)] * len(OPTIONS)):
+    for neutral in (lm.RequestOptions(), [lm.RequestOptions(top_k=0)] * len(OPTIONS)):
         assert [f(neutral).completions for f in (drafted, plainly)] == without
     assert generate_lib._generate._cache_size() == size
 
@@ -163,10 +164,10 @@ def test_a_greedy_differences_gap_is_that_of_the_processed_row() -> None:
     for completion in other:
         completion[3] = VOCAB - 1 - completion[3]  # not the middle token, which would stay
     outputs = [
-        sd.GenerateOutput(completions, steps=None, status=[]) for completions in (other, TRUTH)
+        lm.GenerateOutput(completions, steps=None, status=[]) for completions in (other, TRUTH)
     ]
     model, params = tiny.Trigram(VOCAB), jnp.asarray(TARGET)
-    found = sd.serving.greedy_differences(model, params, [PROMPT] * len(OPTIONS), *outputs, OPTIONS)
+    found = lm.greedy_differences(model, params, [PROMPT] * len(OPTIONS), *outputs, OPTIONS)
     assert [difference.request for difference in found] == [
         b for b, truth in enumerate(TRUTH) if truth[3] != VOCAB // 2
     ]
@@ -184,23 +185,23 @@ def test_a_greedy_differences_gap_is_that_of_the_processed_row() -> None:
 
 
 def test_options_have_the_fields_and_types_of_a_calls_arguments() -> None:
-    assert get_type_hints(RequestFields) == get_type_hints(sd.RequestOptions)
+    assert get_type_hints(RequestFields) == get_type_hints(lm.RequestOptions)
 
 
 def test_a_field_in_the_call_goes_before_the_options() -> None:
-    options = [sd.RequestOptions(temperature=0.5, top_p=0.9), sd.RequestOptions(max_new_tokens=3)]
+    options = [lm.RequestOptions(temperature=0.5, top_p=0.9), lm.RequestOptions(max_new_tokens=3)]
     fields: RequestFields = {"max_new_tokens": 7, "temperature": 0.0}
     assert options_per_request(options, 2, fields) == [
-        sd.RequestOptions(max_new_tokens=7, top_p=0.9),
-        sd.RequestOptions(max_new_tokens=7),
+        lm.RequestOptions(max_new_tokens=7, top_p=0.9),
+        lm.RequestOptions(max_new_tokens=7),
     ]
-    assert options_per_request(None, 2, {"top_k": 3}) == [sd.RequestOptions(top_k=3)] * 2
+    assert options_per_request(None, 2, {"top_k": 3}) == [lm.RequestOptions(top_k=3)] * 2
     assert options_per_request(options, 2, {}) == options
 
 
 @pytest.mark.newest
 def test_a_seed_gives_the_same_tokens_wherever_its_request_stands() -> None:
-    def decode(options: list[sd.RequestOptions]) -> list[list[int]]:
+    def decode(options: list[lm.RequestOptions]) -> list[list[int]]:
         return plainly(options, temperature=2.0).completions
 
     seeded, others = (
@@ -231,8 +232,8 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
     """By the step's program; times are in the benchmarks."""
     slots, vocab_size = 3, 500
     model = tiny.OneRow(vocab_size)
-    engine = sd.Engine(
-        model, sd.ModelDrafter(model), CONFIG, num_slots=slots, max_length=32, request_options=True
+    engine = lm.Engine(
+        model, lm.ModelDrafter(model), CONFIG, num_slots=slots, max_length=32, request_options=True
     )
     row = jnp.zeros((vocab_size,))
     state = jax.jit(engine.init_state)(row)
@@ -285,7 +286,7 @@ def test_sampled_tokens_have_the_distribution_of_plain_python() -> None:
         right = exact(MIXED, MIXED.stop_token_ids)
         assert_distributed(counts, right, f"three tokens at temperature {temperature}")
         for name in CONTROLS if temperature == 0.7 else ():
-            neutral = getattr(sd.RequestOptions(), name)
+            neutral = getattr(lm.RequestOptions(), name)
             without = dataclasses.replace(MIXED, **{name: neutral})
             assert p_value(counts, exact(without, MIXED.stop_token_ids)) < CONTROL, name
 
@@ -294,14 +295,14 @@ def test_sampled_tokens_have_the_distribution_of_plain_python() -> None:
 
 
 def expected_logprobs(
-    completion: list[int], temperature: float, options: sd.RequestOptions, distribution: str
+    completion: list[int], temperature: float, options: lm.RequestOptions, distribution: str
 ) -> np.ndarray:
     """``[n, V]``."""
     rows = []
     for i in range(len(completion)):
         row = tiny.next_logits(TARGET, [*PROMPT, *completion[:i]])
         if distribution == "raw":
-            options, temperature = sd.RequestOptions(), 1.0
+            options, temperature = lm.RequestOptions(), 1.0
         # A greedy request is taken at temperature 1, where nothing is filtered.
         filters = options if temperature else _without_filters(options)
         stops = () if distribution == "raw" else filters.stop_token_ids
@@ -311,7 +312,7 @@ def expected_logprobs(
     return np.array(rows)
 
 
-def _without_filters(options: sd.RequestOptions) -> sd.RequestOptions:
+def _without_filters(options: lm.RequestOptions) -> lm.RequestOptions:
     return dataclasses.replace(options, min_p=0.0, top_k=0, top_p=1.0)
 
 
@@ -375,7 +376,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
 @pytest.mark.parametrize(("error", "name", "value"), REFUSED)
 def test_a_field_out_of_range_is_refused(error: type[Exception], name: str, value: Any) -> None:
     with pytest.raises(error, match=f"^{name}"):
-        sd.RequestOptions(**{name: value})
+        lm.RequestOptions(**{name: value})
 
 
 def test_extremes_that_are_taken_are_served() -> None:
@@ -395,8 +396,8 @@ def test_extremes_that_are_taken_are_served() -> None:
         for bias in (-1e20, 1e20)
         for temperature in (0.0, 1e-45, 1e-38, 1.0, 3e38)
     ]
-    options = [sd.RequestOptions(max_new_tokens=NUM_TOKENS, **fields) for fields in given]
-    output = sd.generate(
+    options = [lm.RequestOptions(max_new_tokens=NUM_TOKENS, **fields) for fields in given]
+    output = lm.generate(
         tiny.Trigram(VOCAB),
         jnp.asarray(TARGET),
         [PROMPT] * len(options),
@@ -407,9 +408,9 @@ def test_extremes_that_are_taken_are_served() -> None:
     assert not np.any(output.status)
     assert [len(one) for one in output.completions] == [NUM_TOKENS] * len(options)
     zeros = {"temperature": 1e-45, "min_p": 1e-40, "presence_penalty": -1e-45}
-    assert sd.RequestOptions(**zeros) == sd.RequestOptions()
+    assert lm.RequestOptions(**zeros) == lm.RequestOptions()
     with pytest.raises(ValueError, match="top_p .* 1e-45: devices take it for 0$"):
-        sd.RequestOptions(top_p=1e-45)
+        lm.RequestOptions(top_p=1e-45)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +419,7 @@ def test_extremes_that_are_taken_are_served() -> None:
         (3, TypeError, "options"),
         ([{}], TypeError, "options"),
         (OPTIONS[:2], ValueError, "options"),
-        (sd.RequestOptions(allowed_token_ids=[VOCAB]), ValueError, "allowed_token_ids"),
+        (lm.RequestOptions(allowed_token_ids=[VOCAB]), ValueError, "allowed_token_ids"),
     ],
     ids=["a number", "a dict", "too few", "an id past the vocabulary"],
 )

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 from scipy import special
 
 import jax_specdec as sd
+from jax_specdec import lm
 from jax_specdec._src import platform
 from jax_specdec._src.platform import assume
 from jax_specdec._src.process_logits import PROCESSORS
 from jax_specdec._src.processors import Sequences
-from jax_specdec._src.serving.packing import PACKING, BatchOptions, OptionSizes
+from jax_specdec.lm.decoding.packing import PACKING, BatchOptions, OptionSizes
 
 from . import sampled, tiny
 
@@ -43,10 +44,10 @@ DRAFTS = [[3, 8, 3], [1, 1], [], [-1, 10]]  # the last proposes nothing at its f
 ROW_STOPS = (9, 2)
 WIDE = 11
 OPTIONS = [
-    sd.RequestOptions(bad_words=[[3, 8, 3, 8], [8, 0], [3], [8, 3, 8, 5]], min_tokens=5),
-    sd.RequestOptions(logit_bias={0: 1.5, 10: -2.0}, repetition_penalty=1.5, min_tokens=2),
-    sd.RequestOptions(bad_words=[[2, 9, 9, 5, 1, 7], [5, 1, 2], [1, 2]], min_tokens=1),
-    sd.RequestOptions(logit_bias={4: -0.5}, frequency_penalty=0.7, bad_words=[[6, 10, 1]]),
+    lm.RequestOptions(bad_words=[[3, 8, 3, 8], [8, 0], [3], [8, 3, 8, 5]], min_tokens=5),
+    lm.RequestOptions(logit_bias={0: 1.5, 10: -2.0}, repetition_penalty=1.5, min_tokens=2),
+    lm.RequestOptions(bad_words=[[2, 9, 9, 5, 1, 7], [5, 1, 2], [1, 2]], min_tokens=1),
+    lm.RequestOptions(logit_bias={4: -0.5}, frequency_penalty=0.7, bad_words=[[6, 10, 1]]),
 ]
 
 
@@ -66,7 +67,7 @@ def up_to_date(processors: Any, *arrays: jax.Array) -> Any:
     return processors.with_sequences(Sequences(*arrays, WIDE))
 
 
-def processors(options: Sequence[sd.RequestOptions] = OPTIONS) -> sd.LogitsProcessors:
+def processors(options: Sequence[lm.RequestOptions] = OPTIONS) -> sd.LogitsProcessors:
     """What `options` ask of the sequences above."""
     sequences = [p + o for p, o in zip(PROMPTS, OUTPUTS, strict=True)]
     stopping = [dataclasses.replace(one, stop_token_ids=ROW_STOPS) for one in options]
@@ -155,7 +156,7 @@ def test_a_drafter_appends_its_draws_and_may_know_fewer_tokens() -> None:
 
 def test_what_nobody_asks_for_changes_nothing() -> None:
     x = logits(13, dtype=jnp.bfloat16).at[3, 4].set(jnp.nan)
-    options = [sd.RequestOptions(stop_token_ids=ROW_STOPS)] * 4
+    options = [lm.RequestOptions(stop_token_ids=ROW_STOPS)] * 4
     none = BatchOptions.create(options, [2, 3, 3, 2], WIDE, keep_neutral=True)
     found = with_sequences(none, [[0] * n for n in (5, 3, 6, 3)])
     assert bool(found.is_neutral)
@@ -329,7 +330,7 @@ def step(
 
 
 def decode(
-    options: Sequence[sd.RequestOptions], temperature: Any, count: int, drafter_sees: bool = True
+    options: Sequence[lm.RequestOptions], temperature: Any, count: int, drafter_sees: bool = True
 ) -> tuple[np.ndarray, float]:
     """``[B, count]`` tokens, and the share of drafts accepted."""
     batch = len(options)
@@ -349,13 +350,13 @@ def decode(
 
 
 GREEDY = [
-    sd.RequestOptions(),
-    sd.RequestOptions(logit_bias={5: 2.0, 1: -1.0, 4: 0.25}),
-    sd.RequestOptions(logit_bias={3: 1.0}, repetition_penalty=1.8, frequency_penalty=0.4),
-    sd.RequestOptions(bad_words=[[0], [4, 1]]),
-    sd.RequestOptions(bad_words=[[1, 4, 4], [5, 5], [3, 0]]),
-    sd.RequestOptions(min_tokens=11),
-    sd.RequestOptions(min_tokens=9, bad_words=[[3]], logit_bias={2: 9.0}),
+    lm.RequestOptions(),
+    lm.RequestOptions(logit_bias={5: 2.0, 1: -1.0, 4: 0.25}),
+    lm.RequestOptions(logit_bias={3: 1.0}, repetition_penalty=1.8, frequency_penalty=0.4),
+    lm.RequestOptions(bad_words=[[0], [4, 1]]),
+    lm.RequestOptions(bad_words=[[1, 4, 4], [5, 5], [3, 0]]),
+    lm.RequestOptions(min_tokens=11),
+    lm.RequestOptions(min_tokens=9, bad_words=[[3]], logit_bias={2: 9.0}),
 ]
 NUM_GREEDY = 14
 
@@ -368,7 +369,7 @@ def test_greedy_tokens_are_those_of_one_token_at_a_time(drafter_sees: bool) -> N
     truth = [sampled.greedy(TARGET, PROMPT, one, NUM_GREEDY, STOPS) for one in GREEDY]
     for row, want in zip(tokens.tolist(), truth, strict=True):
         assert row[: len(want)] == want
-    plain = sampled.greedy(TARGET, PROMPT, sd.RequestOptions(), NUM_GREEDY, STOPS)
+    plain = sampled.greedy(TARGET, PROMPT, lm.RequestOptions(), NUM_GREEDY, STOPS)
     assert all(want != plain for want in truth[1:])
     assert len(truth[6]) == 10  # at the first position where it may, it stops
 
@@ -380,7 +381,7 @@ def test_every_option_that_changes_rows_is_packed_once() -> None:
     assert list(PACKING) == list(PROCESSORS)
     packed = [name for names, _ in PACKING.values() for name in names]
     others = ["temperature", "max_new_tokens", "stop_token_ids", "seed", "min_p", "top_k", "top_p"]
-    fields = [field.name for field in dataclasses.fields(sd.RequestOptions)]
+    fields = [field.name for field in dataclasses.fields(lm.RequestOptions)]
     assert sorted(packed + others) == sorted(fields)
 
 
@@ -412,10 +413,10 @@ def test_more_than_there_is_room_for_is_refused(sizes: OptionSizes, message: str
 
 
 def test_options_are_values() -> None:
-    one = sd.RequestOptions(logit_bias={np.int64(3): np.float32(0.5)}, bad_words=[np.array([1])])
-    same = sd.RequestOptions(logit_bias={3: 0.5}, bad_words=((1,),))
+    one = lm.RequestOptions(logit_bias={np.int64(3): np.float32(0.5)}, bad_words=[np.array([1])])
+    same = lm.RequestOptions(logit_bias={3: 0.5}, bad_words=((1,),))
     assert one == same and hash(one) == hash(same) and not one.is_neutral
-    assert sd.RequestOptions(logit_bias={}, bad_words=[]).is_neutral
+    assert lm.RequestOptions(logit_bias={}, bad_words=[]).is_neutral
 
 
 # Errors
@@ -435,9 +436,9 @@ def test_options_past_the_model_or_the_budget_are_refused(
     fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
-        sd.RequestOptions(**fields, max_new_tokens=5).check(V)
+        lm.RequestOptions(**fields, max_new_tokens=5).check(V)
     fitting = dict(min_tokens=5, bad_words=[[6]], logit_bias={6: 1.0}, stop_token_ids=[6])
-    sd.RequestOptions(**fitting, max_new_tokens=5).check(V)
+    lm.RequestOptions(**fitting, max_new_tokens=5).check(V)
 
 
 INTS = np.zeros((4, 2), np.int32)

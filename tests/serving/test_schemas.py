@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jax_specdec._src.cli.server import schemas
-from jax_specdec._src.cli.server.limits import ApiError, Limits
-from jax_specdec._src.cli.server.vocabulary import Vocabulary
-from jax_specdec._src.models.tokenizer import Tokenizer
+from jax_specdec.lm.models.tokenizer import Tokenizer
+from jax_specdec.lm.server import schemas
+from jax_specdec.lm.server.limits import ApiError, Limits
+from jax_specdec.lm.server.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.newest
 

@@ -35,18 +35,19 @@ from models.checkpoints import copy, expected
 from scipy import special
 
 import jax_specdec as sd
+from jax_specdec import lm
 from jax_specdec.__main__ import main
-from jax_specdec._src.cli import models as models_lib
-from jax_specdec._src.cli import options as options_lib
-from jax_specdec._src.cli import process
-from jax_specdec._src.cli import serve as serve_lib
-from jax_specdec._src.cli.prompts import InputError
-from jax_specdec._src.cli.serve import make_driver
-from jax_specdec._src.cli.server import app as app_lib
-from jax_specdec._src.cli.server.answer import ChoiceText
-from jax_specdec._src.cli.server.app import Server
-from jax_specdec._src.cli.server.limits import Limits
-from jax_specdec._src.cli.server.request import Asked
+from jax_specdec.lm.cli import models as models_lib
+from jax_specdec.lm.cli import options as options_lib
+from jax_specdec.lm.cli import process
+from jax_specdec.lm.cli import serve as serve_lib
+from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.cli.serve import make_driver
+from jax_specdec.lm.server import app as app_lib
+from jax_specdec.lm.server.answer import ChoiceText
+from jax_specdec.lm.server.app import Server
+from jax_specdec.lm.server.limits import Limits
+from jax_specdec.lm.server.request import Asked
 
 from . import sampled
 
@@ -89,7 +90,7 @@ class Running:
     """A server that listens, and what is behind it."""
 
     server: Server
-    driver: sd.serving.GrammarDriver
+    driver: lm.GrammarDriver
     port: int
     lines: list[str]
     clients: contextlib.ExitStack
@@ -99,7 +100,7 @@ class Running:
         client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
         return self.clients.enter_context(client)
 
-    def ask(self, function: Callable[[sd.serving.GrammarDriver], Any]) -> Any:
+    def ask(self, function: Callable[[lm.GrammarDriver], Any]) -> Any:
         """What a function returns of the driver, which belongs to the worker's thread."""
         worker = self.server.worker
         return asyncio.run_coroutine_threadsafe(worker.call(function), worker._loop).result(60)
@@ -203,7 +204,7 @@ def plain(site: Site) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for name, (prompt, fields) in PLAIN.items():
         ids = library.encode(prompt, add_special_tokens=not name.startswith("chat")).ids
-        options, output = sd.RequestOptions(stop_token_ids=stops, **fields), []
+        options, output = lm.RequestOptions(stop_token_ids=stops, **fields), []
         while len(output) < options.max_new_tokens and not {*output} & {*stops}:
             row = site.logits([*ids, *output])[-1]
             chances = sampled.processed(row, ids, output, 0.0, options, stops)
@@ -374,7 +375,7 @@ def test_stop_strings_are_found_however_a_text_is_cut(pieces: list[str], stops: 
     found, shown = [], ""
     for i in range(len(pieces) + 1):
         is_last = i == len(pieces)
-        update = sd.serving.RequestUpdate(0, [] if is_last else [i], "length" if is_last else None)
+        update = lm.RequestUpdate(0, [] if is_last else [i], "length" if is_last else None)
         found.append(text.add(update))
         shown += found[-1].text
         assert truth.startswith(shown), "what was sent stays"
@@ -730,7 +731,7 @@ def test_a_text_of_too_many_bytes_is_refused_without_its_tokens(
     asked: dict[str, Any],
     param: str,
 ) -> None:
-    monkeypatch.setattr(sd.Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
+    monkeypatch.setattr(lm.Tokenizer, "encode", lambda *_, **__: pytest.fail("it was tokenized"))
     body = json.dumps(asked, ensure_ascii=False).encode()
     status, _, error = post(running.port, body, path)
     assert (status, error["param"]) == (400, param)
@@ -865,7 +866,7 @@ def request_bytes(header: str = "", **asked: Any) -> bytes:
     return f"{head}{header}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def stalled(driver: sd.EngineDriver, seconds: float = 0.02) -> None:
+def stalled(driver: lm.EngineDriver, seconds: float = 0.02) -> None:
     """Steps that take a while, so that a client can leave before the end of its text."""
     step = driver.step
     driver.step = lambda: (time.sleep(seconds), step())[1]  # type: ignore[method-assign]
@@ -1103,7 +1104,7 @@ def test_a_failed_engine_ends_the_server_by_itself(site: Site) -> None:
 
 
 def test_a_call_that_panics_is_answered(running: Running) -> None:
-    def panic(driver: sd.EngineDriver) -> None:
+    def panic(driver: lm.EngineDriver) -> None:
         raise Panic
 
     with pytest.raises(Panic):
@@ -1116,10 +1117,10 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
 ) -> None:
     panic = type("PanicException", (BaseException,), {})  # the name that pyo3 gives it
 
-    def accept_token(matcher: sd.LlguidanceMatcher, token_id: int) -> bool:
+    def accept_token(matcher: sd.grammar.LlguidanceMatcher, token_id: int) -> bool:
         raise panic("of this test")
 
-    monkeypatch.setattr(sd.LlguidanceMatcher, "accept_token", accept_token)
+    monkeypatch.setattr(sd.grammar.LlguidanceMatcher, "accept_token", accept_token)
     with site.serve() as running, concurrent_threads() as run:
         stalled(running.driver)
         other = run(lambda: greedy(running))
@@ -1152,7 +1153,7 @@ def test_an_address_is_had_by_one_server_from_its_start() -> None:
 
 INTERRUPTED = """
 import time
-from jax_specdec._src.cli import process
+from jax_specdec.lm.cli import process
 def work():
     with process.handling_interrupt(lambda: print("first", flush=True)):
         print("ready", flush=True)
@@ -1225,7 +1226,7 @@ def test_the_page_shows_how_to_write_a_server(site: Site) -> None:
 def test_a_key_comes_from_a_file_or_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from jax_specdec._src.cli.serve import _read_key
+    from jax_specdec.lm.cli.serve import _read_key
 
     wanted = options_lib.parse(["serve"], "0")
     monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)
@@ -1245,7 +1246,11 @@ def test_a_key_comes_from_a_file_or_a_variable(
 def test_without_the_extra_one_line_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("jax_specdec._src.cli.serve")]:
+    for name in [
+        name
+        for name in sys.modules
+        if name.startswith(("jax_specdec.lm.cli.serve", "jax_specdec.lm.server"))
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(SystemExit):

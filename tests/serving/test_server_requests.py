@@ -12,10 +12,10 @@ import hypothesis.strategies as st
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.cli.server.answer import _event
-from jax_specdec._src.cli.server.limits import ApiError
-from jax_specdec._src.cli.server.request import OPTIONS, Asked, Parameters, read_request
-from jax_specdec._src.serving.options import NUMBERS
+from jax_specdec.lm.decoding.options import NUMBERS
+from jax_specdec.lm.server.answer import _event
+from jax_specdec.lm.server.limits import ApiError
+from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_request
 
 pytestmark = pytest.mark.newest
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import jax_specdec as sd
-from jax_specdec._src.serving import programs
+from jax_specdec import lm
+from jax_specdec.lm.decoding import programs
 
 from . import tiny
 from .engines import EVERYTHING as PIECES
@@ -146,7 +147,7 @@ def test_a_request_that_ended_ahead_cannot_be_preempted():
 )
 def test_a_driver_is_not_made_with(error, name, value):
     with pytest.raises(error, match=f"^{name}"):
-        sd.EngineDriver(TABLE, *TABLES, **{name: value})
+        lm.EngineDriver(TABLE, *TABLES, **{name: value})
 
 
 # Prompts
@@ -244,7 +245,7 @@ def test_nan_in_a_long_prompt_does_not_reach_the_next():
 def test_tokens_are_those_of_plain_decoding_however_prompts_are_read():
     rng = np.random.default_rng(8)
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 4, 2, 30, 9, 1, 21, 4, 4, 12)]
-    plain = sd.generate_plain(
+    plain = lm.generate_plain(
         LLAMA.model,
         weights_of(LLAMA)[0],
         prompts,
@@ -278,7 +279,7 @@ class Failing(tiny.Trigram):
         return super().apply(params, token_ids + zero, start, cache)
 
 
-def failing(shall_fail: Callable[[np.ndarray], bool], ahead: int) -> sd.EngineDriver:
+def failing(shall_fail: Callable[[np.ndarray], bool], ahead: int) -> lm.EngineDriver:
     Failing.shall_fail = staticmethod(shall_fail)
     sizes = dict(prefill_sizes=PIECES.prefill_sizes, max_prefill_requests=3)
     engine = dataclasses.replace(TABLE, model=Failing(VOCAB), **sizes)
@@ -400,7 +401,7 @@ def test_the_driver_counts_what_it_did(monkeypatch):
 
     monkeypatch.setattr("time.perf_counter", clock)
     driver = driver_of(TABLE, max_steps_ahead=1)
-    assert driver.serving_stats() == sd.ServingStats(num_slots=SLOTS)
+    assert driver.serving_stats() == lm.ServingStats(num_slots=SLOTS)
     for i in range(2):
         driver.submit([i], max_new_tokens=4 if i else 1)
     updates = []
@@ -417,7 +418,7 @@ def test_the_driver_counts_what_it_did(monkeypatch):
         "Slots busy: " in (line := stats.log_line(seconds=2.0))
         and f"Steps: {num_steps / 2:.1f}/s," in line
     )
-    assert stats - stats == sd.ServingStats(num_slots=SLOTS)
+    assert stats - stats == lm.ServingStats(num_slots=SLOTS)
     first, others = stats.time_to_first_token_seconds, stats.inter_token_latency_seconds
     assert (first.count, others.count) == (2, 3), "of 1 and 4 tokens"
     assert first.total_seconds == 3 + 4, "submitted at 1 and 2, admitted at 3, waits from 4 to 5"
@@ -440,6 +441,6 @@ def test_the_driver_says_how_many_run_and_how_many_wait():
 
 def test_readings_of_other_drivers_are_not_subtracted():
     with pytest.raises(ValueError, match=r"^earlier\.num_slots"):
-        sd.ServingStats(4) - sd.ServingStats(5)
+        lm.ServingStats(4) - lm.ServingStats(5)
     with pytest.raises(ValueError, match="^earlier must"):
-        sd.ServingStats(4) - sd.ServingStats(4, num_steps=1)
+        lm.ServingStats(4) - lm.ServingStats(4, num_steps=1)

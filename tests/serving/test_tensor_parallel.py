@@ -13,7 +13,8 @@ import pytest
 from models.weights import random_weights
 
 import jax_specdec as sd
-from jax_specdec._src.serving import programs
+from jax_specdec import lm
+from jax_specdec.lm.decoding import programs
 
 from .engines import Finished, compilations, run
 from .test_greedy import MAX_GAP, near, score
@@ -21,8 +22,8 @@ from .test_greedy import MAX_GAP, near, score
 pytestmark = pytest.mark.dearest
 
 VOCAB, K, SLOTS, NEW = 61, 3, 4, 24  # the last 3 of 8 * 8 ids are padding
-MODEL = sd.models.Llama(
-    sd.models.LlamaConfig(
+MODEL = lm.models.Llama(
+    lm.models.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=20,
@@ -37,20 +38,20 @@ DRAFT_PARAMS = near(PARAMS, 0)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 9, 1, 20)]
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)
-ON_ONE = dict(model=MODEL, params=PARAMS, drafter=sd.ModelDrafter(MODEL), draft_params=DRAFT_PARAMS)
+ON_ONE = dict(model=MODEL, params=PARAMS, drafter=lm.ModelDrafter(MODEL), draft_params=DRAFT_PARAMS)
 
 
 @functools.cache
 def on_eight(split_drafter: bool) -> dict[str, Any]:
     """The same models with the target over 8 devices, and the drafter too or whole on each."""
-    model = sd.models.TensorParallelLlama(MODEL, jax.make_mesh((8,), ("tensor",)), "tensor")
+    model = lm.models.TensorParallelLlama(MODEL, jax.make_mesh((8,), ("tensor",)), "tensor")
     given = ON_ONE | dict(model=model, params=model.shard_params(PARAMS))
     if split_drafter:
-        given |= dict(drafter=sd.ModelDrafter(model), draft_params=model.shard_params(DRAFT_PARAMS))
+        given |= dict(drafter=lm.ModelDrafter(model), draft_params=model.shard_params(DRAFT_PARAMS))
     return given
 
 
-def assert_argmaxes(output: sd.GenerateOutput, requests: list[int]) -> None:
+def assert_argmaxes(output: lm.GenerateOutput, requests: list[int]) -> None:
     """Each token is the argmax of a full pass on one device over what stands before it."""
     rows = np.zeros((len(PROMPTS), max(map(len, PROMPTS)) + NEW), np.int32)
     for row, prompt, completion in zip(rows, PROMPTS, output.completions, strict=True):
@@ -65,21 +66,21 @@ def assert_argmaxes(output: sd.GenerateOutput, requests: list[int]) -> None:
 
 @pytest.mark.slow
 def test_greedy_tokens_are_those_of_the_whole_model() -> None:
-    given = on_eight(split_drafter=False) | dict(drafter=sd.NGramDrafter(1), draft_params=None)
-    output = sd.generate(**given, prompts=PROMPTS, config=CONFIG, max_new_tokens=NEW)
+    given = on_eight(split_drafter=False) | dict(drafter=lm.NGramDrafter(1), draft_params=None)
+    output = lm.generate(**given, prompts=PROMPTS, config=CONFIG, max_new_tokens=NEW)
     assert_argmaxes(output, [0, 1, 2, 3])
 
 
 @pytest.mark.slow
 def test_options_of_sampled_requests_hold() -> None:
-    given = on_eight(split_drafter=False) | dict(drafter=sd.NGramDrafter(1), draft_params=None)
-    output = sd.generate(
+    given = on_eight(split_drafter=False) | dict(drafter=lm.NGramDrafter(1), draft_params=None)
+    output = lm.generate(
         **given,
         prompts=PROMPTS,
         config=CONFIG,
         max_new_tokens=NEW,
         temperature=1.0,
-        options=sd.RequestOptions(top_k=1),
+        options=lm.RequestOptions(top_k=1),
     )
     assert_argmaxes(output, [0, 1, 2, 3])
 
@@ -98,20 +99,20 @@ def moved(program: str) -> list[tuple[str, list[int]]]:
     ]
 
 
-def driver_of(given: dict[str, Any], has_options: bool) -> sd.EngineDriver:
+def driver_of(given: dict[str, Any], has_options: bool) -> lm.EngineDriver:
     sizes = dict(num_slots=SLOTS, max_length=40, prefill_sizes=(8,), request_options=has_options)
-    engine = sd.Engine(given["model"], given["drafter"], CONFIG, **sizes)
-    return sd.EngineDriver(engine, given["params"], given["draft_params"])
+    engine = lm.Engine(given["model"], given["drafter"], CONFIG, **sizes)
+    return lm.EngineDriver(engine, given["params"], given["draft_params"])
 
 
-def serve(driver: sd.EngineDriver) -> dict[int, Finished]:
+def serve(driver: lm.EngineDriver) -> dict[int, Finished]:
     """More requests than slots, of which some come while others run."""
     rng, updates = np.random.default_rng(1), []
     for seed in range(9):
         prompt = rng.integers(0, VOCAB, rng.integers(1, 16)).tolist()
         budget, temperature = int(rng.integers(1, 20)), float(rng.choice([0.0, 0.8]))
         options = (
-            sd.RequestOptions(top_p=0.9, presence_penalty=0.5, allowed_token_ids=range(seed, 50))
+            lm.RequestOptions(top_p=0.9, presence_penalty=0.5, allowed_token_ids=range(seed, 50))
             if driver.engine.request_options and seed % 3
             else None
         )
@@ -126,7 +127,7 @@ def serve(driver: sd.EngineDriver) -> dict[int, Finished]:
 @functools.cache
 def served(
     on_one_device: bool, has_options: bool = False
-) -> tuple[dict[int, Finished], list[str], sd.EngineDriver]:
+) -> tuple[dict[int, Finished], list[str], lm.EngineDriver]:
     """What became of the requests, what was compiled meanwhile, and the driver."""
     driver = driver_of(ON_ONE if on_one_device else on_eight(split_drafter=True), has_options)
     driver.warm_up()

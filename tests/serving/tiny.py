@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,17 +91,17 @@ class Scripted:
         return cache
 
     def propose(
-        self, params: jax.Array, context: sd.DraftContext, cache: Any, store: None
-    ) -> tuple[sd.Proposal, Any]:
+        self, params: jax.Array, context: lm.DraftContext, cache: Any, store: None
+    ) -> tuple[lm.Proposal, Any]:
         offsets = jnp.arange(context.config.num_speculative_tokens, dtype=jnp.int32)
         place = jnp.minimum(context.lengths[:, None] + offsets[None, :], params.shape[1] - 1)
-        return sd.Proposal(jnp.take_along_axis(params, place, axis=1)), cache
+        return lm.Proposal(jnp.take_along_axis(params, place, axis=1)), cache
 
 
-def options_of(count: int, options: Any = None, **lists: Sequence[Any]) -> list[sd.RequestOptions]:
+def options_of(count: int, options: Any = None, **lists: Sequence[Any]) -> list[lm.RequestOptions]:
     """Options of `count` requests, each with its own entry of every list."""
-    each = options if isinstance(options, list) else [options or sd.RequestOptions()] * count
-    made: dict[Any, sd.RequestOptions] = {}  # of thousands, few differ
+    each = options if isinstance(options, list) else [options or lm.RequestOptions()] * count
+    made: dict[Any, lm.RequestOptions] = {}  # of thousands, few differ
     found = []
     for b, one in enumerate(each):
         fields = {name: values[b] for name, values in lists.items()}
@@ -150,7 +151,7 @@ def greedy_steps(
     return steps
 
 
-def steps_of(output: sd.GenerateOutput, request: int) -> list[Step]:
+def steps_of(output: lm.GenerateOutput, request: int) -> list[Step]:
     """The steps of one request, those after its end left out (they must be empty)."""
     record = jax.tree.map(lambda x: x[:, request], output.steps)
     steps = []
@@ -165,7 +166,7 @@ def steps_of(output: sd.GenerateOutput, request: int) -> list[Step]:
     return steps
 
 
-def assert_same(one: sd.GenerateOutput, other: sd.GenerateOutput) -> None:
+def assert_same(one: lm.GenerateOutput, other: lm.GenerateOutput) -> None:
     """Two generations agree in tokens, status and every step."""
     assert one.completions == other.completions
     assert one.status == other.status

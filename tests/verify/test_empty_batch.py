@@ -12,7 +12,7 @@ import pytest
 from filled import ones, zeros
 
 import jax_specdec as sd
-from jax_specdec.integrations import sglang_jax, tpu_inference
+from jax_specdec.adapters import sglang_jax, tpu_inference
 
 K, V = 2, 8
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
@@ -206,7 +206,7 @@ def test_what_stands_around_the_verifier_takes_no_requests(n: int) -> None:
     assert words[0].tolist() == words[1].tolist()
     sd.validate(rows, drafts(n), sampling=SAMPLING, config=CONFIG, positions=NOBODY)
     assert sd.testing.draw_noise(KEYS[:0], NOBODY, K).accept.shape == (0, K)
-    assert sd.which_implementation(rows, drafts(n), config=CONFIG) in ("xla", "mosaic_gpu")
+    assert sd.testing.which_implementation(rows, drafts(n), config=CONFIG) in ("xla", "mosaic_gpu")
 
 
 def without_drafts(implementation: Any, bonus: bool) -> sd.RejectionSampleOutput:

@@ -492,9 +492,9 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, kernels):
 
     logits, drafts = positional[:2]
     for config in (layout.config, dataclasses.replace(layout, block=True).config):
-        assert sd.which_implementation(logits, drafts, config=config) == "xla"
+        assert sd.testing.which_implementation(logits, drafts, config=config) == "xla"
         with mock.patch.object(jax, "devices", lambda: [Device("gpu", "9.0")]):
-            found = sd.which_implementation(logits, drafts, config=config)
+            found = sd.testing.which_implementation(logits, drafts, config=config)
         assert found == ("mosaic_gpu" if kernels else "xla")
 
 

@@ -57,9 +57,9 @@ def test_it_is_the_default_only_where_it_has_run(device, why_not):
     config = sd.SpecDecodeConfig(num_speculative_tokens=2)
     with mock.patch.object(jax, "devices", lambda: [device]):
         answer = support.not_by_default()
-        implementation = sd.which_implementation(logits, drafts, config=config)
+        implementation = sd.testing.which_implementation(logits, drafts, config=config)
         agreement = dataclasses.replace(config, rejection_sample_method="agreement")
-        assert sd.which_implementation(logits, drafts, config=agreement) == "xla"
+        assert sd.testing.which_implementation(logits, drafts, config=agreement) == "xla"
     assert answer is None if why_not is None else why_not in answer
     assert implementation == ("xla" if why_not else "mosaic_gpu")
 

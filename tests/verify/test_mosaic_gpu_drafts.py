@@ -17,7 +17,7 @@ import scipy.special
 
 import jax_specdec as sd
 from jax_specdec._src import reference
-from jax_specdec._src.drafting import sample
+from jax_specdec._src.drafts import sample
 from jax_specdec._src.noise import Stream, uniforms
 from jax_specdec._src.verify.mosaic_gpu import launch
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig

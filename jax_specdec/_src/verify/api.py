@@ -217,7 +217,7 @@ def which_implementation(
       >>> drafts = sd.Drafts.from_dense(jnp.array([[7, 3], [4, 0]]))
       >>> logits = jax.ShapeDtypeStruct((6, 128256), jnp.bfloat16)
       >>> config = sd.SpecDecodeConfig(num_speculative_tokens=2)
-      >>> sd.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
+      >>> sd.testing.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
       True
     """
     if support.not_by_default() is not None or support.rule_unsupported(config) is not None:

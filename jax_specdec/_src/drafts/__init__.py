@@ -1,0 +1,1 @@
+"""Draft distributions: drawn, stored, planned."""

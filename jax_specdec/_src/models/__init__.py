@@ -1,1 +1,0 @@
-"""The model protocol, a small Llama, its checkpoint format and byte tokenization."""

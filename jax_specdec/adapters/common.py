@@ -1,0 +1,188 @@
+"""What both adapters share: checks, keys, splitting over a mesh, and the call itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_specdec._src.arrays import Sizes, check_array, check_type, refuse, require
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
+from jax_specdec._src.noise import check_keys
+from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.types import Drafts, RejectionSampleOutput
+from jax_specdec._src.verify import sharding as sharding_lib
+from jax_specdec._src.verify.api import rejection_sample
+from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.adapters.keys import step_keys
+
+_IMPL_OF_WORDS = {2: "threefry2x32", 4: "rbg"}
+"""Of raw keys. Noise is the same for both kinds of four words, rbg and unsafe_rbg."""
+
+
+class Static(NamedTuple):
+    """Arguments of both adapters that are no arrays."""
+
+    config: SpecDecodeConfig
+    vocab_size: int | None
+    logprobs: LogprobsConfig | None
+
+    def check(self) -> None:
+        """Raises `TypeError` for an argument of another type."""
+        check_type("config", self.config, SpecDecodeConfig)
+        check_type("logprobs", self.logprobs, LogprobsConfig, None)
+
+
+class Arrays(NamedTuple):
+    """Arguments of both adapters that a mesh splits; the first two over the vocabulary as well."""
+
+    target_logits: jax.Array
+    draft_probs: jax.Array | None
+    draft_token_ids: jax.Array
+    lengths: jax.Array
+    sampling: SamplingParams
+    keys: jax.Array
+    positions: jax.Array
+    slots: jax.Array
+    """``[B]``, the place of each request in the whole batch."""
+    token_bitmask: jax.Array | None
+    active: jax.Array | None
+    bonus_token_ids: jax.Array | None = None
+
+
+def check_arrays(sizes: Sizes, arrays: dict[str, tuple[Any, str]]) -> None:
+    """Check shapes (name: array or None, letters) as the caller sees them, before a mesh splits."""
+    for name, (array, declared) in arrays.items():
+        if array is not None or name in ("logits", "target_logits"):
+            check_array(name, array, declared, sizes)
+
+
+def keys_of_requests(
+    keys: jax.Array | None, positions: jax.Array | None, batch: int, *, sampled_by: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and positions ``[B]`` for a verification.
+
+    Args:
+      keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
+        where no request samples. Typed, or raw (``[2]``, ``[4]``, ``[B, 2]``, ``[B, 4]`` uint32).
+      positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
+      batch: B.
+      sampled_by: the name of the temperatures, if they are given.
+
+    Raises:
+      TypeError: `keys` are not keys.
+      ValueError: no keys where requests may sample, keys of another shape, or keys per request
+        without positions.
+    """
+    zeros = jnp.zeros((batch,), jnp.int32)
+    if keys is None:
+        hint = "one for this step, or one for each request"
+        require(sampled_by is None, "keys", f"be given with {sampled_by}", keys, hint)
+        return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
+    is_raw = isinstance(keys, (jax.Array, np.ndarray)) and keys.dtype == jnp.uint32 and keys.ndim
+    if is_raw and keys.shape[-1] in _IMPL_OF_WORDS:
+        keys = jax.random.wrap_key_data(jnp.asarray(keys), impl=_IMPL_OF_WORDS[keys.shape[-1]])
+    check_keys("keys", keys)
+    if keys.ndim == 0:
+        slots = jnp.arange(batch, dtype=jnp.int32)
+        return step_keys(keys, slots), zeros if positions is None else positions
+    check_array("keys", keys, "[] or [B]", {"B": batch})
+    if positions is None:
+        hint = "with the same key on every step, noise repeats where a position repeats"
+        refuse(ValueError, "positions", "be given where keys are one per request", None, hint)
+    return keys, positions
+
+
+def check_sharding(
+    logits_name: str, logits: jax.Array, sharding: Any, sizes: dict[str, int]
+) -> None:
+    """Check that each size split over the batch axis, and the vocabulary, divides by its devices.
+
+    Raises:
+      TypeError: `sharding` is no `VerifySharding`.
+      ValueError: a size that does not divide, or logits that are split while `sharding` is None.
+    """
+    if sharding is None:
+        place = jax.typeof(logits).sharding
+        explicit = isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types
+        is_split = explicit and any(axis is not None for axis in place.spec)
+        must = f"be given where {logits_name} are split over explicit mesh axes"
+        hint = f"VerifySharding(mesh, vocab_axis=..., batch_axis=...) for {place.spec}"
+        require(not is_split, "sharding", must, None, hint)
+        return
+    check_type("sharding", sharding, VerifySharding, None)
+    if sharding.mesh is None:
+        return
+    by_axis = [(sharding.batch_axis, name, size) for name, size in sizes.items()]
+    by_axis.append((sharding.vocab_axis, f"{logits_name}.shape[1]", logits.shape[1]))
+    for axis, name, size in by_axis:
+        if axis is not None:
+            count = sharding.mesh.shape[axis]
+            require(size % count == 0, name, f"divide over the {count} devices of {axis!r}", size)
+
+
+def on_parts(
+    function: Callable[[Arrays, Static, VerifySharding | None], Any],
+    arrays: Arrays,
+    static: Static,
+    sharding: VerifySharding | None,
+) -> Any:
+    """``function(arrays, static, sharding)``, by `jax.shard_map` if there is a mesh.
+
+    Each device's part is then a batch of its own, and all results are split over the batch axis.
+    """
+    if sharding is None or sharding.mesh is None:
+        return function(arrays, static, sharding)
+    mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
+    is_split = vocab_axis is not None and mesh.shape[vocab_axis] > 1
+    within = VerifySharding(vocab_axis=vocab_axis if is_split else None)
+    by_row, by_vocabulary = P(batch_axis), P(batch_axis, vocab_axis)
+    specs: Any = [by_vocabulary, by_vocabulary, *[by_row] * (len(arrays) - 2)]
+    return sharding_lib.over_mesh(
+        lambda arrays: function(arrays, static, within),
+        mesh,
+        Arrays(*specs),
+        by_row,
+        arrays,
+    )
+
+
+def verify(
+    arrays: Arrays,
+    static: Static,
+    sharding: VerifySharding | None,
+    drafts: Drafts,
+    sampling: SamplingParams,
+    *,
+    padded_rows: bool = False,
+) -> tuple[RejectionSampleOutput, TokenLogprobs | None]:
+    """`rejection_sample`, and `token_logprobs` of what it emitted if they are wanted."""
+    given: dict[str, Any] = dict(
+        sampling=sampling,
+        config=static.config,
+        vocab_size=static.vocab_size,
+        token_bitmask=arrays.token_bitmask,
+        padded_rows=padded_rows,
+        sharding=sharding,
+    )
+    output = rejection_sample(
+        arrays.target_logits,
+        drafts,
+        keys=arrays.keys,
+        positions=arrays.positions,
+        bonus_token_ids=arrays.bonus_token_ids,
+        active=arrays.active,
+        **given,
+    )
+    if static.logprobs is None:
+        return output, None
+    wanted: dict[str, Any] = dict(
+        num_top=static.logprobs.num_top, distribution=static.logprobs.distribution
+    )
+    return output, token_logprobs(arrays.target_logits, drafts, output, **wanted, **given)

@@ -1,0 +1,220 @@
+"""The flat layout of vllm-project/tpu-inference.
+
+Its runner holds logits in the order of its final logits indices: a request's ``draft_length + 1``
+rows, one request after another, padded to some L; requests padded to some B; a greedy request has
+temperature -1. Its output is flat: what was emitted at each draft's place, then each request's
+bonus token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_specdec._src.arrays import as_int32
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
+from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.types import (
+    PLACEHOLDER_TOKEN_ID,
+    DraftProbs,
+    Drafts,
+    Integers,
+    RejectionSampleOutput,
+)
+from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.adapters import common
+
+GREEDY_TEMPERATURE = -1.0
+"""Says that a request is greedy, as does a temperature from 0 to below `GREEDY_BELOW`."""
+
+GREEDY_BELOW = 1e-5
+
+
+class FlatVerification(NamedTuple):
+    """What a step emitted, in two forms.
+
+    Attributes:
+      token_ids: ``[N + B]`` int32. Entry n of the first N is the token emitted at draft n's place:
+        the draft, or what replaced it; entry N + b is the bonus token of request b. -1 where
+        nothing was emitted. Split over a mesh axis, each part is such an array of its own.
+      output: the same, request by request.
+      logprobs: of the emitted tokens, as they stand in `output`; None where not asked for.
+    """
+
+    token_ids: jax.Array
+    output: RejectionSampleOutput
+    logprobs: TokenLogprobs | None
+
+
+def verify_flat(
+    logits: jax.Array,
+    draft_token_ids: Integers,
+    draft_lengths: Integers,
+    *,
+    config: SpecDecodeConfig,
+    temperature: jax.Array | None,
+    top_k: jax.Array | None = None,
+    top_p: jax.Array | None = None,
+    keys: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    draft_probs: jax.Array | None = None,
+    bonus_token_ids: jax.Array | None = None,
+    active: jax.Array | None = None,
+    token_bitmask: jax.Array | None = None,
+    vocab_size: int | None = None,
+    logprobs: LogprobsConfig | None = None,
+    sharding: VerifySharding | None = None,
+) -> FlatVerification:
+    """Verify a flat batch; replaces both bonus sampling and the rejection sampler.
+
+    Args:
+      logits: ``[L, V]``: request b's ``draft_lengths[b] + 1`` rows after those of the requests
+        before it, whatever L is. ``[N, V]`` where `bonus_token_ids` is given: draft n's row is n.
+      draft_token_ids: ``[N]`` int32, one request after another, then padding.
+      draft_lengths: ``[B]`` int32, each at most ``config.num_speculative_tokens``, K.
+      config: static settings.
+      temperature: ``[B]`` or ``[1]`` float32; -1, and 0 to below 1e-5, are greedy. None: all
+        requests are.
+      top_k: ``[B]`` or ``[1]`` int32, or None; -1 and 0 leave out nothing.
+      top_p: ``[B]`` or ``[1]`` float32, or None; 1 leaves out nothing.
+      keys: ``[]``, a fresh key for this step (see `step_keys`: request b's slot is b); or
+        ``[B]``, one for each request, the same on every step. Typed, or raw with a last axis of
+        two or four words. None where `temperature` is.
+      positions: ``[B]`` int32, or None with a key per step.
+      draft_probs: ``[N, V]`` float32, what each draft was drawn from, or None for drafts that were
+        not drawn (an n-gram, an argmax).
+      bonus_token_ids: ``[B]`` int32 where bonus tokens are sampled elsewhere. Without them, they
+        are drawn here, under the same filters as everything else.
+      active: ``[B]`` bool, false for slots that are padding; None for all true.
+      token_bitmask: ``[L, ceil(V/32)]``, or None; see `jax_specdec.rejection_sample`.
+      vocab_size: static; ids from it on are padding.
+      logprobs: static; which log-probabilities of emitted tokens are wanted, or None.
+      sharding: with a mesh, arrays are whole, and over its batch axis each part of L, N and B is
+        a batch of its own. Inside a `jax.shard_map`, name the vocabulary's axis alone.
+
+    Returns:
+      `FlatVerification`. A request whose numbers make no sense (a length that is negative or above
+      K, rows past L, drafts past N, a temperature below 0 but -1, top-k below -1, top-p outside
+      (0, 1]) emits nothing, and its status says BAD_INPUT; its neighbours are untouched.
+
+    Raises:
+      TypeError: an argument of the wrong type or dtype, at trace time.
+      ValueError: shapes that do not fit; no keys although `temperature` is given.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> config = sd.SpecDecodeConfig(num_speculative_tokens=2)
+      >>> logits = jax.nn.one_hot(jnp.array([5, 6, 7, 3, 0, 0]), 8)  # 3 + 1 rows, then padding
+      >>> verify_flat(
+      ...     logits, jnp.array([5, 4, 0]), jnp.array([2, 0]), config=config, temperature=None,
+      ... ).token_ids.tolist()  # two at drafts' places, padding, no bonus, a bonus
+      [5, 6, -1, -1, 3]
+    """
+    static = common.Static(config, vocab_size, logprobs)
+    static.check()
+    ids = as_int32("draft_token_ids", draft_token_ids, "[N]")
+    lengths = as_int32("draft_lengths", draft_lengths, "[B]")
+    n, batch = ids.shape[0], lengths.shape[0]
+    temperature, top_k, top_p = (_of_all(x, batch) for x in (temperature, top_k, top_p))
+    requests = dict(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        positions=positions,
+        bonus_token_ids=bonus_token_ids,
+        active=active,
+    )
+    rows = "L" if bonus_token_ids is None else "N"
+    common.check_arrays(
+        {"N": n, "B": batch},
+        {
+            "logits": (logits, f"[{rows}, V]"),
+            "draft_probs": (draft_probs, "[N, Vd]"),
+            "token_bitmask": (token_bitmask, f"[{rows}, ceil(V/32)]"),
+            **{name: (array, "[B]") for name, array in requests.items()},
+        },
+    )
+    sampled_by = None if temperature is None else "temperature"
+    keys, positions = common.keys_of_requests(keys, positions, batch, sampled_by=sampled_by)
+    common.check_sharding("logits", logits, sharding, {"L": logits.shape[0], "N": n, "B": batch})
+    if temperature is None:
+        temperature = jnp.zeros((batch,), jnp.float32)
+    arrays = common.Arrays(
+        logits,
+        draft_probs,
+        ids,
+        lengths,
+        SamplingParams(temperature, top_k=top_k, top_p=top_p),
+        keys,
+        positions,
+        jnp.arange(batch, dtype=jnp.int32),
+        token_bitmask,
+        active,
+        bonus_token_ids,
+    )
+    found: FlatVerification = common.on_parts(_verify, arrays, static, sharding)
+    return found
+
+
+def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
+    """``[1]`` as ``[B]``; anything else as it is."""
+    if isinstance(array, (jax.Array, np.ndarray)) and array.shape == (1,):
+        return jnp.broadcast_to(array, (batch,))
+    return array
+
+
+def _verify(
+    arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
+) -> FlatVerification:
+    counts = jnp.maximum(arrays.lengths, 0)
+    first = jnp.zeros((1,), jnp.int32)
+    drafts = Drafts(
+        arrays.draft_token_ids,
+        jnp.concatenate([first, jnp.cumsum(counts, dtype=jnp.int32)]),
+        None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs),
+    )
+    sampling = _sampling(arrays.sampling, arrays.lengths >= 0)
+    has_bonus_rows = arrays.bonus_token_ids is None
+    output, found = common.verify(
+        arrays, static, sharding, drafts, sampling, padded_rows=has_bonus_rows
+    )
+    return FlatVerification(flat_token_ids(output, drafts), output, found)
+
+
+def _sampling(given: SamplingParams, is_valid: jax.Array) -> SamplingParams:
+    """Their parameters in our terms; not a number where a request is not valid."""
+    temperature, top_k = given.temperature, given.top_k
+    is_greedy = (temperature >= 0) & (temperature < GREEDY_BELOW)
+    is_greedy |= temperature == GREEDY_TEMPERATURE
+    temperature = jnp.where(is_greedy, 0.0, temperature)
+    if top_k is not None:
+        top_k = jnp.where(top_k == -1, 0, top_k)
+    return SamplingParams(jnp.where(is_valid, temperature, jnp.nan), top_k=top_k, top_p=given.top_p)
+
+
+def flat_token_ids(output: RejectionSampleOutput, drafts: Drafts) -> jax.Array:
+    """``[N + B]`` int32: the tokens at drafts' places, then bonus tokens, -1 where there is none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> drafts = sd.Drafts.from_flat(jnp.array([4, 5]), jnp.array([1, 1]))
+      >>> ids, one = jnp.array([[4, 2], [7, -1]]), jnp.ones((2,), int)
+      >>> output = sd.RejectionSampleOutput(ids, jnp.array([1, 0]), jnp.array([2, 1]), one - 1)
+      >>> flat_token_ids(output, drafts).tolist()
+      [4, 7, 2, -1]
+    """
+    cu, n = drafts.cu_num_draft_tokens, drafts.token_ids.shape[0]
+    first, count = cu[:-1], cu[1:] - cu[:-1]
+    offset = jnp.arange(output.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    place = jnp.where(offset < count[:, None], first[:, None] + offset, n)
+    none = jnp.full((n,), PLACEHOLDER_TOKEN_ID, jnp.int32)
+    at_drafts = none.at[place].set(output.token_ids, mode="drop")
+    is_bonus = offset == count[:, None]  # emitted after all drafts, or -1
+    bonus = jnp.where(is_bonus, output.token_ids, PLACEHOLDER_TOKEN_ID).max(axis=1)
+    return jnp.concatenate([at_drafts, bonus])

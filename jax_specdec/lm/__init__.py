@@ -1,0 +1,70 @@
+"""What is built around the verifier: drafters, decoding loops, an engine, models, a server."""
+
+from jax_specdec.lm import models
+from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
+from jax_specdec.lm.decoding.core import DecodeState
+from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
+from jax_specdec.lm.decoding.driver import EngineDriver
+from jax_specdec.lm.decoding.engine import Engine, NewRequests
+from jax_specdec.lm.decoding.generate import (
+    GenerateOutput,
+    generate,
+    generate_plain,
+    generate_stream,
+)
+from jax_specdec.lm.decoding.grammar_driver import GrammarDriver
+from jax_specdec.lm.decoding.metrics import Histogram, ServingStats
+from jax_specdec.lm.decoding.options import RequestOptions
+from jax_specdec.lm.decoding.packing import OptionSizes
+from jax_specdec.lm.decoding.programs import measure_steps
+from jax_specdec.lm.decoding.prometheus import PrometheusExporter
+from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.drafting.draft_model import ModelDrafter
+from jax_specdec.lm.drafting.drafter import Drafter, Proposal
+from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
+from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
+from jax_specdec.lm.models.checkpoint import load_embedded_pair, load_huggingface
+from jax_specdec.lm.models.eagle3_files import load_eagle3, load_embedded_head
+from jax_specdec.lm.models.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+__all__ = [
+    "DOCUMENT_SEPARATOR",
+    "DecodeState",
+    "DraftChoice",
+    "DraftContext",
+    "Drafter",
+    "Eagle3Drafter",
+    "Engine",
+    "EngineDriver",
+    "GenerateOutput",
+    "GrammarDriver",
+    "GreedyDifference",
+    "Histogram",
+    "ModelDrafter",
+    "NGramDrafter",
+    "NewRequests",
+    "OptionSizes",
+    "PrometheusExporter",
+    "Proposal",
+    "RequestOptions",
+    "RequestUpdate",
+    "ServingStats",
+    "StepCosts",
+    "TextStream",
+    "Tokenizer",
+    "decode_bytes",
+    "encode_bytes",
+    "generate",
+    "generate_plain",
+    "generate_stream",
+    "greedy_differences",
+    "load_eagle3",
+    "load_embedded_head",
+    "load_embedded_pair",
+    "load_huggingface",
+    "load_tokenizer",
+    "measure_steps",
+    "models",
+]

@@ -1,0 +1,49 @@
+"""Reads a command line and runs its command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jax_specdec import __version__
+from jax_specdec.lm.cli import missing, terminal
+from jax_specdec.lm.cli.cache import keep_compiled_programs
+from jax_specdec.lm.cli.options import Options, parse
+from jax_specdec.lm.cli.process import run_to_end
+from jax_specdec.lm.cli.prompts import InputError, read_prompts
+from jax_specdec.lm.cli.show import show_bench, show_json, show_text
+
+
+def run(arguments: Sequence[str] | None) -> None:
+    """Run a command line to its end.
+
+    Args:
+      arguments: without the program's name; None for ``sys.argv``.
+    """
+    terminal.prepare_streams()
+    run_to_end(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> None:
+    options = parse(arguments, __version__)
+    try:
+        prompts = [] if options.command == "serve" else read_prompts(options)
+        if options.compilation_cache:
+            keep_compiled_programs()
+        if options.command == "serve":
+            _serve(options)
+        elif options.command == "bench":
+            show_bench(options, prompts)
+        else:
+            (show_json if options.json else show_text)(options, prompts)
+    except InputError as error:
+        terminal.log(f"jax-specdec {options.command}: {error}")
+        sys.exit(2)
+
+
+def _serve(options: Options) -> None:
+    try:
+        from jax_specdec.lm.cli.serve import serve  # which imports the extra's libraries
+    except ModuleNotFoundError as error:
+        raise InputError(missing(error, "serve")) from error
+    serve(options)

@@ -1,0 +1,161 @@
+"""The models that a command line asks for: the embedded pair, or checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, HEAD_PREFIX, Options
+from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.drafting.draft_model import ModelDrafter
+from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
+from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
+from jax_specdec.lm.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
+from jax_specdec.lm.models.config_json import CONFIG_FILE, read_config
+from jax_specdec.lm.models.eagle3_files import load_eagle3, load_embedded_head
+from jax_specdec.lm.models.fields import shown
+from jax_specdec.lm.models.llama import Llama
+from jax_specdec.lm.models.llama_config import LlamaConfig
+from jax_specdec.lm.models.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+MAX_LENGTH = 1024
+"""Longest sequence of the embedded models, prompt included."""
+
+
+class Draft(NamedTuple):
+    """A drafter and its weights."""
+
+    drafter: Drafter
+    params: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """A target and its drafters, and the prompts, if there are any, in their ids.
+
+    Attributes:
+      target: the target.
+      drafters: by their names in the options.
+      prompts: the token ids of each prompt.
+      max_new_tokens: budget of each request.
+      stop_token_ids: ids that end a text.
+      stream: from a prompt's ids, a decoder of what follows it.
+      tokenizer: of the target; None for the embedded one, whose tokens are bytes.
+      max_length: the most tokens that the target was made for, prompt included.
+    """
+
+    target: LoadedModel
+    drafters: dict[str, Draft]
+    prompts: list[list[int]]
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stream: Callable[[list[int]], TextStream]
+    tokenizer: Tokenizer | None
+    max_length: int
+
+
+def load_models(options: Options, texts: list[str]) -> Models:
+    """Read what the options name, and check that the requests fit.
+
+    Raises:
+      InputError: a file is missing or wrong, the tokenizers differ, or a text would be too long.
+    """
+    try:
+        return (_embedded if options.target is None else _checkpoints)(options, texts)
+    except (ImportError, OSError, ValueError) as error:
+        raise InputError(" ".join(str(error).split())) from error
+
+
+def _embedded(options: Options, texts: list[str]) -> Models:
+    prompts = [encode_bytes(text) for text in texts]
+    budget = _budget(options, prompts, MAX_LENGTH, "bytes")
+    target, draft = load_embedded_pair()
+    drafters = _load_drafters(options, target, {"model": draft})
+    stream = functools.partial(TextStream, decode_bytes)
+    stops = (DOCUMENT_SEPARATOR,)
+    return Models(target, drafters, prompts, budget, stops, stream, None, MAX_LENGTH)
+
+
+def _checkpoints(options: Options, texts: list[str]) -> Models:
+    assert options.target is not None
+    config = read_config(options.target / CONFIG_FILE)
+    tokenizer = load_tokenizer(options.target)
+    names = [x for x in options.drafters if x != "ngram" and not x.startswith(HEAD_PREFIX)]
+    for name in names:
+        read_config(Path(name) / CONFIG_FILE)
+        tokenizer.check_same_vocabulary(load_tokenizer(name))
+    prompts = _encode(options, texts, tokenizer, config)
+    most = config.max_position_embeddings
+    budget = _budget(options, prompts, most, "tokens")
+    load = functools.partial(load_huggingface, dtype=options.dtype, scan_layers=options.scan_layers)
+    target = load(options.target)
+    size = target.model.vocab_size
+    drafters = _load_drafters(
+        options, target, {name: load(name, max_vocab_size=size) for name in names}
+    )
+    stops = tokenizer.stop_token_ids
+    return Models(target, drafters, prompts, budget, stops, tokenizer.stream, tokenizer, most)
+
+
+def _load_drafters(
+    options: Options, target: LoadedModel[Llama], models: dict[str, LoadedModel[Llama]]
+) -> dict[str, Draft]:
+    """The drafters by their names: models, lookup, and EAGLE-3 heads."""
+    found = {}
+    for name in options.drafters:
+        if name in models:
+            found[name] = Draft(ModelDrafter(models[name].model), models[name].params)
+        elif name == "ngram":
+            found[name] = Draft(NGramDrafter())
+        else:
+            is_embedded, directory = name == "eagle3", name.removeprefix(HEAD_PREFIX)
+            head = load_embedded_head(target) if is_embedded else load_eagle3(directory, target)
+            found[name] = Draft(Eagle3Drafter(head.model), head.params)
+    return found
+
+
+def _encode(
+    options: Options, texts: list[str], tokenizer: Tokenizer, config: LlamaConfig
+) -> list[list[int]]:
+    """The prompts' ids, after checking that the target knows them and the stop tokens."""
+    if options.chat:
+        prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    else:
+        prompts = [tokenizer.encode(text) for text in texts]
+    where = shown(tokenizer.path)
+    for prompt in prompts:
+        if not prompt:
+            raise ValueError(f"{where} gives no tokens for the prompt")
+        if max(prompt) >= config.vocab_size:
+            raise ValueError(
+                f"{where} gives token id {max(prompt)} for the prompt, but {CONFIG_FILE} beside it "
+                f"has vocab_size = {config.vocab_size}"
+            )
+    stop_token_ids = tokenizer.stop_token_ids
+    if stop_token_ids and max(stop_token_ids) >= config.vocab_size:
+        raise ValueError(
+            f"{shown(tokenizer.path.parent)} has eos_token_id = {max(stop_token_ids)}, but "
+            f"{CONFIG_FILE} there has vocab_size = {config.vocab_size}"
+        )
+    return prompts
+
+
+def _budget(options: Options, prompts: list[list[int]], most: int, unit: str) -> int:
+    """How many new tokens each request may have: what was asked for, or the default if it fits."""
+    longest = max(map(len, prompts), default=0)
+    room = most - longest
+    if room < 1:
+        raise ValueError(f"the prompt must be shorter than {most} {unit}, but has {longest}")
+    if options.max_new_tokens is None:
+        return min(DEFAULT_MAX_NEW_TOKENS, room)
+    if options.max_new_tokens > room:
+        raise ValueError(
+            f"--max-new-tokens must be in [1, {room}], which is {most} less the prompt, but "
+            f"is {options.max_new_tokens}"
+        )
+    return options.max_new_tokens

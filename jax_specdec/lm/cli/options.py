@@ -1,0 +1,379 @@
+"""The options of `jax-specdec generate`, `bench` and `serve`, checked before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, get_args
+
+import numpy as np
+
+from jax_specdec._src.arrays import check_int, require
+from jax_specdec._src.config import (
+    DraftSampleMethod,
+    RejectionSampleMethod,
+    SpecDecodeConfig,
+    did_you_mean,
+)
+from jax_specdec._src.sampling import FILTERS, TEMPERATURE
+from jax_specdec.lm.cli import terminal
+from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
+
+DEFAULT_MAX_NEW_TOKENS = 256
+DEFAULT_K = 6
+LOOKUP_K = 4
+"""The default for ngram: on a CPU, more drafts cost more than a lookup usually gains."""
+HEAD_PREFIX = "eagle3:"
+"""What stands before the directory of an EAGLE-3 head."""
+SERVED_LENGTH = 2048
+"""Of a request to `serve`: the caches of all slots are this long."""
+API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
+DEFAULT_REPEATS = 5
+
+_Made = TypeVar("_Made")
+_DRAFT = "DIR|eagle3[:DIR]|ngram|model"
+_REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
+_RANGES = {
+    "max_new_tokens": (1, None),
+    "seed": (0, 2**32 - 1),
+    "compare": (1, None),
+    "repeats": (1, None),
+    "port": (0, 65535),
+    "num_slots": (1, 4096),
+    "max_length": (2, 2**20),
+    "max_queue": (1, 2**20),
+    "max_logprobs": (0, 20),
+}
+"""The least and the largest value of each integer."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a command line asks for; the help of its options says what a field is.
+
+    Drafters are named as `--draft` names them; `request` holds the filters and penalties of all
+    requests, `configs` one config per K. `generate` and `serve` have one drafter and one config,
+    `generate` one temperature; `bench` tries every combination. None is what a help calls default.
+    A command without the option has the field's default.
+    """
+
+    command: str
+    prompts: tuple[str, ...] = ()
+    prompt_files: tuple[str, ...] = ()
+    chat: bool = False
+    shows_prompts: bool = True
+    request: RequestOptions
+    max_new_tokens: int | None = None
+    temperatures: tuple[float, ...] = (0.0,)
+    seed: int = 0
+    json: bool = False
+    repeats: int | None = None
+    target: Path | None = None
+    dtype: str | None = None
+    scan_layers: bool = False
+    drafters: tuple[str, ...]
+    configs: tuple[SpecDecodeConfig, ...]
+    compilation_cache: bool = True
+    host: str = "127.0.0.1"
+    port: int = 8000
+    num_slots: int = 8
+    max_length: int | None = None
+    max_queue: int = 64
+    max_logprobs: int = 5
+    model_name: str | None = None
+    api_key_file: Path | None = None
+
+    @property
+    def config(self) -> SpecDecodeConfig:
+        """The first config, `generate`'s only one."""
+        return self.configs[0]
+
+
+def parse(arguments: Sequence[str] | None, version: str) -> Options:
+    """Parse a command line; if it is wrong, exit with code 2 and one line.
+
+    Args:
+      arguments: without the program's name; None for ``sys.argv``.
+      version: what `--version` prints.
+
+    Returns:
+      Checked options.
+    """
+    parser = _Parser(prog="jax-specdec", description="Speculative decoding for JAX.")
+    parser.add_argument("--version", action="version", version=f"jax-specdec {version}")
+    commands: dict[str | None, _Parser] = {None: parser}
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (groups, what, description) in _COMMANDS.items():
+        commands[name] = parsers.add_parser(
+            name,
+            help=what,
+            description=description,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            argument_default=argparse.SUPPRESS,  # what is not given is absent
+        )
+        for add_group in groups:
+            add_group(commands[name])
+    given, unknown = parser.parse_known_args(arguments)
+    command = commands[given.command]
+    command.refuse_unknown(unknown)
+    if given.command is None:
+        parser.print_help()
+        parser.exit()
+    try:
+        return _check(vars(given))
+    except (TypeError, ValueError) as error:
+        command.error(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one line."""
+
+    def add(self, *flags: str, help: str = "", **how: Any) -> None:
+        """Add an option, whose longest flag is the last, or an argument that has a place."""
+        self.add_argument(*flags, help=help or _HELP[flags[-1]], **how)
+
+    def error(self, message: str) -> NoReturn:
+        terminal.log(f"{self.prog}: {' '.join(message.split())}")
+        sys.exit(2)
+
+    def refuse_unknown(self, arguments: Sequence[str]) -> None:
+        """Report arguments that it does not know, with the option that the first one is near."""
+        if arguments:
+            known = [name for action in self._actions for name in action.option_strings]
+            near = did_you_mean(arguments[0].partition("=")[0], known)
+            self.error(f"unrecognized arguments: {' '.join(arguments)}{near}")
+
+
+def _checked(read: Callable[[str], Any], must: str, hint: str = "") -> Callable[[str], Any]:
+    """The type of an option, whose error says what its text must be."""
+
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            message = f"must be {must}, but it is {text!r}{hint}"
+            raise argparse.ArgumentTypeError(message) from None
+
+    return checked
+
+
+def _tuple_of(kind: type[int] | type[float], must: str) -> Callable[[str], Any]:
+    return _checked(lambda text: tuple(kind(part) for part in text.split(",")), must)
+
+
+def _add_requests(parser: _Parser) -> None:
+    parser.add("prompts", nargs="*", metavar="PROMPT")
+    parser.add("--prompt-file", dest="prompt_files", action="append", metavar="FILE")
+    parser.add("--chat", action="store_true")
+    for one in _REQUEST_OPTIONS:
+        kind = int if one.dtype is np.int32 else float
+        letter = kind.__name__[0].upper()
+        parser.add(_flag(one.name), type=kind, default=one.neutral, metavar=letter, help=one.words)
+    parser.add("-n", "--max-new-tokens", type=int, metavar="N")
+    parser.add("--seed", type=int, default=Options.seed, metavar="N")
+    parser.add("--json", action="store_true")
+
+
+def _add_models(parser: _Parser) -> None:
+    parser.add("--target", type=Path, metavar="DIR")
+    parser.add("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add("--scan-layers", action="store_true")
+    methods = get_args(RejectionSampleMethod)
+    parser.add("--method", dest="rejection_sample_method", choices=methods, default="standard")
+    parser.add("--acceptance-length", dest="synthetic_acceptance_length", type=float, metavar="L")
+    rates = _tuple_of(float, "numbers separated by commas, such as 0.9,0.5,0.1")
+    where = "synthetic_acceptance_rates"
+    parser.add("--acceptance-rates", dest=where, type=rates, metavar="R,R,...")
+    methods = get_args(DraftSampleMethod)
+    parser.add("--draft-sample-method", choices=methods, default="probabilistic")
+    parser.add("--no-compilation-cache", dest="compilation_cache", action="store_false")
+
+
+def _add_drafter(parser: _Parser) -> None:
+    parser.add("--draft", dest="drafters", type=lambda name: (name,), metavar=_DRAFT)
+    k = _checked(lambda text: (int(text),), "an integer")
+    parser.add("-k", "--num-speculative-tokens", type=k, metavar="K")
+
+
+def _add_generate(parser: _Parser) -> None:
+    parser.add("--no-prompt", dest="shows_prompts", action="store_false")
+    temperature = _checked(lambda text: (float(text),), "a number")
+    parser.add("-t", "--temperature", type=temperature, default="0", metavar="T")
+    hint = f"; a prompt goes before it, or after --compare={DEFAULT_REPEATS}"
+    runs = _checked(int, "a number of runs", hint)
+    parser.add("--compare", nargs="?", type=runs, const=DEFAULT_REPEATS, metavar="REPEATS")
+
+
+def _add_bench(parser: _Parser) -> None:
+    drafts = """where drafts come from, as for generate; may be given several times (default: ngram,
+        and model too without --target)"""
+    parser.add("--draft", dest="drafters", action="append", metavar=_DRAFT, help=drafts)
+    ks = _tuple_of(int, "integers separated by commas, such as 2,4,6")
+    how = {"metavar": "K,K,...", "help": "drafts per step"}
+    parser.add("-k", "--num-speculative-tokens", type=ks, default="2,4,6", **how)
+    temperatures = _tuple_of(float, "numbers separated by commas, such as 0,0.8")
+    parser.add("-t", "--temperature", type=temperatures, default="0,0.8", metavar="T,T,...")
+    parser.add("--repeats", type=int, default=DEFAULT_REPEATS, metavar="N")
+
+
+def _add_serve(parser: _Parser) -> None:
+    parser.add("--host", default=Options.host)
+    parser.add("--port", type=int, default=Options.port, metavar="N")
+    parser.add("--num-slots", type=int, default=Options.num_slots, metavar="N")
+    parser.add("--max-length", type=int, metavar="N")
+    parser.add("--max-queue", type=int, default=Options.max_queue, metavar="N")
+    parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
+    parser.add("--model-name", metavar="NAME")
+    parser.add("--api-key-file", type=Path, metavar="FILE")
+
+
+_HELP = {
+    "prompts": """a text to continue (the embedded models know Python source); - is standard
+        input, which is also read if no prompt is given and it is not a terminal""",
+    "--prompt-file": "a UTF-8 file that holds one prompt; may be given several times",
+    "--chat": "put each prompt, as a user's message, into the chat template of --target",
+    "--max-new-tokens": f"""budget of each request; a token of the embedded models is a byte
+        (default: {DEFAULT_MAX_NEW_TOKENS}, or as many as fit)""",
+    "--seed": "seed of the sampling noise",
+    "--json": "print one JSON object instead of text and tables",
+    "--target": "the target's checkpoint (default: the embedded target)",
+    "--dtype": "compute dtype of checkpoints (default: as stored)",
+    "--scan-layers": "loop over the layers of checkpoints: compiles faster, runs slower",
+    "--method": """block judges the drafts of a step jointly, which is as exact and accepts more;
+        agreement gives the text of plain decoding with the same seed, token for token; synthetic
+        accepts at given rates, whatever the models say""",
+    "--acceptance-length": "synthetic: mean tokens per step, 1 to K+1",
+    "--acceptance-rates": """synthetic: K rates, not increasing; rate i is P(drafts 0..i all
+        accepted)""",
+    "--draft-sample-method": "how the draft model picks tokens at temperature > 0",
+    "--no-compilation-cache": """do not keep compiled programs for the next run; by default they go
+        to the user's cache directory, or to $JAX_COMPILATION_CACHE_DIR""",
+    "--draft": """where drafts come from: a checkpoint, an EAGLE-3 head (the embedded target's if no
+        DIR is given), a lookup in the text so far (default with --target), or the embedded draft
+        model (default without)""",
+    "--num-speculative-tokens": f"""drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with
+        --draft ngram)""",
+    "--no-prompt": "print the text without its prompt, as --chat does",
+    "--temperature": "0 is greedy",
+    "--compare": f"""afterwards, time speculative against plain decoding, REPEATS runs of each
+        (default: no comparison; {DEFAULT_REPEATS} runs if no number is given)""",
+    "--repeats": "timed runs of each kind; at a temperature, each has a seed of its own",
+    "--host": "address to listen on; any but a loopback address needs a key",
+    "--port": "0 for one that is free",
+    "--num-slots": "requests decoded at a time",
+    "--max-length": f"""tokens of a request, prompt included (default: {SERVED_LENGTH}, or what the
+        target was made for)""",
+    "--max-queue": "requests that may wait; more are answered with status 429",
+    "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns
+        log-probabilities off, which makes steps faster""",
+    "--model-name": "what clients call the model (default: the name of the target's directory)",
+    "--api-key-file": f"""holds the key that clients have to send (default: ${API_KEY_VARIABLE} if
+        it is set)""",
+}
+_COMMANDS = {
+    "generate": (
+        (_add_requests, _add_models, _add_drafter, _add_generate),
+        "continue a text, or answer a message",
+        """Continue a text with the embedded models, or with Hugging Face checkpoints of the Llama,
+        Qwen2 and Qwen3 families. Each PROMPT and each --prompt-file is one request; several are
+        decoded as one batch, and their texts are printed one after another, each below a line that
+        says which it is. A line break at the end of a file or of standard input is not part of the
+        prompt. The texts go to standard output, everything else to standard error.""",
+    ),
+    "bench": (
+        (_add_requests, _add_models, _add_bench),
+        "compare drafters, numbers of drafts and temperatures with plain decoding",
+        """Decode the prompts plainly and with every combination of drafter, temperature and number
+        of drafts, and print a table of acceptance and speed.""",
+    ),
+    "serve": (
+        (_add_models, _add_drafter, _add_serve),
+        "serve a model over HTTP, as OpenAI's API does",
+        """Serve the embedded models, or Hugging Face checkpoints of the Llama, Qwen2 and Qwen3
+        families, to clients of OpenAI's API. Ctrl-C and SIGTERM finish what runs and end; a second
+        one ends at once.""",
+    ),
+}
+"""The options of each command, its line in the list of commands, and its own description."""
+
+
+def _check(given: dict[str, Any]) -> Options:
+    """The options of what was given on a command line, by the names of the options."""
+    for name, (least, most) in _RANGES.items():
+        if name in given:
+            check_int(_flag(name), given[name], least, most)
+    for temperature in given.get("temperature", ()):
+        TEMPERATURE.range.check("--temperature", temperature)
+    require(all(given.get("prompts", ())), "the prompt", "not be empty", "")
+    has_target, chat = "target" in given, given.get("chat", False)
+    if chat and not has_target:
+        raise ValueError("--chat needs --target, whose tokenizer has the chat template")
+    for name in ("dtype", "scan_layers"):
+        if name in given and not has_target:
+            raise ValueError(f"{_flag(name)} needs --target")
+    drafters = _drafters(given, has_target)
+    default_k = LOOKUP_K if drafters == ("ngram",) else DEFAULT_K
+    ks = given.get("num_speculative_tokens", (default_k,))
+    made = given | dict(
+        prompts=tuple(given.get("prompts", ())),
+        prompt_files=tuple(given.get("prompt_files", ())),
+        shows_prompts=given.get("shows_prompts", True) and not chat,
+        request=_made(RequestOptions, given, [one.name for one in _REQUEST_OPTIONS]),
+        temperatures=tuple(dict.fromkeys(given.get("temperature", Options.temperatures))),
+        repeats=given.get("compare", given.get("repeats")),
+        drafters=drafters,
+        configs=tuple(_config(given, k) for k in dict.fromkeys(ks)),
+    )
+    return _made(Options, made, [field.name for field in dataclasses.fields(Options)])
+
+
+def _flag(name: str) -> str:
+    """The option of the command line that sets a field of a config or of a request."""
+    return "--" + name.removeprefix("synthetic_").replace("_", "-")
+
+
+def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
+    """Where drafts come from; a checkpoint can draft only for another checkpoint."""
+    default = ("model", "ngram") if given["command"] == "bench" else ("model",)
+    drafters = tuple(dict.fromkeys(given.get("drafters", ("ngram",) if has_target else default)))
+    for draft in drafters:
+        is_head = draft.startswith(HEAD_PREFIX)
+        if not has_target and not (is_head or draft in ("model", "ngram", "eagle3")):
+            raise ValueError(
+                "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but it is "
+                f"{draft!r}"
+            )
+        if has_target and draft in ("model", "eagle3"):
+            raise ValueError(
+                f"--draft must be DIR, eagle3:DIR or ngram with --target, but it is {draft!r}"
+            )
+        if draft == HEAD_PREFIX:
+            raise ValueError("--draft eagle3: must be followed by the directory of a head")
+    return drafters
+
+
+def _config(given: dict[str, Any], k: int) -> SpecDecodeConfig:
+    is_synthetic = given["rejection_sample_method"] == "synthetic"
+    rates = [name for name in given if name.startswith("synthetic_")]
+    if rates and not is_synthetic:
+        raise ValueError(f"{_flag(rates[0])} needs --method synthetic")
+    if is_synthetic and len(rates) != 1:
+        raise ValueError(
+            "--method synthetic needs one of --acceptance-length and --acceptance-rates"
+        )
+    names = [field.name for field in dataclasses.fields(SpecDecodeConfig)]
+    return _made(SpecDecodeConfig, given | {"num_speculative_tokens": k}, names)
+
+
+def _made(cls: type[_Made], given: dict[str, Any], names: list[str]) -> _Made:
+    """An object of some of what was given; errors name the options of the command line."""
+    try:
+        return cls(**{name: given[name] for name in names if name in given})
+    except ValueError as error:
+        message = str(error)
+        for name in names:
+            message = message.replace(name, _flag(name))
+        raise ValueError(message) from None

@@ -1,0 +1,68 @@
+"""Where prompts come from: the command line, files, standard input."""
+
+from __future__ import annotations
+
+import sys
+from typing import BinaryIO
+
+from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.models.fields import shown
+
+_MAX_BYTES = 2**24
+"""More than any model here can read; a file without an end must not fill the memory."""
+
+
+class InputError(Exception):
+    """Something is wrong with files or options; the message is one line for the user."""
+
+
+def read_prompts(options: Options) -> list[str]:
+    """The prompts that a command line asks for, in its order: arguments, then files.
+
+    Raises:
+      InputError: there is none, one is empty, or a file cannot be read.
+    """
+    sources = [("prompt", text) for text in options.prompts]
+    sources += [("file", name) for name in options.prompt_files]
+    if not sources:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InputError(
+                "a prompt is needed: an argument, --prompt-file FILE, or standard input (-)"
+            )
+        sources = [("file", "-")]
+    if [name for _, name in sources].count("-") > 1:
+        raise InputError("standard input (-) can be read once, but is asked for twice")
+    return [text if kind == "prompt" and text != "-" else _read(text) for kind, text in sources]
+
+
+def _read(name: str) -> str:
+    where = "standard input" if name == "-" else shown(name)
+    try:
+        if name == "-":
+            if sys.stdin is None:
+                raise InputError("standard input is closed")
+            if sys.stdin.isatty():
+                print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
+            data = _bytes(sys.stdin.buffer)
+        else:
+            with open(name, "rb") as file:
+                data = _bytes(file)
+        if len(data) > _MAX_BYTES:
+            raise InputError(f"{where} must hold at most {_MAX_BYTES} bytes, but holds more")
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{where} must be text in UTF-8, but byte {error.start} is {data[error.start]:#04x}"
+        ) from error
+    except OSError as error:
+        raise InputError(f"{where} cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a character that a path cannot have
+        raise InputError(f"{where} cannot be read: {error}") from error
+    text = text.removesuffix("\n").removesuffix("\r")
+    if not text:
+        raise InputError(f"the prompt must not be empty, but {where} holds nothing")
+    return text
+
+
+def _bytes(file: BinaryIO) -> bytes:
+    return file.read(_MAX_BYTES + 1)

@@ -1,0 +1,85 @@
+"""The table and the JSON of a comparison with plain decoding, for `bench` and `--compare`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from jax_specdec.lm.cli import terminal
+from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.cli.run import Comparison, Session
+
+
+def table(options: Options, comparisons: list[Comparison]) -> Table:
+    """One row for each way of decoding; plain decoding stands first at each temperature."""
+    runs = f"{options.repeats} runs" if options.repeats != 1 else "1 run"
+    title = f"{options.config.rejection_sample_method} verification at temperature T, {runs} each"
+    if any(comparison.run.standard_error is not None for comparison in comparisons):
+        title += "\n\u00b1: standard error over seeds"
+    rows = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    rows.add_column("T", justify="right", no_wrap=True)
+    rows.add_column("drafter", overflow="fold")
+    headers = ("K", "tokens", "tokens per\ntarget pass", "mean\nacceptance\nlength", "tokens/s")
+    for name in (*headers, "speed-up"):
+        rows.add_column(name, justify="right", no_wrap=True)
+    rows.add_column("greedy\nas plain", no_wrap=True)
+    for i, comparison in enumerate(comparisons):
+        run, stats, config = comparison.run, comparison.run.stats, comparison.run.config
+        error = "" if run.standard_error is None else f" \u00b1{run.standard_error:.2f}"
+        rows.add_row(
+            f"{run.temperature:g}",
+            Text(terminal.printable("plain" if run.drafter is None else Path(run.drafter).name)),
+            "" if config is None else f"{config.num_speculative_tokens}",
+            f"{run.num_tokens}",
+            f"{stats.tokens_per_target_pass:.2f}{error}",
+            stats.length_text,
+            f"{run.tokens_per_second:.0f}",
+            "" if config is None else f"{comparison.speedup:.2f}x",
+            comparison.identity,
+            end_section=i + 1 == len(comparisons) or comparisons[i + 1].run.config is None,
+        )
+    return rows
+
+
+def write_json(
+    session: Session, found: dict[str, Any], comparisons: list[Comparison] | None
+) -> None:
+    """Write one object, with an entry for each row of the table, if there is one."""
+    target = session.options.target
+    found |= {"target": None if target is None else str(target), "seed": session.options.seed}
+    if comparisons is not None:
+        found["rows"] = [_row(session, comparison) for comparison in comparisons]
+    terminal.write(json.dumps(found) + "\n")
+
+
+def _row(session: Session, comparison: Comparison) -> dict[str, Any]:
+    run, found = comparison.run, comparison.differences
+    differences = None if found is None else [dataclasses.asdict(one) for one in found]
+    return {
+        "temperature": run.temperature,
+        "draft": run.drafter,
+        "config": None if run.config is None else run.config.to_dict(),
+        "options": dataclasses.asdict(session.request(run.temperature, stops=run.temperature == 0)),
+        "num_tokens": run.num_tokens,
+        "num_target_passes": run.num_target_passes,
+        "seconds": run.total_seconds,
+        "seconds_per_run": run.seconds,
+        "tokens_per_second": run.tokens_per_second,
+        "standard_error": run.standard_error,
+        "speedup": comparison.speedup,
+        "identical_to_plain": comparison.is_identical,
+        "differences": differences,
+        **run.stats.to_dict(),
+    }

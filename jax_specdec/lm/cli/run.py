@@ -1,0 +1,367 @@
+"""What the commands do: decode the prompts, stream their texts, time both kinds of decoding."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import jax
+import numpy as np
+from jax import monitoring
+
+from jax_specdec._src.acceptance import AcceptanceStats
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec.lm.cli.models import Models
+from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
+from jax_specdec.lm.decoding.generate import (
+    GenerateOutput,
+    generate,
+    generate_plain,
+    generate_stream,
+)
+from jax_specdec.lm.decoding.options import RequestOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some generated text and where it came from.
+
+    Attributes:
+      text: what the tokens so far complete.
+      origin: "accepted", "recovered", "bonus", or "plain" where there were no drafts.
+    """
+
+    text: str
+    origin: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TextStep:
+    """What one step of a batch adds to its texts.
+
+    Attributes:
+      pieces: the new text of each request.
+      origins: how many tokens came from each origin; see `Piece`.
+      done: whether each request has ended.
+      failed: whether each request ended because it could not be verified.
+      record: what `generate_stream` yielded.
+    """
+
+    pieces: list[list[Piece]]
+    origins: collections.Counter[str]
+    done: list[bool]
+    failed: list[bool]
+    record: StepRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One way of decoding the prompts, run several times after it was compiled.
+
+    Attributes:
+      temperature: of all requests.
+      drafter: as the options name it; None for plain decoding.
+      config: how it drafted and verified; None for plain decoding.
+      outputs: what it generated: greedy texts once, sampled ones for each seed.
+      seconds: wall time of each run.
+    """
+
+    temperature: float
+    drafter: str | None
+    config: SpecDecodeConfig | None
+    outputs: list[GenerateOutput]
+    seconds: list[float]
+
+    @property
+    def name(self) -> str:
+        """What it is, for a person."""
+        if self.config is None:
+            return "plain decoding"
+        return f"{self.drafter} with K = {self.config.num_speculative_tokens}"
+
+    @property
+    def stats(self) -> AcceptanceStats:
+        """Acceptance, over all seeds."""
+        steps = [output.steps for output in self.outputs]
+        return AcceptanceStats.from_steps(jax.tree.map(lambda *x: np.concatenate(x), *steps))
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens generated, of all requests and seeds."""
+        return sum(len(ids) for output in self.outputs for ids in output.completions)
+
+    @property
+    def num_target_passes(self) -> int:
+        """Target passes over all seeds, without those that read the prompts."""
+        return sum(len(output.steps.num_kept) for output in self.outputs)
+
+    @property
+    def total_seconds(self) -> float:
+        """Time for `num_tokens`: the median of equal runs, or the sum over seeds."""
+        one = len(self.outputs) == 1
+        return statistics.median(self.seconds) if one else sum(self.seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens generated per second, of all requests."""
+        return self.num_tokens / self.total_seconds
+
+    @property
+    def standard_error(self) -> float | None:
+        """That of the tokens per target pass, from how seeds differ, where they do."""
+        if self.config is None or len(self.outputs) == 1:
+            return None
+        each = [
+            AcceptanceStats.from_steps(output.steps).tokens_per_target_pass
+            for output in self.outputs
+        ]
+        return statistics.stdev(each) / math.sqrt(len(each))
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A run, and plain decoding of the same requests.
+
+    Attributes:
+      run: with drafts, or plain decoding itself.
+      plain: without drafts.
+      differences: of greedy texts from those of plain decoding; None if they need not agree.
+    """
+
+    run: Run
+    plain: Run
+    differences: list[GreedyDifference] | None
+
+    @property
+    def is_identical(self) -> bool | None:
+        """Whether all texts are those of plain decoding; None if they need not be."""
+        return None if self.differences is None else not self.differences
+
+    @property
+    def identity(self) -> str:
+        """`is_identical` for a person, with how close the first decision was that differs."""
+        if not self.differences:
+            return "" if self.differences is None else "yes"
+        return f"no, gap {self.differences[0].gap:.0e}"
+
+    @property
+    def speedup(self) -> float:
+        """Time per token of plain decoding, divided by the time per token of the run."""
+        return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """How a stream began.
+
+    Attributes:
+      num_prompt_tokens: of all requests.
+      compiling: seconds in which JAX traced and compiled.
+      first_token: the other seconds before the first step was done: prompts were read, mostly.
+    """
+
+    num_prompt_tokens: int
+    compiling: float
+    first_token: float
+
+
+class _CompilationTimer:
+    """Adds up the time that JAX takes to trace and to compile, while it is entered."""
+
+    def __init__(self, on_program: Callable[[str], None]) -> None:
+        """Begin with nothing.
+
+        Args:
+          on_program: called with the name of each program when it is compiled.
+        """
+        self._on_program = on_program
+        self._spans: list[tuple[float, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """The sum; what happens inside of something else counts once."""
+        return sum(end - begin for begin, end in self._spans)
+
+    def __enter__(self) -> Self:
+        monitoring.register_event_duration_secs_listener(self._listen)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        monitoring.unregister_event_duration_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **about: str | int) -> None:
+        if not event.startswith("/jax/core/compile/"):
+            return
+        end = time.perf_counter()
+        begin = end - duration_secs
+        while self._spans and self._spans[-1][0] >= begin:
+            self._spans.pop()
+        self._spans.append((begin, end))
+        if event.endswith("backend_compile_duration"):
+            self._on_program(str(about.get("fun_name")))
+
+
+def stacked(records: list[StepRecord]) -> StepRecord:
+    """The records of steps as one, with a leading axis of steps."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
+
+
+class Session:
+    """Models that are loaded, and the requests to decode with them."""
+
+    def __init__(self, options: Options, models: Models) -> None:
+        """Keep both.
+
+        Args:
+          options: of the command line.
+          models: those that the options name.
+        """
+        self.options = options
+        self.models = models
+
+    def begin(self, say: Callable[[str], None]) -> tuple[Start, Iterator[TextStep]]:
+        """Compile, read the prompts and take the first step.
+
+        Args:
+          say: called with what is going on.
+
+        Returns:
+          How long that took, and all steps.
+        """
+        prompts = self.models.prompts
+        num_tokens = sum(map(len, prompts))
+
+        def on_program(name: str) -> None:
+            if "prefill" in name:
+                say(f"reading {num_tokens} prompt tokens")
+
+        say("compiling")
+        steps, begin = self.stream(), time.perf_counter()
+        with _CompilationTimer(on_program) as timer:
+            first = next(steps)
+        seconds = time.perf_counter() - begin
+        start = Start(num_tokens, timer.seconds, seconds - timer.seconds)
+        return start, itertools.chain([first], steps)
+
+    def stream(self) -> Iterator[TextStep]:
+        """The text of each step as it is decoded, with the first drafter, temperature and K."""
+        models, stops = self.models, self.models.stop_token_ids
+        size = len(models.prompts)
+        decoders = [models.stream(prompt) for prompt in models.prompts]
+        num_tokens, origins = [0] * size, ["plain"] * size
+        done, failed = [False] * size, [False] * size
+        steps = generate_stream(
+            models.target.model,
+            models.target.params,
+            models.prompts,
+            **self.drafting(self.options.drafters[0], self.options.config),
+            options=self.request(self.options.temperatures[0]),
+            key=jax.random.key(np.uint32(self.options.seed)),
+        )
+        for record in steps:
+            pieces: list[list[Piece]] = [[] for _ in range(size)]
+            counts: collections.Counter[str] = collections.Counter()
+            for b in range(size):
+                if done[b]:
+                    continue
+                accepted, proposed = int(record.num_accepted[b]), int(record.num_proposed[b])
+                own = "bonus" if accepted == proposed else "recovered"
+                origins[b] = own if proposed else "plain"
+                tokens = record.token_ids[b, : int(record.num_kept[b])].tolist()
+                came_from = [*["accepted"] * accepted, origins[b]][: len(tokens)]
+                pieces[b] = [
+                    Piece(decoders[b].decode([token]), origin)
+                    for token, origin in zip(tokens, came_from, strict=True)
+                    if token not in stops
+                ]
+                counts.update(came_from)
+                num_tokens[b] += len(tokens)
+                failed[b] = not tokens
+                ends = num_tokens[b] >= models.max_new_tokens
+                done[b] = failed[b] or ends or tokens[-1] in stops
+                if done[b] and (rest := decoders[b].decode([], final=True)):
+                    pieces[b].append(Piece(rest, origins[b]))
+            yield TextStep(pieces, counts, list(done), list(failed), record)
+
+    def compare(self, temperature: float, on_run: Callable[[str], None]) -> list[Comparison]:
+        """Time plain decoding, then every drafter with every config, at one temperature.
+
+        The runs take turns, so that a busy machine slows all of them. At a temperature each run of
+        one kind has a seed of its own, and stop tokens do not end texts: else a text that happens
+        to be easy or short would look like a good K.
+
+        Args:
+          temperature: of all requests.
+          on_run: called with a name before each run, of which there are `num_runs`.
+
+        Returns:
+          One entry for each kind; the first compares plain decoding with itself.
+        """
+        repeats, seed = self.options.repeats, self.options.seed
+        assert repeats is not None
+        kinds: list[tuple[str | None, SpecDecodeConfig | None]] = [(None, None)]
+        kinds += itertools.product(self.options.drafters, self.options.configs)
+        runs = [Run(temperature, *kind, [], []) for kind in kinds]
+        for repeat in range(repeats + 1):  # the first compiles
+            for run in runs:
+                on_run(f"{run.name} at temperature {temperature:g}")
+                own_seed = seed if temperature == 0 else (seed + max(repeat - 1, 0)) % 2**32
+                begin = time.perf_counter()
+                output = self._generate(run, own_seed)
+                if repeat > 0:
+                    run.seconds.append(time.perf_counter() - begin)
+                if repeat == 1 or (repeat > 1 and temperature > 0):
+                    run.outputs.append(output)
+        return [Comparison(run, runs[0], self._differences(run, runs[0])) for run in runs]
+
+    @property
+    def num_runs(self) -> int:
+        """How many runs `compare` makes."""
+        options = self.options
+        assert options.repeats is not None
+        return (1 + len(options.drafters) * len(options.configs)) * (options.repeats + 1)
+
+    def request(self, temperature: float, *, stops: bool = True) -> RequestOptions:
+        """What every request asks for; with or without stop tokens."""
+        return dataclasses.replace(
+            self.options.request,
+            temperature=temperature,
+            max_new_tokens=self.models.max_new_tokens,
+            stop_token_ids=self.models.stop_token_ids if stops else (),
+        )
+
+    def _generate(self, run: Run, seed: int) -> GenerateOutput:
+        """The requests in one compiled loop."""
+        target, prompts = self.models.target, self.models.prompts
+        options = self.request(run.temperature, stops=run.temperature == 0)
+        key = jax.random.key(np.uint32(seed))
+        if run.drafter is None or run.config is None:
+            config = self.options.config
+            return generate_plain(*target, prompts, config=config, options=options, key=key)
+        drafting = self.drafting(run.drafter, run.config)
+        return generate(*target, prompts, **drafting, options=options, key=key)
+
+    def _differences(self, run: Run, plain: Run) -> list[GreedyDifference] | None:
+        config = self.options.config
+        if run is plain or run.temperature > 0 or config.rejection_sample_method == "synthetic":
+            return None
+        return greedy_differences(
+            *self.models.target,
+            self.models.prompts,
+            run.outputs[0],
+            plain.outputs[0],
+            self.options.request,
+        )
+
+    def drafting(self, drafter: str, config: SpecDecodeConfig) -> dict[str, Any]:
+        """The arguments of `generate` that say how it drafts."""
+        draft = self.models.drafters[drafter]
+        return {"drafter": draft.drafter, "draft_params": draft.params, "config": config}

@@ -1,0 +1,132 @@
+"""`jax-specdec serve`: loads and compiles, then serves until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import ipaddress
+import os
+import socket
+import time
+
+import jax_specdec as sd
+from jax_specdec import lm
+from jax_specdec.lm.cli import process, terminal
+from jax_specdec.lm.cli.models import Models, load_models
+from jax_specdec.lm.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Options
+from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.models.fields import shown
+from jax_specdec.lm.server.app import Server
+from jax_specdec.lm.server.request import MAX_BIASES
+
+
+def serve(options: Options) -> None:
+    """Load the models, compile every program, and serve until Ctrl-C or SIGTERM.
+
+    Raises:
+      InputError: a file or an option is wrong, or the address cannot be had.
+    """
+    key = _read_key(options)
+    listener, is_local = _bind(options, key)
+    with listener:
+        with terminal.spinner("loading the models"):
+            models = load_models(options, [])
+        driver = make_driver(options, models)
+        begin = time.monotonic()
+
+        def on_progress(done: int, total: int) -> None:
+            if done:
+                terminal.log(
+                    f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s"
+                )
+
+        driver.warm_up(on_progress)
+        default = "jax-specdec" if options.target is None else options.target.resolve().name
+        # Answers are UTF-8, but what the system names a file or an argument need not be.
+        name = (options.model_name or default).encode(errors="backslashreplace").decode()
+        server = Server(models, driver, model_name=name, key=key, is_local=is_local)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+        def on_interrupt() -> None:
+            terminal.log("finishing what runs; Ctrl-C again to end at once")
+            server.stop()
+
+        with process.handling_interrupt(on_interrupt):
+            ready = functools.partial(terminal.write, f"Serving {name} at {url}\n")
+            asyncio.run(server.run(listener, ready))
+
+
+def make_driver(options: Options, models: Models) -> lm.GrammarDriver:
+    """The driver for models that were loaded.
+
+    Raises:
+      InputError: `--max-length` is more than the target was made for.
+    """
+    length = options.max_length or min(SERVED_LENGTH, models.max_length)
+    if length > models.max_length:
+        raise InputError(f"--max-length must be at most {models.max_length}, but is {length}")
+    (draft,) = models.drafters.values()
+    logprobs = sd.LogprobsConfig(options.max_logprobs) if options.max_logprobs else None
+    engine = lm.Engine(
+        models.target.model,
+        draft.drafter,
+        options.config,
+        num_slots=options.num_slots,
+        max_length=length,
+        prefill_sizes=(64, 256) if length > 256 else None,
+        request_options=True,
+        option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
+        max_stop_tokens=max(8, len(models.stop_token_ids)),
+        logprobs=logprobs,
+    )
+    return lm.GrammarDriver(engine, models.target.params, draft.params, max_queue=options.max_queue)
+
+
+def _read_key(options: Options) -> str | None:
+    """What clients have to send; the message of an error never has it."""
+    if options.api_key_file is None:
+        key, where = os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE
+    else:
+        where = shown(options.api_key_file)
+        try:
+            with options.api_key_file.open(encoding="utf-8") as file:
+                key = file.read(4097)
+        except UnicodeDecodeError:
+            raise InputError(f"{where} must be text in UTF-8") from None
+        except OSError as error:
+            raise InputError(f"{where} cannot be read: {error.strerror}") from None
+    if key is None:
+        return None
+    key = key.strip()
+    if not (key.isascii() and key.isprintable() and 0 < len(key) <= 4096 and " " not in key):
+        raise InputError(f"{where} must hold a key: printable ASCII characters without a space")
+    return key
+
+
+def _bind(options: Options, key: str | None) -> tuple[socket.socket, bool]:
+    """A socket that listens, and whether its address is a loopback address.
+
+    From here on no other server gets the address. Who connects waits until requests are read.
+    """
+    where = f"--host {options.host} --port {options.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        is_local = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+        if not is_local and key is None:
+            raise InputError(
+                f"--host {options.host} needs a key, in ${API_KEY_VARIABLE} or --api-key-file"
+            )
+        with contextlib.ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen()
+            undo.pop_all()
+        return listener, is_local
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{where} cannot be listened on: {reason}") from error

@@ -1,0 +1,201 @@
+"""What `generate` and `bench` print: text in colours, a line of statistics, a table, or JSON."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+
+from jax_specdec._src.acceptance import AcceptanceStats
+from jax_specdec.lm.cli import report, terminal
+from jax_specdec.lm.cli.costs import measure_costs
+from jax_specdec.lm.cli.models import load_models
+from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.cli.run import Comparison, Session, Start, TextStep, stacked
+
+STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
+LOADING = "loading the models"
+
+
+class Texts:
+    """Prints the texts of a batch one after another.
+
+    The first is printed as it comes; each of the others waits until the one before it has ended.
+    """
+
+    def __init__(self, prompts: list[str], *, with_prompts: bool) -> None:
+        """Prints the first prompt.
+
+        Args:
+          prompts: texts.
+          with_prompts: whether to print a prompt before its continuation.
+        """
+        self._prompts, self._with_prompts = prompts, with_prompts
+        self._waiting: list[list[tuple[str, str | None]]] = [[] for _ in prompts]
+        self._now = 0
+        self._head()
+
+    def add(self, step: TextStep) -> None:
+        """Print what a step has made ready."""
+        for waiting, pieces in zip(self._waiting, step.pieces, strict=True):
+            waiting += [(piece.text, STYLES[piece.origin]) for piece in pieces]
+        while self._now < len(self._prompts):
+            for text, style in self._waiting[self._now]:
+                terminal.write(text, style)
+            self._waiting[self._now].clear()
+            if not step.done[self._now]:
+                return
+            terminal.write("\n")
+            self._now += 1
+            if self._now < len(self._prompts):
+                self._head()
+
+    def _head(self) -> None:
+        total = len(self._prompts)
+        if total > 1:
+            terminal.write(f"==> {self._now + 1} of {total} <==\n", "bold")
+        if self._with_prompts:
+            terminal.write(self._prompts[self._now], "dim")
+
+
+def show_text(options: Options, prompts: list[str]) -> None:
+    """Stream the texts, then print one line of statistics, or compare with plain decoding."""
+    compares = options.repeats is not None
+    session, loading, start, steps = _begin(options, prompts)
+    started = time.perf_counter()
+    if compares:
+        legend = Text("Tokens:")
+        for name, style in STYLES.items():
+            if style is not None:
+                legend.append("  ").append(name, style)
+        terminal.show(legend)
+        terminal.show_rule()
+    texts, seen = Texts(prompts, with_prompts=options.shows_prompts), []
+    for step in steps:
+        texts.add(step)
+        seen.append(step)
+    seconds = time.perf_counter() - started
+    if compares:
+        terminal.show_rule()
+        terminal.show(report.table(options, _compare(session)))
+    else:
+        _print_start(start, loading)
+        _print_statistics(seen, seconds)
+    if options.config.rejection_sample_method == "synthetic":
+        terminal.log("Synthetic acceptance: the text is not the target's.")
+    check_verified(seen[-1])
+
+
+def show_json(options: Options, prompts: list[str]) -> None:
+    """Print one JSON object with the texts, their pieces' origins and the figures."""
+    session, loading, start, steps = _begin(options, prompts)
+    seen = list(steps)
+    pieces = [[p for step in seen for p in step.pieces[b]] for b in range(len(prompts))]
+    records = stacked([step.record for step in seen])
+    found: dict[str, Any] = {
+        "requests": [
+            {
+                "prompt": prompt,
+                "text": "".join(piece.text for piece in pieces[b]),
+                "pieces": [dataclasses.asdict(piece) for piece in pieces[b]],
+                "num_tokens": int(records.num_kept[:, b].sum()),
+                "verified": not seen[-1].failed[b],
+            }
+            for b, prompt in enumerate(prompts)
+        ],
+        "config": options.config.to_dict(),
+        "draft": options.drafters[0],
+        "temperature": options.temperatures[0],
+        "options": dataclasses.asdict(session.request(options.temperatures[0])),
+        "num_tokens": int(records.num_kept.sum()),
+        "num_target_passes": len(seen),
+        "load_and_compile_seconds": loading + start.compiling,
+        "first_token_seconds": start.first_token,
+        **AcceptanceStats.from_steps(records).to_dict(),
+    }
+    report.write_json(session, found, None if options.repeats is None else _compare(session))
+    check_verified(seen[-1])
+
+
+def show_bench(options: Options, prompts: list[str]) -> None:
+    """Run every combination; print a table and what follows from it, or one JSON object."""
+    with terminal.spinner(LOADING):
+        session = Session(options, load_models(options, prompts))
+    comparisons = _compare(session)
+    with terminal.spinner("timing the models alone"):
+        costs = measure_costs(session)
+    if options.json:
+        found = dict(prompts=prompts, repeats=options.repeats, costs=dataclasses.asdict(costs))
+        report.write_json(session, found, comparisons)
+        return
+    terminal.show(report.table(options, comparisons))
+    fastest = []
+    for temperature, group in itertools.groupby(comparisons, lambda x: x.run.temperature):
+        best = max(group, key=lambda comparison: comparison.speedup)
+        speed = "" if best.run is best.plain else f" ({best.speedup:.2f} times plain decoding)"
+        fastest.append(f"{best.run.name}{speed} at temperature {temperature:g}")
+    terminal.show(Text(f"{costs} Fastest on these prompts: {', '.join(fastest)}."))
+
+
+def check_verified(last: TextStep) -> None:
+    """Exit with code 1 and one line if a text broke off."""
+    broken = [str(b + 1) for b, failed in enumerate(last.failed) if failed]
+    if broken:
+        of = f" {', '.join(broken)} of {len(last.failed)}" if len(last.failed) > 1 else ""
+        terminal.log(f"jax-specdec: text{of} broke off: the target's logits there are not finite")
+        sys.exit(1)
+
+
+def _begin(
+    options: Options, prompts: list[str]
+) -> tuple[Session, float, Start, Iterator[TextStep]]:
+    """The models, the seconds to load them, how decoding began, and its steps."""
+    begin = time.perf_counter()
+    with terminal.spinner(LOADING) as say:
+        session = Session(options, load_models(options, prompts))
+        loading = time.perf_counter() - begin
+        return session, loading, *session.begin(say)
+
+
+def _print_start(start: Start, loading: float) -> None:
+    """One line on standard error: the time to the first token, apart from what comes once."""
+    terminal.log(
+        f"{start.num_prompt_tokens} prompt tokens read, first token after {start.first_token:.2f} "
+        f"s; before that, {loading + start.compiling:.1f} s to load and compile",
+        "dim",
+    )
+
+
+def _print_statistics(seen: list[TextStep], seconds: float) -> None:
+    """One line on standard error."""
+    steps = stacked([step.record for step in seen])
+    stats = AcceptanceStats.from_steps(steps)
+    kept = np.asarray(steps.num_kept)
+    origins = sum((step.origins for step in seen), collections.Counter())
+    speed = ""
+    if len(kept) > 1:  # the first step includes compiling
+        speed = f" at {kept[1:].sum() / seconds:.0f} per second"
+    terminal.write(f"{kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
+    for i, name in enumerate(name for name in STYLES if origins[name]):
+        terminal.write(", " if i else "", "dim", stream=sys.stderr)
+        terminal.write(f"{origins[name]} {name}", STYLES[name], stream=sys.stderr)
+    terminal.log(
+        f"; {stats.tokens_per_target_pass:.2f} per target pass, mean acceptance length "
+        f"{stats.length_text}",
+        "dim",
+    )
+
+
+def _compare(session: Session) -> list[Comparison]:
+    """Every way of decoding, at every temperature."""
+    temperatures = session.options.temperatures
+    total = len(temperatures) * session.num_runs
+    with terminal.progress_bar("timing", total) as on_run:
+        return [x for one in temperatures for x in session.compare(one, on_run)]

@@ -1,0 +1,135 @@
+"""The sequences of a batch while they grow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.arrays import pytree
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.emitted import StepRecord, truncate
+from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.processors import Sequences
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
+from jax_specdec.lm.decoding.packing import BatchOptions
+from jax_specdec.lm.drafting.context import DraftContext
+
+_BUCKET = 32
+
+
+def round_up(size: int) -> int:
+    """`size` as a multiple of 32, at least 32.
+
+    So prompts of similar lengths share a compilation, and matrix units read aligned caches.
+    """
+    return max(1, -(-size // _BUCKET)) * _BUCKET
+
+
+@pytree(
+    token_ids="[B, L] int32",
+    lengths="[B] int32",
+    done="[B] bool",
+    status="[B] int32",
+    keys="[B]",
+    options=(BatchOptions,),
+)
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """B sequences in buffers of a fixed length L, and what their requests ask for.
+
+    Attributes:
+      token_ids: ``[B, L]`` int32: prompt, then generated tokens; undefined from ``lengths`` on.
+      lengths: ``[B]`` int32.
+      done: ``[B]`` bool.
+      status: ``[B]`` int32, a `Status`: why a request ended early, or OK.
+      keys: ``[B]`` keys of Threefry.
+      options: what the requests ask for.
+    """
+
+    token_ids: jax.Array
+    lengths: jax.Array
+    done: jax.Array
+    status: jax.Array
+    keys: jax.Array
+    options: BatchOptions
+
+    def with_processors(self, vocab_size: int) -> Batch:
+        """The batch with processors that are up to date with its sequences, as `append` keeps them.
+
+        Until then they are as they were packed. A request that is read again gets its own back.
+        """
+        processors = self.options.processors
+        if processors is None:
+            return self
+        given = self.token_ids, self.lengths, self.options.prompt_lengths, vocab_size
+        options = dataclasses.replace(
+            self.options, processors=processors.with_sequences(Sequences(*given))
+        )
+        return dataclasses.replace(self, options=options)
+
+    def context(self, config: SpecDecodeConfig) -> DraftContext:
+        """What the drafter and the target are given for a step."""
+        options, changes_rows = self.options, self.options.changes_rows
+        return DraftContext(
+            token_ids=self.token_ids,
+            lengths=self.lengths,
+            sampling=options.sampling,
+            keys=self.keys,
+            config=config,
+            changes_rows=None if changes_rows is None else jnp.any(changes_rows & ~self.done),
+            processors=options.processors,
+        )
+
+
+def append(
+    batch: Batch,
+    output: RejectionSampleOutput,
+    num_proposed: jax.Array,
+    logprobs: TokenLogprobs | None = None,
+) -> tuple[Batch, StepRecord]:
+    """Append what a verification emitted to the sequences, up to a stop token or the budget.
+
+    Args:
+      batch: the sequences.
+      output: of the verification.
+      num_proposed: ``[B]`` int32, drafts offered to it.
+      logprobs: of the emitted tokens.
+
+    Returns:
+      The batch and the record of the step.
+    """
+    emitted, options = output.token_ids, batch.options
+    num_kept, stopped = truncate(
+        emitted,
+        output.num_emitted,
+        stop_token_ids=options.stop_token_ids,
+        max_tokens=options.max_lengths - batch.lengths,
+    )
+    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
+    place = jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32)[None, :] - batch.lengths[:, None]
+    source = jnp.clip(place, 0, emitted.shape[1] - 1)
+    is_new = (place >= 0) & (place < num_kept[:, None])
+    token_ids = jnp.where(is_new, jnp.take_along_axis(emitted, source, axis=1), batch.token_ids)
+    lengths = batch.lengths + num_kept
+    failed = ~batch.done & (output.status != int(Status.OK))
+    is_kept = offset < num_kept[:, None]
+    record = StepRecord(
+        token_ids=jnp.where(is_kept, emitted, PLACEHOLDER_TOKEN_ID),
+        num_kept=num_kept,
+        num_proposed=jnp.where(output.num_emitted > 0, num_proposed, 0),
+        num_accepted=output.num_accepted,
+        num_emitted=output.num_emitted,
+        logprobs=None if logprobs is None else logprobs.where(is_kept),
+    )
+    processors = options.processors and options.processors.append(record.token_ids)
+    batch = dataclasses.replace(
+        batch,
+        token_ids=token_ids,
+        lengths=lengths,
+        done=batch.done | stopped | failed | (lengths >= options.max_lengths),
+        status=jnp.where(failed, output.status, batch.status),
+        options=dataclasses.replace(options, processors=processors),
+    )
+    return batch, record

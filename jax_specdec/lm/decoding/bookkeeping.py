@@ -1,0 +1,158 @@
+"""What the host of an engine knows of a request, a step and an update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Literal, NamedTuple
+
+from jax_specdec._src.acceptance import AcceptanceCounters
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.grammar import GrammarMatcher
+from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.types import Status
+from jax_specdec.lm.decoding.metrics import ServingStats
+from jax_specdec.lm.decoding.options import RequestOptions
+from jax_specdec.lm.decoding.programs import StepResult
+
+_STATUSES = tuple(Status)
+FinishReason = Literal["length", "stop", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestUpdate:
+    """What one step did for one request.
+
+    Attributes:
+      request_id: as `EngineDriver.submit` returned it.
+      token_ids: new tokens, a stop token included.
+      finish_reason: None while the request goes on. "length": its budget is spent. "stop": it
+        emitted a stop token. "failed": it could not be verified (`status` says why), or the device
+        failed too often or its matcher did (`error`).
+      status: `Status.OK`, or why the request could not be verified.
+      num_proposed: drafts offered to the verification.
+      num_accepted: drafts that were accepted, counted before a stop token or the budget cuts them.
+      logprobs: `TokenLogprobs` of NumPy arrays, one row for each new token; None unless the engine
+        has them.
+      error: the device's message, if a call failed that this request was in, or its matcher's, if
+        that failed. Such an update has no tokens. If it has no finish reason either, the request is
+        read again and goes on.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> lm.RequestUpdate(0, [7], "stop").status.name
+      'OK'
+    """
+
+    request_id: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    status: Status = Status.OK
+    num_proposed: int = 0
+    num_accepted: int = 0
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Matching:
+    """A matcher, and how many of its request's new tokens it has accepted."""
+
+    matcher: GrammarMatcher
+    num_accepted: int = 0
+
+
+class ServedRequest(NamedTuple):
+    """A request that has not ended, as it is between two steps."""
+
+    # What each step changes; see `after`.
+    length: int  # of the prompt and the new tokens: what is in `tokens` after them does not count
+    last_read: float | None  # when a step of it was last read; times are of `time.perf_counter`
+    num_failures: int  # failed calls in a row, without a new token or a further chunk
+    # The rest.
+    request_id: int
+    tokens: list[int]  # shared by all that follow from this one
+    prompt_length: int
+    options: RequestOptions
+    matching: Matching | None = None
+    submitted: float = 0.0
+    admitted: float = 0.0  # when it got its first slot
+    num_chunks: int = 0  # the most chunks of its prompt that were read
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and the new tokens."""
+        return self.tokens[: self.length]
+
+    @property
+    def seed(self) -> int:
+        """Of its key."""
+        return self.request_id if self.options.seed is None else self.options.seed
+
+    @property
+    def budget_left(self) -> int:
+        """The most tokens it may still get, as far as the host knows."""
+        return self.prompt_length + self.options.max_new_tokens - self.length
+
+    def after(self, new: list[int], read: float) -> ServedRequest:
+        """The request after a step. This one's first `length` tokens stay."""
+        self.tokens[self.length :] = new
+        return self._replace(length=self.length + len(new), last_read=read, num_failures=0)
+
+    def update(
+        self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None
+    ) -> RequestUpdate:
+        """What a step did for it; the arguments are of `StepResult`, on the host."""
+        *tokens, count, proposed, accepted, done, status = numbers[slot]
+        own = None if logprobs is None else logprobs.of(slot, count)
+        new = tokens[:count]
+        reason: FinishReason | None = None
+        if done:
+            stopped = bool(new) and new[-1] in self.options.stop_token_ids
+            reason = "failed" if status != Status.OK else "stop" if stopped else "length"
+        counts = _STATUSES[status], proposed, accepted
+        return RequestUpdate(self.request_id, new, reason, *counts, own)
+
+
+class HostState(NamedTuple):
+    """What the host knows of all requests that have had a slot. One assignment replaces it."""
+
+    slots: Mapping[int, ServedRequest]  # those that run
+    returning: tuple[ServedRequest, ...]  # those that ran and wait for a slot, before all others
+    updates: tuple[RequestUpdate, ...]  # that have not been delivered
+    counters: AcceptanceCounters  # of the steps that were read; on the device
+    estimator: AcceptanceEstimator | None  # of these steps; None without a draft budget
+    stats: ServingStats  # of these steps
+
+    def without(self, request_id: int) -> HostState:
+        """The same, knowing nothing of a request."""
+        return self._replace(
+            slots={i: one for i, one in self.slots.items() if one.request_id != request_id},
+            returning=tuple(one for one in self.returning if one.request_id != request_id),
+            updates=tuple(one for one in self.updates if one.request_id != request_id),
+        )
+
+
+class StepAhead(NamedTuple):
+    """A step that was dispatched and whose result the host has not read."""
+
+    result: StepResult
+    request_ids: Mapping[int, int]  # of the requests that take part, by slot
+
+
+class ChunkedPrefill(NamedTuple):
+    """A long prompt that is read chunk by chunk, and the slot that is kept for its request."""
+
+    slot: int
+    request: ServedRequest
+    num_chunks: int = 0  # dispatched so far
+    waits: bool = False  # shorter prompts go before the next chunk
+
+
+class FailedCall(Exception):
+    """A call failed on the device, in which there were some requests."""
+
+    def __init__(self, error: BaseException, requests: Iterable[ServedRequest]) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.request_ids = {one.request_id for one in requests}

@@ -1,0 +1,472 @@
+"""The one step of every decoding loop: draft, verify, append."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_specdec._src.acceptance import AcceptanceCounters
+from jax_specdec._src.arrays import check_array, check_int, check_type, pytree, require
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.logprobs import LogprobsConfig, token_logprobs
+from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
+from jax_specdec._src.verify.api import rejection_sample
+from jax_specdec.lm.decoding.batch import Batch, append
+from jax_specdec.lm.drafting.drafter import Drafter, Proposal, feature_layers_of, may_abstain
+from jax_specdec.lm.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
+
+PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
+"""The config of decoding without drafts."""
+
+
+@pytree(
+    batch=(Batch,),
+    draft_token_ids="[B, K] int32",
+    store=(DraftStore,),
+    counters=(AcceptanceCounters,),
+    features="[B, K+1, A*H]",
+    num_features="[B] int32",
+)
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """Everything that a step reads and writes; donate it to every function that takes it.
+
+    Attributes:
+      batch: the B sequences; those that are done take part in a step and are not changed by it.
+      target_cache: the target's cache.
+      draft_cache: the drafter's cache.
+      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 for none, as between steps. Between
+        `draft` and `verify` of a step with fewer drafts, ``[B, num_drafts]``.
+      store: what drafts were drawn from; None for drafts without a distribution.
+      counters: acceptance of all verifications so far.
+      features: ``[B, K+1, A*H]``, as in `DraftContext`; None if the drafter reads none. `draft`
+        takes them, so that there are none between `draft` and `verify`.
+      num_features: ``[B]`` int32, as in `DraftContext`; None without `features`.
+      estimator: what verifications have shown of acceptance; None unless the `Engine` has a
+        `draft_budget`.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
+      >>> engine = lm.Engine(
+      ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=4, max_length=64)
+      >>> state = engine.init_state()
+      >>> state.draft_token_ids.shape, state.store
+      ((4, 2), None)
+    """
+
+    batch: Batch
+    target_cache: Any
+    draft_cache: Any
+    draft_token_ids: jax.Array
+    store: DraftStore | None
+    counters: AcceptanceCounters
+    features: jax.Array | None = None
+    num_features: jax.Array | None = None
+    estimator: AcceptanceEstimator | None = None
+
+    def without_drafts(self, requests: jax.Array) -> DecodeState:
+        """The state without the drafts, and rows of the store, of some requests, ``[B]`` bool."""
+        ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
+        store = None if self.store is None else self.store.evict(requests)
+        return dataclasses.replace(self, draft_token_ids=ids, store=store)
+
+
+class Caches(NamedTuple):
+    """What both models know of R prompts that are being read.
+
+    Attributes:
+      target: the target's cache.
+      draft: the drafter's cache.
+      features: ``[R, 1, A*H]``, of each prompt's last token but one, once it was read: the first
+        step drafts from it. None if the drafter reads none.
+    """
+
+    target: Any
+    draft: Any
+    features: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """The step of `generate` and of an `Engine`: pure functions of a `DecodeState`, and settings.
+
+    They take `params`, the target's weights; `draft_params`, the drafter's weights; and a state,
+    which is to be donated. Hashable and compared by value, so that it can be a static argument of
+    `jax.jit`.
+
+    Attributes:
+      model: the target.
+      drafter: what proposes tokens; None for plain decoding, one token per pass of the target.
+      config: how drafts are made and verified.
+      logprobs: which log-probabilities a step's record has; None for none.
+      drafts_in_first_step: whether a request without output gets drafts.
+    """
+
+    model: CausalModel
+    drafter: Drafter | None
+    config: SpecDecodeConfig
+    logprobs: LogprobsConfig | None = None
+    drafts_in_first_step: bool = True
+
+    @property
+    def num_drafts(self) -> int:
+        """K; 0 without a drafter."""
+        return 0 if self.drafter is None else self.config.num_speculative_tokens
+
+    def empty_caches(self, params: Any, num_requests: int, length: int) -> Caches:
+        """Empty caches. The shapes of `params` are read only if the drafter reads features.
+
+        Raises:
+          TypeError: the drafter reads features, and `params` is None.
+        """
+        features = None
+        if feature_layers_of(self.drafter):
+            if params is None:
+                raise TypeError(
+                    "params must be the target's weights, because the drafter reads features, but "
+                    "it is None"
+                )
+            zero, cache = jnp.zeros((1,), jnp.int32), self.model.init_cache(1, 1)
+            one = jax.eval_shape(lambda p: self._run(p, zero[None], zero, cache).features, params)
+            features = jnp.zeros((num_requests, 1, one.shape[2]), one.dtype)
+        return Caches(
+            self.model.init_cache(num_requests, length),
+            () if self.drafter is None else self.drafter.init_cache(num_requests, length),
+            features,
+        )
+
+    def state_of(self, draft_params: Any, batch: Batch, caches: Caches) -> DecodeState:
+        """The sequences of `batch` after their prompts were read, no drafts, all counts zero."""
+        batch = batch.with_processors(self.model.vocab_size)
+        size = batch.lengths.shape[0]
+        store = None
+        if self.drafter is not None:
+            store = self.drafter.init_store(draft_params, size, self.config)
+        features, num_features = self.first_features(caches, batch.lengths)
+        return DecodeState(
+            batch=batch,
+            target_cache=caches.target,
+            draft_cache=caches.draft,
+            draft_token_ids=jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32),
+            store=store,
+            counters=AcceptanceCounters.create(self.config.num_speculative_tokens),
+            features=features,
+            num_features=num_features,
+        )
+
+    def empty_state(self, params: Any, draft_params: Any, batch: Batch) -> DecodeState:
+        """`state_of` with empty caches, as if the prompts had been read."""
+        return self.state_of(draft_params, batch, self.empty_caches(params, *batch.token_ids.shape))
+
+    def prefilled_state(
+        self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
+    ) -> DecodeState:
+        """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
+        caches = self.empty_caches(params, *batch.token_ids.shape)
+        prompts = batch.token_ids[:, :prompt_size]
+        caches = self.read(params, draft_params, caches, prompts, batch.lengths)
+        return self.state_of(draft_params, batch, caches)
+
+    def read(
+        self,
+        params: Any,
+        draft_params: Any,
+        caches: Caches,
+        token_ids: jax.Array,
+        lengths: jax.Array,
+        start: jax.Array | None = None,
+        next_token_ids: jax.Array | None = None,
+    ) -> Caches:
+        """Read R prompts, or one chunk of each, with both models.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          caches: empty, or from the call for the chunk before.
+          token_ids: ``[R, P]`` int32.
+          lengths: ``[R]`` int32, of the whole prompts.
+          start: ``[R]`` int32, position of the first of these tokens; None for whole prompts.
+          next_token_ids: ``[R]`` int32, the token after these; None for whole prompts.
+
+        Returns:
+          The caches.
+        """
+        zeros = jnp.zeros((token_ids.shape[0],), jnp.int32)
+        begin = zeros if start is None else start
+        _, target, features = self._run(params, token_ids, begin, caches.target)
+        if self.drafter is None:
+            return caches._replace(target=target)
+        given: dict[str, Any] = {} if start is None else {"start": start}
+        if features is not None:
+            following = zeros if next_token_ids is None else next_token_ids
+            given |= {"features": features, "next_token_ids": following}
+        draft = self.drafter.prefill(draft_params, token_ids, caches.draft, **given)
+        if features is not None and caches.features is not None:
+            row = (lengths - 2 - begin)[:, None, None]
+            is_here = (row >= 0) & (row < token_ids.shape[1])
+            one = jnp.take_along_axis(features, jnp.maximum(row, 0), axis=1, mode="clip")
+            features = jnp.where(is_here, one, caches.features)
+        return Caches(target, draft, features)
+
+    def first_features(
+        self, caches: Caches, lengths: jax.Array
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """`DecodeState.features` and `num_features` after R prompts of these lengths were read."""
+        if caches.features is None:
+            return None, None
+        features = jnp.pad(caches.features, ((0, 0), (0, self.num_drafts), (0, 0)))
+        return features, jnp.minimum(lengths - 1, 1)
+
+    def step(
+        self, params: Any, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+    ) -> tuple[DecodeState, StepRecord]:
+        """`draft`, then `verify`: at least one token for every request that is not done."""
+        return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
+
+    def draft(
+        self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+    ) -> DecodeState:
+        """The first half of `step`; see `Engine.draft`."""
+        wanted = self.num_drafts
+        if num_drafts is not None:
+            wanted = check_int("num_drafts", num_drafts, 0, self.num_drafts)
+        if self.drafter is None:
+            return state
+        has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
+        if not wanted and not has_memory:
+            return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
+        size, config = max(wanted, 1), self.config
+        if size < self.num_drafts:
+            config = _with_fewer_drafts(self.config, size)
+        context = dataclasses.replace(
+            state.batch.context(config), features=state.features, num_features=state.num_features
+        )
+        returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)
+        _check_proposal(self.drafter, returned, state, size)
+        proposal, draft_cache = returned
+        state = dataclasses.replace(
+            state,
+            draft_cache=draft_cache,
+            draft_token_ids=proposal.token_ids[:, :wanted],
+            store=proposal.store,
+            features=None,
+            num_features=None,
+        )
+        return state.without_drafts(self._without_drafts(state.batch))
+
+    def verify(
+        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+    ) -> tuple[DecodeState, StepRecord]:
+        """The second half of `step`; see `Engine.verify`."""
+        if state.features is not None:
+            raise ValueError(
+                f"state must come from draft, because {type(self.drafter).__name__} reads the "
+                "features of every target pass, but it holds some that were not read"
+            )
+        batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
+        drafts, context = Drafts.from_dense(ids), batch.context(self.config)
+        if state.store is not None:
+            drafts = state.store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
+        logits, target_cache, features = self._apply(params, state)
+        logits = logits.reshape(-1, logits.shape[-1])
+        rows = context.process_logits(logits, drafts)
+        output = rejection_sample(
+            rows,
+            drafts,
+            sampling=context.sampling,
+            keys=batch.keys,
+            positions=batch.lengths,
+            active=~batch.done,
+            config=self.config,
+            token_bitmask=token_bitmask,
+            sharding=sharding_of(self.model),
+        )
+        found = None
+        if self.logprobs is not None:
+            found = token_logprobs(
+                rows if self.logprobs.distribution == "processed" else logits,
+                drafts,
+                output,
+                sampling=context.sampling,
+                config=self.config,
+                num_top=self.logprobs.num_top,
+                distribution=self.logprobs.distribution,
+                token_bitmask=token_bitmask,
+                sharding=sharding_of(self.model),
+            )
+        in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)
+        num_proposed = jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
+        new, record = append(batch, output, num_proposed, found)
+        num_features = None
+        if features is not None:
+            num_features = record.num_kept
+            missing = self.num_drafts - ids.shape[1]
+            if missing:
+                features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
+            row = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :, None]
+            features = jnp.where(
+                row < num_features[:, None, None], features, 0
+            )  # others may be NaN
+        estimator = state.estimator
+        if estimator is not None:
+            is_counted = ~self._without_drafts(batch) & (output.num_emitted > 0)
+            estimator = estimator.update(
+                num_drafts=jnp.where(is_counted, ids.shape[1], 0),
+                num_accepted=output.num_accepted,
+                log_normalizer=_log_normalizers(state.store, batch.lengths),
+            )
+        state = dataclasses.replace(
+            state,
+            estimator=estimator,
+            batch=new,
+            target_cache=target_cache,
+            features=features,
+            num_features=num_features,
+            draft_token_ids=jnp.full(
+                (ids.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32
+            ),
+            counters=state.counters.update(
+                num_proposed=record.num_proposed,
+                num_accepted=record.num_accepted,
+                num_emitted=record.num_emitted,
+                num_kept=record.num_kept,
+                num_fallbacks=count_fallbacks(
+                    drafts, sampling=context.sampling, active=output.num_emitted > 0
+                ),
+            ),
+        )
+        return state, record
+
+    def _without_drafts(self, batch: Batch) -> jax.Array:
+        """``[B]`` bool, the requests that get no drafts in this step."""
+        none = batch.done
+        if not self.drafts_in_first_step:
+            none |= batch.lengths == batch.options.prompt_lengths
+        return none
+
+    def _run(self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any) -> TargetOutput:
+        """The target, with the features that the drafter reads."""
+        layers = feature_layers_of(self.drafter)
+        return apply_model(self.model, params, token_ids, start, cache, layers)
+
+    def _apply(self, params: Any, state: DecodeState) -> TargetOutput:
+        """The target over each request's last token and drafts."""
+        batch, ids = state.batch, state.draft_token_ids
+        start = batch.lengths - 1
+        last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
+        tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
+        arrays = params, tokens, start, state.target_cache
+        # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
+        # would depend on a request's neighbours.
+        if may_abstain(self.drafter) and ids.size and tokens.shape[0] == 1:
+            output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
+            return output
+        return self._run(*arrays)
+
+
+def _run_as_wide_as_needed(
+    arrays: tuple[jax.Array, ...], decoder: Decoder, platform: Platform
+) -> TargetOutput:
+    """The target over one request's last token, and its drafts if there are any.
+
+    Only on CPUs: elsewhere a narrow pass takes as long, because it reads the same weights, and on a
+    GPU the host waits for the condition.
+    """
+    ids, params, tokens, start, cache = arrays
+    wide = functools.partial(decoder._run, params, tokens, start)
+    if platform != "cpu":
+        return wide(cache)
+
+    def narrow(cache: Any) -> TargetOutput:
+        logits, cache, features = decoder._run(params, tokens[:, :1], start, cache)
+        logits, features = jax.tree.map(  # rows that are not read hold zeros
+            lambda x: jnp.pad(x, ((0, 0), (0, ids.shape[1]), (0, 0))), (logits, features)
+        )
+        return TargetOutput(logits, cache, features)
+
+    output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
+    return output
+
+
+def _with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:
+    rates = config.unconditional_rates
+    return dataclasses.replace(
+        config,
+        num_speculative_tokens=num_drafts,
+        synthetic_acceptance_rates=None if rates is None else rates[:num_drafts],
+        synthetic_acceptance_length=None,
+    )
+
+
+def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Array | None:
+    """``[B, K]``, ``-log(max q)`` of the drafts that were drawn at these positions; NaN for others.
+
+    None without a store.
+    """
+    if store is None:
+        return None
+    normalizers = store.log_normalizer.reshape(store.positions.shape)
+    return jnp.where(store.positions == positions[None, :], normalizers, jnp.nan).T
+
+
+def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_drafts: int) -> None:
+    """Check what `drafter.propose` returned for the cache and the store of `state`."""
+    name = f"{type(drafter).__name__}.propose"
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    must = "be a Proposal and a cache"
+    require(is_pair, f"what {name} returns", must, returned, error=TypeError)
+    proposal, cache = returned
+    check_type(f"the proposal of {name}", proposal, Proposal)
+    sizes = {"B": state.batch.lengths.shape[0], "K": num_drafts}
+    check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
+    pairs = ("store", state.store, proposal.store), ("cache", state.draft_cache, cache)
+    for what, given, new in pairs:
+        given, new = (
+            jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+            for tree in (given, new)
+        )
+        if jax.tree.flatten(given) != jax.tree.flatten(new):
+            raise ValueError(
+                f"{name} must return the {what} with the layout it was given, {given!r:.300}, but "
+                f"it returned {new!r:.300}"
+            )
+
+
+def on_all_devices(arrays: Any, model: CausalModel) -> Any:
+    """Arrays that have no place yet, copied to every device of the model's mesh.
+
+    Done once, not with every call. A step then finds its state where the last step left it, and is
+    compiled once.
+
+    Args:
+      arrays: a pytree.
+      model: the target; without a mesh, everything stays where it is.
+    """
+    sharding = sharding_of(model)
+    if sharding is None or sharding.mesh is None:
+        return arrays
+    everywhere = NamedSharding(sharding.mesh, P())
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, jax.Array) and x.committed:
+            return x
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
+            data = jax.device_put(jax.random.key_data(x), everywhere)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        return jax.device_put(x, everywhere)
+
+    return jax.tree.map(copied, arrays)

@@ -1,0 +1,114 @@
+"""Where greedy texts differ from those of plain decoding, and how close the decision was."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_specdec._src.types import Array
+from jax_specdec.lm.decoding.batch import Batch
+from jax_specdec.lm.decoding.core import PLAIN
+from jax_specdec.lm.decoding.generate import GenerateOutput
+from jax_specdec.lm.decoding.options import RequestOptions, options_per_request
+from jax_specdec.lm.decoding.packing import BatchOptions
+from jax_specdec.lm.models.protocol import CausalModel, apply_model
+
+
+@dataclasses.dataclass(frozen=True)
+class GreedyDifference:
+    """The first token at which a greedy generation differs from plain decoding.
+
+    Attributes:
+      request: index of the request.
+      index: index into its completion.
+      token_id: what it emitted there; None if it had ended.
+      plain_token_id: what plain decoding emitted there; None if that had ended.
+      gap: difference of the two largest target logits there. Sums of float32 numbers depend on
+        how many tokens a pass holds; a gap below 1e-4 is within that rounding.
+
+    Example:
+      >>> GreedyDifference(request=0, index=17, token_id=40, plain_token_id=91, gap=2e-6).gap < 1e-4
+      True
+    """
+
+    request: int
+    index: int
+    token_id: int | None
+    plain_token_id: int | None
+    gap: float
+
+
+def greedy_differences(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int] | Array],
+    output: GenerateOutput,
+    plain: GenerateOutput,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+) -> list[GreedyDifference]:
+    """The first difference of each request that has one, and how close the decision was there.
+
+    Args:
+      model: the target.
+      params: its weights.
+      prompts: those of both generations.
+      output: of `generate` at temperature 0.
+      plain: of `generate_plain` at temperature 0.
+      options: of both.
+
+    Returns:
+      One entry for each request that differs.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()
+      >>> prompts = [lm.encode_bytes("import ")]
+      >>> plain = lm.generate_plain(model, params, prompts, max_new_tokens=4)
+      >>> lm.greedy_differences(model, params, prompts, plain, plain)
+      []
+    """
+    found = []
+    asked = options_per_request(options, len(prompts), {})
+    pairs = zip(output.completions, plain.completions, strict=True)
+    for b, (ours, theirs) in enumerate(pairs):
+        if ours == theirs:
+            continue
+        shorter = min(len(ours), len(theirs))
+        index = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+        sequence = jnp.array([[*prompts[b], *theirs[:index]]], jnp.int32)
+        cache = model.init_cache(1, sequence.shape[1])
+        logits = apply_model(model, params, sequence, jnp.zeros((1,), jnp.int32), cache).logits
+        row = _processed(logits[:, -1], asked[b], sequence, len(prompts[b]))
+        second, best = np.sort(row)[-2:]
+        found.append(
+            GreedyDifference(
+                b,
+                index,
+                ours[index] if index < len(ours) else None,
+                theirs[index] if index < len(theirs) else None,
+                float(best - second),
+            )
+        )
+    return found
+
+
+def _processed(
+    logits: jax.Array, options: RequestOptions, sequence: jax.Array, prompt_length: int
+) -> np.ndarray:
+    """The row ``[V]`` that a greedy token is the argmax of, from ``logits [1, V]``."""
+    vocab_size = logits.shape[1]
+    batch = Batch(
+        token_ids=sequence,
+        lengths=jnp.array([sequence.shape[1]], jnp.int32),
+        done=jnp.zeros((1,), bool),
+        status=jnp.zeros((1,), jnp.int32),
+        keys=jax.random.split(jax.random.key(0), 1),
+        options=BatchOptions.create([options], [prompt_length], vocab_size),
+    )
+    rows = batch.with_processors(vocab_size).context(PLAIN).process_logits(logits)
+    return np.array(rows[0], np.float32)

@@ -1,0 +1,663 @@
+"""The host loop around an engine: a queue, slots, steps ahead, interrupts and failed calls."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Unpack
+
+import jax
+import numpy as np
+
+from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
+from jax_specdec._src.arrays import check_int, check_type, is_error, require
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec.lm.decoding import inputs, programs
+from jax_specdec.lm.decoding.bookkeeping import (
+    ChunkedPrefill,
+    FailedCall,
+    FinishReason,
+    HostState,
+    Matching,
+    RequestUpdate,
+    ServedRequest,
+    StepAhead,
+)
+from jax_specdec.lm.decoding.core import Caches, DecodeState, on_all_devices
+from jax_specdec.lm.decoding.engine import Engine, NewRequests
+from jax_specdec.lm.decoding.metrics import ServingStats
+from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
+from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+
+Requests = Iterable[ServedRequest]
+Program = Callable[..., Any]
+
+
+class EngineDriver:
+    """Serves requests with an `Engine`: call `step` again and again, and `submit` at any time.
+
+    Requests wait in a queue for a free slot, first come, first served; preempted ones go before
+    all others. Not safe for several threads at once.
+
+    **Steps ahead.** The device gets its next steps, up to `max_steps_ahead`, before the host reads
+    the results of the last one, so that neither waits for the other. Tokens are the same for every
+    number. A request that has ended keeps its slot for the steps that were dispatched by then.
+
+    **The host's tokens are the truth.** Each request keeps its prompt and its tokens in a list. A
+    KeyboardInterrupt or any other exception drops what is on the device and the steps ahead. Go on
+    with `step`: requests that ran go first in the queue, and are read again from their tokens as
+    preempted ones are (see `preempt`). Every token is delivered once, with the updates, finish
+    reasons and `stats` of an uninterrupted run. A `submit` or `cancel` that was cut short has
+    happened completely or not at all; a `preempt` that was has happened to all running requests.
+    JAX makes a ValueError of an interrupt of its own caches: it is a KeyboardInterrupt again here.
+
+    **Failed calls**, as on a device with too little memory, are not raised; an error while a
+    program is traced is. Each request that was in the call gets an update with the `error`. A
+    request ends, as "failed", when more than `max_retries` of its calls have failed in a row:
+    without a new token, or a further chunk of a long prompt, in between. From its second failure
+    on, its prompt is read alone, so that a prompt which cannot be read ends no other request.
+
+    Attributes:
+      engine, max_queue, max_steps_ahead, max_prefills, max_retries: as they were given.
+      draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
+      >>> engine = lm.Engine(
+      ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=32)
+      >>> driver = lm.EngineDriver(engine, params)
+      >>> driver.warm_up(lambda done, total: print(f"{done} of {total}"))
+      0 of 3
+      1 of 3
+      2 of 3
+      3 of 3
+      >>> texts = {driver.submit(lm.encode_bytes(p), max_new_tokens=8): []
+      ...     for p in ("import ", "def ")}
+      >>> while not driver.is_idle:
+      ...     for update in driver.step():
+      ...         texts[update.request_id] += update.token_ids
+      >>> [len(text) for text in texts.values()]
+      [8, 8]
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: Any,
+        draft_params: Any = None,
+        *,
+        max_queue: int | None = None,
+        max_steps_ahead: int = 1,
+        max_prefills: int | None = 1,
+        max_retries: int = 5,
+        step_costs: StepCosts | None = None,
+    ) -> None:
+        """An idle driver.
+
+        Args:
+          engine: sizes and models.
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          max_queue: the most requests that may wait for their first slot; None for any number.
+          max_steps_ahead: the most steps that are under way when `step` returns. 0 is for a host
+            that decides, after each step, what the next one does.
+          max_prefills: the most calls that read prompts before a step while requests run; each of
+            them makes running requests wait. None for as many as free slots and prompts allow.
+          max_retries: the most failed calls in a row after which a request goes on.
+          step_costs: of steps with each number of drafts of the engine's `draft_budget`; None to
+            measure them in `warm_up`. Until there are some, every step has the largest number.
+
+        Raises:
+          TypeError: an argument has another type, or a model's weights are missing.
+          ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
+            `max_retries` below 0; `step_costs` are not those of such an engine.
+        """
+        check_type("engine", engine, Engine)
+        inputs.check_params("params", params)
+        inputs.check_draft_params(engine.drafter, draft_params)
+        self.engine = engine
+        self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, 1)
+        self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
+        calls = None if max_prefills is None else check_int("max_prefills", max_prefills, 1)
+        self.max_prefills = calls
+        self.max_retries = check_int("max_retries", max_retries, 0)
+        self._weights = on_all_devices((params, draft_params), engine.model)
+        k, budget = engine.config.num_speculative_tokens, engine.draft_budget
+        estimator = None if budget is None else AcceptanceEstimator.create(k)
+        self.draft_choice = DraftChoice.of(engine.num_slots, budget, step_costs, estimator)
+        counters = AcceptanceCounters.create(k)
+        counters, estimator = on_all_devices((counters, estimator), engine.model)
+        # The truth; `_settle` says what an exception does to it.
+        stats = ServingStats(engine.num_slots)
+        self._host = HostState({}, (), (), counters, estimator, stats)
+        self._waiting: dict[int, ServedRequest] = {}  # for their first slot
+        self._num_submitted = 0
+        # What is on the device: dropped after an exception.
+        self._state: DecodeState | None = None
+        self._caches: Caches | None = None  # of the long prompt that is being read
+        self._prefill: ChunkedPrefill | None = None
+        self._ahead: list[StepAhead] = []
+        self._is_whole = True  # False while something changes, and after an exception
+
+    @property
+    def state(self) -> DecodeState:
+        """The engine's state after the steps ahead; the next call donates it.
+
+        Raises:
+          Exception: the state was dropped, and the call that makes one failed.
+        """
+        self._settle()
+        try:
+            return self._ready_state([])
+        except FailedCall as failed:
+            raise failed.error from None
+
+    @property
+    def num_queued(self) -> int:
+        """Requests that wait for a slot."""
+        self._settle()
+        return len(self._host.returning) + len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in a slot, including those that end in the steps ahead."""
+        self._settle()
+        return len(self._host.slots)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits, nothing runs, and every update was delivered."""
+        return not (self.num_queued or self.num_running or self._host.updates)
+
+    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+        """Compile everything now: from here on, serving compiles nothing.
+
+        With JAX's persistent compilation cache, a later start reads the programs from disk.
+
+        Args:
+          on_progress: called with the number of programs that are ready and the number of all,
+            before the first and after each. The programs are `admit` for each of the engine's
+            `admit_shapes`, `prefill_chunk` and `insert` where long prompts are read in chunks,
+            `release`, and `step` (two, with `request_options`, and that for each number of the
+            `draft_budget`). None for no calls. Steps are measured afterwards, if there is a
+            `draft_budget` and no `step_costs` were given.
+
+        Raises:
+          TypeError: `on_progress` cannot be called.
+          RuntimeError: a request is running.
+          Exception: a call failed.
+        """
+        is_function = on_progress is None or callable(on_progress)
+        require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
+        running = self.num_running
+        require(not running, "num_running", "be 0 before warm_up", running, error=RuntimeError)
+        calls = self._calls_of_all_programs()
+        self._is_whole = False  # what the calls leave behind is dropped by the last one
+        try:
+            for done, call in enumerate([*calls, self._settle]):
+                if on_progress is not None:
+                    on_progress(done, len(calls))
+                call()
+            if self.draft_choice is not None and self.draft_choice.costs is None:
+                self.draft_choice.costs = programs.measure_steps(self.engine, *self._weights)
+            self._ready_state([])
+        except FailedCall as failed:
+            raise failed.error from None
+
+    def _calls_of_all_programs(self) -> list[Callable[[], object]]:
+        """One call of each, for requests in slots that do not exist: nothing has to be undone."""
+        engine, nowhere = self.engine, self.engine.num_slots
+
+        def request(size: int) -> ServedRequest:
+            return ServedRequest(size, None, 0, -1, [0] * size, size, RequestOptions(seed=0))
+
+        def step(*chosen: Any) -> None:
+            self._dispatch(*chosen)
+            self._read_step()
+
+        calls: list[Callable[[], object]] = []
+        for num_rows, size in engine.admit_shapes:
+            group = {nowhere + row: request(size) for row in range(num_rows)}
+            calls.append(functools.partial(self._read_prompts, group))
+        if engine.chunk_size < engine.max_length:
+            longest = ChunkedPrefill(nowhere, request(engine.max_length))
+            all_chunks = longest._replace(num_chunks=engine.max_length)
+            calls += [functools.partial(self._read_chunk, one) for one in (longest, all_chunks)]
+        calls.append(functools.partial(self._empty, nowhere))
+        chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
+        return calls + [functools.partial(step, *one) for one in chosen]
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        options: RequestOptions | None = None,
+        **fields: Unpack[RequestFields],
+    ) -> int:
+        """Queue a request; nothing is computed yet. A refused request changes nothing.
+
+        Args:
+          prompt: token ids, at least one.
+          options: what the request asks for: a budget of at least 1, and at most as many stop
+            tokens as the engine's `max_stop_tokens`. More than a temperature, a budget, stop
+            tokens and a seed needs an engine with `request_options`.
+          **fields: of `RequestOptions`, such as ``temperature=0.8``; they override `options`.
+
+        Returns:
+          The request's id: 0, 1, 2, ...
+
+        Raises:
+          TypeError: something is not an integer, not a number, or not a field of `RequestOptions`.
+          ValueError: an empty prompt, an id outside the vocabulary, a prompt and budget longer
+            than the engine's `max_length`, or a value out of range.
+          RuntimeError: `max_queue` requests wait already; preempted ones do not count.
+        """
+        return self._submit(prompt, options, fields)
+
+    def _submit(
+        self,
+        prompt: Sequence[int],
+        options: RequestOptions | None,
+        fields: RequestFields,
+        matching: Matching | None = None,
+    ) -> int:
+        token_ids = inputs.token_list("prompt", prompt, self.engine.model.vocab_size)
+        (own,) = options_per_request(options, 1, fields)
+        sizes = len(token_ids), check_int("max_new_tokens", own.max_new_tokens, 1)
+        must = f"fit into max_length={self.engine.max_length} tokens"
+        fit = sum(sizes) <= self.engine.max_length
+        require(fit, "prompt and max_new_tokens", must, sizes)
+        self.engine.check_options(own)
+        if self.max_queue is not None:
+            self._settle()
+            waiting, must = len(self._waiting), f"be below max_queue={self.max_queue}"
+            require(waiting < self.max_queue, "waiting requests", must, waiting, error=RuntimeError)
+        length, request_id = len(token_ids), self._num_submitted
+        begun = length, None, 0, request_id, token_ids, length, own, matching, time.perf_counter()
+        self._num_submitted = request_id + 1  # first: no two requests may have one id
+        self._waiting[request_id] = ServedRequest(*begun)
+        return request_id
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request, wherever it is; it gets no more updates.
+
+        Takes the same time however many requests wait.
+
+        Returns:
+          Whether it was still waiting or running.
+        """
+        with self._changes():
+            if self._waiting.pop(request_id, None) is not None:
+                return True
+            host, slot = self._host, self._slot_of(request_id)
+            self._host = others = host.without(request_id)
+            if slot is not None:
+                self._empty(slot)
+        before, after = ((len(x.slots), len(x.returning), len(x.updates)) for x in (host, others))
+        return before != after
+
+    def preempt(self, request_id: int) -> bool:
+        """Take a running request out of its slot and put it first in the queue.
+
+        When it gets a slot again, its prompt and its tokens so far are read again, and it goes on
+        as if it had never left; a sampled request has the same noise. So its tokens do not change,
+        except where float32 sums nearly tie, or where the drafter had learned something that its
+        `prefill` cannot rebuild: see `Engine.admit`.
+
+        Waits for the steps ahead first, because the request's tokens are among their results.
+
+        Returns:
+          Whether it was running, and still was after the steps ahead.
+        """
+        with self._changes():
+            if self._slot_of(request_id) is None:
+                return False
+            while self._ahead:
+                self._read_step()
+            slot = self._slot_of(request_id)
+            if slot is not None:
+                self._queue_first([slot])
+                self._empty(slot)
+        return any(one.request_id == request_id for one in self._host.returning)
+
+    def step(self) -> list[RequestUpdate]:
+        """Admit what fits, dispatch steps, and return what the oldest step under way did.
+
+        After an exception, call it again: it then returns what was not returned.
+
+        Returns:
+          One update for each request that took part in the step and was not cancelled since. An
+          update has tokens, unless it says why not. After a `preempt`, the updates of all steps
+          that were under way.
+        """
+        with self._changes():
+            while self._dispatch_step():
+                pass
+            if self._ahead and not self._host.updates:
+                self._read_step()
+        updates = self._host.updates
+        try:
+            self._host = self._host._replace(updates=())
+            return [*updates]
+        except BaseException:
+            self._host = self._host._replace(updates=updates)
+            raise
+
+    def stats(self) -> AcceptanceStats:
+        """Acceptance in the steps whose results were read."""
+        self._settle()
+        return AcceptanceStats.from_counters(self._host.counters)
+
+    def serving_stats(self) -> ServingStats:
+        """How busy the engine was in the steps whose results were read."""
+        running, queued = self.num_running, self.num_queued
+        return dataclasses.replace(self._host.stats, num_running=running, num_queued=queued)
+
+    # From the queue to the last token, in the order in which a request meets these.
+
+    def _dispatch_step(self) -> bool:
+        """Read prompts and dispatch a step, if one more is wanted; whether it did."""
+        running = self._decoding
+        is_failing = any(one.num_failures for one in running.values())
+        num_ahead = 0 if is_failing else self.max_steps_ahead  # of what fails, less is lost
+        if len(self._ahead) >= num_ahead + (not self._host.updates):
+            return False
+        self._admit_queued()
+        running = self._decoding
+        if not any(
+            one.budget_left > sum(x.request_ids.get(slot) == one.request_id for x in self._ahead)
+            for slot, one in running.items()
+        ):
+            return False  # all budgets are spent after the steps ahead, if each spends one token
+        all_neutral = self.engine.request_options and all(
+            x.options.is_neutral for x in running.values()
+        )
+        self._dispatch(all_neutral, None if self.draft_choice is None else self.draft_choice.next())
+        return True
+
+    def _admit_queued(self) -> None:
+        """Read prompts: at most `max_prefills` calls while requests run.
+
+        Chunks of a long prompt and groups of shorter prompts take turns.
+        """
+        num_calls = 0
+        while self.max_prefills is None or num_calls < self.max_prefills or not self._decoding:
+            prefill = self._prefill
+            group = {} if prefill is not None and not prefill.waits else self._next_group()
+            if group:
+                self._read_prompts(self._occupy(group))
+            elif prefill is not None:
+                self._read_chunk(prefill)
+            else:
+                return
+            num_calls += 1
+
+    def _next_group(self) -> dict[int, ServedRequest]:
+        """By free slot, the first request in the queue and others whose prompts have its size.
+
+        Looks only at as many requests as there are free slots. Long prompts, and requests whose
+        calls keep failing, are read alone; while a long prompt is read, no other long one is.
+        """
+        host = self._host
+        free = [slot for slot in range(self.engine.num_slots) if slot not in host.slots]
+        everyone = itertools.chain(host.returning, self._waiting.values())
+        first = itertools.islice(everyone, len(free))
+        queue = [one for one in first if self._prefill is None or not self._is_long(one)]
+        group = queue[:1]
+        if group and not self._is_alone(group[0]):
+            size = self._size(group[0])
+            group = [one for one in queue if self._size(one) == size and not self._is_alone(one)]
+            group = group[: self.engine.group_size(size)]
+        return dict(zip(free, group, strict=False))
+
+    def _size(self, request: ServedRequest) -> int:
+        return self.engine.prompt_size(request.length)
+
+    def _is_long(self, request: ServedRequest) -> bool:
+        return request.length > self.engine.chunk_size
+
+    def _is_alone(self, request: ServedRequest) -> bool:
+        return self._is_long(request) or request.num_failures > 1
+
+    def _read_prompts(self, group: dict[int, ServedRequest]) -> None:
+        """Read the prompts of requests by slot, which are of one size; of a long one, a chunk."""
+        slot, first = next(iter(group.items()))
+        if self._is_long(first):
+            return self._read_chunk(ChunkedPrefill(slot, first))
+        requests = group.values()
+        new, state = self._new_requests(group), self._ready_state(requests)
+        self._state = self._call(requests, programs.admit, *self._weights, state, new)
+        if self._prefill is not None:
+            self._prefill = self._prefill._replace(waits=False)
+
+    def _read_chunk(self, prefill: ChunkedPrefill) -> None:
+        """Read the next chunk of a long prompt, if one is left; after the last, it runs."""
+        slot, request, num_chunks, _ = prefill
+        length, size = request.length, self.engine.chunk_size
+        prompt = self.engine.pad_prompt(request.token_ids)
+        state = self._ready_state([request])
+        if num_chunks * size < length:
+            start = min(num_chunks * size, len(prompt) - size)  # the last one ends where that ends
+            following = prompt[start + size] if start + size < len(prompt) else 0
+            chunk = prompt[start : start + size], *map(np.int32, (start, length, following))
+            given = *self._weights, self._caches, *chunk
+            self._caches = self._call([request], programs.prefill_chunk, *given)
+            num_chunks += 1
+            if request.num_failures and num_chunks > request.num_chunks:
+                request = request._replace(num_chunks=num_chunks, num_failures=0)
+                self._occupy({slot: request})
+        self._prefill = ChunkedPrefill(slot, request, num_chunks, waits=True)
+        if num_chunks * size >= length:
+            new = self._new_requests({slot: request})
+            self._state = self._call([request], programs.insert, state, self._caches, new)
+            self._prefill = None
+
+    def _new_requests(self, group: dict[int, ServedRequest]) -> NewRequests:
+        """Requests by slot as arrays; the first one is repeated to fill what `admit` takes."""
+        rows = [*group.items()]
+        if len(rows) > 1:
+            rows += rows[:1] * (self.engine.group_size(self._size(rows[0][1])) - len(rows))
+        requests = [request for _, request in rows]
+        arrays: dict[str, Any] = dict(
+            slots=np.array([slot for slot, _ in rows], np.int32),
+            prompts=np.stack([self.engine.pad_prompt(one.token_ids) for one in requests]),
+            lengths=np.array([one.length for one in requests], np.int32),
+            keys=np.array([one.seed for one in requests], np.uint32),
+        )
+        lengths = [one.prompt_length for one in requests]
+        options = self.engine.options_of([one.options for one in requests], lengths)
+        return NewRequests(**arrays, options=options)
+
+    def _occupy(self, group: dict[int, ServedRequest]) -> dict[int, ServedRequest]:
+        """Requests are in slots from now on."""
+        host, now = self._host, time.perf_counter()
+        group = {i: x._replace(admitted=x.admitted or now) for i, x in group.items()}
+        ids = {one.request_id for one in group.values()}
+        returning = tuple(one for one in host.returning if one.request_id not in ids)
+        self._host = host._replace(slots={**host.slots, **group}, returning=returning)
+        for request_id in ids:
+            self._waiting.pop(request_id, None)
+        return group
+
+    def _dispatch(self, all_neutral: bool, num_drafts: int | None) -> None:
+        """Dispatch a step; there is a program for each pair of these."""
+        static = dict(all_neutral=all_neutral, num_drafts=num_drafts)
+        slots = self._decoding
+        given = *self._weights, self._ready_state(slots.values())
+        self._add_step(slots, *self._call(slots.values(), programs.step, *given, **static))
+
+    def _add_step(
+        self, slots: dict[int, ServedRequest], state: DecodeState, result: programs.StepResult
+    ) -> None:
+        """A step was dispatched: begin to copy what the host reads, and do not wait."""
+        self._state = state
+        self._ahead.append(StepAhead(result, {i: one.request_id for i, one in slots.items()}))
+        with awaiting(slots.values()):
+            for array in jax.tree.leaves(result.for_host):
+                array.copy_to_host_async()
+
+    def _read_step(self) -> None:
+        """Read the result of the oldest step ahead."""
+        (result, request_ids), host, begin = self._ahead[0], self._host, time.perf_counter()
+        with awaiting(self._decoding.values()):
+            numbers, logprobs, rates = jax.device_get(result.for_host)
+        now = time.perf_counter()
+        if self.draft_choice is not None:
+            self.draft_choice.rates = rates
+        slots, updates, grown = dict(host.slots), [*host.updates], []
+        rows = numbers.tolist()
+        for slot, request_id in sorted(request_ids.items()):
+            request = slots.get(slot)
+            if request is None or request.request_id != request_id:
+                continue  # it ended in an earlier step, or was cancelled
+            update = request.update(slot, rows, logprobs)
+            updates.append(update)
+            grown.append((request, len(update.token_ids)))
+            if update.finish_reason is None:
+                slots[slot] = request.after(update.token_ids, now)
+            else:
+                del slots[slot]
+        new = [(request, n) for request, n in grown if request.last_read is None]
+        stats = host.stats.after_step(
+            num_busy=len(request_ids),
+            num_ahead=len(self._ahead) - 1,
+            waited=now - begin,
+            queued=[one.admitted - one.submitted for one, _ in new],
+            first=[(now - one.submitted, 1) for one, n in new if n],
+            between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
+        )
+        learned = result.counters, result.estimator, stats
+        self._host = HostState(slots, host.returning, tuple(updates), *learned)
+        del self._ahead[0]
+
+    def _empty(self, slot: int) -> None:
+        """Empty a slot on the device; its request has not ended, and has left it on the host."""
+        if self._prefill is not None and self._prefill.slot == slot:
+            self._prefill = None
+        here, requests = np.arange(self.engine.num_slots) == slot, self._decoding.values()
+        self._state = self._call(requests, programs.release, self._ready_state(requests), here)
+
+    @property
+    def _decoding(self) -> dict[int, ServedRequest]:
+        """The requests, by slot, that the next step emits tokens for."""
+        waits = None if self._prefill is None else self._prefill.slot
+        return {slot: one for slot, one in self._host.slots.items() if slot != waits}
+
+    def _slot_of(self, request_id: int) -> int | None:
+        slots = self._host.slots.items()
+        return next((i for i, one in slots if one.request_id == request_id), None)
+
+    def _queue_first(self, leaving: Iterable[int]) -> None:
+        """Requests leave their slots and go before all others in the queue, in this order."""
+        slots = dict(self._host.slots)
+        first = *(slots.pop(slot) for slot in leaving), *self._host.returning
+        self._host = self._host._replace(slots=slots, returning=first)
+
+    # Interrupts and failed calls
+
+    @contextlib.contextmanager
+    def _changes(self) -> Iterator[None]:
+        """Around what changes requests, slots or the device; contains failed calls."""
+        self._settle()
+        self._is_whole = False
+        try:
+            with interrupts():
+                yield
+        except FailedCall as failed:
+            self._note(failed)
+            self._settle()
+        if not self._host.slots:
+            self._ahead.clear()  # there is nothing to read
+        self._is_whole = True
+
+    def _settle(self) -> None:
+        """What an exception does, an interrupt included: done before anything else that follows it.
+
+        What is on the device may be half of one step and half of the next, so it is dropped. All
+        that was read is in `_host`, which is as it was before a step or after it, because one
+        assignment replaces it. So the requests in its slots go first in the queue, and are read
+        again from their tokens. An exception while this is done does no harm: it is done again.
+        """
+        if self._is_whole:
+            return
+        self._state = self._caches = self._prefill = None
+        self._ahead.clear()
+        self._queue_first(sorted(self._host.slots))
+        for request in self._host.returning:  # some had got a slot, and were still waiting for one
+            self._waiting.pop(request.request_id, None)
+        self._is_whole = True
+
+    def _note(self, failed: FailedCall) -> None:
+        """Updates for the requests in a call that failed; some end by it."""
+        host, slots, updates = self._host, dict(self._host.slots), [*self._host.updates]
+        for slot, request in sorted(slots.items()):
+            if request.request_id not in failed.request_ids:
+                continue
+            slots[slot] = request = request._replace(num_failures=request.num_failures + 1)
+            reason: FinishReason | None = None
+            if request.num_failures > self.max_retries:
+                reason = "failed"
+                del slots[slot]
+            updates.append(RequestUpdate(request.request_id, [], reason, error=str(failed)))
+        stats = dataclasses.replace(host.stats, num_failed_calls=host.stats.num_failed_calls + 1)
+        self._host = host._replace(slots=slots, updates=tuple(updates), stats=stats)
+
+    def _ready_state(self, requests: Requests) -> DecodeState:
+        """The state, of empty slots if it was dropped."""
+        if self._state is None:
+            kept = dict(counters=self._host.counters, estimator=self._host.estimator)
+            arrays = self._call(requests, programs.init, *self._weights, **kept)
+            self._state, self._caches = on_all_devices(arrays, self.engine.model)
+        return self._state
+
+    def _call(self, requests: Requests, function: Program, *args: Any, **named: Any) -> Any:
+        """Call a compiled function that concerns some requests.
+
+        Raises:
+          FailedCall: whatever it says, unless the function cannot be traced.
+        """
+        program = functools.partial(function, self.engine, **named)
+        try:
+            with interrupts():
+                result = program(*args)
+            if any(one.num_failures for one in requests):
+                jax.block_until_ready(result)  # or a failure would show later, and concern others
+            return result
+        except Exception as error:
+            jax.eval_shape(program, *args)  # raises what is wrong with the program
+            raise FailedCall(error, requests) from error
+
+
+@contextlib.contextmanager
+def interrupts() -> Iterator[None]:
+    """Around calls of JAX: an interrupt stays one.
+
+    JAX makes a ValueError with the traceback of what stopped it comparing static arguments.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if re.search("^KeyboardInterrupt", str(error), re.MULTILINE):
+            raise KeyboardInterrupt from error
+        raise
+
+
+@contextlib.contextmanager
+def awaiting(requests: Requests) -> Iterator[None]:
+    """Around what waits for the device: its errors are failed calls.
+
+    So are panics of libraries in Rust, as of a matcher, which are not of type `Exception`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_error(error):
+            raise
+        raise FailedCall(error, requests) from error

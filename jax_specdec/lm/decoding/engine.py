@@ -1,0 +1,558 @@
+"""Continuous batching as pure functions: requests come and go in a fixed number of slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src import noise
+from jax_specdec._src.arrays import check_increasing, check_int, check_type, pytree, require
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.logprobs import LogprobsConfig
+from jax_specdec._src.types import Status
+from jax_specdec.lm.decoding import inputs
+from jax_specdec.lm.decoding.batch import Batch, round_up
+from jax_specdec.lm.decoding.core import Caches, Decoder, DecodeState
+from jax_specdec.lm.decoding.options import RequestOptions
+from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
+from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.models.protocol import (
+    CausalModel,
+    cache_batch_axis_of,
+    check_batch_axis,
+    check_model,
+)
+
+_SMALLEST_PREFILL = 32
+_MAX_GROUP_TOKENS = 512
+"""A call with more than a few hundred tokens (300 on an H100, in bfloat16) is bound by arithmetic,
+not by reading the weights: reading prompts together then gains little."""
+
+
+@pytree(
+    slots="[R] int32",
+    prompts="[R, P] int32",
+    lengths="[R] int32",
+    keys="[R]",
+    options=(BatchOptions,),
+)
+@dataclasses.dataclass(frozen=True)
+class NewRequests:
+    """R requests that go into slots. Their shapes, R and P, are compiled for once.
+
+    To admit fewer than R requests, repeat one of them, with its slot.
+
+    Attributes:
+      slots: ``[R]`` int32 in [0, S).
+      prompts: ``[R, P]`` int32, from `Engine.pad_prompt`.
+      lengths: ``[R]`` int32, tokens of each prompt without its padding; at least 1.
+      keys: ``[R]`` typed keys of two or four words; or ``[R]`` uint32 seeds, for which the keys
+        are ``jax.random.key(seed)``.
+      options: from `Engine.options_of`. Prompt and budget together are at most `max_length`.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
+      >>> engine = lm.Engine(
+      ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=32)
+      >>> prompts = [lm.encode_bytes("import "), lm.encode_bytes("def ")]
+      >>> requests = lm.NewRequests(
+      ...     slots=np.array([1, 0]), prompts=np.stack([engine.pad_prompt(p) for p in prompts]),
+      ...     lengths=np.array([7, 4]), keys=np.array([0, 1], np.uint32),
+      ...     options=engine.options_of([lm.RequestOptions(max_new_tokens=8)] * 2, [7, 4]))
+      >>> state = jax.jit(engine.admit)(params, None, engine.init_state(), requests)
+      >>> state.batch.lengths.tolist()
+      [4, 7]
+    """
+
+    slots: jax.Array
+    prompts: jax.Array
+    lengths: jax.Array
+    keys: jax.Array
+    options: BatchOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """The static half of a serving engine: models, settings, sizes, and pure functions of a state.
+
+    A step drafts for every occupied slot and verifies all drafts in one pass of the target.
+    Between steps, requests enter slots and leave them. All shapes are fixed, so each function is
+    compiled once (`admit` once for each of `admit_shapes`). A request's tokens depend only on its
+    prompt, parameters and key: not on its slot, not on its neighbours, and not on whether it left
+    its slot and came back (`admit` has the details).
+
+    Hashable and compared by value, so that it can be a static argument of `jax.jit`.
+    `EngineDriver` is a host loop around it.
+
+    Attributes:
+      model: the target.
+      drafter: what proposes tokens.
+      config: how they are verified.
+      num_slots: S, the most requests that are served at a time.
+      max_length: the most tokens of a request, prompt and new ones together; at least 2.
+      prefill_sizes: lengths that prompts are padded to, increasing, at most `max_length`. None
+        stands for powers of two from 32 on, and `max_length`. The last of them is the most tokens
+        that one call reads; a longer prompt is read in chunks of that size.
+      max_prefill_requests: the most prompts of one size that a call of `admit` reads.
+      max_stop_tokens: M, the most stop tokens of a request.
+      request_options: whether requests may ask for more than a temperature, a budget, stop tokens
+        and a seed. What no running request asks for is not computed.
+      option_sizes: the most of each option that a request may ask for.
+      logprobs: which log-probabilities the record of a step has; None for none.
+      draft_budget: numbers of drafts per request that a step may have, increasing, from 0 to K,
+        such as ``(0, 1, 2, 4)``. A step is compiled for each, and `EngineDriver` chooses the one
+        that pays best (see `StepCosts`). How a text is divided into steps then depends on the load,
+        so greedy text stays as it is, and sampled text is another sample of the same distribution.
+        None for K drafts in every step.
+
+    Raises:
+      TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
+        has to.
+      ValueError: a size is too small, or `prefill_sizes` are not as described.
+
+    Example:
+      One request, step by step; `EngineDriver` does this for you:
+
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
+      >>> engine = lm.Engine(
+      ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=32)
+      >>> admit = jax.jit(engine.admit, donate_argnums=2)
+      >>> step = jax.jit(engine.step, donate_argnums=2)
+      >>> prompt = engine.pad_prompt(lm.encode_bytes("import "))
+      >>> options = engine.options_of([lm.RequestOptions(max_new_tokens=4)], prompt_lengths=[7])
+      >>> requests = lm.NewRequests(
+      ...     slots=jnp.array([0]), prompts=prompt[None], lengths=jnp.array([7]),
+      ...     keys=jax.random.split(jax.random.key(0), 1), options=options)
+      >>> state = admit(params, None, engine.init_state(), requests)
+      >>> while not state.batch.done.all():
+      ...     state, record = step(params, None, state)
+      >>> int(state.batch.lengths[0])
+      11
+    """
+
+    model: CausalModel
+    drafter: Drafter
+    config: SpecDecodeConfig
+    logprobs: LogprobsConfig | None = None
+    _: dataclasses.KW_ONLY
+    num_slots: int
+    max_length: int
+    prefill_sizes: tuple[int, ...] | None = None
+    max_prefill_requests: int = 4
+    max_stop_tokens: int = 8
+    request_options: bool = False
+    option_sizes: OptionSizes = OptionSizes()
+    draft_budget: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_model("model", self.model)
+        inputs.check_drafter(self.drafter, self.config)
+        check_batch_axis("drafter", self.drafter)
+        check_type("logprobs", self.logprobs, LogprobsConfig, None)
+        check_int("num_slots", self.num_slots, 1)
+        longest = check_int("max_length", self.max_length, 2)
+        check_int("max_prefill_requests", self.max_prefill_requests, 1)
+        check_int("max_stop_tokens", self.max_stop_tokens, 0)
+        if self.draft_budget is not None:
+            most = self.config.num_speculative_tokens
+            numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
+            object.__setattr__(self, "draft_budget", numbers)
+        if self.prefill_sizes is not None:
+            sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
+            if sizes[-1] < longest:
+                inputs.check_reads_chunks(self.drafter, sizes[-1])
+            object.__setattr__(self, "prefill_sizes", sizes)
+
+    @property
+    def decoder(self) -> Decoder:
+        """The step, which it shares with `generate`. A new request begins without drafts."""
+        return Decoder(self.model, self.drafter, self.config, self.logprobs, False)
+
+    @property
+    def buffer_length(self) -> int:
+        """L, positions per slot; a step writes up to K + 1 tokens past the last one it keeps."""
+        return round_up(self.max_length + self.config.num_speculative_tokens + 1)
+
+    @property
+    def _prefill_sizes(self) -> tuple[int, ...]:
+        """`prefill_sizes`, or what None stands for."""
+        if self.prefill_sizes is not None:
+            return self.prefill_sizes
+        powers = (_SMALLEST_PREFILL << i for i in itertools.count())
+        return *itertools.takewhile(lambda n: n < self.max_length, powers), self.max_length
+
+    @property
+    def chunk_size(self) -> int:
+        """C, the most tokens of a prompt that one call reads: the last of `prefill_sizes`."""
+        return self._prefill_sizes[-1]
+
+    @property
+    def prompt_sizes(self) -> tuple[int, ...]:
+        """Lengths of padded prompts: `prefill_sizes`, and `max_length` where C is less."""
+        return tuple(sorted({*self._prefill_sizes, self.max_length}))
+
+    def group_size(self, size: int) -> int:
+        """R, how many prompts that are padded to `size` one call of `admit` reads.
+
+        At most `max_prefill_requests`, and no more than there are slots. Several prompts have at
+        most C tokens together, and at most 512.
+        """
+        most = min(self.chunk_size, _MAX_GROUP_TOKENS) // size
+        return max(1, min(self.max_prefill_requests, self.num_slots, most))
+
+    @property
+    def admit_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The shapes ``[R, P]`` of prompts for which `admit` is compiled."""
+        return tuple((r, n) for n in self._prefill_sizes for r in sorted({1, self.group_size(n)}))
+
+    def prompt_size(self, length: int) -> int:
+        """P, the least of `prompt_sizes` that holds a prompt.
+
+        Raises:
+          ValueError: longer than `max_length`.
+        """
+        size = next((n for n in self.prompt_sizes if n >= length), None)
+        if size is None:
+            raise ValueError(
+                f"prompt must hold at most max_length={self.max_length} tokens, but it holds "
+                f"{length}"
+            )
+        return size
+
+    def pad_prompt(self, prompt: list[int]) -> np.ndarray:
+        """The prompt ``[P]`` int32, padded to its `prompt_size`.
+
+        Raises:
+          ValueError: longer than `max_length`.
+        """
+        return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
+
+    def check_options(self, options: RequestOptions) -> None:
+        """Check that a request may ask for this.
+
+        Raises:
+          ValueError: an id outside the vocabulary, more of something than there is room for, or
+            options that need `request_options` in an engine without them.
+        """
+        if not (self.request_options or options.is_neutral):
+            raise ValueError(
+                "options need an Engine with request_options=True, but they are "
+                f"{options.non_neutral}"
+            )
+        options.check(self.model.vocab_size)
+        self.option_sizes.check(options)
+        count, most = len(options.stop_token_ids), self.max_stop_tokens
+        must = f"be at most max_stop_tokens = {most}"
+        require(count <= most, "stop_token_ids, counted,", must, count)
+
+    def options_of(
+        self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
+    ) -> BatchOptions:
+        """The options of R requests as arrays, for `NewRequests`.
+
+        Args:
+          options: what the requests ask for.
+          prompt_lengths: lengths of their prompts, without what they had generated before they
+            were preempted.
+
+        Raises:
+          ValueError: `check_options` refuses one of them.
+        """
+        for one in options:
+            self.check_options(one)
+        return BatchOptions.create(
+            options,
+            prompt_lengths,
+            self.model.vocab_size,
+            max_stop_tokens=self.max_stop_tokens,
+            keep_neutral=self.request_options,
+            sizes=self.option_sizes,
+        )
+
+    def init_state(self, draft_params: Any = None, params: Any = None) -> DecodeState:
+        """All slots empty.
+
+        Args:
+          draft_params: the drafter's weights; their shapes are used, and a map of ids.
+          params: the target's weights, for a drafter that reads features; their shapes are used.
+
+        Raises:
+          TypeError: the drafter reads features, and `params` is None.
+        """
+        s = self.num_slots
+        options = self.options_of([RequestOptions()] * s, [1] * s)
+        batch = Batch(
+            token_ids=jnp.zeros((s, self.buffer_length), jnp.int32),
+            lengths=jnp.ones((s,), jnp.int32),  # every slot takes part, so it needs a token
+            done=jnp.ones((s,), bool),
+            status=jnp.full((s,), int(Status.OK), jnp.int32),
+            keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
+            options=jax.tree.map(jnp.asarray, options),
+        )
+        state = self.decoder.empty_state(params, draft_params, batch)
+        if self.draft_budget is None:
+            return state
+        estimator = AcceptanceEstimator.create(self.config.num_speculative_tokens)
+        return dataclasses.replace(state, estimator=estimator)
+
+    def init_caches(self, num_requests: int = 1, params: Any = None) -> Caches:
+        """Empty caches of R requests; `params` and errors are those of `init_state`."""
+        return self.decoder.empty_caches(params, num_requests, self.buffer_length)
+
+    def admit(
+        self, params: Any, draft_params: Any, state: DecodeState, requests: NewRequests
+    ) -> DecodeState:
+        """Read the prompts of R requests with both models, and put the requests into their slots.
+
+        Whatever was in those slots is replaced. The first step of a new request has no drafts and
+        emits one token.
+
+        A request that left its slot comes back with its tokens so far as its prompt. If it had
+        emitted some, its next step has drafts, with the same noise as if it had never left. So its
+        tokens are the same, provided that the logits of both models do not depend on how tokens
+        were cut into calls. Sums of float32 numbers do in their last bits, so a near tie may be
+        decided otherwise. Whatever else a drafter has learned, and `prefill` cannot rebuild, is
+        lost.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          state: donated.
+          requests: with prompts of at most C tokens (`chunk_size`); longer ones are for
+            `prefill_chunk` and `insert`.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: shapes that do not fit.
+        """
+        prompts = self._checked_prompts(requests, self.chunk_size)
+        empty = self.init_caches(prompts.shape[0], params)
+        lengths = jnp.asarray(requests.lengths, jnp.int32)
+        caches = self.decoder.read(params, draft_params, empty, prompts, lengths)
+        return self.insert(state, caches, requests)
+
+    def prefill_chunk(
+        self,
+        params: Any,
+        draft_params: Any,
+        caches: Caches,
+        chunk: jax.Array,
+        start: jax.Array,
+        length: jax.Array,
+        next_token_id: jax.Array,
+    ) -> Caches:
+        """Read one chunk of a long prompt with both models; after the last one comes `insert`.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          caches: of one request, at first from `init_caches`; donated. A chunk that starts at 0
+            clears them.
+          chunk: ``[C]`` int32, C is `chunk_size`.
+          start: ``[]`` int32, position of the chunk's first token.
+          length: ``[]`` int32, tokens of the whole prompt.
+          next_token_id: ``[]`` int32, the prompt's token after the chunk; any id after the last.
+
+        Returns:
+          The caches.
+        """
+        start, length, following = (
+            jnp.asarray(x, jnp.int32) for x in (start, length, next_token_id)
+        )
+        is_first = start == 0
+        empty = self.init_caches(params=params)
+        caches = jax.tree.map(lambda new, old: jnp.where(is_first, new, old), empty, caches)
+        tokens = jnp.asarray(chunk, jnp.int32)[None, :]
+        return self.decoder.read(
+            params, draft_params, caches, tokens, length[None], start[None], following[None]
+        )
+
+    def insert(self, state: DecodeState, caches: Caches, requests: NewRequests) -> DecodeState:
+        """The second half of `admit`: put R requests whose prompts have been read into slots.
+
+        Args:
+          state: donated.
+          caches: of R requests, with their prompts.
+          requests: with prompts of any P up to `buffer_length`.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: shapes that do not fit.
+        """
+        size, m = self.buffer_length, self.max_stop_tokens
+        prompts, options = self._checked_prompts(requests, size), requests.options
+        r = prompts.shape[0]
+        stops = jnp.shape(options.stop_token_ids)
+        if stops != (r, m):
+            raise ValueError(
+                f"options.stop_token_ids must have shape [{r}, {m}], but it has {list(stops)}: "
+                "options_of gives what admit takes"
+            )
+        keys = jnp.asarray(requests.keys)
+        if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
+            keys = jax.vmap(jax.random.key)(keys)
+        new = Batch(
+            token_ids=jnp.pad(prompts, ((0, 0), (0, size - prompts.shape[1]))),
+            lengths=jnp.asarray(requests.lengths, jnp.int32),
+            done=jnp.zeros((r,), bool),
+            status=jnp.full((r,), int(Status.OK), jnp.int32),
+            keys=noise.threefry_keys(keys),
+            options=options,
+        ).with_processors(self.model.vocab_size)
+        slots = jnp.asarray(requests.slots, jnp.int32)
+        here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
+        target_axis, draft_axis = map(cache_batch_axis_of, (self.model, self.drafter))
+        batch, features, num_features = jax.tree.map(
+            lambda all_, some: all_.at[slots].set(some),
+            (state.batch, state.features, state.num_features),
+            (new, *self.decoder.first_features(caches, new.lengths)),
+        )
+        return dataclasses.replace(
+            state.without_drafts(here.any(axis=1)),
+            batch=batch,
+            target_cache=put_cache(state.target_cache, caches.target, slots, target_axis),
+            draft_cache=put_cache(state.draft_cache, caches.draft, slots, draft_axis),
+            features=features,
+            num_features=num_features,
+        )
+
+    def _checked_prompts(self, requests: NewRequests, most: int) -> jax.Array:
+        prompts = jnp.asarray(requests.prompts, jnp.int32)
+        if prompts.ndim != 2 or not 1 <= prompts.shape[1] <= most:
+            raise ValueError(
+                f"prompts must be [R, P] with P in [1, {most}], but they are {list(prompts.shape)}"
+            )
+        return prompts
+
+    def step(
+        self,
+        params: Any,
+        draft_params: Any,
+        state: DecodeState,
+        *,
+        num_drafts: int | None = None,
+        all_neutral: bool = False,
+    ) -> tuple[DecodeState, StepRecord]:
+        """`draft`, then `verify`: at least one token for every occupied slot.
+
+        Args:
+          params: the target's weights.
+          draft_params: the drafter's weights.
+          state: donated.
+          num_drafts: static; as for `draft`.
+          all_neutral: static; true says that no running request asks for anything that needs
+            `request_options`, and leaves out all that serves it. The tokens are the same, near
+            ties of float32 sums aside.
+
+        Returns:
+          The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
+          why, and the record of the step.
+        """
+        if not all_neutral:
+            return self.decoder.step(params, draft_params, state, num_drafts=num_drafts)
+        options = state.batch.options
+        state = _with_options(state, options.neutral)
+        state, record = self.decoder.step(params, draft_params, state, num_drafts=num_drafts)
+        return _with_options(state, options), record
+
+    def draft(
+        self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+    ) -> DecodeState:
+        """The first half of `step`: K drafts for every occupied slot.
+
+        New requests get none. A drafter that reads features needs this before every
+        `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
+
+        Args:
+          draft_params: the drafter's weights.
+          state: donated.
+          num_drafts: static, from 0 to K, drafts of each request; None for K. The target's pass in
+            `verify` then has as many rows, and one more. It must be chosen before the drafts are
+            drawn. With 0, a drafter that has a cache drafts one token all the same, which is
+            dropped: it reads the tokens that were emitted since.
+
+        Raises:
+          TypeError, ValueError: the drafter returned something that breaks its contract, or
+            `num_drafts` is not from 0 to K.
+        """
+        return self.decoder.draft(draft_params, state, num_drafts=num_drafts)
+
+    def verify(
+        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+    ) -> tuple[DecodeState, StepRecord]:
+        """The second half of `step`: verify the drafts in the state, and append what is emitted.
+
+        A request without drafts gets one token. Rows of the store that were drawn at another
+        position or temperature are not used.
+
+        Args:
+          params: the target's weights.
+          state: with drafts, from `draft`.
+          token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
+            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`.
+
+        Returns:
+          The state, without drafts, and the record of the step.
+
+        Raises:
+          ValueError: the state holds features that the drafter has not read.
+        """
+        return self.decoder.verify(params, state, token_bitmask)
+
+    def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
+        """Empty slots whose requests have not ended: they emit nothing more.
+
+        Args:
+          state: donated.
+          slots: ``[S]`` bool.
+
+        Returns:
+          The state.
+        """
+        batch = dataclasses.replace(state.batch, done=state.batch.done | slots)
+        return dataclasses.replace(state.without_drafts(slots), batch=batch)
+
+
+def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
+    return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))
+
+
+def put_cache(cache: Any, some: Any, slots: jax.Array, axis: int) -> Any:
+    """`cache` with the caches of R requests in place of what `slots` held; in place if donated.
+
+    Args:
+      cache: of S requests.
+      some: of R requests.
+      slots: ``[R]`` int32.
+      axis: that holds the requests.
+    """
+
+    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+        size = new.shape[axis] // slots.shape[0]
+        for row in range(slots.shape[0]):  # a scatter would copy where `axis` is not the first
+            one = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
+            all_ = lax.dynamic_update_slice_in_dim(all_, one, slots[row] * size, axis)
+        return all_
+
+    return jax.tree.map(put, cache, some)

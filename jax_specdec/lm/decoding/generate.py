@@ -1,0 +1,367 @@
+"""Decoding a batch that is known beforehand: in one compiled loop, or step by step."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Unpack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.arrays import check_type
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
+from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
+from jax_specdec._src.types import Array, Status
+from jax_specdec.lm.decoding import inputs
+from jax_specdec.lm.decoding.batch import Batch, round_up
+from jax_specdec.lm.decoding.core import PLAIN, Decoder, on_all_devices
+from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
+from jax_specdec.lm.decoding.packing import BatchOptions
+from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.models.protocol import CausalModel, check_model
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOutput:
+    """A finished generation, on the host.
+
+    Attributes:
+      completions: B lists of generated token ids; a stop token is included.
+      steps: a `StepRecord` of NumPy arrays with a leading axis of S steps.
+      status: B values of `Status`; not OK for a request that ended because it could not be
+        verified.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
+      >>> output = lm.generate_plain(model, params, [lm.encode_bytes("import ")], max_new_tokens=4)
+      >>> output.status
+      [<Status.OK: 0>]
+    """
+
+    completions: list[list[int]]
+    steps: StepRecord
+    status: list[Status]
+
+    def __repr__(self) -> str:
+        failed = sum(one != Status.OK for one in self.status)
+        return (
+            f"<GenerateOutput: {len(self.completions)} requests, "
+            f"{sum(map(len, self.completions))} tokens, {len(self.steps.num_kept)} steps"
+            f"{f', {failed} failed' if failed else ''}>"
+        )
+
+
+def generate(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int] | Array],
+    *,
+    drafter: Drafter,
+    draft_params: Any = None,
+    config: SpecDecodeConfig,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    key: jax.Array | None = None,
+    logprobs: LogprobsConfig | None = None,
+    **fields: Unpack[RequestFields],
+) -> GenerateOutput:
+    """Generate with speculative decoding: the target's own distribution, in fewer passes.
+
+    Runs as one compiled `while_loop`, compiled once for each shape of the batch.
+
+    Args:
+      model: the target, any `CausalModel`.
+      params: its weights.
+      prompts: B token id lists of any lengths, none empty. Without prompts the output is empty.
+      drafter: a `ModelDrafter`, an `NGramDrafter`, or any `Drafter`.
+      draft_params: the drafter's weights.
+      config: static settings.
+      options: what the requests ask for, one for all or a list with one for each.
+      key: a typed key, or None for ``jax.random.key(0)``. Request b uses ``fold_in(key, b)``,
+        unless its options have a seed.
+      logprobs: which log-probabilities the steps have; None for none.
+      **fields: of `RequestOptions`, such as ``temperature=0.8``. They hold for every request and
+        override its options.
+
+    Returns:
+      `GenerateOutput`.
+
+    Raises:
+      TypeError: an argument has another type, ids are not integers, or the key is not typed.
+      ValueError: an empty prompt, an id or an option out of range, or a list of the wrong length.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> (target, params), (draft, draft_params) = lm.load_embedded_pair()
+      >>> output = lm.generate(
+      ...     target, params, [lm.encode_bytes("def quicksort(items):")],
+      ...     drafter=lm.ModelDrafter(draft), draft_params=draft_params,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=4), max_new_tokens=60)
+      >>> len(output.completions[0])
+      60
+    """
+    inputs.check_drafter(drafter, config)
+    return _prepare(
+        model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
+    ).run()
+
+
+def generate_stream(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int] | Array],
+    *,
+    drafter: Drafter,
+    draft_params: Any = None,
+    config: SpecDecodeConfig,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    key: jax.Array | None = None,
+    logprobs: LogprobsConfig | None = None,
+    **fields: Unpack[RequestFields],
+) -> Iterator[StepRecord]:
+    """`generate`, one step at a time: yields what each step emitted, as it comes.
+
+    Arguments and errors are those of `generate`, and so are the tokens and the acceptance of every
+    step.
+
+    Yields:
+      One `StepRecord` of NumPy arrays ``[B, ...]`` for each step.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
+      >>> steps = lm.generate_stream(
+      ...     model, params, [lm.encode_bytes("import os, import ")],
+      ...     drafter=lm.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     max_new_tokens=4)
+      >>> sum(int(step.num_kept[0]) for step in steps)
+      4
+    """
+    inputs.check_drafter(drafter, config)
+    return _prepare(
+        model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
+    ).steps()
+
+
+def generate_plain(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int] | Array],
+    *,
+    config: SpecDecodeConfig | None = None,
+    options: RequestOptions | Sequence[RequestOptions] | None = None,
+    key: jax.Array | None = None,
+    logprobs: LogprobsConfig | None = None,
+    **fields: Unpack[RequestFields],
+) -> GenerateOutput:
+    """`generate` without drafts, one token per pass of the target: the baseline of `generate`.
+
+    Arguments and errors are those of `generate`. Only one thing of `config` matters, whether it
+    asks for the agreement rule: that rule draws tokens in its own way, so its texts are those of
+    plain decoding with such a config.
+
+    Returns:
+      `GenerateOutput`; its steps propose nothing and emit one token each.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
+      >>> output = lm.generate_plain(model, params, [lm.encode_bytes("import ")], max_new_tokens=4)
+      >>> len(output.completions[0])
+      4
+    """
+    config = PLAIN if config is None else config
+    check_type("config", config, SpecDecodeConfig)
+    return _prepare(
+        model, params, prompts, None, None, config, options, key, logprobs, fields
+    ).run()
+
+
+class _Prepared(NamedTuple):
+    """The arguments of `generate`, checked and laid out."""
+
+    decoder: Decoder
+    params: Any
+    draft_params: Any
+    prompts: list[list[int]]
+    batch: Batch
+    prompt_size: int
+    max_steps: int
+
+    def run(self) -> GenerateOutput:
+        """All steps in one compiled loop."""
+        if not self.prompts:
+            return GenerateOutput([], jax.device_get(_empty_records(self.decoder, 0, 0)), [])
+        batch, steps, num_steps = _generate(
+            self.params,
+            self.draft_params,
+            self.batch,
+            decoder=self.decoder,
+            prompt_size=self.prompt_size,
+            max_steps=self.max_steps,
+        )
+        count = int(num_steps)
+        token_ids, lengths, status = jax.device_get((batch.token_ids, batch.lengths, batch.status))
+        return GenerateOutput(
+            completions=[
+                token_ids[b, len(prompt) : lengths[b]].tolist()
+                for b, prompt in enumerate(self.prompts)
+            ],
+            steps=jax.tree.map(lambda x: x[:count], jax.device_get(steps)),
+            status=[Status(s) for s in status],
+        )
+
+    def steps(self) -> Iterator[StepRecord]:
+        """One step after another."""
+        weights, decoder = (self.params, self.draft_params), self.decoder
+        done = np.asarray(self.batch.done)
+        if done.all():
+            return
+        state = _prefill(decoder, *weights, self.batch, prompt_size=self.prompt_size)
+        while not done.all():
+            state, record = _step(decoder, *weights, state)
+            record, done = jax.device_get((record, state.batch.done))
+            yield record
+
+
+def _prepare(
+    model: CausalModel,
+    params: Any,
+    prompts: Sequence[Sequence[int] | Array],
+    drafter: Drafter | None,
+    draft_params: Any,
+    config: SpecDecodeConfig,
+    options: RequestOptions | Sequence[RequestOptions] | None,
+    key: jax.Array | None,
+    logprobs: LogprobsConfig | None,
+    fields: RequestFields,
+) -> _Prepared:
+    check_model("model", model)
+    inputs.check_params("params", params)
+    inputs.check_draft_params(drafter, draft_params)
+    check_type("logprobs", logprobs, LogprobsConfig, None)
+    rows = inputs.token_lists(prompts, model.vocab_size)
+    decoder = Decoder(model, drafter, config, logprobs)
+    batch, prompt_size, max_steps = make_batch(
+        rows,
+        options_per_request(options, len(rows), fields),
+        vocab_size=model.vocab_size,
+        key=key,
+        slack=decoder.num_drafts + 1,
+    )
+    params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
+    return _Prepared(decoder, params, draft_params, rows, batch, prompt_size, max_steps)
+
+
+def make_batch(
+    prompts: list[list[int]],
+    options: list[RequestOptions],
+    *,
+    vocab_size: int,
+    key: jax.Array | None,
+    slack: int,
+) -> tuple[Batch, int, int]:
+    """The requests as arrays.
+
+    Args:
+      prompts: B token id lists.
+      options: B.
+      vocab_size: V.
+      key: a typed key, or None for ``jax.random.key(0)``.
+      slack: how many positions past the last token a step may write to.
+
+    Returns:
+      The batch; the length of the padded prompts; and the most steps that it can take. Both
+      numbers are rounded up.
+
+    Raises:
+      TypeError: `key` is not one typed key.
+      ValueError: an id of the options is outside the vocabulary.
+    """
+    key = jax.random.key(0) if key is None else key
+    check_keys("key", key)
+    if key.shape != ():
+        raise TypeError(f"key must be one key, but its shape is {list(key.shape)}")
+    budget = max((one.max_new_tokens for one in options), default=0)
+    prompt_size = round_up(max(map(len, prompts), default=0))
+    length = round_up(prompt_size + budget + slack)
+    token_ids = np.zeros((len(prompts), length), np.int32)
+    for b, prompt in enumerate(prompts):
+        token_ids[b, : len(prompt)] = prompt
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    for one in options:
+        one.check(vocab_size)
+    arrays = BatchOptions.create(options, lengths.tolist(), vocab_size)
+    batch = Batch(
+        token_ids=jax.device_put(token_ids),
+        lengths=jax.device_put(lengths),
+        done=jax.device_put(lengths >= arrays.max_lengths),
+        status=jnp.full((len(prompts),), int(Status.OK), jnp.int32),
+        keys=_keys(key, options),
+        options=jax.device_put(arrays),
+    )
+    return batch, prompt_size, round_up(budget)
+
+
+def _keys(key: jax.Array, options: list[RequestOptions]) -> jax.Array:
+    """``[B]`` keys: from a request's seed, or with its index folded into `key`."""
+    keys = fold_in_each(key, len(options))
+    seeds = {b: one.seed for b, one in enumerate(options) if one.seed is not None}
+    if not seeds:
+        return keys
+    own = [jax.random.key(np.uint32(seed)) for seed in seeds.values()]
+    return keys.at[np.array(list(seeds))].set(threefry_keys(jnp.stack(own)))
+
+
+def _empty_records(decoder: Decoder, num_steps: int, num_requests: int) -> StepRecord:
+    """Records of steps that did nothing, stacked ``[num_steps, ...]``."""
+    counts, found = jnp.zeros((num_steps, num_requests), jnp.int32), None
+    token_ids = jnp.zeros((*counts.shape, decoder.config.num_speculative_tokens + 1), jnp.int32)
+    if decoder.logprobs is not None:
+        top = jnp.zeros((*token_ids.shape, decoder.logprobs.num_top), jnp.int32)
+        found = TokenLogprobs(token_ids.astype(jnp.float32), top, top.astype(jnp.float32))
+    return StepRecord(token_ids, counts, counts, counts, counts, found)
+
+
+_prefill = jax.jit(Decoder.prefilled_state, static_argnames=("self", "prompt_size"))
+_step = jax.jit(Decoder.step, static_argnames="self", donate_argnames="state")
+
+
+@functools.partial(jax.jit, static_argnames=("decoder", "prompt_size", "max_steps"))
+def _generate(
+    params: Any,
+    draft_params: Any,
+    batch: Batch,
+    *,
+    decoder: Decoder,
+    prompt_size: int,
+    max_steps: int,
+) -> tuple[Batch, StepRecord, jax.Array]:
+    """The final batch, the records stacked ``[max_steps, ...]``, and how many there are.
+
+    `max_steps` is at least the largest budget. That is enough, because every step adds a token.
+    """
+    state = decoder.prefilled_state(params, draft_params, batch, prompt_size)
+    records = _empty_records(decoder, max_steps, batch.lengths.shape[0])
+
+    def goes_on(carry: Any) -> jax.Array:
+        return ~jnp.all(carry[0].batch.done)
+
+    def body(carry: Any) -> Any:
+        state, records, count = carry
+        state, record = decoder.step(params, draft_params, state)
+        records = jax.tree.map(
+            lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, count, 0), records, record
+        )
+        return state, records, count + 1
+
+    state, records, count = lax.while_loop(goes_on, body, (state, records, jnp.int32(0)))
+    return state.batch, records, count

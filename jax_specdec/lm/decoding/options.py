@@ -1,0 +1,274 @@
+"""What a request asks for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+
+from jax_specdec._src.arrays import Range, check_int, check_type, refuse, require
+from jax_specdec._src.config import did_you_mean
+from jax_specdec._src.sampling import SAMPLING_PARAMETERS, Parameter
+from jax_specdec.lm.decoding import inputs
+
+_F32, _I32 = np.float32, np.int32
+# No logit overflows by them, whatever occurs how often.
+_ADDED, _FACTOR = Range(-1e20, 1e20), Range(1e-6, 10**6)
+
+PENALTIES = (
+    Parameter(
+        "frequency_penalty", _F32, 0.0, _ADDED, "subtracted for each occurrence in the output"
+    ),
+    Parameter(
+        "presence_penalty", _F32, 0.0, _ADDED, "subtracted from tokens that are in the output"
+    ),
+    Parameter(
+        "repetition_penalty",
+        _F32,
+        1.0,
+        _FACTOR,
+        "divides positive logits of tokens that have occurred, multiplies negative ones",
+    ),
+)
+MIN_TOKENS = Parameter("min_tokens", _I32, 0, Range(0), "tokens before a stop token may come")
+NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, MIN_TOKENS)
+"""What a request may ask for that is one number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOptions:
+    """What one request asks for: `generate`, `generate_plain` and `EngineDriver.submit` take it.
+
+    They also take each field by its name, for every request: ``temperature=0.8`` is short for
+    ``options=RequestOptions(temperature=0.8)``.
+
+    Attributes:
+      temperature: 0 is greedy.
+      max_new_tokens: the budget; the request ends when it is spent.
+      stop_token_ids: the request ends after emitting one of these.
+      seed: in [0, 2**32); the request samples with ``jax.random.key(seed)``. None: `generate`
+        folds the request's index into its key, and `EngineDriver` uses the request's id as seed.
+      min_p: in [0, 1]; leaves out tokens less likely than `min_p` times the likeliest one.
+      top_k: only the k likeliest tokens; 0 for all.
+      top_p: in (0, 1]; only the likeliest tokens that together have this probability.
+      frequency_penalty: in [-1e20, 1e20]; subtracted from a token's logit for every occurrence in
+        the output.
+      presence_penalty: in [-1e20, 1e20]; subtracted from the logit of a token that occurs in the
+        output.
+      repetition_penalty: in [1e-6, 1e6]. Of tokens that occur in the prompt or the output, positive
+        logits are divided by it and all others are multiplied by it.
+      allowed_token_ids: the only tokens that may be emitted; None for all.
+      logit_bias: at most 1e20 each; added to the logits of a few tokens, before penalties; None for
+        none. Its keys may be strings of digits, as in JSON.
+      bad_words: sequences of token ids that must not occur. The last token of a sequence is
+        forbidden where the text so far, prompt included, ends with its other tokens. None for
+        none.
+      min_tokens: stop tokens are forbidden until this many tokens are generated.
+
+    Raises:
+      TypeError: a field that is not a number, or not integers.
+      ValueError: a field is out of range.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> lm.RequestOptions(temperature=0.8, top_p=0.9, presence_penalty=0.5).is_neutral
+      False
+    """
+
+    temperature: float = 0.0
+    max_new_tokens: int = 128
+    stop_token_ids: Sequence[int] = ()
+    seed: int | None = None
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    allowed_token_ids: Sequence[int] | None = None
+    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
+    bad_words: Sequence[Sequence[int]] | None = None
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        budget = _integer("max_new_tokens", self.max_new_tokens, 2**31 - 1)
+        checked: dict[str, Any] = {"max_new_tokens": budget}
+        for one in NUMBERS:
+            value = getattr(self, one.name)
+            if one.dtype is np.float32:
+                number = _float32(one.name, value)
+                hint = "devices take it for 0" if number == 0 != value else None
+                require(one.range.holds(number), one.name, one.range.must, value, hint)
+                checked[one.name] = float(value) if number else 0.0
+            else:
+                checked[one.name] = _integer(one.name, value, 2**31 - 1)
+        if self.seed is not None:
+            checked["seed"] = _integer("seed", self.seed, 2**32 - 1)
+        stops = inputs.integers("stop_token_ids", self.stop_token_ids)
+        inputs.check_range("stop_token_ids", stops, 2**31)
+        checked["stop_token_ids"] = tuple(dict.fromkeys(stops))
+        if self.allowed_token_ids is not None:
+            ids = inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31)
+            checked["allowed_token_ids"] = tuple(ids)
+        checked |= {"logit_bias": _bias(self.logit_bias), "bad_words": _words(self.bad_words)}
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    def check(self, vocab_size: int) -> None:
+        """Check what depends on the model's vocabulary or on another field.
+
+        Raises:
+          ValueError: an id outside the vocabulary, or `min_tokens` above the budget.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            inputs.check_range(name, list(getattr(self, name) or ()), vocab_size)
+        for i, word in enumerate(self.bad_words or ()):
+            inputs.check_range(f"bad_words[{i}]", word, vocab_size)
+        fits = self.min_tokens <= self.max_new_tokens
+        must = f"be at most max_new_tokens = {self.max_new_tokens}"
+        require(fits, "min_tokens", must, self.min_tokens)
+
+    @functools.cached_property  # a driver asks for every running request before every step
+    def is_neutral(self) -> bool:
+        """Whether every engine serves this: at most a temperature, budget, stop tokens and seed."""
+        return not self.non_neutral
+
+    @property
+    def non_neutral(self) -> dict[str, Any]:
+        """The fields that need an `Engine` with `request_options` and are not at their default."""
+        return {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if field.name not in _SERVED_BY_EVERY_ENGINE
+            and (value := getattr(self, field.name)) != field.default
+        }
+
+
+_BIAS = Range(-math.inf, 1e20, "(]")
+"""No logit overflows by it; a large negative one forbids its token."""
+_SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed")
+
+
+class RequestFields(TypedDict, total=False):
+    """The fields of `RequestOptions`, as keyword arguments.
+
+    They stand twice because type checkers and editors read this one, and cannot compute it from the
+    dataclass. A test holds the two together.
+    """
+
+    temperature: float
+    max_new_tokens: int
+    stop_token_ids: Sequence[int]
+    seed: int | None
+    min_p: float
+    top_k: int
+    top_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    allowed_token_ids: Sequence[int] | None
+    logit_bias: Mapping[int, float] | None
+    bad_words: Sequence[Sequence[int]] | None
+    min_tokens: int
+
+
+def options_per_request(
+    options: RequestOptions | Sequence[RequestOptions] | None, count: int, fields: RequestFields
+) -> list[RequestOptions]:
+    """A list with the `RequestOptions` of each of `count` requests, overridden by `fields`.
+
+    Raises:
+      TypeError: options of another type, or a field that does not exist.
+      ValueError: a list of another length, or a field out of range.
+    """
+    known = [field.name for field in dataclasses.fields(RequestOptions)]
+    for name in fields:
+        if name not in known:
+            raise TypeError(f"unknown argument {name!r}{did_you_mean(name, known)}")
+    if options is None or isinstance(options, RequestOptions):
+        one = options or RequestOptions()
+        return [dataclasses.replace(one, **fields) if fields else one] * count
+    check_type("options", options, RequestOptions, Sequence, None)
+    for i, one in enumerate(options):
+        check_type(f"options[{i}]", one, RequestOptions)
+    must = f"be one value, or one for each of {count} prompts"
+    require(len(options) == count, "options", must, options)
+    return [dataclasses.replace(one, **fields) if fields else one for one in options]
+
+
+def _float32(name: str, value: Any) -> np.float32:
+    """A number, rounded to float32.
+
+    Raises:
+      TypeError: it is not one number.
+    """
+    _check_one(name, value)
+    number = None
+    if not isinstance(value, (str, bool, np.bool_)):  # which `float` would take
+        with contextlib.suppress(TypeError, ValueError), np.errstate(over="ignore"):
+            try:
+                number = np.float32(float(value))
+            except OverflowError:  # an integer beyond float64
+                number = np.float32(-math.inf if value < 0 else math.inf)
+    if number is None:
+        refuse(TypeError, name, "be a number", value)
+    return np.float32(0) if abs(number) < np.finfo(np.float32).tiny else number
+
+
+def _integer(name: str, value: Any, most: int) -> int:
+    _check_one(name, value)
+    return check_int(name, value, 0, most)
+
+
+def _check_one(name: str, value: Any) -> None:
+    hint = f"for requests that differ, give a list, options=[RequestOptions({name}=...), ...]"
+    require(np.ndim(value) == 0, name, "be one value", value, hint, TypeError)
+
+
+def _bias(logit_bias: Any) -> dict[int, float] | None:
+    """Biases as a dictionary of ints to floats; None for none.
+
+    Raises:
+      TypeError: not a mapping of integers to numbers.
+      ValueError: a negative id, one twice, or a number that is out of range.
+    """
+    if logit_bias is None:
+        return None
+    is_mapping, must = isinstance(logit_bias, Mapping), "be a mapping of token ids to numbers"
+    require(is_mapping, "logit_bias", must, logit_bias, error=TypeError)
+    if not logit_bias:
+        return None
+    keys = [
+        int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
+        for key in logit_bias
+    ]
+    ids = inputs.token_list("logit_bias", keys, 2**31)
+    require(len(set(ids)) == len(ids), "logit_bias", "name a token once", logit_bias)
+    found = {}
+    for token, value in zip(ids, logit_bias.values(), strict=True):
+        number = _float32(f"logit_bias[{token}]", value)
+        require(_BIAS.holds(number), f"logit_bias[{token}]", _BIAS.must, value)
+        found[token] = float(number)
+    return found
+
+
+def _words(bad_words: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Bad words as tuples; None for none.
+
+    Raises:
+      TypeError: not lists of integers.
+      ValueError: a word without tokens, or a negative id.
+    """
+    if bad_words is None:
+        return None
+    are_lists = isinstance(bad_words, Iterable) and not isinstance(bad_words, (str, bytes))
+    require(are_lists, "bad_words", "be lists of token ids", bad_words, error=TypeError)
+    words = [
+        tuple(inputs.token_list(f"bad_words[{i}]", word, 2**31)) for i, word in enumerate(bad_words)
+    ]
+    return tuple(words) or None

@@ -1,0 +1,195 @@
+"""The compiled programs of an engine, which all drivers of equal engines share, and their cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.acceptance import AcceptanceCounters
+from jax_specdec._src.arrays import check_int
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec.lm.decoding.core import Caches, DecodeState, on_all_devices
+from jax_specdec.lm.decoding.engine import Engine
+from jax_specdec.lm.decoding.step_costs import StepCosts
+
+admit = jax.jit(Engine.admit, static_argnums=0, donate_argnames="state")
+prefill_chunk = jax.jit(Engine.prefill_chunk, static_argnums=0, donate_argnames="caches")
+insert = jax.jit(Engine.insert, static_argnums=0, donate_argnames="state")
+release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
+
+
+class StepResult(NamedTuple):
+    """What the host reads of a step. No later call donates its buffers, as those of the state are.
+
+    Attributes:
+      numbers: ``[S, K+6]`` int32: the tokens kept, their number, drafts proposed and accepted,
+        whether the request is done, and its status. One array, for one copy to the host.
+      logprobs: of the tokens kept; None unless asked for.
+      rates: ``[K]`` float32, those of the estimator; None without one.
+      counters: acceptance of all steps so far.
+      estimator: of the state.
+    """
+
+    numbers: jax.Array
+    logprobs: TokenLogprobs | None
+    rates: jax.Array | None
+    counters: AcceptanceCounters
+    estimator: AcceptanceEstimator | None
+
+    @property
+    def for_host(self) -> tuple[jax.Array, TokenLogprobs | None, jax.Array | None]:
+        """What is copied to the host after every step."""
+        return self.numbers, self.logprobs, self.rates
+
+
+def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, StepResult]:
+    batch, estimator = state.batch, state.estimator
+    columns = (
+        record.num_kept,
+        record.num_proposed,
+        record.num_accepted,
+        batch.done.astype(jnp.int32),
+        batch.status,
+    )
+    numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
+    rates = None if estimator is None else estimator.rates
+    return state, StepResult(numbers, record.logprobs, rates, state.counters, estimator)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(
+    engine: Engine, params: Any, draft_params: Any, **kept: Any
+) -> tuple[DecodeState, Caches | None]:
+    """Empty slots, and caches for a long prompt if there are such.
+
+    Args:
+      engine: static.
+      params: the target's weights.
+      draft_params: the drafter's weights.
+      **kept: fields of `DecodeState` that are not to begin anew.
+    """
+    state = dataclasses.replace(engine.init_state(draft_params, params), **kept)
+    has_chunks = engine.chunk_size < engine.max_length
+    return state, engine.init_caches(params=params) if has_chunks else None
+
+
+@functools.partial(
+    jax.jit,
+    static_argnums=0,
+    static_argnames=("all_neutral", "num_drafts"),
+    donate_argnames="state",
+)
+def step(
+    engine: Engine,
+    params: Any,
+    draft_params: Any,
+    state: DecodeState,
+    *,
+    all_neutral: bool = False,
+    num_drafts: int | None = None,
+) -> tuple[DecodeState, StepResult]:
+    """A step, and what the host reads of it."""
+    chosen: Any = dict(all_neutral=all_neutral, num_drafts=num_drafts)
+    return _with_result(*engine.step(params, draft_params, state, **chosen))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def draft(
+    engine: Engine,
+    draft_params: Any,
+    state: DecodeState,
+    features: jax.Array | None,
+    num_features: jax.Array | None,
+) -> DecodeState:
+    """The first half of a step. Features end here, so they cannot be donated with the state."""
+    state = dataclasses.replace(state, features=features, num_features=num_features)
+    return engine.draft(draft_params, state)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def verify(
+    engine: Engine, params: Any, state: DecodeState, token_bitmask: Any
+) -> tuple[DecodeState, StepResult]:
+    """The second half of a step, and what the host reads of it."""
+    return _with_result(*engine.verify(params, state, token_bitmask))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def _occupied(engine: Engine, state: DecodeState) -> DecodeState:
+    """All slots busy, with sequences of half the length."""
+    batch = state.batch
+    most = jnp.full_like(batch.lengths, engine.max_length)
+    batch = dataclasses.replace(
+        batch,
+        lengths=most // 2,
+        done=jnp.zeros_like(batch.done),
+        options=dataclasses.replace(batch.options, max_lengths=most),
+    )
+    return dataclasses.replace(state, batch=batch)
+
+
+def measure_steps(
+    engine: Engine, params: Any, draft_params: Any = None, *, num_steps: int = 8
+) -> StepCosts:
+    """Measure a step with each number of drafts of an engine's `draft_budget`, all slots busy.
+
+    Makes a state of its own, and compiles what was not compiled. `EngineDriver.warm_up` calls this
+    if the driver has no costs yet. Each number is measured three times, and the least time counts.
+
+    Args:
+      engine: with a `draft_budget`.
+      params: the target's weights.
+      draft_params: the drafter's weights.
+      num_steps: the steps that are dispatched at once and timed together, at least 1.
+
+    Returns:
+      The costs. `StepCosts.save` keeps them for a later driver.
+
+    Raises:
+      TypeError: `num_steps` is not an int.
+      ValueError: the engine has no `draft_budget`, or `num_steps` is below 1.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
+      >>> engine = lm.Engine(
+      ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
+      ...     num_slots=2, max_length=32, draft_budget=(0, 2))
+      >>> costs = lm.measure_steps(engine, params)
+      >>> costs.num_drafts
+      (0, 2)
+    """
+    check_int("num_steps", num_steps)
+    if engine.draft_budget is None:
+        raise ValueError("engine must have a draft_budget, but it is None")
+    weights = on_all_devices((params, draft_params), engine.model)
+    state = on_all_devices(init(engine, *weights)[0], engine.model)
+
+    def seconds(state: DecodeState, num_drafts: int, num_steps: int) -> tuple[DecodeState, float]:
+        state = _occupied(engine, state)
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        for _ in range(num_steps):
+            state, result = step(
+                engine, *weights, state, all_neutral=engine.request_options, num_drafts=num_drafts
+            )
+        jax.block_until_ready((state, result))
+        return state, (time.perf_counter() - begin) / num_steps
+
+    found = []
+    for num_drafts in engine.draft_budget:
+        state, _ = seconds(state, num_drafts, 1)
+        times = []
+        for _ in range(3):
+            state, one = seconds(state, num_drafts, num_steps)
+            times.append(one)
+        found.append(min(times))
+    return StepCosts(engine.num_slots, engine.draft_budget, tuple(found))

@@ -1,0 +1,160 @@
+"""Acceptance and serving statistics for Prometheus."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from jax_specdec._src.acceptance import AcceptanceStats
+from jax_specdec.lm.decoding.metrics import ServingStats
+
+_METRICS = {
+    "spec_decode": {
+        "num_drafts": ("counter", "Verifications of a request that had at least one draft."),
+        "num_draft_tokens": ("counter", "Drafts offered."),
+        "num_accepted_tokens": ("counter", "Drafts accepted."),
+        "num_verifications": ("counter", "Target passes of a request that emitted tokens."),
+        "num_tokens": ("counter", "Tokens, without those that a stop token or the budget cut off."),
+        "num_fallbacks": ("counter", "Requests verified one-hot, without a valid distribution."),
+        "num_offered_tokens_per_pos": ("positions", "Verifications offered draft i."),
+        "num_accepted_tokens_per_pos": ("positions", "Those that accepted drafts 0..i."),
+    },
+    "serving": {
+        "num_steps": ("counter", "Steps whose results were read."),
+        "num_busy_slots": ("counter", "Requests that took part in them, summed over steps."),
+        "num_steps_ahead": ("counter", "Steps under way when one was read, summed over steps."),
+        "host_wait_seconds": ("counter", "Time that the host waited for results."),
+        "num_admitted": ("counter", "Requests that have taken part in a step."),
+        "queue_seconds": ("counter", "Time that they had waited, summed over requests."),
+        "num_failed_calls": ("counter", "Calls that failed on the device."),
+        "num_slots": ("gauge", "Requests that a step has room for."),
+        "num_running": ("gauge", "Requests in a slot."),
+        "num_queued": ("gauge", "Requests that wait for a slot."),
+        "time_to_first_token_seconds": ("histogram", "From submit until the first token."),
+        "inter_token_latency_seconds": ("histogram", "Between two tokens of a request."),
+    },
+}
+"""The kind and the text of each metric, by its name; "positions" is a counter for each position."""
+_FIELDS = {
+    "num_offered_tokens_per_pos": "offered_per_position",
+    "num_accepted_tokens_per_pos": "accepted_per_position",
+}
+"""The fields that hold metrics of another name."""
+
+
+class PrometheusExporter:
+    """Exports statistics to Prometheus; needs ``prometheus_client``.
+
+    `AcceptanceStats` become ``jax_specdec:spec_decode_num_drafts_total`` and, named in the same
+    way, ``num_draft_tokens``, ``num_accepted_tokens``, ``num_verifications``,
+    ``num_tokens`` and ``num_fallbacks``; and with a label ``position``,
+    ``num_offered_tokens_per_pos`` and ``num_accepted_tokens_per_pos``. After the prefix, the names
+    are vLLM's where vLLM has such a counter. For the last five minutes,
+
+    - the mean acceptance length (of verifications that had drafts) is
+      ``1 + rate(..._num_accepted_tokens_total[5m]) / rate(..._num_drafts_total[5m])``,
+    - the tokens per target pass (of all verifications) are
+      ``rate(..._num_tokens_total[5m]) / rate(..._num_verifications_total[5m])``, and
+    - the unconditional acceptance rates per position are
+      ``rate(..._num_accepted_tokens_per_pos_total[5m]) /
+      rate(..._num_offered_tokens_per_pos_total[5m])``.
+
+    `ServingStats`, if published too, become ``jax_specdec:serving_num_steps_total`` and, named in
+    the same way, ``num_busy_slots``, ``num_steps_ahead``, ``host_wait_seconds``, ``num_admitted``,
+    ``queue_seconds`` and ``num_failed_calls``; gauges ``jax_specdec:serving_num_slots``,
+    ``num_running`` and ``num_queued``; and histograms
+    ``jax_specdec:serving_time_to_first_token_seconds`` and ``inter_token_latency_seconds``. For the
+    last five minutes, the mean number of busy slots is
+    ``rate(..._num_busy_slots_total[5m]) / rate(..._num_steps_total[5m])``, and the 99th percentile
+    of the time between tokens is ``histogram_quantile(0.99,
+    rate(..._inter_token_latency_seconds_bucket[5m]))``.
+
+    A scrape reads what was published last; it never waits for the device.
+
+    Args:
+      registry: a ``prometheus_client.CollectorRegistry``, or None for the global one.
+      labels: added to every counter, such as ``{"model": "..."}``.
+
+    Raises:
+      ImportError: prometheus_client is not installed.
+      ValueError: `labels` has ``position``, which the exporter sets itself; or `registry` has an
+        exporter already, so that a scrape would show each counter twice.
+
+    Example:
+      >>> import prometheus_client
+      >>> registry = prometheus_client.CollectorRegistry()
+      >>> exporter = PrometheusExporter(registry)
+      >>> exporter.publish(
+      ...     AcceptanceStats((2, 2), (2, 1), (1, 1), num_tokens=4, num_verifications=2))
+      >>> registry.get_sample_value("jax_specdec:spec_decode_num_accepted_tokens_total")
+      2
+    """
+
+    def __init__(
+        self, registry: Any = None, *, labels: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        try:
+            import prometheus_client
+        except ImportError:
+            raise ImportError(
+                "PrometheusExporter needs prometheus_client:"
+                " pip install prometheus_client, or the extra prometheus"
+            ) from None
+        self._labels = dict(labels)
+        if "position" in self._labels:
+            raise ValueError(f"labels must not have position, but they are {self._labels}")
+        self._published: tuple[AcceptanceStats, ServingStats | None] | None = None
+        try:
+            (prometheus_client.REGISTRY if registry is None else registry).register(self)
+        except ValueError:  # of names that it has
+            raise ValueError(
+                "registry has a PrometheusExporter already: use that one, or one registry for each"
+            ) from None
+
+    def publish(self, stats: AcceptanceStats, serving: ServingStats | None = None) -> None:
+        """Set what the next scrapes see; safe to call during a scrape.
+
+        Args:
+          stats: since the server began, not of an interval: Prometheus computes the differences.
+          serving: since the server began; None to export none.
+        """
+        self._published = stats, serving
+
+    def describe(self) -> Iterator[Any]:
+        """The counters' names; prometheus_client calls this when the exporter is registered."""
+        none = AcceptanceStats((0,), (0,), (0,), num_tokens=0, num_verifications=0)
+        return self._families(none, ServingStats(num_slots=0))
+
+    def collect(self) -> Iterator[Any]:
+        """The counters; prometheus_client calls this for every scrape. None before `publish`."""
+        return iter(()) if self._published is None else self._families(*self._published)
+
+    def _families(self, stats: AcceptanceStats, serving: ServingStats | None) -> Iterator[Any]:
+        for prefix, of in (("spec_decode", stats), ("serving", serving)):
+            if of is not None:
+                for name, (kind, text) in _METRICS[prefix].items():
+                    value = getattr(of, _FIELDS.get(name, name))
+                    yield self._family(f"jax_specdec:{prefix}_{name}", kind, text, value)
+
+    def _family(self, name: str, kind: str, text: str, value: Any) -> Any:
+        from prometheus_client import core, utils
+
+        labels, values = list(self._labels), list(self._labels.values())
+        family: Any
+        if kind == "positions":
+            family = core.CounterMetricFamily(name, text, labels=[*labels, "position"])
+            for position, count in enumerate(value):
+                family.add_metric([*values, str(position)], count)
+        elif kind == "histogram":
+            family = core.HistogramMetricFamily(name, text, labels=labels)
+            bounds = map(utils.floatToGoString, (*value.bounds, math.inf))
+            buckets = zip(bounds, itertools.accumulate(value.counts), strict=True)
+            family.add_metric(values, [*buckets], value.total_seconds)
+        else:
+            families = {"counter": core.CounterMetricFamily, "gauge": core.GaugeMetricFamily}
+            family = families[kind](name, text, labels=labels)
+            family.add_metric(values, value)
+        return family

@@ -1,0 +1,163 @@
+"""`StepCosts`: what a step costs by its number of drafts, and which number pays best."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jax_specdec._src.arrays import check_increasing, check_int, check_type, require
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+
+_TRIAL_SHARE = 0.01
+"""The share of the time that trials of more drafts may take."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """The seconds that a step of an engine takes, by the number of drafts per request.
+
+    Every slot takes part in every pass of the target, with as many rows as the others. So with k
+    drafts per request, and ``a_i`` the chance that drafts 0 .. i are all accepted, the engine emits
+    ``(1 + a_0 + ... + a_{k-1}) / seconds(k)`` tokens per second and request. The best k is taken
+    from what earlier steps have shown, before the drafts of a step are drawn: any rule may be used
+    for that, and the output stays lossless.
+
+    Attributes:
+      num_slots: S of the engine that was measured.
+      num_drafts: numbers of drafts per request, increasing: the engine's `draft_budget`.
+      seconds: of a step with each of them, above 0.
+
+    Raises:
+      TypeError: a number of drafts, or of slots, is not an int.
+      ValueError: the lists have different lengths, `num_drafts` do not increase, or `seconds` are
+        not finite and positive.
+
+    Example:
+      >>> costs = StepCosts(num_slots=8, num_drafts=(0, 2, 4), seconds=(1.0, 1.2, 2.0))
+      >>> costs.best([0.9, 0.8, 0.7, 0.6]), costs.best([0.1, 0.01, 0.001, 0.0])
+      (2, 0)
+    """
+
+    num_slots: int
+    num_drafts: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        check_int("num_slots", self.num_slots)
+        object.__setattr__(self, "num_drafts", check_increasing("num_drafts", self.num_drafts, 0))
+        seconds = tuple(float(x) for x in self.seconds)
+        if len(seconds) != len(self.num_drafts) or not all(0 < x < np.inf for x in seconds):
+            raise ValueError(
+                f"seconds must hold a positive number for each of num_drafts={self.num_drafts}, "
+                f"but they are {seconds}"
+            )
+        object.__setattr__(self, "seconds", seconds)
+
+    def best(self, survival: Sequence[float] | np.ndarray) -> int:
+        """The number of drafts with the most expected tokens per second; of equals, the least.
+
+        Args:
+          survival: ``[K]``, the chance that drafts 0 .. i are all accepted, K at least the largest
+            of `num_drafts`.
+
+        Returns:
+          A number of `num_drafts`; 0 if speculation does not pay.
+        """
+        tokens = 1 + np.concatenate([[0.0], np.cumsum(np.asarray(survival, np.float64))])
+        return self.num_drafts[int(np.argmax(tokens[list(self.num_drafts)] / self.seconds))]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file, which `load` reads."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> StepCosts:
+        """Read what `save` wrote.
+
+        Raises:
+          ValueError: the file holds something else.
+        """
+        text = Path(path).read_text()
+        try:
+            return cls(**json.loads(text))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"path must be a file that save wrote, but {os.fspath(path)} is not: {error}"
+            ) from error
+
+
+@dataclasses.dataclass(eq=False)
+class DraftChoice:
+    """How many drafts per request the next step of an engine has, from what earlier steps showed.
+
+    That is the number which pays best. What no step tries cannot be learned: so 1% of the time is
+    saved up, and when it is enough for a step with the next larger number, that one is tried.
+
+    Attributes:
+      num_drafts: the numbers there are, increasing.
+      rates: ``[K]``, those of `AcceptanceEstimator`, after the steps that were read.
+      costs: what steps cost; None if that is not known: every step then has the largest number.
+      saved: seconds that were saved up for a trial.
+
+    Example:
+      >>> costs = StepCosts(num_slots=8, num_drafts=(0, 2), seconds=(1.0, 4.0))
+      >>> choice = DraftChoice((0, 2), rates=[0.5, 0.5], costs=costs)
+      >>> choice.best, sum(choice.next() > 0 for _ in range(1000))  # one trial in 400 steps
+      (0, 2)
+    """
+
+    num_drafts: tuple[int, ...]
+    rates: Sequence[float] | np.ndarray
+    costs: StepCosts | None = None
+    saved: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        num_slots: int,
+        draft_budget: tuple[int, ...] | None,
+        costs: StepCosts | None,
+        estimator: AcceptanceEstimator | None,
+    ) -> DraftChoice | None:
+        """The choice for an engine; None without a `draft_budget`.
+
+        Args:
+          num_slots: of the engine.
+          draft_budget: of the engine.
+          costs: of its steps, or None.
+          estimator: that has seen nothing; None without a `draft_budget`.
+
+        Raises:
+          TypeError: `costs` are not `StepCosts`.
+          ValueError: `costs` are of another number of slots, or of other numbers of drafts.
+        """
+        check_type("step_costs", costs, StepCosts, None)
+        wanted, came = (num_slots, draft_budget), costs and (costs.num_slots, costs.num_drafts)
+        must = f"be of num_slots={num_slots} and draft_budget={draft_budget}"
+        require(costs is None or came == wanted, "step_costs", must, came)
+        if draft_budget is None or estimator is None:
+            return None
+        return cls(draft_budget, np.asarray(estimator.rates), costs)
+
+    @property
+    def best(self) -> int:
+        """The number of drafts that pays best; 0 if speculation does not pay."""
+        if self.costs is None:
+            return self.num_drafts[-1]
+        return self.costs.best(np.cumprod(self.rates))
+
+    def next(self) -> int:
+        """The number of drafts of the next step."""
+        at = self.num_drafts.index(self.best)
+        if self.costs is None or at + 1 == len(self.num_drafts):
+            return self.num_drafts[at]
+        self.saved += _TRIAL_SHARE * self.costs.seconds[at]
+        if self.saved < self.costs.seconds[at + 1]:
+            return self.num_drafts[at]
+        self.saved = 0.0
+        return self.num_drafts[at + 1]

@@ -1,0 +1,119 @@
+"""`DraftContext`: what a step knows of its requests, and how it processes their logits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.arrays import pytree
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.process_logits import LogitsProcessors, process_logits
+from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.types import Drafts
+
+
+@pytree(
+    token_ids="[B, L] int32",
+    lengths="[B] int32",
+    sampling=(SamplingParams,),
+    keys="[B]",
+    processors=(LogitsProcessors,),
+    changes_rows="[] bool",
+    features="[B, S, A*H]",
+    num_features="[B] int32",
+)
+@dataclasses.dataclass(frozen=True)
+class DraftContext:
+    """What a drafter knows of B requests. Its drafts are verified under the same parameters.
+
+    More fields may be added; a drafter reads those that it needs.
+
+    Attributes:
+      token_ids: ``[B, L]`` int32, the sequences so far; undefined past their lengths. L is at least
+        a sequence's length and K + 1, so that caches of L positions have room for drafts.
+      lengths: ``[B]`` int32, at least 1: absolute position of the first draft.
+      sampling: temperatures and filters.
+      keys: ``[B]`` typed keys.
+      config: static settings.
+      processors: the logits processors, up to date with the sequences, or None.
+      changes_rows: ``[]`` bool, whether any request uses `processors`; None for yes.
+      features: ``[B, S, A*H]``, what the target computed for the tokens that it ran last, at the
+        layers that the drafter's `feature_layers` names; None if it names none.
+      num_features: ``[B]`` int32 in [0, S], how many rows of `features` belong to tokens of the
+        sequence; the others were for drafts that were rejected. Row s is at position ``lengths[b] -
+        1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
+        After a `prefill` there is one row, of those that it got (none for a prompt of one token).
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> context = lm.DraftContext(
+      ...     token_ids=jnp.array([[5, 6, 0, 0]]), lengths=jnp.array([2]),
+      ...     sampling=sd.SamplingParams(jnp.zeros(1)), keys=jax.random.split(jax.random.key(0), 1),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2))
+      >>> context.append(jnp.array([7])).token_ids.tolist()
+      [[5, 6, 7, 0]]
+    """
+
+    token_ids: jax.Array
+    lengths: jax.Array
+    sampling: SamplingParams
+    keys: jax.Array
+    config: SpecDecodeConfig = dataclasses.field(metadata=dict(static=True))
+    processors: LogitsProcessors | None = None
+    changes_rows: jax.Array | None = None
+    features: jax.Array | None = None
+    num_features: jax.Array | None = None
+
+    def append(self, token_ids: jax.Array) -> DraftContext:
+        """The context after one more token of each request, such as a draft.
+
+        Args:
+          token_ids: ``[B]`` int32.
+        """
+        requests = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids.at[requests, self.lengths].set(token_ids, mode="drop"),
+            lengths=self.lengths + 1,
+            processors=self.processors and self.processors.append(token_ids),
+        )
+
+    def process_logits(self, logits: jax.Array, drafts: Drafts | None = None) -> jax.Array:
+        """Apply each request's processors to its rows, before temperature and filters.
+
+        A drafter that processes its own rows in the same way has more drafts accepted. Whatever it
+        does, the emitted tokens are distributed as the target's.
+
+        Args:
+          logits: the rows of `drafts`, ``[B*(K+1), V]``. Without drafts ``[B, V]``, or fewer
+            columns if the drafter has fewer.
+          drafts: from `Drafts.from_dense`. Each row takes account of the drafts before it.
+
+        Returns:
+          float32 of the shape of `logits`; `logits` itself if `processors` is None. Without
+          drafts, a row in which no token is left stays as it was: a drafter may know none of the
+          allowed tokens.
+        """
+        processors, changes = self.processors, self.changes_rows
+        if processors is None:
+            return logits
+
+        def process(rows: jax.Array) -> jax.Array:
+            processed = process_logits(rows, drafts, processors, config=self.config)
+            if drafts is not None:
+                return processed
+            is_empty = jnp.all(processed == -jnp.inf, axis=1, keepdims=True)
+            return jnp.where(is_empty, rows, processed)
+
+        # Always float32, so that a request's sums do not depend on what its neighbours ask for. A
+        # loop that runs at most once leaves the rows in place, where `lax.cond` would copy them.
+        return lax.while_loop(
+            lambda carry: carry[0],
+            lambda carry: (jnp.bool_(False), process(carry[1])),
+            (jnp.bool_(True) if changes is None else changes, logits.astype(jnp.float32)),
+        )[1]

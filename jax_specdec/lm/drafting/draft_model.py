@@ -1,0 +1,177 @@
+"""Drafting with a smaller model, whose vocabulary is the target's or a part of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_specdec._src.arrays import check_array, check_int, check_listed, host_int32
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.drafting.drafter import Proposal
+from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.models.protocol import (
+    CausalModel,
+    apply_model,
+    cache_batch_axis_of,
+    check_model,
+    sharding_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _HashableIds:
+    """A list of ids that is hashed and compared by value, as a static argument must be."""
+
+    data: bytes
+
+    @classmethod
+    def of(cls, ids: Any) -> _HashableIds:
+        values = host_int32("ids", ids)
+        check_array("ids", values, "[Vd]", {})
+        check_listed("ids", values, 2**31)
+        return cls(values.tobytes())
+
+    @property
+    def values(self) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.data, np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter:
+    """Drafts token by token with a model. Its vocabulary may be a part of the target's.
+
+    With ``draft_sample_method="probabilistic"``, drafts are sampled under each request's sampling
+    parameters, and the logits they were sampled from are stored for verification (but under the
+    agreement rule, which reads none, they share the noise of the target's tokens). With "greedy"
+    they are argmaxes, verified one-hot.
+
+    Attributes:
+      model: any `CausalModel`.
+      store_dtype: dtype that logits are sampled from and stored in; None for the dtype of the
+        model's logits. A narrower one saves memory. It changes which tokens are drafted, not the
+        distribution of the emitted tokens.
+      ids: ``[Vd]`` integers, the target ids that the columns of the model's logits stand for, as
+        for an EAGLE-3 head; None if column ``j`` is id ``j``. The model's input is target ids.
+      num_candidates: C, or None. If given, drafts are sampled from the C likeliest ids of each row
+        alone, and the store holds C logits per draft. This saves memory and costs acceptance. Under
+        the agreement rule, which keeps no store, they are sampled from all ids.
+
+    Raises:
+      TypeError: `model` is not a `CausalModel`, `ids` are not integers, or `num_candidates` is not
+        an int.
+      ValueError: `ids` are not ``[Vd]``, or one is negative or listed twice; `num_candidates` is
+        below 1.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> _, (draft, draft_params) = lm.load_embedded_pair()
+      >>> drafter = lm.ModelDrafter(draft)
+    """
+
+    model: CausalModel
+    store_dtype: Any = None
+    ids: Any = dataclasses.field(default=None, repr=False)
+    num_candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        check_model("model", self.model)
+        if self.ids is not None and not isinstance(self.ids, _HashableIds):
+            object.__setattr__(self, "ids", _HashableIds.of(self.ids))
+        if self.num_candidates is not None:
+            check_int("num_candidates", self.num_candidates)
+
+    @property
+    def cache_batch_axis(self) -> int:
+        """That of the model."""
+        return cache_batch_axis_of(self.model)
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """The model's cache."""
+        return self.model.init_cache(batch_size, max_length)
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """An empty store for the logits of K drafts per request; None if none is read.
+
+        Raises:
+          ValueError: the model has fewer or more logits than `ids`, or fewer than `num_candidates`.
+        """
+
+        def one_token(params: Any) -> jax.Array:
+            zero, cache = jnp.zeros((1,), jnp.int32), self.model.init_cache(1, 1)
+            return apply_model(self.model, params, zero[None, :], zero, cache).logits
+
+        logits = jax.eval_shape(one_token, params)
+        width, ids = logits.shape[-1], self._target_ids
+        if ids is not None:
+            check_array("ids", ids, "[Vd]", {"Vd": width})
+        if self.num_candidates is not None:
+            check_int("num_candidates", self.num_candidates, 1, width)
+        if not config.keeps_draft_distribution:
+            return None
+        has_candidates = self.num_candidates is not None
+        store = DraftStore.create(
+            batch_size,
+            config.num_speculative_tokens,
+            self.num_candidates or width,
+            logits.dtype if self.store_dtype is None else self.store_dtype,
+            ids=None if has_candidates or ids is None else jnp.asarray(ids),
+            own_ids=has_candidates,
+        )
+        sharding = sharding_of(self.model)
+        if sharding is None or sharding.mesh is None or store.ids is not None:
+            return store
+        rows = NamedSharding(sharding.mesh, P(None, sharding.vocab_axis))
+        return dataclasses.replace(store, logits=lax.with_sharding_constraint(store.logits, rows))
+
+    def prefill(
+        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
+    ) -> Any:
+        """Run the model over the prompts, or a chunk of them; see `Drafter.prefill`."""
+        if start is None:
+            start = jnp.zeros((token_ids.shape[0],), jnp.int32)
+        return apply_model(self.model, params, token_ids, start, cache).cache
+
+    def propose(
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
+    ) -> tuple[Proposal, Any]:
+        """Draft K tokens; see `Drafter.propose`."""
+        lengths, ids = context.lengths, self._target_ids
+
+        def forward(cache: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
+            start = lengths + offset - 1
+            logits, cache, _ = apply_model(self.model, params, last[:, None], start, cache)
+            return logits[:, 0], cache
+
+        # After a fully accepted step, the model has not read the last draft: it reads two tokens.
+        start = jnp.maximum(lengths - 2, 0)
+        place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
+        recent = jnp.take_along_axis(context.token_ids, place, axis=1)
+        logits, cache, _ = apply_model(self.model, params, recent, start, cache)
+        newest = (lengths - 1 - start)[:, None, None]
+        return draft_chain(
+            jnp.take_along_axis(logits, newest, axis=1)[:, 0],
+            cache,
+            forward,
+            context,
+            store,
+            ids=None if ids is None else jnp.asarray(ids),
+            vocab_size=0 if ids is None else int(ids.max()) + 1,
+            num_candidates=self.num_candidates,
+            sharding=sharding_of(self.model),
+        )
+
+    @property
+    def _target_ids(self) -> npt.NDArray[np.int32] | None:
+        return self.ids.values if isinstance(self.ids, _HashableIds) else None

@@ -1,0 +1,121 @@
+"""Prompt lookup: propose the tokens that followed the latest occurrence of the last ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.arrays import check_int
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.drafting.drafter import Proposal
+
+
+@dataclasses.dataclass(frozen=True)
+class NGramDrafter:
+    """Drafts by n-gram lookup in the sequence itself; needs no weights.
+
+    The drafter looks for the longest n in ``[min_ngram, max_ngram]`` such that the last n tokens
+    occurred before, takes the latest occurrence, and proposes the K tokens that followed it. If
+    fewer than K followed, the copy goes on with the tokens just proposed, so that a text which
+    repeats goes on repeating.
+
+    If nothing matches, nothing is proposed. On a CPU, `generate` of one request then runs the
+    target over a single token. A pass over K + 1 tokens takes up to twice as long there, which
+    short matches seldom make up for: hence the defaults. On GPUs, where a wide pass costs no more
+    than a narrow one, shorter matches are worth trying.
+
+    Attributes:
+      min_ngram: the shortest match.
+      max_ngram: the longest match.
+
+    Raises:
+      TypeError: not integers.
+      ValueError: not ``1 <= min_ngram <= max_ngram``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> context = lm.DraftContext(
+      ...     token_ids=jnp.array([[1, 2, 3, 4, 1, 2, 3, 0]]), lengths=jnp.array([7]),
+      ...     sampling=sd.SamplingParams(jnp.zeros(1)), keys=jax.random.split(jax.random.key(0), 1),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=6))
+      >>> proposal, _ = jax.jit(lm.NGramDrafter().propose)(None, context, (), None)
+      >>> proposal.token_ids.tolist()
+      [[4, 1, 2, 3, 4, 1]]
+
+    References:
+      Saxena, "Prompt Lookup Decoding", 2023.
+    """
+
+    min_ngram: int = 3
+    max_ngram: int = 8
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            given = getattr(self, field.name)
+            object.__setattr__(self, field.name, check_int(field.name, given, -(2**31)))
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                "min_ngram and max_ngram must satisfy 1 <= min_ngram <= max_ngram, but they are "
+                f"{self.min_ngram} and {self.max_ngram}"
+            )
+
+    @property
+    def may_abstain(self) -> bool:
+        """Often nothing matches; see `Drafter`."""
+        return True
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """Nothing: the sequence itself is all that the drafter reads."""
+        del batch_size, max_length
+        return ()
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """None: the drafts have no distribution."""
+        del params, batch_size, config
+        return None
+
+    def prefill(
+        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
+    ) -> Any:
+        """Nothing to read ahead."""
+        del params, token_ids, start
+        return cache
+
+    def propose(
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
+    ) -> tuple[Proposal, Any]:
+        """Look up; see `Drafter.propose`. All -1 where nothing matches."""
+        del params, store
+        k = context.config.num_speculative_tokens
+        lookup = functools.partial(self._lookup, k=k)
+        return Proposal(jax.vmap(lookup)(context.token_ids, context.lengths)), cache
+
+    def _lookup(self, tokens: jax.Array, length: jax.Array, k: int) -> jax.Array:
+        place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+        # matches[i]: how many tokens before place i equal the last ones of the sequence.
+        matches, run = jnp.zeros_like(place), jnp.ones(tokens.shape, bool)
+        for back in range(1, self.max_ngram + 1):
+            suffix = tokens[jnp.maximum(length - back, 0)]
+            earlier = jnp.roll(tokens, back)
+            run &= (earlier == suffix) & (place >= back)
+            matches += run.astype(jnp.int32)
+        usable = (place < length) & (matches >= self.min_ngram)
+        score = jnp.where(usable, matches * tokens.shape[0] + place, -1)
+        best = jnp.max(score)
+        source = best % tokens.shape[0]
+        # The copy is followed by its own first token: it repeats with this period.
+        period = jnp.maximum(length - source, 1)
+        offset = jnp.arange(k, dtype=jnp.int32) % period
+        proposed = tokens.at[source + offset].get(mode="clip")
+        return jnp.where(best >= 0, proposed, PLACEHOLDER_TOKEN_ID)

@@ -1,0 +1,29 @@
+"""Models and their files: what a target or a draft model is, and the models of this package."""
+
+from jax_specdec.lm.models import foreign
+from jax_specdec.lm.models.checkpoint import LoadedModel, load_checkpoint, save_checkpoint
+from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
+from jax_specdec.lm.models.eagle3_files import save_eagle3
+from jax_specdec.lm.models.llama import Llama, stack_layers, unstack_layers
+from jax_specdec.lm.models.llama_config import LlamaConfig
+from jax_specdec.lm.models.protocol import CausalModel, TargetOutput
+from jax_specdec.lm.models.rotary import RopeScaling
+from jax_specdec.lm.models.tensor_parallel import TensorParallelLlama
+
+__all__ = [
+    "CausalModel",
+    "Eagle3Config",
+    "Eagle3Head",
+    "Llama",
+    "LlamaConfig",
+    "LoadedModel",
+    "RopeScaling",
+    "TargetOutput",
+    "TensorParallelLlama",
+    "foreign",
+    "load_checkpoint",
+    "save_checkpoint",
+    "save_eagle3",
+    "stack_layers",
+    "unstack_layers",
+]

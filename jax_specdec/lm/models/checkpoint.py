@@ -1,0 +1,262 @@
+"""Reading and writing checkpoints: directories in the layout of Hugging Face."""
+
+import dataclasses
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+
+from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype
+from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json, read_config
+from jax_specdec.lm.models.files import is_there, path_of
+from jax_specdec.lm.models.layers import check_params
+from jax_specdec.lm.models.llama import Llama, unstack_layers
+from jax_specdec.lm.models.tensors import (
+    WEIGHTS_FILE,
+    check_finite,
+    open_tensors,
+    read_params,
+    stores_own_head,
+    unfuse,
+)
+from jax_specdec.lm.models.tokenizer import TOKENIZER_FILE, count_token_ids, stop_token_ids
+
+Model = TypeVar("Model")
+
+
+class LoadedModel(NamedTuple, Generic[Model]):
+    """A model with its weights.
+
+    Attributes:
+      model: the static model object, a `CausalModel` or an `Eagle3Head`.
+      params: its weights.
+
+    Example:
+      >>> target, draft = load_embedded_pair()
+      >>> model, params = target
+      >>> model.vocab_size
+      256
+    """
+
+    model: Model
+    params: dict[str, Any]
+
+
+def load_checkpoint(
+    directory: str | Path,
+    dtype: Any = jnp.float32,
+    *,
+    allow_nonfinite: bool = False,
+    scan_layers: bool = False,
+) -> LoadedModel[Llama]:
+    """Read a checkpoint of this package, as `save_checkpoint` writes it.
+
+    Args:
+      directory: holds `config.json` and the weights.
+      dtype: compute dtype; weights are converted to it once, here.
+      allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
+      scan_layers: compile one layer and loop over it; see `Llama`.
+
+    Returns:
+      The model and its weights.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      OSError: something other than a file is in its place, or a file cannot be opened.
+      ValueError: a file cannot be parsed, has a value out of range, asks for something that `Llama`
+        does not compute, or names files outside the directory; a tensor is missing, unknown, of
+        another shape or kind than the config says, or not finite in the compute dtype.
+
+    Example:
+      >>> import jax, tempfile
+      >>> from jax_specdec.lm.models import LlamaConfig
+      >>> model = Llama(LlamaConfig(
+      ...     vocab_size=256, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+      ...     num_attention_heads=2, num_key_value_heads=1, head_dim=4))
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save_checkpoint(directory, model, model.init_params(jax.random.key(0)))
+      ...     load_checkpoint(directory).model == model
+      True
+    """
+    return _load(path_of(directory), dtype, None, allow_nonfinite, scan_layers)
+
+
+def load_huggingface(
+    directory: str | Path,
+    dtype: Any = None,
+    *,
+    max_vocab_size: int | None = None,
+    allow_nonfinite: bool = False,
+    scan_layers: bool = False,
+) -> LoadedModel[Llama]:
+    """Read a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
+
+    Checkpoints pad the vocabulary axis, differently even within a family: the small Qwen2.5 models
+    have 151936 entries, the large ones 152064, and their tokenizer 151665 ids. Ids past the last
+    one in `tokenizer.json`, and past the stop tokens, get logits of -inf, so they are never drawn.
+
+    An ``lm_head.weight`` that is stored and differs from the embedding is used, even if
+    ``tie_word_embeddings`` is true; so does transformers. One that is equal is not held twice.
+
+    Args:
+      directory: holds `config.json`, the weights (`model.safetensors`, or shards with
+        `model.safetensors.index.json`) and `tokenizer.json`. Without the last, all ids of the
+        vocabulary axis count as tokens.
+      dtype: compute dtype; weights are converted to it once, here. None for that of the stored
+        embedding.
+      max_vocab_size: ids from this one on are left out. For a drafter, give the target's
+        `vocab_size`: verification needs Vd <= V.
+      allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
+      scan_layers: compile one layer and loop over it; see `Llama`.
+
+    Returns:
+      The model and its weights.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      OSError: something other than a file is in its place, or a file cannot be opened.
+      ValueError: a file cannot be parsed, has a value out of range, asks for something that `Llama`
+        does not compute, or names files outside the directory; a tensor is missing, unknown, of
+        another shape or kind than the config says, or not finite in the compute dtype; or
+        `max_vocab_size` is less than 1.
+      TypeError: `max_vocab_size` is not an integer, `dtype` not a floating dtype, or `directory`
+        not a path.
+
+    Example:
+      >>> import tempfile
+      >>> _, draft = load_embedded_pair()
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save_checkpoint(directory, *draft, jnp.bfloat16)
+      ...     model, params = load_huggingface(directory)
+      >>> model.vocab_size, model.dtype.name
+      (256, 'bfloat16')
+    """
+    if max_vocab_size is not None:
+        max_vocab_size = check_int("max_vocab_size", max_vocab_size)
+    directory = path_of(directory)
+    tokenizer = directory / TOKENIZER_FILE
+    return _load(directory, dtype, max_vocab_size, allow_nonfinite, scan_layers, tokenizer)
+
+
+def _load(
+    directory: Path,
+    dtype: Any,
+    max_vocab_size: int | None,
+    allow_nonfinite: bool,
+    scan_layers: bool,
+    tokenizer: Path | None = None,
+) -> LoadedModel[Llama]:
+    config = read_config(directory / CONFIG_FILE)
+    if tokenizer is not None and is_there(tokenizer):
+        # A stop token must be drawn, even if only other files know it.
+        size = config.vocab_size
+        ends = [token_id + 1 for token_id in stop_token_ids(directory) if token_id < size]
+        known = min(max([count_token_ids(tokenizer), *ends]), size)
+        config = dataclasses.replace(config, num_token_ids=known)
+    size = min(config.vocab_size, max_vocab_size or config.vocab_size)
+    known = min(config.num_token_ids or size, size)
+    with open_tensors(directory, config) as tensors:
+        stored = tensors.dtype("model.embed_tokens.weight")
+        dtype = checked_dtype(stored if dtype is None else dtype)
+        if config.tie_word_embeddings and stores_own_head(tensors, dtype):
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+        kept = dataclasses.replace(
+            config, vocab_size=size, num_token_ids=known if known < size else None
+        )
+        model = Llama(kept, dtype, scan_layers)
+        how = dict(allow_nonfinite=allow_nonfinite, scan_layers=scan_layers)
+        return LoadedModel(model, read_params(tensors, config, model.dtype, size, **how))
+
+
+def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel[Llama], LoadedModel[Llama]]:
+    """The target and the draft model that ship with the package.
+
+    Two byte-level models of Python source text (`bytes`), trained by `training/` of the project's
+    repository on the standard library of Python.
+
+    Args:
+      dtype: compute dtype.
+
+    Returns:
+      The target and the draft model, each with its weights.
+
+    Example:
+      >>> target, draft = load_embedded_pair()
+      >>> target.model.vocab_size, draft.model.vocab_size
+      (256, 256)
+    """
+    weights = importlib.resources.files("jax_specdec.lm") / "weights"
+    with importlib.resources.as_file(weights) as directory:
+        return load_checkpoint(directory / "target", dtype), load_checkpoint(
+            directory / "draft", dtype
+        )
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model: Llama,
+    params: dict[str, Any],
+    dtype: Any = jnp.float32,
+    *,
+    allow_nonfinite: bool = False,
+) -> None:
+    """Write a checkpoint that `load_checkpoint` and other readers of Llama checkpoints read.
+
+    Args:
+      directory: created if it does not exist; existing files are replaced.
+      model: the model.
+      params: its weights.
+      dtype: dtype of the stored tensors.
+      allow_nonfinite: write weights that are NaN or infinite in `dtype`, too.
+
+    Raises:
+      TypeError: `model` is not a `Llama`, `dtype` is none of float32, bfloat16 and float16, or
+        `directory` is not a path.
+      ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
+        written then.
+
+    Example:
+      >>> import os, tempfile
+      >>> _, draft = load_embedded_pair()
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save_checkpoint(directory, *draft, jnp.bfloat16)
+      ...     sorted(os.listdir(directory))
+      ['config.json', 'model.safetensors']
+    """
+    directory = path_of(directory)
+    check_type("model", model, Llama)
+    stored = checked_dtype(dtype, LOGITS)
+    config = config_json(model.config, stored.name)
+    check_params(model.weight_shapes, params)
+    listed = unstack_layers(params) if model.scan_layers else params
+    tensors = stored_tensors(unfuse(model.config, listed), stored, allow_nonfinite=allow_nonfinite)
+    write_files(directory, config, tensors)
+
+
+def stored_tensors(
+    tensors: dict[str, np.ndarray], dtype: np.dtype, *, allow_nonfinite: bool = False
+) -> dict[str, np.ndarray]:
+    """Weights in the dtype of a file.
+
+    Raises:
+      ValueError: one is not finite in it.
+    """
+    if not allow_nonfinite:
+        for name, tensor in tensors.items():
+            check_finite("params", name, tensor, dtype)
+    with np.errstate(over="ignore"):
+        return {name: np.ascontiguousarray(x.astype(dtype)) for name, x in tensors.items()}
+
+
+def write_files(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Write `config.json` and the weights."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    # Readers of other frameworks ask for the metadata to know how the tensors are laid out.
+    data = safetensors.numpy.save(tensors, metadata={"format": "pt"})
+    (directory / WEIGHTS_FILE).write_bytes(data)

@@ -1,0 +1,376 @@
+"""The head of EAGLE-3: one decoder layer that drafts from features of the target.
+
+With g_i the target's residual streams before some of its layers at position i, one after another,
+and t_{i+1} the token after that position:
+
+    x_i      = fc(g_i)                          features; in later draft steps the head's own h
+    u_i      = [input_layernorm(embed(t_{i+1})), hidden_norm(x_i)]
+    h_i      = x_i + attention(u_i)             rotary position i
+    h_i      = h_i + mlp(post_attention_layernorm(h_i))
+    logits_i = lm_head(norm(h_i))               about t_{i+2}
+
+References:
+  Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.arrays import check_array, checked_dtype, require
+from jax_specdec.lm.models.fields import check_fields
+from jax_specdec.lm.models.layers import (
+    Attend,
+    cached_attention,
+    check_params,
+    embed_tokens,
+    feed_forward,
+    output_logits,
+    random_weights,
+    rms_norm,
+    self_attention,
+)
+from jax_specdec.lm.models.llama import Llama, check_cache
+from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
+from jax_specdec.lm.models.rotary import rotation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Sizes and switches of an `Eagle3Head`.
+
+    Attributes:
+      layer: sizes of the one layer, with `num_hidden_layers` 1. Its `vocab_size` is the target's V,
+        `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output matrix
+        is its embedding.
+      draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
+        target's ids, and the head has an output matrix of its own.
+      feature_layers: ids of the target's layers before which the residual stream is read, 0-based
+        and ascending; L, the number of layers, is after the last one.
+      target_hidden_size: width of the target's residual stream.
+      norm_before_fc: an RMSNorm over all features before ``fc``.
+      fc_norm: an RMSNorm over the features of each layer before ``fc``.
+      norm_before_residual: the residual stream begins with the normed x_i.
+      norm_output: the next draft step gets norm(h), not h.
+      o_proj_bias: the output of attention has a bias.
+      own_embedding: the head has an embedding of its own; otherwise the target's.
+      own_lm_head: the head has an output matrix of its own; otherwise the target's.
+      logit_scale: multiplies the logits.
+
+    Raises:
+      ValueError: a field is out of range, or fields contradict one another.
+
+    Example:
+      >>> from jax_specdec.lm.models import LlamaConfig
+      >>> layer = LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+      >>> config = Eagle3Config(
+      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32)
+      >>> config.num_features
+      96
+    """
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...]
+    target_hidden_size: int
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    o_proj_bias: bool = False
+    own_embedding: bool = False
+    own_lm_head: bool = False
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        ids, c = self.feature_layers, self.layer
+        are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
+        ascend = are_ids and ids and list(ids) == sorted({*ids})
+        require(ascend, "feature_layers", "be different layer ids from 0 on, ascending", ids)
+        name, hint = "num_hidden_layers", "systems differ in what more layers of a head compute"
+        require(c.num_hidden_layers == 1, name, "be 1", c.num_hidden_layers, hint)
+        size, most = self.draft_vocab_size, c.vocab_size
+        require(size <= most, "draft_vocab_size", f"be at most vocab_size = {most}", size)
+        must = f"be true with draft_vocab_size = {size}, less than vocab_size = {most}"
+        require(size == most or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
+        norms = self.norm_before_fc, self.fc_norm
+        require(not all(norms), "norm_before_fc and fc_norm", "not both be true", norms)
+        fits = self.target_hidden_size == c.hidden_size
+        must = f"be hidden_size = {c.hidden_size} where the embedding or output is the target's"
+        is_own = self.own_embedding and self.own_lm_head
+        require(fits or is_own, "target_hidden_size", must, self.target_hidden_size)
+
+    @property
+    def num_features(self) -> int:
+        """Size A * H_target of the feature axis, of A layers."""
+        return len(self.feature_layers) * self.target_hidden_size
+
+    @property
+    def output_is_embedding(self) -> bool:
+        """Whether the output matrix is the target's embedding."""
+        return self.layer.tie_word_embeddings and not self.own_lm_head
+
+
+def head_shapes(config: Eagle3Config) -> dict[str, Any]:
+    """The params pytree of a config, with a shape in place of each array.
+
+    A dict with ``embed_tokens [V, H]``, ``fc [A * H_target, H]``, ``norm [H]``, ``lm_head [H, Vd]``
+    (the target's embedding ``[V, H]`` if that is its output matrix and shared), and `layer`, as in
+    `param_shapes` with ``qkv_proj [2 H, (N + 2 N_kv) D]`` and ``hidden_norm [H]``; with
+    `o_proj_bias` also ``o_bias [H]``. With `norm_before_fc` there is `input_norm`, with `fc_norm`
+    there is `fc_norm`, both ``[A * H_target]``. With Vd < V there is ``target_ids [Vd]`` int32, the
+    target's id of each of the head's.
+    """
+    c, size = config.layer, config.layer.hidden_size
+    whole = param_shapes(dataclasses.replace(c, tie_word_embeddings=False))
+    (layer,) = whole["layers"]
+    layer |= {"qkv_proj": (2 * size, layer["qkv_proj"][1]), "hidden_norm": (size,)}
+    if config.o_proj_bias:
+        layer["o_bias"] = (size,)
+    lm_head = (size, config.draft_vocab_size)
+    shapes = {
+        "embed_tokens": whole["embed_tokens"],
+        "fc": (config.num_features, size),
+        "layer": layer,
+        "norm": (size,),
+        "lm_head": whole["embed_tokens"] if config.output_is_embedding else lm_head,
+    }
+    if config.norm_before_fc:
+        shapes["input_norm"] = (config.num_features,)
+    if config.fc_norm:
+        shapes["fc_norm"] = (config.num_features,)
+    if config.draft_vocab_size < c.vocab_size:
+        shapes["target_ids"] = (config.draft_vocab_size,)
+    return shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Head:
+    """An EAGLE-3 head: predicts the target's next tokens from its features and last tokens.
+
+    The cache is that of a `Llama` of one layer, addressed by absolute position: entry i belongs to
+    the features at position i and the token at i + 1.
+
+    Attributes:
+      config: the sizes.
+      dtype: compute dtype of matrix products, states, cache and logits, the target's. Norms, rotary
+        angles and the attention softmax are float32 whatever it is.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_specdec.lm.models import Eagle3Config, LlamaConfig
+      >>> layer = LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+      >>> head = Eagle3Head(Eagle3Config(
+      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32))
+      >>> params = jax.jit(head.init_params)(jax.random.key(0))
+      >>> cache = head.init_cache(batch_size=1, max_length=16)
+      >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
+      >>> states = head.project(params, features)
+      >>> next_ids = jnp.array([[105, 33, 10]])  # of the tokens at positions 1, 2, 3
+      >>> apply = jax.jit(head.apply)
+      >>> logits, feedback, cache = apply(params, states, next_ids, jnp.array([0]), cache)
+      >>> logits.shape  # the last row is about position 4
+      (1, 3, 256)
+
+      A draft step takes its own state, and the token drafted from the last row:
+
+      >>> logits, feedback, cache = apply(
+      ...     params, feedback[:, -1:], jnp.array([[104]]), jnp.array([3]), cache)
+      >>> logits.shape
+      (1, 1, 256)
+    """
+
+    config: Eagle3Config
+    dtype: Any = jnp.dtype("float32")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
+
+    @property
+    def vocab_size(self) -> int:
+        """Size Vd of the vocabulary axis of the logits."""
+        return self.config.draft_vocab_size
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Ids of the target's layers before which the residual stream is read, ascending."""
+        return self.config.feature_layers
+
+    @property
+    def num_features(self) -> int:
+        """Size A * H_target of the feature axis."""
+        return self.config.num_features
+
+    @property
+    def _llama(self) -> Llama:
+        """A decoder with the same cache."""
+        return Llama(self.config.layer, self.dtype)
+
+    @property
+    def weight_shapes(self) -> dict[str, Any]:
+        """The structure of the params, with a shape in place of each array."""
+        return head_shapes(self.config)
+
+    def init_params(
+        self, key: jax.Array, target_params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Random weights in the compute dtype, as those of `Llama.init_params`.
+
+        Args:
+          key: a typed PRNG key.
+          target_params: weights of the target, whose embedding and output matrix are shared where
+            the head has none of its own; without it those are random too.
+
+        Returns:
+          A dict; see `head_shapes`. `target_ids` are the first Vd.
+        """
+        c = self.config
+        params = random_weights(self.weight_shapes, key, self.dtype, 1)
+        if target_params is not None:
+            params |= shared_params(c, target_params)
+        if "target_ids" in params:
+            params["target_ids"] = jnp.arange(c.draft_vocab_size, dtype=jnp.int32)
+        return params
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """An empty cache for B = batch_size requests of at most T = max_length positions."""
+        return self._llama.init_cache(batch_size, max_length)
+
+    def project(self, params: dict[str, Any], features: jax.Array) -> jax.Array:
+        """The states fc(g) with which true features enter the layer.
+
+        Args:
+          params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
+          features: ``[B, S, A * H_target]`` in the compute dtype, the target's residual streams
+            before the layers of `feature_layers`, one after another.
+
+        Returns:
+          ``[B, S, H]`` in the compute dtype.
+
+        Raises:
+          ValueError: features have another shape.
+          TypeError: features are not of the compute dtype.
+        """
+        c, eps = self.config, self.config.layer.rms_norm_eps
+        sizes = {"A*H": c.num_features}
+        check_array("features", features, f"[B, S, A*H] {self.dtype}", sizes)
+        if c.norm_before_fc:
+            features = rms_norm(features, params["input_norm"], eps)
+        if c.fc_norm:
+            chunks = (len(c.feature_layers), c.target_hidden_size)
+            split = features.reshape(*features.shape[:2], *chunks)
+            split = rms_norm(split, params["fc_norm"].reshape(chunks), eps)
+            features = split.reshape(features.shape)
+        return features @ params["fc"]
+
+    def apply(
+        self,
+        params: dict[str, Any],
+        states: jax.Array,
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        row: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Run S consecutive positions of each request; position s of request b is start[b] + s.
+
+        It attends to positions 0 to its own and replaces its own entry of the cache, as in
+        `CausalModel.apply`: rollback is free.
+
+        Args:
+          params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
+          states: ``[B, S, H]`` in the compute dtype: `project` of the features at these positions,
+            or the feedback of the draft step before.
+          token_ids: ``[B, S]`` int32, the tokens **after** these positions, as ids of the target.
+          start: ``[B]`` int32, absolute position of the first.
+          cache: from `init_cache` or a previous call.
+          row: ``[B]`` int32 in [0, S), the only position of each request whose logits and feedback
+            are wanted; S is then 1 in their shapes. None for all.
+
+        Returns:
+          Logits ``[B, S, Vd]`` of the token at start + s + 2, the feedback ``[B, S, H]`` that the
+          next draft step takes for its states, and the cache.
+
+        Raises:
+          ValueError: a shape does not fit the config or the other arguments.
+          TypeError: ids or positions are not int32, or states, weights or cache not of the compute
+            dtype.
+        """
+        sizes = {"H": self.config.layer.hidden_size}
+        check_array("token_ids", token_ids, "[B, S] int32", sizes)
+        check_array("start", start, "[B] int32", sizes)
+        check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
+        batch_size, length = token_ids.shape
+        check_cache(self._llama, cache, batch_size, length)
+        check_params(self.weight_shapes, params, self.dtype)
+        positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        (layer_cache,) = cache
+
+        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            nonlocal layer_cache
+            read, layer_cache = cached_attention(query, key, value, layer_cache, positions)
+            return read
+
+        embedded = embed_tokens(params["embed_tokens"], token_ids)
+        logits, feedback = self.run(params, states, embedded, positions, attend, row)
+        return logits, feedback, [layer_cache]
+
+    def run(
+        self,
+        params: dict[str, Any],
+        states: jax.Array,
+        embedded: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        row: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The head around a given attention: what `apply` and training share.
+
+        Args:
+          params: as in `apply`.
+          states: as in `apply`.
+          embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
+          positions: ``[B, S]`` int32, for the rotary embedding.
+          attend: called once.
+          row: as in `apply`.
+
+        Returns:
+          Logits ``[B, S, Vd]``, and the feedback ``[B, S, H]``.
+        """
+        config, c, layer = self.config, self.config.layer, params["layer"]
+        eps = c.rms_norm_eps
+        normed = rms_norm(states, layer["hidden_norm"], eps)
+        h = jnp.concatenate([rms_norm(embedded, layer["input_layernorm"], eps), normed], axis=-1)
+        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        branch = self_attention(c, layer, h, cos_sin, attend)
+        if config.o_proj_bias:
+            branch = branch + layer["o_bias"][None, None, :]
+        x = (normed if config.norm_before_residual else states) + branch
+        if row is not None:
+            x = jnp.take_along_axis(x, row[:, None, None], axis=1)
+        x = x + feed_forward(layer, rms_norm(x, layer["post_attention_layernorm"], eps))
+        output = rms_norm(x, params["norm"], eps)
+        num_token_ids = c.num_token_ids if config.draft_vocab_size == c.vocab_size else None
+        tied, lm_head = config.output_is_embedding, params["lm_head"]
+        logits = output_logits(output, lm_head, tied, num_token_ids)
+        if config.logit_scale != 1:
+            logits = logits * config.logit_scale
+        return logits, output if config.norm_output else x
+
+
+def shared_params(config: Eagle3Config, target_params: dict[str, Any]) -> dict[str, Any]:
+    """The target's arrays that a head uses, under the head's names."""
+    shared = {}
+    if not config.own_embedding:
+        shared["embed_tokens"] = target_params["embed_tokens"]
+    if not config.own_lm_head:
+        name = "embed_tokens" if config.output_is_embedding else "lm_head"
+        shared["lm_head"] = target_params[name]
+    return shared

@@ -1,0 +1,176 @@
+"""Reading files of any origin: a file that is missing or of another kind is named in the error."""
+
+import collections
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jax_specdec._src.arrays import refuse
+from jax_specdec.lm.models.fields import quoted, reason, shown
+
+MAX_BYTES = 2**26
+"""More than the largest tokenizers (some 35 MB); in memory JSON takes 20 times its size."""
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def path_of(directory: Any) -> Path:
+    """The path of a directory.
+
+    Raises:
+      TypeError: it is not a path.
+    """
+    try:
+        return Path(directory)
+    except TypeError:
+        refuse(TypeError, "directory", "be a path", directory)
+
+
+def is_there(path: Path) -> bool:
+    """Whether anything has this path, even a broken link."""
+    return os.path.lexists(path)
+
+
+def existing(path: Path) -> Path:
+    """The path, if it is a file or a link to one.
+
+    Raises:
+      FileNotFoundError: nothing is there, or a broken link.
+      OSError: something other than a file is there, something other than a directory is in place of
+        its directory, or the system refuses the path.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            target = shown(os.readlink(path))
+            raise FileNotFoundError(
+                f"{shown(path)} is a link to {target}, which does not exist."
+            ) from error
+        if os.path.isfile(path.parent):
+            raise OSError(
+                f"{shown(path.parent)} is a file, but a checkpoint must be a directory of "
+                "config.json, safetensors and tokenizer.json; GGUF is not read."
+            ) from error
+        if path.parent.exists():
+            raise FileNotFoundError(
+                f"{shown(path)} does not exist; a checkpoint directory must hold it."
+            ) from error
+        name, parts = shown(path.parent), path.parent.parts
+        named = len(parts) == 2 and not path.is_absolute() and ".." not in parts
+        model = name if named else f"OWNER/{shown(path.parent.name)}"
+        raise FileNotFoundError(
+            f"{name} does not exist; `hf download {model} --local-dir {name}` downloads a "
+            "checkpoint to it."
+        ) from error
+    except OSError as error:  # a name too long, links in a circle, no permission
+        raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
+    except ValueError as error:  # a character that a path cannot have
+        raise OSError(f"{shown(path)} cannot be opened: {reason(error)}.") from error
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(f"{shown(path)} is {kind}, but must be a file.")
+    return path
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+      FileNotFoundError: it does not exist.
+      OSError: it is not a file, or cannot be opened.
+      ValueError: it is not text in UTF-8, or has more than 64 MiB.
+    """
+    if (size := existing(path).stat().st_size) > MAX_BYTES:
+        raise ValueError(f"{shown(path)} must have at most {MAX_BYTES} bytes, but has {size}.")
+    try:
+        with path.open(encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{shown(path)} is not text in UTF-8: {reason(error)}.") from error
+    except OSError as error:
+        raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
+
+
+class JsonObject(dict[str, Any]):
+    """The object in a JSON file, or an object in it; `where` is what messages call it."""
+
+    def __init__(self, members: dict[str, Any], where: str) -> None:
+        super().__init__(members)
+        self.where = where
+
+    def given(self, key: str, default: Any = None) -> Any:
+        """The value of a key, or the default where it is absent or null."""
+        value = self.get(key)
+        return default if value is None else value
+
+    def needed(self, key: str) -> Any:
+        """The value of a key that must be there."""
+        if (value := self.get(key)) is None:
+            raise ValueError(f"{self.where} lacks {key}.")
+        return value
+
+    def nested(self, key: str) -> "JsonObject":
+        """The object of a key; an empty one where it is absent or null."""
+        value = self.given(key, {})
+        self.require(isinstance(value, dict), key, "which is not a JSON object")
+        return JsonObject(value, f"{self.where}: {key}")
+
+    def require(self, holds: object, key: str, reason: str) -> None:
+        """Raise ValueError with the value of a key and a reason, unless something holds."""
+        if not holds:
+            raise ValueError(f"{self.where} has {key} = {quoted(self.get(key))}, {reason}.")
+
+
+@contextlib.contextmanager
+def errors_name(where: str) -> Iterator[None]:
+    """Errors of what is made of a file begin with its name.
+
+    Raises:
+      ValueError: a value has a type or a size that it must not have.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}.") from error
+
+
+def read_json(path: Path, *, optional: bool = False) -> JsonObject:
+    """The JSON object in a file; an empty one if nothing is there and the file is `optional`.
+
+    Numbers are as Python reads them: 1e400 and Infinity are inf. The caller checks them.
+
+    Raises:
+      FileNotFoundError: as for `read_text`.
+      OSError: as for `read_text`.
+      ValueError: it holds something other than a JSON object, one key twice, or more than 64 MiB.
+    """
+    if optional and not is_there(path):
+        return JsonObject({}, shown(path))
+    text = read_text(path)
+    try:
+        raw = json.loads(text, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{shown(path)} is not valid JSON: {reason(error)}.") from error
+    if not isinstance(raw, dict):
+        raise ValueError(f"{shown(path)} must hold a JSON object.")
+    return JsonObject(raw, shown(path))
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; one with a key twice is refused, since readers differ in which one counts."""
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        (twice, _), *_ = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has the key {quoted(twice)} twice")
+    return members

@@ -1,0 +1,199 @@
+"""Models of others as a `CausalModel`: caches with one write index for the whole batch.
+
+Most JAX models keep one index that says where the whole batch writes next. Speculative decoding
+needs one per request. Here each request runs as a batch of one under `jax.vmap`, with the index set
+to its own position. Nothing of theirs is imported: give the functions, or the nnx module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec.lm.models.protocol import Cache, Params
+
+Call = Callable[[Params, jax.Array, jax.Array, Cache, jax.Array], tuple[jax.Array, Cache]]
+"""``(params, token_ids [1, S], positions [1, S], cache, mask [1, S, T]) -> logits, cache``."""
+
+NewCache = Callable[[int], Cache]
+"""``max_length -> cache`` of one request, a pytree of arrays."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OneIndexModel:
+    """A `CausalModel` of a model whose cache has one write index for the whole batch.
+
+    Equal to itself only, because most graph definitions and functions have no useful equality:
+    make it once, and use that object everywhere. A new one compiles all programs again.
+
+    Attributes:
+      vocab_size: V.
+      call: runs S tokens of one request. Token s is at ``positions[0, s]``, writes its entry there,
+        and sees the entries t of the cache with ``mask[0, s, t]``, which is ``t <= positions[0,
+        s]``. Returns logits ``[1, S, V]`` and the cache.
+      new_cache: the empty cache of one request with room for ``max_length`` tokens.
+      index: a name in the path of each write index in the cache ("end_index"), and of nothing else.
+        They are set to ``positions[0, 0]``, whatever their shape. None: `call` takes it from
+        `positions`.
+
+    Example:
+      A functional model that adds up the embeddings it has seen.
+
+      >>> import jax, jax.numpy as jnp
+      >>> def call(params, token_ids, positions, cache, mask):
+      ...     rows = jax.lax.dynamic_update_slice(
+      ...         cache["rows"], params[token_ids[0]], (cache["end_index"], 0))
+      ...     cache = {"rows": rows, "end_index": cache["end_index"] + token_ids.shape[1]}
+      ...     return (mask[0].astype(rows.dtype) @ rows)[None], cache
+      >>> def new_cache(max_length):
+      ...     return {"rows": jnp.zeros((max_length, 3)), "end_index": jnp.int32(0)}
+      >>> model = OneIndexModel(3, call, new_cache, index="end_index")
+      >>> cache = model.init_cache(batch_size=2, max_length=8)
+      >>> table = jnp.arange(9.0).reshape(3, 3)
+      >>> _, cache = model.apply(table, jnp.array([[2, 0], [1, 1]]), jnp.array([0, 0]), cache)
+      >>> logits, cache = model.apply(table, jnp.array([[1], [0]]), jnp.array([1, 2]), cache)
+      >>> logits.tolist()
+      [[[9.0, 11.0, 13.0]], [[6.0, 9.0, 12.0]]]
+    """
+
+    vocab_size: int
+    call: Call
+    new_cache: NewCache
+    index: str | None = None
+
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
+        """The cache of each request, one after another along a new first axis."""
+        one = jax.tree.map(jnp.asarray, self.new_cache(max_length))
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(one)]
+        if self.index is not None and not any(map(self._is_index, paths)):
+            raise ValueError(f"index must be a name in the cache, but {self.index!r} is not in it")
+        # The room is written down as a shape: which axis of theirs holds it is theirs to know.
+        room = jnp.zeros((batch_size, max_length), bool)
+        return jax.tree.map(lambda x: jnp.repeat(x[None], batch_size, axis=0), one), room
+
+    def apply(
+        self, params: Params, token_ids: jax.Array, start: jax.Array, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """See `CausalModel.apply`."""
+        caches, room = cache
+        length, max_length = token_ids.shape[1], room.shape[1]
+
+        def one(token_ids: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            positions = start + jnp.arange(length, dtype=jnp.int32)
+            mask = jnp.arange(max_length, dtype=jnp.int32)[None, :] <= positions[:, None]
+            cache = jax.tree_util.tree_map_with_path(
+                lambda path, x: jnp.full_like(x, start) if self._is_index(path) else x, cache
+            )
+            logits, found = self.call(params, token_ids[None], positions[None], cache, mask[None])
+            return logits[0], found
+
+        logits, caches = jax.vmap(one)(token_ids, start, caches)
+        return logits, (caches, room)
+
+    def _is_index(self, path: Any) -> bool:
+        return any(jax.tree_util.keystr((key,), simple=True) == self.index for key in path)
+
+
+def from_nnx(
+    nnx: Any,
+    module: Any,
+    call: Callable[..., tuple[jax.Array, Cache]],
+    new_cache: NewCache,
+    *,
+    vocab_size: int,
+    index: str | None = None,
+) -> tuple[OneIndexModel, Params]:
+    """An nnx module as a model and its params.
+
+    The module is split once, here, and merged inside each traced call.
+
+    Args:
+      nnx: the module ``flax.nnx``.
+      module: an ``nnx.Module``.
+      call: as in `OneIndexModel`, with the merged module in the place of the params.
+      new_cache: as in `OneIndexModel`.
+      vocab_size: V.
+      index: as in `OneIndexModel`.
+
+    Returns:
+      The model, and its params: the module's state.
+
+    Example:
+      ``nnx`` may be anything that splits and merges.
+
+      >>> import types
+      >>> import jax.numpy as jnp
+      >>> nnx = types.SimpleNamespace(
+      ...     split=lambda table: ("graph", {"table": table}),
+      ...     merge=lambda graph, state: state["table"])
+      >>> def call(table, token_ids, positions, cache, mask):
+      ...     return table[token_ids], cache
+      >>> model, params = from_nnx(nnx, jnp.eye(3), call, lambda max_length: (), vocab_size=3)
+      >>> logits, _ = model.apply(
+      ...     params, jnp.array([[2]]), jnp.array([0]), model.init_cache(1, 4))
+      >>> logits.tolist()
+      [[[0.0, 0.0, 1.0]]]
+    """
+    graph, params = nnx.split(module)
+
+    def merged(params: Params, *inputs: Any) -> tuple[jax.Array, Cache]:
+        return call(nnx.merge(graph, params), *inputs)
+
+    return OneIndexModel(vocab_size, merged, new_cache, index), params
+
+
+def from_tunix(nnx: Any, module: Any) -> tuple[OneIndexModel, Params]:
+    """A language model of google/tunix (written for its Qwen3) as a model and its params.
+
+    Args:
+      nnx: the module ``flax.nnx``.
+      module: a model with tunix's ``module(tokens, positions, cache, attention_mask)``,
+        ``init_cache(batch, length, dtype)``, ``config.vocab_size`` and ``config.dtype``.
+
+    Returns:
+      The model, and its params: the module's state.
+    """
+    config, init_cache = module.config, module.init_cache
+    return from_nnx(
+        nnx,
+        module,
+        lambda module, *inputs: module(*inputs),
+        lambda max_length: init_cache(1, max_length, config.dtype),
+        vocab_size=config.vocab_size,
+        index="end_index",
+    )
+
+
+def from_keras_hub(keras: Any, module: Any) -> tuple[OneIndexModel, Params]:
+    """A ``CausalLM`` of keras-hub, with the JAX backend of Keras, as a model and its params.
+
+    For those whose ``call_with_cache(token_ids, cache, cache_update_index)`` has no more arguments,
+    such as its Llama, Qwen3, Mistral, Gemma and GPT-2.
+
+    Args:
+      keras: the module ``keras``.
+      module: a ``keras_hub.models.CausalLM``.
+
+    Returns:
+      The model, and its params: a list of the values of the variables of ``module.backbone``.
+    """
+    variables = module.backbone.variables
+
+    def call(
+        params: Params, token_ids: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        with keras.StatelessScope(state_mapping=list(zip(variables, params, strict=True))):
+            logits, _, cache = module.call_with_cache(token_ids, cache, positions[0, 0])
+        return logits, cache
+
+    def new_cache(max_length: int) -> Cache:
+        ids = jax.ShapeDtypeStruct((1, max_length), jnp.int32)
+        found = jax.eval_shape(lambda ids: module._build_cache(ids)[1], ids)
+        return jnp.zeros(found.shape, found.dtype)
+
+    model = OneIndexModel(module.backbone.vocabulary_size, call, new_cache)
+    return model, [variable.value for variable in variables]

@@ -1,0 +1,183 @@
+"""The parts of a decoder layer in plain JAX: what `Llama` and `Eagle3Head` are made of."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.arrays import refuse, require
+from jax_specdec.lm.models.llama_config import LlamaConfig
+from jax_specdec.lm.models.rotary import rotate
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""`attend(query, key, value)`: what the heads of a layer read. query ``[B, S, N, D]``, key and
+value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
+
+
+def self_attention(
+    config: LlamaConfig,
+    layer: dict[str, jax.Array],
+    h: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    attend: Attend,
+) -> jax.Array:
+    """What attention adds to the residual stream, ``[B, S, H]``.
+
+    Args:
+      config: heads, and the switches of queries, keys and values.
+      layer: the layer's weights.
+      h: ``[B, S, W]``, normed; W is the number of rows of ``qkv_proj``.
+      cos_sin: of `rotation`, at the positions of the tokens.
+      attend: what the heads read.
+    """
+    c = config
+    num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
+    leading = h.shape[:2]
+    heads = h @ layer["qkv_proj"]
+    if c.qkv_bias:
+        heads = heads + layer["qkv_bias"][None, None, :]
+    heads = heads.reshape(*leading, num_query + 2 * num_kv, c.head_dim)
+    query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
+    if c.qk_norm:
+        query = rms_norm(query, layer["q_norm"], c.rms_norm_eps)
+        key = rms_norm(key, layer["k_norm"], c.rms_norm_eps)
+    read = attend(rotate(query, cos_sin), rotate(key, cos_sin), value)
+    return read.reshape(*leading, num_query * c.head_dim) @ layer["o_proj"]
+
+
+def feed_forward(layer: dict[str, jax.Array], h: jax.Array) -> jax.Array:
+    """What SwiGLU adds to the residual stream, ``[B, S, H]``; h ``[B, S, H]`` is normed."""
+    gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
+    return (jax.nn.silu(gate) * up) @ layer["down_proj"]
+
+
+def output_logits(
+    x: jax.Array, lm_head: jax.Array, tied: bool, num_token_ids: int | None
+) -> jax.Array:
+    """Logits ``[B, S, V]`` of normed states ``[B, S, H]``.
+
+    Args:
+      x: the states.
+      lm_head: ``[H, V]``, or the embedding ``[V, H]`` if `tied`.
+      tied: whether the output matrix is an embedding.
+      num_token_ids: logits of ids from this on are -inf; None for none.
+    """
+    # The product of einsum is faster than x @ E.T.
+    logits = jnp.einsum("vh,bsh->bsv", lm_head, x) if tied else x @ lm_head
+    if num_token_ids is None:
+        return logits
+    is_token = jnp.arange(logits.shape[2], dtype=jnp.int32) < num_token_ids
+    return jnp.where(is_token[None, None, :], logits, -jnp.inf)
+
+
+def embed_tokens(embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Rows ``[B, S, H]`` of the embedding ``[V, H]``; an id outside it is read as some id in it."""
+    return embedding.at[token_ids].get(mode="clip")
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Divide by sqrt(mean(x^2) + eps) over the last axis, in float32, and scale by weight."""
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return jnp.expand_dims(weight, range(x.ndim - weight.ndim)) * y.astype(x.dtype)
+
+
+def write_cache(
+    keys: jax.Array,
+    values: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Write key and value ``[B, S, N_kv, D]`` at positions ``[B, S]`` into the cache, in place.
+
+    It is one layer's, or has an axis of layers, of which `layer` is one.
+    """
+    batch_size, _, num_kv, head_dim = key.shape
+    requests = jnp.arange(batch_size)[:, None]
+    one = () if layer is None else (layer,)
+    new_keys = keys.reshape(*keys.shape[:-3], batch_size, num_kv, head_dim, -1)
+    new_values = values.reshape(*values.shape[:-3], batch_size, num_kv, -1, head_dim)
+    mode: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
+    new_keys = new_keys.at[*one, requests, :, :, positions].set(key, **mode)
+    new_values = new_values.at[*one, requests, :, positions].set(value, **mode)
+    return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
+
+
+def cached_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    layer: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """What an `Attend` reads of a cache, into which it writes key and value first; the cache.
+
+    It is softmax(q k / sqrt(D)) v over the positions that are <= the query's own, ``[B, S]``. The
+    cache is one layer's, or has an axis of layers, of which `layer` is one.
+    """
+    cache = write_cache(*cache, key, value, positions, layer)
+    if layer is None:
+        return _attention(query, *cache, positions), cache
+    # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
+    keys, values = cache = jax.lax.optimization_barrier(cache)
+    return _attention(query, keys[layer], values[layer], positions), cache
+
+
+def _attention(
+    query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
+) -> jax.Array:
+    batch_size, length, num_query, head_dim = query.shape
+    max_length = keys.shape[2]
+    num_kv = keys.shape[0] // batch_size
+    group = num_query // num_kv
+    # The query heads that share keys are further rows of one matrix product with them.
+    split = (batch_size, num_kv, length, group)
+    rows = (batch_size * num_kv, length * group)
+    query = query.reshape(batch_size, length, num_kv, group, head_dim).swapaxes(1, 2)
+    visible = jnp.arange(max_length, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]
+    visible = jnp.broadcast_to(visible[:, None, :, None, :], (*split, max_length))
+    scores = jnp.matmul(
+        query.reshape(*rows, head_dim), keys, preferred_element_type=jnp.float32
+    ) * (head_dim**-0.5)
+    scores = jnp.where(visible.reshape(*rows, max_length), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    read = jnp.matmul(weights, values).reshape(*split, head_dim)
+    return read.swapaxes(1, 2).reshape(batch_size, length, num_query, head_dim)
+
+
+def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any:
+    """Random weights of the structure of `shapes`, which has a shape in place of each array.
+
+    Matrices are normal with variance 1 / fan-in, those that write to the residual stream divided
+    by a further 2 L, with L = num_layers; norms are one, biases zero.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    params = []
+    for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
+        name = path[-1].key
+        if len(shape) == 1:
+            params.append(jnp.full(shape, not name.endswith("bias"), dtype))
+            continue
+        fan_in = shape[1] if name == "embed_tokens" else shape[0]
+        residual = name in ("o_proj", "down_proj")
+        scale = (fan_in * (2 * num_layers if residual else 1)) ** -0.5
+        params.append((jax.random.normal(leaf_key, shape) * scale).astype(dtype))
+    return jax.tree.unflatten(treedef, params)
+
+
+def check_params(shapes: Any, params: Any, dtype: Any = None) -> None:
+    """Check that weights have the structure and shapes of `shapes`, and a dtype, if it is given."""
+    found = dict(jax.tree.leaves_with_path(params))
+    for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
+        name, leaf = "params" + jax.tree_util.keystr(path), found.pop(path, None)
+        wanted = "int32" if path[-1].key == "target_ids" else dtype
+        must = f"be an array {list(shape)}" + (f" of {wanted}" if wanted else "")
+        require(getattr(leaf, "shape", None) == shape, name, must, leaf)
+        require(wanted is None or leaf.dtype == wanted, name, must, leaf, error=TypeError)
+    for path, leaf in found.items():
+        name = "params" + jax.tree_util.keystr(path)
+        refuse(ValueError, name, "not be there, as no weight of this config", leaf)

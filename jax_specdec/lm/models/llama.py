@@ -1,0 +1,346 @@
+"""A Llama decoder in plain JAX, for one device; `tensor_parallel` spreads it over several.
+
+RMSNorm, rotary positions, grouped-query attention and SwiGLU, as the Llama checkpoints published
+on Hugging Face define them, so that those can be read (`checkpoint`); Qwen2's biases and Qwen3's
+norms of queries and keys are switches of the config. Weights are stored ``[in, out]``,
+query/key/value and gate/up fused: XLA on the CPU then reads each matrix once, in order.
+
+References:
+  Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models",
+  https://arxiv.org/abs/2302.13971
+  Ainslie et al., 2023, "GQA", https://arxiv.org/abs/2305.13245
+  Qwen Team, 2024, "Qwen2 Technical Report", https://arxiv.org/abs/2407.10671
+  Qwen Team, 2025, "Qwen3 Technical Report", https://arxiv.org/abs/2505.09388
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.arrays import (
+    Sizes,
+    check_array,
+    check_increasing,
+    checked_dtype,
+    require,
+)
+from jax_specdec.lm.models.layers import (
+    Attend,
+    cached_attention,
+    check_params,
+    embed_tokens,
+    feed_forward,
+    output_logits,
+    random_weights,
+    rms_norm,
+    self_attention,
+)
+from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes, stacked_shapes
+from jax_specdec.lm.models.protocol import TargetOutput
+from jax_specdec.lm.models.rotary import rotation
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama:
+    """A Llama decoder; a `CausalModel`.
+
+    The cache is a list of one `(keys, values)` pair per layer, keys ``[B N_kv, D, T]`` and values
+    ``[B N_kv, T, D]`` in the compute dtype: the layouts in which attention reads them, so that XLA
+    neither transposes nor copies a cache in a loop (if B N_kv is one, it copies). With
+    `scan_layers` it is one such pair, of arrays with a leading axis of L.
+
+    Attributes:
+      config: the sizes.
+      dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
+        angles and the attention softmax are float32 whatever it is.
+      scan_layers: compile one layer and loop over it, instead of all L one after another. A program
+        compiles several times as fast, and a pass over a few tokens takes longer, because each
+        layer's weights are copied out of arrays that hold those of all layers (docs/compile_time.md
+        has figures). Weights are then those of `stack_layers`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> model = Llama(LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+      >>> params = jax.jit(model.init_params)(jax.random.key(0))
+      >>> cache = model.init_cache(batch_size=1, max_length=16)
+      >>> apply = jax.jit(model.apply, static_argnames="feature_layers")
+      >>> logits, cache, features = apply(
+      ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache, feature_layers=(0, 2))
+      >>> logits.shape, features.shape
+      ((1, 3, 256), (1, 3, 64))
+    """
+
+    config: LlamaConfig
+    dtype: Any = jnp.dtype("float32")
+    scan_layers: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
+
+    @property
+    def vocab_size(self) -> int:
+        """Size V of the vocabulary axis of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def weight_shapes(self) -> dict[str, Any]:
+        """The structure of the params, with a shape in place of each array."""
+        return (stacked_shapes if self.scan_layers else param_shapes)(self.config)
+
+    def init_params(self, key: jax.Array) -> dict[str, Any]:
+        """Random weights in the compute dtype, of the structure that `apply` takes.
+
+        Matrices are normal with variance 1 / fan-in, those that write to the residual stream
+        divided by a further 2 L; norms are one, biases zero.
+
+        Args:
+          key: a typed PRNG key.
+        """
+        c = self.config
+        listed = random_weights(param_shapes(c), key, self.dtype, c.num_hidden_layers)
+        return stack_layers(listed) if self.scan_layers else listed
+
+    @property
+    def cache_batch_axis(self) -> int:
+        """See `CausalModel`."""
+        return 1 if self.scan_layers else 0
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """An empty cache for B = batch_size requests of at most T = max_length positions."""
+        c = self.config
+        heads = batch_size * c.num_key_value_heads
+        keys, values = (heads, c.head_dim, max_length), (heads, max_length, c.head_dim)
+        layers = c.num_hidden_layers
+        if self.scan_layers:
+            return jnp.zeros((layers, *keys), self.dtype), jnp.zeros((layers, *values), self.dtype)
+        return [(jnp.zeros(keys, self.dtype), jnp.zeros(values, self.dtype)) for _ in range(layers)]
+
+    def apply(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        feature_layers: tuple[int, ...] = (),
+    ) -> TargetOutput:
+        """Run S consecutive tokens of each request; see `CausalModel.apply`.
+
+        Args:
+          params: weights of the structure and shapes of `param_shapes`, in the compute dtype; with
+            `scan_layers` those of `stack_layers`.
+          token_ids: ``[B, S]`` int32; ids outside the vocabulary, such as -1, are read as some id
+            in it.
+          start: ``[B]`` int32, absolute position of each request's first token.
+          cache: from `init_cache` or a previous call.
+          feature_layers: A increasing layers, 0 to L, whose features to return.
+
+        Returns:
+          Logits ``[B, S, V]`` in the compute dtype, the cache, and features ``[B, S, A H]`` in the
+          compute dtype; None without `feature_layers`.
+
+        Raises:
+          ValueError: a shape does not fit the config or the other arguments, or `feature_layers` do
+            not increase or are no layers.
+          TypeError: ids or positions are not int32, or weights or cache not of the compute dtype.
+        """
+        return self.apply_with(params, token_ids, start, cache, feature_layers, embed_tokens)
+
+    def apply_with(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        feature_layers: tuple[int, ...],
+        embed: Callable[[jax.Array, jax.Array], jax.Array],
+        regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
+    ) -> TargetOutput:
+        """`apply` with another way to read embeddings, or to end a branch; see `run`.
+
+        `embed(embed_tokens, token_ids)` gives the rows ``[B, S, H]``.
+        """
+        sizes: Sizes = {}
+        check_array("token_ids", token_ids, "[B, S] int32", sizes)
+        check_array("start", start, "[B] int32", sizes)
+        batch_size, length = token_ids.shape
+        check_cache(self, cache, batch_size, length)
+        check_params(self.weight_shapes, params, self.dtype)
+        if feature_layers:
+            check_increasing("feature_layers", feature_layers, 0, self.config.num_hidden_layers)
+        positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        embedded = embed(params["embed_tokens"], token_ids)
+        if self.scan_layers:
+            return self._scan(params, embedded, positions, cache, feature_layers, regularize)
+        new_cache = list(cache)
+
+        def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            read, new_cache[layer] = cached_attention(query, key, value, cache[layer], positions)
+            return read
+
+        logits, features = self.run(params, embedded, positions, attend, regularize, feature_layers)
+        return TargetOutput(logits, new_cache, features)
+
+    def _scan(
+        self,
+        params: dict[str, Any],
+        embedded: jax.Array,
+        positions: jax.Array,
+        cache: tuple[jax.Array, jax.Array],
+        feature_layers: tuple[int, ...],
+        regularize: Callable[[jax.Array], jax.Array],
+    ) -> TargetOutput:
+        """`run` and the cache, in a loop over stacked layers."""
+        cos_sin = self._rotation(positions)
+        num_layers, num_features = self.config.num_hidden_layers, len(feature_layers)
+        # Where the stream that enters each layer goes: the last place is for those nobody asks for.
+        places = [
+            feature_layers.index(i) if i in feature_layers else num_features
+            for i in range(num_layers)
+        ]
+        streams = None
+        if feature_layers:
+            streams = jnp.zeros((num_features + 1, *embedded.shape), self.dtype)
+
+        def step(carry: Any, given: Any) -> tuple[Any, None]:
+            x, cache, streams = carry
+            layer, index = given
+            if streams is not None:
+                streams = streams.at[jnp.array(places, jnp.int32)[index]].set(x)
+
+            def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+                nonlocal cache
+                read, cache = cached_attention(query, key, value, cache, positions, index)
+                return read
+
+            x = self._layer(layer, x, cos_sin, attend, regularize)
+            return (x, cache, streams), None
+
+        indices = jnp.arange(num_layers, dtype=jnp.int32)
+        carry, _ = lax.scan(step, (embedded, cache, streams), (params["layers"], indices))
+        x, cache, streams = carry
+        features = None
+        if streams is not None:
+            chosen = [x if i == num_layers else streams[n] for n, i in enumerate(feature_layers)]
+            features = jnp.concatenate(chosen, axis=2)
+        return TargetOutput(self._logits(params, x), cache, features)
+
+    def run(
+        self,
+        params: dict[str, Any],
+        embedded: jax.Array,
+        positions: jax.Array,
+        attend: Callable[..., jax.Array],
+        regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
+        feature_layers: tuple[int, ...] = (),
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The decoder around a given attention: what `apply` and training share.
+
+        Args:
+          params: weights of the structure and shapes of `param_shapes`, in the compute dtype, not
+            stacked.
+          embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
+          positions: ``[B, S]`` int32, absolute positions, for the rotary embedding.
+          attend: an `Attend` whose first argument is the index of the layer, called once for each.
+          regularize: applied to the ``[B, S, H]`` that each half of a layer adds to the residual
+            stream; training drops parts of it, `TensorParallelLlama` sums it over devices.
+          feature_layers: as in `apply`.
+
+        Returns:
+          Logits ``[B, S, V]`` and features ``[B, S, A H]``, or None, in the compute dtype.
+        """
+        cos_sin = self._rotation(positions)
+        streams = [embedded]  # that enter each layer, and that leaves the last one
+        for index, layer in enumerate(params["layers"]):
+            one = functools.partial(attend, index)
+            streams.append(self._layer(layer, streams[-1], cos_sin, one, regularize))
+        chosen = [streams[i] for i in feature_layers]
+        features = jnp.concatenate(chosen, axis=2) if chosen else None
+        return self._logits(params, streams[-1]), features
+
+    def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        c = self.config
+        return rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+
+    def _layer(
+        self,
+        layer: dict[str, jax.Array],
+        x: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array],
+        attend: Attend,
+        regularize: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """The residual stream ``[B, S, H]`` after one more layer."""
+        c = self.config
+        h = rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
+        x = x + regularize(self_attention(c, layer, h, cos_sin, attend))
+        h = rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)
+        return x + regularize(feed_forward(layer, h))
+
+    def _logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
+        """Logits ``[B, S, V]`` of the residual stream after the last layer."""
+        c = self.config
+        x = rms_norm(x, params["norm"], c.rms_norm_eps)
+        tied = c.tie_word_embeddings
+        lm_head = params["embed_tokens" if tied else "lm_head"]
+        return output_logits(x, lm_head, tied, c.num_token_ids)
+
+
+def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a `Llama` for `scan_layers`: ``layers`` as one dict of ``[L, ...]`` arrays.
+
+    Args:
+      params: of the structure of `param_shapes`, where ``layers`` is a list of dicts.
+
+    Returns:
+      New arrays for the layers; the others are shared.
+
+    Example:
+      >>> import dataclasses
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()
+      >>> model = dataclasses.replace(model, scan_layers=True)
+      >>> params = lm.models.stack_layers(params)
+      >>> params["layers"]["input_layernorm"].shape[0] == model.config.num_hidden_layers
+      True
+    """
+    return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
+
+
+def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `stack_layers`.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()
+      >>> len(lm.models.unstack_layers(lm.models.stack_layers(params))["layers"])
+      2
+    """
+    layers = params["layers"]
+    size = len(next(iter(layers.values())))
+    return {**params, "layers": [{k: x[i] for k, x in layers.items()} for i in range(size)]}
+
+
+def check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
+    """Check that a cache is one of the model, for these requests, and long enough."""
+    c = model.config
+    wanted = f"a list of {c.num_hidden_layers} (keys, values) pairs"
+    if model.scan_layers:
+        wanted = "one pair (keys, values) of all layers"
+    structure: Any = jax.tree.structure(jax.eval_shape(lambda: model.init_cache(1, 1)))
+    found = jax.tree.structure(cache)
+    require(found == structure, "cache", f"be {wanted}, from init_cache,", found)
+    max_length = jax.tree.leaves(cache)[0].shape[-1]
+    expected = jax.eval_shape(lambda: model.init_cache(batch_size, max_length))
+    for leaf, like in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
+        must = f"hold arrays {list(like.shape)} of {like.dtype} for {batch_size} requests"
+        require(leaf.shape == like.shape, "cache", must, leaf)
+        require(leaf.dtype == like.dtype, "cache", must, leaf, error=TypeError)
+    must = f"have at most {max_length} tokens per request, as the cache"
+    require(length <= max_length, "token_ids", must, length)

@@ -1,0 +1,113 @@
+"""Sizes of a Llama decoder, and the shapes of its weights."""
+
+import dataclasses
+from typing import Any
+
+from jax_specdec._src.arrays import require
+from jax_specdec.lm.models.fields import check_fields
+from jax_specdec.lm.models.rotary import RopeScaling
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes of a Llama decoder; fields are named as in a Hugging Face `config.json`.
+
+    Attributes:
+      vocab_size: V, size of the vocabulary axis of embedding and logits.
+      hidden_size: H, width of the residual stream.
+      intermediate_size: I, width of the feed-forward layers.
+      num_hidden_layers: L.
+      num_attention_heads: N, query heads.
+      num_key_value_heads: N_kv, heads of keys and values; each serves N / N_kv query heads.
+      head_dim: D, width of one head; even.
+      rms_norm_eps: added to the mean square in RMSNorm.
+      rope_theta: base of the rotary wavelengths.
+      tie_word_embeddings: the output matrix is the embedding, transposed.
+      max_position_embeddings: longest context seen in training; information only.
+      rope_scaling: how rotary frequencies are scaled; None if they are not.
+      qkv_bias: queries, keys and values have biases, as in Qwen2.
+      qk_norm: queries and keys pass an RMSNorm over each head before rotation, as in Qwen3.
+      num_token_ids: ids from this on are padding of the vocabulary axis: their logits are -inf, so
+        they are never drawn. None if all V ids are tokens.
+
+    Raises:
+      ValueError: a size is not a positive integer below 2**31, a number is not positive or not one
+        that float32 holds, `rope_theta` is less than 1, or sizes do not fit together.
+
+    Example:
+      >>> config = LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+      >>> config.rope_theta
+      10000.0
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    tie_word_embeddings: bool = False
+    max_position_embeddings: int = 2048
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    num_token_ids: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        theta, heads, shared = self.rope_theta, self.num_attention_heads, self.num_key_value_heads
+        # Otherwise the slowest wavelength would be the shortest.
+        require(theta >= 1, "rope_theta", "be at least 1", theta)
+        must = f"be a multiple of num_key_value_heads = {shared}"
+        require(heads % shared == 0, "num_attention_heads", must, heads)
+        require(self.head_dim % 2 == 0, "head_dim", "be even", self.head_dim)
+        count, size = self.num_token_ids, self.vocab_size
+        fits = count is None or (type(count) is int and 1 <= count <= size)
+        must = f"be an integer in [1, vocab_size] = [1, {size}]"
+        require(fits, "num_token_ids", must, count)
+
+
+def param_shapes(config: LlamaConfig) -> dict[str, Any]:
+    """The params pytree of a config, with a shape in place of each array.
+
+    A dict with ``embed_tokens [V, H]``, ``norm [H]``, ``lm_head [H, V]`` (absent if tied), and
+    `layers`, a list of one dict per layer: ``input_layernorm [H]``,
+    ``qkv_proj [H, (N + 2 N_kv) D]`` (query heads, then key heads, then value heads),
+    ``o_proj [N D, H]``, ``post_attention_layernorm [H]``, ``gate_up_proj [H, 2 I]`` (gate, then
+    up), ``down_proj [I, H]``; with `qkv_bias` also ``qkv_bias [(N + 2 N_kv) D]``, with `qk_norm`
+    also ``q_norm [D]`` and ``k_norm [D]``.
+    """
+    c = config
+    heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    layer = {
+        "input_layernorm": (c.hidden_size,),
+        "qkv_proj": (c.hidden_size, heads),
+        "o_proj": (c.num_attention_heads * c.head_dim, c.hidden_size),
+        "post_attention_layernorm": (c.hidden_size,),
+        "gate_up_proj": (c.hidden_size, 2 * c.intermediate_size),
+        "down_proj": (c.intermediate_size, c.hidden_size),
+    }
+    if c.qkv_bias:
+        layer["qkv_bias"] = (heads,)
+    if c.qk_norm:
+        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+    shapes = {
+        "embed_tokens": (c.vocab_size, c.hidden_size),
+        "layers": [dict(layer) for _ in range(c.num_hidden_layers)],
+        "norm": (c.hidden_size,),
+    }
+    if not c.tie_word_embeddings:
+        shapes["lm_head"] = (c.hidden_size, c.vocab_size)
+    return shapes
+
+
+def stacked_shapes(config: LlamaConfig) -> dict[str, Any]:
+    """`param_shapes` with one dict for all layers, whose shapes begin with L."""
+    one = param_shapes(dataclasses.replace(config, num_hidden_layers=1))
+    (layer,) = one["layers"]
+    return one | {"layers": {k: (config.num_hidden_layers, *shape) for k, shape in layer.items()}}

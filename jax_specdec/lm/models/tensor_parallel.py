@@ -1,0 +1,276 @@
+"""A Llama decoder spread over the devices of one mesh axis.
+
+Every device runs a `Llama` of its own under `jax.shard_map`, with fewer heads, fewer feed-forward
+columns and a slice of the vocabulary. What the devices add to the residual stream is summed twice
+per layer, and once for the embedding; the logits stay where they are computed.
+
+Left to XLA's partitioner (`Llama` itself, with sharded weights), one layer on 8 devices exchanges
+data 16 to 27 times in place of these 3: fused matrices cut by columns do not end where heads do,
+and gate and up lie on different devices. Hence the placement of weights by hand.
+
+References:
+  Shoeybi et al., 2019, "Megatron-LM", https://arxiv.org/abs/1909.08053
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.lm.models.llama import Llama
+from jax_specdec.lm.models.protocol import TargetOutput
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallelLlama:
+    """A `Llama` spread over n devices: a `CausalModel` with the same inputs and outputs.
+
+    No size has to be divisible by n. If n does not divide the heads, they are split over as many
+    groups of devices as possible, and all devices of a group compute the same; feed-forward columns
+    are padded with zeros, and the vocabulary with ids whose logits are -inf (so `vocab_size` grows
+    to a multiple of n).
+
+    Params and cache have one more axis than those of the `Llama`, the first, with one entry per
+    device. A device holds its own entry and reads no other. Everything else but the logits is the
+    same on all devices.
+
+    Attributes:
+      model: the whole model.
+      mesh: devices; those along its other axes all compute the same.
+      axis: the axis of the mesh with n devices.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_specdec import lm
+      >>> _, (whole, params) = lm.load_embedded_pair()
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
+      >>> model = lm.models.TensorParallelLlama(whole, mesh, "tensor")
+      >>> params = model.shard_params(params)
+      >>> logits = jax.jit(model.apply)(
+      ...     params, jnp.array([[104, 105]]), jnp.array([0]), model.init_cache(1, 8)).logits
+      >>> logits.shape, logits.addressable_shards[0].data.shape[2] * jax.device_count()
+      ((1, 2, 256), 256)
+    """
+
+    model: Llama
+    mesh: Mesh
+    axis: str
+
+    def __post_init__(self) -> None:
+        if self.axis not in self.mesh.shape:
+            raise ValueError(
+                f"axis must be one of the mesh, {list(self.mesh.shape)}, but it is {self.axis!r}."
+            )
+        # Without axis types: shardings are set here.
+        object.__setattr__(self, "mesh", Mesh(self.mesh.devices, self.mesh.axis_names))
+
+    @property
+    def num_devices(self) -> int:
+        """n."""
+        return self.mesh.shape[self.axis]
+
+    @property
+    def num_head_groups(self) -> int:
+        """Parts that the heads are split into; n / num_head_groups devices have the same part."""
+        c, n = self.model.config, self.num_devices
+        fits = [
+            groups
+            for groups in range(1, n + 1)
+            if n % groups == c.num_attention_heads % groups == 0
+            and (c.num_key_value_heads % groups == 0 or groups % c.num_key_value_heads == 0)
+        ]
+        return fits[-1]
+
+    @property
+    def vocab_size(self) -> int:
+        """Size V of the vocabulary axis of the logits, a multiple of n."""
+        return self._local.vocab_size * self.num_devices
+
+    @property
+    def sharding(self) -> VerifySharding:
+        """How the logits are split."""
+        return VerifySharding(self.mesh, vocab_axis=self.axis)
+
+    @property
+    def _local(self) -> Llama:
+        """What one device runs."""
+        c, n, groups = self.model.config, self.num_devices, self.num_head_groups
+        config = dataclasses.replace(
+            c,
+            vocab_size=-(-c.vocab_size // n),
+            num_attention_heads=c.num_attention_heads // groups,
+            num_key_value_heads=max(1, c.num_key_value_heads // groups),
+            intermediate_size=-(-c.intermediate_size // n),
+            num_token_ids=None,
+        )
+        return Llama(config, self.model.dtype, self.model.scan_layers)
+
+    def shard_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        """The weights, each device's where it runs.
+
+        On several hosts every process calls it with all weights and places those of its own
+        devices. Weights too large for one device are read under ``jax.default_device`` of a CPU.
+
+        Args:
+          params: weights of the whole model.
+
+        Returns:
+          Arrays of the same names, with a leading axis of n.
+        """
+        sharding = NamedSharding(self.mesh, P(self.axis))
+
+        def place(path: Any, x: jax.Array) -> jax.Array:
+            name, whole = path[-1].key, np.asarray(x)
+            is_stacked = self.model.scan_layers and path[0].key == "layers"
+
+            def part(device: int) -> np.ndarray:
+                if is_stacked:
+                    return np.stack([self._part(name, layer, device) for layer in whole])
+                return self._part(name, whole, device)
+
+            def read(index: Any) -> np.ndarray:
+                return np.stack([part(device) for device in range(self.num_devices)[index[0]]])
+
+            shape = (self.num_devices, *part(0).shape)
+            return jax.make_array_from_callback(shape, sharding, read)
+
+        return jax.tree.map_with_path(place, params)
+
+    @property
+    def cache_batch_axis(self) -> int:
+        """See `CausalModel`; the devices come first."""
+        return 1 + self._local.cache_batch_axis
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """An empty cache; see `CausalModel.init_cache`."""
+        one = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))
+        sharding = NamedSharding(self.mesh, P(self.axis))
+
+        def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+            array = jnp.zeros((self.num_devices, *x.shape), x.dtype, device=sharding)
+            return lax.with_sharding_constraint(array, sharding)  # jit ignores `device`
+
+        return jax.tree.map(zeros, one)
+
+    def apply(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        feature_layers: tuple[int, ...] = (),
+    ) -> TargetOutput:
+        """Run S consecutive tokens of each request; see `CausalModel.apply`.
+
+        Args:
+          params: from `shard_params`.
+          token_ids: as in `Llama.apply`.
+          start: as in `Llama.apply`.
+          cache: from `init_cache` or a previous call.
+          feature_layers: as in `Llama.apply`.
+
+        Returns:
+          Logits ``[B, S, V]``, sharded over V; the cache; and features, the same on all devices.
+
+        Raises:
+          ValueError: as in `Llama.apply`.
+          TypeError: as in `Llama.apply`.
+        """
+        output_specs: Any = (P(None, None, self.axis), P(self.axis), P())
+        run = jax.shard_map(
+            functools.partial(self._apply_share, feature_layers=feature_layers),
+            mesh=self.mesh,
+            in_specs=(P(self.axis), P(), P(), P(self.axis)),
+            out_specs=TargetOutput(*output_specs),
+        )
+        return run(params, token_ids, start, cache)
+
+    def _apply_share(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        *,
+        feature_layers: tuple[int, ...],
+    ) -> TargetOutput:
+        """One device's part of `apply`."""
+        local, c = self._local, self.model.config
+        first_id = lax.axis_index(self.axis) * local.vocab_size
+
+        def sum_devices(branch: jax.Array) -> jax.Array:
+            return lax.psum(branch, self.axis)
+
+        def embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
+            ids = jnp.clip(token_ids, 0, c.vocab_size - 1) - first_id
+            is_local = (ids >= 0) & (ids < local.vocab_size)
+            rows = embed_tokens.at[ids].get(mode="clip")
+            return sum_devices(jnp.where(is_local[..., None], rows, 0))
+
+        params, cache = jax.tree.map(lambda x: x[0], (params, cache))
+        logits, cache, features = local.apply_with(
+            params, token_ids, start, cache, feature_layers, embed, sum_devices
+        )
+        num_token_ids = c.num_token_ids or c.vocab_size
+        if num_token_ids < self.vocab_size:
+            ids = first_id + jnp.arange(local.vocab_size, dtype=jnp.int32)
+            logits = jnp.where((ids < num_token_ids)[None, None, :], logits, -jnp.inf)
+        return TargetOutput(logits, jax.tree.map(lambda x: x[None], cache), features)
+
+    def _part(self, name: str, x: np.ndarray, device: int) -> np.ndarray:
+        """What one device holds of a weight, which `param_shapes` describes."""
+        n = self.num_devices
+        if name in ("qkv_proj", "qkv_bias"):
+            return self._heads(x, device)
+        if name == "o_proj":
+            return self._head_rows(x, device)
+        if name in ("embed_tokens", "down_proj"):
+            return _slice(x, device, n)
+        if name == "lm_head":
+            return _slice(x.T, device, n).T
+        if name == "gate_up_proj":
+            halves = np.split(x, 2, axis=1)
+            return np.concatenate([_slice(half.T, device, n).T for half in halves], axis=1)
+        return x
+
+    def _heads(self, x: np.ndarray, device: int) -> np.ndarray:
+        """Query, key and value heads of the device's group, of ``[..., (N + 2 N_kv) D]``."""
+        c, query = self.model.config, self._query_heads(device)
+        per_key = c.num_attention_heads // c.num_key_value_heads
+        keys = slice(query.start // per_key, (query.stop - 1) // per_key + 1)
+        x = x.reshape(*x.shape[:-1], -1, c.head_dim)
+        ends = [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads]
+        q, k, v = np.split(x, ends, axis=-2)
+        x = np.concatenate([q[..., query, :], k[..., keys, :], v[..., keys, :]], axis=-2)
+        return x.reshape(*x.shape[:-2], -1)
+
+    def _head_rows(self, x: np.ndarray, device: int) -> np.ndarray:
+        """Rows of ``[N D, H]`` of the group's heads; zeros but on its first device: one adds."""
+        c, query = self.model.config, self._query_heads(device)
+        rows = x[query.start * c.head_dim : query.stop * c.head_dim]
+        is_first = device % (self.num_devices // self.num_head_groups) == 0
+        return rows if is_first else np.zeros_like(rows)
+
+    def _query_heads(self, device: int) -> slice:
+        """The query heads of the device's group."""
+        group = device // (self.num_devices // self.num_head_groups)
+        size = self._local.config.num_attention_heads
+        return slice(group * size, (group + 1) * size)
+
+
+def _slice(x: np.ndarray, device: int, n: int) -> np.ndarray:
+    """Rows of one device: an n-th of them, filled up with zeros."""
+    size = math.ceil(x.shape[0] / n)
+    rows = x[device * size : (device + 1) * size]
+    return np.pad(rows, [(0, size - len(rows)), *[(0, 0)] * (x.ndim - 1)])

@@ -1,0 +1,342 @@
+"""The tensors of a checkpoint, ``[out, in]`` under Hugging Face names, and the params of `Llama`.
+
+Reading fuses and transposes to the layout of `param_shapes`, once, tensor by tensor: no more than
+one fused matrix is in memory beside the params. Writing undoes it.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+
+from jax_specdec.lm.models.fields import quoted, reason, shown
+from jax_specdec.lm.models.files import existing, is_there, read_json
+from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS = 1024
+"""Rows of a large matrix that are in memory at once, where two of them are compared."""
+
+_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Dtypes that are read, by their names in the file, and what holds them here."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensors:
+    """The open files of a checkpoint.
+
+    Attributes:
+      origin: the file that names all tensors.
+      files: which file holds a tensor, with its path.
+    """
+
+    origin: Path
+    files: dict[str, tuple[Path, Any]]
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, from disk."""
+        return self.files[name][1].get_tensor(name)
+
+    def form(self, name: str) -> tuple[tuple[int, ...], str]:
+        """The shape of a tensor, and its dtype as the file calls it."""
+        stored = self.files[name][1].get_slice(name)
+        return tuple(stored.get_shape()), stored.get_dtype()
+
+    def dtype(self, name: str) -> str:
+        """The dtype that holds a tensor here."""
+        return _DTYPES[self.form(name)[1]]
+
+    def load(
+        self, name: str, dtype: Any, size: int | None = None, *, allow_nonfinite: bool = False
+    ) -> jax.Array:
+        """One tensor on the device, or its first `size` rows.
+
+        Raises:
+          ValueError: a weight is NaN or infinite in `dtype`, and `allow_nonfinite` is false.
+        """
+        tensor = self.read(name)[:size]
+        if not allow_nonfinite:
+            check_finite(shown(self.files[name][0]), name, tensor, dtype)
+        with np.errstate(over="ignore"):  # float64 may be held as float32
+            return jax.device_put(tensor).astype(dtype)
+
+    def fused(self, array: str, names: list[str], dtype: Any, **how: Any) -> jax.Array:
+        """An array of params, of the tensors that make it up; the rest is as for `load`."""
+        parts = [self.load(name, dtype, **how) for name in names]
+        whole = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        return whole if array == "embed_tokens" else whole.T  # XLA transposes faster than NumPy
+
+
+@contextlib.contextmanager
+def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
+    """Open the weights of a checkpoint, one file or shards, and check them against the config.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      OSError: something other than a file is in its place, or it cannot be opened.
+      ValueError: a file cannot be parsed, the index names a file outside the directory, or a tensor
+        is missing, unknown, or of another shape or kind than the config says.
+    """
+    with open_files(directory) as tensors:
+        if _LM_HEAD in tensors.files:  # some writers store it though it is tied
+            config = dataclasses.replace(config, tie_word_embeddings=False)
+        check_tensors(tensors, _tensor_shapes(config))
+        yield tensors
+
+
+@contextlib.contextmanager
+def open_files(directory: Path) -> Iterator[Tensors]:
+    """`open_tensors`, whatever the files hold."""
+    with contextlib.ExitStack() as stack:
+        yield _open(directory, stack)
+
+
+def _open(directory: Path, stack: contextlib.ExitStack) -> Tensors:
+    origin = directory / WEIGHTS_FILE
+    if is_there(origin):
+        file = _open_file(origin, stack)
+        return Tensors(origin, {name: (origin, file) for name in file.keys()})
+    index = directory / INDEX_FILE
+    if not is_there(index):
+        raise FileNotFoundError(
+            f"{shown(origin)} does not exist, nor does {INDEX_FILE}; a checkpoint directory must "
+            "hold one of them."
+        )
+    shard_of = read_json(index).get("weight_map")
+    if not isinstance(shard_of, dict) or not all(isinstance(x, str) for x in shard_of.values()):
+        raise ValueError(
+            f"{shown(index)} lacks a weight_map from names of tensors to names of files."
+        )
+    shards = {}
+    for shard in sorted(set(shard_of.values())):
+        if Path(shard).anchor or ".." in Path(shard).parts:
+            raise ValueError(
+                f"{shown(index)} has the file {quoted(shard)} in its weight_map, which must not "
+                "leave the directory."
+            )
+        path = directory / shard
+        if not is_there(path):
+            raise FileNotFoundError(f"{shown(path)} does not exist, but {INDEX_FILE} lists it.")
+        shards[shard] = (path, _open_file(path, stack))
+    held = {shard: set(file.keys()) for shard, (_, file) in shards.items()}
+    for name, shard in shard_of.items():
+        if name not in held[shard]:
+            raise ValueError(
+                f"{shown(directory / shard)} lacks the tensor {shown(name)}, which {INDEX_FILE} "
+                "says it holds."
+            )
+    return Tensors(index, {name: shards[shard] for name, shard in shard_of.items()})
+
+
+def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
+    existing(path)
+    try:
+        return stack.enter_context(safetensors.safe_open(path, framework="np"))
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{shown(path)} is not a readable safetensors file: {reason(error)}."
+        ) from error
+    except OSError as error:
+        raise OSError(f"{shown(path)} cannot be opened: {reason(error)}.") from error
+
+
+def check_tensors(
+    tensors: Tensors, shapes: Iterable[tuple[str, tuple[int, ...]]], others: Collection[str] = ()
+) -> None:
+    """Check names, shapes and dtypes.
+
+    Args:
+      tensors: what the files hold.
+      shapes: name and shape of each tensor that must be there.
+      others: names of further tensors that may be, which the caller checks.
+
+    Raises:
+      ValueError: a tensor is missing, unknown, or of another shape or kind.
+    """
+    expected = set(others)
+    for name, shape in shapes:  # stops at the first that is missing
+        if name not in tensors.files:
+            raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
+        expected.add(name)
+        has, (found, kind) = f"{shown(tensors.files[name][0])} has {name}", tensors.form(name)
+        if found != shape:
+            raise ValueError(f"{has} of shape {quoted(found)}, but its config.json says {shape}.")
+        if kind not in _DTYPES:
+            listed = ", ".join(_DTYPES)
+            raise ValueError(f"{has} of dtype {kind}, but only {listed} are supported.")
+    for name, (path, _) in tensors.files.items():
+        if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
+            raise ValueError(
+                f"{shown(path)} has a tensor {shown(name)}, which its config.json does not call "
+                "for."
+            )
+
+
+def stores_own_head(tensors: Tensors, dtype: Any) -> bool:
+    """Whether an output matrix is stored that is not the embedding, once both have a dtype.
+
+    `transformers` then uses it, whatever the config says.
+    """
+    if _LM_HEAD not in tensors.files:
+        return False
+    pair = [tensors.files[name][1].get_slice(name) for name in (_EMBEDDING, _LM_HEAD)]
+    size = pair[0].get_shape()[0]
+    for start in range(0, size, _ROWS):
+        with np.errstate(over="ignore"):
+            rows = [x[start : min(start + _ROWS, size)].astype(dtype) for x in pair]
+        if not np.array_equal(*rows):
+            return True
+    return False
+
+
+def read_params(
+    tensors: Tensors,
+    config: LlamaConfig,
+    dtype: Any,
+    vocab_size: int,
+    *,
+    allow_nonfinite: bool,
+    scan_layers: bool = False,
+) -> Any:
+    """The params of `Llama`.
+
+    Args:
+      tensors: from `open_tensors`.
+      config: of the whole checkpoint.
+      dtype: of the params.
+      vocab_size: ids from this on are left out.
+      allow_nonfinite: weights may be NaN or infinite.
+      scan_layers: as in `Llama`.
+
+    Returns:
+      The pytree of `param_shapes` or, with `scan_layers`, of `stacked_shapes`, with `vocab_size`
+      ids.
+
+    Raises:
+      ValueError: a weight is NaN or infinite in `dtype`.
+    """
+
+    def read(array: str, names: list[str]) -> jax.Array:
+        size = vocab_size if array in ("embed_tokens", "lm_head") else None
+        return tensors.fused(array, names, dtype, size=size, allow_nonfinite=allow_nonfinite)
+
+    parts = [layer_tensors(config, _prefix(index)) for index in range(config.num_hidden_layers)]
+    layers: Any
+    if scan_layers:  # one name at a time, so that no more than its weights are held twice
+        layers = {
+            name: jnp.stack([read(name, layer[name]) for layer in parts]) for name in parts[0]
+        }
+    else:
+        layers = [{name: read(name, names) for name, names in layer.items()} for layer in parts]
+    whole = {name: read(name, names) for name, names in _model_tensors(config).items()}
+    return {**whole, "layers": layers}
+
+
+def check_finite(owner: str, name: str, tensor: np.ndarray, dtype: Any) -> None:
+    """Check that no weight is NaN or infinite in `dtype`."""
+    # The bits of floating-point numbers of one sign are integers in the order of magnitude, NaN
+    # last: the largest signed integer is the largest positive number (if there is one), the largest
+    # unsigned integer the largest negative one. NumPy is fast with integers of every width.
+    for kind in ("int", "uint"):
+        bits = tensor.view(f"{kind}{8 * tensor.itemsize}")
+        stored = bits.max().view(tensor.dtype)
+        with np.errstate(over="ignore"):
+            held = stored.astype(dtype)
+        if not np.isfinite(held):
+            raise ValueError(
+                f"{owner} has {name} with a weight of {stored}, which is {held} in {dtype}; "
+                "weights must be finite unless allow_nonfinite is true."
+            )
+
+
+def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint, ``[out, in]``, by name."""
+    tensors = unfuse_arrays(_model_tensors(config), params, {})
+    sizes = part_sizes(config)
+    for index, layer in enumerate(params["layers"]):
+        tensors |= unfuse_arrays(layer_tensors(config, _prefix(index)), layer, sizes)
+    return tensors
+
+
+def unfuse_arrays(
+    names: dict[str, list[str]], arrays: dict[str, Any], sizes: dict[str, list[int]]
+) -> dict[str, np.ndarray]:
+    """The tensors that make up some arrays, the inverse of `Tensors.fused`.
+
+    Args:
+      names: of the tensors of each array, in order of fusion.
+      arrays: these, and perhaps others.
+      sizes: how the last axis of each fused array is cut.
+    """
+    tensors = {}
+    for array, parts in names.items():
+        ends = np.cumsum(sizes.get(array, []))[:-1]
+        pieces = np.split(np.asarray(arrays[array]), ends, axis=-1)
+        for part, piece in zip(parts, pieces, strict=True):
+            tensors[part] = piece if array == "embed_tokens" else piece.T
+    return tensors
+
+
+def stored_shapes(
+    names: dict[str, list[str]], shapes: dict[str, Any], sizes: dict[str, list[int]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape ``[out, in]`` of each tensor that `unfuse_arrays` makes of such shapes."""
+    for array, parts in names.items():
+        *inner, last = shapes[array]
+        for part, size in zip(parts, sizes.get(array, [last]), strict=True):
+            yield part, shapes[array] if array == "embed_tokens" else (size, *inner)
+
+
+def _prefix(index: int) -> str:
+    return f"model.layers.{index}"
+
+
+def _model_tensors(config: LlamaConfig) -> dict[str, list[str]]:
+    """The tensor of each array that is not of a layer."""
+    names = {"embed_tokens": [_EMBEDDING], "norm": ["model.norm.weight"]}
+    return names if config.tie_word_embeddings else names | {"lm_head": [_LM_HEAD]}
+
+
+def layer_tensors(config: LlamaConfig, prefix: str) -> dict[str, list[str]]:
+    """Which tensors make up each array of a layer, in order of fusion."""
+    names = {
+        "input_layernorm": [f"{prefix}.input_layernorm.weight"],
+        "qkv_proj": [f"{prefix}.self_attn.{x}_proj.weight" for x in "qkv"],
+        "o_proj": [f"{prefix}.self_attn.o_proj.weight"],
+        "post_attention_layernorm": [f"{prefix}.post_attention_layernorm.weight"],
+        "gate_up_proj": [f"{prefix}.mlp.{x}_proj.weight" for x in ("gate", "up")],
+        "down_proj": [f"{prefix}.mlp.down_proj.weight"],
+    }
+    if config.qkv_bias:
+        names["qkv_bias"] = [f"{prefix}.self_attn.{x}_proj.bias" for x in "qkv"]
+    if config.qk_norm:
+        names |= {f"{x}_norm": [f"{prefix}.self_attn.{x}_norm.weight"] for x in "qk"}
+    return names
+
+
+def part_sizes(config: LlamaConfig) -> dict[str, list[int]]:
+    """How the last axis of each fused array is cut into tensors."""
+    keys = config.num_key_value_heads * config.head_dim
+    heads = [config.num_attention_heads * config.head_dim, keys, keys]
+    return {"qkv_proj": heads, "qkv_bias": heads, "gate_up_proj": [config.intermediate_size] * 2}
+
+
+def _tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and ``[out, in]`` shape of every tensor of a checkpoint.
+
+    One at a time, because a file may ask for more layers than memory can hold the names of.
+    """
+    shapes = param_shapes(dataclasses.replace(config, num_hidden_layers=1))
+    (layer,) = shapes["layers"]
+    yield from stored_shapes(_model_tensors(config), shapes, {})
+    for index in range(config.num_hidden_layers):
+        names = layer_tensors(config, _prefix(index))
+        yield from stored_shapes(names, layer, part_sizes(config))

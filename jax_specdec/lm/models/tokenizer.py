@@ -1,0 +1,533 @@
+"""`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library (extra `hf`)."""
+
+import codecs
+import contextlib
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax_specdec._src.arrays import check_type, is_error, require
+from jax_specdec.lm.models.added_tokens import special_tokens, tokens_beside
+from jax_specdec.lm.models.bytes import id_list
+from jax_specdec.lm.models.chat import read_chat_template
+from jax_specdec.lm.models.config_json import CONFIG_FILE
+from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted, reason, shown
+from jax_specdec.lm.models.files import existing, path_of, read_json
+
+TOKENIZER_FILE = "tokenizer.json"
+GENERATION_FILE = "generation_config.json"
+
+_REPLACEMENT = "\ufffd"
+_MOST_OPEN = 3
+"""A character in UTF-8 has at most 4 bytes, so at most 3 bytes can be incomplete."""
+
+_MOST_HELD = 64
+"""Byte tokens that are held back, and other tokens that are decoded again."""
+
+_NUM_KEPT = 16
+"""Tokens that decide about what follows broken bytes: 3 characters of 3 bytes, and one of 4."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back; from `load_tokenizer`.
+
+    Attributes:
+      path: the file it was read from.
+      library_tokenizer: the `tokenizers.Tokenizer` behind it.
+      stop_token_ids: ids that end a text, from the checkpoint's `generation_config.json` or else
+        its `config.json`, and the `eos_token` of its `tokenizer_config.json`.
+
+    Example:
+      >>> import tokenizers
+      >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+      >>> tokenizer = Tokenizer(Path("tokenizer.json"), words, stop_token_ids=())
+      >>> tokenizer.encode("yes"), tokenizer.decode([1, 0])
+      ([1], 'yes no')
+    """
+
+    path: Path
+    library_tokenizer: Any = dataclasses.field(repr=False)
+    stop_token_ids: tuple[int, ...]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text. Other threads run meanwhile.
+
+        Args:
+          text: a lone surrogate in it, which UTF-8 cannot hold, becomes a question mark.
+          add_special_tokens: with what the tokenizer adds around a text, such as a first token.
+
+        Raises:
+          TypeError: `text` is not a str.
+          ValueError: the tokenizer has no ids for the text.
+        """
+        check_type("text", text, str)
+        text = text.encode("utf-8", errors="replace").decode("utf-8")
+        with _library_errors(self.path, "cannot encode the text"):
+            # Unlike the library's `encode`, this gives up Python's lock; the ids are the same.
+            (encoding,) = self.library_tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return list(encoding.ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of a conversation, up to where the model's answer begins.
+
+        The checkpoint's chat template, from `chat_template.jinja` or else `tokenizer_config.json`,
+        makes the text, special tokens included. It is a Jinja program, and runs in a sandbox in a
+        process of its own: for at most 5 s, and in at most 512 MiB of memory. Systems that do not
+        limit the memory of a process, such as Windows and macOS, bound the time alone.
+
+        A "developer" is the "system" of a template that does not name that role. A message of
+        another role than "system", "user" and "assistant" is refused if the template leaves it out.
+
+        Args:
+          messages: each with a "role", such as "user", and a "content".
+
+        Raises:
+          ImportError: the `jinja2` library is not installed.
+          OSError: a file cannot be opened.
+          TypeError: `messages` is something else.
+          ValueError: there is no template, it cannot be applied to the messages, leaves one out or
+            takes too much time or memory, or the tokenizer has no ids for the text.
+
+        Example:
+          >>> import tempfile, tokenizers
+          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<user>": 0, "yes": 1}))
+          >>> words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+          >>> with tempfile.TemporaryDirectory() as directory:
+          ...     words.save(f"{directory}/tokenizer.json")
+          ...     template = Path(directory) / "chat_template.jinja"
+          ...     _ = template.write_text("<{{ messages[0].role }}> {{ messages[0].content }}")
+          ...     load_tokenizer(directory).encode_chat([{"role": "user", "content": "yes"}])
+          [0, 1]
+        """
+        return self.encode(self.chat_text(messages), add_special_tokens=False)
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text that `encode_chat` encodes, special tokens included.
+
+        Args:
+          messages: as for `encode_chat`.
+
+        Raises:
+          ImportError, OSError, TypeError, ValueError: as `encode_chat` does.
+
+        Example:
+          >>> import tempfile, tokenizers
+          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"yes": 0}))
+          >>> with tempfile.TemporaryDirectory() as directory:
+          ...     words.save(f"{directory}/tokenizer.json")
+          ...     template = Path(directory) / "chat_template.jinja"
+          ...     _ = template.write_text("<{{ messages[0].role }}> {{ messages[0].content }}")
+          ...     load_tokenizer(directory).chat_text([{"role": "user", "content": "yes"}])
+          '<user> yes'
+        """
+        return read_chat_template(self.path.parent).apply(messages)
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of ids. Special tokens have no text; bytes that are not UTF-8 become U+FFFD.
+
+        Raises:
+          TypeError: an id is not an integer.
+          ValueError: an id is outside [0, 2**31), or the tokenizer's decoder fails.
+        """
+        token_ids = id_list(token_ids)
+        for token_id in token_ids:
+            require(is_token_id(token_id), "token_ids", "be ids, in [0, 2**31)", token_id)
+        with _library_errors(self.path, "cannot decode the ids"):
+            return str(self.library_tokenizer.decode(token_ids))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 that a token adds inside a text: maybe a part of a character, or nothing.
+
+        Raises:
+          TypeError: the id is not an integer.
+          ValueError: it is outside [0, 2**31), or the tokenizer's decoder fails.
+
+        Example:
+          >>> import tokenizers
+          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+          >>> Tokenizer(Path("tokenizer.json"), words, stop_token_ids=()).token_bytes(1)
+          b' yes'
+        """
+        if not self._has_text(token_id):
+            return b""
+        if token_id in self._byte_of:
+            return bytes([self._byte_of[token_id]])
+        once, twice = (self.decode([token_id] * count) for count in (1, 2))
+        text = twice[len(once) :]  # with the space that many tokenizers drop from the first
+        name = self.library_tokenizer.id_to_token(token_id)
+        if _REPLACEMENT in text and set(name) <= _byte_level().keys():
+            own = bytes(_byte_level()[character] for character in name)
+            if own.decode(errors="replace") == once:
+                return own
+        return text.encode()
+
+    def _has_text(self, token_id: int) -> bool:
+        """Whether an id is a token, and not a special one; `decode` passes over the others."""
+        is_token = self.library_tokenizer.id_to_token(token_id) is not None
+        return is_token and token_id not in self.special_tokens
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """Special tokens by their ids, the longest first."""
+        added = self.library_tokenizer.get_added_tokens_decoder()
+        found = {token_id: token.content for token_id, token in added.items() if token.special}
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+    @functools.cached_property
+    def _byte_of(self) -> dict[int, int]:
+        """The byte of each token `<0x00>` to `<0xFF>`, if the decoder takes them for bytes."""
+        names = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+        ids = {byte: self.library_tokenizer.token_to_id(name) for byte, name in names.items()}
+        found = {token_id: byte for byte, token_id in ids.items() if token_id is not None}
+        return {one: byte for one, byte in found.items() if names[byte] not in self.decode([one])}
+
+    def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
+        """A decoder of what follows a prompt, as it comes."""
+        return TextStream(self, prompt_token_ids)
+
+    def check_same_vocabulary(self, other: "Tokenizer") -> None:
+        """Check that an id means the same to both tokenizers.
+
+        Raises:
+          ValueError: one id does not; the message names the files and the first difference.
+        """
+        ours, theirs = (
+            {i: token for token, i in tokenizer.library_tokenizer.get_vocab().items()}
+            for tokenizer in (self, other)
+        )
+        differences = (i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+        if (first := min(differences, default=None)) is not None:
+            mine, its = (
+                quoted(tokens[first]) if first in tokens else "unknown" for tokens in (ours, theirs)
+            )
+            raise ValueError(
+                f"{shown(self.path)} and {shown(other.path)} differ: token id {first} is {mine} in "
+                f"the first and {its} in the second."
+            )
+
+
+class TextStream:
+    """Decodes a stream of token ids, holding back characters that are not complete yet.
+
+    Joined, its pieces are the text that all ids add to the prompt's text. For each piece only the
+    last few ids are decoded: those since the last point at which no character was incomplete, and
+    those of the piece before, because a token's text may depend on whether it begins a text.
+
+    Tokens that are single bytes (`<0xE6>`; Llama 2, Mistral) are text only together: if one of a
+    run of them is no UTF-8, all of them become U+FFFD. So a run is held back up to its end, or up
+    to 64 bytes. What was held longer than that is returned, and no later byte changes it.
+
+    Args:
+      tokenizer: a `Tokenizer`, or a function that gives the text of a list of ids and U+FFFD for an
+        incomplete character, such as `decode_bytes`. Of a function that changes what came before
+        when an id is added, what was returned stays.
+      prompt_token_ids: what the stream follows. It may end inside a character.
+
+    Raises:
+      TypeError: `tokenizer` is neither.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> _, (model, params) = lm.load_embedded_pair()  # for another model, `load_tokenizer`
+      >>> prompt = lm.encode_bytes("class Stack(")
+      >>> stream = lm.TextStream(lm.decode_bytes, prompt)
+      >>> for step in lm.generate_stream(
+      ...     model, params, [prompt], drafter=lm.NGramDrafter(), max_new_tokens=6,
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2)):
+      ...     kept = step.token_ids[0, : step.num_kept[0]]  # the rest is -1
+      ...     print(stream.decode(kept), end="|", flush=True)
+      o|b|j|e|c|t|
+      >>> stream.decode([], final=True)
+      ''
+    """
+
+    # `tokenizers.decoders.DecodeStream` does not do: it has no end, it returns what a broken run
+    # of bytes would change, and it decodes all ids since the last text again for each id.
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | Callable[[list[int]], str],
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        decode = tokenizer.decode if isinstance(tokenizer, Tokenizer) else tokenizer
+        must = "be a Tokenizer or a function"
+        require(callable(decode), "tokenizer", must, tokenizer, error=TypeError)
+        self._decode = decode
+        self._byte_of: Mapping[int, int] = {}
+        self._has_text: Callable[[int], bool] = lambda token_id: True
+        if isinstance(tokenizer, Tokenizer):
+            self._byte_of, self._has_text = tokenizer._byte_of, tokenizer._has_text
+        self._run = bytearray()  # of the byte tokens at the end
+        self._num_run_shown = 0  # bytes of it whose text was returned
+        self._num_held = 0  # characters at the end of the text of other tokens
+        self._context = 0  # ids before the newest piece
+        token_ids = id_list(prompt_token_ids)
+        text = decode(token_ids)  # what it refuses is named first
+        token_ids = list(filter(self._has_text, token_ids))
+        end = len(token_ids)
+        while end and token_ids[end - 1] in self._byte_of:
+            end -= 1
+        self._token_ids = token_ids[:end]
+        self._shown = text if end == len(token_ids) else decode(self._token_ids)
+        self._shorten(self._shown)
+        for token_id in token_ids[end:]:
+            self._add(token_id)
+        if not self.is_complete:
+            self._settle()
+            self._num_run_shown = len(self._run)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is held back: the pieces are the text of all ids so far."""
+        return self._num_held == 0 and self._num_run_shown == len(self._run)
+
+    def decode(self, token_ids: Iterable[int], *, final: bool = False) -> str:
+        """The text that the next ids complete.
+
+        Args:
+          token_ids: the next ids, of any integer type.
+          final: no more ids follow: an incomplete character becomes U+FFFD.
+
+        Raises:
+          TypeError: an id is not an integer.
+          ValueError: the tokenizer refuses an id, such as one outside [0, 2**31).
+        """
+        token_ids = id_list(token_ids)
+        self._decode(token_ids)  # what it refuses is not kept
+        pieces = [self._add(token_id) for token_id in filter(self._has_text, token_ids)]
+        if final:
+            pieces += [self._end_run(), self._advance(hold=False)]
+        return "".join(pieces)
+
+    def _add(self, token_id: int) -> str:
+        if token_id in self._byte_of:
+            self._token_ids.append(token_id)
+            self._run.append(self._byte_of[token_id])
+            return self._advance_run()
+        piece = self._end_run()
+        self._token_ids.append(token_id)
+        return piece + self._advance(hold=True)
+
+    def _advance(self, *, hold: bool) -> str:
+        text = self._decode(self._token_ids)
+        open_ = len(text) - len(text.rstrip(_REPLACEMENT)) if hold and not self._byte_of else 0
+        is_long = len(self._token_ids) > _MOST_HELD
+        if open_ and not is_long and not text.startswith(self._shown):
+            self._num_held = open_
+            return ""  # the function changes what it gave: for how long, later ids decide
+        self._num_held = min(open_, _MOST_OPEN)
+        begin = len(os.path.commonprefix([text, self._shown]))
+        end = max(begin, len(text) - self._num_held)
+        piece, self._shown = text[begin:end], text[:end]
+        newest = self._token_ids[self._context :]
+        if self._num_held == 0 and (newest_text := self._decode(newest)):
+            self._token_ids, self._shown, self._context = newest, newest_text, len(newest)
+        elif is_long:
+            self._shorten(text)
+        return piece
+
+    def _shorten(self, text: str) -> None:
+        """Forget ids that the rest of the text does not depend on; `text` is that of all.
+
+        That is so if the last 4 characters stay, since at most 3 of them can be incomplete.
+        """
+        for token_ids in (
+            self._token_ids[-_NUM_KEPT:],
+            self._token_ids[-_MOST_HELD:],
+            self._token_ids[: self._context] + self._token_ids[-_NUM_KEPT:],  # the end has no text
+        ):
+            short = self._decode(token_ids)
+            is_same = short[-_MOST_OPEN - 1 :] == text[-_MOST_OPEN - 1 :]
+            if is_same and len(token_ids) < len(self._token_ids):
+                self._shown = short[: len(self._shown) - len(text) + len(short)]
+                self._token_ids, self._context = token_ids, 0
+                return
+
+    def _advance_run(self) -> str:
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(self._run)
+        except UnicodeDecodeError as error:  # whatever follows, no byte of the run is text
+            num_new = len(self._run) - self._num_run_shown
+            broken = slice(error.start, error.end + 1)  # enough to break what follows
+            self._token_ids[-len(self._run) :] = self._token_ids[-len(self._run) :][broken]
+            self._run = self._run[broken]
+            self._num_run_shown = len(self._run)
+            self._shown = self._decode(self._token_ids)
+            return _REPLACEMENT * num_new
+        return self._settle() if len(self._run) - self._num_run_shown > _MOST_HELD else ""
+
+    def _settle(self) -> str:
+        """The text of the run's complete characters; the last of them becomes the context."""
+        whole = self._run.decode(errors="ignore")
+        if not whole:
+            return ""
+        end, last = len(whole.encode()), len(whole[-1].encode())
+        begin = len(self._token_ids) - len(self._run)
+        text = self._decode(self._token_ids[: begin + end])
+        piece = text[len(os.path.commonprefix([text, self._shown])) :]
+        self._token_ids, self._context = self._token_ids[begin + end - last :], 0
+        self._run, self._num_run_shown = self._run[end - last :], last
+        self._shown = self._decode(self._token_ids[:last])
+        return piece
+
+    def _end_run(self) -> str:
+        """What is left of the run of bytes, if it is no text; else it is text like any other."""
+        piece = ""
+        try:
+            self._run.decode()
+        except UnicodeDecodeError:
+            piece = _REPLACEMENT * (len(self._run) - self._num_run_shown)
+            self._shown = self._decode(self._token_ids)
+        self._run.clear()
+        self._num_run_shown = 0
+        return piece
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer:
+    """Read the tokenizer of a Hugging Face checkpoint from a local directory.
+
+    Args:
+      directory: holds `tokenizer.json`; `config.json` or `generation_config.json`, from which the
+        stop tokens are read; and maybe `tokenizer_config.json`, `special_tokens_map.json` and
+        `added_tokens.json`, which add tokens as they do in `transformers`.
+
+    Returns:
+      The tokenizer.
+
+    Raises:
+      ImportError: the `tokenizers` library is not installed.
+      TypeError: `directory` is not a path.
+      FileNotFoundError: there is no `tokenizer.json`.
+      OSError: something other than a file is in its place, or a file cannot be opened.
+      ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31), that
+        stands for two tokens, or that is not the next one for a token that it adds.
+
+    Example:
+      >>> import tempfile, tokenizers
+      >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     words.save(f"{directory}/tokenizer.json")
+      ...     load_tokenizer(directory).encode("yes")
+      [1]
+    """
+    path = existing(path_of(directory) / TOKENIZER_FILE)
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            f"{shown(path)} is read by the tokenizers library, which is not installed: "
+            "pip install tokenizers, or the extra hf."
+        ) from error
+    beside = tokens_beside(path.parent, *_token_ids(path))
+    with _library_errors(path, "is not a tokenizer that can be read"):
+        library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        library_tokenizer.no_truncation()
+        library_tokenizer.no_padding()
+        library_tokenizer.add_tokens([tokenizers.AddedToken(**token) for token in beside.values()])
+        library_tokenizer.encode("")  # some errors show only here
+    stops = stop_token_ids(path.parent)
+    if (end := special_tokens(path.parent).get("eos_token")) is not None:
+        end_id = library_tokenizer.token_to_id(end)
+        if end_id is not None and end_id not in stops:
+            stops += (end_id,)
+    return Tokenizer(path, library_tokenizer, stops)
+
+
+def count_token_ids(path: Path) -> int:
+    """One more than the last id of a tokenizer; needs no library.
+
+    Raises:
+      FileNotFoundError: there is no `tokenizer.json` at the path.
+      OSError: it is not a file, or cannot be opened.
+      ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two tokens;
+        or a file beside it adds tokens that it cannot have.
+    """
+    vocab, added = _token_ids(path)
+    return max([*vocab.values(), *added, *tokens_beside(path.parent, vocab, added)]) + 1
+
+
+def _token_ids(path: Path) -> tuple[dict[str, int], dict[int, dict[str, Any]]]:
+    """The vocabulary in a `tokenizer.json`, and by id the tokens that it adds."""
+    raw = read_json(path)
+    where = raw.where
+    vocab = _vocabulary(raw.get("model"))
+    if not vocab:
+        raise ValueError(f"{where} has no vocabulary of token ids in it.")
+    added = raw.given("added_tokens", [])
+    are_objects = isinstance(added, list) and all(isinstance(token, dict) for token in added)
+    raw.require(are_objects, "added_tokens", "which is not a list of objects")
+    added_ids = [(index, token.get("id")) for index, token in enumerate(added)]
+    for field, ids in (("model.vocab", vocab), ("added_tokens", added_ids)):
+        for key, token_id in ids:
+            if not is_token_id(token_id):
+                raise ValueError(
+                    f"{where} has {field} with the id {quoted(token_id)} for {quoted(key)}, but a "
+                    f"token id must be an integer in [0, {MAX_INT}]."
+                )
+    tokens: dict[int, Any] = {}
+    for token, token_id in vocab:  # added tokens may repeat them
+        if (first := tokens.setdefault(token_id, token)) != token:
+            raise ValueError(
+                f"{where} has model.vocab with the id {token_id} for {quoted(first)} and for "
+                f"{quoted(token)}, but an id must mean one token."
+            )
+    return dict(vocab), {token["id"]: token for token in added}
+
+
+def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
+    """Tokens and the values given as their ids; empty if there is no vocabulary."""
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, dict):
+        return list(vocab.items())
+    if isinstance(vocab, list) and all(
+        isinstance(x, list) and len(x) == 2 and isinstance(x[0], str) for x in vocab
+    ):
+        return [(piece, index) for index, (piece, _) in enumerate(vocab)]  # with scores
+    return []
+
+
+def stop_token_ids(directory: Path) -> tuple[int, ...]:
+    """The `eos_token_id` of a checkpoint, from `generation_config.json` or else `config.json`.
+
+    Raises:
+      OSError: a file cannot be opened.
+      ValueError: a file cannot be parsed, or has something that is no id or list of ids.
+    """
+    for path in (directory / GENERATION_FILE, directory / CONFIG_FILE):
+        raw = read_json(path, optional=True)
+        if (found := raw.get("eos_token_id")) is not None:
+            ids = found if isinstance(found, list) else [found]
+            are_ids = all(map(is_token_id, ids))
+            raw.require(are_ids, "eos_token_id", "which is no id or list of ids")
+            return tuple(ids)
+    return ()
+
+
+@functools.cache
+def _byte_level() -> dict[str, int]:
+    """The bytes of the characters that stand for them in the tokens of GPT-2 and its followers."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+@contextlib.contextmanager
+def _library_errors(path: Path, what: str) -> Iterator[None]:
+    """What the library raises, in one sentence; its panics are not of type `Exception`.
+
+    Raises:
+      ValueError: the library raised something.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_error(error):
+            raise
+        raise ValueError(f"{shown(path)} {what}: {reason(error)}.") from error

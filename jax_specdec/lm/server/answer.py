@@ -1,0 +1,313 @@
+"""From the engine's updates to the answers of OpenAI's API."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from jax_specdec import lm
+from jax_specdec.lm.server.limits import ApiError, Json
+from jax_specdec.lm.server.request import Asked
+from jax_specdec.lm.server.vocabulary import Vocabulary
+from jax_specdec.lm.server.worker import Channel, Worker
+
+_FIRST_SURROGATE = 0xD800
+"""Lone surrogates are in no text, so they can stand for special tokens."""
+
+
+class Piece:
+    """What became ready of a choice: text, and tokens with their log-probabilities."""
+
+    def __init__(self, text: str, tokens: list[Json], finish_reason: str | None) -> None:
+        self.text, self.tokens, self.finish_reason = text, tokens, finish_reason
+
+
+class ChoiceText:
+    """The text of one choice: held back where it may be the beginning of a stop string.
+
+    The text ends before the stop string that is complete first, however it is cut into tokens, but
+    not within the first `min_tokens` tokens. A special token has no text, but a stop string that
+    spells it ends there too.
+
+    The bytes of the tokens, joined, are the text. Tokens are ready once all of their text is; the
+    one that the stop string cuts has bytes up to there.
+    """
+
+    def __init__(
+        self, asked: Asked, stream: lm.TextStream, words: Vocabulary, min_tokens: int = 0
+    ) -> None:
+        self.num_tokens = 0
+        self.is_done = False
+        self._asked, self._stream, self._words = asked, stream, words
+        self._min_tokens = min_tokens
+        self._marks: dict[int, str] = {}  # of special tokens that stop strings spell
+        marked = asked.stops
+        for token_id, token in words.special_tokens.items() if asked.stops else ():
+            if any(token in stop for stop in marked):
+                self._marks[token_id] = chr(_FIRST_SURROGATE + len(self._marks))
+                marked = [stop.replace(token, self._marks[token_id]) for stop in marked]
+        self._stops = list({*asked.stops, *marked})
+        self._held = ""  # with the marks
+        self._num_skipped = 0  # characters of it where no stop string ends
+        self._num_ready = 0  # bytes of the text
+        self._tokens: list[Json] = []  # whose text is held back
+        self._group: list[Json] = []  # whose text is not complete
+        self._group_text = ""
+        self._num_grouped = 0, 0  # bytes and characters of the text before the group
+
+    def add(self, update: lm.RequestUpdate) -> Piece:
+        """What an update makes ready."""
+        for i, token_id in enumerate(update.token_ids):
+            self.num_tokens += 1
+            if update.finish_reason == "stop" and i == len(update.token_ids) - 1:
+                break  # a stop token has no text
+            if self._asked.num_top is not None:
+                self._group.append(self._with_logprobs(update, i, token_id))
+            self._extend([token_id])
+            if token_id in self._marks:
+                self._extend([], final=True)  # a mark follows all text before it
+                self._held += self._marks[token_id]
+            if (end := self._find_stop()) is not None:
+                return self._ready(end, "stop", is_cut=True)
+        if update.finish_reason is None:
+            return self._ready(len(self._held) - self._num_open(), None)
+        self._extend([], final=True)
+        if (end := self._find_stop()) is not None:
+            return self._ready(end, "stop", is_cut=True)
+        return self._ready(len(self._held), update.finish_reason)
+
+    def _extend(self, token_ids: list[int], *, final: bool = False) -> None:
+        text = self._stream.decode(token_ids, final=final)
+        self._held += text
+        if self._group:
+            self._group_text += text
+            if self._stream.is_complete:
+                self._share()
+
+    def _share(self) -> None:
+        """Give the group's tokens their parts of its text."""
+        text = self._group_text.encode()
+        sizes = [len(one["bytes"]) for one in self._group]
+        if not b"".join(bytes(one["bytes"]) for one in self._group).startswith(text):
+            sizes = [0] * (len(sizes) - 1) + [len(text)]  # broken bytes became U+FFFD
+        (first, num_characters), begin = self._num_grouped, 0
+        for one, size in zip(self._group, sizes, strict=True):
+            end = min(begin + size, len(text))
+            one["bytes"] = list(text[begin:end])
+            one["begin"], one["end"] = first + begin, first + end
+            one["offset"] = num_characters + len(text[:begin].decode(errors="ignore"))
+            begin = end
+        self._num_grouped = first + len(text), num_characters + len(self._group_text)
+        self._tokens += self._group
+        self._group, self._group_text = [], ""
+
+    def _ready(self, end: int, finish_reason: str | None, *, is_cut: bool = False) -> Piece:
+        text, self._held = self._held[:end], self._held[end:]
+        for mark in self._marks.values():
+            text = text.replace(mark, "")
+        self._num_skipped = max(0, self._num_skipped - end)
+        self._num_ready += len(text.encode())
+        self.is_done = finish_reason is not None
+        if self.is_done and self._group:
+            self._share()
+        ready = self._num_ready
+        if is_cut:
+            tokens = [one for one in self._tokens if one["begin"] < ready]
+            for one in tokens:
+                del one["bytes"][ready - one["begin"] :]
+        elif self.is_done:
+            tokens = self._tokens
+        else:  # what has no text waits for what follows
+            tokens = [one for one in self._tokens if one["begin"] < ready >= one["end"]]
+        self._tokens = self._tokens[len(tokens) :]
+        return Piece(text, tokens, finish_reason)
+
+    def _find_stop(self) -> int | None:
+        """Where the stop string begins that is complete first, past the first `min_tokens`."""
+        if self.num_tokens <= self._min_tokens:
+            self._num_skipped = len(self._held)
+        found = []
+        for stop in self._stops:
+            at = self._held.find(stop, max(0, self._num_skipped + 1 - len(stop)))
+            if at >= 0:
+                found.append((at + len(stop), at))
+        return min(found)[1] if found else None
+
+    def _num_open(self) -> int:
+        """Characters at the end that a stop string may begin with."""
+        longest = max(map(len, self._stops), default=1) - 1
+        for count in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-count:]) for stop in self._stops):
+                return count
+        return 0
+
+    def _with_logprobs(self, update: lm.RequestUpdate, i: int, token_id: int) -> Json:
+        assert update.logprobs is not None
+        numbers = update.logprobs
+        ids, values = numbers.top_token_ids[i].tolist(), numbers.top_logprobs[i].tolist()
+        top = [self._entry(one, value) for one, value in zip(ids, values, strict=True) if one >= 0]
+        found = self._entry(token_id, float(numbers.logprobs[i]))
+        found["top"] = top[: self._asked.num_top]
+        return found
+
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        text, own_bytes = self._words.token(token_id)
+        finite = max(logprob, -9999.0)  # JSON has no infinity
+        return {"token": text, "logprob": finite, "bytes": list(own_bytes)}
+
+
+def _logprobs_as_json(tokens: list[Json], is_chat: bool) -> Json:
+    """Log-probabilities in the form of chat completions, or of completions."""
+    if is_chat:
+        keys = "token", "logprob", "bytes"
+        content = [{**{k: x[k] for k in keys}, "top_logprobs": x["top"]} for x in tokens]
+        return {"content": content, "refusal": None}
+    # Of tokens with one text, the likeliest, which comes last here, is shown.
+    tops = [{top["token"]: top["logprob"] for top in reversed(x["top"])} for x in tokens]
+    return {
+        "tokens": [one["token"] for one in tokens],
+        "token_logprobs": [one["logprob"] for one in tokens],
+        "top_logprobs": tops,
+        "text_offset": [one["offset"] for one in tokens],
+    }
+
+
+class Answer:
+    """An ASGI response: the choices of a request, as a stream of events or as one object.
+
+    When the client leaves, or reads too slowly, what is left of its request is cancelled.
+    """
+
+    def __init__(
+        self, asked: Asked, channel: Channel, worker: Worker, words: Vocabulary, model_name: str
+    ) -> None:
+        self._asked, self._channel, self._worker = asked, channel, worker
+        self._texts = [
+            ChoiceText(asked, stream, words, choice["options"].min_tokens)
+            for stream, choice in zip(asked.streams, asked.choices, strict=True)
+        ]
+        kind = "chat.completion" if asked.is_chat else "text_completion"
+        self._head: Json = {
+            "id": ("chatcmpl-" if asked.is_chat else "cmpl-") + secrets.token_hex(12),
+            "object": kind + ".chunk" * (asked.is_stream and asked.is_chat),
+            "created": int(time.time()),
+            "model": model_name,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, unless the client leaves before."""
+        work = self._stream(send) if self._asked.is_stream else self._whole(scope, receive, send)
+        tasks = [asyncio.create_task(x) for x in (work, _left(receive), self._too_slow())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self._worker.cancel(self._channel)
+        if tasks[0].done():
+            tasks[0].result()
+
+    async def _too_slow(self) -> None:
+        await self._channel.is_full.wait()
+
+    async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        while not all(text.is_done for text in self._texts):
+            choice, update = await self._channel.get()
+            if self._texts[choice].is_done:
+                continue
+            if update.finish_reason == "failed":
+                matcher = self._asked.choices[choice].get("matcher")
+                if matcher is not None and matcher.error:
+                    name, why = "response_format", matcher.error.partition("\n")[0]
+                    raise ApiError(f"{name} cannot be followed to its end: {why}", name)
+                message = update.error or f"the text cannot be verified: {update.status.name}"
+                raise ApiError(message, status=500)
+            try:
+                piece = self._texts[choice].add(update)
+            except ValueError as error:  # the tokenizer's decoder failed
+                raise ApiError(str(error), status=500) from error
+            yield choice, piece
+            if piece.finish_reason is not None and update.finish_reason is None:
+                self._worker.cancel(self._channel, choice)  # a stop string
+
+    def _choice(self, index: int, piece: Piece, content: Json) -> Json:
+        logprobs = None
+        if self._asked.num_top is not None and (piece.tokens or not self._asked.is_stream):
+            logprobs = _logprobs_as_json(piece.tokens, self._asked.is_chat)
+        finish_reason = piece.finish_reason
+        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    @property
+    def _usage(self) -> Json:
+        new = sum(text.num_tokens for text in self._texts)
+        old = self._asked.num_prompt_tokens
+        return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        whole = [Piece("", [], None) for _ in self._texts]
+        async for index, piece in self._pieces():
+            whole[index].text += piece.text
+            whole[index].tokens += piece.tokens
+            whole[index].finish_reason = piece.finish_reason
+        choices = []
+        for index, piece in enumerate(whole):
+            content: Json = {"text": piece.text}
+            if self._asked.is_chat:
+                message = {"role": "assistant", "content": piece.text, "refusal": None}
+                content = {"message": message}
+            choices.append(self._choice(index, piece, content))
+        answer = {**self._head, "choices": choices, "usage": self._usage}
+        await JSONResponse(answer)(scope, receive, send)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        usage: Json = {"usage": None} if self._asked.has_usage else {}
+        try:
+            if self._asked.is_chat:
+                for index in range(len(self._texts)):
+                    delta = {"delta": {"role": "assistant", "content": ""}}
+                    choice = self._choice(index, Piece("", [], None), delta)
+                    yield _event({**self._head, "choices": [choice], **usage})
+            async for index, piece in self._pieces():
+                if piece.text or piece.tokens or piece.finish_reason:
+                    content: Json = {"text": piece.text}
+                    if self._asked.is_chat:
+                        content = {"delta": {"content": piece.text} if piece.text else {}}
+                    choice = self._choice(index, piece, content)
+                    yield _event({**self._head, "choices": [choice], **usage})
+            if self._asked.has_usage:
+                yield _event({**self._head, "choices": [], "usage": self._usage})
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.content)
+
+    async def _stream(self, send: Send) -> None:
+        async def send_and_note(message: Message) -> None:
+            self._channel.is_sending = True
+            await send(message)
+            self._channel.is_sending = False
+
+        response = StreamingResponse(
+            self._events(), headers={"cache-control": "no-cache"}, media_type="text/event-stream"
+        )
+        await response.stream_response(send_and_note)
+
+
+def _event(content: Json) -> bytes:
+    """An event; clients that split at every line end of Unicode find none inside it."""
+    text = json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)
+    return f"data: {text}\n\n".encode("utf-8", "replace")
+
+
+_LINE_ENDS = {ord(x): f"\\u{ord(x):04x}" for x in "\u0085\u2028\u2029"}
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has left; one that closes its half of the connection has."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

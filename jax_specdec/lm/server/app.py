@@ -1,0 +1,265 @@
+"""The server: who may ask, what for, and the loop around it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import prometheus_client
+import pydantic_core
+import uvicorn
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+import jax_specdec as sd
+from jax_specdec import lm
+from jax_specdec.lm.cli.models import Models
+from jax_specdec.lm.cli.terminal import log
+from jax_specdec.lm.server.answer import Answer
+from jax_specdec.lm.server.connection import Connection
+from jax_specdec.lm.server.limits import CLOSE, ApiError, Json, Limits
+from jax_specdec.lm.server.request import read_request
+from jax_specdec.lm.server.vocabulary import Vocabulary
+from jax_specdec.lm.server.worker import Channel, Worker
+
+
+class Server:
+    """The ASGI application, and the loop around it."""
+
+    def __init__(
+        self,
+        models: Models,
+        driver: lm.GrammarDriver,
+        *,
+        model_name: str,
+        key: str | None = None,
+        is_local: bool = True,
+        limits: Limits | None = None,
+    ) -> None:
+        """A server that does not listen yet.
+
+        Args:
+          models: whose tokenizer turns texts into tokens.
+          driver: warmed up, with a `max_queue`; the server's alone from now on.
+          model_name: what clients call the model.
+          key: what clients have to send; None for none.
+          is_local: whether it will listen on a loopback address only.
+          limits: of requests; None for the default.
+        """
+        self.limits = limits = limits or Limits()
+        self.model_name = model_name
+        self.words = Vocabulary(models, limits, driver.engine.max_length)
+        self.worker = Worker(driver)
+        self._engine, self._is_local = driver.engine, is_local
+        self._key = None if key is None else _digest(key.encode())
+        self._created, self._num_requests = int(time.time()), 0
+        self._metrics = prometheus_client.CollectorRegistry()
+        self._exporter = lm.PrometheusExporter(self._metrics)
+        self._app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/v1/completions", self._complete, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._model),
+                Route("/health", self._health),
+                Route("/metrics", self._read_metrics),
+            ],
+            exception_handlers={
+                ApiError: lambda _, error: error.response,
+                ClientDisconnect: lambda _, error: Response(),  # nobody reads it
+                HTTPException: _http_error,
+                Exception: _unexpected,
+            },
+        )
+        config = uvicorn.Config(
+            self,
+            http=Connection,
+            ws="none",
+            loop="asyncio",
+            lifespan="off",
+            proxy_headers=False,
+            server_header=False,
+            access_log=False,
+            log_config=None,
+            log_level="critical",
+        )
+        self._uvicorn = uvicorn.Server(config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check who asks, and through which name, before anything else."""
+        try:
+            self._check_caller(Headers(scope=scope), scope["path"])
+        except ApiError as error:
+            await error.response(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _check_caller(self, headers: Headers, path: str) -> None:
+        if self._is_local and not _is_loopback(headers.get("host", "")):
+            # Or a page of a browser could send requests here, through a name of its own.
+            raise ApiError(
+                "Host must be localhost or a loopback address", status=403, headers=CLOSE
+            )
+        if self._key is None or path == "/health":
+            return
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_key = hmac.compare_digest(_digest(given.strip().encode()), self._key)
+        if scheme.lower() != "bearer" or not is_key:
+            message = "Authorization must be Bearer and the server's key"
+            headers_ = {"WWW-Authenticate": "Bearer", **CLOSE}
+            raise ApiError(message, status=401, code="invalid_api_key", headers=headers_)
+
+    async def _complete(self, request: Request) -> Any:
+        values = await self._json(request)
+        name = values.get("model")
+        if name is not None and name != self.model_name:
+            self._refuse_model(name)
+        is_chat = "chat" in request.scope["path"]
+        asked = await read_request(values, is_chat, self._engine, self.words)
+        channel = Channel(self.limits.unsent_updates * len(asked.choices))
+        try:
+            await self.worker.submit(channel, asked.choices)
+        except BaseException:
+            self.worker.cancel(channel)
+            raise
+        self._num_requests += 1
+        return Answer(asked, channel, self.worker, self.words, self.model_name)
+
+    async def _json(self, request: Request) -> Json:
+        """The body, if it is a JSON object that is not too large."""
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # which a page of a browser cannot send without asking
+            raise ApiError("Content-Type must be application/json", status=415, headers=CLOSE)
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.limits.body_bytes:
+                message = f"the body must have at most {self.limits.body_bytes} bytes"
+                raise ApiError(message, status=413, headers=CLOSE)
+        try:
+            values = pydantic_core.from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise ApiError(f"the body must be JSON, without lone surrogates: {error}") from error
+        if not isinstance(values, dict):
+            raise ApiError("the body must be a JSON object")
+        return values
+
+    def _refuse_model(self, name: Any) -> NoReturn:
+        message = f"there is no model {str(name)!r:.100}: this server has {self.model_name!r}"
+        raise ApiError(message, "model", status=404, code="model_not_found")
+
+    @property
+    def _description(self) -> Json:
+        name, created = self.model_name, self._created
+        return {"id": name, "object": "model", "created": created, "owned_by": "jax_specdec"}
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._description]})
+
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self.model_name:
+            self._refuse_model(name)
+        return JSONResponse(self._description)
+
+    async def _health(self, request: Request) -> Response:
+        if self.worker.failure is not None:
+            raise ApiError(self.worker.failure, status=500)
+        return JSONResponse({"status": "ok"})
+
+    async def _read_metrics(self, request: Request) -> Response:
+        self._exporter.publish(*await self.worker.call(_both_stats))
+        text = prometheus_client.generate_latest(self._metrics)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    async def run(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+        """Serve until `stop` is called, and then until all answers are given.
+
+        Args:
+          listener: bound; it may listen already.
+          on_ready: called once clients are accepted.
+
+        Raises:
+          RuntimeError: the engine has failed.
+        """
+        self.worker.start(on_failure=self._stop_soon)
+        reporting = asyncio.create_task(self._report(on_ready))
+        try:
+            await self._uvicorn.serve(sockets=[listener])
+        finally:
+            reporting.cancel()
+            await asyncio.gather(reporting, return_exceptions=True)
+            await self.worker.stop()
+        if self.worker.failure is not None:
+            raise RuntimeError(self.worker.failure)
+
+    def stop(self) -> None:
+        """Accept nobody any more, and finish what runs; at any time, in any thread."""
+        self._uvicorn.should_exit = True
+
+    def _stop_soon(self) -> None:
+        """Stop once those who are about to ask have been told that the engine has failed."""
+        asyncio.get_running_loop().call_later(self.limits.failed_seconds, self.stop)
+
+    async def _report(self, on_ready: Callable[[], None]) -> None:
+        """The status line, while there is something to report."""
+        while not self._uvicorn.started:
+            await asyncio.sleep(0.01)
+        on_ready()
+        before, begin = await self.worker.call(_both_stats), time.monotonic()
+        while True:
+            await asyncio.sleep(self.limits.status_seconds)
+            stats, serving = await self.worker.call(_both_stats)
+            now = time.monotonic()
+            new, seconds = stats - before[0], now - begin
+            if new.num_tokens or serving.num_running or serving.num_queued:
+                log(
+                    f"{serving.num_running} running, {serving.num_queued} queued, "
+                    f"{self._num_requests} requests so far; {new.num_tokens / seconds:.1f} "
+                    f"tokens/s, acceptance length {new.length_text}, "
+                    f"{new.tokens_per_target_pass:.2f} tokens per target pass"
+                )
+            before, begin = (stats, serving), now
+
+
+def _both_stats(driver: lm.EngineDriver) -> tuple[sd.AcceptanceStats, lm.ServingStats]:
+    return driver.stats(), driver.serving_stats()
+
+
+def _digest(text: bytes) -> bytes:
+    """So that a comparison takes as long whatever the lengths are."""
+    return hashlib.sha256(text).digest()
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a Host header, with or without a port, names this machine."""
+    name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    if name.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.scope['path'][:100]}"
+    headers = None if error.headers is None else dict(error.headers)
+    return ApiError(message, status=error.status_code, headers=headers).response
+
+
+def _unexpected(request: Request, error: Exception) -> Response:
+    log("".join(traceback.format_exception(error)))
+    return ApiError("the server has an error", status=500).response

@@ -1,0 +1,83 @@
+"""What a client may ask for, and what it is answered if it asks for more."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+from jax_specdec import lm
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a client may ask for; sizes of the engine bound the rest."""
+
+    connections: int = 512
+    request_seconds: float = 30.0  # for all of a request to arrive
+    send_seconds: float = 60.0  # for what was sent to be read
+    early_bytes: int = 2**16  # that a client may send before it has its answer
+    body_bytes: int = 2**20
+    schema_bytes: int = 2**16
+    schema_seconds: int = 5  # of processor time, to compile it
+    schema_mebibytes: int = 48  # of the process in which it is compiled first
+    schema_processes: int = 8
+    unsent_updates: int = 256  # of a request, while its client does not read
+    status_seconds: float = 5.0  # between two status lines
+    failed_seconds: float = 2.0  # from a failure of the engine to the end of the server
+
+
+class ApiError(Exception):
+    """What a client is answered instead of a text, in the shape of OpenAI's errors."""
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        status: int = 400,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(_encodable(message))
+        self.param = None if param is None else _encodable(param)
+        self.status, self.code, self.headers = status, code, headers
+
+    @property
+    def content(self) -> Json:
+        """The JSON object."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": str(self),
+            "type": kinds.get(self.status, kind),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    @property
+    def response(self) -> JSONResponse:
+        """The whole answer."""
+        return JSONResponse(self.content, self.status, self.headers)
+
+
+def _encodable(text: str) -> str:
+    """A text without lone surrogates, which UTF-8 does not hold."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+BUSY = {"Retry-After": "1"}
+CLOSE = {"Connection": "close"}
+
+
+_FIELDS = {field.name for field in dataclasses.fields(lm.RequestOptions)}
+
+
+def named(error: Exception) -> str | None:
+    """The parameter that a message of the package begins with."""
+    name = str(error).partition(" ")[0].partition("[")[0]
+    return name if name in {"prompt", *_FIELDS} else None

@@ -1,0 +1,321 @@
+"""The parameters of OpenAI's API, checked."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import secrets
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
+from pydantic_core import PydanticCustomError
+
+from jax_specdec import lm
+from jax_specdec._src.arrays import described, either
+from jax_specdec.lm.decoding.options import NUMBERS
+from jax_specdec.lm.server.limits import ApiError, Json
+from jax_specdec.lm.server.vocabulary import Vocabulary
+
+OPTIONS = (*(one.name for one in NUMBERS), "logit_bias")  # as they are called here, too
+MAX_BIASES = 300
+MAX_CHOICES = 16  # prompts of a request times n
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request whose parameters were checked."""
+
+    is_chat: bool
+    choices: list[Json]  # arguments of `submit`
+    streams: list[lm.TextStream]  # by choice
+    num_prompt_tokens: int
+    stops: list[str]
+    num_top: int | None  # alternatives of each token; None for no log-probabilities
+    is_stream: bool
+    has_usage: bool  # at the end of a stream
+
+
+class Object(pydantic.BaseModel):
+    """A JSON object; null is absent, and what is neither a field nor neutral is refused."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+    neutral: ClassVar[dict[str, list[Any]]] = {}  # values of what is not supported
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _known(cls, values: Any) -> Json:
+        if not isinstance(values, dict):
+            raise ValueError("must be an object")
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
+        given = {name: value for name, value in values.items() if value is not None}
+        for name in [name for name in given if name not in fields]:
+            if name not in cls.neutral:
+                raise PydanticCustomError("unknown_parameter", "", {"name": name})
+            if given[name] not in cls.neutral[name]:
+                only = either(map(json.dumps, cls.neutral[name]))
+                context = {"name": name, "rule": f"is supported as {only} only"}
+                raise PydanticCustomError("unsupported_parameter", "", context)
+        return given
+
+
+def _stated(rule: str) -> WrapValidator:
+    """One rule, in place of the several that pydantic has for a union."""
+
+    def check(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except pydantic.ValidationError as error:
+            raise ValueError(f"must be {rule}") from error
+
+    return WrapValidator(check)
+
+
+class Part(Object):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Object):
+    """A message of a conversation, such as an answer of this server."""
+
+    neutral = {"annotations": [[]], "refusal": [""], "tool_calls": [[]]}
+
+    role: Literal["developer", "system", "user", "assistant"]
+    content: Annotated[
+        str | Annotated[list[Part], FailFast()],
+        AfterValidator(lambda x: x if isinstance(x, str) else "".join(part.text for part in x)),
+        _stated("a string, or a list of parts of type text, each with a text"),
+    ]
+    name: str | None = None
+
+
+class JsonSchema(Object):
+    """A JSON schema, which is followed whether it is strict or not."""
+
+    schema_: Json = Field(alias="schema")
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Object):
+    """What a text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _agrees(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("must have a json_schema exactly if that is its type")
+        return self
+
+    @property
+    def followed(self) -> Json | None:
+        """The JSON schema that the text must follow, if there is one."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class StreamOptions(Object):
+    """What a stream has besides texts."""
+
+    neutral = {"continuous_usage_stats": [False], "include_obfuscation": [False]}
+
+    include_usage: bool = False
+
+
+_OFF = (
+    "continue_final_message early_stopping echo ignore_eos include_stop_str_in_output "
+    "return_token_ids return_tokens_as_token_ids store use_beam_search"
+)
+_ON = "add_generation_prompt skip_special_tokens spaces_between_special_tokens"
+_EMPTY = "bad_words documents functions logits_processors stop_token_ids tools"
+_STOP = Annotated[str, Field(min_length=1, max_length=256)]
+_IDS = Annotated[list[int], Field(min_length=1), FailFast()]
+
+
+class Parameters(Object):
+    """What both paths take."""
+
+    neutral = {
+        **dict.fromkeys(_OFF.split(), [False]),
+        **dict.fromkeys(_ON.split(), [True]),
+        **dict.fromkeys(_EMPTY.split(), [[]]),
+        **dict.fromkeys(("function_call", "tool_choice"), ["none", "auto"]),
+        **dict.fromkeys(("best_of", "length_penalty"), [1]),
+        "chat_template_kwargs": [{}],
+        "modalities": [["text"]],
+        "parallel_tool_calls": [True, False],
+        "priority": [0],
+        "reasoning_effort": ["none"],
+        "service_tier": ["auto", "default"],
+        "suffix": [""],
+        "verbosity": ["medium"],
+    }
+
+    model: Any = None  # which the server has checked
+    metadata: Any = None  # this and the next three change nothing
+    prompt_cache_key: Any = None
+    safety_identifier: Any = None
+    user: Any = None
+
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[
+        list[_STOP],
+        Field(max_length=16),
+        BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop),
+        _stated("a string of 1 to 256 characters, or a list of at most 16 of these"),
+    ] = []
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    response_format: ResponseFormat = ResponseFormat(type="text")
+    temperature: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=MAX_BIASES),
+        _stated(f"an object of at most {MAX_BIASES} token ids, each with a number in [-100, 100]"),
+    ] = {}
+
+    @pydantic.field_validator(*OPTIONS)
+    @classmethod
+    def _is_an_option(cls, value: Any, info: ValidationInfo) -> Any:
+        try:
+            lm.RequestOptions(**{str(info.field_name): value})
+        except TypeError as error:  # which pydantic does not take
+            raise ValueError(str(error)) from error
+        return value
+
+
+class ChatParameters(Parameters):
+    """What /v1/chat/completions takes."""
+
+    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The conversation."""
+        return [[message.model_dump(exclude_none=True) for message in self.messages]]
+
+    @property
+    def num_top(self) -> int | None:
+        """See `Asked`."""
+        return self.top_logprobs if self.logprobs else None
+
+
+class TextParameters(Parameters):
+    """What /v1/completions takes."""
+
+    prompt: Annotated[
+        str | _IDS | Annotated[list[str | _IDS], Field(min_length=1), FailFast()],
+        _stated("a string, a list of token ids, or a list of these, none of them empty"),
+    ]
+    num_top: int | None = Field(None, alias="logprobs", ge=0)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Texts, or token ids."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else list(self.prompt)
+
+
+async def read_request(values: Json, is_chat: bool, engine: lm.Engine, words: Vocabulary) -> Asked:
+    """Check a request of /v1/chat/completions or /v1/completions.
+
+    Raises:
+      ApiError: it asks for what is not there.
+    """
+    given: ChatParameters | TextParameters
+    try:
+        given = (ChatParameters if is_chat else TextParameters).model_validate(values)
+    except pydantic.ValidationError as error:
+        raise _refusal(error) from error
+    name, top_name = ("messages", "top_logprobs") if is_chat else ("prompt", "logprobs")
+    schema, num_top = given.response_format.followed, given.num_top
+    if given.stream_options.include_usage and not given.stream:
+        raise ApiError("stream_options.include_usage needs stream", "stream_options")
+    if isinstance(given, ChatParameters) and given.top_logprobs and not given.logprobs:
+        raise ApiError("top_logprobs needs logprobs", top_name)
+    if num_top is not None and engine.logprobs is None:
+        raise ApiError("logprobs are turned off on this server", "logprobs")
+    if num_top and engine.logprobs and num_top > engine.logprobs.num_top:
+        most = engine.logprobs.num_top
+        raise ApiError(f"{top_name} must be at most {most} on this server", top_name)
+    if given.min_tokens and schema is not None:  # where only a stop token is allowed
+        raise ApiError("min_tokens must not come with a response_format", "min_tokens")
+    if len(given.prompts) * given.n > MAX_CHOICES:
+        raise ApiError(f"{name} and n must make at most {MAX_CHOICES} choices", name)
+    budget = given.max_completion_tokens or given.max_tokens
+    seed = secrets.randbits(32) if given.seed is None else given.seed
+    choices: list[Json] = []
+    streams: list[lm.TextStream] = []
+    num_prompt_tokens = 0
+    for prompt in given.prompts:
+        try:
+            encode = words.encode_chat if is_chat else words.encode
+            token_ids = await asyncio.to_thread(encode, prompt)
+            room = engine.max_length - len(token_ids)
+            if (budget or 1) > room:
+                raise ApiError(
+                    f"this model has {engine.max_length} tokens for prompt and answer, but the "
+                    f"prompt has {len(token_ids)} and the answer is to have {budget or 1}",
+                    name,
+                    code="context_length_exceeded",
+                )
+            own = [await asyncio.to_thread(words.stream, token_ids) for _ in range(given.n)]
+        except (TypeError, ValueError) as error:
+            raise ApiError(words.without_path(str(error)), name) from error
+        num_prompt_tokens += len(token_ids)
+        streams += own
+        for _ in own:
+            options = lm.RequestOptions(
+                **{name: getattr(given, name) for name in OPTIONS},
+                max_new_tokens=budget or room,
+                stop_token_ids=words.stop_token_ids,
+                seed=(seed + len(choices) * 0x9E3779B9) % 2**32,
+            )
+            choices.append({"prompt": token_ids, "options": options})
+    if schema is not None:
+        matchers = await words.matchers(schema, len(choices))
+        for choice, matcher in zip(choices, matchers, strict=True):
+            choice["matcher"] = matcher
+    has_usage = given.stream_options.include_usage
+    texts = streams, num_prompt_tokens, given.stop, num_top
+    return Asked(is_chat, choices, *texts, given.stream, has_usage)
+
+
+def _refusal(error: pydantic.ValidationError) -> ApiError:
+    """The first thing that is wrong, in a sentence with its name."""
+    first = error.errors(include_url=False)[0]
+    kind, context, name = first["type"], first.get("ctx", {}), ""
+    for part in (*first["loc"], *filter(None, [context.get("name")])):
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    name = name[:100]
+    if kind == "unknown_parameter":
+        return ApiError(f"unknown parameter: {name!r}", name, code=kind)
+    if kind == "unsupported_parameter":
+        return ApiError(f"{name} {context['rule']}", name, code=kind)
+    if kind == "value_error":  # a rule, or a sentence of `RequestOptions`
+        sentence = str(context["error"])
+        return ApiError(sentence if sentence.startswith(name) else f"{name} {sentence}", name)
+    if kind == "missing":
+        return ApiError(f"{name} is required", name)
+    rule = first["msg"].partition(" should ")[2].replace(" after validation", "")
+    return ApiError(f"{name} must {rule}, but it is {described(first['input'])}", name)

@@ -1,0 +1,149 @@
+"""Between texts and the target's tokens: tokenizers, chat templates, grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import importlib.util
+import json
+import math
+import threading
+from typing import Any
+
+import jax_specdec as sd
+from jax_specdec import lm
+from jax_specdec.lm.cli import terminal
+from jax_specdec.lm.cli.models import Models
+from jax_specdec.lm.models.fields import shown
+from jax_specdec.lm.models.token_sizes import most_bytes_per_token
+from jax_specdec.lm.server import schemas
+from jax_specdec.lm.server.limits import ApiError, Json, Limits
+
+
+class Vocabulary:
+    """Between texts and the target's tokens; slow work is for threads."""
+
+    def __init__(self, models: Models, limits: Limits, max_length: int) -> None:
+        self.stop_token_ids, self.stream = models.stop_token_ids, models.stream
+        self._tokenizer, self._limits = models.tokenizer, limits
+        self.special_tokens = {} if models.tokenizer is None else models.tokenizer.special_tokens
+        self.token = functools.lru_cache(2**16)(self._token)
+        self._size, self._max_length = models.target.model.vocab_size, max_length
+        self._most_bytes = 1.0 if self._tokenizer is None else most_bytes_per_token(self._tokenizer)
+        self._turns = threading.Semaphore(2)  # to tokenize; more would leave no core to the engine
+        # Each thread waits for the process of one schema.
+        self._compilers = concurrent.futures.ThreadPoolExecutor(limits.schema_processes)
+        self._try_schema = functools.lru_cache(64)(schemas.try_schema)  # no errors: they raise
+        self._grammar_tokenizer, self._without_schemas = self._for_grammars()
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """The token ids of a prompt, which may be ids already.
+
+        Raises:
+          ApiError: a text has too many tokens, which is known without them.
+          ValueError: an id is not of this vocabulary.
+        """
+        if isinstance(prompt, list):
+            if prompt and not 0 <= min(prompt) <= max(prompt) < self._size:
+                raise ValueError(f"prompt must have token ids in [0, {self._size})")
+            return prompt
+        return self._encode("prompt", prompt, add_special_tokens=True)
+
+    def encode_chat(self, messages: list[Json]) -> list[int]:
+        """The token ids of a conversation.
+
+        Raises:
+          ApiError: its text has too many tokens, which is known without them.
+          ValueError: there is no chat template, or it refuses the messages.
+        """
+        if self._tokenizer is None:
+            raise ValueError("this model has no chat template: use /v1/completions")
+        text = self._tokenizer.chat_text(messages)
+        return self._encode("messages", text, add_special_tokens=False)
+
+    def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text; one that cannot fit is refused before they are found."""
+        fewest = math.ceil(len(text.encode(errors="replace")) / self._most_bytes)
+        if fewest > self._max_length:
+            raise ApiError(
+                f"this model has {self._max_length} tokens for prompt and answer, but the prompt "
+                f"has at least {fewest}",
+                name,
+                code="context_length_exceeded",
+            )
+        if self._tokenizer is None:
+            return lm.encode_bytes(text)
+        with self._turns:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def without_path(self, message: str) -> str:
+        """A message for clients: a file of the model by its name, not by its path."""
+        directory = None if self._tokenizer is None else self._tokenizer.path.parent
+        for path in [] if directory is None else [*directory.iterdir(), directory]:
+            if message.startswith(f"{shown(path)} "):
+                name = "this model" if path == directory else path.name
+                return name + message.removeprefix(shown(path))
+        return message
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        """A token as it is shown, and the UTF-8 that it adds inside a text."""
+        if self._tokenizer is None:
+            return lm.decode_bytes([token_id]), bytes([token_id])
+        own = self._tokenizer.token_bytes(token_id)
+        name = self._tokenizer.library_tokenizer.id_to_token(token_id) or ""
+        return own.decode(errors="replace") or name, own  # special tokens have no text
+
+    async def matchers(self, schema: Json, count: int) -> list[sd.grammar.LlguidanceMatcher]:
+        """Matchers of a JSON schema, all at its beginning.
+
+        Raises:
+          ApiError: this server has no schemas, or this one is too large, wrong, or takes too much.
+        """
+        name, limits = "response_format", self._limits
+        if self._without_schemas:
+            raise ApiError(f"{name} {self._without_schemas}", name)
+        text = json.dumps(schema)
+        if len(text) > limits.schema_bytes:
+            raise ApiError(
+                f"{name} must have a schema of at most {limits.schema_bytes} bytes", name
+            )
+        try:
+            matcher = await asyncio.wrap_future(self._compilers.submit(self._compile, text))
+        except ValueError as error:
+            raise ApiError(f"{name} has a schema that cannot be used: {error}", name) from error
+        copies = [matcher.deep_copy() for _ in range(count)]
+        return [sd.grammar.LlguidanceMatcher(one, self.stop_token_ids) for one in copies]
+
+    def _compile(self, schema: str) -> Any:
+        self._try_schema(schema, self._limits.schema_seconds, self._limits.schema_mebibytes)
+        return schemas.compile_schema(schema, self._grammar_tokenizer)
+
+    def _for_grammars(self) -> tuple[Any, str]:
+        """llguidance's tokenizer; or why there is none, and no request can have a schema."""
+        if not self.stop_token_ids:
+            return None, "needs a model with a stop token"
+        if importlib.util.find_spec("llguidance") is None:
+            return None, "needs the llguidance library on the server"
+        try:
+            tokenizer = self._llguidance_tokenizer()
+            schemas.compile_schema("{}", tokenizer)
+            self._try_schema("{}", self._limits.schema_seconds, self._limits.schema_mebibytes)
+            return tokenizer, ""
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            why = f"cannot be used: llguidance fails with this tokenizer: {error!s:.200}"
+            terminal.log(f"response_format {why}")
+            return None, why
+
+    def _llguidance_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            return schemas.byte_tokenizer()
+        import llguidance
+
+        described = json.loads(self._tokenizer.library_tokenizer.to_str())
+        added = described["added_tokens"]  # also those that the model does not have
+        described["added_tokens"] = [token for token in added if token["id"] < self._size]
+        stops = [*self.stop_token_ids]
+        return llguidance.LLTokenizer(json.dumps(described), n_vocab=self._size, eos_token=stops)
