@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jax_specdec import adapters, grammar, testing
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
+from jax_specdec._src.attention.api import decode_attention
 from jax_specdec._src.config import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
@@ -74,6 +75,7 @@ __all__ = [
     "apply_penalties",
     "conditional_to_unconditional_rates",
     "count_fallbacks",
+    "decode_attention",
     "grammar",
     "lm",
     "pack_drafts",

@@ -177,8 +177,14 @@ MAIN_CASES = {
     DRAFTING: 40,
     dataclasses.replace(DRAFTING, filtered=True): 64,
 }
+ATTENTION = Case("h200", "decode_attention", batch=32, implementation="mosaic_gpu")
+ATTENTIONS = {
+    ATTENTION: 158,
+    dataclasses.replace(ATTENTION, batch=1): 158,  # joined by a second launch
+    dataclasses.replace(ATTENTION, processed=True): 223,  # of caches that may hold NaN
+}
 KERNELS = {
-    "h200": ("sm_90a", MAIN_CASES),
+    "h200": ("sm_90a", MAIN_CASES | ATTENTIONS),
     "b200": ("sm_100a", MAIN_CASES),
     "b300": ("sm_103a", {KERNEL: 79}),
     "rtx6000": ("sm_120a", {KERNEL: 83}),

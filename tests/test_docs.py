@@ -22,6 +22,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
 RUN_HERE = (
+    "attention",
     "draft_budget",
     "drafting",
     "getting_started",

@@ -37,7 +37,7 @@ MAX_LINES = 700
 LAYERS = (
     {"_src", "arrays", "types", "config", "platform"},
     {"blocks", "ragged", "noise", "sampling", "grammar"},
-    {"verify"},
+    {"verify", "attention"},
     {"logprobs", "processors", "process_logits", "emitted", "acceptance"},
     {"drafts", "adapters"},
     {"reference"},

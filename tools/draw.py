@@ -47,6 +47,7 @@ PURPOSES = {  # of each unit: what stands below its name
     "processors": "biases, penalties",
     "process_logits": "all processors",
     "verify": "XLA and the kernel",
+    "attention": "over a cache",
     "reference": "the oracle, in NumPy",
     "grammar": "masks from matchers",
     "noise": "uniforms from keys",

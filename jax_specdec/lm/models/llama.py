@@ -113,8 +113,13 @@ class Llama:
         return 1 if self.scan_layers else 0
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """An empty cache for B = batch_size requests of at most T = max_length positions."""
+        """An empty cache for B = batch_size requests of at most T = max_length positions.
+
+        In 16 bits T is rounded up to a multiple of 64, as the kernel of attention takes it.
+        """
         c = self.config
+        if self.dtype.itemsize == 2:
+            max_length = -(-max_length // 64) * 64
         heads = batch_size * c.num_key_value_heads
         keys, values = (heads, c.head_dim, max_length), (heads, max_length, c.head_dim)
         layers = c.num_hidden_layers

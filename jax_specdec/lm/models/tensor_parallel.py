@@ -193,6 +193,7 @@ class TensorParallelLlama:
             mesh=self.mesh,
             in_specs=(P(self.axis), P(), P(), P(self.axis)),
             out_specs=TargetOutput(*output_specs),
+            check_vma=False,  # which kernels do not follow
         )
         return run(params, token_ids, start, cache)
 
