@@ -107,7 +107,7 @@ _MOVED = {
 }
 """Where names are now that once were at the top."""
 _MOVED_MODULES = {
-    "integrations": "jax_specdec.adapters",
+    "integrations": "jax_specdec.adapters or jax_specdec.lm.models.foreign",
     "models": "jax_specdec.lm.models",
     "serving": "jax_specdec.lm",
 }
