@@ -65,11 +65,7 @@ def load_checkpoint(
       The model and its weights.
 
     Raises:
-      FileNotFoundError: a file is missing.
-      OSError: something other than a file is in its place, or a file cannot be opened.
-      ValueError: a file cannot be parsed, has a value out of range, asks for something that `Llama`
-        does not compute, or names files outside the directory; a tensor is missing, unknown, of
-        another shape or kind than the config says, or not finite in the compute dtype.
+      FileNotFoundError, OSError, ValueError, TypeError: as for `load_huggingface`.
 
     Example:
       >>> import jax, tempfile
