@@ -34,6 +34,7 @@ from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.models.protocol import check_params
 
 Requests = Iterable[ServedRequest]
 Program = Callable[..., Any]
@@ -147,11 +148,12 @@ class EngineDriver:
         Raises:
           TypeError: an argument has another type, or a model's weights are missing.
           ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
-            `max_retries` below 0; `step_costs` are not those of such an engine.
+            `max_retries` below 0; `step_costs` are not those of such an engine; weights have other
+            shapes than the models'.
         """
         check_type("engine", engine, Engine)
-        inputs.check_params("params", params)
-        inputs.check_draft_params(engine.drafter, draft_params)
+        check_params("params", engine.model, params)
+        check_params("draft_params", engine.drafter, draft_params)
         self.engine = engine
         self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, 1)
         self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
