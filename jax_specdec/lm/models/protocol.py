@@ -281,10 +281,8 @@ def check_params(name: str, owner: Any, params: Params) -> None:
       TypeError: they are a model, missing, or of another dtype.
       ValueError: a shape does not fit.
     """
-    if is_loaded_model(params):
-        raise TypeError(
-            f"{name} must be a model's weights, but it is a LoadedModel: pass its .params"
-        )
+    must, hint = "be a model's weights", "pass its .params"
+    require(not is_loaded_model(params), name, must, params, hint, TypeError)
     check = getattr(owner, "check_params", None)
     if check is not None:
         check(name, params)
