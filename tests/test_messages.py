@@ -133,8 +133,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no draft_params": (
         lambda: generate(drafter=lm.ModelDrafter(draft().model)),
         TypeError,
-        "draft_params must be the weights of the drafter's model, but it is None: pass "
-        "draft_params=draft.params",
+        "draft_params must be the weights of the model, but it is None: pass its .params",
     ),
     "draft_params=draft": (
         lambda: generate(drafter=lm.ModelDrafter(draft().model), draft_params=draft()),
@@ -320,7 +319,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "EngineDriver without draft_params": (
         lambda: lm.EngineDriver(engine(drafter=lm.ModelDrafter(draft().model)), target().params),
         TypeError,
-        "draft_params must be the weights of the drafter's model, but it is None: pass ",
+        "draft_params must be the weights of the model, but it is None: pass its .params",
     ),
     "submit text": (
         lambda: lm.EngineDriver(engine(), target().params).submit("import "),  # type: ignore[arg-type]

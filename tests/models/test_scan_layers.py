@@ -164,26 +164,3 @@ def test_the_page_turns_weights_into_stacked_ones() -> None:
     arguments = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32), model.init_cache(1, 8)
     logits = jax.eval_shape(model.apply, params, *arguments).logits
     assert model.scan_layers and logits.shape == (1, 2, 256)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("weights", r"params\['layers'\]\['down_proj'\]"),
-        ("cache", "cache must be one pair"),
-        ("both", "cache must be a list of 3"),
-    ],
-)
-def test_what_is_of_the_other_form_is_refused(change: str, message: str) -> None:
-    model, params = scanned()
-    plain = dataclasses.replace(model, scan_layers=False)
-    cache = (plain if change == "cache" else model).init_cache(B, T)
-    weights = listed(model) if change == "weights" else params
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            (plain if change == "both" else model).apply,
-            weights,
-            tokens(),
-            jnp.zeros((B,), jnp.int32),
-            cache,
-        )

@@ -227,7 +227,7 @@ def save_checkpoint(
     check_type("model", model, Llama)
     stored = checked_dtype(dtype, LOGITS)
     config = config_json(model.config, stored.name)
-    check_params(model.weight_shapes, params)
+    check_params("params", model.weight_shapes, params)
     listed = unstack_layers(params) if model.scan_layers else params
     tensors = stored_tensors(unfuse(model.config, listed), stored, allow_nonfinite=allow_nonfinite)
     write_files(directory, config, tensors)

@@ -172,7 +172,7 @@ def save_eagle3(
     directory = path_of(directory)
     check_type("model", model, Eagle3Head)
     stored = checked_dtype(dtype, LOGITS)
-    check_params(model.weight_shapes, params)
+    check_params("params", model.weight_shapes, params)
     c, arrays = model.config, _flat(params)
     if c.output_is_embedding:
         arrays["lm_head"] = arrays["lm_head"].T

@@ -133,6 +133,17 @@ def cached_attention(
     return read, cache
 
 
+def check_length(length: int, cache: Any) -> None:
+    """Check that the caches of layers have positions for so many tokens.
+
+    Raises:
+      ValueError: they have not: writing would drop the last tokens.
+    """
+    most = jax.tree.leaves(cache)[0].shape[-1]
+    must = f"have at most {most} tokens per request, as the cache"
+    require(length <= most, "token_ids", must, length)
+
+
 def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any:
     """Random weights of the structure of `shapes`, which has a shape in place of each array.
 
@@ -153,15 +164,25 @@ def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> 
     return jax.tree.unflatten(treedef, params)
 
 
-def check_params(shapes: Any, params: Any, dtype: Any = None) -> None:
-    """Check that weights have the structure and shapes of `shapes`, and a dtype, if it is given."""
+def check_params(name: str, shapes: Any, params: Any, dtype: Any = None) -> None:
+    """Check that weights have the structure and shapes of `shapes`, and a dtype, if it is given.
+
+    Raises:
+      TypeError: there are none, or one has another dtype.
+      ValueError: one is missing, has another shape, or is not among `shapes`.
+    """
+    must = "be the weights of the model"
+    require(params is not None, name, must, None, "pass its .params", TypeError)
     found = dict(jax.tree.leaves_with_path(params))
     for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
-        name, leaf = "params" + jax.tree_util.keystr(path), found.pop(path, None)
+        leaf = found.pop(path, None)
         wanted = "int32" if path[-1].key == "target_ids" else dtype
+        has_shape = getattr(leaf, "shape", None) == shape
+        if has_shape and wanted in (None, leaf.dtype):
+            continue
         must = f"be an array {list(shape)}" + (f" of {wanted}" if wanted else "")
-        require(getattr(leaf, "shape", None) == shape, name, must, leaf)
-        require(wanted is None or leaf.dtype == wanted, name, must, leaf, error=TypeError)
+        error = TypeError if has_shape else ValueError
+        refuse(error, name + jax.tree_util.keystr(path), must, leaf)
     for path, leaf in found.items():
-        name = "params" + jax.tree_util.keystr(path)
-        refuse(ValueError, name, "not be there, as no weight of this config", leaf)
+        one = name + jax.tree_util.keystr(path)
+        refuse(ValueError, one, "not be there, as no weight of this config", leaf)

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.protocol import TargetOutput
 
@@ -146,6 +147,14 @@ class TensorParallelLlama:
             return jax.make_array_from_callback(shape, sharding, read)
 
         return jax.tree.map_with_path(place, params)
+
+    def check_params(self, name: str, params: Any) -> None:
+        """Check that weights are those of `shard_params`; see `CausalModel`."""
+        n, local = self.num_devices, self._local
+        shapes = jax.tree.map(
+            lambda x: (n, *x), local.weight_shapes, is_leaf=lambda x: isinstance(x, tuple)
+        )
+        check_params(name, shapes, params, local.dtype)
 
     @property
     def cache_batch_axis(self) -> int:
