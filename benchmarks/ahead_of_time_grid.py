@@ -1,4 +1,4 @@
-"""Compiles every case for TPUs and GPUs that are not there, and writes the tables of docs/tpu.md.
+"""Compiles every case for TPUs and GPUs that are not there, and writes the tables of AHEAD_OF_TIME.md.
 
     make test-aot-all                                             # everything: half an hour
     python benchmarks/ahead_of_time_grid.py --only device=v6e     # cases whose name has this in it
@@ -24,7 +24,7 @@ from ahead_of_time import ADAPTERS, LISTED, TPUS, Case, compile_apart
 from measure import environment, merge
 
 RESULTS = Path(__file__).parent / "results" / "ahead_of_time.json"
-DOCUMENT = Path(__file__).parents[1] / "docs" / "tpu.md"
+DOCUMENT = Path(__file__).parent / "AHEAD_OF_TIME.md"
 BEGIN, END = "<!-- tables: benchmarks/ahead_of_time_grid.py -->\n", "<!-- end of tables -->\n"
 
 BOUNDS = {"temporaries": 1.5, "hbm_bytes": 20.0}
