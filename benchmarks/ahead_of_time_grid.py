@@ -1,4 +1,4 @@
-"""Compiles every case for TPUs and GPUs that are not there, and writes the tables of AHEAD_OF_TIME.md.
+"""Compiles every case for TPUs and GPUs that are not there; writes AHEAD_OF_TIME.md's tables.
 
     make test-aot-all                                             # everything: half an hour
     python benchmarks/ahead_of_time_grid.py --only device=v6e     # cases whose name has this in it

@@ -245,6 +245,26 @@ def test_pictures_are_what_the_script_draws(
     assert drawn == {name: (DOCS / name).read_text("utf-8") for name in drawn}, again
 
 
+@pytest.mark.long
+@pytest.mark.newest
+def test_the_demo_is_what_make_demo_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text, its colours and the table, all but the tokens per second and their ratio."""
+    monkeypatch.setattr(draw, "DOCS", tmp_path)
+    draw.demo()
+    drawn, kept = (
+        re.subn(
+            r"(&#160;)+\d+((&#160;)+[\d.]+x)?(?=</text>|&#160;&#160;yes)",
+            " SPEED",
+            (folder / "demo.svg").read_text("utf-8"),
+        )
+        for folder in (tmp_path, DOCS)
+    )
+    assert drawn == kept, "draw again: python tools/draw.py demo"
+    assert kept[1] == 2  # plain decoding, and drafted
+    command = "jax-specdec generate --compare -- "
+    assert f'{command}"$$PROMPT"\n' in (ROOT / "Makefile").read_text("utf-8")
+
+
 def test_every_picture_is_on_a_page() -> None:
     pages = "".join(page.read_text("utf-8") for page in (*PAGES, ROOT / "README.md"))
     assert [path.name for path in DOCS.glob("*.svg") if f"{path.name})" not in pages] == []
