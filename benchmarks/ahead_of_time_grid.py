@@ -90,13 +90,13 @@ def tables(rows: list[dict[str, Any]]) -> str:
     found = {case: by_case[case] for case in cases() if case in by_case}
     lines: list[str] = []
     for device in TPUS:
-        lines += [f"### TPU {device}", ""]
+        lines += [f"## TPU {device}", ""]
         lines += table(
             ["rule", "draft distribution", "form"],
             [f"{what}, B = {b}" for what in ("temporaries", "HBM", "reads") for b in BATCHES],
             _by_rule(found, device),
         )
-    lines += ["### Filters and a bitmask, other functions, and a vocabulary on four chips", ""]
+    lines += ["## Filters and a bitmask, other functions, and a vocabulary on four chips", ""]
     lines += table(
         ["B = 64", "device"],
         ["temporaries", "HBM", "reads"],
@@ -112,7 +112,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
             )
         ),
     )
-    lines += ["### GPUs: kernels that XLA fuses, all rows at once, B = 64", ""]
+    lines += ["## GPUs: kernels that XLA fuses, all rows at once, B = 64", ""]
     by_gpu = {device: [device.upper()] for device in GPUS}
     for device, (rule, kind) in itertools.product(GPUS, ON_GPUS):
         case = Case(device, rule=rule, kind=kind, implementation="xla_batched")
