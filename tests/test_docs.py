@@ -27,6 +27,7 @@ RUN_HERE = (
     "drafting",
     "getting_started",
     "index",
+    "models",
     "sampling_parameters",
     "vllm",
 )
@@ -141,6 +142,13 @@ def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[s
     scope = run("".join(first), "getting_started")
     assert [len(completion) for completion in scope["output"].completions] == [60, 60]
     assert "def quicksort(items):" in capsys.readouterr().out
+
+
+def test_a_checkpoint_drafts_for_another(capsys: pytest.CaptureFixture[str]) -> None:
+    real = blocks("models")[0].replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
+    real = real.replace("Qwen2.5-0.5B", str(CHECKPOINTS / "qwen2_draft"))
+    run(real.replace("stop_token_ids=", "max_new_tokens=8, stop_token_ids="), "models")
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.long

@@ -31,7 +31,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-SMALL, LOOP = blocks("integration.md")
+SMALL, LOOP, PADDED = blocks("integration.md")
 ADAPTERS = blocks("adapters.md")
 
 
@@ -83,6 +83,10 @@ def test_the_greedy_request_of_the_small_loop_follows_the_target() -> None:
 def test_a_step_of_the_small_loop_is_about_fifteen_lines() -> None:
     body = SMALL.split("def serve_step")[1]
     assert len([line for line in body.splitlines() if line.strip()]) <= 15
+
+
+def test_steps_that_are_padded_have_one_program() -> None:
+    assert run(PADDED)["traces"] == [(20, 300)]
 
 
 def test_the_small_loop_is_compiled_once() -> None:
