@@ -47,7 +47,7 @@ test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and l
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
 	@.venv-aot/bin/python $(PYTEST) -m aot tests/test_ahead_of_time.py
 
-test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
+test-aot-all: .venv-aot/gpus  ## the same for every case, written to benchmarks/AHEAD_OF_TIME.md
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
 
 test-models: .venv-models/installed  ## models of other projects, from their own packages, with tiny random weights

@@ -156,10 +156,10 @@ def test_a_text_is_the_same_with_an_engine_in_between() -> None:
 
 
 def test_the_page_turns_weights_into_stacked_ones() -> None:
-    page = Path(__file__).parents[2] / "docs" / "compile_time.md"
+    page = Path(__file__).parents[2] / "docs" / "models.md"
     text, scope = page.read_text("utf-8"), dict[str, Any]()
-    for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        exec(compile(code, str(page), "exec"), scope)
+    *_, code = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile(code, str(page), "exec"), scope)
     model, params = scope["model"], scope["params"]
     arguments = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32), model.init_cache(1, 8)
     logits = jax.eval_shape(model.apply, params, *arguments).logits

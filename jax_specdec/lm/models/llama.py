@@ -60,7 +60,7 @@ class Llama:
         angles and the attention softmax are float32 whatever it is.
       scan_layers: compile one layer and loop over it, instead of all L one after another. A program
         compiles several times as fast, and a pass over a few tokens takes longer, because each
-        layer's weights are copied out of arrays that hold those of all layers (docs/compile_time.md
+        layer's weights are copied out of arrays that hold those of all layers (docs/models.md
         has figures). Weights are then those of `stack_layers`.
 
     Example:
