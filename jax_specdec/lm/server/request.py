@@ -9,7 +9,7 @@ import secrets
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationInfo, WrapValidator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WrapValidator
 from pydantic_core import PydanticCustomError
 
 from jax_specdec import lm
@@ -86,7 +86,7 @@ class Message(Object):
 
     role: Literal["developer", "system", "user", "assistant"]
     content: Annotated[
-        str | Annotated[list[Part], FailFast()],
+        str | Annotated[list[Part], Field(fail_fast=True)],
         AfterValidator(lambda x: x if isinstance(x, str) else "".join(part.text for part in x)),
         _stated("a string, or a list of parts of type text, each with a text"),
     ]
@@ -137,7 +137,7 @@ _OFF = (
 _ON = "add_generation_prompt skip_special_tokens spaces_between_special_tokens"
 _EMPTY = "bad_words documents functions logits_processors stop_token_ids tools"
 _STOP = Annotated[str, Field(min_length=1, max_length=256)]
-_IDS = Annotated[list[int], Field(min_length=1), FailFast()]
+_IDS = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
 class Parameters(Object):
@@ -205,7 +205,7 @@ class Parameters(Object):
 class ChatParameters(Parameters):
     """What /v1/chat/completions takes."""
 
-    messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, fail_fast=True)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
 
@@ -224,7 +224,7 @@ class TextParameters(Parameters):
     """What /v1/completions takes."""
 
     prompt: Annotated[
-        str | _IDS | Annotated[list[str | _IDS], Field(min_length=1), FailFast()],
+        str | _IDS | Annotated[list[str | _IDS], Field(min_length=1, fail_fast=True)],
         _stated("a string, a list of token ids, or a list of these, none of them empty"),
     ]
     num_top: int | None = Field(None, alias="logprobs", ge=0)
