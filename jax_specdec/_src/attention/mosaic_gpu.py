@@ -45,7 +45,7 @@ class Shape(NamedTuple):
       num_kv: heads of keys of a request.
       group: query heads that share one.
       num_new: S.
-      rows: S * group, and `padded`, rounded up to whole tiles of 8 rows, or of 64 beyond 64.
+      padded: rows, S * group, rounded up to a multiple of 8, or of 64 if there are more than 64.
       head_dim: D.
       room: T.
       splits: parts of each request's positions.
