@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import random as extend_random
+from lower_floor import noise
 from serving import engines, tiny
 from serving.chi_square import CONTROL, assert_distributed, p_value
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src import noise
 
 K = 2
 V = engines.VOCAB

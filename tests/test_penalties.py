@@ -14,9 +14,9 @@ import pytest
 import scipy.stats
 from filled import ones, zeros
 from jax import export
+from lower_floor import platform
 
 import jax_specdec as sd
-from jax_specdec._src import platform
 
 V, K = 11, 3
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from lower_floor import Stream, uniforms
 from serving.chi_square import ALPHA, CONTROL, assert_distributed
+from upper_floor import draft_chain
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src.noise import Stream, uniforms
-from jax_specdec.lm.drafting.draw import draft_chain
 
 pytestmark = pytest.mark.dearest
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import fold_in_each
 from serving.chi_square import ALPHA, CONTROL, assert_distributed, p_value, tally
 
 import jax_specdec as sd
-from jax_specdec._src.noise import fold_in_each
 from jax_specdec.adapters import common, sglang_jax, tpu_inference
 from jax_specdec.adapters.keys import step_keys
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from filled import zeros
 
-from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.protocol import CausalModel
+from jax_specdec.lm.models import CausalModel, Llama
 
 from . import reference_llama
 from .weights import random_ids, random_weights, sizes

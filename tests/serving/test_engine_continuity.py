@@ -22,10 +22,10 @@ import jax
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
+from upper_floor import programs
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import programs
 
 from . import sampled, tiny
 from .engines import EVERYTHING as ENGINE

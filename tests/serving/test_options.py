@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from upper_floor import RequestFields, generate_lib, options_per_request
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import generate as generate_lib
-from jax_specdec.lm.decoding.options import RequestFields, options_per_request
 
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally

@@ -33,21 +33,16 @@ import openai
 import pytest
 from models.checkpoints import copy, expected
 from scipy import special
+from upper_floor import Asked, ChoiceText, InputError, Limits, Server, make_driver
+from upper_floor import cli_models as models_lib
+from upper_floor import cli_options as options_lib
+from upper_floor import cli_process as process
+from upper_floor import cli_serve as serve_lib
+from upper_floor import server_app as app_lib
 
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.__main__ import main
-from jax_specdec.lm.cli import models as models_lib
-from jax_specdec.lm.cli import options as options_lib
-from jax_specdec.lm.cli import process
-from jax_specdec.lm.cli import serve as serve_lib
-from jax_specdec.lm.cli.prompts import InputError
-from jax_specdec.lm.cli.serve import make_driver
-from jax_specdec.lm.server import app as app_lib
-from jax_specdec.lm.server.answer import ChoiceText
-from jax_specdec.lm.server.app import Server
-from jax_specdec.lm.server.limits import Limits
-from jax_specdec.lm.server.request import Asked
 
 from . import sampled
 
@@ -1226,7 +1221,7 @@ def test_the_page_shows_how_to_write_a_server(site: Site) -> None:
 def test_a_key_comes_from_a_file_or_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from jax_specdec.lm.cli.serve import _read_key
+    from upper_floor import _read_key
 
     wanted = options_lib.parse(["serve"], "0")
     monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)

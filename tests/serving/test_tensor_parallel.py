@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_weights
+from upper_floor import programs
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import programs
 
 from .engines import Finished, compilations, run
 from .test_greedy import MAX_GAP, near, score

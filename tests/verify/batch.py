@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_specdec as sd
-from jax_specdec._src import reference
+from jax_specdec.testing import reference
 
 MAX_MARGIN = 1e-5
 """A backend may differ from the oracle only in decisions closer than this."""

@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from lower_floor import DraftRows, Form, LocalRows, Position, Rows, tiles
 
 import jax_specdec as sd
-from jax_specdec._src.verify import tiles
-from jax_specdec._src.verify.draft_rows import DraftRows
-from jax_specdec._src.verify.draw import LocalRows
-from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.rows import Rows
 
 from .batch import ALMOST_ONE, XLA, Layout, agree, oracle
 from .cases import random_batch

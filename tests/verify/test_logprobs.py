@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from lower_floor import platform
 
 import jax_specdec as sd
-from jax_specdec._src import platform
 
 from .batch import XLA, Batch, Layout, Request, pack, verify
 from .cases import random_batch

@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from lower_floor import Stream, uniforms
 
 import jax_specdec as sd
-from jax_specdec._src.noise import Stream, uniforms
 
 from .batch import jitted
 
