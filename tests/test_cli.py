@@ -31,7 +31,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.__main__ import main
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 PROMPT = "def quicksort(items):"
 NO_CACHE = "--no-compilation-cache"

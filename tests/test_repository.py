@@ -82,6 +82,7 @@ def names_from_inside(code: str) -> list[str]:
     ]
 
 
+@pytest.mark.newest
 def test_tests_take_what_is_not_public_from_the_facades() -> None:
     files = {path: names_from_inside(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
     inside = {path.stem: names for path, names in files.items() if names}
@@ -89,6 +90,7 @@ def test_tests_take_what_is_not_public_from_the_facades() -> None:
     assert {file: names for file, names in inside.items() if len(names) > FACADES[file]} == {}
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("code", "found"),
     [

@@ -75,7 +75,7 @@ def loop(key: jax.Array, has_positions: bool, is_fresh: bool) -> np.ndarray:
 JOINT = np.einsum("i,j,k->ijk", P, P, P)
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("impl", "has_positions"),
     [
@@ -92,7 +92,7 @@ def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_posit
     assert_distributed(counts, JOINT, f"{STEPS} steps, {impl}, positions {has_positions}")
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 def test_control_with_the_same_key_on_every_step_noise_repeats():
     tokens = loop(jax.random.key(11), has_positions=False, is_fresh=False)
     assert p_value(tally(tokens, V), JOINT) < CONTROL

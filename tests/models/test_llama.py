@@ -15,7 +15,7 @@ from jax_specdec.lm.models import CausalModel, Llama
 from . import reference_llama
 from .weights import random_ids, random_weights, sizes
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 CONFIG = sizes(37, 24, 40, 3, (6, 2, 8), rope_theta=500.0)
 MODEL = Llama(CONFIG)

@@ -73,7 +73,7 @@ class Peeking(lm.ModelDrafter):
         return proposal._replace(token_ids=ids), cache
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "drafter",
     [lm.ModelDrafter, pytest.param(Peeking, marks=pytest.mark.long)],

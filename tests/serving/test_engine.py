@@ -43,7 +43,6 @@ from .test_loop import Bigram
 
 pytestmark = [
     pytest.mark.newest,
-    pytest.mark.dearest,
     pytest.mark.xdist_group("engines"),
 ]
 

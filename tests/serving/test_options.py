@@ -19,8 +19,6 @@ from jax_specdec import lm
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 
-pytestmark = pytest.mark.dearest
-
 VOCAB, K, NUM_TOKENS = 7, 3, 12
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 TARGET = tiny.random_table(VOCAB, seed=30)
@@ -268,7 +266,7 @@ CONTROLS = (
 )  # fmt: skip
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 def test_sampled_tokens_have_the_distribution_of_plain_python() -> None:
     outputs = [by_model(key=key) for key in range(10)]
     accepted, proposed = (

@@ -24,8 +24,6 @@ from jax_specdec.lm import OptionSizes
 
 from . import sampled, tiny
 
-pytestmark = pytest.mark.dearest
-
 V, K = 7, 3
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 PROMPT = [1, 4, 0, 1, 4]

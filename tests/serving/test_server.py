@@ -46,7 +46,7 @@ from jax_specdec.__main__ import main
 
 from . import sampled
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 LENGTH, QUEUE, TOP = 64, 16, 3
 PROMPT, TEXT = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text"))

@@ -19,8 +19,6 @@ from jax_specdec import lm
 from .engines import Finished, compilations, run
 from .test_greedy import MAX_GAP, near, score
 
-pytestmark = pytest.mark.dearest
-
 VOCAB, K, SLOTS, NEW = 61, 3, 4, 24  # the last 3 of 8 * 8 ids are padding
 MODEL = lm.models.Llama(
     lm.models.LlamaConfig(

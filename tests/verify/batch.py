@@ -188,7 +188,7 @@ def jitted(verifier: Verifier) -> Verifier:
 
 XLA = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla_lazy"))
 OPTIMIZED = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla"))
-"""For tests marked `optimized` alone: a function is compiled once, as its first test asks."""
+"""For tests that use `optimized`: a function is compiled once, as its first test asks."""
 
 
 def verify(batch: Batch, verifier: Verifier) -> sd.RejectionSampleOutput:

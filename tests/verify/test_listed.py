@@ -23,8 +23,6 @@ from .test_memory import VOCAB, shape, temporary_rows
 from .test_sharded import EVEN, even_batch, over
 from .test_xla_all_at_once import all_at_once
 
-pytestmark = pytest.mark.dearest
-
 BIG: Any = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
 STORED: Any = dict(store_rows=40, has_valid=True, has_active=True)
 EVERYTHING: Any = dict(has_filters=True, has_bitmask=True, has_threshold=True)

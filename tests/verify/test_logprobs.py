@@ -17,8 +17,6 @@ import jax_specdec as sd
 from .batch import XLA, Batch, Layout, Request, pack, verify
 from .cases import random_batch
 
-pytestmark = pytest.mark.dearest
-
 K, NUM_TOP = 4, 5
 BIG = dict(num_requests=8, num_drafts=26, num_speculative_tokens=K)
 TIED = Layout(vocab=97, **BIG, dtype="bfloat16", kind="logits")  # many entries are equal

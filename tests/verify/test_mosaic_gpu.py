@@ -23,8 +23,6 @@ from .batch import EMPTY, Batch, Layout, Request, agree, check, jitted, pack
 from .cases import cold_batch, random_batch, random_batches
 from .interpret_mode import interpret_gpu_params
 
-pytestmark = pytest.mark.dearest
-
 # Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
 # everything would be compiled again.
 importlib.import_module("jax.experimental.pallas.fuser")

@@ -17,8 +17,6 @@ import jax_specdec as sd
 from .interpret_mode import interpret_gpu_params
 from .positions import positions_of
 
-pytestmark = pytest.mark.dearest
-
 NUM_PARTS, REQUESTS, ROWS = 3, 7, 9
 BAD = 4
 

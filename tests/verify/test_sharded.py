@@ -20,8 +20,6 @@ from . import bad_rows, edges, suite
 from .batch import Batch, Layout, agree, check, jitted, pack, verify
 from .cases import random_batch, random_batches, random_request
 
-pytestmark = pytest.mark.dearest
-
 BIG = suite.BIG
 EVEN = dict(num_speculative_tokens=4, num_requests=8, num_drafts=32)
 
