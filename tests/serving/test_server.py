@@ -523,10 +523,10 @@ def post(
     return status, found, error
 
 
+# Over the network, beside those that `test_server_requests.py` reads without a server.
 WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
     "unknown": ({"max_tokns": 4}, "max_tokns"),
     "unknown inside": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    "no stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "no prompt": ({"prompt": None}, "prompt"),
     "prompt of objects": ({"prompt": [{}]}, "prompt"),
     "prompt of no tokens": ({"prompt": []}, "prompt"),
@@ -537,7 +537,6 @@ WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
     "long prompt": ({"prompt": "x" * 4000}, "prompt"),
     "many prompts": ({"prompt": ["x"] * 17}, "prompt"),
     "prompts and n": ({"prompt": ["x"] * 5, "n": 4}, "prompt"),
-    "n": ({"n": 17}, "n"),
     "no n": ({"n": 0}, "n"),
     "fractional n": ({"n": 1.5}, "n"),
     "true n": ({"n": True}, "n"),
@@ -557,16 +556,12 @@ WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
     "empty stop": ({"stop": ["x", ""]}, "stop"),
     "many stops": ({"stop": [str(i) for i in range(17)]}, "stop"),
     "long stop": ({"stop": "x" * 257}, "stop"),
-    "bias of text": ({"logit_bias": {"x": 1}}, "logit_bias"),
     "bias outside": ({"logit_bias": {"288": 1}}, "logit_bias"),
-    "huge bias": ({"logit_bias": {"1": 101}}, "logit_bias"),
     "bias list": ({"logit_bias": [1]}, "logit_bias"),
     "many biases": ({"logit_bias": {str(i): 0 for i in range(301)}}, "logit_bias"),
     "huge bias key": ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
     "logprobs": ({"logprobs": TOP + 1}, "logprobs"),
     "true logprobs": ({"logprobs": True}, "logprobs"),
-    "echo": ({"echo": True}, "echo"),
-    "best_of": ({"best_of": 2}, "best_of"),
     "format": ({"response_format": {"type": "xml"}}, "response_format.type"),
     "schema elsewhere": (
         {"response_format": {"type": "json_object", "schema": SCHEMA}},
@@ -580,13 +575,11 @@ WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
         {"response_format": {"type": "json_schema", "json_schema": {}}},
         "response_format.json_schema.schema",
     ),
-    "suffix": ({"suffix": "x"}, "suffix"),
 }
 
 
 USER = {"role": "user", "content": "x"}
 WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"messages": []}, "messages"),
     ({"messages": "x"}, "messages"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [USER, {**USER, "role": "tool"}]}, "messages[1].role"),
@@ -595,7 +588,6 @@ WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": TOP + 1}, "top_logprobs"),
-    ({"tools": [{}]}, "tools"),
     ({"prompt": "x"}, "prompt"),
 ]
 
@@ -620,33 +612,21 @@ def test_a_wrong_conversation_is_named(running: Running, changes: Any, param: st
     assert (status, error["param"]) == (400, param)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"{",
-        b"[]",
-        b"null",
-        b"\xff\xfe",
-        b'{"prompt": NaN}',
-        b'{"prompt": "\\ud800"}',
-        b'{"prompt": "x", "\\udc00": 1}',
-        b"[" * 200_000,
-        b'{"n": ' + b"9" * 5000 + b"}",
-    ],
-    ids=[
-        "nothing",
-        "half",
-        "list",
-        "null",
-        "no text",
-        "NaN",
-        "half a pair",
-        "half a name",
-        "deep",
-        "digits",
-    ],
-)
+NO_OBJECT = {
+    "nothing": b"",
+    "half": b"{",
+    "list": b"[]",
+    "null": b"null",
+    "no text": b"\xff\xfe",
+    "NaN": b'{"prompt": NaN}',
+    "half a pair": b'{"prompt": "\\ud800"}',
+    "half a name": b'{"prompt": "x", "\\udc00": 1}',
+    "deep": b"[" * 200_000,
+    "digits": b'{"n": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("body", NO_OBJECT.values(), ids=NO_OBJECT)
 def test_a_body_that_is_no_json_object_is_refused(running: Running, body: bytes) -> None:
     status, _, error = post(running.port, body)
     assert status == 400 and error["type"] == "invalid_request_error"
