@@ -37,7 +37,7 @@ test-slow: .venv-test/installed  ## run what is left: more layouts, larger stati
 	@echo "test-slow: slow tests on the newest JAX"
 	@.venv-test/bin/python $(PYTEST) tests -m "slow and not gpu" -k "not without_end"
 
-test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, statistics, notebooks and long runs
+test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, long runs and what every JAX does alike
 	@echo "test-oldest: tests on the oldest JAX"
 	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (long or slow or newest or gpu or aot)"
 
