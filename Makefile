@@ -7,6 +7,8 @@ PYTHONS = 3.13 3.12 3.11
 BOUNDED = --max-worker-restart=0 -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 PYTEST = -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder $(BOUNDED) $(PYTEST_ARGS)
 PYTEST_ARGS =
+INSTALL = -m pip install --no-compile --quiet --quiet --disable-pip-version-check
+FOR_TESTS = -e ".[serve,grammar]" --group test
 PROMPT = def quicksort(items):
 export PROMPT
 
@@ -45,7 +47,7 @@ test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and l
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
 	@.venv-aot/bin/python $(PYTEST) -m aot tests/test_ahead_of_time.py
 
-test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
+test-aot-all: .venv-aot/gpus  ## the same for every case, written to benchmarks/AHEAD_OF_TIME.md
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
 
 test-models: .venv-models/installed  ## models of other projects, from their own packages, with tiny random weights
@@ -79,39 +81,37 @@ clean:  ## remove the environments made here, and caches
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 .venv-demo/installed: pyproject.toml tools/make_venv.sh
-	@tools/make_venv.sh .venv-demo "$(PYTHONS)" -e .
+	@tools/make_venv.sh .venv-demo "$(PYTHONS)" -e ".[lm]"
 	@touch $@
 
 .venv-test/installed: pyproject.toml tools/make_venv.sh
-	@tools/make_venv.sh .venv-test "$(PYTHONS)" -e ".[test]"
+	@tools/make_venv.sh .venv-test "$(PYTHONS)" $(FOR_TESTS)
 	@touch $@
 
 .venv-test/docs: .venv-test/installed
-	@.venv-test/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check -e ".[docs]"
+	@.venv-test/bin/python $(INSTALL) --group docs
 	@touch $@
 
 .venv-test-oldest/installed: pyproject.toml tools/make_venv.sh
-	@tools/make_venv.sh .venv-test-oldest 3.11 -e ".[test]" jax==0.10.2 jaxlib==0.10.2
+	@tools/make_venv.sh .venv-test-oldest 3.11 $(FOR_TESTS) jax==0.10.2 jaxlib==0.10.2
 	@touch $@
 
 # keras-hub without its dependencies: tensorflow-text is one, and nothing here imports it.
 .venv-models/installed: pyproject.toml tools/make_venv.sh
-	@tools/make_venv.sh .venv-models "$(PYTHONS)" -e ".[test,models]"
-	@.venv-models/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check \
-		--no-deps keras-hub==0.32.0
+	@tools/make_venv.sh .venv-models "$(PYTHONS)" $(FOR_TESTS) --group models
+	@.venv-models/bin/python $(INSTALL) --no-deps keras-hub==0.32.0
 	@touch $@
 
 .venv-aot/installed: pyproject.toml tools/make_venv.sh
-	@tools/make_venv.sh .venv-aot "$(PYTHONS)" -e ".[test,tpu]"
+	@tools/make_venv.sh .venv-aot "$(PYTHONS)" -e ".[serve,grammar,tpu]" --group test
 	@touch $@
 
 # XLA for NVIDIA GPUs, of jaxlib's version, and ptxas; none of the libraries that running needs.
 .venv-aot/gpus: .venv-aot/installed
 	@version=$$(.venv-aot/bin/python -c 'import jaxlib; print(jaxlib.__version__)') && \
-		.venv-aot/bin/python -m pip install --no-compile --quiet --quiet --disable-pip-version-check \
-		--no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
+		.venv-aot/bin/python $(INSTALL) --no-deps "jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version" nvidia-cuda-nvcc
 	@touch $@
 
 .venv-bench/installed: pyproject.toml tools/make_venv.sh
-	@tools/make_venv.sh .venv-bench "$(PYTHONS)" -e ".[bench]"
+	@tools/make_venv.sh .venv-bench "$(PYTHONS)" -e ".[lm]" --group bench
 	@touch $@

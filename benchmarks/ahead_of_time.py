@@ -149,8 +149,38 @@ def devices_of(name: str) -> Any:
     return described.devices
 
 
+def attention(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+    """`program` of K + 1 rows of Llama 3 8B over a cache of 4,096 positions."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    import jax_specdec as sd
+
+    where, batch, room = SingleDeviceSharding(devices_of(case.device)[0]), case.batch, 4096
+    shapes = {
+        "query": (batch, K + 1, 32, 128),
+        "keys": (batch * 8, 128, room),
+        "values": (batch * 8, room, 128),
+    }
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)
+        for name, shape in shapes.items()
+    }
+    arrays["start"] = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=where)
+
+    def run(a: dict[str, Any]) -> Any:
+        return sd.decode_attention(
+            **a, finite_cache=not case.processed, implementation=case.implementation
+        )
+
+    return run, arrays
+
+
 def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
     """A function of a dict of arrays, and their shapes and places."""
+    if case.function == "decode_attention":
+        return attention(case)
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -2,7 +2,7 @@
 var Scorer = {
   score: (result) => {
     const [page, , , , score, , kind] = result;
-    if (/^(CHANGELOG|CONTRIBUTING|benchmarks\/|training\/|docs\/project)/.test(page)) return score - 100;
+    if (/^(CHANGELOG|CONTRIBUTING|benchmarks\/|training\/)/.test(page)) return score - 100;
     if (page.startsWith("notebooks/")) return score - 4;
     return kind === "title" ? score + 2 : score;
   },

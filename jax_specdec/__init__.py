@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jax_specdec import adapters, grammar, testing
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
+from jax_specdec._src.attention.api import decode_attention
 from jax_specdec._src.config import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
@@ -74,6 +75,7 @@ __all__ = [
     "apply_penalties",
     "conditional_to_unconditional_rates",
     "count_fallbacks",
+    "decode_attention",
     "grammar",
     "lm",
     "pack_drafts",
@@ -105,7 +107,7 @@ _MOVED = {
 }
 """Where names are now that once were at the top."""
 _MOVED_MODULES = {
-    "integrations": "jax_specdec.adapters",
+    "integrations": "jax_specdec.adapters or jax_specdec.lm.models.foreign",
     "models": "jax_specdec.lm.models",
     "serving": "jax_specdec.lm",
 }

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from jax_specdec.lm.cli import missing
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line.
@@ -15,9 +13,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
       arguments: without the program's name; None for ``sys.argv``.
     """
     try:
-        from jax_specdec.lm.cli.command import run
-    except ModuleNotFoundError as error:
-        print(f"jax-specdec: {missing(error, 'lm')}", file=sys.stderr)
+        from jax_specdec.lm.extras import extra
+
+        with extra("lm"):
+            from jax_specdec.lm.cli.command import run
+    except ImportError as error:
+        print(f"jax-specdec: {error}", file=sys.stderr)
         sys.exit(2)
     run(arguments)
 

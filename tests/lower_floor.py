@@ -8,6 +8,8 @@ changes this file alone; `test_repository.py` holds both and that this file does
 
 from jax_specdec._src import arrays, noise, platform, ragged, sampling
 from jax_specdec._src.arrays import Range, check_array, check_tree, described, pytree
+from jax_specdec._src.attention import mosaic_gpu as attention_gpu
+from jax_specdec._src.attention import xla as attention_xla
 from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.drafts import sample
 from jax_specdec._src.noise import Stream, fold_in_each, uniforms

@@ -177,8 +177,14 @@ MAIN_CASES = {
     DRAFTING: 40,
     dataclasses.replace(DRAFTING, filtered=True): 64,
 }
+ATTENTION = Case("h200", "decode_attention", batch=32, implementation="mosaic_gpu")
+ATTENTIONS = {
+    ATTENTION: 158,
+    dataclasses.replace(ATTENTION, batch=1): 158,  # joined by a second launch
+    dataclasses.replace(ATTENTION, processed=True): 223,  # of caches that may hold NaN
+}
 KERNELS = {
-    "h200": ("sm_90a", MAIN_CASES),
+    "h200": ("sm_90a", MAIN_CASES | ATTENTIONS),
     "b200": ("sm_100a", MAIN_CASES),
     "b300": ("sm_103a", {KERNEL: 79}),
     "rtx6000": ("sm_120a", {KERNEL: 83}),
@@ -336,7 +342,7 @@ ENTRY %main (x: f32[100,50], i: s32[8]) -> f32[8,50] {
     assert hlo_text.Program.of(text, trips=1).count() == (2 * 8 * 50 * 4, 2 * 8 * 50 * 4, 0)
 
 
-# The grid, and the page with its tables.
+# The grid, the file of its tables, and the page that quotes them.
 
 PAGE = Path(__file__).parents[1] / "docs" / "tpu.md"
 
@@ -344,7 +350,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "tpu.md"
 @pytest.fixture
 def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the grid in a folder of its own; each program takes what is said."""
-    page = tmp_path / "tpu.md"
+    page = tmp_path / "tables.md"
     page.write_text(f"Before.\n{grid.BEGIN}old{grid.END}After.\n")
     monkeypatch.setattr(grid, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(grid, "DOCUMENT", page)
@@ -387,12 +393,33 @@ def test_a_program_beyond_its_bounds_fails_the_grid(run_grid, capsys, takes, sai
     assert ("does not fit" in text) == ("error" in takes)
 
 
-def test_the_pages_tables_are_those_of_the_results():
+def test_the_tables_are_those_of_the_results():
     rows = json.loads(grid.RESULTS.read_text())["rows"]
     assert len(rows) == len(list(grid.cases()))
-    text = PAGE.read_text()
+    text = grid.DOCUMENT.read_text()
     assert f"{grid.BEGIN}\n{grid.tables(rows)}\n{grid.END}" in text
-    assert "compiled, never run" in text.lower()
+    for document in (text, PAGE.read_text()):
+        assert "compiled, never run" in document.lower()
+
+
+def test_the_page_quotes_the_tables():
+    rows = json.loads(grid.RESULTS.read_text())["rows"]
+    by_case = {grid.Case(**{name: row[name] for name in grid.IDENTITY}): row for row in rows}
+    form = dict(device="v5e", batch=64, implementation="xla_batched")
+    processed = grid.Case(kind="probs", processed=True, **form)
+    cases = {"standard, probabilities, with filters and a bitmask": processed}
+    for rule, kind in (("greedy", "none"), *itertools.product(("standard", "block"), grid.KINDS)):
+        name = rule if rule == "greedy" else f"{rule}, {grid.KINDS[kind]}"
+        cases[name.replace("none", "no draft distribution")] = grid.Case(
+            rule=rule, kind=kind, **form
+        )
+    (table,) = re.findall(
+        r"^\| `\"xla_batched\"` \|.*\n.*\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE
+    )
+    quoted = [line[2:-2].split(" | ") for line in table.splitlines()]
+    assert len(quoted) == 6
+    for name, *numbers in quoted:
+        assert numbers == [f"{by_case[cases[name]][what]:.2f}" for what in grid.MEASURES]
 
 
 @pytest.mark.newest

@@ -22,12 +22,14 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
 RUN_HERE = (
+    "attention",
     "draft_budget",
+    "draft_distributions",
     "drafting",
     "getting_started",
     "index",
+    "models",
     "sampling_parameters",
-    "streaming",
     "vllm",
 )
 
@@ -135,18 +137,28 @@ def test_the_page_on_draft_budgets_plans_and_serves(
 
 @pytest.mark.long
 def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
-    scope = run_all("getting_started")  # asserts itself that greedy text is that of plain decoding
-    assert scope["output"].num_emitted.shape == (2,)
+    first = blocks("getting_started")[
+        :4
+    ]  # asserts itself that greedy text is that of plain decoding
+    scope = run("".join(first), "getting_started")
+    assert [len(completion) for completion in scope["output"].completions] == [60, 60]
     assert "def quicksort(items):" in capsys.readouterr().out
+
+
+def test_a_checkpoint_drafts_for_another(capsys: pytest.CaptureFixture[str]) -> None:
+    real = blocks("models")[0].replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
+    real = real.replace("Qwen2.5-0.5B", str(CHECKPOINTS / "qwen2_draft"))
+    run(real.replace("stop_token_ids=", "max_new_tokens=8, stop_token_ids="), "models")
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.long
 def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real, *small = blocks("streaming")
+    real, *small = blocks("getting_started")[4:]
     real = real.replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
-    scope = run(real.replace("max_new_tokens=64", "max_new_tokens=12"), "streaming")
+    scope = run(real.replace("max_new_tokens=64", "max_new_tokens=12"), "getting_started")
     printed = capsys.readouterr().out
     tokenizer, prompt = scope["tokenizer"], scope["prompt"]
     plain = lm.generate_plain(
@@ -155,9 +167,8 @@ def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
     whole = tokenizer.decode(prompt + plain.completions[0])
     assert printed == whole[len(tokenizer.decode(prompt)) :] + "\n" != "\n"
 
-    scope = run(
-        "import jax_specdec as sd\nfrom jax_specdec import lm\n" + "".join(small), "streaming"
-    )
+    names = "import jax_specdec as sd\nfrom jax_specdec import lm\n"
+    scope = run(names + "".join(small), "getting_started")
     output = lm.generate_plain(
         scope["target"], scope["params"], scope["prompts"], max_new_tokens=100
     )
@@ -168,7 +179,7 @@ def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
 
 @pytest.mark.newest
 def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None:
-    _, drafter, features = blocks("drafting")
+    drafter, features = blocks("drafting")
     scope = run(drafter, "drafting")
     assert scope["output"].steps.num_proposed.sum() > 0
     assert scope["stats"].num_fallbacks == 0 and scope["stats"].num_accepted_tokens > 0
@@ -179,8 +190,8 @@ def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None
 @pytest.mark.long
 @pytest.mark.newest
 def test_the_loop_with_a_store_verifies_every_request_with_its_own_rows() -> None:
-    loop, *_ = blocks("drafting")
-    scope = run(loop, "drafting")
+    loop, *_ = blocks("draft_distributions")
+    scope = run(loop, "draft_distributions")
     assert int(scope["num_fallbacks"]) == 0
     output = scope["output"]
     assert output.status.tolist() == [sd.Status.OK] * 3
@@ -241,6 +252,26 @@ def test_pictures_are_what_the_script_draws(
     assert len(drawn) == len(draw.PICTURES)
     again = "draw again: python tools/draw.py"
     assert drawn == {name: (DOCS / name).read_text("utf-8") for name in drawn}, again
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_the_demo_is_what_make_demo_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text, its colours and the table, all but the tokens per second and their ratio."""
+    monkeypatch.setattr(draw, "DOCS", tmp_path)
+    draw.demo()
+    drawn, kept = (
+        re.subn(
+            r"(&#160;)+\d+((&#160;)+[\d.]+x)?(?=</text>|&#160;&#160;yes)",
+            " SPEED",
+            (folder / "demo.svg").read_text("utf-8"),
+        )
+        for folder in (tmp_path, DOCS)
+    )
+    assert drawn == kept, "draw again: python tools/draw.py demo"
+    assert kept[1] == 2  # plain decoding, and drafted
+    command = "jax-specdec generate --compare -- "
+    assert f'{command}"$$PROMPT"\n' in (ROOT / "Makefile").read_text("utf-8")
 
 
 def test_every_picture_is_on_a_page() -> None:

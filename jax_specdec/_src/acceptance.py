@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import Sizes, check_array, check_type, pytree, require
+from jax_specdec._src.arrays import Sizes, as_int32, check_type, pytree, require
 from jax_specdec._src.config import check_num_speculative_tokens
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.types import Integers
@@ -94,12 +94,12 @@ class AcceptanceCounters:
           ValueError: shapes that do not fit.
         """
         sizes: Sizes = {}
-        num_emitted = _counts("num_emitted", num_emitted, "[B]", sizes)
-        num_proposed = _counts("num_proposed", num_proposed, "[B]", sizes)
-        num_accepted = _counts("num_accepted", num_accepted, "[B]", sizes)
+        num_emitted = as_int32("num_emitted", num_emitted, "[B]", sizes)
+        num_proposed = as_int32("num_proposed", num_proposed, "[B]", sizes)
+        num_accepted = as_int32("num_accepted", num_accepted, "[B]", sizes)
         num_kept = num_emitted if num_kept is None else num_kept
-        num_kept = _counts("num_kept", num_kept, "[B]", sizes)
-        num_fallbacks = _counts("num_fallbacks", num_fallbacks, "[]", sizes)
+        num_kept = as_int32("num_kept", num_kept, "[B]", sizes)
+        num_fallbacks = as_int32("num_fallbacks", num_fallbacks, "[]", sizes)
         given = num_proposed, num_accepted, num_emitted, num_kept
         columns = _columns(self.words.shape[1] // 3 - 1, *given)
         counts = jnp.concatenate([one.astype(jnp.int32) for one in columns], axis=1)
@@ -118,15 +118,6 @@ def _columns(k: int, proposed: Any, accepted: Any, emitted: Any, kept: Any) -> l
     offered = (proposed > position) & is_verified
     reached = offered & (accepted >= position)
     return [offered, reached, offered & (accepted > position), kept, is_verified]
-
-
-def _counts(name: str, value: Any, declared: str, sizes: Sizes) -> jax.Array:
-    """Integers as int32, checked."""
-    value = jnp.asarray(value)
-    is_integers = jnp.issubdtype(value.dtype, jnp.integer)
-    require(is_integers, name, "hold integers", value, error=TypeError)
-    check_array(name, value, declared, sizes)
-    return value.astype(jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -579,3 +579,51 @@ def _filter_row(
         row = np.where(row < entries[mass >= goal][0], -math.inf, row)
 
     return row, float(margin)
+
+
+def decode_attention(
+    query: npt.ArrayLike,
+    keys: npt.ArrayLike,
+    values: npt.ArrayLike,
+    start: npt.ArrayLike,
+    *,
+    visible: npt.ArrayLike | None = None,
+    window: int | None = None,
+) -> Array:
+    """Returns ``[B, S, N, D]`` float64, what each new row reads of its request's cache.
+
+    Row s sees position t if ``t < start``, or if t holds new row ``j = t - start`` and bit j of its
+    words is set (for a chain, ``j <= s``), and if ``t > start + s - window``. It reads
+    ``sum_t softmax_t(q k_t / sqrt(D)) v_t`` over the positions that it sees.
+
+    Args:
+      query: ``[B, S, N, D]``.
+      keys: ``[B * Nkv, D, T]``.
+      values: ``[B * Nkv, T, D]``.
+      start: ``[B]``.
+      visible: ``[B, S, 2]`` words of 32 bits, or None for a chain.
+      window: positions that a row sees, or None for all.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (query, keys, values))
+    batch_size, num_rows, num_heads, head_dim = q.shape
+    num_kv, room = len(k) // batch_size, k.shape[2]
+    words = None if visible is None else np.asarray(visible)
+    read = np.zeros(q.shape)
+    for b, s in np.ndindex(batch_size, num_rows):
+        first, seen = int(np.asarray(start)[b]), []
+        for t in range(room):
+            j = t - first
+            if j >= num_rows or (window is not None and t <= first + s - window):
+                continue
+            if words is None:
+                is_seen = j <= s
+            else:
+                is_seen = j < 0 or int(words[b, s, j // 32]) >> j % 32 & 1 == 1
+            if is_seen:
+                seen.append(t)
+        for head in range(num_heads):
+            own = b * num_kv + head * num_kv // num_heads
+            scores = q[b, s, head] @ k[own][:, seen] / math.sqrt(head_dim)
+            weights = np.exp(scores - scores.max())
+            read[b, s, head] = weights / weights.sum() @ v[own][seen]
+    return read

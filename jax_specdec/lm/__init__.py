@@ -1,4 +1,14 @@
-"""What is built around the verifier: drafters, decoding loops, an engine, models, a server."""
+"""What is built around the verifier: drafters, decoding loops, an engine, models, a server.
+
+The extra `lm` has what it needs beside JAX: `pip install ".[lm]"`.
+"""
+
+from jax_specdec.lm.extras import extra
+
+with extra("lm"):
+    import safetensors as safetensors  # which reading models needs; what else does asks for it
+
+from typing import TYPE_CHECKING
 
 from jax_specdec.lm import models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
@@ -12,7 +22,6 @@ from jax_specdec.lm.decoding.generate import (
     generate_plain,
     generate_stream,
 )
-from jax_specdec.lm.decoding.grammar_driver import GrammarDriver
 from jax_specdec.lm.decoding.metrics import Histogram, ServingStats
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.packing import OptionSizes
@@ -39,7 +48,6 @@ __all__ = [
     "Engine",
     "EngineDriver",
     "GenerateOutput",
-    "GrammarDriver",
     "GreedyDifference",
     "Histogram",
     "ModelDrafter",
@@ -68,3 +76,12 @@ __all__ = [
     "measure_steps",
     "models",
 ]
+
+if not TYPE_CHECKING:  # else every name would be one, to a type checker
+
+    def __getattr__(name: str) -> object:
+        """Say what took the place of a name that once was here."""
+        message = f"module 'jax_specdec.lm' has no attribute {name!r}"
+        if name == "GrammarDriver":
+            message += ": EngineDriver.submit takes a matcher now"
+        raise AttributeError(message)

@@ -6,10 +6,12 @@ must be accepted: that fails if a position, a penalty, a filter or an entry of a
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -29,7 +31,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-(LOOP,) = blocks("integration.md")
+SMALL, LOOP, PADDED = blocks("integration.md")
 ADAPTERS = blocks("adapters.md")
 
 
@@ -49,6 +51,53 @@ def rows_of_target(scope: dict[str, object]) -> jax.Array:
     target, token_ids = scope["target"], scope["state"].token_ids
     cache = target.init_cache(*token_ids.shape)
     return target.apply(scope["params"], token_ids, scope["start"], cache)[0]
+
+
+# A small loop
+
+
+@functools.cache
+def names_of_the_small_loop() -> dict[str, object]:
+    return run(SMALL)
+
+
+def test_the_greedy_request_of_the_small_loop_follows_the_target() -> None:
+    scope = names_of_the_small_loop()
+    token_ids = np.asarray(scope["token_ids"])
+    assert token_ids.shape == (8, 2, 5)
+    for request in range(2):
+        for step in token_ids[:, request]:
+            emitted = (step >= 0).sum()
+            assert emitted >= 1 and (step[emitted:] == -1).all()
+
+    greedy = [t for step in token_ids[:, 0] for t in step.tolist() if t >= 0]
+    target = np.asarray(scope["target"])
+    token, expected = 0, []
+    for _ in greedy:
+        token = int(target[token].argmax())
+        expected.append(token)
+    assert greedy == expected
+    assert len(greedy) > 8  # some drafts were accepted
+
+
+def test_a_step_of_the_small_loop_is_about_fifteen_lines() -> None:
+    body = SMALL.split("def serve_step")[1]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 15
+
+
+def test_steps_that_are_padded_have_one_program() -> None:
+    assert run(PADDED)["traces"] == [(20, 300)]
+
+
+def test_the_small_loop_is_compiled_once() -> None:
+    """A step returns a state of the very types that it takes, which `jax.jit` compiles for."""
+    step = jax.jit(names_of_the_small_loop()["serve_step"])  # type: ignore[arg-type]
+    state = (jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32))
+    types = [jax.typeof(x) for x in state]
+    found, _ = jax.eval_shape(step, state, None)
+    assert [(x.shape, x.dtype, x.weak_type) for x in found] == [
+        (x.shape, x.dtype, x.weak_type) for x in types
+    ]
 
 
 # A complete loop

@@ -383,7 +383,7 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
 @pytest.mark.parametrize(
     "changes, says",
     [
-        ({"mask_hidden": np.zeros((1, 1, 48), np.float32)}, "has mask_hidden: heads for parallel"),
+        ({"mask_hidden": np.zeros((1, 1, 48), np.float32)}, "has a tensor mask_hidden, which its"),
         ({"layers.1.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, "does not call for"),
         ({"midlayer.hidden_norm.weight": np.zeros(16, np.float32)}, "does not call for"),
         ({"input_norm.weight": np.ones(48, np.float32)}, "input_norm.weight, which its config"),

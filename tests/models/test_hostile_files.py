@@ -1,6 +1,7 @@
-"""Files that are damaged, or that somebody made to do damage: each gets one sentence with its name.
+"""Files that are damaged, or that somebody made to do damage: each ends in one sentence, soon.
 
-Nothing here computes: files are refused before the first weight is read.
+Nothing here computes: files are refused before the first weight is read. Sentences of libraries
+about their formats are theirs; each must name the file, and what this package checks is named, too.
 """
 
 import contextlib
@@ -81,6 +82,17 @@ def assert_refused(directory: Path, file: str, says: str) -> None:
         assert re.search(says, text), text
 
 
+def assert_each_refused(
+    tmp_path: Path, file: str, kinds: dict[str, tuple[Callable[[Path], Any], str]]
+) -> None:
+    """Damages a file in each of the ways, one after another."""
+    for number, (kind, (damage, says)) in enumerate(kinds.items()):
+        print(kind)  # the last one printed is the one that failed
+        directory = checkpoint(tmp_path / str(number), file)
+        damage(directory / file)
+        assert_refused(directory, file, says)
+
+
 def test_undamaged_files_are_read(tmp_path: Path) -> None:
     for file in READERS:
         directory = checkpoint(tmp_path / file, file)
@@ -100,50 +112,44 @@ def listening(path: Path) -> None:
         server.bind(path.name)
 
 
+def link(to: str) -> Callable[[Path], Any]:
+    return lambda path: path.symlink_to(to)
+
+
 PLACES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "directory": (Path.mkdir, "is a directory, but must be a file"),
     "named pipe": (os.mkfifo, "is a named pipe, but must be a file"),
     "socket": (listening, "is a socket, but must be a file"),
-    "link to nothing": (
-        lambda path: path.symlink_to("blobs/0123"),
-        "is a link to blobs/0123, which does not exist",
-    ),
-    "link to itself": (
-        lambda path: path.symlink_to(path.name),
-        "cannot be opened: Too many levels of symbolic links",
-    ),
-    "link to a directory": (lambda path: path.symlink_to("/"), "is a directory, but must be"),
-    "link to zeros": (lambda path: path.symlink_to("/dev/zero"), "is a device, but must be a"),
-    "link to a terminal": (lambda path: path.symlink_to("/dev/tty"), "is a device, but must be"),
+    "link to nothing": (link("blobs/0123"), "is a link to blobs/0123, which does not exist"),
+    "link to itself": (lambda path: path.symlink_to(path.name), "cannot be opened: "),
+    "link to a directory": (link("/"), "is a directory, but must be a file"),
+    "link to zeros": (link("/dev/zero"), "is a device, but must be a file"),
+    "link to a terminal": (link("/dev/tty"), "is a device, but must be a file"),
     "file that fails": (
-        lambda path: path.symlink_to("/proc/self/mem"),
+        link("/proc/self/mem"),
         "cannot be opened: |is not a readable safetensors file",
     ),
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("file", READERS)
-def test_what_stands_in_place_of_a_file_is_named(tmp_path: Path, file: str, place: str) -> None:
-    directory = checkpoint(tmp_path, file)
-    make, says = PLACES[place]
-    (directory / file).unlink()
-    make(directory / file)
-    assert_refused(directory, file, says)
+def test_what_stands_in_place_of_a_file_is_named(tmp_path: Path, file: str) -> None:
+    def in_place(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        return lambda path: (path.unlink(), make(path))
+
+    kinds = {kind: (in_place(make), says) for kind, (make, says) in PLACES.items()}
+    assert_each_refused(tmp_path, file, kinds)
 
 
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("a" * 5000, r"^a{120}\.\.\..*/config.json cannot be opened: File name too long"),
-        ("a/" * 5000, "/config.json cannot be opened: File name too long"),
-        ("a\0b", r"'a\\x00b/config.json' cannot be opened: .*embedded null"),
-        ("a\ud800b", r"'a\\ud800b/config.json' cannot be opened: 'utf-8' codec can't encode"),
+        ("a" * 5000, r"^a{120}\.\.\..*/config.json cannot be opened: "),
+        ("a/" * 5000, "/config.json cannot be opened: "),
+        ("a\0b", r"'a\\x00b/config.json' cannot be opened: "),
+        ("a\ud800b", r"'a\\ud800b/config.json' cannot be opened: "),
         ("a\nb", r"'a\\nb' does not exist"),
-        (
-            __file__,
-            "test_hostile_files.py is a file, but a checkpoint must be a directory of config",
-        ),
+        (__file__, "test_hostile_files.py is a file, but a checkpoint must be a directory of conf"),
     ],
     ids=["long", "deep", "null", "surrogate", "line", "file"],
 )
@@ -177,19 +183,15 @@ def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
 
 
 NOT_JSON: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (replace(""), "is not valid JSON: Expecting value"),
+    "empty": (replace(""), "is not valid JSON: "),
     "cut": (rewrite(lambda data: data[:-40]), "is not valid JSON: "),
-    "zeros": (replace(bytes(1000)), "is not valid JSON: "),
-    "byte order mark": (rewrite(lambda data: b"\xef\xbb\xbf" + data), "Unexpected UTF-8 BOM"),
-    "UTF-16": (rewrite(lambda data: data.decode().encode("utf-16")), "'utf-8' codec can't decode"),
-    "latin": (rewrite(lambda data: b'{"\xe9": 1, ' + data[1:]), "'utf-8' codec can't decode"),
-    "two objects": (rewrite(lambda data: data + b"{}"), "is not valid JSON: Extra data"),
-    "comma": (rewrite(lambda data: data.rstrip()[:-1] + b",}"), "is not valid JSON: "),
+    "byte order mark": (rewrite(lambda data: b"\xef\xbb\xbf" + data), "is not valid JSON: "),
+    "UTF-16": (rewrite(lambda data: data.decode().encode("utf-16")), "is not text in UTF-8: "),
+    "two objects": (rewrite(lambda data: data + b"{}"), "is not valid JSON: "),
     "number": (replace("1e400"), "must hold a JSON object"),
     "list": (replace("[]"), "must hold a JSON object"),
-    "null": (replace("null"), "must hold a JSON object"),
-    "deep": (replace('{"a":' + "[" * 10**6), "is not valid JSON: maximum recursion depth|exceeded"),
-    "many digits": (replace(f'{{"a": {"9" * 10**6}}}'), "is not valid JSON: Exceeds the limit"),
+    "deep": (replace('{"a":' + "[" * 10**6), "is not valid JSON: "),
+    "many digits": (replace(f'{{"a": {"9" * 10**6}}}'), "is not valid JSON: "),
     "key twice": (
         rewrite(lambda data: b'{"a": {"k": 1, "j": 2, "k": 1}, ' + data[1:]),
         "is not valid JSON: an object has the key 'k' twice",
@@ -198,20 +200,13 @@ NOT_JSON: dict[str, tuple[Callable[[Path], Any], str]] = {
         rewrite(lambda data: b'{"K": 1, "K": 2, '.replace(b"K", b"\\n" * 10**5) + data[1:]),
         r"is not valid JSON: an object has the key '[\\n]*\.\.\.[\\n]*' twice",
     ),
-    "too large": (
-        lambda path: os.truncate(path, 2**40),
-        "must have at most 67108864 bytes, but has 1099511627776",
-    ),
+    "too large": (lambda path: os.truncate(path, 2**40), "must have at most 67108864 bytes, but"),
 }
 
 
-@pytest.mark.parametrize("kind", NOT_JSON)
 @pytest.mark.parametrize("file", JSON_FILES)
-def test_what_is_no_json_object_is_named(tmp_path: Path, file: str, kind: str) -> None:
-    directory = checkpoint(tmp_path, file)
-    damage, says = NOT_JSON[kind]
-    damage(directory / file)
-    assert_refused(directory, file, says)
+def test_what_is_no_json_object_is_named(tmp_path: Path, file: str) -> None:
+    assert_each_refused(tmp_path, file, NOT_JSON)
 
 
 NO_NUMBER = ('"8"', "true", "[]", "[8]", "{}", "null", "-1", "0", "-0.0", "NaN", "-1e400")
@@ -308,29 +303,23 @@ def test_what_is_no_token_id_is_named_with_its_field(tmp_path: Path, kind: str) 
         assert_refused(directory, file, says)
 
 
-@pytest.mark.parametrize(
-    "keys, text",
-    [
+def test_what_the_tokenizers_library_refuses_is_named(tmp_path: Path) -> None:
+    directory = checkpoint(tmp_path, TOKENIZER)
+    original = (directory / TOKENIZER).read_bytes()
+    for keys, text in (
         (("model", "merges"), "5"),
-        (("model", "merges"), '[["a"]]'),
         (("model", "merges"), '[["no", "such"]]'),
         (("model", "type"), '"' + "x" * 10**5 + '"'),
         (("model", "continuing_subword_prefix"), '"' + "x" * 50 + '"'),  # the library panics
         (("post_processor", "special_tokens"), "{}"),  # and at the first text
-        (("decoder",), '{"type": "\\n"}'),
         (("normalizer",), "[" * 400 + "]" * 400),
-        (("added_tokens", 0, "content"), "null"),
         (("version",), '"9.0"'),
-    ],
-)
-def test_what_the_tokenizers_library_refuses_is_named(
-    tmp_path: Path, keys: tuple[str | int, ...], text: str
-) -> None:
-    directory = checkpoint(tmp_path, TOKENIZER)
-    in_json(directory / TOKENIZER, *keys, text=text)
-    with pytest.raises(ValueError) as raised:
-        lm.load_tokenizer(directory)
-    assert "tokenizer.json is not a tokenizer that can be read: " in sentence(raised.value)
+    ):
+        (directory / TOKENIZER).write_bytes(original)
+        in_json(directory / TOKENIZER, *keys, text=text)
+        with pytest.raises(ValueError) as raised:
+            lm.load_tokenizer(directory)
+        assert "tokenizer.json is not a tokenizer that can be read: " in sentence(raised.value)
 
 
 # Tensors
@@ -375,6 +364,12 @@ def renamed(name: str) -> Callable[[Path], Any]:
     return header(lambda entries: entries.update({name: entries.pop("model.norm.weight")}))
 
 
+def added(name: str) -> Callable[[Path], Any]:
+    return header(
+        lambda x: x.update({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
+    )
+
+
 def bytes_of(name: str, dtype: str, itemsize: int) -> Callable[[dict[str, Any]], None]:
     """The same bytes as elements of another dtype."""
 
@@ -385,52 +380,30 @@ def bytes_of(name: str, dtype: str, itemsize: int) -> Callable[[dict[str, Any]],
     return change
 
 
-UNREADABLE = "is not a readable safetensors file: "
 ENTRY = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+UNREADABLE: dict[str, Callable[[Path], Any]] = {
+    "empty": replace(""),
+    "pickle": replace(b"\x80\x04\x95" + bytes(100)),
+    "header past the end": length(10**6),
+    "header of 99 MB": length(99_000_000),
+    "header of all the world": length(2**64 - 1),
+    "data cut": rewrite(lambda data: data[:-1]),
+    "data longer": rewrite(lambda data: data + b"\0"),
+    "header no object": header_text(b"[]"),
+    "header no UTF-8": header_text(b'{"\xff": 1}'),
+    "header deep": header_text(b'{"__metadata__":' + b"[" * 10**6),
+    "no dtype": norm(dtype=...),
+    "dtype of a length": norm(dtype="F" * 10**6),
+    "shape negative": norm(shape=[-32]),
+    "shape overflows": norm(shape=[2**62, 2**62]),
+    "shape overflows to nothing": norm(shape=[2**63, 2, 0]),
+    "shape of other size": norm(shape=[33]),
+    "offsets overlap": norm(data_offsets=[0, 128]),
+    "offsets out of range": norm(data_offsets=[2**40, 2**40 + 128]),
+    "field twice": header_text(b'{"a": {"dtype": "F32", ' + ENTRY[1:].encode() + b"}"),
+}
 TENSORS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (replace(""), UNREADABLE),
-    "seven bytes": (replace(bytes(7)), UNREADABLE),
-    "text": (replace("no tensors at all"), UNREADABLE),
-    "zeros": (replace(bytes(1000)), UNREADABLE),
-    "pickle": (replace(b"\x80\x04\x95" + bytes(100)), UNREADABLE),
-    "header of no length": (length(0), UNREADABLE),
-    "header past the end": (length(10**6), UNREADABLE),
-    "header of 99 MB": (length(99_000_000), UNREADABLE),
-    "header of half the world": (length(2**63), UNREADABLE),
-    "header of all the world": (length(2**64 - 1), UNREADABLE),
-    "header cut": (rewrite(lambda data: data[:500]), UNREADABLE),
-    "data cut": (rewrite(lambda data: data[:-1]), UNREADABLE),
-    "data longer": (rewrite(lambda data: data + b"\0"), UNREADABLE),
-    "header empty": (header_text(b""), UNREADABLE),
-    "header no object": (header_text(b"[]"), UNREADABLE),
-    "header no UTF-8": (header_text(b'{"\xff": 1}'), UNREADABLE),
-    "header marked": (header_text(b"\xef\xbb\xbf{}"), UNREADABLE),
-    "header deep": (header_text(b'{"__metadata__":' + b"[" * 10**6), UNREADABLE),
-    "metadata of numbers": (header(lambda x: x.update(__metadata__={"a": 1})), UNREADABLE),
-    "entry no object": (header(lambda x: x.update({"model.norm.weight": 5})), UNREADABLE),
-    "no dtype": (norm(dtype=...), UNREADABLE),
-    "no shape": (norm(shape=...), UNREADABLE),
-    "no offsets": (norm(data_offsets=...), UNREADABLE),
-    "dtype unknown": (norm(dtype="F33"), UNREADABLE),
-    "dtype of a length": (norm(dtype="F" * 10**6), UNREADABLE),
-    "dtype a number": (norm(dtype=32), UNREADABLE),
-    "shape negative": (norm(shape=[-32]), UNREADABLE),
-    "shape a fraction": (norm(shape=[32.5]), UNREADABLE),
-    "shape text": (norm(shape="32"), UNREADABLE),
-    "shape overflows": (norm(shape=[2**62, 2**62]), UNREADABLE),
-    "shape overflows to nothing": (norm(shape=[2**63, 2, 0]), UNREADABLE),
-    "shape beyond integers": (norm(shape=[10**30]), UNREADABLE),
-    "shape of other size": (norm(shape=[33]), UNREADABLE),
-    "offsets reversed": (norm(data_offsets=[128, 0]), UNREADABLE),
-    "offsets overlap": (norm(data_offsets=[0, 128]), UNREADABLE),
-    "offsets out of range": (norm(data_offsets=[2**40, 2**40 + 128]), UNREADABLE),
-    "offsets beyond integers": (norm(data_offsets=[0, 10**30]), UNREADABLE),
-    "offsets negative": (norm(data_offsets=[-128, 0]), UNREADABLE),
-    "one offset": (norm(data_offsets=[0]), UNREADABLE),
-    "field twice": (
-        header_text(b'{"a": {"dtype": "F32", ' + ENTRY[1:].encode() + b"}"),
-        "duplicate field",
-    ),
+    **{kind: (edit, "is not a readable safetensors file: ") for kind, edit in UNREADABLE.items()},
     "name twice": (
         lambda path: write_header(path, f'{{"a": {ENTRY}, "a": {ENTRY}}}'.encode(), bytes(4)),
         "lacks the tensor",
@@ -438,6 +411,10 @@ TENSORS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no tensors": (header_text(b"{}"), "lacks the tensor model.embed_tokens.weight"),
     "tensor of a line": (renamed("a\nb"), "lacks the tensor model.norm.weight"),
     "tensor of a length": (renamed("a" * 10**6), "lacks the tensor model.norm.weight"),
+    **{
+        f"another tensor {name[:9]!r}": (added(name), "has a tensor .*, which its config.json does")
+        for name in ("x", "a\nb", "\u202e", "a" * 10**5)
+    },
     "rank 100000": (
         norm(shape=[1] * 10**5 + [32]),
         r"norm.weight of shape \(1, 1, 1, 1, 1, 1, \.\.\.\), but its config.json says \(32,\)",
@@ -452,63 +429,53 @@ TENSORS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TENSORS)
-def test_damaged_tensors_are_named(tmp_path: Path, kind: str) -> None:
-    directory = checkpoint(tmp_path, WEIGHTS)
-    damage, says = TENSORS[kind]
-    damage(directory / WEIGHTS)
-    assert_refused(directory, WEIGHTS, says)
-
-
-@pytest.mark.parametrize("name", ["x", "a\nb", "\u202e", "a" * 10**5])
-def test_a_tensor_that_nobody_asked_for_is_named(tmp_path: Path, name: str) -> None:
-    directory = checkpoint(tmp_path, WEIGHTS)
-    header(lambda x: x.update({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}))(
-        directory / WEIGHTS
-    )
-    assert_refused(directory, WEIGHTS, "has a tensor .*, which its config.json does not call for")
+def test_damaged_tensors_are_named(tmp_path: Path) -> None:
+    assert_each_refused(tmp_path, WEIGHTS, TENSORS)
 
 
 # The index of shards
 
 LEAVES = "in its weight_map, which must not leave the directory"
-INDICES: dict[str, tuple[str, str]] = {
-    "list": ("[]", "lacks a weight_map from names"),
-    "nothing": ("null", "lacks a weight_map from names"),
-    "no names": ("{}", "lacks the tensor model.embed_tokens.weight"),
-    "number": ('{"a": 1}', "lacks a weight_map from names"),
-    "lists": ('{"a": ["b"]}', "lacks a weight_map from names"),
-    "absolute": ('{"a": "OUTSIDE/SHARD"}', LEAVES),
-    "up": ('{"a": "../outside/SHARD"}', LEAVES),
-    "down and up": ('{"a": "b/../../outside/SHARD"}', LEAVES),
-    "system": ('{"a": "/etc/passwd"}', LEAVES),
-    "device": ('{"a": "/dev/zero"}', LEAVES),
-    "only up": ('{"a": ".."}', LEAVES),
-    "long way up": ('{"a": "' + "../" * 10**5 + '"}', LEAVES),
-    "itself": ('{"a": "."}', "is a directory, but must be a file"),
-    "empty name": ('{"a": ""}', "is a directory, but must be a file"),
-    "no file": ('{"a": "b"}', "b does not exist, but model.safetensors.index.json lists it"),
-    "line": ('{"a": "b\\nc"}', r"b\\nc' does not exist, but model.safetensors.index.json lists"),
-    "long name": ('{"a": "' + "b" * 10**5 + '"}', r"b+ does not exist, but .* lists it"),
-    "null character": ('{"a": "b\\u0000"}', r"b\\x00' does not exist, but .* lists it"),
-    "surrogate": ('{"a": "\\ud800"}', r"\\ud800' does not exist, but .* lists it"),
-    "no tensors": ('{"a": "config.json"}', "config.json is not a readable safetensors file"),
-    "not its tensor": ('{"a": "SHARD"}', "SHARD lacks the tensor a, which .*index.json says"),
-    "tensor of a line": ('{"a\\n\\n": "SHARD"}', r"SHARD lacks the tensor 'a\\n\\n', which"),
-    "tensor of a length": ('{"' + "a" * 10**6 + '": "SHARD"}', "lacks the tensor aaa.*, which"),
+INDICES: dict[str, tuple[str, ...]] = {
+    "lacks a weight_map from names": ("[]", "null", '{"a": 1}', '{"a": ["b"]}'),
+    "lacks the tensor": (
+        "{}",
+        '{"a": "SHARD"}',
+        '{"a\\n\\n": "SHARD"}',
+        '{"' + "a" * 10**6 + '": "SHARD"}',
+    ),
+    LEAVES: (
+        '{"a": "OUTSIDE/SHARD"}',
+        '{"a": "../outside/SHARD"}',
+        '{"a": "b/../../outside/SHARD"}',
+        '{"a": "/etc/passwd"}',
+        '{"a": "/dev/zero"}',
+        '{"a": ".."}',
+        '{"a": "' + "../" * 10**5 + '"}',
+    ),
+    "is a directory, but must be a file": ('{"a": "."}', '{"a": ""}'),
+    "does not exist, but model.safetensors.index.json lists it": (
+        '{"a": "b"}',
+        '{"a": "b\\nc"}',
+        '{"a": "' + "b" * 10**5 + '"}',
+        '{"a": "b\\u0000"}',
+        '{"a": "\\ud800"}',
+    ),
+    "config.json is not a readable safetensors file": ('{"a": "config.json"}',),
 }
 
 
-@pytest.mark.parametrize("kind", INDICES)
-def test_an_index_that_lies_is_named(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("says", INDICES)
+def test_an_index_that_lies_is_named(tmp_path: Path, says: str) -> None:
     outside = copy("llama", tmp_path / "outside")  # there is something to find
     directory = copy("llama", tmp_path / "llama")
-    text, says = (part.replace("SHARD", SHARDS[0]) for part in INDICES[kind])
-    in_json(directory / INDEX, "weight_map", text=text.replace("OUTSIDE", str(outside)))
-    for read in READERS[INDEX]:
-        with pytest.raises(Exception) as raised:
-            read(directory)
-        assert re.search(says, sentence(raised.value)), str(raised.value)
+    for text in INDICES[says]:
+        text = text.replace("SHARD", SHARDS[0]).replace("OUTSIDE", str(outside))
+        in_json(directory / INDEX, "weight_map", text=text)
+        for read in READERS[INDEX]:
+            with pytest.raises(Exception) as raised:
+                read(directory)
+            assert says in sentence(raised.value), str(raised.value)
 
 
 @pytest.mark.parametrize("prefix", ["../outside/", "OUTSIDE/"])

@@ -378,7 +378,10 @@ MISTAKES = {
         "lacks full_attention",
     ),
     "no factor": (config(rope_parameters=LLAMA3), "rope_parameters lacks factor"),
-    "limits": (config(rope_parameters={**LLAMA3, "factor": 8.0}), "low_freq_factor must be less"),
+    "limits": (
+        config(rope_parameters={**LLAMA3, "factor": 8.0}),
+        "rope_parameters: low_freq_factor must be",
+    ),
 }
 
 

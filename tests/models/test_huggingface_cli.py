@@ -207,7 +207,7 @@ def test_without_the_library_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"))
-    assert "pip install tokenizers, or the extra hf" in error
+    assert "tokenizers is not installed: it comes with the extra lm, pip install" in error
 
 
 def test_a_tokenizer_that_makes_nothing_of_the_prompt_is_refused(

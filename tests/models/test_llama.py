@@ -220,14 +220,14 @@ def cache_of(model: Llama, *size: int) -> Any:
 
 
 def changed(path: list[Any], value: Any) -> Any:
-    """Params with the leaf at `path` replaced, or removed if `value` is None, as an argument."""
+    """Params with the leaf at `path` replaced, or removed if `value` is None."""
     params = jax.tree.map(lambda x: x, params_of(MODEL))
     parent = functools.reduce(lambda tree, key: tree[key], path[:-1], params)
     if value is None:
         del parent[path[-1]]
     else:
         parent[path[-1]] = value
-    return {"params": params}
+    return params
 
 
 def empty_cache(model: Llama, batch_size: int, max_length: int) -> Any:
@@ -243,20 +243,8 @@ def empty_cache(model: Llama, batch_size: int, max_length: int) -> Any:
         ({"start": np.zeros((), np.int32)}, ValueError, "start"),
         ({"start": np.zeros(1, np.float32)}, TypeError, "start"),
         ({"start": np.zeros(2, np.int32)}, ValueError, "start"),
-        ({"cache": cache_of(MODEL, 2, T)}, ValueError, "cache"),
-        ({"cache": cache_of(MODEL, 1, T)[:2]}, ValueError, "cache must be a list of 3"),
         ({"cache": cache_of(MODEL, 1, 1)}, ValueError, "token_ids"),
-        ({"cache": cache_of(Llama(CONFIG, jnp.bfloat16), 1, T)}, TypeError, "cache"),
-        (
-            changed(["layers", 1, "o_proj"], np.zeros((24, 48), np.float32)),
-            ValueError,
-            r"params\['layers'\]\[1\]\['o_proj'\]",
-        ),
-        (changed(["norm"], np.zeros(24, jnp.bfloat16)), TypeError, r"params\['norm'\]"),
-        (changed(["lm_head"], None), ValueError, r"params\['lm_head'\]"),
-        (changed(["lm_head"], 0.5), ValueError, r"params\['lm_head'\] must be an array"),
-        (changed(["lm_head"], "a"), ValueError, r"params\['lm_head'\] must be an array"),
-        (changed(["bias"], np.zeros(3, np.float32)), ValueError, r"params\['bias'\]"),
+        ({"feature_layers": (0, 4)}, ValueError, "feature_layers"),
     ],
 )
 def test_wrong_arguments_are_refused(change: Any, error: type[Exception], message: str) -> None:
@@ -269,3 +257,27 @@ def test_wrong_arguments_are_refused(change: Any, error: type[Exception], messag
     }
     with pytest.raises(error, match=f"^{message}"):
         MODEL.apply(**arguments)
+
+
+@pytest.mark.parametrize(
+    "params, error, message",
+    [
+        (None, TypeError, "params must be the weights of the model, but it is None"),
+        (
+            changed(["layers", 1, "o_proj"], np.zeros((24, 48), np.float32)),
+            ValueError,
+            r"params\['layers'\]\[1\]\['o_proj'\]",
+        ),
+        (changed(["norm"], np.zeros(24, jnp.bfloat16)), TypeError, r"params\['norm'\]"),
+        (changed(["lm_head"], None), ValueError, r"params\['lm_head'\]"),
+        (changed(["lm_head"], 0.5), ValueError, r"params\['lm_head'\] must be an array"),
+        (changed(["lm_head"], "a"), ValueError, r"params\['lm_head'\] must be an array"),
+        (changed(["bias"], np.zeros(3, np.float32)), ValueError, r"params\['bias'\]"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    params: Any, error: type[Exception], message: str
+) -> None:
+    MODEL.check_params("params", params_of(MODEL))
+    with pytest.raises(error, match=f"^{message}"):
+        MODEL.check_params("params", params)

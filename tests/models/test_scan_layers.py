@@ -156,34 +156,11 @@ def test_a_text_is_the_same_with_an_engine_in_between() -> None:
 
 
 def test_the_page_turns_weights_into_stacked_ones() -> None:
-    page = Path(__file__).parents[2] / "docs" / "compile_time.md"
+    page = Path(__file__).parents[2] / "docs" / "models.md"
     text, scope = page.read_text("utf-8"), dict[str, Any]()
-    for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        exec(compile(code, str(page), "exec"), scope)
+    *_, code = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    exec(compile(code, str(page), "exec"), scope)
     model, params = scope["model"], scope["params"]
     arguments = jnp.zeros((1, 2), jnp.int32), jnp.zeros((1,), jnp.int32), model.init_cache(1, 8)
     logits = jax.eval_shape(model.apply, params, *arguments).logits
     assert model.scan_layers and logits.shape == (1, 2, 256)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("weights", r"params\['layers'\]\['down_proj'\]"),
-        ("cache", "cache must be one pair"),
-        ("both", "cache must be a list of 3"),
-    ],
-)
-def test_what_is_of_the_other_form_is_refused(change: str, message: str) -> None:
-    model, params = scanned()
-    plain = dataclasses.replace(model, scan_layers=False)
-    cache = (plain if change == "cache" else model).init_cache(B, T)
-    weights = listed(model) if change == "weights" else params
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(
-            (plain if change == "both" else model).apply,
-            weights,
-            tokens(),
-            jnp.zeros((B,), jnp.int32),
-            cache,
-        )

@@ -153,6 +153,6 @@ def test_it_is_a_static_causal_model() -> None:
     assert isinstance(one, lm.models.CausalModel)
     assert one == other and hash(one) == hash(other)
     params = random_weights(lm.models.Llama(CONFIG), 0)
-    start, tokens = jnp.zeros((B,), jnp.int32), jnp.zeros((B, S), jnp.int32)
-    with pytest.raises(ValueError, match="params"):  # of the whole model
-        jax.eval_shape(one.apply, params, tokens, start, one.init_cache(B, T))
+    one.check_params("params", one.shard_params(params))
+    with pytest.raises(ValueError, match="^params.* must be an array"):  # of the whole model
+        one.check_params("params", params)

@@ -149,6 +149,9 @@ class Rolling(lm.Eagle3Drafter):
     ``params`` is the head's and how far.
     """
 
+    def check_params(self, name: str, params: Any) -> None:
+        super().check_params(name, params[0])
+
     def init_store(self, params: Any, *args: Any) -> Any:
         return super().init_store(params[0], *args)
 

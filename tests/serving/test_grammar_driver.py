@@ -1,4 +1,4 @@
-"""`GrammarDriver`: requests with grammars beside others, against plain Python."""
+"""Requests of an `EngineDriver` with grammars beside others, against plain Python."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def constrained_truth(prompt: list[int], count: int) -> list[int]:
     return sequence[len(prompt) :]
 
 
-def driver(**settings: Any) -> lm.GrammarDriver:
-    return lm.GrammarDriver(TABLE, *weights_of(TABLE), **settings)
+def driver(**settings: Any) -> lm.EngineDriver:
+    return lm.EngineDriver(TABLE, *weights_of(TABLE), **settings)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +237,28 @@ def test_closing_a_driver_ends_the_thread_of_its_matchers() -> None:
         (own,) = set(threading.enumerate()) - before
     assert not own.is_alive()
     served.close()
+    with served:
+        request_id = served.submit([1], max_new_tokens=2, matcher=Cycle())
+        assert run(served)[request_id].token_ids == constrained_truth([1], 2)
+    assert set(threading.enumerate()) <= before
 
 
-def test_warming_up_compiles_one_more_program_and_leaves_nothing() -> None:
-    calls: list[tuple[int, int]] = []
-    served, plain = driver(), lm.EngineDriver(TABLE, *weights_of(TABLE))
-    served.warm_up(lambda *x: calls.append(x))
-    plain_calls: list[tuple[int, int]] = []
-    plain.warm_up(lambda *x: plain_calls.append(x))
-    total = plain_calls[0][1] + 1
-    assert calls == [(done, total) for done in range(total + 1)]
+def test_warming_up_for_grammars_compiles_one_more_program_and_leaves_nothing() -> None:
+    served = driver()
+    totals = []
+    for grammars in (False, True):
+        calls: list[tuple[int, int]] = []
+        served.warm_up(lambda *x, calls=calls: calls.append(x), grammars=grammars)
+        total = len(calls) - 1
+        assert calls == [(done, total) for done in range(total + 1)]
+        totals.append(total)
+    assert totals[1] == totals[0] + 1
     assert served.is_idle and served.stats().num_tokens == 0
-    served.warm_up()
+    served.warm_up(grammars=True)
+
+
+def test_the_old_name_says_what_took_its_place() -> None:
+    with pytest.raises(AttributeError, match="'GrammarDriver': EngineDriver.submit takes a match"):
+        lm.GrammarDriver  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match="'jax_specdec.lm' has no attribute 'Driver'$"):
+        lm.Driver  # type: ignore[attr-defined]  # noqa: B018

@@ -85,7 +85,7 @@ class Running:
     """A server that listens, and what is behind it."""
 
     server: Server
-    driver: lm.GrammarDriver
+    driver: lm.EngineDriver
     port: int
     lines: list[str]
     clients: contextlib.ExitStack
@@ -95,7 +95,7 @@ class Running:
         client = openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
         return self.clients.enter_context(client)
 
-    def ask(self, function: Callable[[lm.GrammarDriver], Any]) -> Any:
+    def ask(self, function: Callable[[lm.EngineDriver], Any]) -> Any:
         """What a function returns of the driver, which belongs to the worker's thread."""
         worker = self.server.worker
         return asyncio.run_coroutine_threadsafe(worker.call(function), worker._loop).result(60)
@@ -128,7 +128,7 @@ class Site:
         self.options = options_lib.parse(["serve", *self.arguments], "0")
         self.models = models_lib.load_models(self.options, [])
         self.tokenizer = self.models.tokenizer
-        make_driver(self.options, self.models).warm_up()
+        make_driver(self.options, self.models).warm_up(grammars=True)
         self._apply = jax.jit(self.models.target[0].apply)
 
     def logits(self, token_ids: list[int]) -> np.ndarray:

@@ -6,12 +6,13 @@ import sys
 from collections.abc import Sequence
 
 from jax_specdec import __version__
-from jax_specdec.lm.cli import missing, terminal
+from jax_specdec.lm.cli import terminal
 from jax_specdec.lm.cli.cache import keep_compiled_programs
 from jax_specdec.lm.cli.options import Options, parse
 from jax_specdec.lm.cli.process import run_to_end
 from jax_specdec.lm.cli.prompts import InputError, read_prompts
 from jax_specdec.lm.cli.show import show_bench, show_json, show_text
+from jax_specdec.lm.extras import extra
 
 
 def run(arguments: Sequence[str] | None) -> None:
@@ -43,7 +44,8 @@ def _run(arguments: Sequence[str] | None) -> None:
 
 def _serve(options: Options) -> None:
     try:
-        from jax_specdec.lm.cli.serve import serve  # which imports the extra's libraries
-    except ModuleNotFoundError as error:
-        raise InputError(missing(error, "serve")) from error
+        with extra("serve"):
+            from jax_specdec.lm.cli.serve import serve
+    except ImportError as error:
+        raise InputError(str(error)) from error
     serve(options)

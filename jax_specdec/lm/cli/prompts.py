@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import BinaryIO
 
 from jax_specdec.lm.cli.options import Options
 from jax_specdec.lm.models.fields import shown
@@ -43,10 +42,10 @@ def _read(name: str) -> str:
                 raise InputError("standard input is closed")
             if sys.stdin.isatty():
                 print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
-            data = _bytes(sys.stdin.buffer)
+            data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
             with open(name, "rb") as file:
-                data = _bytes(file)
+                data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise InputError(f"{where} must hold at most {_MAX_BYTES} bytes, but holds more")
         text = data.decode("utf-8-sig")
@@ -62,7 +61,3 @@ def _read(name: str) -> str:
     if not text:
         raise InputError(f"the prompt must not be empty, but {where} holds nothing")
     return text
-
-
-def _bytes(file: BinaryIO) -> bytes:
-    return file.read(_MAX_BYTES + 1)

@@ -41,7 +41,7 @@ def serve(options: Options) -> None:
                     f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s"
                 )
 
-        driver.warm_up(on_progress)
+        driver.warm_up(on_progress, grammars=True)
         default = "jax-specdec" if options.target is None else options.target.resolve().name
         # Answers are UTF-8, but what the system names a file or an argument need not be.
         name = (options.model_name or default).encode(errors="backslashreplace").decode()
@@ -58,7 +58,7 @@ def serve(options: Options) -> None:
             asyncio.run(server.run(listener, ready))
 
 
-def make_driver(options: Options, models: Models) -> lm.GrammarDriver:
+def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     """The driver for models that were loaded.
 
     Raises:
@@ -81,7 +81,7 @@ def make_driver(options: Options, models: Models) -> lm.GrammarDriver:
         max_stop_tokens=max(8, len(models.stop_token_ids)),
         logprobs=logprobs,
     )
-    return lm.GrammarDriver(engine, models.target.params, draft.params, max_queue=options.max_queue)
+    return lm.EngineDriver(engine, models.target.params, draft.params, max_queue=options.max_queue)
 
 
 def _read_key(options: Options) -> str | None:

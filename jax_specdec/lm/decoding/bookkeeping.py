@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from jax_specdec._src.acceptance import AcceptanceCounters
@@ -124,8 +124,43 @@ class HostState(NamedTuple):
     estimator: AcceptanceEstimator | None  # of these steps; None without a draft budget
     stats: ServingStats  # of these steps
 
+    def slot_of(self, request_id: int) -> int | None:
+        """The slot of a request; None if it does not run."""
+        return next((i for i, one in self.slots.items() if one.request_id == request_id), None)
+
+    def queued_first(self, leaving: Iterable[int]) -> HostState:
+        """After some left their slots: they go before all others in the queue, in this order."""
+        slots = dict(self.slots)
+        first = [slots.pop(slot) for slot in leaving]
+        return self._replace(slots=slots, returning=(*first, *self.returning))
+
+    def failed(self, slot: int, error: str) -> HostState:
+        """After a running request has failed, as `error` says, and has left its slot."""
+        slots = dict(self.slots)
+        update = RequestUpdate(slots.pop(slot).request_id, [], "failed", error=error)
+        return self._replace(slots=slots, updates=(*self.updates, update))
+
+    def after_failed_call(
+        self, request_ids: Container[int], error: str, max_retries: int
+    ) -> HostState:
+        """After a call with these requests has failed: updates for them, and some end by it."""
+        slots = dict(self.slots)
+        updates = [*self.updates]
+        for slot, request in sorted(slots.items()):
+            if request.request_id not in request_ids:
+                continue
+            slots[slot] = request = request._replace(num_failures=request.num_failures + 1)
+            reason: FinishReason | None = None
+            if request.num_failures > max_retries:
+                reason = "failed"
+                del slots[slot]
+            updates.append(RequestUpdate(request.request_id, [], reason, error=error))
+        num_failed_calls = self.stats.num_failed_calls + 1
+        stats = dataclasses.replace(self.stats, num_failed_calls=num_failed_calls)
+        return self._replace(slots=slots, updates=tuple(updates), stats=stats)
+
     def without(self, request_id: int) -> HostState:
-        """The same, knowing nothing of a request."""
+        """The state that knows nothing of a request."""
         return self._replace(
             slots={i: one for i, one in self.slots.items() if one.request_id != request_id},
             returning=tuple(one for one in self.returning if one.request_id != request_id),
@@ -147,12 +182,3 @@ class ChunkedPrefill(NamedTuple):
     request: ServedRequest
     num_chunks: int = 0  # dispatched so far
     waits: bool = False  # shorter prompts go before the next chunk
-
-
-class FailedCall(Exception):
-    """A call failed on the device, in which there were some requests."""
-
-    def __init__(self, error: BaseException, requests: Iterable[ServedRequest]) -> None:
-        super().__init__(str(error))
-        self.error = error
-        self.request_ids = {one.request_id for one in requests}

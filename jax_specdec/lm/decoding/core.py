@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.acceptance import AcceptanceCounters
-from jax_specdec._src.arrays import check_array, check_int, check_type, pytree, require
+from jax_specdec._src.arrays import check_array, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator
 from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
@@ -241,9 +241,7 @@ class Decoder:
         self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
     ) -> DecodeState:
         """The first half of `step`; see `Engine.draft`."""
-        wanted = self.num_drafts
-        if num_drafts is not None:
-            wanted = check_int("num_drafts", num_drafts, 0, self.num_drafts)
+        wanted = self.num_drafts if num_drafts is None else num_drafts
         if self.drafter is None:
             return state
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)

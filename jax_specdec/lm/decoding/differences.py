@@ -16,7 +16,7 @@ from jax_specdec.lm.decoding.core import PLAIN
 from jax_specdec.lm.decoding.generate import GenerateOutput
 from jax_specdec.lm.decoding.options import RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
-from jax_specdec.lm.models.protocol import CausalModel, apply_model
+from jax_specdec.lm.models.protocol import CausalModel, apply_model, check_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,7 @@ def greedy_differences(
       >>> lm.greedy_differences(model, params, prompts, plain, plain)
       []
     """
+    check_params("params", model, params)
     found = []
     asked = options_per_request(options, len(prompts), {})
     pairs = zip(output.completions, plain.completions, strict=True)

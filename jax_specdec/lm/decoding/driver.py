@@ -6,22 +6,21 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import jax
 import numpy as np
 
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
-from jax_specdec._src.arrays import check_int, check_type, is_error, require
+from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.grammar import GrammarMatcher, check_matchers
+from jax_specdec._src.types import Drafts
 from jax_specdec.lm.decoding import inputs, programs
 from jax_specdec.lm.decoding.bookkeeping import (
     ChunkedPrefill,
-    FailedCall,
-    FinishReason,
     HostState,
     Matching,
     RequestUpdate,
@@ -30,9 +29,12 @@ from jax_specdec.lm.decoding.bookkeeping import (
 )
 from jax_specdec.lm.decoding.core import Caches, DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
+from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
+from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.models.protocol import check_params
 
 Requests = Iterable[ServedRequest]
 Program = Callable[..., Any]
@@ -62,6 +64,11 @@ class EngineDriver:
     without a new token, or a further chunk of a long prompt, in between. From its second failure
     on, its prompt is read alone, so that a prompt which cannot be read ends no other request.
 
+    **Grammars.** A request may have a matcher. While such a request runs, a step is drafted, its
+    masks are made on the host, and it is then verified. The masks need the tokens of the step
+    before, so no step runs ahead. Matchers are called in a thread of their own, which the first of
+    them starts and `close` ends. A driver is its own context manager.
+
     Attributes:
       engine, max_queue, max_steps_ahead, max_prefills, max_retries: as they were given.
       draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
@@ -86,6 +93,29 @@ class EngineDriver:
       ...         texts[update.request_id] += update.token_ids
       >>> [len(text) for text in texts.values()]
       [8, 8]
+
+      A request with a grammar, here of one token, again and again:
+
+      >>> class Only:
+      ...     def __init__(self, token_id):
+      ...         self.token_id = token_id
+      ...     def fill_next_token_bitmask(self, bitmask, index):
+      ...         bitmask[index] = 0
+      ...         bitmask[index, self.token_id // 32] = 1 << self.token_id % 32
+      ...     def accept_token(self, token_id):
+      ...         return token_id == self.token_id
+      ...     def rollback(self, num_tokens):
+      ...         pass
+      ...     def is_terminated(self):
+      ...         return False
+      >>> new = []
+      >>> with driver:
+      ...     _ = driver.submit(lm.encode_bytes("x = "), max_new_tokens=4, matcher=Only(49))
+      ...     while not driver.is_idle:
+      ...         for update in driver.step():
+      ...             new += update.token_ids
+      >>> lm.decode_bytes(new)
+      '1111'
     """
 
     def __init__(
@@ -118,11 +148,12 @@ class EngineDriver:
         Raises:
           TypeError: an argument has another type, or a model's weights are missing.
           ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
-            `max_retries` below 0; `step_costs` are not those of such an engine.
+            `max_retries` below 0; `step_costs` are not those of such an engine; weights have other
+            shapes than the models'.
         """
         check_type("engine", engine, Engine)
-        inputs.check_params("params", params)
-        inputs.check_draft_params(engine.drafter, draft_params)
+        check_params("params", engine.model, params)
+        check_params("draft_params", engine.drafter, draft_params)
         self.engine = engine
         self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, 1)
         self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
@@ -140,12 +171,25 @@ class EngineDriver:
         self._host = HostState({}, (), (), counters, estimator, stats)
         self._waiting: dict[int, ServedRequest] = {}  # for their first slot
         self._num_submitted = 0
+        self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
         # What is on the device: dropped after an exception.
         self._state: DecodeState | None = None
         self._caches: Caches | None = None  # of the long prompt that is being read
         self._prefill: ChunkedPrefill | None = None
         self._ahead: list[StepAhead] = []
         self._is_whole = True  # False while something changes, and after an exception
+
+    def close(self) -> None:
+        """End the thread of the matchers; another request with a grammar would start another."""
+        self._matchers.close()
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """`close`."""
+        self.close()
 
     @property
     def state(self) -> DecodeState:
@@ -177,7 +221,9 @@ class EngineDriver:
         """Whether nothing waits, nothing runs, and every update was delivered."""
         return not (self.num_queued or self.num_running or self._host.updates)
 
-    def warm_up(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(
+        self, on_progress: Callable[[int, int], None] | None = None, *, grammars: bool = False
+    ) -> None:
         """Compile everything now: from here on, serving compiles nothing.
 
         With JAX's persistent compilation cache, a later start reads the programs from disk.
@@ -189,6 +235,8 @@ class EngineDriver:
             `release`, and `step` (two, with `request_options`, and that for each number of the
             `draft_budget`). None for no calls. Steps are measured afterwards, if there is a
             `draft_budget` and no `step_costs` were given.
+          grammars: whether requests will have matchers; their steps are then compiled, too, as one
+            more program.
 
         Raises:
           TypeError: `on_progress` cannot be called.
@@ -199,7 +247,7 @@ class EngineDriver:
         require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
         running = self.num_running
         require(not running, "num_running", "be 0 before warm_up", running, error=RuntimeError)
-        calls = self._calls_of_all_programs()
+        calls = self._calls_of_all_programs(grammars)
         self._is_whole = False  # what the calls leave behind is dropped by the last one
         try:
             for done, call in enumerate([*calls, self._settle]):
@@ -212,15 +260,15 @@ class EngineDriver:
         except FailedCall as failed:
             raise failed.error from None
 
-    def _calls_of_all_programs(self) -> list[Callable[[], object]]:
+    def _calls_of_all_programs(self, grammars: bool) -> list[Callable[[], object]]:
         """One call of each, for requests in slots that do not exist: nothing has to be undone."""
         engine, nowhere = self.engine, self.engine.num_slots
 
         def request(size: int) -> ServedRequest:
             return ServedRequest(size, None, 0, -1, [0] * size, size, RequestOptions(seed=0))
 
-        def step(*chosen: Any) -> None:
-            self._dispatch(*chosen)
+        def step(dispatch: Callable[..., None], *chosen: Any) -> None:
+            dispatch(*chosen)
             self._read_step()
 
         calls: list[Callable[[], object]] = []
@@ -233,12 +281,15 @@ class EngineDriver:
             calls += [functools.partial(self._read_chunk, one) for one in (longest, all_chunks)]
         calls.append(functools.partial(self._empty, nowhere))
         chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
-        return calls + [functools.partial(step, *one) for one in chosen]
+        calls += [functools.partial(step, self._dispatch_whole, *one) for one in chosen]
+        return calls + [functools.partial(step, self._dispatch_masked)] * grammars
 
     def submit(
         self,
         prompt: Sequence[int],
         options: RequestOptions | None = None,
+        *,
+        matcher: GrammarMatcher | None = None,
         **fields: Unpack[RequestFields],
     ) -> int:
         """Queue a request; nothing is computed yet. A refused request changes nothing.
@@ -248,26 +299,24 @@ class EngineDriver:
           options: what the request asks for: a budget of at least 1, and at most as many stop
             tokens as the engine's `max_stop_tokens`. More than a temperature, a budget, stop
             tokens and a seed needs an engine with `request_options`.
+          matcher: at the beginning of its grammar, and of this request alone; made for the
+            target's vocabulary. It is called in a thread of the driver's; if it raises, its request
+            ends as "failed", with what it said as the `error`, and no other notices. Where it has
+            terminated, it allows every token: to end the text, let it allow a stop token only. None
+            for no grammar.
           **fields: of `RequestOptions`, such as ``temperature=0.8``; they override `options`.
 
         Returns:
           The request's id: 0, 1, 2, ...
 
         Raises:
-          TypeError: something is not an integer, not a number, or not a field of `RequestOptions`.
+          TypeError: something is not an integer, not a number, no field of `RequestOptions`, or no
+            matcher.
           ValueError: an empty prompt, an id outside the vocabulary, a prompt and budget longer
             than the engine's `max_length`, or a value out of range.
           RuntimeError: `max_queue` requests wait already; preempted ones do not count.
         """
-        return self._submit(prompt, options, fields)
-
-    def _submit(
-        self,
-        prompt: Sequence[int],
-        options: RequestOptions | None,
-        fields: RequestFields,
-        matching: Matching | None = None,
-    ) -> int:
+        check_matchers([matcher])
         token_ids = inputs.token_list("prompt", prompt, self.engine.model.vocab_size)
         (own,) = options_per_request(options, 1, fields)
         sizes = len(token_ids), check_int("max_new_tokens", own.max_new_tokens, 1)
@@ -280,6 +329,7 @@ class EngineDriver:
             waiting, must = len(self._waiting), f"be below max_queue={self.max_queue}"
             require(waiting < self.max_queue, "waiting requests", must, waiting, error=RuntimeError)
         length, request_id = len(token_ids), self._num_submitted
+        matching = None if matcher is None else Matching(matcher)
         begun = length, None, 0, request_id, token_ids, length, own, matching, time.perf_counter()
         self._num_submitted = request_id + 1  # first: no two requests may have one id
         self._waiting[request_id] = ServedRequest(*begun)
@@ -296,7 +346,8 @@ class EngineDriver:
         with self._changes():
             if self._waiting.pop(request_id, None) is not None:
                 return True
-            host, slot = self._host, self._slot_of(request_id)
+            host = self._host
+            slot = host.slot_of(request_id)
             self._host = others = host.without(request_id)
             if slot is not None:
                 self._empty(slot)
@@ -317,13 +368,13 @@ class EngineDriver:
           Whether it was running, and still was after the steps ahead.
         """
         with self._changes():
-            if self._slot_of(request_id) is None:
+            if self._host.slot_of(request_id) is None:
                 return False
             while self._ahead:
                 self._read_step()
-            slot = self._slot_of(request_id)
+            slot = self._host.slot_of(request_id)
             if slot is not None:
-                self._queue_first([slot])
+                self._host = self._host.queued_first([slot])
                 self._empty(slot)
         return any(one.request_id == request_id for one in self._host.returning)
 
@@ -366,7 +417,9 @@ class EngineDriver:
         """Read prompts and dispatch a step, if one more is wanted; whether it did."""
         running = self._decoding
         is_failing = any(one.num_failures for one in running.values())
-        num_ahead = 0 if is_failing else self.max_steps_ahead  # of what fails, less is lost
+        has_grammar = any(one.matching is not None for one in running.values())
+        # Of what fails, less is lost; and masks need the tokens of the step before.
+        num_ahead = 0 if is_failing or has_grammar else self.max_steps_ahead
         if len(self._ahead) >= num_ahead + (not self._host.updates):
             return False
         self._admit_queued()
@@ -376,10 +429,14 @@ class EngineDriver:
             for slot, one in running.items()
         ):
             return False  # all budgets are spent after the steps ahead, if each spends one token
+        if any(one.matching is not None for one in running.values()):
+            self._dispatch_masked()
+            return True
         all_neutral = self.engine.request_options and all(
             x.options.is_neutral for x in running.values()
         )
-        self._dispatch(all_neutral, None if self.draft_choice is None else self.draft_choice.next())
+        num_drafts = None if self.draft_choice is None else self.draft_choice.next()
+        self._dispatch_whole(all_neutral, num_drafts)
         return True
 
     def _admit_queued(self) -> None:
@@ -486,12 +543,29 @@ class EngineDriver:
             self._waiting.pop(request_id, None)
         return group
 
-    def _dispatch(self, all_neutral: bool, num_drafts: int | None) -> None:
+    def _dispatch_whole(self, all_neutral: bool, num_drafts: int | None) -> None:
         """Dispatch a step; there is a program for each pair of these."""
         static = dict(all_neutral=all_neutral, num_drafts=num_drafts)
         slots = self._decoding
         given = *self._weights, self._ready_state(slots.values())
         self._add_step(slots, *self._call(slots.values(), programs.step, *given, **static))
+
+    def _dispatch_masked(self) -> None:
+        """Dispatch a step of K drafts whose rows are masked by the grammars of the requests."""
+        slots, (params, draft_params) = self._decoding, self._weights
+        requests = slots.values()
+        state = self._ready_state(requests)
+        features = state.features, state.num_features
+        state = dataclasses.replace(state, features=None, num_features=None)
+        state = self._call(requests, programs.draft, draft_params, state, *features)
+        with awaiting(requests):
+            drafts = Drafts.from_dense(jax.device_get(state.draft_token_ids))
+        mask, failed = self._matchers.token_bitmask(slots, drafts)
+        going_on = {slot: one for slot, one in slots.items() if slot not in failed}
+        self._add_step(going_on, *self._call(requests, programs.verify, params, state, mask))
+        for slot, reason in failed.items():
+            self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
+            self._empty(slot)
 
     def _add_step(
         self, slots: dict[int, ServedRequest], state: DecodeState, result: programs.StepResult
@@ -550,16 +624,6 @@ class EngineDriver:
         waits = None if self._prefill is None else self._prefill.slot
         return {slot: one for slot, one in self._host.slots.items() if slot != waits}
 
-    def _slot_of(self, request_id: int) -> int | None:
-        slots = self._host.slots.items()
-        return next((i for i, one in slots if one.request_id == request_id), None)
-
-    def _queue_first(self, leaving: Iterable[int]) -> None:
-        """Requests leave their slots and go before all others in the queue, in this order."""
-        slots = dict(self._host.slots)
-        first = *(slots.pop(slot) for slot in leaving), *self._host.returning
-        self._host = self._host._replace(slots=slots, returning=first)
-
     # Interrupts and failed calls
 
     @contextlib.contextmanager
@@ -571,7 +635,8 @@ class EngineDriver:
             with interrupts():
                 yield
         except FailedCall as failed:
-            self._note(failed)
+            retries = self.max_retries
+            self._host = self._host.after_failed_call(failed.request_ids, str(failed), retries)
             self._settle()
         if not self._host.slots:
             self._ahead.clear()  # there is nothing to read
@@ -589,25 +654,10 @@ class EngineDriver:
             return
         self._state = self._caches = self._prefill = None
         self._ahead.clear()
-        self._queue_first(sorted(self._host.slots))
+        self._host = self._host.queued_first(sorted(self._host.slots))
         for request in self._host.returning:  # some had got a slot, and were still waiting for one
             self._waiting.pop(request.request_id, None)
         self._is_whole = True
-
-    def _note(self, failed: FailedCall) -> None:
-        """Updates for the requests in a call that failed; some end by it."""
-        host, slots, updates = self._host, dict(self._host.slots), [*self._host.updates]
-        for slot, request in sorted(slots.items()):
-            if request.request_id not in failed.request_ids:
-                continue
-            slots[slot] = request = request._replace(num_failures=request.num_failures + 1)
-            reason: FinishReason | None = None
-            if request.num_failures > self.max_retries:
-                reason = "failed"
-                del slots[slot]
-            updates.append(RequestUpdate(request.request_id, [], reason, error=str(failed)))
-        stats = dataclasses.replace(host.stats, num_failed_calls=host.stats.num_failed_calls + 1)
-        self._host = host._replace(slots=slots, updates=tuple(updates), stats=stats)
 
     def _ready_state(self, requests: Requests) -> DecodeState:
         """The state, of empty slots if it was dropped."""
@@ -633,31 +683,3 @@ class EngineDriver:
         except Exception as error:
             jax.eval_shape(program, *args)  # raises what is wrong with the program
             raise FailedCall(error, requests) from error
-
-
-@contextlib.contextmanager
-def interrupts() -> Iterator[None]:
-    """Around calls of JAX: an interrupt stays one.
-
-    JAX makes a ValueError with the traceback of what stopped it comparing static arguments.
-    """
-    try:
-        yield
-    except ValueError as error:
-        if re.search("^KeyboardInterrupt", str(error), re.MULTILINE):
-            raise KeyboardInterrupt from error
-        raise
-
-
-@contextlib.contextmanager
-def awaiting(requests: Requests) -> Iterator[None]:
-    """Around what waits for the device: its errors are failed calls.
-
-    So are panics of libraries in Rust, as of a matcher, which are not of type `Exception`.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if not is_error(error):
-            raise
-        raise FailedCall(error, requests) from error

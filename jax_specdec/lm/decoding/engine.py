@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,9 @@ from jax_specdec.lm.models.protocol import (
     CausalModel,
     cache_batch_axis_of,
     check_batch_axis,
+    check_cache,
     check_model,
+    check_params,
 )
 
 _SMALLEST_PREFILL = 32
@@ -180,10 +183,11 @@ class Engine:
                 inputs.check_reads_chunks(self.drafter, sizes[-1])
             object.__setattr__(self, "prefill_sizes", sizes)
 
-    @property
+    @functools.cached_property
     def decoder(self) -> Decoder:
         """The step, which it shares with `generate`. A new request begins without drafts."""
-        return Decoder(self.model, self.drafter, self.config, self.logprobs, False)
+        parts = self.model, self.drafter, self.config, self.logprobs
+        return Decoder(*parts, drafts_in_first_step=False)
 
     @property
     def buffer_length(self) -> int:
@@ -294,8 +298,13 @@ class Engine:
           params: the target's weights, for a drafter that reads features; their shapes are used.
 
         Raises:
-          TypeError: the drafter reads features, and `params` is None.
+          TypeError: the drafter reads features, and `params` is None; weights are missing, or of
+            another dtype.
+          ValueError: weights have another shape than the model's.
         """
+        if params is not None:
+            check_params("params", self.model, params)
+        check_params("draft_params", self.drafter, draft_params)
         s = self.num_slots
         options = self.options_of([RequestOptions()] * s, [1] * s)
         batch = Batch(
@@ -342,8 +351,11 @@ class Engine:
           The state.
 
         Raises:
+          TypeError: weights or caches of another dtype.
           ValueError: shapes that do not fit.
         """
+        check_params("params", self.model, params)
+        check_params("draft_params", self.drafter, draft_params)
         prompts = self._checked_prompts(requests, self.chunk_size)
         empty = self.init_caches(prompts.shape[0], params)
         lengths = jnp.asarray(requests.lengths, jnp.int32)
@@ -374,7 +386,14 @@ class Engine:
 
         Returns:
           The caches.
+
+        Raises:
+          TypeError: weights or caches of another dtype.
+          ValueError: shapes that do not fit.
         """
+        check_params("params", self.model, params)
+        check_params("draft_params", self.drafter, draft_params)
+        self._check_caches(caches, 1)
         start, length, following = (
             jnp.asarray(x, jnp.int32) for x in (start, length, next_token_id)
         )
@@ -398,11 +417,15 @@ class Engine:
           The state.
 
         Raises:
+          TypeError: caches of another dtype.
           ValueError: shapes that do not fit.
         """
         size, m = self.buffer_length, self.max_stop_tokens
         prompts, options = self._checked_prompts(requests, size), requests.options
         r = prompts.shape[0]
+        self._check_caches(caches, r)
+        self._check_target_cache(state)
+        self._check_draft_cache(state)
         stops = jnp.shape(options.stop_token_ids)
         if stops != (r, m):
             raise ValueError(
@@ -437,6 +460,19 @@ class Engine:
             num_features=num_features,
         )
 
+    def _check_caches(self, caches: Caches, num_requests: int) -> None:
+        sizes = num_requests, self.buffer_length
+        check_cache("caches.target", self.model, caches.target, *sizes)
+        check_cache("caches.draft", self.drafter, caches.draft, *sizes)
+
+    def _check_target_cache(self, state: DecodeState) -> None:
+        sizes = state.batch.token_ids.shape
+        check_cache("state.target_cache", self.model, state.target_cache, *sizes)
+
+    def _check_draft_cache(self, state: DecodeState) -> None:
+        sizes = state.batch.token_ids.shape
+        check_cache("state.draft_cache", self.drafter, state.draft_cache, *sizes)
+
     def _checked_prompts(self, requests: NewRequests, most: int) -> jax.Array:
         prompts = jnp.asarray(requests.prompts, jnp.int32)
         if prompts.ndim != 2 or not 1 <= prompts.shape[1] <= most:
@@ -468,12 +504,15 @@ class Engine:
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
           why, and the record of the step.
+
+        Raises:
+          TypeError, ValueError: as `draft` and `verify` do.
         """
         if not all_neutral:
-            return self.decoder.step(params, draft_params, state, num_drafts=num_drafts)
+            return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
         options = state.batch.options
         state = _with_options(state, options.neutral)
-        state, record = self.decoder.step(params, draft_params, state, num_drafts=num_drafts)
+        state, record = self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
         return _with_options(state, options), record
 
     def draft(
@@ -493,9 +532,13 @@ class Engine:
             dropped: it reads the tokens that were emitted since.
 
         Raises:
-          TypeError, ValueError: the drafter returned something that breaks its contract, or
-            `num_drafts` is not from 0 to K.
+          TypeError, ValueError: the drafter returned something that breaks its contract,
+            `num_drafts` is not from 0 to K, or weights or the drafter's cache do not fit.
         """
+        if num_drafts is not None:
+            check_int("num_drafts", num_drafts, 0, self.config.num_speculative_tokens)
+        check_params("draft_params", self.drafter, draft_params)
+        self._check_draft_cache(state)
         return self.decoder.draft(draft_params, state, num_drafts=num_drafts)
 
     def verify(
@@ -516,8 +559,11 @@ class Engine:
           The state, without drafts, and the record of the step.
 
         Raises:
-          ValueError: the state holds features that the drafter has not read.
+          TypeError: weights, or the target's cache, of another dtype.
+          ValueError: the state holds features that the drafter has not read, or shapes do not fit.
         """
+        check_params("params", self.model, params)
+        self._check_target_cache(state)
         return self.decoder.verify(params, state, token_bitmask)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:

@@ -24,7 +24,7 @@ from jax_specdec.lm.decoding.core import PLAIN, Decoder, on_all_devices
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import Drafter
-from jax_specdec.lm.models.protocol import CausalModel, check_model
+from jax_specdec.lm.models.protocol import CausalModel, check_model, check_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,8 @@ def generate(
 
     Raises:
       TypeError: an argument has another type, ids are not integers, or the key is not typed.
-      ValueError: an empty prompt, an id or an option out of range, or a list of the wrong length.
+      ValueError: an empty prompt, an id or an option out of range, a list of the wrong length, or
+        weights of another shape than the model's.
 
     Example:
       >>> import jax_specdec as sd
@@ -245,8 +246,8 @@ def _prepare(
     fields: RequestFields,
 ) -> _Prepared:
     check_model("model", model)
-    inputs.check_params("params", params)
-    inputs.check_draft_params(drafter, draft_params)
+    check_params("params", model, params)
+    check_params("draft_params", drafter, draft_params)
     check_type("logprobs", logprobs, LogprobsConfig, None)
     rows = inputs.token_lists(prompts, model.vocab_size)
     decoder = Decoder(model, drafter, config, logprobs)

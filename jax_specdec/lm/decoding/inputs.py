@@ -13,16 +13,10 @@ import numpy as np
 
 from jax_specdec._src.arrays import check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter, feature_layers_of
-from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
-from jax_specdec.lm.models.eagle3 import Eagle3Head
-from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.protocol import is_loaded_model
-from jax_specdec.lm.models.tensor_parallel import TensorParallelLlama
 
 _FEATURES = dict(features=None, next_token_ids=None)
-_HAVE_WEIGHTS = (Llama, TensorParallelLlama, Eagle3Head)
 
 
 def check_drafter(drafter: Any, config: Any) -> None:
@@ -84,34 +78,7 @@ def _takes(function: Callable[..., Any], *args: None, **named: None) -> bool:
 
 
 def _wrapper(model: Any) -> str:
-    return "Eagle3Drafter" if isinstance(model, Eagle3Head) else "ModelDrafter"
-
-
-def check_draft_params(drafter: Drafter | None, draft_params: Any) -> None:
-    """Check a drafter's weights.
-
-    Raises:
-      TypeError: they are a model, or missing although the drafter's model has weights.
-    """
-    check_params("draft_params", draft_params)
-    model: object = None
-    if isinstance(drafter, ModelDrafter):
-        model = drafter.model
-    elif isinstance(drafter, Eagle3Drafter):
-        model = drafter.head
-    are_weights = draft_params is not None or not isinstance(model, _HAVE_WEIGHTS)
-    hint, must = "pass draft_params=draft.params", "be the weights of the drafter's model"
-    require(are_weights, "draft_params", must, None, hint, TypeError)
-
-
-def check_params(name: str, params: Any) -> None:
-    """Check that weights are not a model.
-
-    Raises:
-      TypeError: they are.
-    """
-    must, hint = "be a model's weights", "pass its .params"
-    require(not is_loaded_model(params), name, must, params, hint, TypeError)
+    return "Eagle3Drafter" if feature_layers_of(model) else "ModelDrafter"
 
 
 def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax_specdec._src.acceptance import AcceptanceStats
 from jax_specdec.lm.decoding.metrics import ServingStats
+from jax_specdec.lm.extras import extra
 
 _METRICS = {
     "spec_decode": {
@@ -96,13 +97,8 @@ class PrometheusExporter:
     def __init__(
         self, registry: Any = None, *, labels: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        try:
+        with extra("serve"):
             import prometheus_client
-        except ImportError:
-            raise ImportError(
-                "PrometheusExporter needs prometheus_client:"
-                " pip install prometheus_client, or the extra prometheus"
-            ) from None
         self._labels = dict(labels)
         if "position" in self._labels:
             raise ValueError(f"labels must not have position, but they are {self._labels}")

@@ -24,6 +24,7 @@ from jax_specdec.lm.models.protocol import (
     apply_model,
     cache_batch_axis_of,
     check_model,
+    check_params,
     sharding_of,
 )
 
@@ -94,6 +95,10 @@ class ModelDrafter:
     def cache_batch_axis(self) -> int:
         """That of the model."""
         return cache_batch_axis_of(self.model)
+
+    def check_params(self, name: str, params: Any) -> None:
+        """Check the model's weights, if it says how."""
+        check_params(name, self.model, params)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The model's cache."""

@@ -53,6 +53,8 @@ class Drafter(Protocol):
     samples from, rounded to the stored dtype first. The loop knows which rows are still valid. If
     `init_store` returns None, drafts have no q and are verified one-hot.
 
+    A drafter may have a method ``check_params(name, params)``, as a model may (see `CausalModel`).
+
     A drafter that often proposes nothing may have the attribute ``may_abstain = True``. On CPUs,
     `generate` of one request then compiles a second target pass, over one token, for steps without
     a proposal; on other devices a pass over K + 1 tokens takes no longer. Float32 sums in passes of

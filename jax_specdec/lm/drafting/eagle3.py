@@ -65,6 +65,10 @@ class Eagle3Drafter:
         """The target's layers that the head reads; see `Drafter`."""
         return self.head.feature_layers
 
+    def check_params(self, name: str, params: Any) -> None:
+        """Check the head's weights."""
+        self.head.check_params(name, params)
+
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The head's cache."""
         return self.head.init_cache(batch_size, max_length)

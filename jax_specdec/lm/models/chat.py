@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_specdec._src.arrays import refuse, require
+from jax_specdec.lm.extras import extra
 from jax_specdec.lm.models.added_tokens import TOKENIZER_CONFIG_FILE, special_tokens
 from jax_specdec.lm.models.fields import reason, shown
 from jax_specdec.lm.models.files import is_there, read_json, read_text
@@ -175,11 +176,8 @@ def read_chat_template(directory: Path) -> ChatTemplate:
             f"{shown(path)} must have a chat template of at most {MAX_CHARACTERS} characters, but "
             "it has more."
         )
-    if importlib.util.find_spec("jinja2") is None:
-        raise ImportError(
-            f"{shown(path)} has a chat template, which is read by the jinja2 library, which is not "
-            "installed: pip install jinja2, or the extra hf."
-        )
+    with extra("lm"):
+        import jinja2  # noqa: F401  # which the worker imports
     return ChatTemplate(path, source, special_tokens(directory))
 
 

@@ -65,11 +65,7 @@ def load_checkpoint(
       The model and its weights.
 
     Raises:
-      FileNotFoundError: a file is missing.
-      OSError: something other than a file is in its place, or a file cannot be opened.
-      ValueError: a file cannot be parsed, has a value out of range, asks for something that `Llama`
-        does not compute, or names files outside the directory; a tensor is missing, unknown, of
-        another shape or kind than the config says, or not finite in the compute dtype.
+      FileNotFoundError, OSError, ValueError, TypeError: as for `load_huggingface`.
 
     Example:
       >>> import jax, tempfile
@@ -231,7 +227,7 @@ def save_checkpoint(
     check_type("model", model, Llama)
     stored = checked_dtype(dtype, LOGITS)
     config = config_json(model.config, stored.name)
-    check_params(model.weight_shapes, params)
+    check_params("params", model.weight_shapes, params)
     listed = unstack_layers(params) if model.scan_layers else params
     tensors = stored_tensors(unfuse(model.config, listed), stored, allow_nonfinite=allow_nonfinite)
     write_files(directory, config, tensors)

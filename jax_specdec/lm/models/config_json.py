@@ -2,17 +2,21 @@
 
 Files differ by age: `transformers` 4 keeps `rope_theta` and `rope_scaling`, 5 keeps both in
 `rope_parameters`. Keys that are absent have the defaults of `transformers`.
+
+A pydantic model in place of these readers was 30 lines longer, because it repeats the fields that
+`LlamaConfig` declares and checks for callers, too, and pydantic takes 0.15 s to import.
 """
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax_specdec.lm.models.files import JsonObject, errors_name, read_json
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.rotary import RopeScaling
 
 CONFIG_FILE = "config.json"
+_Made = TypeVar("_Made", LlamaConfig, RopeScaling)
 
 _FAMILIES = {
     "llama": {"qkv_bias": False, "qk_norm": False},
@@ -31,14 +35,6 @@ _UNSUPPORTED = {
 }
 """Configuration keys that would change the computation, and the values that do not."""
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
-
 
 def read_config(path: Path) -> LlamaConfig:
     """Read a `config.json`.
@@ -53,11 +49,7 @@ def read_config(path: Path) -> LlamaConfig:
 
 
 def parse_config(raw: JsonObject) -> LlamaConfig:
-    """The sizes in the JSON object of a `config.json`.
-
-    Raises:
-      ValueError: as in `read_config`.
-    """
+    """The sizes in the JSON object of a `config.json`; raises as `read_config` does."""
     family = raw.given("model_type", "llama")
     is_known = isinstance(family, str) and family in _FAMILIES
     raw.require(is_known, "model_type", _only(*_FAMILIES))
@@ -66,24 +58,30 @@ def parse_config(raw: JsonObject) -> LlamaConfig:
     layers = raw.given("layer_types", [])
     are_full = isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
     raw.require(are_full, "layer_types", _only("full_attention"))
-    values = {key: raw.needed(key) for key in _SIZES}
-    size, heads = values["hidden_size"], values["num_attention_heads"]
+    size, heads = raw.needed("hidden_size"), raw.needed("num_attention_heads")
     are_whole = isinstance(size, int) and isinstance(heads, int) and heads > 0
     quotient = size // heads if are_whole else size  # LlamaConfig refuses what is not whole
     theta, scaling = _read_rope(raw)
+    values = {
+        "rms_norm_eps": 1e-6,
+        **raw,
+        "num_key_value_heads": raw.given("num_key_value_heads", heads),
+        "head_dim": raw.given("head_dim", 128 if family == "qwen3" else quotient),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        **_FAMILIES[family],
+    }
+    return _made(LlamaConfig, JsonObject(values, raw.where))
+
+
+def _made(kind: type[_Made], raw: JsonObject) -> _Made:
+    """A dataclass of the values of its fields; those without a default must be there."""
+    fields = dataclasses.fields(kind)
+    for field in fields:
+        if field.default is dataclasses.MISSING:
+            raw.needed(field.name)
     with errors_name(raw.where):
-        return LlamaConfig(
-            **values,
-            num_key_value_heads=raw.given("num_key_value_heads", heads),
-            head_dim=raw.given("head_dim", 128 if family == "qwen3" else quotient),
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=theta,
-            rope_scaling=None if scaling is None else RopeScaling(**scaling),
-            tie_word_embeddings=raw.get("tie_word_embeddings", False),
-            max_position_embeddings=raw.get("max_position_embeddings", 2048),
-            num_token_ids=raw.get("num_token_ids"),
-            **_FAMILIES[family],
-        )
+        return kind(**{field.name: raw[field.name] for field in fields if field.name in raw})
 
 
 def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
@@ -92,17 +90,13 @@ def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     Raises:
       ValueError: no family has both biases and norms of queries and keys.
     """
-    values = dataclasses.asdict(config)
+    values = {key: x for key, x in dataclasses.asdict(config).items() if x is not None}
     switches = {key: values.pop(key) for key in ("qkv_bias", "qk_norm")}
     family = next((name for name, has in _FAMILIES.items() if has == switches), None)
     if family is None:
         raise ValueError("config has both qkv_bias and qk_norm, which no checkpoint format holds.")
-    if values["rope_scaling"] is None:
-        del values["rope_scaling"]
-    else:
+    if "rope_scaling" in values:
         values["rope_scaling"]["rope_type"] = "llama3"
-    if values["num_token_ids"] is None:
-        del values["num_token_ids"]
     return {
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         "model_type": family,
@@ -112,8 +106,8 @@ def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _read_rope(raw: JsonObject) -> tuple[Any, dict[str, Any] | None]:
-    """The base of the wavelengths, and the fields of a `RopeScaling`, not checked."""
+def _read_rope(raw: JsonObject) -> tuple[Any, RopeScaling | None]:
+    """The base of the wavelengths, not checked, and how they are scaled."""
     names = [name for name in ("rope_parameters", "rope_scaling") if raw.nested(name)]
     found = [_read_rope_of(raw, name) for name in names or ["rope_scaling"]]
     # transformers 5 reads rope_scaling alone where both are there.
@@ -122,7 +116,7 @@ def _read_rope(raw: JsonObject) -> tuple[Any, dict[str, Any] | None]:
     return found[0]
 
 
-def _read_rope_of(raw: JsonObject, name: str) -> tuple[Any, dict[str, Any] | None]:
+def _read_rope_of(raw: JsonObject, name: str) -> tuple[Any, RopeScaling | None]:
     rope = raw.nested(name)
     is_flat = {"rope_type", "type", "rope_theta"} & rope.keys()
     if not is_flat and any(isinstance(value, dict) for value in rope.values()):  # by type of layer
@@ -135,9 +129,7 @@ def _read_rope_of(raw: JsonObject, name: str) -> tuple[Any, dict[str, Any] | Non
     rope.require(kind in ("default", "llama3"), key, _only("default", "llama3"))
     rotated = "partial_rotary_factor"
     rope.require(rope.get(rotated) in _UNSUPPORTED[rotated], rotated, _only(1.0))
-    if kind == "default":
-        return theta, None
-    return theta, {x.name: rope.needed(x.name) for x in dataclasses.fields(RopeScaling)}
+    return theta, None if kind == "default" else _made(RopeScaling, rope)
 
 
 def _only(*supported: object) -> str:

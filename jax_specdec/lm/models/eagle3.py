@@ -24,6 +24,7 @@ from jax_specdec.lm.models.fields import check_fields
 from jax_specdec.lm.models.layers import (
     Attend,
     cached_attention,
+    check_length,
     check_params,
     embed_tokens,
     feed_forward,
@@ -32,7 +33,7 @@ from jax_specdec.lm.models.layers import (
     rms_norm,
     self_attention,
 )
-from jax_specdec.lm.models.llama import Llama, check_cache
+from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
 from jax_specdec.lm.models.rotary import rotation
 
@@ -218,6 +219,10 @@ class Eagle3Head:
         """The structure of the params, with a shape in place of each array."""
         return head_shapes(self.config)
 
+    def check_params(self, name: str, params: Any) -> None:
+        """Check weights; see `CausalModel`."""
+        check_params(name, self.weight_shapes, params, self.dtype)
+
     def init_params(
         self, key: jax.Array, target_params: dict[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -282,7 +287,8 @@ class Eagle3Head:
         """Run S consecutive positions of each request; position s of request b is start[b] + s.
 
         It attends to positions 0 to its own and replaces its own entry of the cache, as in
-        `CausalModel.apply`: rollback is free.
+        `CausalModel.apply`: rollback is free. Weights are not checked; `check_params` does that,
+        where they enter.
 
         Args:
           params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
@@ -299,17 +305,16 @@ class Eagle3Head:
           next draft step takes for its states, and the cache.
 
         Raises:
-          ValueError: a shape does not fit the config or the other arguments.
-          TypeError: ids or positions are not int32, or states, weights or cache not of the compute
-            dtype.
+          ValueError: ids, positions or states have another shape, or there are more of them than
+            the cache has positions.
+          TypeError: ids or positions are not int32, or states not of the compute dtype.
         """
         sizes = {"H": self.config.layer.hidden_size}
         check_array("token_ids", token_ids, "[B, S] int32", sizes)
         check_array("start", start, "[B] int32", sizes)
         check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
-        batch_size, length = token_ids.shape
-        check_cache(self._llama, cache, batch_size, length)
-        check_params(self.weight_shapes, params, self.dtype)
+        length = token_ids.shape[1]
+        check_length(length, cache)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         (layer_cache,) = cache
 

@@ -172,7 +172,7 @@ def save_eagle3(
     directory = path_of(directory)
     check_type("model", model, Eagle3Head)
     stored = checked_dtype(dtype, LOGITS)
-    check_params(model.weight_shapes, params)
+    check_params("params", model.weight_shapes, params)
     c, arrays = model.config, _flat(params)
     if c.output_is_embedding:
         arrays["lm_head"] = arrays["lm_head"].T
@@ -229,11 +229,6 @@ def _read_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagl
         raw.require(raw[kind] == "eagle3", kind, "but only 'eagle3' is supported")
         raw.needed("transformer_layer_config")
         layer_raw = raw.nested("transformer_layer_config")
-    if "mask_hidden" in names:
-        raise ValueError(
-            f"{shown(tensors.origin)} has mask_hidden: heads for parallel drafting are not "
-            "supported."
-        )
     bias = layer_raw.given("attention_bias", False)
     layer_raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
     layer = parse_config(JsonObject({**layer_raw, "attention_bias": None}, layer_raw.where))
@@ -279,8 +274,6 @@ def _read_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagl
     # fc.weight first: there, other kinds of heads differ from EAGLE-3's.
     shapes = stored_shapes(tensor_names, _flat(head_shapes(config)), _part_sizes(config))
     check_tensors(tensors, shapes, ("d2t", "t2d"))
-    if config.draft_vocab_size < layer.vocab_size and "d2t" not in names:
-        raise ValueError(f"{shown(tensors.origin)} lacks the tensor d2t.")
     return config
 
 
@@ -356,18 +349,12 @@ def _read_params(
     tensors: Tensors, head: Eagle3Head, target_params: dict[str, Any]
 ) -> dict[str, Any]:
     c, names = head.config, _tensor_names(head.config, _prefix(tensors), tensors)
+    ids = _read_target_ids(tensors, c)
     read = {name: tensors.fused(name, parts, head.dtype) for name, parts in names.items()}
     layer = {name: read.pop(name) for name in head.weight_shapes["layer"]}
     params = {**shared_params(c, target_params), **read, "layer": layer}
-    ids = _read_target_ids(tensors, c)
-    _check_mask(tensors, c, ids)
     if "target_ids" in head.weight_shapes:
         params["target_ids"] = jnp.asarray(ids, jnp.int32)
-    elif ids is not None and (ids != np.arange(len(ids))).any():
-        raise ValueError(
-            f"{shown(tensors.origin)} has a d2t that is not zero, but draft_vocab_size is "
-            "vocab_size."
-        )
     return params
 
 
@@ -391,30 +378,29 @@ def _shared_again(
     return LoadedModel(Eagle3Head(config, head.dtype), params)
 
 
-def _read_target_ids(tensors: Tensors, config: Eagle3Config) -> np.ndarray | None:
-    """The target's ids of the head's, ``[Vd]``; None without d2t."""
-    if "d2t" not in tensors.files:
-        return None
-    where, (shape, kind) = shown(tensors.files["d2t"][0]), tensors.form("d2t")
-    if kind not in ("I64", "I32") or shape != (config.draft_vocab_size,):
-        raise ValueError(
-            f"{where} has d2t of dtype {kind} and shape {quoted(shape)}, but it must be I64 or I32 "
-            f"of shape {(config.draft_vocab_size,)}."
-        )
-    # Clipped, because a sum may not fit into 64 bits.
-    offsets = np.clip(tensors.read("d2t").astype(np.int64), -(2**62), 2**62)
-    ids = np.arange(len(offsets)) + offsets
-    with errors_name(where):
-        check_listed("ids of d2t", ids, config.layer.vocab_size)
+def _read_target_ids(tensors: Tensors, config: Eagle3Config) -> np.ndarray:
+    """The target's ids of the head's, ``[Vd]``, as d2t says and t2d, if it is there, too."""
+    size, whole, where = config.draft_vocab_size, config.layer.vocab_size, shown(tensors.origin)
+    ids = np.arange(size)
+    if "d2t" in tensors.files:
+        where, (shape, kind) = shown(tensors.files["d2t"][0]), tensors.form("d2t")
+        if kind not in ("I64", "I32") or shape != (size,):
+            raise ValueError(
+                f"{where} has d2t of dtype {kind} and shape {quoted(shape)}, but it must be I64 or "
+                f"I32 of shape {(size,)}."
+            )
+        # Clipped, because a sum may not fit into 64 bits.
+        ids = ids + np.clip(tensors.read("d2t").astype(np.int64), -(2**62), 2**62)
+        with errors_name(where):
+            check_listed("ids of d2t", ids, whole)
+        if size == whole and ids.tolist() != list(range(size)):
+            rule = "draft_vocab_size is vocab_size"
+            raise ValueError(f"{where} has a d2t that is not zero, but {rule}.")
+    elif size < whole:
+        raise ValueError(f"{where} lacks the tensor d2t.")
+    if "t2d" in tensors.files:
+        fits = tensors.form("t2d") == ((whole,), "BOOL")
+        if not fits or not np.array_equal(tensors.read("t2d").nonzero()[0], np.sort(ids)):
+            where = shown(tensors.files["t2d"][0])
+            raise ValueError(f"{where} has a t2d that is not the mask of the ids that d2t lists.")
     return ids
-
-
-def _check_mask(tensors: Tensors, config: Eagle3Config, ids: np.ndarray | None) -> None:
-    """Check that t2d, if it is there, says what d2t says."""
-    if "t2d" not in tensors.files:
-        return
-    listed = np.arange(config.draft_vocab_size) if ids is None else ids
-    fits = tensors.form("t2d") == ((config.layer.vocab_size,), "BOOL")
-    if not fits or not np.array_equal(tensors.read("t2d").nonzero()[0], np.sort(listed)):
-        where = shown(tensors.files["t2d"][0])
-        raise ValueError(f"{where} has a t2d that is not the mask of the ids that d2t lists.")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import refuse, require
+from jax_specdec._src.attention.api import decode_attention
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.rotary import rotate
 
@@ -93,8 +94,13 @@ def write_cache(
 ) -> tuple[jax.Array, jax.Array]:
     """Write key and value ``[B, S, N_kv, D]`` at positions ``[B, S]`` into the cache, in place.
 
-    It is one layer's, or has an axis of layers, of which `layer` is one.
+    It is one layer's, or has an axis of layers, of which `layer` is one. Values are finite in it:
+    where one is not, it is written as 0 and its key as NaN, so that those who see it become NaN and
+    all others, such as the next request in its slot, do not.
     """
+    is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)
+    key = jnp.where(is_finite, key, jnp.nan)
+    value = jnp.where(is_finite, value, 0)
     batch_size, _, num_kv, head_dim = key.shape
     requests = jnp.arange(batch_size)[:, None]
     one = () if layer is None else (layer,)
@@ -114,39 +120,28 @@ def cached_attention(
     positions: jax.Array,
     layer: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """What an `Attend` reads of a cache, into which it writes key and value first; the cache.
+    """Returns what an `Attend` reads of a cache, and the cache, into which it writes first.
 
-    It is softmax(q k / sqrt(D)) v over the positions that are <= the query's own, ``[B, S]``. The
-    cache is one layer's, or has an axis of layers, of which `layer` is one.
+    It is softmax(q k / sqrt(D)) v over the positions that are <= the query's own, ``[B, S]``, which
+    follow one another. The cache is one layer's, or has an axis of layers, of which `layer` is one.
     """
     cache = write_cache(*cache, key, value, positions, layer)
-    if layer is None:
-        return _attention(query, *cache, positions), cache
-    # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
-    keys, values = cache = jax.lax.optimization_barrier(cache)
-    return _attention(query, keys[layer], values[layer], positions), cache
+    if layer is not None:
+        # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
+        cache = jax.lax.optimization_barrier(cache)
+    read = decode_attention(query, *cache, positions[:, 0], layer=layer, finite_cache=True)
+    return read, cache
 
 
-def _attention(
-    query: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array
-) -> jax.Array:
-    batch_size, length, num_query, head_dim = query.shape
-    max_length = keys.shape[2]
-    num_kv = keys.shape[0] // batch_size
-    group = num_query // num_kv
-    # The query heads that share keys are further rows of one matrix product with them.
-    split = (batch_size, num_kv, length, group)
-    rows = (batch_size * num_kv, length * group)
-    query = query.reshape(batch_size, length, num_kv, group, head_dim).swapaxes(1, 2)
-    visible = jnp.arange(max_length, dtype=jnp.int32)[None, None, :] <= positions[:, :, None]
-    visible = jnp.broadcast_to(visible[:, None, :, None, :], (*split, max_length))
-    scores = jnp.matmul(
-        query.reshape(*rows, head_dim), keys, preferred_element_type=jnp.float32
-    ) * (head_dim**-0.5)
-    scores = jnp.where(visible.reshape(*rows, max_length), scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
-    read = jnp.matmul(weights, values).reshape(*split, head_dim)
-    return read.swapaxes(1, 2).reshape(batch_size, length, num_query, head_dim)
+def check_length(length: int, cache: Any) -> None:
+    """Check that the caches of layers have positions for so many tokens.
+
+    Raises:
+      ValueError: they have not: writing would drop the last tokens.
+    """
+    most = jax.tree.leaves(cache)[0].shape[-1]
+    must = f"have at most {most} tokens per request, as the cache"
+    require(length <= most, "token_ids", must, length)
 
 
 def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any:
@@ -169,15 +164,25 @@ def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> 
     return jax.tree.unflatten(treedef, params)
 
 
-def check_params(shapes: Any, params: Any, dtype: Any = None) -> None:
-    """Check that weights have the structure and shapes of `shapes`, and a dtype, if it is given."""
+def check_params(name: str, shapes: Any, params: Any, dtype: Any = None) -> None:
+    """Check that weights have the structure and shapes of `shapes`, and a dtype, if it is given.
+
+    Raises:
+      TypeError: there are none, or one has another dtype.
+      ValueError: one is missing, has another shape, or is not among `shapes`.
+    """
+    must = "be the weights of the model"
+    require(params is not None, name, must, None, "pass its .params", TypeError)
     found = dict(jax.tree.leaves_with_path(params))
     for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
-        name, leaf = "params" + jax.tree_util.keystr(path), found.pop(path, None)
+        leaf = found.pop(path, None)
         wanted = "int32" if path[-1].key == "target_ids" else dtype
+        has_shape = getattr(leaf, "shape", None) == shape
+        if has_shape and wanted in (None, leaf.dtype):
+            continue
         must = f"be an array {list(shape)}" + (f" of {wanted}" if wanted else "")
-        require(getattr(leaf, "shape", None) == shape, name, must, leaf)
-        require(wanted is None or leaf.dtype == wanted, name, must, leaf, error=TypeError)
+        error = TypeError if has_shape else ValueError
+        refuse(error, name + jax.tree_util.keystr(path), must, leaf)
     for path, leaf in found.items():
-        name = "params" + jax.tree_util.keystr(path)
-        refuse(ValueError, name, "not be there, as no weight of this config", leaf)
+        one = name + jax.tree_util.keystr(path)
+        refuse(ValueError, one, "not be there, as no weight of this config", leaf)

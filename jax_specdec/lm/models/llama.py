@@ -27,11 +27,11 @@ from jax_specdec._src.arrays import (
     check_array,
     check_increasing,
     checked_dtype,
-    require,
 )
 from jax_specdec.lm.models.layers import (
     Attend,
     cached_attention,
+    check_length,
     check_params,
     embed_tokens,
     feed_forward,
@@ -60,7 +60,7 @@ class Llama:
         angles and the attention softmax are float32 whatever it is.
       scan_layers: compile one layer and loop over it, instead of all L one after another. A program
         compiles several times as fast, and a pass over a few tokens takes longer, because each
-        layer's weights are copied out of arrays that hold those of all layers (docs/compile_time.md
+        layer's weights are copied out of arrays that hold those of all layers (docs/models.md
         has figures). Weights are then those of `stack_layers`.
 
     Example:
@@ -94,6 +94,10 @@ class Llama:
         """The structure of the params, with a shape in place of each array."""
         return (stacked_shapes if self.scan_layers else param_shapes)(self.config)
 
+    def check_params(self, name: str, params: Any) -> None:
+        """Check weights; see `CausalModel`."""
+        check_params(name, self.weight_shapes, params, self.dtype)
+
     def init_params(self, key: jax.Array) -> dict[str, Any]:
         """Random weights in the compute dtype, of the structure that `apply` takes.
 
@@ -113,8 +117,13 @@ class Llama:
         return 1 if self.scan_layers else 0
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """An empty cache for B = batch_size requests of at most T = max_length positions."""
+        """An empty cache for B = batch_size requests of at most T = max_length positions.
+
+        In 16 bits T is rounded up to a multiple of 64, as the kernel of attention takes it.
+        """
         c = self.config
+        if self.dtype.itemsize == 2:
+            max_length = -(-max_length // 64) * 64
         heads = batch_size * c.num_key_value_heads
         keys, values = (heads, c.head_dim, max_length), (heads, max_length, c.head_dim)
         layers = c.num_hidden_layers
@@ -132,6 +141,8 @@ class Llama:
     ) -> TargetOutput:
         """Run S consecutive tokens of each request; see `CausalModel.apply`.
 
+        Weights are not checked; `check_params` does that, where they enter.
+
         Args:
           params: weights of the structure and shapes of `param_shapes`, in the compute dtype; with
             `scan_layers` those of `stack_layers`.
@@ -146,9 +157,9 @@ class Llama:
           compute dtype; None without `feature_layers`.
 
         Raises:
-          ValueError: a shape does not fit the config or the other arguments, or `feature_layers` do
-            not increase or are no layers.
-          TypeError: ids or positions are not int32, or weights or cache not of the compute dtype.
+          ValueError: ids or positions have another shape, there are more of them than the cache
+            has positions, or `feature_layers` do not increase or are no layers.
+          TypeError: ids or positions are not int32.
         """
         return self.apply_with(params, token_ids, start, cache, feature_layers, embed_tokens)
 
@@ -169,9 +180,8 @@ class Llama:
         sizes: Sizes = {}
         check_array("token_ids", token_ids, "[B, S] int32", sizes)
         check_array("start", start, "[B] int32", sizes)
-        batch_size, length = token_ids.shape
-        check_cache(self, cache, batch_size, length)
-        check_params(self.weight_shapes, params, self.dtype)
+        length = token_ids.shape[1]
+        check_length(length, cache)
         if feature_layers:
             check_increasing("feature_layers", feature_layers, 0, self.config.num_hidden_layers)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
@@ -325,22 +335,3 @@ def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
     layers = params["layers"]
     size = len(next(iter(layers.values())))
     return {**params, "layers": [{k: x[i] for k, x in layers.items()} for i in range(size)]}
-
-
-def check_cache(model: Llama, cache: Any, batch_size: int, length: int) -> None:
-    """Check that a cache is one of the model, for these requests, and long enough."""
-    c = model.config
-    wanted = f"a list of {c.num_hidden_layers} (keys, values) pairs"
-    if model.scan_layers:
-        wanted = "one pair (keys, values) of all layers"
-    structure: Any = jax.tree.structure(jax.eval_shape(lambda: model.init_cache(1, 1)))
-    found = jax.tree.structure(cache)
-    require(found == structure, "cache", f"be {wanted}, from init_cache,", found)
-    max_length = jax.tree.leaves(cache)[0].shape[-1]
-    expected = jax.eval_shape(lambda: model.init_cache(batch_size, max_length))
-    for leaf, like in zip(jax.tree.leaves(cache), jax.tree.leaves(expected), strict=True):
-        must = f"hold arrays {list(like.shape)} of {like.dtype} for {batch_size} requests"
-        require(leaf.shape == like.shape, "cache", must, leaf)
-        require(leaf.dtype == like.dtype, "cache", must, leaf, error=TypeError)
-    must = f"have at most {max_length} tokens per request, as the cache"
-    require(length <= max_length, "token_ids", must, length)

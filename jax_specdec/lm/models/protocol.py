@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from jax_specdec._src.arrays import described
+from jax_specdec._src.arrays import described, refuse, require
 from jax_specdec._src.verify.sharding import VerifySharding
 
 Cache = Any
@@ -64,6 +64,10 @@ class CausalModel(Protocol):
 
     **Slots.** `cache_batch_axis`, if a model has it, is the axis of every array of its cache that
     holds the requests; it is 0 otherwise.
+
+    **Weights.** A model may have a method ``check_params(name, params)``, which raises a TypeError
+    or ValueError that begins with `name` if weights are not its own. The decoding loops call it
+    once, where weights enter, so that `apply` need not check them.
 
     **Many devices.** A model whose logits are split over the vocabulary says so in an attribute
     `sharding`, a `VerifySharding` with a mesh: its logits are then read where they are. Without it,
@@ -263,6 +267,55 @@ def check_batch_axis(name: str, owner: Any) -> None:
 def is_loaded_model(value: Any) -> bool:
     """Whether a value is a pair of model and params, such as `LoadedModel`."""
     return isinstance(value, tuple) and hasattr(value, "model") and hasattr(value, "params")
+
+
+def check_params(name: str, owner: Any, params: Params) -> None:
+    """Checks weights, as far as the model or drafter they are for knows how.
+
+    Args:
+      name: of the argument.
+      owner: the model or drafter; None for no drafter.
+      params: what was given for it.
+
+    Raises:
+      TypeError: they are a model, missing, or of another dtype.
+      ValueError: a shape does not fit.
+    """
+    must, hint = "be a model's weights", "pass its .params"
+    require(not is_loaded_model(params), name, must, params, hint, TypeError)
+    check = getattr(owner, "check_params", None)
+    if check is not None:
+        check(name, params)
+
+
+def check_cache(name: str, owner: Any, cache: Cache, batch_size: int, max_length: int) -> None:
+    """Checks that a cache is one that a model or drafter made, for so many requests and positions.
+
+    Args:
+      name: of the argument.
+      owner: the model or drafter.
+      cache: what was given for it.
+      batch_size: B.
+      max_length: T.
+
+    Raises:
+      TypeError: an array has another dtype.
+      ValueError: the structure or a shape is another.
+    """
+    wanted = jax.eval_shape(lambda: owner.init_cache(batch_size, max_length))
+    source = f"{type(owner).__name__}.init_cache({batch_size}, {max_length})"
+    structure: Any = jax.tree.structure(wanted)
+    found = jax.tree.structure(cache)
+    require(found == structure, name, f"have the structure of {source}", found)
+    for (path, like), leaf in zip(
+        jax.tree.leaves_with_path(wanted), jax.tree.leaves(cache), strict=True
+    ):
+        has_shape = getattr(leaf, "shape", None) == like.shape
+        if has_shape and leaf.dtype == like.dtype:
+            continue
+        must = f"be an array {list(like.shape)} of {like.dtype}, as in {source}"
+        error = TypeError if has_shape else ValueError
+        refuse(error, name + jax.tree_util.keystr(path), must, leaf)
 
 
 def check_model(name: str, model: Any) -> None:

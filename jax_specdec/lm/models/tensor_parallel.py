@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.protocol import TargetOutput
 
@@ -147,6 +148,14 @@ class TensorParallelLlama:
 
         return jax.tree.map_with_path(place, params)
 
+    def check_params(self, name: str, params: Any) -> None:
+        """Check that weights are those of `shard_params`; see `CausalModel`."""
+        n, local = self.num_devices, self._local
+        shapes = jax.tree.map(
+            lambda x: (n, *x), local.weight_shapes, is_leaf=lambda x: isinstance(x, tuple)
+        )
+        check_params(name, shapes, params, local.dtype)
+
     @property
     def cache_batch_axis(self) -> int:
         """See `CausalModel`; the devices come first."""
@@ -193,6 +202,7 @@ class TensorParallelLlama:
             mesh=self.mesh,
             in_specs=(P(self.axis), P(), P(), P(self.axis)),
             out_specs=TargetOutput(*output_specs),
+            check_vma=False,  # which kernels do not follow
         )
         return run(params, token_ids, start, cache)
 

@@ -1,4 +1,4 @@
-"""`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library (extra `hf`)."""
+"""`tokenizer.json` of Hugging Face checkpoints, through the `tokenizers` library."""
 
 import codecs
 import contextlib
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_specdec._src.arrays import check_type, is_error, require
+from jax_specdec.lm.extras import extra
 from jax_specdec.lm.models.added_tokens import special_tokens, tokens_beside
 from jax_specdec.lm.models.bytes import id_list
 from jax_specdec.lm.models.chat import read_chat_template
@@ -418,13 +419,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       [1]
     """
     path = existing(path_of(directory) / TOKENIZER_FILE)
-    try:
+    with extra("lm"):
         import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            f"{shown(path)} is read by the tokenizers library, which is not installed: "
-            "pip install tokenizers, or the extra hf."
-        ) from error
     beside = tokens_beside(path.parent, *_token_ids(path))
     with _library_errors(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))

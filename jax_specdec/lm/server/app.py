@@ -41,7 +41,7 @@ class Server:
     def __init__(
         self,
         models: Models,
-        driver: lm.GrammarDriver,
+        driver: lm.EngineDriver,
         *,
         model_name: str,
         key: str | None = None,

@@ -47,7 +47,7 @@ class Channel:
 class Worker:
     """The thread that owns the driver: it steps while there is work, and runs calls between."""
 
-    def __init__(self, driver: lm.GrammarDriver) -> None:
+    def __init__(self, driver: lm.EngineDriver) -> None:
         self.failure: str | None = None  # why the thread ended before `stop`
         self._driver = driver
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -65,7 +65,7 @@ class Worker:
         await asyncio.to_thread(self._thread.join)
         self._driver.close()
 
-    async def call(self, function: Callable[[lm.GrammarDriver], T]) -> T:
+    async def call(self, function: Callable[[lm.EngineDriver], T]) -> T:
         """What `function` returns, called with the driver between two steps."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -91,7 +91,7 @@ class Worker:
           ApiError: the queue is full, or the driver refuses a choice.
         """
 
-        def submit(driver: lm.GrammarDriver) -> None:
+        def submit(driver: lm.EngineDriver) -> None:
             assert driver.max_queue is not None
             if driver.num_queued + len(choices) > driver.max_queue:
                 message = f"{driver.num_queued} requests wait already: try again later"

@@ -1,4 +1,7 @@
-"""The code of docs/reduced_vocabulary.md runs as it stands, one block after another."""
+"""Lists of ids on docs/draft_distributions.md: the code runs, one block after another.
+
+`tests/test_docs.py` runs the first block, a loop with a store.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "reduced_vocabulary.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+PAGE = Path(__file__).parents[2] / "docs" / "draft_distributions.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)[1:]
 
 
 @pytest.mark.long

@@ -1,0 +1,183 @@
+"""Attention over a cache on a GPU: the kernel, XLA, cuDNN, and whole passes of an 8B model.
+
+A cell is a cache of B requests and T positions (`room`), of which `used` hold tokens, and S new
+rows of each request, in the shape of Llama 3 8B. "xla" is one product over all T, as before the
+kernel. "us" are those of the kernels of one layer, "ms" those of a whole pass; "bytes" the time in
+which a copy moves what has to be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import llamas
+import measure
+
+import jax_specdec as sd
+from jax_specdec import lm
+from jax_specdec._src.verify.mosaic_gpu import support
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+CACHES = ((8, 8192), (32, 4096), (1, 16384), (1, 4096), (32, 512), (8, 512), (1, 512))
+ROWS, CHUNK = (1, 5, 9), 256  # new rows; those of a prompt
+USED = 508
+PASSES = ((8, 8192, USED), (8, 8192, 8184), (32, 4096, USED), (32, 4096, 4088), (1, 16384, 16376))
+PASS_ROWS, PASSES_AT_ONCE = 5, 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=500, threads=1)
+    options = parser.parse_args(arguments)
+    if measure.lacks_gpu(options):
+        return 1
+    clock = measure.Clock(options.seconds)
+    bandwidth = 3e12 if options.tiny else measure.copy_bandwidth()
+    results = measure.Results("attention_gpu", folder=options.output, copy_bytes_per_s=bandwidth)
+    results.add(_passes(options, clock, bandwidth))
+    results.add(_layers(options, clock, bandwidth))
+    for unit in ("ms", "us"):
+        rows = [row for row in results.rows if f"bytes {unit}" in row]
+        shown = [{key: row[key] for key in row if "samples" not in key} for row in rows]
+        keys = max(shown, key=len)  # cuDNN does not take every shape
+        measure.show(unit, [{key: row.get(key, "") for key in keys} for row in shown])
+    return 0
+
+
+def _layers(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for batch, room in ((2, 64),) if options.tiny else CACHES:
+        for count in (*ROWS, CHUNK) if batch == 8 and room > 512 else ROWS:
+            if clock.is_late(batch, room, count):
+                return rows
+            rows += _cell(options, batch, room, count, bandwidth)
+            clock.say(*(f"{key} {value}" for key, value in rows[-1].items() if key != "samples"))
+    return rows
+
+
+def _cell(
+    options: Any, batch: int, room: int, count: int, bandwidth: float
+) -> list[dict[str, Any]]:
+    random = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    of_query, of_keys, of_values = jax.random.split(jax.random.key(0), 3)
+    query = random(of_query, (batch, count, HEADS, HEAD_DIM))
+    keys = random(of_keys, (batch * KV_HEADS, HEAD_DIM, room))
+    values = random(of_values, (batch * KV_HEADS, room, HEAD_DIM))
+    attend = functools.partial(sd.decode_attention, finite_cache=True)
+    ways = {"xla": functools.partial(attend, implementation="xla")}
+    if not options.tiny:
+        ways |= {"kernel": functools.partial(attend, implementation="mosaic_gpu"), "cudnn": _cudnn}
+    rows = []
+    for used in sorted({min(USED, room - count), room - count}):
+        given = {"query": query, "keys": keys, "values": values}
+        given["start"] = jnp.full((batch,), used, jnp.int32)
+        samples = {name: _times(options, way, given) for name, way in ways.items()}
+        us = {name: round(measure.median(own), 1) for name, own in samples.items() if own}
+        bytes_ = 2 * 2 * batch * KV_HEADS * HEAD_DIM * (used + count)
+        cell = {"batch": batch, "room": room, "used": used, "rows": count}
+        cell |= {"bytes us": round(bytes_ / bandwidth * 1e6, 1), **us}
+        rows.append({**cell, "samples": samples})
+    return rows
+
+
+def _times(options: Any, way: Callable[..., Any], given: dict[str, Any]) -> list[float]:
+    """Microseconds of all kernels of a call, several times; none where it cannot be compiled."""
+    if way is _cudnn:  # [B, T, Nkv, D]
+        (batch, room), keys = (given["query"].shape[0], given["keys"].shape[2]), given["keys"]
+        shape = batch, KV_HEADS, room, HEAD_DIM
+        keys = keys.swapaxes(1, 2).reshape(shape).swapaxes(1, 2)
+        given = given | {"keys": keys, "values": given["values"].reshape(shape).swapaxes(1, 2)}
+    try:
+        program = jax.jit(lambda query, keys, values, start: way(query, keys, values, start))
+        compiled = program.lower(**given).compile()
+        if options.tiny:
+            return [0.0 for _ in jax.block_until_ready(compiled(**given))]
+        runs = [measure.kernel_times(compiled, given) for _ in range(options.repeats)]
+    except (ValueError, RuntimeError) as error:  # cuDNN does not take every shape
+        print(f"left out: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+        return []
+    return [sum(us for _, us in run.values()) for run in runs]
+
+
+def _cudnn(query: Any, keys: Any, values: Any, start: Any) -> Any:
+    """Reads the same bytes: every row sees all new rows."""
+    return jax.nn.dot_product_attention(
+        query, keys, values, key_value_seq_lengths=start + query.shape[1], implementation="cudnn"
+    )
+
+
+@contextlib.contextmanager
+def _without_kernel() -> Iterator[None]:
+    """Models attend by XLA."""
+    with mock.patch.object(support, "not_by_default", lambda: "this is the comparison"):
+        yield
+
+
+def _passes(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[str, Any]]:
+    config = llamas.TINY if options.tiny else llamas.LLAMA_3_8B
+    model = lm.models.Llama(config, "bfloat16")
+    params = llamas.random_params(model, 0)
+    bytes_of_weights = sum(x.nbytes for x in jax.tree.leaves(params))
+    rows: list[dict[str, Any]] = []
+    programs: dict[str, Any] = {}
+    before = None
+    for batch, room, used in ((2, 64, 9),) if options.tiny else PASSES:
+        if clock.is_late(batch, room, used):
+            return rows
+        ids = jnp.zeros((batch, PASS_ROWS), jnp.int32)
+        given = params, ids, jnp.full((batch,), used, jnp.int32)
+        if (batch, room) != before:
+            cache = model.init_cache(batch, room)
+            programs = _programs(model, *given, cache)
+            before = batch, room
+        samples: dict[str, list[float]] = {name: [] for name in programs}
+        for _ in range(options.repeats):
+            for name, program in programs.items():
+                run = _Run(program, given, cache)
+                samples[name] += measure.alternate({name: run}, 1, 1)[name]
+                cache = run.cache
+        ms = {k: round(measure.median(v) / PASSES_AT_ONCE * 1e3, 2) for k, v in samples.items()}
+        of_cache = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        bytes_ = bytes_of_weights + batch * (used + PASS_ROWS) * of_cache
+        cell = {"batch": batch, "room": room, "used": used, "rows": PASS_ROWS}
+        cell |= {"bytes ms": round(bytes_ / bandwidth * 1e3, 2), **ms}
+        clock.say(cell)
+        rows.append({**cell, "samples": samples})
+    return rows
+
+
+def _programs(model: Any, *given: Any) -> dict[str, Any]:
+    """A pass with its greedy tokens, by XLA's attention and by the kernel; the cache is donated."""
+
+    def step(params: Any, ids: Any, start: Any, cache: Any) -> Any:
+        logits, cache = model.apply(params, ids, start, cache)[:2]
+        return logits.argmax(-1), cache
+
+    programs = {}
+    for name, way in (("xla", _without_kernel), ("kernel", contextlib.nullcontext)):
+        jax.clear_caches()  # or a trace with the other would be found
+        with way():
+            programs[name] = jax.jit(step, donate_argnums=3).lower(*given).compile()
+    return programs
+
+
+class _Run:
+    """Some passes, one after another."""
+
+    def __init__(self, program: Any, given: Any, cache: Any) -> None:
+        self.program, self.given, self.cache = program, given, cache
+
+    def __call__(self) -> Any:
+        for _ in range(PASSES_AT_ONCE):
+            tokens, self.cache = self.program(*self.given, self.cache)
+        return tokens
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Attention of a few new rows of each request over its cache."""

@@ -1,0 +1,198 @@
+"""`decode_attention`: what the newest rows of each request read of its cache."""
+
+from __future__ import annotations
+
+import functools
+import typing
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_specdec._src.arrays import LOGITS, Sizes, check_array, check_choice, check_int, require
+from jax_specdec._src.attention import xla
+from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.verify.mosaic_gpu import support
+
+AttentionImplementation = Literal["xla", "mosaic_gpu"]
+
+MAX_VISIBLE = 64
+"""Rows that `visible` has bits for."""
+
+
+class AttentionArrays(NamedTuple):
+    """The arrays of a call.
+
+    Attributes:
+      query: ``[B, S, N, D]``.
+      keys: ``[B * Nkv, D, T]``.
+      values: ``[B * Nkv, T, D]``.
+      start: ``[B]`` int32.
+      visible: ``[B, S, 2]`` uint32, or None for a chain.
+      layer: ``[]`` int32, of keys and values with a leading axis of layers; or None.
+    """
+
+    query: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    start: jax.Array
+    visible: jax.Array | None
+    layer: jax.Array | None
+
+
+class AttentionStatic(NamedTuple):
+    """What a call settles before it is traced.
+
+    Attributes:
+      window: positions that a row sees, its own included; None for all.
+      finite_cache: whether no value of the cache is NaN or infinite.
+      implementation: that was named.
+    """
+
+    window: int | None
+    finite_cache: bool
+    implementation: AttentionImplementation | None
+
+
+def decode_attention(
+    query: jax.Array | np.ndarray,
+    keys: jax.Array | np.ndarray,
+    values: jax.Array | np.ndarray,
+    start: jax.Array | np.ndarray,
+    *,
+    visible: jax.Array | np.ndarray | None = None,
+    layer: jax.Array | np.ndarray | None = None,
+    window: int | None = None,
+    finite_cache: bool = False,
+    implementation: AttentionImplementation | None = None,
+) -> jax.Array:
+    """Returns what S new rows of each request read of its cache: ``softmax(q k / sqrt(D)) v``.
+
+    B requests, S rows of each, N query heads, Nkv heads of keys and values (N / Nkv query heads
+    share one), D numbers of a head, T positions of room in the cache. The keys and values of the S
+    new rows are in the cache already, at positions ``start[b]`` to ``start[b] + S - 1``.
+
+    Row s of request b sees position t if ``t < start[b]``, or if it is one of the new rows and the
+    row may see it: for a chain, ``t <= start[b] + s``; otherwise as `visible` says.
+
+    Scores and softmax are float32. The result does not depend on what lies at positions that a row
+    does not see, even where that is NaN; nor, beyond rounding, on T or on the other requests. For a
+    given shape of the call, a request's result is the same to the last bit whoever is beside it.
+    A request whose `start` does not fit its cache gets undefined rows; the others are not affected.
+
+    Args:
+      query: ``[B, S, N, D]`` float32, bfloat16 or float16.
+      keys: ``[B * Nkv, D, T]``, of the dtype of `query`.
+      values: ``[B * Nkv, T, D]``, of the dtype of `query`.
+      start: ``[B]`` int32, tokens that were in the cache before the new rows.
+      visible: ``[S, 2]`` or ``[B, S, 2]`` uint32, for S of at most 64: bit ``j % 32`` of word
+        ``j // 32`` says whether the row sees new row j. A tree sets the bits of a row's ancestors
+        and its own, a block that sees all of itself sets S bits. None for a chain.
+      layer: ``[]`` int32. Keys and values then have a leading axis of layers, of which this one is
+        read, in place where the kernel serves the call.
+      window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``.
+        None for all positions.
+      finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
+        check; a row that is may then make others NaN.
+      implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
+        that each request has; "xla", whose cost follows T; None for the kernel where it serves the
+        call (bfloat16 and float16, D of 64 or 128, T a multiple of 64) and the cache is not small.
+
+    Returns:
+      ``[B, S, N, D]``, of the dtype of `query`.
+
+    Raises:
+      TypeError: an argument of another dtype.
+      ValueError: shapes that do not fit, `visible` for more than 64 rows, or a window below 1.
+      NotImplementedError: "mosaic_gpu" was named and does not serve the call; the message says why.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> query, cache = jnp.ones((1, 2, 4, 8)), jnp.zeros((2, 8, 16))
+      >>> values = jnp.arange(16.0)[None, :, None] * jnp.ones((2, 1, 8))  # position t holds t
+      >>> read = sd.decode_attention(query, cache, values, jnp.array([4], jnp.int32))
+      >>> read[0, :, 0, 0].tolist()  # the means of 0..4 and of 0..5
+      [2.0, 2.5]
+    """
+    sizes: Sizes = {}
+    check_array("query", query, f"[B, S, N, D] {LOGITS}", sizes)
+    dtype = query.dtype
+    layers = "" if layer is None else "L, "
+    check_array("keys", keys, f"[{layers}G, D, T] {dtype}", sizes)
+    check_array("values", values, f"[{layers}G, T, D] {dtype}", sizes)
+    check_array("start", start, "[B] int32", sizes)
+    batch_size, num_rows, num_heads, heads = (sizes[letter] for letter in "BSNG")
+    must = f"have B * Nkv heads, for B = {batch_size} and N = {num_heads} query heads"
+    fits = heads % batch_size == 0 if batch_size else heads == 0
+    fits = fits and (not heads or num_heads % (heads // batch_size) == 0)
+    require(fits, "keys", must, keys)
+    if visible is not None:
+        check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
+        must = f"be None for more than {MAX_VISIBLE} rows"
+        require(num_rows <= MAX_VISIBLE, "visible", must, visible)
+        visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
+    if layer is not None:
+        check_array("layer", layer, "[] int32", {})
+        layer = jnp.asarray(layer)
+    if window is not None:
+        check_int("window", window, 1)
+    check_choice(
+        "implementation", implementation, (None, *typing.get_args(AttentionImplementation))
+    )
+    if not batch_size:
+        return jnp.zeros(query.shape, dtype)
+    arrays = AttentionArrays(
+        query=jnp.asarray(query),
+        keys=jnp.asarray(keys),
+        values=jnp.asarray(values),
+        start=jnp.asarray(start),
+        visible=visible,
+        layer=layer,
+    )
+    return _decode_attention(arrays, AttentionStatic(window, finite_cache, implementation))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _decode_attention(arrays: AttentionArrays, static: AttentionStatic) -> jax.Array:
+    only = "cuda" if static.implementation == "mosaic_gpu" else None
+    return traced_for_platform(_attend, arrays, static, only=only)
+
+
+def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform) -> jax.Array:
+    """Chooses an implementation, in Python."""
+    is_named = static.implementation == "mosaic_gpu"
+    by_default = static.implementation is None and platform == "cuda" and not _is_small(arrays)
+    if is_named or (by_default and support.not_by_default() is None):
+        why_not = _unserved(arrays)
+        if why_not is None:
+            from jax_specdec._src.attention import mosaic_gpu  # which imports Pallas
+
+            return mosaic_gpu.attend(
+                *arrays, window=static.window, finite_cache=static.finite_cache
+            )
+        if is_named:
+            raise NotImplementedError(f"implementation='mosaic_gpu' {why_not}")
+    return xla.attend(*arrays, window=static.window, finite_cache=static.finite_cache)
+
+
+def _is_small(arrays: AttentionArrays) -> bool:
+    """Whether XLA takes less time, because it launches less; measured on an H100."""
+    (batch_size, num_rows), room = arrays.query.shape[:2], arrays.keys.shape[-1]
+    least = 4097 if num_rows == 1 else 4096  # XLA reads less for a row than for several
+    return batch_size * room < least or (num_rows == 1 and room <= 512)
+
+
+def _unserved(arrays: AttentionArrays) -> str | None:
+    """Why the kernel does not serve a call, as the end of a sentence; None if it does."""
+    query, (head_dim, room) = arrays.query, arrays.keys.shape[-2:]
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, but query is {query.dtype}"
+    if head_dim not in (64, 128):
+        return f"takes heads of D = 64 and 128, but D is {head_dim}"
+    if room % 64 or not room:  # tiles of the copy engine
+        return f"takes caches of T positions, a multiple of 64, but T is {room}"
+    if jax.typeof(query).manual_axis_type.varying:
+        return "knows nothing of how values vary over a mesh: give jax.shard_map check_vma=False"
+    return None

@@ -1,0 +1,451 @@
+"""Attention over a cache as a Mosaic GPU kernel for Hopper: its cost follows each request's tokens.
+
+A block takes one head of keys of one request, up to 64 rows (new rows times the query heads that
+share the keys) and a share of the request's positions, its split. Tiles of 64 positions of keys
+and values come to shared memory ahead of the products with them, of which a running maximum, sum
+and product are kept (Dao et al., "FlashAttention", arXiv 2205.14135). Tiles that all rows see whole
+are not masked. Splits are joined by XLA, in a second, small launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
+
+plgpu: Any = mosaic_gpu  # its stubs lack names, and call its transforms abstract
+
+ROWS = 64
+"""Of a tile of the matrix unit."""
+TILE = 64
+"""Positions of a tile."""
+STAGES = 2
+"""Tiles of keys, and of values, in shared memory. Two blocks fit on a multiprocessor."""
+BLOCKS = 132
+"""Multiprocessors of an H100: as many blocks are wanted, at least."""
+LEAST_SPLIT = 512
+"""Positions of T for each split: shorter ones cost more to join than they save."""
+
+_LEAST = -1e30
+"""A maximum before any score. Finite, so that the difference of two such is 0."""
+
+
+class Shape(NamedTuple):
+    """The sizes of a launch.
+
+    Attributes:
+      num_kv: heads of keys of a request.
+      group: query heads that share one.
+      num_new: S.
+      rows: S * group, and `padded`, rounded up to whole tiles of 8 rows, or of 64 beyond 64.
+      head_dim: D.
+      room: T.
+      splits: parts of each request's positions.
+      window: see `api.decode_attention`.
+      finite_cache: likewise.
+      has_words: whether `visible` is given.
+    """
+
+    num_kv: int
+    group: int
+    num_new: int
+    padded: int
+    head_dim: int
+    room: int
+    splits: int
+    window: int | None
+    finite_cache: bool
+    has_words: bool
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of 64 rows."""
+        return -(-self.padded // ROWS)
+
+    @property
+    def stored(self) -> int:
+        """Rows that a block writes."""
+        return min(self.padded, ROWS)
+
+
+def attend(
+    query: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    start: jax.Array,
+    visible: jax.Array | None,
+    layer: jax.Array | None,
+    *,
+    window: int | None,
+    finite_cache: bool,
+    splits: int | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Returns ``[B, S, N, D]``; see `api.decode_attention`.
+
+    Args:
+      query: as there, and so are the next seven.
+      keys: see there.
+      values: see there.
+      start: see there.
+      visible: see there.
+      layer: see there.
+      window: see there.
+      finite_cache: see there.
+      splits: parts of each request's positions; None for as many as fill a GPU.
+      interpret: parameters of GPU interpret mode, or False to run on a GPU.
+    """
+    batch_size, num_new, num_heads, head_dim = query.shape
+    heads, _, room = keys.shape[-3:]
+    # The heads of all layers lie one after another.
+    keys, values = (x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
+    # NumPy's zeros are constants of the program, those of JAX would be a launch.
+    first_head: Any = np.zeros((1,), np.int32) if layer is None else (layer * heads)[None]
+    num_kv = heads // batch_size
+    group, rows = num_heads // num_kv, num_new * num_heads // num_kv
+    unit = 8 if rows <= ROWS else ROWS
+    padded = -(-rows // unit) * unit
+    if splits is None:
+        blocks = heads * -(-padded // ROWS)
+        splits = max(1, min(BLOCKS // blocks, room // LEAST_SPLIT))
+    shape = Shape(
+        num_kv=num_kv,
+        group=group,
+        num_new=num_new,
+        padded=padded,
+        head_dim=head_dim,
+        room=room,
+        splits=splits,
+        window=window,
+        finite_cache=finite_cache,
+        has_words=visible is not None,
+    )
+    # [B, S, Nkv, group, D] -> [B * Nkv, rows, D] -> [B * Nkv * padded, D], and at least 64 rows.
+    query = query.reshape(batch_size, num_new, num_kv, group, head_dim).swapaxes(1, 2)
+    query = query.reshape(heads, rows, head_dim)
+    query = jnp.pad(query, ((0, 0), (0, padded - rows), (0, 0))).reshape(-1, head_dim)
+    query = jnp.pad(query, ((0, max(0, ROWS - query.shape[0])), (0, 0)))
+    words = _words_of_rows(visible, shape)
+    # [B * Nkv, splits, padded, D], and [B * Nkv, splits, row_blocks * 64] twice.
+    with jax.enable_x64(False):
+        found, largest, total = _launch(shape, keys.dtype, heads, interpret)(
+            query, keys, values, start, first_head, words
+        )
+    if splits > 1:
+        largest, total = largest[:, :, :padded], total[:, :, :padded]
+        weight = jnp.exp2(largest - largest.max(axis=1, keepdims=True))
+        total = jnp.sum(weight * total, axis=1)  # [B * Nkv, padded]
+        found = jnp.sum(found * weight[..., None], axis=1) / total[..., None]
+        found = found.astype(keys.dtype)[:, None]
+    found = found[:, 0, :rows].reshape(batch_size, num_kv, num_new, group, head_dim)
+    return found.swapaxes(1, 2).reshape(batch_size, num_new, num_heads, head_dim)
+
+
+def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
+    """Returns ``[B, 2, row_blocks * 64]`` int32, the words of each row; one of each for a chain."""
+    if visible is None:
+        return np.zeros((1, 2, ROWS), np.int32)
+    words = lax.bitcast_convert_type(visible, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
+    words = jnp.repeat(words, shape.group, axis=2)
+    rest = shape.row_blocks * ROWS - words.shape[2]
+    return jnp.pad(words, ((0, 0), (0, 0), (0, rest)))
+
+
+def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..., Any]:
+    """Returns the kernel."""
+    # Partial products of several splits are joined in float32.
+    out_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
+    # Shared memory as the matrix unit reads it: tiles of 8 rows of 128 bytes, swizzled.
+    swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    swizzled_out = (plgpu.TilingTransform((8, 128 // out_dtype.itemsize)), swizzled[1])
+    barrier = functools.partial(plgpu.Barrier, num_barriers=STAGES)
+    scratch = Scratch(
+        query=plgpu.SMEM((ROWS, shape.head_dim), dtype, transforms=swizzled),
+        keys=plgpu.SMEM((STAGES, shape.head_dim, TILE), dtype, transforms=swizzled),
+        values=plgpu.SMEM((STAGES, TILE, shape.head_dim), dtype, transforms=swizzled),
+        found=plgpu.SMEM((ROWS, shape.head_dim), out_dtype, transforms=swizzled_out),
+        largest=plgpu.SMEM((ROWS,), jnp.float32),
+        total=plgpu.SMEM((ROWS,), jnp.float32),
+        query_came=plgpu.Barrier(),
+        keys_came=barrier(),
+        values_came=barrier(),
+        words=plgpu.SMEM((2, ROWS), jnp.int32),
+        words_came=plgpu.Barrier(),
+    )
+
+    def run(*refs: Any) -> None:
+        count = len(Operands._fields)
+        operands, scratch = Operands(*refs[:count]), Scratch(*refs[count:])
+        _multiply(shape, Block.of(shape, operands), operands, scratch, bool(interpret))
+
+    run.__name__ = "decode_attention"
+    number = jax.ShapeDtypeStruct((heads, shape.splits, shape.row_blocks * ROWS), jnp.float32)
+    out = (heads, shape.splits, shape.padded, shape.head_dim)
+    return plgpu.kernel(
+        run,
+        out_type=(jax.ShapeDtypeStruct(out, out_dtype), number, number),
+        scratch_types=tuple(scratch),
+        grid=(shape.splits, shape.row_blocks, heads),
+        grid_names=("split", "row_block", "head"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )
+
+
+class Operands(NamedTuple):
+    """Refs in global memory: operands, then outputs."""
+
+    query: Any
+    keys: Any
+    values: Any
+    start: Any
+    first_head: Any
+    words: Any
+    found: Any
+    largest: Any
+    total: Any
+
+
+class Scratch(NamedTuple):
+    """Shared memory and barriers of a block, their types or refs."""
+
+    query: Any
+    keys: Any
+    values: Any
+    found: Any
+    largest: Any
+    total: Any
+    query_came: Any
+    keys_came: Any
+    values_came: Any
+    words: Any
+    words_came: Any
+
+
+class Block(NamedTuple):
+    """What a block has to do; ``[]`` int32 each.
+
+    Attributes:
+      head: of keys, of all requests.
+      stored_head: where it is among the heads of all layers.
+      split: of the positions.
+      row: first row.
+      start: tokens before the new rows.
+      tile: first tile of positions.
+      num_tiles: how many.
+      first_whole: the first of them that all rows see whole, and `end_whole` the one after.
+    """
+
+    head: jax.Array
+    stored_head: jax.Array
+    split: jax.Array
+    row: jax.Array
+    start: jax.Array
+    tile: jax.Array
+    num_tiles: jax.Array
+    first_whole: jax.Array
+    end_whole: jax.Array
+
+    @classmethod
+    def of(cls, shape: Shape, operands: Operands) -> Block:
+        """Returns the work of this block."""
+        head, split = lax.axis_index("head"), lax.axis_index("split")
+        row = lax.axis_index("row_block") * ROWS
+        stored_head = operands.first_head[0] + head
+        start = operands.start[lax.div(head, jnp.int32(shape.num_kv))]
+        # New rows of the first and of the last row of this block.
+        first_new = lax.div(row, jnp.int32(shape.group))
+        last_new = jnp.minimum(lax.div(row + (ROWS - 1), jnp.int32(shape.group)), shape.num_new - 1)
+        # Tiles begin..end-1 hold what some row sees; each split has `share` of them.
+        begin = jnp.int32(0)
+        if shape.window is not None:
+            begin = jnp.clip(start + first_new + (1 - shape.window), 0, shape.room)
+            begin = lax.div(begin, jnp.int32(TILE))
+        most = shape.num_new if shape.has_words else last_new + 1
+        end = jnp.clip(start + most, 0, shape.room)
+        end = lax.div(end + (TILE - 1), jnp.int32(TILE))
+        share = lax.div(jnp.maximum(end - begin, 0) + (shape.splits - 1), jnp.int32(shape.splits))
+        tile = begin + split * share
+        num_tiles = jnp.clip(end - tile, 0, share)
+        # All rows see the tiles up to the first row, from where the last row's window begins.
+        first_whole = jnp.int32(0)
+        if shape.window is not None:
+            least = jnp.clip(start + last_new + (TILE - shape.window), 0, shape.room)
+            first_whole = jnp.clip(lax.div(least, jnp.int32(TILE)) - tile, 0, num_tiles)
+        seen_by_all = start if shape.has_words else start + first_new + 1
+        end_whole = lax.div(jnp.clip(seen_by_all, 0, shape.room), jnp.int32(TILE)) - tile
+        end_whole = jnp.clip(end_whole, first_whole, num_tiles)
+        return cls(
+            head=head,
+            stored_head=stored_head,
+            split=split,
+            row=row,
+            start=start,
+            tile=tile,
+            num_tiles=num_tiles,
+            first_whole=first_whole,
+            end_whole=end_whole,
+        )
+
+
+def _copy_keys(block: Block, operands: Operands, scratch: Scratch, i: jax.Array | int) -> None:
+    """Begins to copy a tile of keys to shared memory, if there are so many."""
+    slot = lax.rem(jnp.int32(i), jnp.int32(STAGES))
+
+    @pl.when(i < block.num_tiles)
+    def copy() -> None:
+        source = operands.keys.at[block.stored_head, :, pl.ds((block.tile + i) * TILE, TILE)]
+        plgpu.copy_gmem_to_smem(source, scratch.keys.at[slot], scratch.keys_came.at[slot])
+
+
+def _copy_values(block: Block, operands: Operands, scratch: Scratch, i: jax.Array | int) -> None:
+    """Begins to copy a tile of values likewise."""
+    slot = lax.rem(jnp.int32(i), jnp.int32(STAGES))
+
+    @pl.when(i < block.num_tiles)
+    def copy() -> None:
+        source = operands.values.at[block.stored_head, pl.ds((block.tile + i) * TILE, TILE), :]
+        plgpu.copy_gmem_to_smem(source, scratch.values.at[slot], scratch.values_came.at[slot])
+
+
+def _multiply(
+    shape: Shape, block: Block, operands: Operands, scratch: Scratch, interpreted: bool
+) -> None:
+    """Reads the block's tiles, and writes what its rows found."""
+    layout = plgpu.Layout.WGMMA
+    per_row = layout.reduce(1)
+    padded = jnp.int32(shape.padded)
+    source = operands.query.at[pl.ds(block.head * padded + block.row, ROWS)]
+    plgpu.copy_gmem_to_smem(source, scratch.query, scratch.query_came)
+    for i in range(STAGES):
+        _copy_keys(block, operands, scratch, i)
+        _copy_values(block, operands, scratch, i)
+    if shape.has_words:
+        request = lax.div(block.head, jnp.int32(shape.num_kv))
+        source = operands.words.at[request, :, pl.ds(block.row, ROWS)]
+        plgpu.copy_gmem_to_smem(source, scratch.words, scratch.words_came)
+        plgpu.barrier_wait(scratch.words_came)
+    plgpu.barrier_wait(scratch.query_came)
+    largest = plgpu.layout_cast(jnp.full((ROWS,), _LEAST, jnp.float32), per_row)
+    total = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), per_row)
+    found = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
+
+    def turn(i: jax.Array, carry: Any, is_masked: bool) -> Any:
+        largest, total, found = carry
+        slot = lax.rem(i, jnp.int32(STAGES))
+        plgpu.barrier_wait(scratch.keys_came.at[slot])
+        scores = _product(scratch.query, scratch.keys.at[slot], interpreted)  # [64, TILE]
+        plgpu.commit_smem()  # all warps have read the keys: others may come in their place
+        _copy_keys(block, operands, scratch, i + STAGES)
+        plgpu.barrier_wait(scratch.values_came.at[slot])
+        if is_masked:
+            scores = _masked(shape, block, operands, scratch, slot, i, scores, interpreted)
+        # Exponents of 2: exp(x) = 2**(x log2(e)).
+        scores = scores * (shape.head_dim**-0.5 * math.log2(math.e))
+        new_largest = jnp.maximum(largest, scores.max(axis=1))
+        scale = jnp.exp2(largest - new_largest)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
+        total = total * scale + weights.sum(axis=1)
+        found = found * lax.broadcast_in_dim(scale, found.shape, [0])
+        weights = weights.astype(scratch.values.dtype)
+        found = _add_product(found, weights, scratch.values.at[slot], interpreted)
+        plgpu.commit_smem()
+        _copy_values(block, operands, scratch, i + STAGES)
+        return new_largest, total, found
+
+    carry = largest, total, found
+    masked, whole = (functools.partial(turn, is_masked=x) for x in (True, False))
+    if shape.window is not None:
+        carry = lax.fori_loop(0, block.first_whole, masked, carry)
+    carry = lax.fori_loop(block.first_whole, block.end_whole, whole, carry)
+    largest, total, found = lax.fori_loop(block.end_whole, block.num_tiles, masked, carry)
+
+    if shape.splits == 1:
+        found = found / lax.broadcast_in_dim(total, found.shape, [0])
+    scratch.found[...] = found.astype(scratch.found.dtype)
+    scratch.largest[...] = largest
+    scratch.total[...] = total
+    plgpu.commit_smem()
+    own = pl.ds(block.row, shape.stored)
+    place = operands.found.at[block.head, block.split, own]
+    plgpu.copy_smem_to_gmem(scratch.found.at[pl.ds(0, shape.stored)], place)
+    if shape.splits > 1:
+        own = pl.ds(block.row, ROWS)
+        for source, out in ((scratch.largest, operands.largest), (scratch.total, operands.total)):
+            plgpu.copy_smem_to_gmem(source, out.at[block.head, block.split, own])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _masked(
+    shape: Shape,
+    block: Block,
+    operands: Operands,
+    scratch: Scratch,
+    slot: jax.Array,
+    i: jax.Array,
+    scores: jax.Array,
+    interpreted: bool,
+) -> jax.Array:
+    """Returns the scores ``[64, TILE]`` of a tile, -inf where a row does not see a position.
+
+    Values that are not finite become 0, and the scores of the rows that see them NaN: a weight of
+    0 times NaN is NaN.
+    """
+    layout = plgpu.Layout.WGMMA
+    if not shape.finite_cache:
+        values = scratch.values.at[slot]
+        # 0 times a value is NaN where that is not finite: these sums are [64, TILE] of 0 or NaN.
+        zeros = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
+        zeros = zeros.astype(values.dtype)
+        scores = _add_product(scores, zeros, values.transpose((1, 0)), interpreted)
+        number = plgpu.layout_cast(values[...], layout).astype(jnp.float32)  # [TILE, D]
+        is_bad = jnp.where(number - number == 0, 0.0, 1.0).max(axis=1)
+        is_bad = lax.broadcast_in_dim(is_bad, number.shape, [0]) > 0
+        values[...] = jnp.where(is_bad, 0.0, number).astype(values.dtype)
+        plgpu.commit_smem()
+    index = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=layout)
+    new = index(1) + ((block.tile + i) * TILE - block.start)  # which new row lies at each position
+    row = lax.div(index(0) + block.row, jnp.int32(shape.group))
+    if shape.has_words:
+        low, high = (plgpu.layout_cast(scratch.words[i], layout.reduce(1)) for i in (0, 1))
+        low, high = (lax.broadcast_in_dim(x, scores.shape, [0]) for x in (low, high))
+        bit = lax.shift_right_logical(jnp.where(new < 32, low, high), new & 31) & 1
+        seen = (new < 0) | ((new < shape.num_new) & (bit == 1))
+    else:
+        seen = new <= row
+    if shape.window is not None:
+        seen = seen & (new > row - shape.window)
+    return jnp.where(seen, scores, -jnp.inf)
+
+
+def _product(left: Any, right: Any, interpreted: bool) -> jax.Array:
+    """Returns the product of two matrices in shared memory, in float32."""
+    if interpreted:  # interpret mode does not know accumulators inside loops
+        return jnp.dot(left[...], right[...], preferred_element_type=jnp.float32)
+
+    def run(sum_: Any) -> jax.Array:
+        plgpu.wgmma(sum_, left, right)
+        return sum_[...]
+
+    return pl.run_scoped(run, plgpu.ACC((left.shape[0], right.shape[1]), jnp.float32))
+
+
+def _add_product(found: jax.Array, left: jax.Array, right: Any, interpreted: bool) -> jax.Array:
+    """Returns `found` plus the product of a matrix in registers and one in shared memory."""
+    if interpreted:
+        return found + jnp.dot(left, right[...], preferred_element_type=jnp.float32)
+
+    def run(sum_: Any) -> None:
+        plgpu.wgmma(sum_, left, right)
+
+    return pl.run_state(run)(plgpu.ACC.init(found))

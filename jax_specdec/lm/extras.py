@@ -1,0 +1,22 @@
+"""Libraries that come with an extra of the package; this file needs none."""
+
+import contextlib
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def extra(name: str) -> Iterator[None]:
+    """Says in one sentence what to install, where a library that is imported here is missing.
+
+    Raises:
+      ImportError: it is missing; it comes with the extra `name`.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        # Where the package is installed, pip takes no more from a registry than what is missing.
+        raise ImportError(
+            f"{library} is not installed: it comes with the extra {name}, "
+            f"pip install 'jax-specdec[{name}]'"
+        ) from error

@@ -1,0 +1,293 @@
+"""Attention over a cache: the oracle, what is not seen, who is beside, and what is refused.
+
+The kernel is interpreted here. `pytest -m gpu` runs the same table on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lower_floor import attention_gpu as mosaic_gpu
+from lower_floor import attention_xla as xla
+from verify.interpret_mode import interpret_gpu_params
+
+import jax_specdec as sd
+from jax_specdec import lm
+
+B16 = jnp.bfloat16
+
+# B, S, Nkv, heads that share one, D, T, start; window, kind of rows, splits of the kernel.
+CASES: dict[str, tuple[Any, ...]] = {
+    "a chain": (2, 5, 2, 4, 128, 192, (70, 150), None, "chain", None),
+    "two splits, one request without a tile for the second": (
+        *(2, 5, 2, 4, 128, 192, (30, 150)),
+        *(None, "chain", 2),
+    ),
+    "a window": (2, 5, 1, 4, 64, 256, (127, 10), 40, "chain", None),
+    "a tree of two words": (1, 40, 1, 4, 64, 128, (60,), None, "tree", None),
+    "a tree, split": (1, 12, 2, 4, 64, 192, (60,), None, "tree", 2),
+    "a block that sees all of itself": (1, 7, 1, 1, 64, 64, (20,), None, "block", None),
+    "several blocks of rows": (2, 70, 1, 2, 64, 256, (0, 100), None, "chain", 2),
+    "one row at the end of its cache": (1, 1, 1, 8, 64, 64, (63,), None, "chain", None),
+}
+INTERPRETED = [
+    pytest.param(name, marks=() if i in (1, 2, 3) else pytest.mark.long)
+    for i, name in enumerate(CASES)
+]
+ON_GPU: dict[str, tuple[Any, ...]] = CASES | {
+    "lengths that differ": (3, 1, 8, 4, 128, 960, (900, 0, 64), None, "chain", None),
+    "nine rows": (3, 9, 8, 4, 128, 960, (900, 0, 64), None, "chain", None),
+    "a tree of 64": (2, 64, 2, 4, 128, 960, (896, 500), None, "tree", None),
+    "one long request": (1, 5, 8, 4, 128, 4096, (4000,), None, "chain", None),
+    "one long request, a window": (1, 5, 8, 4, 128, 4096, (4000,), 1000, "chain", None),
+}
+
+
+def words_of(bits: np.ndarray) -> np.ndarray:
+    """``[B, S, 2]`` uint32 of ``[B, S, 64]`` bool."""
+    shifted = bits.reshape(*bits.shape[:2], 2, 32) << np.arange(32, dtype=np.uint64)
+    return shifted.sum(axis=3).astype(np.uint32)
+
+
+def visibility(kind: str, batch: int, count: int, rng: np.random.Generator) -> np.ndarray | None:
+    if kind == "chain":
+        return None
+    bits = np.zeros((batch, count, 64), np.uint64)
+    if kind == "block":
+        bits[:, :, :count] = 1
+    else:
+        for b, s in np.ndindex(batch, count):  # a row sees itself and its parent's ancestors
+            bits[b, s, s] = 1
+            if s:
+                bits[b, s] |= bits[b, rng.integers(0, s)]
+    return words_of(bits)
+
+
+def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any, Any, int | None]:
+    """Arrays of a case, its oracle, and its window; NaN and infinity lie where no row looks."""
+    batch, count, num_kv, group, dim, room, start, window, kind, _ = case
+    rng = np.random.default_rng(room + count)
+
+    def random(*shape: int) -> np.ndarray:
+        return np.array(jnp.asarray(rng.normal(size=shape), dtype))
+
+    query = random(batch, count, num_kv * group, dim)
+    keys, values = random(batch * num_kv, dim, room), random(batch * num_kv, room, dim)
+    first, visible = np.array(start, np.int32), visibility(kind, batch, count, rng)
+    wanted = sd.testing.reference.decode_attention(
+        query, keys, values, first, visible=visible, window=window
+    )
+    for b in range(batch if poisoned else 0):
+        own = slice(b * num_kv, (b + 1) * num_kv)
+        unseen = [slice(first[b] + count, None)]
+        unseen += [slice(0, max(0, first[b] - window + 1))] if window else []
+        for positions in unseen:
+            keys[own, :, positions], values[own, positions] = np.nan, np.inf
+    return (query, keys, values, first, visible, None), wanted, window
+
+
+def check(case: tuple[Any, ...], dtype: Any, attend: Any, **settings: Any) -> None:
+    for poisoned in (True, False):  # False with the promise of a finite cache
+        arrays, wanted, window = made(case, dtype, poisoned)
+        run = functools.partial(attend, window=window, finite_cache=not poisoned, **settings)
+        found = np.asarray(jax.jit(run)(*arrays), np.float64)
+        error = 2e-6 if dtype == jnp.float32 else 1.5e-2
+        np.testing.assert_allclose(found, wanted, rtol=error, atol=error)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, B16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_xla_is_the_oracle(name: str, dtype: Any) -> None:
+    check(CASES[name], dtype, xla.attend)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_the_interpreted_kernel_is_the_oracle(name: str) -> None:
+    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "splits": CASES[name][-1]}
+    check(CASES[name], B16, mosaic_gpu.attend, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [B16, jnp.float16], ids=str)
+@pytest.mark.parametrize("name", ON_GPU)
+def test_the_kernel_is_the_oracle_on_a_gpu(name: str, dtype: Any) -> None:
+    check(ON_GPU[name], dtype, mosaic_gpu.attend, splits=ON_GPU[name][-1])
+
+
+@pytest.mark.gpu
+def test_the_kernel_gives_a_request_the_same_bits_whoever_is_beside_it() -> None:
+    others_change_nothing(functools.partial(sd.decode_attention, implementation="mosaic_gpu"))
+
+
+def test_a_request_has_the_same_bits_whoever_is_beside_it() -> None:
+    others_change_nothing(sd.decode_attention)
+
+
+def others_change_nothing(attend: Any) -> None:
+    """Requests 0 and 2 of three are others: other texts, lengths, and NaN all over."""
+    case = 3, 5, 2, 2, 64, 512, (300, 100, 17), None, "chain", None
+    (query, keys, values, start, *_), _, _ = made(case, B16)
+    attend = jax.jit(attend)
+    alone = attend(query, keys, values, start)[1]
+    keys, values, query = keys.copy(), values.copy(), query.copy()
+    query[[0, 2]] = np.nan
+    keys[[0, 1, 4, 5]] = 1
+    values[[0, 1, 4, 5]] = np.nan
+    beside = attend(query, keys, values, np.array([507, 100, 1000], np.int32))[1]
+    assert np.asarray(alone).tobytes() == np.asarray(beside).tobytes()
+
+
+def nan_in_a_new_row_is_for_those_who_see_it(attend: Any) -> None:
+    """Of four new rows of a tree, the third sees the second, the fourth does not."""
+    case = 1, 4, 1, 1, 64, 64, (20,), None, "chain", None
+    (query, keys, values, start, *_), _, _ = made(case, B16)
+    bits = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], np.uint64)
+    visible = words_of(np.pad(bits, ((0, 0), (0, 60)))[None])
+    for array, at in ((keys, (0, 5, 21)), (values, (0, 21, 5))):
+        broken = array.copy()
+        broken[at] = np.nan
+        given = (broken, values) if array is keys else (keys, broken)
+        found = np.asarray(attend(query, *given, start, visible, None), np.float32)
+        is_nan = np.isnan(found).any(axis=(2, 3))[0]
+        assert is_nan.tolist() == [False, True, True, False]
+
+
+def test_nan_in_a_new_row_is_for_those_who_see_it() -> None:
+    nan_in_a_new_row_is_for_those_who_see_it(
+        functools.partial(xla.attend, window=None, finite_cache=False)
+    )
+
+
+@pytest.mark.newest
+@pytest.mark.long
+def test_the_kernel_keeps_nan_to_those_who_see_it() -> None:
+    settings: dict[str, Any] = {"interpret": interpret_gpu_params()}
+    nan_in_a_new_row_is_for_those_who_see_it(
+        functools.partial(mosaic_gpu.attend, window=None, finite_cache=False, **settings)
+    )
+
+
+@pytest.mark.gpu
+def test_the_kernel_keeps_nan_to_those_who_see_it_on_a_gpu() -> None:
+    nan_in_a_new_row_is_for_those_who_see_it(
+        functools.partial(mosaic_gpu.attend, window=None, finite_cache=False)
+    )
+
+
+def test_one_of_several_layers_is_read() -> None:
+    (query, keys, values, start, *_), wanted, _ = made(CASES["a chain"], B16)
+    keys, values = (np.stack([x, np.roll(x, 1, axis=0)])[::-1] for x in (keys, values))
+    found = jax.jit(sd.decode_attention)(query, keys, values, start, layer=jnp.int32(1))
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=1.5e-2, atol=1.5e-2)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_a_slot_that_had_nan_is_clean_for_the_next_request(scan_layers: bool) -> None:
+    """Its cache still holds what a request wrote whose logits had become NaN."""
+    config = lm.models.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    model = lm.models.Llama(config, scan_layers=scan_layers)
+    params = model.init_params(jax.random.key(0))
+    broken = {**params, "embed_tokens": params["embed_tokens"].at[7].set(jnp.inf)}
+    apply, start = jax.jit(model.apply), jnp.zeros((1,), jnp.int32)
+    ids = jnp.array([[3, 4, 7, 5, 6]], jnp.int32)
+    logits, cache = apply(broken, ids, start, model.init_cache(1, 8))[:2]
+    is_nan = np.isnan(logits).any(axis=2)[0]
+    assert is_nan.tolist() == [False, False, True, True, True]
+    for wanted, used in ((False, model.init_cache(1, 8)), (True, cache)):
+        found = apply(params, ids[:, :2], start, used).logits
+        assert np.isfinite(found).all(), wanted
+    np.testing.assert_array_equal(found, apply(params, ids[:, :2], start, used).logits)
+
+
+GOOD: dict[str, Any] = {
+    "query": np.zeros((2, 3, 4, 8), np.float32),
+    "keys": np.zeros((4, 8, 16), np.float32),
+    "values": np.zeros((4, 16, 8), np.float32),
+    "start": np.zeros((2,), np.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        ({"query": np.zeros((2, 3, 4, 8))}, TypeError, "query must be .*float32"),
+        ({"query": np.zeros((2, 3, 8), np.float32)}, ValueError, r"query must .*\[B, S, N, D\]"),
+        ({"keys": np.zeros((4, 8, 16), np.float16)}, TypeError, "keys must .*float32"),
+        (
+            {"keys": np.zeros((4, 7, 16), np.float32)},
+            ValueError,
+            r"keys must be an array \[G, D, T\]",
+        ),
+        (
+            {"values": np.zeros((4, 8, 16), np.float32)},
+            ValueError,
+            r"values must be an array \[G, T, D\]",
+        ),
+        ({"start": np.zeros((3,), np.int32)}, ValueError, r"start must be an array \[B\] = \[2\]"),
+        ({"start": np.zeros((2,), np.float32)}, TypeError, "start must .*int32"),
+        (
+            {"keys": np.zeros((3, 8, 16), np.float32), "values": np.zeros((3, 16, 8), np.float32)},
+            ValueError,
+            "keys must have B . Nkv heads, for B = 2 and N = 4",
+        ),
+        ({"visible": np.zeros((2, 2), np.uint32)}, ValueError, "visible must .*S"),
+        ({"visible": np.zeros((3, 2), np.int32)}, TypeError, "visible must .*uint32"),
+        (
+            {
+                "query": np.zeros((2, 65, 4, 8), np.float32),
+                "visible": np.zeros((65, 2), np.uint32),
+            },
+            ValueError,
+            "visible must be None for more than 64 rows",
+        ),
+        ({"window": 0}, ValueError, "window must be .*1"),
+        ({"layer": np.zeros((), np.int32)}, ValueError, r"keys must .*\[L, G, D, T\]"),
+        ({"implementation": "triton"}, ValueError, "implementation must be .*mosaic_gpu"),
+        ({"implementation": "mosaic_gpu"}, NotImplementedError, "takes bfloat16 and float16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    changed: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given = GOOD | changed
+    arrays = [given.pop(name) for name in ("query", "keys", "values", "start")]
+    with pytest.raises(error, match=message):
+        sd.decode_attention(*arrays, **given)
+
+
+@pytest.mark.parametrize(
+    ("dim", "room", "message"),
+    [
+        (32, 64, "takes heads of D = 64 and 128, but D is 32"),
+        (64, 96, "takes caches of T positions, a multiple of 64, but T is 96"),
+    ],
+)
+def test_what_the_kernel_does_not_serve_is_said(dim: int, room: int, message: str) -> None:
+    arrays = jnp.zeros((1, 1, 1, dim), B16), jnp.zeros((1, dim, room), B16)
+    values, start = jnp.zeros((1, room, dim), B16), jnp.zeros((1,), jnp.int32)
+    with pytest.raises(NotImplementedError, match=message):
+        sd.decode_attention(*arrays, values, start, implementation="mosaic_gpu")
+
+
+def test_no_request_reads_nothing() -> None:
+    found = sd.decode_attention(
+        np.zeros((0, 2, 4, 8), np.float32),
+        np.zeros((0, 8, 16), np.float32),
+        np.zeros((0, 16, 8), np.float32),
+        np.zeros((0,), np.int32),
+    )
+    assert found.shape == (0, 2, 4, 8)
