@@ -13,8 +13,19 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# They want torch, which no test needs.
-collect_ignore = ["models/huggingface/make.py", "models/smollm2/make.py"]
+collect_ignore = [
+    "models/huggingface/make.py",  # they want torch, which no test needs
+    "models/smollm2/make.py",
+    "integrations/test_real_models.py",  # other projects' packages: `make test-models` names it
+]
+
+# Files that take long begin before the others, so that no worker is left with one at the end.
+DEAREST = (
+    "test_cli test_server test_modes test_sample test_listed test_xla test_mosaic_gpu "
+    "test_scan_layers test_options test_engine test_processors test_mosaic_tpu "
+    "test_mosaic_gpu_parts test_benchmarks test_mosaic_gpu_lists test_greedy test_sharded "
+    "test_tensor_parallel test_grammar test_llama test_notebooks"
+).split()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -57,7 +68,7 @@ if jax.default_backend() == "cpu":
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which writes the group into a test's id
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A worker takes a whole file, or all files that compile the same programs; dear ones first."""
-    items.sort(key=lambda item: item.get_closest_marker("dearest") is None)
+    items.sort(key=lambda item: item.path.stem not in DEAREST)
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             path = item.path.relative_to(ROOT)
@@ -83,9 +94,16 @@ def _programs_are_dropped_before_they_are_too_many() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture
+def optimized() -> Iterator[None]:
+    """Compiles as users do: for tests that run longer than they compile."""
+    optimize(True)
+    yield
+    optimize(False)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """A test that was asked for fails where it cannot run: a skip would look like evidence."""
-    optimize(item.get_closest_marker("optimized") is not None)
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.fail(f"needs a GPU, but JAX runs on {jax.default_backend()!r}", pytrace=False)
     if item.get_closest_marker("aot") and importlib.util.find_spec("libtpu") is None:

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from lower_floor import Range, arrays, check_array, check_tree, described, pytree, sampling
+from upper_floor import PENALTIES
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src import arrays, sampling
-from jax_specdec._src.arrays import Range, check_array, check_tree, described, pytree
-from jax_specdec.lm.decoding.options import PENALTIES
 
 CLASSES = [
     cls for cls in arrays._DECLARED if vars(sys.modules[cls.__module__]).get(cls.__name__) is cls

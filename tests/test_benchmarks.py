@@ -17,7 +17,7 @@ from verify_cases import Case, Variant
 
 import jax_specdec as sd
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 XLA = Variant("xla")
 

@@ -19,19 +19,19 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from models.checkpoints import CHECKPOINTS, copy, edit_json, edit_tensors, expected
 from safetensors.numpy import load_file
+from upper_floor import cli_costs as costs
+from upper_floor import cli_models as models_lib
+from upper_floor import cli_options as options_lib
+from upper_floor import cli_prompts as prompts_lib
+from upper_floor import cli_run as run_lib
+from upper_floor import cli_terminal as terminal
+from upper_floor import generate_lib, printable
 
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.__main__ import main
-from jax_specdec.lm.cli import costs, terminal
-from jax_specdec.lm.cli import models as models_lib
-from jax_specdec.lm.cli import options as options_lib
-from jax_specdec.lm.cli import prompts as prompts_lib
-from jax_specdec.lm.cli import run as run_lib
-from jax_specdec.lm.cli.terminal import printable
-from jax_specdec.lm.decoding import generate as generate_lib
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 PROMPT = "def quicksort(items):"
 NO_CACHE = "--no-compilation-cache"

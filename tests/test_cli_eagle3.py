@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 from models.weights import random_weights
+from upper_floor import InputError, load_models, parse
 
 from jax_specdec import lm
-from jax_specdec.lm.cli.models import load_models
-from jax_specdec.lm.cli.options import parse
-from jax_specdec.lm.cli.prompts import InputError
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_specdec._src.config import (
+from jax_specdec import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
     conditional_to_unconditional_rates,

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import random as extend_random
+from lower_floor import noise
 from serving import engines, tiny
 from serving.chi_square import CONTROL, assert_distributed, p_value
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src import noise
 
 K = 2
 V = engines.VOCAB
@@ -211,7 +211,7 @@ def counts(tokens: np.ndarray) -> np.ndarray:
     return np.bincount(tokens[tokens >= 0], minlength=V)
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 @of_one_other_kind
 def test_drafting_and_verification_beside_an_idle_slot_are_lossless(impl):
     tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3)))
@@ -227,7 +227,7 @@ def test_drafting_and_verification_beside_an_idle_slot_are_lossless(impl):
     np.testing.assert_array_equal(others[:, 1], tokens[:, 1])
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 @pytest.mark.parametrize("impl", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)])
 def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
     tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3), jax_draws=True))

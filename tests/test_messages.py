@@ -89,524 +89,285 @@ def save(params: Any, dtype: Any = jnp.float32, model: Any = None) -> None:
     lm.models.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
 
-MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    # Models and drafters
-    "drafter=draft": (
-        lambda: generate(drafter=draft()),
-        TypeError,
+REFUSALS: dict[type[Exception], dict[str, list[Callable[[], Any]]]] = {
+    TypeError: {
         "drafter must be a Drafter, but it is a LoadedModel: pass "
-        "drafter=ModelDrafter(draft.model) and draft_params=draft.params",
-    ),
-    "drafter=draft.model": (
-        lambda: generate(drafter=draft().model),
-        TypeError,
+        "drafter=ModelDrafter(draft.model) and draft_params=draft.params": [
+            lambda: generate(drafter=draft()),
+            lambda: lm.generate_stream(*target(), [[1]], drafter=draft(), config=CONFIG),
+            lambda: engine(drafter=draft()),
+        ],
         "drafter must be a Drafter, but it is a Llama: a model is wrapped, "
-        "drafter=ModelDrafter(model)",
-    ),
-    "drafter=NGramDrafter": (
-        lambda: generate(drafter=lm.NGramDrafter),
-        TypeError,
-        "drafter must be a Drafter, but it is <class 'jax_specdec.lm.drafting.ngram.NGramDrafter'>",
-    ),
-    "drafter='ngram'": (
-        lambda: generate(drafter="ngram"),
-        TypeError,
+        "drafter=ModelDrafter(model)": [lambda: generate(drafter=draft().model)],
+        "drafter must be a Drafter, but it is <class "
+        "'jax_specdec.lm.drafting.ngram.NGramDrafter'>": [
+            lambda: generate(drafter=lm.NGramDrafter)
+        ],
         "drafter must be a Drafter, but it is 'ngram': NGramDrafter() needs no model, and "
-        "generate_plain no drafter",
-    ),
-    "prefill_sizes=(8, 8)": (
-        lambda: dataclasses.replace(engine(), prefill_sizes=(8, 8)),
-        ValueError,
-        "prefill_sizes must be increasing ints, at least one, but it is (8, 8)",
-    ),
-    "drafter=None": (
-        lambda: generate(drafter=None),
-        TypeError,
+        "generate_plain no drafter": [lambda: generate(drafter="ngram")],
         "drafter must be a Drafter, but it is None: NGramDrafter() needs no model, and "
-        "generate_plain no drafter",
-    ),
-    "drafter=3": (
-        lambda: generate(drafter=3),
-        TypeError,
-        "drafter must be a Drafter, but it is 3",
-    ),
-    "no draft_params": (
-        lambda: generate(drafter=lm.ModelDrafter(draft().model)),
-        TypeError,
-        "draft_params must be the weights of the model, but it is None: pass its .params",
-    ),
-    "draft_params=draft": (
-        lambda: generate(drafter=lm.ModelDrafter(draft().model), draft_params=draft()),
-        TypeError,
-        "draft_params must be a model's weights, but it is a LoadedModel: pass its .params",
-    ),
-    "ModelDrafter(draft)": (
-        lambda: lm.ModelDrafter(draft()),  # type: ignore[arg-type]
-        TypeError,
-        "model must be a CausalModel, but it is a LoadedModel, which holds one and its params: "
-        "pass its .model here, and its .params where they belong",
-    ),
-    "model=target": (
-        lambda: generate(target(), target().params, [[1]]),
-        TypeError,
-        "model must be a CausalModel, but it is a LoadedModel, which holds one and its params: "
-        "pass its .model here, and its .params where they belong",
-    ),
-    "model=params": (
-        lambda: lm.generate_plain(target().params, target().model, [[1]]),  # type: ignore[arg-type]
-        TypeError,
-        "model must be a CausalModel, but it is {",
-    ),
-    "params=target": (
-        lambda: generate(target().model, target(), [[1]]),
-        TypeError,
-        "params must be a model's weights, but it is a LoadedModel: pass its .params",
-    ),
-    "params of the drafter": (
-        lambda: generate(target().model, draft().params, [[1]]),
-        ValueError,
-        "params['embed_tokens'] must be an array [256, 256] of float32, but it is an array [256, "
-        "128] of float32",
-    ),
-    "config=3": (
-        lambda: generate(config=3),
-        TypeError,
-        "config must be a SpecDecodeConfig, but it is 3",
-    ),
-    "logprobs=5": (
-        lambda: generate(logprobs=5),
-        TypeError,
-        "logprobs must be a LogprobsConfig or None, but it is 5",
-    ),
-    "stream: drafter=draft": (
-        lambda: lm.generate_stream(*target(), [[1]], drafter=draft(), config=CONFIG),  # type: ignore[arg-type]
-        TypeError,
-        "drafter must be a Drafter, but it is a LoadedModel: pass ",
-    ),
-    # Prompts
-    "a string": (
-        lambda: generate(*target(), "import "),
-        TypeError,
+        "generate_plain no drafter": [lambda: generate(drafter=None)],
+        "drafter must be a Drafter, but it is 3": [lambda: generate(drafter=3)],
+        "draft_params must be the weights of the model, but it is None: pass its .params": [
+            lambda: generate(drafter=lm.ModelDrafter(draft().model)),
+            lambda: lm.EngineDriver(
+                engine(drafter=lm.ModelDrafter(draft().model)), target().params
+            ),
+        ],
+        "draft_params must be a model's weights, but it is a LoadedModel: pass its .params": [
+            lambda: generate(drafter=lm.ModelDrafter(draft().model), draft_params=draft())
+        ],
+        "model must be a CausalModel, but it is a LoadedModel, which holds one and its "
+        "params: pass its .model here, and its .params where they belong": [
+            lambda: lm.ModelDrafter(draft()),
+            lambda: generate(target(), target().params, [[1]]),
+            lambda: engine(target()),
+        ],
+        "model must be a CausalModel, but it is {": [
+            lambda: lm.generate_plain(target().params, target().model, [[1]])
+        ],
+        "params must be a model's weights, but it is a LoadedModel: pass its .params": [
+            lambda: generate(target().model, target(), [[1]]),
+            lambda: lm.EngineDriver(engine(), target()),
+        ],
+        "config must be a SpecDecodeConfig, but it is 3": [
+            lambda: generate(config=3),
+            lambda: engine(config=3),
+        ],
+        "logprobs must be a LogprobsConfig or None, but it is 5": [lambda: generate(logprobs=5)],
         "prompts must be lists of token ids, but it is 'import ': turn text into ids, with "
-        "encode_bytes for the embedded models, or with the encode of load_tokenizer's Tokenizer",
-    ),
-    "a list of strings": (
-        lambda: generate(*target(), ["import "]),
-        TypeError,
+        "encode_bytes for the embedded models, or with the encode of load_tokenizer's "
+        "Tokenizer": [lambda: generate(*target(), "import ")],
         "prompts[0] must be a list of ints, but it is 'import ': turn text into ids, with "
-        "encode_bytes for the embedded models, or with the encode of load_tokenizer's Tokenizer",
-    ),
-    "one prompt for a list": (
-        lambda: generate(*target(), [1, 2, 3]),
-        TypeError,
-        "prompts must be lists of token ids, one per request, but it is [1, 2, 3]: pass [ids]",
-    ),
-    "an array for a list": (
-        lambda: generate(*target(), np.array([1, 2, 3])),
-        TypeError,
-        "prompts must be lists of token ids, one per request, but it is an array [3] of int64: "
-        "pass [ids]",
-    ),
-    "a number": (
-        lambda: generate(*target(), 3),
-        TypeError,
-        "prompts must be lists of token ids, but it is 3",
-    ),
-    "stop text": (
-        lambda: generate(stop_token_ids="\n"),
-        TypeError,
-        "stop_token_ids must be a list of ints, but it is '\\n': turn text into ids, ",
-    ),
-    "temperature text": (
-        lambda: generate(temperature="0.8"),
-        TypeError,
-        "temperature must be a number, but it is '0.8'",
-    ),
-    "a temperature of True": (
-        lambda: generate(temperature=True),
-        TypeError,
-        "temperature must be a number, but it is True",
-    ),
-    "an integer beyond float64": (
-        lambda: lm.RequestOptions(temperature=10**400),
-        ValueError,
-        "temperature must be in [0, inf), but it is 1000",
-    ),
-    "temperatures": (
-        lambda: generate(temperature=[0.0, 0.8]),
-        TypeError,
+        "encode_bytes for the embedded models, or with the encode of load_tokenizer's "
+        "Tokenizer": [lambda: generate(*target(), ["import "])],
+        "prompts must be lists of token ids, one per request, but it is [1, 2, 3]: pass [ids]": [
+            lambda: generate(*target(), [1, 2, 3])
+        ],
+        "prompts must be lists of token ids, one per request, but it is an array [3] of "
+        "int64: pass [ids]": [lambda: generate(*target(), np.array([1, 2, 3]))],
+        "prompts must be lists of token ids, but it is 3": [lambda: generate(*target(), 3)],
+        "stop_token_ids must be a list of ints, but it is '\\n': turn text into ids, ": [
+            lambda: generate(stop_token_ids="\n")
+        ],
+        "temperature must be a number, but it is '0.8'": [lambda: generate(temperature="0.8")],
+        "temperature must be a number, but it is True": [lambda: generate(temperature=True)],
         "temperature must be one value, but it is [0.0, 0.8]: for requests that differ, "
-        "give a list, options=[RequestOptions(temperature=...), ...]",
-    ),
-    "a typo": (
-        lambda: generate(max_tokens=5),
-        TypeError,
-        "unknown argument 'max_tokens'; did you mean 'max_new_tokens'?",
-    ),
-    "bytes": (
-        lambda: lm.encode_bytes(b"abc"),  # type: ignore[arg-type]
-        TypeError,
-        "text must be a str, but it is b'abc'",
-    ),
-    "nested ids": (
-        lambda: lm.decode_bytes([[1, 2]]),  # type: ignore[list-item]
-        TypeError,
-        "token_ids must be a list of ints, but it is [[1, 2]]",
-    ),
-    "text for ids": (
-        lambda: lm.decode_bytes("abc"),  # type: ignore[arg-type]
-        TypeError,
-        "token_ids must be a list of ints, but it is 'abc'",
-    ),
-    "top-p out of range": (
-        lambda: generate(top_p=0.0),
-        ValueError,
-        "top_p must be in (0, 1], but it is 0.0",
-    ),
-    "top-k out of range": (
-        lambda: generate(top_k=-1),
-        ValueError,
-        "top_k must be in [0, 2147483647], but it is -1",
-    ),
-    "rates that increase": (
-        lambda: sd.SpecDecodeConfig(
-            num_speculative_tokens=2,
-            rejection_sample_method="synthetic",
-            synthetic_acceptance_rates=[0.5, 0.6],
-        ),
-        ValueError,
-        "synthetic_acceptance_rates[1] must be at most synthetic_acceptance_rates[0] = 0.5, but "
-        "it is 0.6",
-    ),
-    "rates of another method": (
-        lambda: sd.SpecDecodeConfig(num_speculative_tokens=1, synthetic_acceptance_rates=[0.5]),
-        ValueError,
-        "synthetic_acceptance_rates must be None, but it is [0.5]: rejection_sample_method is "
-        "'standard'",
-    ),
-    "an unknown method": (
-        lambda: sd.SpecDecodeConfig(num_speculative_tokens=1, rejection_sample_method="strict"),  # type: ignore[arg-type]
-        ValueError,
-        "rejection_sample_method must be 'standard', 'block', 'agreement' or 'synthetic', but it "
-        "is 'strict'",
-    ),
-    # Engines
-    "Engine(drafter=draft)": (
-        lambda: engine(drafter=draft()),
-        TypeError,
-        "drafter must be a Drafter, but it is a LoadedModel: pass ",
-    ),
-    "Engine(target)": (
-        lambda: engine(target()),
-        TypeError,
-        "model must be a CausalModel, but it is a LoadedModel",
-    ),
-    "Engine(config=3)": (
-        lambda: engine(config=3),
-        TypeError,
-        "config must be a SpecDecodeConfig, but it is 3",
-    ),
-    "EngineDriver(target)": (
-        lambda: lm.EngineDriver(target(), target().params),  # type: ignore[arg-type]
-        TypeError,
-        "engine must be an Engine, but it is a LoadedModel",
-    ),
-    "EngineDriver(engine, target)": (
-        lambda: lm.EngineDriver(engine(), target()),
-        TypeError,
-        "params must be a model's weights, but it is a LoadedModel: pass its .params",
-    ),
-    "EngineDriver without draft_params": (
-        lambda: lm.EngineDriver(engine(drafter=lm.ModelDrafter(draft().model)), target().params),
-        TypeError,
-        "draft_params must be the weights of the model, but it is None: pass its .params",
-    ),
-    "submit text": (
-        lambda: lm.EngineDriver(engine(), target().params).submit("import "),  # type: ignore[arg-type]
-        TypeError,
-        "prompt must be a list of ints, but it is 'import ': turn text into ids, ",
-    ),
-    # Verification
-    "logits [B, K+1, V]": (
-        lambda: rejection_sample(zeros((B, K + 1, V))),
-        ValueError,
+        "give a list, options=[RequestOptions(temperature=...), ...]": [
+            lambda: generate(temperature=[0.0, 0.8])
+        ],
+        "unknown argument 'max_tokens'; did you mean 'max_new_tokens'?": [
+            lambda: generate(max_tokens=5)
+        ],
+        "text must be a str, but it is b'abc'": [lambda: lm.encode_bytes(b"abc")],
+        "token_ids must be a list of ints, but it is [[1, 2]]": [lambda: lm.decode_bytes([[1, 2]])],
+        "token_ids must be a list of ints, but it is 'abc'": [lambda: lm.decode_bytes("abc")],
+        "engine must be an Engine, but it is a LoadedModel": [
+            lambda: lm.EngineDriver(target(), target().params)
+        ],
+        "prompt must be a list of ints, but it is 'import ': turn text into ids, ": [
+            lambda: lm.EngineDriver(engine(), target().params).submit("import ")
+        ],
+        "drafts must be a Drafts, but it is an array [2, 3] of int32": [
+            lambda: rejection_sample(drafts=zeros((B, K), jnp.int32))
+        ],
+        "sampling must be a SamplingParams, but it is 0.8": [
+            lambda: rejection_sample(sampling=0.8)
+        ],
+        "keys must be typed, as jax.random.key and jax.random.split give, but it is 0": [
+            lambda: rejection_sample(keys=0)
+        ],
+        ": pass jax.random.wrap_key_data(keys)": [
+            lambda: rejection_sample(
+                keys=jax.random.key_data(jax.random.split(jax.random.key(0), B))
+            ),
+            lambda: validate(DENSE, keys=np.zeros((B, 2), np.uint32)),
+        ],
+        "sampling.temperature must be an array [B] = [2] of float32, but it is an array "
+        "[2] of int32": [lambda: rejection_sample(sampling=sd.SamplingParams(jnp.array([0, 1])))],
+        "sampling.top_k must be an array [B] = [2] of int32, but it is 2.5": [
+            lambda: rejection_sample(sampling=sd.SamplingParams(0.8, top_k=2.5))
+        ],
+        "output must be a RejectionSampleOutput, but it is an array [2, 3] of float32": [
+            lambda: sd.parse_output(zeros((B, K)))
+        ],
+        "drafts must be a Drafts, but it is an array [2, 3] of float32": [
+            lambda: sd.DraftStore.create(B, K, V).attach(
+                zeros((B, K)),
+                positions=jnp.array([5, 9]),
+                sampling=sd.SamplingParams(0.8),
+            )
+        ],
+        "distribution must be a DraftProbs, a DraftLogits or None, but it is an array [2, "
+        "3, 8] of float32": [lambda: dense(None, PROBS.probs)],
+        "size must be an int, but it is 1.5": [
+            lambda: sd.pack_drafts(zeros((B, K), jnp.int32), [1, 1], size=1.5)
+        ],
+        "directory must be a path, but it is None": [lambda: lm.load_huggingface(None)],
+        "directory must be a path, but it is 5": [lambda: lm.load_tokenizer(5)],
+        "max_vocab_size must be an int, but it is '5'": [
+            lambda: lm.load_huggingface("x", max_vocab_size="5")
+        ],
+        "max_vocab_size must be an int, but it is 5.0": [
+            lambda: lm.load_huggingface("x", max_vocab_size=5.0)
+        ],
+        "dtype must be a floating dtype, but it is 'float23'": [
+            lambda: lm.models.load_checkpoint(
+                Path(sd.__file__).parent / "lm" / "weights" / "draft", "float23"
+            )
+        ],
+        "dtype must be float32, bfloat16 or float16, but it is dtype('int8')": [
+            lambda: save(draft().params, jnp.int8)
+        ],
+        "model must be a Llama, but it is a LoadedModel": [
+            lambda: save(draft().params, model=draft())
+        ],
+    },
+    ValueError: {
+        "prefill_sizes must be increasing ints, at least one, but it is (8, 8)": [
+            lambda: dataclasses.replace(engine(), prefill_sizes=(8, 8))
+        ],
+        "params['embed_tokens'] must be an array [256, 256] of float32, but it is an array "
+        "[256, 128] of float32": [lambda: generate(target().model, draft().params, [[1]])],
+        "temperature must be in [0, inf), but it is 1000": [
+            lambda: lm.RequestOptions(temperature=10**400)
+        ],
+        "top_p must be in (0, 1], but it is 0.0": [lambda: generate(top_p=0.0)],
+        "top_k must be in [0, 2147483647], but it is -1": [lambda: generate(top_k=-1)],
+        "synthetic_acceptance_rates[1] must be at most synthetic_acceptance_rates[0] = "
+        "0.5, but it is 0.6": [
+            lambda: sd.SpecDecodeConfig(
+                num_speculative_tokens=2,
+                rejection_sample_method="synthetic",
+                synthetic_acceptance_rates=[0.5, 0.6],
+            )
+        ],
+        "synthetic_acceptance_rates must be None, but it is [0.5]: rejection_sample_method "
+        "is 'standard'": [
+            lambda: sd.SpecDecodeConfig(num_speculative_tokens=1, synthetic_acceptance_rates=[0.5])
+        ],
+        "rejection_sample_method must be 'standard', 'block', 'agreement' or 'synthetic', "
+        "but it is 'strict'": [
+            lambda: sd.SpecDecodeConfig(num_speculative_tokens=1, rejection_sample_method="strict")
+        ],
         "target_logits must be an array [N+B, V] = [8, V] of float32, bfloat16 or float16, "
-        "but it is an array [2, 4, 8] of float32: pass target_logits.reshape(8, 8)",
-    ),
-    "fewer drafts than logits": (
-        lambda: rejection_sample(drafts=sd.Drafts.from_dense(zeros((B, 2), jnp.int32))),
-        ValueError,
+        "but it is an array [2, 4, 8] of float32: pass target_logits.reshape(8, 8)": [
+            lambda: rejection_sample(zeros((B, K + 1, V)))
+        ],
         "target_logits must be an array [N+B, V] = [6, V] of float32, bfloat16 or float16, "
-        "but it is an array [8, 8] of float32: drafts has 2 ids per request, but the logits "
-        "are for 3",
-    ),
-    "more drafts than logits": (
-        lambda: rejection_sample(drafts=sd.Drafts.from_dense(zeros((B, 5), jnp.int32))),
-        ValueError,
-        "target_logits must be an array [N+B, V] = [12, V] of float32, bfloat16 or float16, "
-        "but it is an array [8, 8] of float32: drafts has 5 ids per request, but the logits "
-        "are for 3",
-    ),
-    "no bonus rows": (
-        lambda: rejection_sample(zeros((B * K, V))),
-        ValueError,
+        "but it is an array [8, 8] of float32: drafts has 2 ids per request, but the "
+        "logits are for 3": [
+            lambda: rejection_sample(drafts=sd.Drafts.from_dense(zeros((B, 2), jnp.int32)))
+        ],
+        "target_logits must be an array [N+B, V] = [12, V] of float32, bfloat16 or "
+        "float16, but it is an array [8, 8] of float32: drafts has 5 ids per request, but "
+        "the logits are for 3": [
+            lambda: rejection_sample(drafts=sd.Drafts.from_dense(zeros((B, 5), jnp.int32)))
+        ],
         "target_logits must be an array [N+B, V] = [8, V] of float32, bfloat16 or float16, "
-        "but it is an array [6, 8] of float32: each request has a bonus row after its draft "
-        "rows, unless bonus_token_ids is given",
-    ),
-    "drafts=ids": (
-        lambda: rejection_sample(drafts=zeros((B, K), jnp.int32)),
-        TypeError,
-        "drafts must be a Drafts, but it is an array [2, 3] of int32",
-    ),
-    "sampling=0.8": (
-        lambda: rejection_sample(sampling=0.8),
-        TypeError,
-        "sampling must be a SamplingParams, but it is 0.8",
-    ),
-    "one key": (
-        lambda: rejection_sample(keys=jax.random.key(0)),
-        ValueError,
+        "but it is an array [6, 8] of float32: each request has a bonus row after its "
+        "draft rows, unless bonus_token_ids is given": [
+            lambda: rejection_sample(zeros((B * K, V)))
+        ],
         "keys must be an array [B] = [2], but it is an array [] of key<fry>: "
-        "jax.random.split gives one per request",
-    ),
-    "keys=0": (
-        lambda: rejection_sample(keys=0),
-        TypeError,
-        "keys must be typed, as jax.random.key and jax.random.split give, but it is 0",
-    ),
-    "raw keys": (
-        lambda: rejection_sample(keys=jax.random.key_data(jax.random.split(jax.random.key(0), B))),
-        TypeError,
-        ": pass jax.random.wrap_key_data(keys)",
-    ),
-    "drafts of another K": (
-        lambda: rejection_sample(zeros((B * 5, V)), sd.Drafts.from_dense(zeros((B, 4), int))),
-        ValueError,
+        "jax.random.split gives one per request": [
+            lambda: rejection_sample(keys=jax.random.key(0)),
+            lambda: validate(DENSE, keys=jax.random.key(0)),
+        ],
         "drafts must have at most num_speculative_tokens = 3 drafts per request, as config "
-        "says, but it is [4, 4]",
-    ),
-    "positions=5": (
-        lambda: rejection_sample(positions=5),
-        ValueError,
-        "positions must be an array [B] = [2] of int32, but it is an array [] of int32",
-    ),
-    "positions past int32": (
-        lambda: rejection_sample(positions=np.array([5, 2**31])),
-        ValueError,
-        "positions must be integers that int32 holds, but it is 2147483648",
-    ),
-    "temperature of another dtype": (
-        lambda: rejection_sample(sampling=sd.SamplingParams(jnp.array([0, 1]))),
-        TypeError,
-        "sampling.temperature must be an array [B] = [2] of float32, but it is an array [2] "
-        "of int32",
-    ),
-    "top_k=2.5": (
-        lambda: rejection_sample(sampling=sd.SamplingParams(0.8, top_k=2.5)),  # type: ignore[arg-type]
-        TypeError,
-        "sampling.top_k must be an array [B] = [2] of int32, but it is 2.5",
-    ),
-    "parse_output(token_ids)": (
-        lambda: sd.parse_output(zeros((B, K))),  # type: ignore[arg-type]
-        TypeError,
-        "output must be a RejectionSampleOutput, but it is an array [2, 3] of float32",
-    ),
-    "attach(ids)": (
-        lambda: sd.DraftStore.create(B, K, V).attach(
-            zeros((B, K)),  # type: ignore[arg-type]
-            positions=jnp.array([5, 9]),
-            sampling=sd.SamplingParams(0.8),
-        ),
-        TypeError,
-        "drafts must be a Drafts, but it is an array [2, 3] of float32",
-    ),
-    # Drafts
-    "count above K": (
-        lambda: dense(jnp.array([2, 7])),
-        ValueError,
-        "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is 7",
-    ),
-    "negative count": (
-        lambda: dense([2, -1]),
-        ValueError,
-        "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is -1",
-    ),
-    "count above K, inside jit": (
-        lambda: jax.jit(lambda: dense([2, 7]).token_ids)(),
-        ValueError,
-        "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is 7",
-    ),
-    "one count for all": (
-        lambda: dense(2),
-        ValueError,
-        "num_draft_tokens must be an array [B] = [2], but it is an array [] of int32",
-    ),
-    "counts of another batch": (
-        lambda: dense([2, 1, 1]),
-        ValueError,
-        "num_draft_tokens must be an array [B] = [2], but it is an array [3] of int32",
-    ),
-    "from_flat of a rectangle": (
-        lambda: flat([[1, 2], [3, 4]], [2, 2]),
-        ValueError,
+        "says, but it is [4, 4]": [
+            lambda: rejection_sample(zeros((B * 5, V)), sd.Drafts.from_dense(zeros((B, 4), int)))
+        ],
+        "positions must be an array [B] = [2] of int32, but it is an array [] of int32": [
+            lambda: rejection_sample(positions=5)
+        ],
+        "positions must be integers that int32 holds, but it is 2147483648": [
+            lambda: rejection_sample(positions=np.array([5, 2**31]))
+        ],
+        "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is 7": [
+            lambda: dense(jnp.array([2, 7])),
+            lambda: jax.jit(lambda: dense([2, 7]).token_ids)(),
+        ],
+        "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is -1": [lambda: dense([2, -1])],
+        "num_draft_tokens must be an array [B] = [2], but it is an array [] of int32": [
+            lambda: dense(2)
+        ],
+        "num_draft_tokens must be an array [B] = [2], but it is an array [3] of int32": [
+            lambda: dense([2, 1, 1])
+        ],
         "token_ids must be an array [N], but it is an array [2, 2] of int32: from_dense "
-        "takes [B, K]",
-    ),
-    "from_flat with one count": (
-        lambda: flat([1, 2], 2),
-        ValueError,
-        "num_draft_tokens must be an array [B], but it is an array [] of int32",
-    ),
-    "offsets for counts": (
-        lambda: flat([1, 2, 3], [0, 2, 3]),
-        ValueError,
-        "num_draft_tokens, summed, must be at most N = 3, but it is 5: they are counts, not "
-        "offsets",
-    ),
-    "negative count in from_flat": (
-        lambda: flat([1, 2, 3], [4, -1]),
-        ValueError,
-        "num_draft_tokens[1] must be at least 0, but it is -1",
-    ),
-    "distribution=probs": (
-        lambda: dense(None, PROBS.probs),
-        TypeError,
-        "distribution must be a DraftProbs, a DraftLogits or None, but it is an array [2, 3, "
-        "8] of float32",
-    ),
-    "pack_drafts(size=1.5)": (
-        lambda: sd.pack_drafts(zeros((B, K), jnp.int32), [1, 1], size=1.5),  # type: ignore[arg-type]
-        TypeError,
-        "size must be an int, but it is 1.5",
-    ),
-    "pack_drafts(size=-1)": (
-        lambda: sd.pack_drafts(zeros((B, K), jnp.int32), [1, 1], size=-1),
-        ValueError,
-        "size must be at least 0, but it is -1",
-    ),
-    "pack_drafts of flat ids": (
-        lambda: sd.pack_drafts(zeros((B,), jnp.int32), [1, 1]),
-        ValueError,
-        "token_ids must be an array [B, K], but it is an array [2] of int32",
-    ),
-    # What `validate` finds
-    "unnormalised probabilities": (
-        lambda: validate(dense(None, sd.DraftProbs(PROBS.probs * 1.0009))),
-        ValueError,
-        "drafts.distribution.probs[0].sum() must be 1, but it is 1.0009000301361084",
-    ),
-    "probabilities of other rows": (
-        lambda: validate(
-            dense(None, sd.DraftProbs(jnp.full((9, V), 0.5), jnp.arange(B * K, dtype=jnp.int32)))
-        ),
-        ValueError,
-        "drafts.distribution.probs[0].sum() must be 1, but it is 4.0",
-    ),
-    "an id past V": (
-        lambda: validate(dense([1, 1], None, jnp.full((B, K), 99))),
-        ValueError,
-        "drafts.token_ids[0] must be in [0, 8), or -1 for no proposal, but it is 99",
-    ),
-    "an id past vocab_size": (
-        lambda: validate(dense(None, None, jnp.full((B, K), 7)), vocab_size=7),
-        ValueError,
-        "drafts.token_ids[0] must be in [0, 7), or -1 for no proposal, but it is 7",
-    ),
-    "more drafts than K": (
-        lambda: validate(flat([0] * 10, [5, 5]), zeros((12, V))),
-        ValueError,
+        "takes [B, K]": [lambda: flat([[1, 2], [3, 4]], [2, 2])],
+        "num_draft_tokens must be an array [B], but it is an array [] of int32": [
+            lambda: flat([1, 2], 2)
+        ],
+        "num_draft_tokens, summed, must be at most N = 3, but it is 5: they are counts, "
+        "not offsets": [lambda: flat([1, 2, 3], [0, 2, 3])],
+        "num_draft_tokens[1] must be at least 0, but it is -1": [lambda: flat([1, 2, 3], [4, -1])],
+        "size must be at least 0, but it is -1": [
+            lambda: sd.pack_drafts(zeros((B, K), jnp.int32), [1, 1], size=-1)
+        ],
+        "token_ids must be an array [B, K], but it is an array [2] of int32": [
+            lambda: sd.pack_drafts(zeros((B,), jnp.int32), [1, 1])
+        ],
+        "drafts.distribution.probs[0].sum() must be 1, but it is 1.0009000301361084": [
+            lambda: validate(dense(None, sd.DraftProbs(PROBS.probs * 1.0009)))
+        ],
+        "drafts.distribution.probs[0].sum() must be 1, but it is 4.0": [
+            lambda: validate(
+                dense(
+                    None, sd.DraftProbs(jnp.full((9, V), 0.5), jnp.arange(B * K, dtype=jnp.int32))
+                )
+            )
+        ],
+        "drafts.token_ids[0] must be in [0, 8), or -1 for no proposal, but it is 99": [
+            lambda: validate(dense([1, 1], None, jnp.full((B, K), 99)))
+        ],
+        "drafts.token_ids[0] must be in [0, 7), or -1 for no proposal, but it is 7": [
+            lambda: validate(dense(None, None, jnp.full((B, K), 7)), vocab_size=7)
+        ],
         "drafts.cu_num_draft_tokens, the count of request 0, must be in [0, "
-        "num_speculative_tokens] = [0, 3], but it is 5",
-    ),
-    "validate with raw keys": (
-        lambda: validate(DENSE, keys=np.zeros((B, 2), np.uint32)),
-        TypeError,
-        ": pass jax.random.wrap_key_data(keys)",
-    ),
-    "validate with one key": (
-        lambda: validate(DENSE, keys=jax.random.key(0)),
-        ValueError,
-        "keys must be an array [B] = [2], but it is an array [] of key<fry>: "
-        "jax.random.split gives one per request",
-    ),
-    "a negative position": (
-        lambda: validate(DENSE, positions=np.array([4, -1])),
-        ValueError,
-        "positions[1] must be at least 0, but it is -1",
-    ),
-    # Files
-    "load_huggingface of a hub's name": (
-        lambda: lm.load_huggingface("Qwen/Qwen2.5-0.5B"),
-        FileNotFoundError,
+        "num_speculative_tokens] = [0, 3], but it is 5": [
+            lambda: validate(flat([0] * 10, [5, 5]), zeros((12, V)))
+        ],
+        "positions[1] must be at least 0, but it is -1": [
+            lambda: validate(DENSE, positions=np.array([4, -1]))
+        ],
+        "max_vocab_size must be at least 1, but it is 0": [
+            lambda: lm.load_huggingface("x", max_vocab_size=0)
+        ],
+        "inf in float16; weights must be finite unless allow_nonfinite is true.": [
+            lambda: save(huge(), jnp.float16)
+        ],
+        "params['embed_tokens'] must be an array [256, 128], but it is an array [256, 256] "
+        "of float32": [lambda: save(target().params)],
+    },
+    FileNotFoundError: {
         "Qwen/Qwen2.5-0.5B does not exist; `hf download Qwen/Qwen2.5-0.5B --local-dir "
-        "Qwen/Qwen2.5-0.5B` downloads a checkpoint to it.",
-    ),
-    "load_huggingface of a file": (
-        lambda: lm.load_huggingface(__file__),
-        OSError,
+        "Qwen/Qwen2.5-0.5B` downloads a checkpoint to it.": [
+            lambda: lm.load_huggingface("Qwen/Qwen2.5-0.5B")
+        ],
+    },
+    OSError: {
         "test_messages.py is a file, but a checkpoint must be a directory of config.json, "
-        "safetensors and tokenizer.json; GGUF is not read.",
-    ),
-    "load_huggingface(None)": (
-        lambda: lm.load_huggingface(None),  # type: ignore[arg-type]
-        TypeError,
-        "directory must be a path, but it is None",
-    ),
-    "load_tokenizer(5)": (
-        lambda: lm.load_tokenizer(5),  # type: ignore[arg-type]
-        TypeError,
-        "directory must be a path, but it is 5",
-    ),
-    "max_vocab_size='5'": (
-        lambda: lm.load_huggingface("x", max_vocab_size="5"),  # type: ignore[arg-type]
-        TypeError,
-        "max_vocab_size must be an int, but it is '5'",
-    ),
-    "max_vocab_size=5.0": (
-        lambda: lm.load_huggingface("x", max_vocab_size=5.0),  # type: ignore[arg-type]
-        TypeError,
-        "max_vocab_size must be an int, but it is 5.0",
-    ),
-    "max_vocab_size=0": (
-        lambda: lm.load_huggingface("x", max_vocab_size=0),
-        ValueError,
-        "max_vocab_size must be at least 1, but it is 0",
-    ),
-    "load_checkpoint(dtype='float23')": (
-        lambda: lm.models.load_checkpoint(
-            Path(sd.__file__).parent / "lm" / "weights" / "draft", "float23"
-        ),
-        TypeError,
-        "dtype must be a floating dtype, but it is 'float23'",
-    ),
-    "save_checkpoint in a dtype that is too narrow": (
-        lambda: save(huge(), jnp.float16),
-        ValueError,
-        "inf in float16; weights must be finite unless allow_nonfinite is true.",
-    ),
-    "save_checkpoint(dtype=int8)": (
-        lambda: save(draft().params, jnp.int8),
-        TypeError,
-        "dtype must be float32, bfloat16 or float16, but it is dtype('int8')",
-    ),
-    "save_checkpoint of other weights": (
-        lambda: save(target().params),
-        ValueError,
-        "params['embed_tokens'] must be an array [256, 128], but it is an array [256, 256] of "
-        "float32",
-    ),
-    "save_checkpoint(draft)": (
-        lambda: save(draft().params, model=draft()),
-        TypeError,
-        "model must be a Llama, but it is a LoadedModel",
-    ),
+        "safetensors and tokenizer.json; GGUF is not read.": [
+            lambda: lm.load_huggingface(__file__)
+        ],
+    },
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_answered_by_one_sentence_that_helps(mistake: str) -> None:
-    call, error, sentence = MISTAKES[mistake]
+@pytest.mark.parametrize(
+    ("error", "sentence", "call"),
+    [
+        pytest.param(error, sentence, call, id=sentence[:50])
+        for error, sentences in REFUSALS.items()
+        for sentence, calls in sentences.items()
+        for call in calls
+    ],
+)
+def test_a_mistake_is_answered_by_one_sentence_that_helps(
+    error: type[Exception], sentence: str, call: Callable[[], Any]
+) -> None:
     with pytest.raises(error, match=re.escape(sentence)) as raised:
         call()
     assert "\n" not in str(raised.value)
@@ -647,9 +408,9 @@ def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> No
     arrays = jax.device_put(sd.SamplingParams(temperature, top_k=top_k, top_p=top_p))
     array_positions = jax.device_put(positions)
     taken = sd.SamplingParams(
-        plain(temperature),  # type: ignore[arg-type]
-        top_k=int(plain(top_k)) if form == "one number" else plain(top_k),  # type: ignore[arg-type]
-        top_p=plain(top_p),  # type: ignore[arg-type]
+        plain(temperature),
+        top_k=int(plain(top_k)) if form == "one number" else plain(top_k),
+        top_p=plain(top_p),
     )
     own_positions = positions.astype(np.int64) if "NumPy" in form else positions.tolist()
 

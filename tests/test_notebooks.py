@@ -12,8 +12,6 @@ import nbformat
 import pytest
 from nbclient.exceptions import CellExecutionError
 
-pytestmark = pytest.mark.dearest
-
 ROOT = Path(__file__).parents[1]
 RUNNER = runpy.run_path(str(ROOT / "tools/run_notebooks.py"))
 
@@ -110,7 +108,6 @@ def smaller(notebook: nbformat.NotebookNode, replace: dict[str, str]) -> None:
 
 
 # Synthetic acceptance, which compiles most, has its claims in default tests too.
-@pytest.mark.notebooks
 @pytest.mark.parametrize(
     ("path", "replace"),
     [
@@ -137,7 +134,7 @@ def test_a_notebook_runs_in_a_clean_kernel_and_its_claims_hold(
     assert "warning" not in stderr.lower()
 
 
-@pytest.mark.notebooks
+@pytest.mark.newest
 def test_a_cell_that_raises_is_reported() -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")])
     with pytest.raises(CellExecutionError, match="AssertionError"):

@@ -83,6 +83,53 @@ MARKDOWN = sorted(
 
 # Tests
 
+# All that tests may take from inside the package, and how many names at most.
+FACADES = {"lower_floor": 65, "upper_floor": 55}
+DOORS = {module.__name__: {*module.__all__, "lm", "adapters", "foreign"} for module in PUBLIC}
+OTHER_DOORS = re.compile(r"jax_specdec\.(__main__|adapters|lm\.models\.foreign)\b")
+
+
+def names_from_inside(code: str) -> list[str]:
+    """Every name that is imported from the package by no public door."""
+    taken = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom):
+            taken += [(node.module or "", alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            taken += [tuple(alias.name.rpartition(".")[::2]) for alias in node.names]
+    return [
+        f"{module}.{name}"
+        for module, name in taken
+        if module.partition(".")[0] == "jax_specdec"
+        if name not in DOORS.get(module, ()) and not OTHER_DOORS.match(f"{module}.{name}")
+    ]
+
+
+@pytest.mark.newest
+def test_tests_take_what_is_not_public_from_the_facades() -> None:
+    files = {path: names_from_inside(path.read_text()) for path in (ROOT / "tests").rglob("*.py")}
+    inside = {path.stem: names for path, names in files.items() if names}
+    assert inside.keys() == FACADES.keys(), inside
+    assert {file: names for file, names in inside.items() if len(names) > FACADES[file]} == {}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (
+            "from jax_specdec import SpecDecodeConfig, lm\nfrom jax_specdec.lm.models import Llama",
+            [],
+        ),
+        ("from jax_specdec.adapters.keys import step_keys", []),
+        ("from jax_specdec.lm.models import chat", ["lm.models.chat"]),
+        ("def f():\n    from jax_specdec._src import x, y", ["_src.x", "_src.y"]),
+        ("import jax_specdec as sd\nimport jax_specdec._src.noise", ["_src.noise"]),
+    ],
+)
+def test_a_name_from_inside_is_found(code: str, found: list[str]) -> None:
+    assert [name.removeprefix("jax_specdec.") for name in names_from_inside(code)] == found
+
 
 @pytest.mark.long
 def test_the_tests_of_a_gpu_are_collected_where_there_is_one_device() -> None:

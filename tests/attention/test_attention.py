@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import attention_gpu as mosaic_gpu
+from lower_floor import attention_xla as xla
 from verify.interpret_mode import interpret_gpu_params
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src.attention import mosaic_gpu, xla
 
 B16 = jnp.bfloat16
 

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from lower_floor import Stream, uniforms
 from serving.chi_square import ALPHA, CONTROL, assert_distributed
+from upper_floor import draft_chain
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src.noise import Stream, uniforms
-from jax_specdec.lm.drafting.draw import draft_chain
-
-pytestmark = pytest.mark.dearest
 
 # Most tests share this shape, and so one compilation.
 BATCH, VOCAB = 12_000, 11
@@ -162,7 +160,7 @@ def test_what_filters_leave_out_lies_below_the_threshold():
     np.testing.assert_allclose(drawn.log_normalizer, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 def test_requests_positions_and_offsets_have_noise_of_their_own():
     draws = {
         (seed, position, offset): draw(FLAT, 1.0, seed=seed, position=position, offset=offset)[0]
@@ -182,7 +180,7 @@ def test_requests_positions_and_offsets_have_noise_of_their_own():
             assert p > ALPHA / 10, f"{one} and {other}: p = {p:.2g}"  # of 66 pairs
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_have_the_distribution_of_the_stored_logits(dtype):
     row = random_logits(dtype)[0]
@@ -193,7 +191,7 @@ def test_drafts_have_the_distribution_of_the_stored_logits(dtype):
         assert_distributed(counts, expected, f"temperature {t}")
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 def test_drafts_have_the_distribution_of_the_stored_logits_across_tiles():
     vocab_size, batch = 4099, 3000  # a prime, in three tiles of 2048
     row = np.full(vocab_size, -8.0, np.float32)
@@ -210,7 +208,7 @@ def independence(ids: np.ndarray, noise: np.ndarray) -> float:
     return float(scipy.stats.chi2_contingency(table).pvalue)
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 def test_drafts_share_no_noise_with_the_check():
     k = 3
     keys = jax.random.split(jax.random.key(5), BATCH)

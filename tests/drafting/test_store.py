@@ -21,7 +21,7 @@ from serving.chi_square import CONTROL, assert_distributed, p_value
 import jax_specdec as sd
 from jax_specdec import lm
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 SLOTS, K, VOCAB, NARROW = 5, 3, 7, 6  # the drafter's vocabulary is narrower
 BATCH, FLAT = 4, 6  # requests in a verification, and the flattened draft axis
@@ -409,7 +409,6 @@ def filled(logits: np.ndarray, position: int, rounded: bool = True) -> Any:
     return write(store, i32(0), stored, *numbers, places, ones), ids
 
 
-@pytest.mark.statistics
 def test_a_draft_beside_an_old_row_is_lossless():
     old, _ = filled(np.array([3.0, 0.0, 0.0, -1.0, 0.0, 2.0]), position=2)
     _, ids = filled(np.array([0.0, 2.0, 0.0, 1.0, 0.0, 0.0]), position=3)
@@ -419,7 +418,6 @@ def test_a_draft_beside_an_old_row_is_lossless():
     assert p_value(tally(unchecked, ids), TARGET) < CONTROL
 
 
-@pytest.mark.statistics
 def test_logits_rounded_to_the_stored_dtype_before_sampling_are_lossless():
     logits = 64 + np.array([0.2, -0.2, 0.24, 0.26, 0.6, 0.0])  # bfloat16 has steps of 0.5 there
     store, ids = filled(logits, position=3)

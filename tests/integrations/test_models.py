@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from upper_floor import check_model
 
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.models import foreign
-from jax_specdec.lm.models.protocol import check_model
 
 V, H = 11, 8
 PROMPTS = [[3, 1, 4], [5], [2, 7, 1, 8, 2, 8]]

@@ -17,7 +17,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.models import foreign
 
-pytestmark = [pytest.mark.models, pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = [[3, 1, 4], [0], [2, 4, 1, 3, 2, 1]]
 V, NEW, LAYERS, HEADS, SIZE, MLP = 5, 20, 2, 2, 16, 48
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=3)

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import fold_in_each
 from serving.chi_square import ALPHA, CONTROL, assert_distributed, p_value, tally
 
 import jax_specdec as sd
-from jax_specdec._src.noise import fold_in_each
 from jax_specdec.adapters import common, sglang_jax, tpu_inference
 from jax_specdec.adapters.keys import step_keys
 
@@ -75,7 +75,7 @@ def loop(key: jax.Array, has_positions: bool, is_fresh: bool) -> np.ndarray:
 JOINT = np.einsum("i,j,k->ijk", P, P, P)
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("impl", "has_positions"),
     [
@@ -92,7 +92,7 @@ def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_posit
     assert_distributed(counts, JOINT, f"{STEPS} steps, {impl}, positions {has_positions}")
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 def test_control_with_the_same_key_on_every_step_noise_repeats():
     tokens = loop(jax.random.key(11), has_positions=False, is_fresh=False)
     assert p_value(tally(tokens, V), JOINT) < CONTROL

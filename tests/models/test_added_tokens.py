@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import models
+from upper_floor import count_token_ids, read_chat_template
 
 from jax_specdec import lm
-from jax_specdec.lm.models.chat import read_chat_template
-from jax_specdec.lm.models.tokenizer import count_token_ids
 
 CONFIG, MAP, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 USER, OTHER = {"content": "<user>", "special": True}, {"content": "<other>", "special": False}

@@ -5,9 +5,9 @@ import codecs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from upper_floor import BYTE_VOCAB_SIZE
 
-from jax_specdec.lm import TextStream
-from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE, decode_bytes, encode_bytes
+from jax_specdec.lm import TextStream, decode_bytes, encode_bytes
 
 pytestmark = pytest.mark.newest
 

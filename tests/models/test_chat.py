@@ -13,10 +13,9 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 import pytest
+from upper_floor import chat, chat_worker, read_chat_template
 
 from jax_specdec import lm
-from jax_specdec.lm.models import chat, chat_worker
-from jax_specdec.lm.models.chat import read_chat_template
 
 from .checkpoints import CHECKPOINTS, copy
 

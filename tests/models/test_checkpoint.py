@@ -11,13 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jax_specdec.lm.models.checkpoint import (
-    LoadedModel,
-    load_checkpoint,
-    load_huggingface,
-    save_checkpoint,
-)
-from jax_specdec.lm.models.llama import Llama
+from jax_specdec.lm import load_huggingface
+from jax_specdec.lm.models import Llama, LoadedModel, load_checkpoint, save_checkpoint
 
 from .checkpoints import edit_json, edit_tensors
 from .weights import random_weights, sizes

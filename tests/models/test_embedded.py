@@ -10,9 +10,10 @@ import jax
 import numpy as np
 import pytest
 import scipy.special
+from upper_floor import BYTE_VOCAB_SIZE
 
-from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE, DOCUMENT_SEPARATOR, encode_bytes
-from jax_specdec.lm.models.checkpoint import LoadedModel, load_embedded_pair
+from jax_specdec.lm import DOCUMENT_SEPARATOR, encode_bytes, load_embedded_pair
+from jax_specdec.lm.models import LoadedModel
 
 from .checkpoints import logits_of
 

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from upper_floor import count_token_ids, open_tensors, read_config
 
 from jax_specdec import lm
-from jax_specdec.lm.models.config_json import read_config
-from jax_specdec.lm.models.tensors import open_tensors
-from jax_specdec.lm.models.tokenizer import count_token_ids
 
 from .checkpoints import SHARDS, copy
 

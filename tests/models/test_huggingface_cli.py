@@ -18,7 +18,7 @@ from .checkpoints import (
     expected,
 )
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 SHORT = ["--max-new-tokens", "24", "--num-speculative-tokens", "3", "--no-compilation-cache"]
 LENGTH = 24  # of the continuations that transformers wrote

@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 from filled import zeros
 
-from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.protocol import CausalModel
+from jax_specdec.lm.models import CausalModel, Llama
 
 from . import reference_llama
 from .weights import random_ids, random_weights, sizes
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 CONFIG = sizes(37, 24, 40, 3, (6, 2, 8), rope_theta=500.0)
 MODEL = Llama(CONFIG)

@@ -20,7 +20,7 @@ from . import reference_llama
 from .test_llama import CONFIG, MAX_LENGTH, apply, bytes_of_a_decoding_loop
 from .weights import random_ids, random_weights
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 B, T, S = 3, 24, 11
 stack, unstack = jax.jit(lm.models.stack_layers), jax.jit(lm.models.unstack_layers)

@@ -16,8 +16,6 @@ from jax_specdec import lm
 
 from .weights import random_ids, random_weights, sizes
 
-pytestmark = pytest.mark.dearest
-
 CONFIG = sizes(64, 24, 40, 1, (8, 8, 8))
 B, T, S = 2, 16, 7
 

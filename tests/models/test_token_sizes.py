@@ -13,10 +13,9 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
+from upper_floor import most_bytes_per_token, token_sizes
 
 from jax_specdec import lm
-from jax_specdec.lm.models import token_sizes
-from jax_specdec.lm.models.token_sizes import most_bytes_per_token
 
 from .checkpoints import CHECKPOINTS, NAMES
 

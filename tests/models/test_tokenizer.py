@@ -11,9 +11,9 @@ import pytest
 import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models
+from upper_floor import count_token_ids
 
 from jax_specdec import lm
-from jax_specdec.lm.models.tokenizer import count_token_ids
 
 from .checkpoints import CHECKPOINTS, NAMES, NUM_TOKEN_IDS, copy, edit_json, expected
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_weights
+from upper_floor import _processed
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src import reference
-from jax_specdec.lm.decoding.differences import _processed
+from jax_specdec.testing import reference
 
 from . import engines, test_eagle3, tiny
 from .test_draft_budget import Cycling

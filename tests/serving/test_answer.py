@@ -14,13 +14,10 @@ import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+from upper_floor import Asked, ChoiceText, Limits, Piece, Vocabulary
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.server.answer import ChoiceText, Piece
-from jax_specdec.lm.server.limits import Limits
-from jax_specdec.lm.server.request import Asked
-from jax_specdec.lm.server.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.newest
 

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from upper_floor import append, make_batch
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding.batch import append
-from jax_specdec.lm.decoding.generate import make_batch
 
 from . import tiny
 

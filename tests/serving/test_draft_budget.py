@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from upper_floor import programs
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import programs
 
 from . import engines, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
@@ -73,7 +73,7 @@ class Peeking(lm.ModelDrafter):
         return proposal._replace(token_ids=ids), cache
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "drafter",
     [lm.ModelDrafter, pytest.param(Peeking, marks=pytest.mark.long)],

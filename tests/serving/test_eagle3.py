@@ -200,7 +200,6 @@ def rates(output: lm.GenerateOutput) -> float:
     return float(output.steps.num_accepted.sum() / output.steps.num_proposed.sum())
 
 
-@pytest.mark.statistics
 def test_sampled_text_is_distributed_as_the_targets_whatever_the_map() -> None:
     right = sampled()
     shifted = sampled(target_ids=(skipping()[1]["target_ids"] + 1) % VOCAB)
@@ -210,7 +209,6 @@ def test_sampled_text_is_distributed_as_the_targets_whatever_the_map() -> None:
     assert 0.1 < rates(shifted) < rates(right) - 0.1 < 0.85
 
 
-@pytest.mark.statistics
 def test_the_row_of_another_request_is_not_lossless() -> None:
     first_tokens = windows(sampled(roll=2))[::2]  # the other prompt's
     assert all(p_value(*window) < CONTROL for window in first_tokens)

@@ -12,14 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from upper_floor import Decoder, check_model, generate_lib, programs, put_cache
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import generate as generate_lib
-from jax_specdec.lm.decoding import programs
-from jax_specdec.lm.decoding.core import Decoder
-from jax_specdec.lm.decoding.engine import put_cache
-from jax_specdec.lm.models.protocol import check_model
 
 from . import tiny
 from .engines import (
@@ -47,7 +43,6 @@ from .test_loop import Bigram
 
 pytestmark = [
     pytest.mark.newest,
-    pytest.mark.dearest,
     pytest.mark.xdist_group("engines"),
 ]
 

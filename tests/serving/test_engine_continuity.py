@@ -22,10 +22,10 @@ import jax
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
+from upper_floor import programs
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import programs
 
 from . import sampled, tiny
 from .engines import EVERYTHING as ENGINE
@@ -39,8 +39,10 @@ from .engines import (
     VOCAB,
     Finished,
     K,
+    alone,
     collect,
     greedy_truth,
+    run,
     weights_of,
 )
 
@@ -109,11 +111,7 @@ def random_request(rng: np.random.Generator) -> dict[str, Any]:
 def served_alone(index: int, seed: int) -> tuple[dict[str, Any], Finished]:
     """Request `index` of traffic `seed`, and what it gets by itself, uninterrupted."""
     request = random_request(np.random.default_rng([seed, index]))
-    driver, updates = warmed_up(), []
-    request_id = driver.submit(**request)
-    while not driver.is_idle:
-        updates += driver.step()
-    found = collect(updates)[request_id]
+    found = alone(warmed_up(), request)
     if request["temperature"] == 0:
         truth = sampled.greedy(
             TARGET,
@@ -210,6 +208,19 @@ def assert_each_is_as_if_alone(
             assert_same(one, other)
 
 
+def assert_counted(
+    stats: sd.AcceptanceStats, steps: list[list[lm.RequestUpdate]], unwanted: int
+) -> None:
+    """What was delivered, and at most `unwanted` verifications in steps ahead, for nobody."""
+    updates = list(itertools.chain(*steps))
+    for counted, delivered, most in (
+        (stats.num_draft_tokens, sum(update.num_proposed for update in updates), K * unwanted),
+        (stats.num_accepted_tokens, sum(update.num_accepted for update in updates), K * unwanted),
+        (stats.num_verifications, len(updates), unwanted),
+    ):
+        assert 0 <= counted - delivered <= most
+
+
 def assert_same(one: lm.RequestUpdate, other: lm.RequestUpdate) -> None:
     """But for the id."""
     a, b = (dataclasses.replace(x, request_id=0, logprobs=None) for x in (one, other))
@@ -232,14 +243,7 @@ def test_a_request_that_comes_back_gets_what_it_gets_alone(
     driver = driver_of(max_queue=MOST_ALIVE, max_steps_ahead=ahead, max_prefills=prefills)
     steps, cancelled, stats = serve(24, seed=1, driver=driver)
     assert_each_is_as_if_alone(steps, cancelled, 24, seed=1)
-    updates = list(itertools.chain(*steps))
-    unwanted = len(cancelled) * ahead  # verified in steps ahead, most of it for nobody
-    for counted, delivered, most in (
-        (stats.num_draft_tokens, sum(update.num_proposed for update in updates), K * unwanted),
-        (stats.num_accepted_tokens, sum(update.num_accepted for update in updates), K * unwanted),
-        (stats.num_verifications, len(updates), unwanted),
-    ):
-        assert 0 <= counted - delivered <= most
+    assert_counted(stats, steps, len(cancelled) * ahead)
     assert stats.num_fallbacks == 0
     assert 0.05 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.95
 
@@ -394,15 +398,6 @@ class InsideJax:
         for name in FUNCTIONS:
             monkeypatch.setattr(programs, name, self._failing(getattr(programs, name)))
 
-    def with_reads(self, monkeypatch: pytest.MonkeyPatch) -> InsideJax:
-        """Reads of a step's results raise too."""
-        get = jax.device_get
-        failing = self._failing(get)
-        monkeypatch.setattr(
-            jax, "device_get", lambda x: failing(x) if isinstance(x, tuple) else get(x)
-        )
-        return self
-
     def __call__(self, function: Call, *args: Any, **kwargs: Any) -> Any:
         while True:
             try:
@@ -483,7 +478,7 @@ def test_an_error_of_a_value_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="not what this is"):
         driver.step()
     monkeypatch.undo()
-    (found,) = collect(list(itertools.chain(*iter(driver.step, [])))).values()
+    (found,) = run(driver).values()
     assert len(found.token_ids) == 3
 
 
@@ -546,9 +541,8 @@ def test_whatever_a_call_says_it_failed(monkeypatch: pytest.MonkeyPatch) -> None
         None,
     )
     assert (driver.num_running, driver.num_queued, driver.is_idle) == (0, 1, False)
-    while not driver.is_idle:
-        updates += driver.step()
-    for one, other in zip(updates, expected.updates, strict=True):
+    (found,) = run(driver, updates).values()
+    for one, other in zip(found.updates, expected.updates, strict=True):
         assert_same(one, other)
 
 
@@ -569,9 +563,8 @@ def test_an_error_of_tracing_is_raised_and_loses_no_token(
             with pytest.raises(TypeError, match="propose must return"):
                 driver.step()
     assert driver.serving_stats().num_failed_calls == 0
-    while not driver.is_idle:
-        updates += driver.step()
-    for one, other in zip(updates, expected.updates, strict=True):
+    (found,) = run(driver, updates).values()
+    for one, other in zip(found.updates, expected.updates, strict=True):
         assert_same(one, other)
 
 
@@ -594,9 +587,7 @@ def test_leaving_succeeds_whether_the_device_fails_or_not(
         assert getattr(driver, leave)(ids[0])
     assert (driver.num_running, driver.num_queued) == (0, 2 + (leave == "preempt"))
     assert driver.serving_stats().num_failed_calls == 1
-    while not driver.is_idle:
-        updates += driver.step()
-    found = collect(updates)
+    found = run(driver, updates)
     for request_id, request in zip(
         ids[leave == "cancel" :], requests[leave == "cancel" :], strict=True
     ):
@@ -642,9 +633,7 @@ def test_an_interrupt_at_any_line_loses_and_repeats_nothing() -> None:
         interrupts = Interrupts(0, 1e9, only=("_occupy", "_read_step", "step"))
         interrupts.left = line
         updates = interrupts(driver.step)
-        while not driver.is_idle:
-            updates += driver.step()
-        found = collect(updates)
+        found = run(driver, updates)
         for request_id, request in zip(ids, requests, strict=True):
             assert found[request_id].token_ids == greedy_truth(request), interrupts.places
         assert driver.stats().num_tokens == sum(len(found[i].token_ids) for i in ids)
@@ -680,14 +669,7 @@ def test_random_interrupts_and_failures_lose_nothing_and_repeat_nothing(
     # An interrupt may come before a failure is noted.
     failures = inside.raised[JaxRuntimeError]
     assert 1 < 0.7 * failures <= driver.serving_stats().num_failed_calls <= failures
-    updates = list(itertools.chain(*steps))
-    unwanted = len(cancelled) * (ahead + 1)
-    for counted, delivered, most in (
-        (stats.num_draft_tokens, sum(update.num_proposed for update in updates), K * unwanted),
-        (stats.num_accepted_tokens, sum(update.num_accepted for update in updates), K * unwanted),
-        (stats.num_verifications, len(updates), unwanted),
-    ):
-        assert 0 <= counted - delivered <= most
+    assert_counted(stats, steps, len(cancelled) * (ahead + 1))
 
 
 # The queue

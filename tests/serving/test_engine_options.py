@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 import pytest
+from upper_floor import programs
 
 from jax_specdec import lm
-from jax_specdec.lm.decoding import programs
 
 from .engines import EVERYTHING as ENGINE
 from .engines import TABLE, TABLES, VOCAB, run

@@ -19,7 +19,7 @@ from jax_specdec import lm
 from . import tiny
 from .engines import collect
 
-pytestmark = pytest.mark.statistics
+pytestmark = pytest.mark.newest
 
 VOCAB, K, SLOTS = 6, 4, 64
 SIGMA = 5

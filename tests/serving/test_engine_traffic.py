@@ -180,7 +180,6 @@ def test_10000_requests_leak_no_slot_and_lose_no_token():
     long_run(10_000, seed=4)
 
 
-@pytest.mark.statistics
 @pytest.mark.parametrize(
     "engine", [TABLE, pytest.param(JOINTLY, marks=pytest.mark.slow)], ids=NAMES.get
 )

@@ -20,8 +20,6 @@ import jax_specdec as sd
 
 from .chi_square import CONTROL, assert_distributed, p_value
 
-pytestmark = pytest.mark.dearest
-
 V, K = 37, 3  # two words of a bitmask
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 EOS, BEGIN = 0, 35
@@ -366,7 +364,7 @@ def test_greedy_texts_are_those_of_one_token_at_a_time(masked_drafter: bool) -> 
         assert text[: len(want)] == want
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "masked_drafter",
     [False, pytest.param(True, marks=pytest.mark.long)],
@@ -386,7 +384,7 @@ def test_texts_have_the_distribution_of_plain_decoding_under_the_grammar(
         np.testing.assert_allclose(p.sum(), 1, atol=1e-6)
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 def test_forbidden_drafts_changed_to_no_proposal_bias_the_text() -> None:
     texts, _ = decode(["grammar"] * 12000, 3, TEMPERATURE, forbidden_to_placeholder=True)
     wanted = exact("grammar", 3)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_ids, random_weights
+from upper_floor import Decoder, generate_lib
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import generate as generate_lib
-from jax_specdec.lm.decoding.core import Decoder
 
 from . import tiny
 from .engines import compilations

@@ -11,16 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from upper_floor import RequestFields, generate_lib, options_per_request
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import generate as generate_lib
-from jax_specdec.lm.decoding.options import RequestFields, options_per_request
 
 from . import sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
-
-pytestmark = pytest.mark.dearest
 
 VOCAB, K, NUM_TOKENS = 7, 3, 12
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
@@ -269,7 +266,7 @@ CONTROLS = (
 )  # fmt: skip
 
 
-@pytest.mark.statistics
+@pytest.mark.newest
 def test_sampled_tokens_have_the_distribution_of_plain_python() -> None:
     outputs = [by_model(key=key) for key in range(10)]
     accepted, proposed = (

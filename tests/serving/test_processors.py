@@ -14,19 +14,15 @@ import pytest
 from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lower_floor import PROCESSORS, Sequences, assume, platform
 from scipy import special
+from upper_floor import PACKING, BatchOptions
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src import platform
-from jax_specdec._src.platform import assume
-from jax_specdec._src.process_logits import PROCESSORS
-from jax_specdec._src.processors import Sequences
-from jax_specdec.lm.decoding.packing import PACKING, BatchOptions, OptionSizes
+from jax_specdec.lm import OptionSizes
 
 from . import sampled, tiny
-
-pytestmark = pytest.mark.dearest
 
 V, K = 7, 3
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)

@@ -14,11 +14,9 @@ import llguidance
 import numpy as np
 import pytest
 import tokenizers
+from upper_floor import ApiError, Limits, Vocabulary, schemas
 
-from jax_specdec.lm.models.tokenizer import Tokenizer
-from jax_specdec.lm.server import schemas
-from jax_specdec.lm.server.limits import ApiError, Limits
-from jax_specdec.lm.server.vocabulary import Vocabulary
+from jax_specdec.lm import Tokenizer
 
 pytestmark = pytest.mark.newest
 

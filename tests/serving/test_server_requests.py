@@ -10,12 +10,9 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+from upper_floor import NUMBERS, OPTIONS, ApiError, Asked, Parameters, _event, read_request
 
 import jax_specdec as sd
-from jax_specdec.lm.decoding.options import NUMBERS
-from jax_specdec.lm.server.answer import _event
-from jax_specdec.lm.server.limits import ApiError
-from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_request
 
 pytestmark = pytest.mark.newest
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-pytestmark = [pytest.mark.newest, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 

@@ -16,8 +16,6 @@ import jax_specdec as sd
 
 from .test_tensor_parallel import moved
 
-pytestmark = pytest.mark.dearest
-
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from upper_floor import programs
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import programs
 
 from . import tiny
 from .engines import EVERYTHING as PIECES

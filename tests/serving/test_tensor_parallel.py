@@ -11,15 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_weights
+from upper_floor import programs
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding import programs
 
 from .engines import Finished, compilations, run
 from .test_greedy import MAX_GAP, near, score
-
-pytestmark = pytest.mark.dearest
 
 VOCAB, K, SLOTS, NEW = 61, 3, 4, 24  # the last 3 of 8 * 8 ids are padding
 MODEL = lm.models.Llama(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_specdec as sd
-from jax_specdec._src import reference
+from jax_specdec.testing import reference
 
 MAX_MARGIN = 1e-5
 """A backend may differ from the oracle only in decisions closer than this."""
@@ -188,7 +188,7 @@ def jitted(verifier: Verifier) -> Verifier:
 
 XLA = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla_lazy"))
 OPTIMIZED = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla"))
-"""For tests marked `optimized` alone: a function is compiled once, as its first test asks."""
+"""For tests that use `optimized`: a function is compiled once, as its first test asks."""
 
 
 def verify(batch: Batch, verifier: Verifier) -> sd.RejectionSampleOutput:

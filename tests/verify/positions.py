@@ -6,9 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.requests import Request
+from lower_floor import Position, Request
 
 
 def positions_of(num_rows: int, size: int, **known: Any) -> Position:

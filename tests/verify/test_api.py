@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import full, ones, zeros
+from lower_floor import ROW_NUMBERS, Stream, uniforms
 
 import jax_specdec as sd
-from jax_specdec._src.noise import Stream, uniforms
-from jax_specdec._src.types import ROW_NUMBERS
 
 from .batch import MAX_MARGIN, XLA, Layout, oracle, pack, verify
 from .cases import random_batch, random_request

@@ -13,11 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import full, ones, zeros
+from lower_floor import api, ragged, reader, rows_lib, xla
 
 import jax_specdec as sd
-from jax_specdec._src import ragged
-from jax_specdec._src.verify import api, reader, xla
-from jax_specdec._src.verify import rows as rows_lib
 
 from .batch import Layout, agree, jitted, pack
 from .cases import random_batches, random_request

@@ -17,9 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jax_specdec._src.verify.mosaic_gpu.cluster import parity_of, slot_of
-from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS
+from lower_floor import SLOTS, parity_of, slot_of
 
 pytestmark = pytest.mark.newest  # a model in plain Python
 

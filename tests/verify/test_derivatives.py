@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from lower_floor import platform
 
 import jax_specdec as sd
-from jax_specdec._src import platform
 
 B, K, V = 4, 2, 40
 SIZE, TOP_K, NUM_TOP = 37, 6, 3

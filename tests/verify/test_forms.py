@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import BLOCK, platform
 
 import jax_specdec as sd
-from jax_specdec._src import platform
-from jax_specdec._src.blocks import BLOCK
 
 from .batch import Layout, agree, jitted, pack
 from .cases import random_batches, random_request

@@ -9,14 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from lower_floor import DraftRows, Form, LocalRows, Position, Rows, tiles
 
 import jax_specdec as sd
-from jax_specdec._src.verify import tiles
-from jax_specdec._src.verify.draft_rows import DraftRows
-from jax_specdec._src.verify.draw import LocalRows
-from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.rows import Rows
 
 from .batch import ALMOST_ONE, XLA, Layout, agree, oracle
 from .cases import random_batch
@@ -27,8 +22,6 @@ from .test_forms import on_tpu
 from .test_memory import VOCAB, shape, temporary_rows
 from .test_sharded import EVEN, even_batch, over
 from .test_xla_all_at_once import all_at_once
-
-pytestmark = pytest.mark.dearest
 
 BIG: Any = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
 STORED: Any = dict(store_rows=40, has_valid=True, has_active=True)

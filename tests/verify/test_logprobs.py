@@ -10,14 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from lower_floor import platform
 
 import jax_specdec as sd
-from jax_specdec._src import platform
 
 from .batch import XLA, Batch, Layout, Request, pack, verify
 from .cases import random_batch
-
-pytestmark = pytest.mark.dearest
 
 K, NUM_TOP = 4, 5
 BIG = dict(num_requests=8, num_drafts=26, num_speculative_tokens=K)

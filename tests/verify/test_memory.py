@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from lower_floor import assume
 
 import jax_specdec as sd
-from jax_specdec._src.platform import assume
 
 pytestmark = pytest.mark.newest
 

@@ -11,20 +11,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import TILE, api
+from lower_floor import gpu_launch as mosaic_gpu
+from lower_floor import gpu_request as request
 
 import jax_specdec as sd
-from jax_specdec._src.verify import api
-from jax_specdec._src.verify.mosaic_gpu import launch as mosaic_gpu
-from jax_specdec._src.verify.mosaic_gpu import request
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.tiles import TILE
+from jax_specdec import KernelConfig
 
 from . import block_edges, edges, processed, suite
 from .batch import EMPTY, Batch, Layout, Request, agree, check, jitted, pack
 from .cases import cold_batch, random_batch, random_batches
 from .interpret_mode import interpret_gpu_params
-
-pytestmark = pytest.mark.dearest
 
 # Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
 # everything would be compiled again.

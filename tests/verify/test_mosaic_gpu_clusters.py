@@ -8,9 +8,9 @@ the wrong phase reads NaN.
 import dataclasses
 
 import pytest
+from lower_floor import gpu_cluster as cluster
 
-from jax_specdec._src.verify.mosaic_gpu import cluster
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec import KernelConfig
 
 from .batch import Request
 from .test_mosaic_gpu import (

@@ -8,10 +8,10 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
+from lower_floor import support
 
 import jax_specdec as sd
-from jax_specdec._src.verify.api import support
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec import KernelConfig
 
 
 class Device:

@@ -14,18 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from lower_floor import Stream, sample, uniforms
+from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
-from jax_specdec._src import reference
-from jax_specdec._src.drafts import sample
-from jax_specdec._src.noise import Stream, uniforms
-from jax_specdec._src.verify.mosaic_gpu import launch
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec import KernelConfig
+from jax_specdec.testing import reference
 
 from .batch import MAX_MARGIN
 from .interpret_mode import interpret_gpu_params
-
-pytestmark = pytest.mark.dearest
 
 importlib.import_module("jax.experimental.pallas.fuser")  # as in test_mosaic_gpu
 

@@ -9,20 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from lower_floor import DraftScale, Form, LocalRows, Position, draw_lib, tiles
+from lower_floor import gpu_phases as phases
 
 import jax_specdec as sd
-from jax_specdec._src.verify import draw as draw_lib
-from jax_specdec._src.verify import tiles
-from jax_specdec._src.verify.draft_rows import DraftScale
-from jax_specdec._src.verify.draw import LocalRows
-from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.mosaic_gpu import phases
-from jax_specdec._src.verify.position import Position
 
 from .interpret_mode import interpret_gpu_params
 from .positions import positions_of
-
-pytestmark = pytest.mark.dearest
 
 NUM_PARTS, REQUESTS, ROWS = 3, 7, 9
 BAD = 4

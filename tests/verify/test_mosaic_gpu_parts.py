@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import scipy.special
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from lower_floor import CallArrays, Rows, api
+from lower_floor import gpu_launch as launch
+from lower_floor import gpu_phases as phases
 
 import jax_specdec as sd
-from jax_specdec._src.verify import api
-from jax_specdec._src.verify.mosaic_gpu import launch, phases
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rows import Rows
+from jax_specdec import KernelConfig
 
 from .batch import Batch, Layout, agree, jitted
 from .cases import random_batch, random_batches

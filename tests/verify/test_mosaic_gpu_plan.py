@@ -3,14 +3,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from lower_floor import SHARED_BYTES, SharedMemory, Slices, power_of_two
 
-from jax_specdec._src.verify.mosaic_gpu.plan import (
-    SHARED_BYTES,
-    KernelConfig,
-    SharedMemory,
-    Slices,
-    power_of_two,
-)
+from jax_specdec import KernelConfig
 
 from .batch import Layout
 from .test_mosaic_gpu import lowered

@@ -12,15 +12,12 @@ import pytest
 import scipy.special
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
+from lower_floor import TILE, DraftScale, Form, Largest, LocalRows, Position, Scale, num_tiles
+from lower_floor import tpu_residual as residual
+from lower_floor import tpu_statistics as statistics
+from lower_floor import tpu_support as support
 
 import jax_specdec as sd
-from jax_specdec._src.verify.draft_rows import DraftScale
-from jax_specdec._src.verify.draw import LocalRows
-from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.largest import Largest
-from jax_specdec._src.verify.mosaic_tpu import residual, statistics, support
-from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles
 
 from .batch import Layout, Request, agree, jitted, pack
 from .cases import random_batch, random_batches

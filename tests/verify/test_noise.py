@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
+from lower_floor import noise
 
 import jax_specdec as sd
-from jax_specdec._src import noise
 
 K = 5
 POSITIONS = np.int32([0, 1, 77, 2**31 - 1, 123456])

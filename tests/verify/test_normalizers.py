@@ -174,7 +174,6 @@ def p_values(
     return found
 
 
-@pytest.mark.statistics
 @pytest.mark.parametrize(
     ("dtype", "method"),
     [
@@ -190,7 +189,6 @@ def test_a_relative_normalizer_is_lossless_at_any_temperature(dtype, method):
     assert min(found) > ALPHA
 
 
-@pytest.mark.statistics
 def test_one_number_without_the_maximum_would_not_be():
     models = Models.random("float32")
     found = p_values(models, models.by_one_number(), "standard")

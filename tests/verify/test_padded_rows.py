@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from lower_floor import CallArrays, Standard
+from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
-from jax_specdec._src.verify.mosaic_gpu import launch
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rules import Standard
+from jax_specdec import KernelConfig
 
 from .batch import Batch, Layout, jitted, oracle, verify
 from .cases import random_batch

@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from jax_specdec._src.verify.mosaic_gpu.draw import pick_of
+from lower_floor import pick_of
 
 
 def first_whose_sum_exceeds(weights, aim):

@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lower_floor import sharding, xla
 from measure import collectives
 
 import jax_specdec as sd
-from jax_specdec._src.verify import sharding, xla
 
 from . import bad_rows, edges, suite
 from .batch import Batch, Layout, agree, check, jitted, pack, verify
 from .cases import random_batch, random_batches, random_request
-
-pytestmark = pytest.mark.dearest
 
 BIG = suite.BIG
 EVEN = dict(num_speculative_tokens=4, num_requests=8, num_drafts=32)

@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 import scipy.special
 import scipy.stats
+from lower_floor import Stream, uniforms
 
 import jax_specdec as sd
-from jax_specdec._src.noise import Stream, uniforms
 
 from .batch import jitted
 
-pytestmark = [pytest.mark.statistics, pytest.mark.dearest]
+pytestmark = pytest.mark.newest
 
 
 def marked(mark, *kinds):
@@ -281,7 +281,7 @@ def test_accept_noise_that_also_recovers_is_noticed():
     assert seen[0] > ALPHA > seen[1], seen
 
 
-@pytest.mark.optimized  # it runs longer than it compiles
+@pytest.mark.usefixtures("optimized")  # it runs longer than it compiles
 def test_races_in_two_levels_draw_from_the_row():
     """Three tiles; in each an id with a quarter of it, and one of the very least in each tail."""
     vocab, per_call, num_calls = 4099, 64, 300

@@ -5,10 +5,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-
-from jax_specdec._src.verify.mosaic_gpu.interpret import InterpretedThreads
-from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
-from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, Threads
+from lower_floor import THREADS, GpuThreads, InterpretedThreads, Threads
 
 OPERATIONS = {name: x for name, x in vars(Threads).items() if inspect.isfunction(x)}
 OPERATIONS = {name: x for name, x in OPERATIONS.items() if not name.startswith("_")}

@@ -14,13 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import Filter, Form, api, inverse_temperature, only_if, platform, threshold
+from lower_floor import rows_lib as rows
 
 import jax_specdec as sd
-from jax_specdec._src import platform
-from jax_specdec._src.sampling import Filter, inverse_temperature
-from jax_specdec._src.verify import api, rows, threshold
-from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.threshold import only_if
 
 pytestmark = pytest.mark.newest
 

@@ -5,15 +5,13 @@ import pytest
 from . import bad_rows, block_edges, edges, processed, suite
 from .batch import OPTIMIZED, XLA
 
-pytestmark = pytest.mark.dearest
-
 
 class TestOracle(suite.RaceSuite):
     verifier = staticmethod(XLA)
 
 
 @pytest.mark.newest
-@pytest.mark.optimized
+@pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -1,0 +1,53 @@
+"""What the tests take from inside the verifier, in one place.
+
+Tests prefer public names. Where one needs more, it stands here, so that a move inside the package
+changes this file alone; `test_repository.py` holds both and that this file does not grow.
+"""
+
+# ruff: noqa: F401
+
+from jax_specdec._src import arrays, noise, platform, ragged, sampling
+from jax_specdec._src.arrays import Range, check_array, check_tree, described, pytree
+from jax_specdec._src.attention import mosaic_gpu as attention_gpu
+from jax_specdec._src.attention import xla as attention_xla
+from jax_specdec._src.blocks import BLOCK
+from jax_specdec._src.drafts import sample
+from jax_specdec._src.noise import Stream, fold_in_each, uniforms
+from jax_specdec._src.platform import assume
+from jax_specdec._src.process_logits import PROCESSORS
+from jax_specdec._src.processors import Sequences
+from jax_specdec._src.sampling import Filter, inverse_temperature
+from jax_specdec._src.types import ROW_NUMBERS
+from jax_specdec._src.verify import api, reader, sharding, threshold, tiles, xla
+from jax_specdec._src.verify import draw as draw_lib
+from jax_specdec._src.verify import rows as rows_lib
+from jax_specdec._src.verify.api import support
+from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
+from jax_specdec._src.verify.draw import LocalRows
+from jax_specdec._src.verify.form import Form
+from jax_specdec._src.verify.largest import Largest
+from jax_specdec._src.verify.mosaic_gpu import cluster as gpu_cluster
+from jax_specdec._src.verify.mosaic_gpu import launch as gpu_launch
+from jax_specdec._src.verify.mosaic_gpu import phases as gpu_phases
+from jax_specdec._src.verify.mosaic_gpu import request as gpu_request
+from jax_specdec._src.verify.mosaic_gpu.cluster import parity_of, slot_of
+from jax_specdec._src.verify.mosaic_gpu.draw import pick_of
+from jax_specdec._src.verify.mosaic_gpu.interpret import InterpretedThreads
+from jax_specdec._src.verify.mosaic_gpu.plan import (
+    SHARED_BYTES,
+    SLOTS,
+    SharedMemory,
+    Slices,
+    power_of_two,
+)
+from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
+from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, Threads
+from jax_specdec._src.verify.mosaic_tpu import residual as tpu_residual
+from jax_specdec._src.verify.mosaic_tpu import statistics as tpu_statistics
+from jax_specdec._src.verify.mosaic_tpu import support as tpu_support
+from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.requests import CallArrays, Request
+from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.verify.rules import Standard
+from jax_specdec._src.verify.threshold import only_if
+from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles

@@ -1,0 +1,42 @@
+"""What the tests take from inside `jax_specdec.lm`, in one place: see `lower_floor.py`."""
+
+# ruff: noqa: F401
+
+from jax_specdec.lm.cli import costs as cli_costs
+from jax_specdec.lm.cli import models as cli_models
+from jax_specdec.lm.cli import options as cli_options
+from jax_specdec.lm.cli import process as cli_process
+from jax_specdec.lm.cli import prompts as cli_prompts
+from jax_specdec.lm.cli import run as cli_run
+from jax_specdec.lm.cli import serve as cli_serve
+from jax_specdec.lm.cli import terminal as cli_terminal
+from jax_specdec.lm.cli.models import load_models
+from jax_specdec.lm.cli.options import parse
+from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.cli.serve import _read_key, make_driver
+from jax_specdec.lm.cli.terminal import printable
+from jax_specdec.lm.decoding import generate as generate_lib
+from jax_specdec.lm.decoding import programs
+from jax_specdec.lm.decoding.batch import append
+from jax_specdec.lm.decoding.core import Decoder
+from jax_specdec.lm.decoding.differences import _processed
+from jax_specdec.lm.decoding.engine import put_cache
+from jax_specdec.lm.decoding.generate import make_batch
+from jax_specdec.lm.decoding.options import NUMBERS, PENALTIES, RequestFields, options_per_request
+from jax_specdec.lm.decoding.packing import PACKING, BatchOptions
+from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.models import chat, chat_worker, token_sizes
+from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE
+from jax_specdec.lm.models.chat import read_chat_template
+from jax_specdec.lm.models.config_json import read_config
+from jax_specdec.lm.models.protocol import check_model
+from jax_specdec.lm.models.tensors import open_tensors
+from jax_specdec.lm.models.token_sizes import most_bytes_per_token
+from jax_specdec.lm.models.tokenizer import count_token_ids
+from jax_specdec.lm.server import app as server_app
+from jax_specdec.lm.server import schemas
+from jax_specdec.lm.server.answer import ChoiceText, Piece, _event
+from jax_specdec.lm.server.app import Server
+from jax_specdec.lm.server.limits import ApiError, Limits
+from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_request
+from jax_specdec.lm.server.vocabulary import Vocabulary
