@@ -8,9 +8,11 @@ which a copy moves what has to be read.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -19,21 +21,35 @@ import jax
 import jax.numpy as jnp
 import llamas
 import measure
+from jax import lax
 
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec._src.verify.mosaic_gpu import support
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-CACHES = ((8, 8192), (32, 4096), (1, 16384), (1, 4096), (32, 512), (8, 512), (1, 512))
+CACHES = (
+    *((8, 8192), (32, 4096), (1, 16384), (1, 4096), (32, 512), (8, 512), (1, 512)),
+    *((32, 1024), (8, 1024), (1, 1024), (8, 4096)),
+)
 ROWS, CHUNK = (1, 5, 9), 256  # new rows; those of a prompt
 USED = 508
-PASSES = ((8, 8192, USED), (8, 8192, 8184), (32, 4096, USED), (32, 4096, 4088), (1, 16384, 16376))
-PASS_ROWS, PASSES_AT_ONCE = 5, 10
+PASSES = tuple(
+    (batch, room, used)
+    for batch, room, all_used in (
+        (8, 8192, (USED, 2044, 4088, 8184)),
+        (32, 4096, (USED, 1020, 2044, 4088)),
+        (1, 16384, (USED, 16376)),
+    )
+    for used in all_used
+)
+PASS_ROWS, PASSES_AT_ONCE = 5, 20
+
+Way = Callable[..., jax.Array]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=7, seconds=500, threads=1)
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=500, threads=4)
     options = parser.parse_args(arguments)
     if measure.lacks_gpu(options):
         return 1
@@ -69,15 +85,25 @@ def _cell(
     query = random(of_query, (batch, count, HEADS, HEAD_DIM))
     keys = random(of_keys, (batch * KV_HEADS, HEAD_DIM, room))
     values = random(of_values, (batch * KV_HEADS, room, HEAD_DIM))
+    given = {"query": query, "keys": keys, "values": values}
     attend = functools.partial(sd.decode_attention, finite_cache=True)
-    ways = {"xla": functools.partial(attend, implementation="xla")}
+    ways: dict[str, Way] = {"xla": functools.partial(attend, implementation="xla")}
+    others: dict[str, Way] = {}
     if not options.tiny:
-        ways |= {"kernel": functools.partial(attend, implementation="mosaic_gpu"), "cudnn": _cudnn}
+        ways["kernel"] = functools.partial(attend, implementation="mosaic_gpu")
+        others = {"cudnn": _cudnn} | ({"pallas": _pallas} if count == 1 else {})
+    theirs = given | _in_their_layout(**given)
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        compiling = {name: pool.submit(_compiled, way, given) for name, way in ways.items()}
+        compiling |= {name: pool.submit(_compiled, way, theirs) for name, way in others.items()}
+    programs = {name: program.result() for name, program in compiling.items()}
     rows = []
     for used in sorted({min(USED, room - count), room - count}):
-        given = {"query": query, "keys": keys, "values": values}
-        given["start"] = jnp.full((batch,), used, jnp.int32)
-        samples = {name: _times(options, way, given) for name, way in ways.items()}
+        start = jnp.full((batch,), used, jnp.int32)
+        samples = {}
+        for name, program in programs.items():
+            arrays = theirs if name in others else given
+            samples[name] = _times(options, program, arrays | {"start": start})
         us = {name: round(measure.median(own), 1) for name, own in samples.items() if own}
         bytes_ = 2 * 2 * batch * KV_HEADS * HEAD_DIM * (used + count)
         cell = {"batch": batch, "room": room, "used": used, "rows": count}
@@ -86,23 +112,32 @@ def _cell(
     return rows
 
 
-def _times(options: Any, way: Callable[..., Any], given: dict[str, Any]) -> list[float]:
-    """Microseconds of all kernels of a call, several times; none where it cannot be compiled."""
-    if way is _cudnn:  # [B, T, Nkv, D]
-        (batch, room), keys = (given["query"].shape[0], given["keys"].shape[2]), given["keys"]
-        shape = batch, KV_HEADS, room, HEAD_DIM
-        keys = keys.swapaxes(1, 2).reshape(shape).swapaxes(1, 2)
-        given = given | {"keys": keys, "values": given["values"].reshape(shape).swapaxes(1, 2)}
+def _compiled(way: Way, given: dict[str, Any]) -> Any:
+    """The program of a way; None where it does not take these shapes."""
+    start = jax.ShapeDtypeStruct(given["query"].shape[:1], jnp.int32)
     try:
-        program = jax.jit(lambda query, keys, values, start: way(query, keys, values, start))
-        compiled = program.lower(**given).compile()
-        if options.tiny:
-            return [0.0 for _ in jax.block_until_ready(compiled(**given))]
-        runs = [measure.kernel_times(compiled, given) for _ in range(options.repeats)]
-    except (ValueError, RuntimeError) as error:  # cuDNN does not take every shape
+        run = jax.jit(lambda query, keys, values, start: way(query, keys, values, start))
+        return run.lower(**given, start=start).compile()
+    except (ValueError, RuntimeError, ImportError) as error:
         print(f"left out: {str(error).splitlines()[0][:150]}", file=sys.stderr)
+        return None
+
+
+def _times(options: Any, program: Any, given: dict[str, Any]) -> list[float]:
+    """Microseconds of all kernels of a call, several times; none where there is no program."""
+    if program is None:
         return []
+    if options.tiny:
+        return [0.0 for _ in jax.block_until_ready(program(**given))]
+    runs = [measure.kernel_times(program, given) for _ in range(options.repeats)]
     return [sum(us for _, us in run.values()) for run in runs]
+
+
+def _in_their_layout(query: Any, keys: Any, values: Any) -> dict[str, Any]:
+    """Keys and values ``[B, T, Nkv, D]``, as cuDNN and Pallas' own kernel take them."""
+    shape = query.shape[0], KV_HEADS, keys.shape[2], HEAD_DIM
+    keys = keys.swapaxes(1, 2).reshape(shape).swapaxes(1, 2)
+    return {"keys": keys, "values": values.reshape(shape).swapaxes(1, 2)}
 
 
 def _cudnn(query: Any, keys: Any, values: Any, start: Any) -> Any:
@@ -110,6 +145,15 @@ def _cudnn(query: Any, keys: Any, values: Any, start: Any) -> Any:
     return jax.nn.dot_product_attention(
         query, keys, values, key_value_seq_lengths=start + query.shape[1], implementation="cudnn"
     )
+
+
+def _pallas(query: Any, keys: Any, values: Any, start: Any) -> Any:
+    """The deprecated kernel that JAX has for one row."""
+    from jax.experimental.pallas.ops.gpu import decode_attention
+
+    scale = HEAD_DIM**-0.5
+    found = decode_attention.gqa(query[:, 0], keys, values, kv_seq_len=start + 1, sm_scale=scale)
+    return found[:, None]
 
 
 @contextlib.contextmanager
@@ -139,9 +183,11 @@ def _passes(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[s
         samples: dict[str, list[float]] = {name: [] for name in programs}
         for _ in range(options.repeats):
             for name, program in programs.items():
-                run = _Run(program, given, cache)
-                samples[name] += measure.alternate({name: run}, 1, 1)[name]
-                cache = run.cache
+                for is_counted in (False, True):
+                    begin = time.perf_counter()
+                    _, cache = jax.block_until_ready(program(*given, cache))
+                    if is_counted:
+                        samples[name].append(time.perf_counter() - begin)
         ms = {k: round(measure.median(v) / PASSES_AT_ONCE * 1e3, 2) for k, v in samples.items()}
         of_cache = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         bytes_ = bytes_of_weights + batch * (used + PASS_ROWS) * of_cache
@@ -153,30 +199,22 @@ def _passes(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[s
 
 
 def _programs(model: Any, *given: Any) -> dict[str, Any]:
-    """A pass with its greedy tokens, by XLA's attention and by the kernel; the cache is donated."""
+    """Passes one after another, by XLA's attention and by the kernel; the cache is donated."""
 
-    def step(params: Any, ids: Any, start: Any, cache: Any) -> Any:
-        logits, cache = model.apply(params, ids, start, cache)[:2]
-        return logits.argmax(-1), cache
+    def run(params: Any, ids: Any, start: Any, cache: Any) -> Any:
+        def step(_: Any, carry: Any) -> Any:
+            ids, cache = carry
+            logits, cache = model.apply(params, ids, start, cache)[:2]
+            return logits.argmax(-1).astype(jnp.int32), cache  # the next pass waits for these
+
+        return lax.fori_loop(0, PASSES_AT_ONCE, step, (ids, cache))
 
     programs = {}
     for name, way in (("xla", _without_kernel), ("kernel", contextlib.nullcontext)):
         jax.clear_caches()  # or a trace with the other would be found
         with way():
-            programs[name] = jax.jit(step, donate_argnums=3).lower(*given).compile()
+            programs[name] = jax.jit(run, donate_argnums=3).lower(*given).compile()
     return programs
-
-
-class _Run:
-    """Some passes, one after another."""
-
-    def __init__(self, program: Any, given: Any, cache: Any) -> None:
-        self.program, self.given, self.cache = program, given, cache
-
-    def __call__(self) -> Any:
-        for _ in range(PASSES_AT_ONCE):
-            tokens, self.cache = self.program(*self.given, self.cache)
-        return tokens
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
     python benchmarks/bench_steps_gpu.py
 
 A target of the shape of Llama 3 8B, a draft model of that of Llama 3.2 1B and a head with 32000
-ids, random weights in bfloat16, temperature 0.8, K = 4. Per batch size, wall times of loops of
-steps, plain or with drafts, and of drafting alone, beside the time in which a large copy moves as
-many bytes as the drafter reads.
+ids, random weights in bfloat16, temperature 0.8, K = 4. Per batch size and length of the text, wall
+times of loops of steps, plain or with drafts, and of drafting alone, beside the times in which a
+large copy moves as many bytes as the drafter reads, and as a plain step reads.
 
 Random models agree by chance alone, so a speed-up is given as what it takes: a step that emits more
 tokens than `step / plain` is faster than plain decoding.
@@ -16,6 +16,8 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
+import time
 from typing import Any
 
 import jax
@@ -31,6 +33,7 @@ from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState
 from jax_specdec.lm.decoding.generate import make_batch
 
 K = 4
+ROUNDS = 2
 
 
 def make_head(target: lm.models.LlamaConfig, num_ids: int) -> lm.models.Eagle3Head:
@@ -46,7 +49,7 @@ def make_head(target: lm.models.LlamaConfig, num_ids: int) -> lm.models.Eagle3He
 
 
 def loop(decoder: Decoder, kind: str, params: Any, draft_params: Any, state: Any, n: Any) -> Any:
-    """`n` whole steps, or `n` times drafting at one place; something that depends on all of it."""
+    """`n` whole steps, or `n` times drafting at one place; the state and what depends on all."""
 
     def step(_: Any, carry: Any) -> Any:
         state, total = carry
@@ -57,7 +60,7 @@ def loop(decoder: Decoder, kind: str, params: Any, draft_params: Any, state: Any
         state, record = decoder.step(params, draft_params, state)
         return state, total + record.num_emitted
 
-    return lax.fori_loop(0, n, step, (state, jnp.zeros_like(state.batch.lengths)))[1]
+    return lax.fori_loop(0, n, step, (state, jnp.zeros_like(state.batch.lengths)))
 
 
 def make_state(
@@ -80,10 +83,10 @@ def bytes_of(params: Any) -> int:
     return K * sum(size.values())
 
 
-def measure_batch(
-    target: Any, drafters: dict[str, tuple[Any, Any]], size: int, options: Any
+def measure_cell(
+    target: Any, drafters: dict[str, tuple[Any, Any]], size: int, prompt: int, options: Any
 ) -> dict[str, Any]:
-    """Milliseconds of a step and of drafting, by drafter."""
+    """Milliseconds of a step and of drafting, by drafter, for texts of `prompt` tokens."""
     model, params = target
     config = sd.SpecDecodeConfig(num_speculative_tokens=K)
     ways: dict[str, tuple[Decoder, str, Any]] = {
@@ -92,23 +95,42 @@ def measure_batch(
     for name, (drafter, weights) in drafters.items():
         decoder = Decoder(model, drafter, config)
         ways |= {f"{name}, {kind}": (decoder, kind, weights) for kind in ("step", "draft")}
-    arguments, lowered = {}, {}
+    runs = 1 + -(-options.repeats // ROUNDS)  # the first is not counted
+    budget = runs * options.steps * (K + 1)
+
+    def fresh_state(decoder: Decoder, weights: Any) -> DecodeState:
+        return make_state(decoder, params, weights, size, prompt, budget)
+
+    lowered = {}
     for name, (decoder, kind, weights) in ways.items():  # traced one after another
-        state = make_state(decoder, params, weights, size, options.prompt, options.steps * (K + 1))
-        arguments[name] = params, weights, state
-        run = jax.jit(functools.partial(loop, decoder, kind))
-        lowered[name] = run.lower(*arguments[name], jnp.int32(1))
+        shapes = jax.eval_shape(functools.partial(fresh_state, decoder, weights))
+        run = jax.jit(functools.partial(loop, decoder, kind), donate_argnums=2)
+        lowered[name] = run.lower(params, weights, shapes, jnp.int32(1))
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         compiled = dict(zip(ways, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
-    steps = jnp.int32(options.steps)
-    runs = {name: functools.partial(compiled[name], *arguments[name], steps) for name in ways}
-    samples = measure.alternate(runs, options.repeats, warm_up=1)
+    samples: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(ROUNDS):
+        for name, (decoder, _, weights) in ways.items():
+            state = fresh_state(decoder, weights)  # one at a time: caches fill the memory
+            for repeat in range(runs):
+                jax.block_until_ready(state)
+                begin = time.perf_counter()
+                state, total = compiled[name](params, weights, state, jnp.int32(options.steps))
+                jax.block_until_ready(total)
+                if repeat:
+                    samples[name].append(time.perf_counter() - begin)
+            del state
+    cache = jax.eval_shape(lambda: model.init_cache(size, 64))
+    plain_bytes = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed_tokens"].nbytes
+    plain_bytes += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) // 64 * prompt
     return {
         "batch": size,
+        "prompt": prompt,
         "k": K,
         "steps": options.steps,
         "ms": {name: measure.median(s) / options.steps * 1e3 for name, s in samples.items()},
         "draft_bytes": {name: bytes_of(w) for name, (_, w) in drafters.items() if w is not None},
+        "plain_bytes": plain_bytes,
         "samples": samples,
     }
 
@@ -123,6 +145,7 @@ def show(rows: list[dict[str, Any]], bandwidth: float | None) -> None:
             cells.append(
                 {
                     "B": row["batch"],
+                    "tokens": row["prompt"],
                     "drafts by": name,
                     "plain step": f"{plain:.3f}",
                     "step": f"{step:.3f}",
@@ -138,7 +161,8 @@ def main(command_line: list[str] | None = None) -> int:
     parser = measure.gpu_parser(__doc__, repeats=5, seconds=150, threads=5)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=32, help="per run")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")
+    lengths = "tokens of each text before the first step"
+    parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096], help=lengths)
     options = parser.parse_args(command_line)
     if measure.lacks_gpu(options):
         return 0
@@ -156,13 +180,13 @@ def main(command_line: list[str] | None = None) -> int:
     }
     bandwidth = None if options.tiny else measure.copy_bandwidth()
     results = measure.Results(
-        "steps_gpu", ("batch",), options.output, copy_bytes_per_second=bandwidth
+        "steps_gpu", ("batch", "prompt"), options.output, copy_bytes_per_second=bandwidth
     )
-    for size in options.batches:
-        if clock.is_late(f"B = {size}"):
+    for prompt, size in itertools.product(options.prompts, options.batches):
+        if clock.is_late(f"B = {size}, {prompt} tokens"):
             continue
-        results.add([measure_batch((target, params), drafters, size, options)])
-        clock.say(f"B = {size}: measured")
+        results.add([measure_cell((target, params), drafters, size, prompt, options)])
+        clock.say(f"B = {size}, {prompt} tokens: measured")
     show(results.rows, bandwidth)
     return 0
 

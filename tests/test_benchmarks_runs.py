@@ -92,7 +92,7 @@ def test_split_vocabularies_are_timed_and_every_token_compared(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_every_drafter_is_timed_with_and_without_the_target(tmp_path, capsys):
-    command = ["--tiny", "--batches", "2", "--steps", "4", "--repeats", "2"]
+    command = ["--tiny", "--batches", "2", "--prompts", "9", "--steps", "4", "--repeats", "2"]
     assert bench_steps_gpu.main([*command, "--output", str(tmp_path)]) == 0
     (row,) = measure.load(tmp_path / "steps_gpu.json")["rows"]
     drafters = ("model", "EAGLE-3 head", "n-gram")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
+from lower_floor import assume
 from models.weights import random_weights, sizes
 
 import jax_specdec as sd
@@ -183,3 +185,40 @@ def test_a_row_is_masked_unless_no_allowed_token_is_known() -> None:
     assert found.tolist() == [[0.0, -inf, 2.0, -inf], [4.0, 5.0, 6.0, 7.0]]
     nobody = dataclasses.replace(context, changes_rows=jnp.bool_(False))
     assert nobody.process_logits(logits).tolist() == logits.tolist()
+
+
+@pytest.mark.parametrize("length", [1, 9, SIZE - K])
+def test_a_lone_request_gets_the_same_drafts_where_its_tokens_are_read_with_a_second_row(length):
+    token_ids, lengths = buffers([list(range(length))])
+    arguments = token_ids, lengths, jax.random.split(jax.random.key(7), 1)
+    found = {}
+    for platform in ("cpu", "cuda"):
+        with assume(platform):
+            found[platform] = _propose_twice(*arguments)
+    assert found["cpu"][2] == 1 and found["cuda"][2] == 2
+    chex.assert_trees_all_close(found["cpu"][:2], found["cuda"][:2], rtol=1e-5, atol=1e-5)
+
+
+def _propose_twice(token_ids, lengths, keys):
+    """Drafts and stored logits of a second pass over the cache of the first, and rows of tokens."""
+    rows = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Watched(lm.models.Llama):
+        def apply(self, params, token_ids, *rest, **options):
+            rows.append(token_ids.shape[1])
+            return super().apply(params, token_ids, *rest, **options)
+
+    drafter = lm.ModelDrafter(Watched(MODEL.config))
+    context = lm.DraftContext(
+        token_ids=token_ids,
+        lengths=lengths,
+        sampling=sd.SamplingParams(temperature=jnp.ones((1,))),
+        keys=keys,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+    )
+    cache = prefill(token_ids[:, :32])
+    for _ in range(2):
+        store = drafter.init_store(PARAMS, 1, context.config)
+        proposal, cache = drafter.propose(PARAMS, context, cache, store)
+    return proposal.token_ids, proposal.store.logits, rows[-1]

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jax_specdec._src.arrays import check_array, check_int, check_listed, host_int32
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
@@ -155,9 +156,11 @@ class ModelDrafter:
         lengths, ids = context.lengths, self._target_ids
 
         def forward(cache: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
-            start = lengths + offset - 1
-            logits, cache, _ = apply_model(self.model, params, last[:, None], start, cache)
-            return logits[:, 0], cache
+            arrays = params, last[:, None], lengths + offset - 1, cache
+            if lengths.shape[0] > 1:
+                return _read_token(arrays, self)
+            read: tuple[jax.Array, Any] = traced_for_platform(_read_alone, arrays, self)
+            return read
 
         # After a fully accepted step, the model has not read the last draft: it reads two tokens.
         start = jnp.maximum(lengths - 2, 0)
@@ -180,3 +183,26 @@ class ModelDrafter:
     @property
     def _target_ids(self) -> npt.NDArray[np.int32] | None:
         return self.ids.values if isinstance(self.ids, _HashableIds) else None
+
+
+def _read_token(arrays: tuple[Any, ...], drafter: ModelDrafter) -> tuple[jax.Array, Any]:
+    """Returns the logits ``[B, V]`` of the first of some tokens of each request, and the cache."""
+    params, token_ids, start, cache = arrays
+    logits, cache, _ = apply_model(drafter.model, params, token_ids, start, cache)
+    return logits[:, 0], cache
+
+
+def _read_alone(
+    arrays: tuple[Any, ...], drafter: ModelDrafter, platform: Platform
+) -> tuple[jax.Array, Any]:
+    """`_read_token` of one request.
+
+    On GPUs, XLA takes matrix products with a single row as sums, and a pass of a 1B model over two
+    rows takes three quarters of the time (1.24 and 1.63 ms on an H100). So the token gets a second
+    row there, whose key and value lie at the next position. Nothing sees them: the next pass
+    overwrites them. The cache has that position, because the target's has one for every draft.
+    """
+    params, token_ids, start, cache = arrays
+    if platform not in ("cpu", "tpu"):
+        token_ids = jnp.repeat(token_ids, 2, axis=1)  # [1, 2]
+    return _read_token((params, token_ids, start, cache), drafter)
