@@ -1,6 +1,6 @@
 """Trains block heads, DFlash and DSpark, for the embedded target; see README.md.
 
-    python training/train_block.py --out build/block --seconds 520
+    python training/train_block.py --out build/block --seconds 500
 
 A head learns from the target's own distribution p, over text and over what the target continues
 text with. In each window many anchors are drawn; the block of each reads the features before its
@@ -35,7 +35,14 @@ from train_eagle3 import (
     run_chunks,
     stdlib_corpus,
 )
-from train_embedded import Data, State, learning_rate, make_optimizer, updated
+from train_embedded import (
+    Data,
+    State,
+    attention_implementation,
+    learning_rate,
+    make_optimizer,
+    updated,
+)
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -534,13 +541,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder for one folder per head")
     add("--kinds", nargs="+", choices=["dflash", "dspark"], default=["dflash", "dspark"])
     add("--stdlib", type=Path, help="folder to learn from; default: that of the running Python")
-    add("--seconds", type=float, default=520 if on_gpu else 7200, help="for everything together")
+    add("--seconds", type=float, default=500 if on_gpu else 7200, help="for everything together")
     add("--steps", type=int, default=10**6 if on_gpu else 1000, help="at most, per head")
     add("--block-size", type=int, default=8)
     add("--anchors", type=int, default=64, help="per window and step")
     add("--functions", type=int, default=24, help="held-out functions that are decoded at the end")
     add("--new-tokens", type=int, default=192, help="of each of them")
-    add_options(parser, batch_size=128, length=512, windows=2**16)
+    add_options(parser, batch_size=128, length=512, windows=2**15)
     parser.set_defaults(learning_rate=2e-3)
     args = parser.parse_args(arguments)
     if args.batch_size < 2 or args.length < 2 * args.block_size:
@@ -552,7 +559,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     begin = time.monotonic()
     args = parse_args(arguments)
-    device = jax.devices()[0]
+    device, attention = jax.devices()[0], attention_implementation()
     dtype = jnp.dtype("bfloat16" if device.platform == "gpu" else "float32")
     target, corpus = Target(*lm.load_embedded_pair(dtype)[0]), stdlib_corpus(args.stdlib)
     functions = stdlib_text.function_heads(
@@ -574,6 +581,7 @@ def main(arguments: list[str] | None = None) -> None:
         )  # fmt: skip
         record = {
             "device": device.device_kind,
+            "attention": attention,
             "jax": jax.__version__,
             "python": platform.python_version(),
             "text": corpus.name,
