@@ -204,7 +204,8 @@ def draft_logits(
     logits = (states @ embedding.T).astype(jnp.float32)
     if "markov_w1" not in params:
         return logits, jnp.zeros(previous.shape)
-    memory = params["markov_w1"][previous]
+    # As a product, the gradient of W1 is summed in float32.
+    memory = jax.nn.one_hot(previous, embedding.shape[0], dtype=states.dtype) @ params["markov_w1"]
     logits = logits + (memory @ params["markov_w2"]).astype(jnp.float32)
     seen = jnp.concatenate([states, memory], axis=-1).astype(jnp.float32)
     confidence = seen @ params["confidence_proj"].astype(jnp.float32)
@@ -427,7 +428,7 @@ def decode(
     """Speculative decoding without caches, by the standard rule: tokens, lengths, steps `[B]`.
 
     The whole block is drafted, and the first `num_drafts` of it are verified. A text ends where it
-    reaches its limit, or with the byte that ends a document.
+    reaches its limit; at temperature 0 also with the byte that ends a document.
     """
     target = Target(model, target_params)
     embedding = target_params["embed_tokens"]
@@ -469,10 +470,10 @@ def decode(
         emitted = jnp.maximum(output.token_ids, 0)
         tokens = tokens.at[batch[:, None], rows + 1].set(emitted)
         ends = (emitted == lm.DOCUMENT_SEPARATOR) & (after < output.num_emitted[:, None])
+        ends = ends.any(axis=1) & (temperature == 0)
         lengths = state.lengths + output.num_emitted
-        fresh = Decoding(
-            tokens, lengths, features, state.steps + 1, ends.any(axis=1) | (lengths >= limits)
-        )
+        done = ends | (lengths >= limits)
+        fresh = Decoding(tokens, lengths, features, state.steps + 1, done)
         # A text that is done stays as it is.
         return jax.tree.map(
             lambda old, new: jnp.where(jnp.expand_dims(state.done, range(1, new.ndim)), old, new),
