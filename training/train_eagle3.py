@@ -13,6 +13,7 @@ On a GPU the compute dtype is bfloat16, on a CPU float32; master weights are flo
 import argparse
 import dataclasses
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,7 @@ FROZEN = ("embed_tokens", "lm_head", "target_ids")  # the target's own, or chose
 HELD_OUT_EVERY = 20  # of the documents of a user's text, one is for evaluation
 SAMPLE_BATCH = {"gpu": 2048, "cpu": 64}
 CHUNK = 50  # steps per call of the compiled loop
+SAVE_EVERY = 60  # seconds
 
 Params = dict[str, Any]
 
@@ -56,9 +58,9 @@ class Corpus(NamedTuple):
     name: str
 
 
-def stdlib_corpus() -> Corpus:
+def stdlib_corpus(directory: Path | None = None) -> Corpus:
     """The text that the embedded target was trained on, as bytes."""
-    text = stdlib_text.read_text()
+    text = stdlib_text.read_text(directory)
     return Corpus(load_data(text), stdlib_text.join(text.held_out), stdlib_text.digest(text))
 
 
@@ -100,9 +102,17 @@ class Target(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 3))
 def continue_windows(
-    model: lm.models.Llama, params: Params, windows: jax.Array, kept: int, key: jax.Array
+    model: lm.models.Llama,
+    params: Params,
+    windows: jax.Array,
+    kept: int,
+    key: jax.Array,
+    temperature: jax.Array,
 ) -> jax.Array:
-    """Windows `[B, S]` whose tokens from `kept` on are sampled from the target at temperature 1."""
+    """Windows `[B, S]` whose tokens from `kept` on are sampled from the target.
+
+    `temperature` is `[B]`, each above 0.
+    """
     batch_size, length = windows.shape
     cache = model.init_cache(batch_size, length)
     start = jnp.zeros(batch_size, jnp.int32)
@@ -111,7 +121,9 @@ def continue_windows(
     def step(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
         logits, cache = carry
         token = jax.random.categorical(
-            jax.random.fold_in(key, offset), logits.astype(jnp.float32), axis=-1
+            jax.random.fold_in(key, offset),
+            logits.astype(jnp.float32) / temperature[:, None],
+            axis=-1,
         ).astype(jnp.int32)
         logits, cache, _ = model.apply(params, token[:, None], start + offset, cache)
         return (logits[:, 0], cache), token
@@ -121,16 +133,69 @@ def continue_windows(
     return jnp.concatenate([windows[:, :kept], tokens.T], axis=1)
 
 
-def sampled_pool(target: Target, prompts: Iterator[jax.Array], size: int, key: jax.Array) -> Any:
-    """`[size, S]` on the host: windows that the target continued, in as small a type as fits."""
+def sampled_pool(
+    target: Target,
+    prompts: Iterator[jax.Array],
+    size: int,
+    key: jax.Array,
+    lowest: float = 1.0,
+    seconds: float = math.inf,
+) -> Any:
+    """`[size, S]` on the host: windows that the target continued, in as small a type as fits.
+
+    Each at a temperature between `lowest` and 1. They are fewer if `seconds` are over before.
+    """
+    begin = time.monotonic()
     dtype = np.uint8 if target.model.vocab_size <= 256 else np.int32
     parts: list[np.ndarray] = []
-    while sum(map(len, parts)) < size:
+    while sum(map(len, parts)) < size and (not parts or time.monotonic() - begin < seconds):
         windows = next(prompts)
-        key, now = jax.random.split(key)
-        sampled = continue_windows(*target, windows, windows.shape[1] // 4, now)
+        key, now, heat = jax.random.split(key, 3)
+        temperature = jax.random.uniform(heat, windows.shape[:1], minval=lowest, maxval=1.0)
+        sampled = continue_windows(*target, windows, windows.shape[1] // 4, now, temperature)
         parts.append(np.asarray(sampled).astype(dtype))
     return np.concatenate(parts)[:size]
+
+
+class Windows(NamedTuple):
+    """Token windows on the host, `[M, S]`."""
+
+    pool: np.ndarray  # to train on: continued by the target
+    held_out: np.ndarray
+    own: np.ndarray  # held-out beginnings, continued by the target
+
+
+def make_windows(
+    target: Target,
+    corpus: Corpus,
+    args: argparse.Namespace,
+    lowest: float = 1.0,
+    seconds: float = math.inf,
+) -> Windows:
+    """The windows that the target continues; see `sampled_pool` for `lowest` and `seconds`."""
+    batch = min(SAMPLE_BATCH.get(jax.default_backend(), 64), args.sampled)
+    draw_key, pool_key, held_key = jax.random.split(jax.random.key(args.seed + 1), 3)
+
+    def prompts() -> Iterator[jax.Array]:
+        for index in range(args.sampled):
+            key = jax.random.fold_in(draw_key, index)
+            yield sample_windows(corpus.training, key, batch, args.length - 1)
+
+    pool = sampled_pool(target, prompts(), args.sampled, pool_key, lowest, seconds)
+    starts = np.linspace(0, len(corpus.held_out) - args.length, batch).astype(int)
+    held_out = np.stack([corpus.held_out[i : i + args.length] for i in starts]).astype(np.int32)
+    own = sampled_pool(target, iter([jnp.asarray(held_out)]), batch, held_key, lowest)
+    return Windows(pool, held_out, own)
+
+
+def mixed_batch(
+    data: Data, pool: jax.Array, args: argparse.Namespace, window_key: Any, pool_key: Any
+) -> jax.Array:
+    """Token ids `[B, S]`: half of the text, half of the pool."""
+    num_sampled = args.batch_size // 2
+    corpus = sample_windows(data, window_key, args.batch_size - num_sampled, args.length - 1)
+    rows = jax.random.randint(pool_key, (num_sampled,), 0, pool.shape[0])
+    return jnp.concatenate([corpus, pool[rows].astype(jnp.int32)])
 
 
 def unrolled_attention(
@@ -230,7 +295,6 @@ def make_chunk(
     """CHUNK training steps in one compiled loop; returns the state and the mean loss."""
     optimizer = make_optimizer(args.weight_decay)
     weights = jnp.asarray(STEP_DECAY ** np.arange(NUM_STEPS), jnp.float32)
-    num_sampled = args.batch_size // 2
 
     @partial(jax.jit, donate_argnums=0)
     def chunk(
@@ -240,11 +304,7 @@ def make_chunk(
 
         def step(state: State, _: None) -> tuple[State, jax.Array]:
             key, window_key, pool_key = jax.random.split(state.key, 3)
-            corpus = sample_windows(
-                data, window_key, args.batch_size - num_sampled, args.length - 1
-            )
-            rows = jax.random.randint(pool_key, (num_sampled,), 0, pool.shape[0])
-            tokens = jnp.concatenate([corpus, pool[rows].astype(jnp.int32)])
+            tokens = mixed_batch(data, pool, args, window_key, pool_key)
             now = state.step.astype(jnp.float32)
             by_acceptance = now >= args.acceptance_from * total
 
@@ -295,6 +355,37 @@ def make_head(
     return head, frozen
 
 
+def run_chunks(
+    chunk: Callable[[State, jax.Array], tuple[State, jax.Array]],
+    state: State,
+    args: argparse.Namespace,
+    seconds: float,
+    save: Callable[[State], None] = lambda state: None,
+) -> tuple[State, list[dict[str, float]]]:
+    """Trains for args.steps steps, or as many as fit into `seconds`; the last state and losses.
+
+    `chunk(state, total)` is CHUNK steps of `total`; `save(state)` is called now and then.
+    """
+    begin = saved = time.monotonic()
+    total, log, done = args.steps, [], 0
+    while done < total and time.monotonic() - begin < max(seconds, 1):
+        tick = time.monotonic()
+        state, loss = chunk(state, jnp.float32(total))
+        loss, done = float(loss), int(state.step)
+        now = time.monotonic()
+        if done == 2 * CHUNK:  # the first chunk was compilation, mostly
+            left = seconds - (now - begin)
+            total = min(total, done + max(0, int(0.95 * left / (now - tick))) * CHUNK)
+            print(f"{(now - tick) / CHUNK * 1e3:.1f} ms a step: {total} steps in all", flush=True)
+        log.append({"step": done, "loss": round(loss, 4)})
+        if len(log) % args.print_every == 1 or args.print_every == 1 or done >= total:
+            print(f"{now - begin:6.0f} s  step {done}  loss {loss:.4f}", flush=True)
+        if now - saved > SAVE_EVERY:
+            saved = now
+            save(state)
+    return state, log
+
+
 def train(
     target: Target,
     head: lm.models.Eagle3Head,
@@ -305,26 +396,17 @@ def train(
     minutes: float,
 ) -> tuple[Params, list[dict[str, float]]]:
     """Trains for args.steps steps, or as many as fit into `minutes`; weights and losses."""
-    begin = time.monotonic()
     init_key, key = jax.random.split(jax.random.key(args.seed))
     master = dataclasses.replace(head, dtype=jnp.float32).init_params(init_key)
     params = {name: x for name, x in master.items() if name not in FROZEN}
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)
-    chunk = make_chunk(head, target.model, args)
-    pool_on_device, total, log, done = jnp.asarray(pool), args.steps, [], 0
-    while done < total:
-        tick = time.monotonic()
-        state, loss = chunk(state, frozen, target.params, data, pool_on_device, jnp.float32(total))
-        loss, done = float(loss), int(state.step)
-        seconds = time.monotonic() - tick
-        if done == 2 * CHUNK:  # the first chunk was compilation, mostly
-            left = minutes * 60 - (time.monotonic() - begin)
-            total = min(total, done + max(0, int(0.95 * left / seconds)) * CHUNK)
-            print(f"{seconds / CHUNK * 1e3:.1f} ms a step: {total} steps in all", flush=True)
-        log.append({"step": done, "loss": round(loss, 4)})
-        if len(log) % args.print_every == 1 or args.print_every == 1 or done >= total:
-            elapsed = time.monotonic() - begin
-            print(f"{elapsed:6.0f} s  step {done}  loss {loss:.4f}", flush=True)
+    chunk, pool_on_device = make_chunk(head, target.model, args), jnp.asarray(pool)
+    state, log = run_chunks(
+        lambda state, total: chunk(state, frozen, target.params, data, pool_on_device, total),
+        state,
+        args,
+        60 * minutes,
+    )
     weights = jax.tree.map(lambda x: x.astype(head.dtype), state.params)
     return weights | frozen, log
 
@@ -365,6 +447,20 @@ def show(name: str, found: dict[str, list[float]]) -> None:
         print(f"  {name:16} {kind:10} by step {steps}  1 + products {length:.3f}", flush=True)
 
 
+def add_options(
+    parser: argparse.ArgumentParser, batch_size: int, length: int, windows: int
+) -> None:
+    """What all trainings of heads take; the defaults for a GPU."""
+    on_gpu, add = jax.default_backend() == "gpu", parser.add_argument
+    add("--batch-size", type=int, default=batch_size if on_gpu else 16, help="windows per step")
+    add("--length", type=int, default=length, help="tokens per window")
+    add("--sampled", type=int, default=windows if on_gpu else 2**11, help="windows from the target")
+    add("--learning-rate", type=float, default=1e-3, help="peak")
+    add("--weight-decay", type=float, default=0.01, help="of matrices")
+    add("--seed", type=int, default=0)
+    add("--print-every", type=int, default=10, help=f"in chunks of {CHUNK} steps")
+
+
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The arguments, with the defaults that depend on the device filled in."""
     on_gpu = jax.default_backend() == "gpu"
@@ -377,14 +473,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, nargs="+", help="feature layers; default: 2, L // 2, L - 3")
     add("--steps", type=int, default=20000 if on_gpu else 1000, help="at most, per head")
     add("--minutes", type=float, default=7.0 if on_gpu else 60.0, help="for all heads together")
-    add("--batch-size", type=int, default=256 if on_gpu else 16, help="windows per step")
-    add("--length", type=int, default=256, help="tokens per window")
-    add("--sampled", type=int, default=2**17 if on_gpu else 2**11, help="windows from the target")
-    add("--learning-rate", type=float, default=1e-3, help="peak")
-    add("--weight-decay", type=float, default=0.01, help="of matrices")
     add("--acceptance-from", type=float, default=0.75, help="share of steps before -log alpha")
-    add("--seed", type=int, default=0)
-    add("--print-every", type=int, default=10, help=f"in chunks of {CHUNK} steps")
+    add_options(parser, batch_size=256, length=256, windows=2**17)
     args = parser.parse_args(arguments)
     if args.batch_size < 2 or args.length < 2 * NUM_STEPS:
         parser.error(f"--batch-size must be at least 2, --length at least {2 * NUM_STEPS}")
@@ -404,32 +494,25 @@ def main(arguments: list[str] | None = None) -> None:
         target = Target(*lm.load_huggingface(args.target, dtype))
         corpus = text_corpus(args.target, args.text)
         sizes = args.vocab_size or [target.model.vocab_size]
-    batch = min(SAMPLE_BATCH.get(device.platform, 64), args.sampled)
-    draw_key, pool_key, held_key = jax.random.split(jax.random.key(args.seed + 1), 3)
-
-    def prompts() -> Iterator[jax.Array]:
-        for index in range(args.sampled):
-            key = jax.random.fold_in(draw_key, index)
-            yield sample_windows(corpus.training, key, batch, args.length - 1)
-
-    pool = sampled_pool(target, prompts(), args.sampled, pool_key)
-    starts = np.linspace(0, len(corpus.held_out) - args.length, batch).astype(int)
-    held_out = np.stack([corpus.held_out[i : i + args.length] for i in starts]).astype(np.int32)
-    own = sampled_pool(target, iter([jnp.asarray(held_out)]), batch, held_key)
-    print(f"{time.monotonic() - begin:6.0f} s  {pool.shape[0]} windows sampled", flush=True)
+    windows = make_windows(target, corpus, args)
+    batch = min(len(windows.held_out), args.batch_size)
+    print(f"{time.monotonic() - begin:6.0f} s  {len(windows.pool)} windows sampled", flush=True)
 
     for index, size in enumerate(sizes):
         text = np.asarray(corpus.training.text)
         layers = None if args.layers is None else tuple(args.layers)
-        head, frozen = make_head(target, size, layers, text, pool)
+        head, frozen = make_head(target, size, layers, text, windows.pool)
         left = args.minutes - (time.monotonic() - begin) / 60
         print(f"head of {size} ids, feature layers {head.feature_layers}", flush=True)
         params, log = train(
-            target, head, frozen, corpus.training, pool, args, left / (len(sizes) - index)
+            target, head, frozen, corpus.training, windows.pool, args, left / (len(sizes) - index)
         )
         results = {
-            name: evaluate(head, params, target, windows, min(batch, args.batch_size))
-            for name, windows in (("held-out text", held_out), ("target's own", own))
+            name: evaluate(head, params, target, tokens, batch)
+            for name, tokens in (
+                ("held-out text", windows.held_out),
+                ("target's own", windows.own),
+            )
         }
         for name, found in results.items():
             show(name, found)
