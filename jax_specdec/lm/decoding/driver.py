@@ -148,7 +148,7 @@ class EngineDriver:
             them makes running requests wait. None for as many as free slots and prompts allow.
           chunk_size: the most tokens that such a call reads, one of the engine's `chunk_sizes`:
             longer prompts are read in chunks of so many. None for the largest; `warm_up` then
-            chooses the largest that costs at most 1.2 steps. While nobody runs, a call reads up to
+            chooses the largest that costs at most 1.1 steps. While nobody runs, a call reads up to
             the engine's `chunk_size`.
           max_retries: the most failed calls in a row after which a request goes on.
           step_costs: of steps with each number of drafts of the engine's `draft_budget`; None to

@@ -212,13 +212,13 @@ class _Calls:
 
     def seconds_of_prompt(self, size: int, num_calls: int = 8) -> float:
         engine = self._engine
-        request = NewRequests(
+        arrays: dict[str, Any] = dict(
             slots=np.zeros(1, np.int32),
             prompts=np.zeros((1, size), np.int32),
             lengths=np.array([size], np.int32),
             keys=np.zeros(1, np.uint32),
-            options=engine.options_of([RequestOptions()], [size]),
         )
+        request = NewRequests(**arrays, options=engine.options_of([RequestOptions()], [size]))
         return self._least(lambda x: admit(engine, *self._weights, x, request), num_calls)
 
     def _least(self, call: Callable[[DecodeState], DecodeState], num_calls: int) -> float:

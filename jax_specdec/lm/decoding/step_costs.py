@@ -16,7 +16,7 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
-_MOST_STEPS = 1.2
+_MOST_STEPS = 1.1
 """The most that reading a prompt between two steps may cost, in steps."""
 
 
@@ -109,7 +109,7 @@ class ChunkCosts(NamedTuple):
     def largest(self) -> int:
         """The most tokens that are read in about the time of a step; the least, if all take longer.
 
-        A step after such a call comes at most 1 + 1.2 times as late as one without.
+        A step after such a call takes at most 2.1 times as long as one without.
         """
         least = min(self.seconds)
         return max(n for n, x in self.seconds.items() if n == least or x <= _MOST_STEPS * self.step)
