@@ -385,7 +385,7 @@ def main(command_line: list[str] | None = None) -> int:
     title = (
         "Milliseconds of a step and to the first token while requests arrive; tokens/s saturated"
     )
-    measure.show(title, list(map(arrival_cells, sorted(arrivals.rows, key=_slots))))
+    measure.show(title, list(map(arrival_cells, sorted(arrivals.rows, key=_slots))), width=150)
     return 0
 
 
