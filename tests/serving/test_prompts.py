@@ -231,8 +231,9 @@ def test_warm_up_chooses_and_compiles_what_it_has_chosen(large, chosen, monkeypa
     assert progress[0][0] == 0 and progress[-1][0] == progress[-1][1] == len(progress) - 1
     assert driver.chunk_size == chosen and driver.is_idle
     costing(monkeypatch, {SMALL: 0.9, LARGE: 2.5 - large})
-    driver.warm_up()
-    assert driver.chunk_size == chosen, "it is chosen once"
+    again: list[tuple[int, int]] = []
+    driver.warm_up(lambda *counts: again.append(counts))
+    assert again == progress and driver.chunk_size == SMALL + LARGE - chosen
     rng = np.random.default_rng(4)
     with engines.compilations() as names:
         for length in (3, 1, 20, 8, 2, 7, 30):

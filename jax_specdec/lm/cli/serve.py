@@ -85,13 +85,8 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     size, sizes = options.chunk_size, engine.chunk_sizes
     if size not in (None, *sizes):
         raise InputError(f"--chunk-size must be one of {', '.join(map(str, sizes))}, but is {size}")
-    return lm.EngineDriver(
-        engine,
-        models.target.params,
-        draft.params,
-        max_queue=options.max_queue,
-        chunk_size=size,
-    )
+    weights = models.target.params, draft.params
+    return lm.EngineDriver(engine, *weights, max_queue=options.max_queue, chunk_size=size)
 
 
 def _read_key(options: Options) -> str | None:

@@ -290,14 +290,17 @@ class EngineDriver:
             dispatch(*chosen)
             self._read_step()
 
-        def chunk(size: int | None, num_read: int = 0) -> None:
+        def choose() -> None:
             if self._chooses_chunk_size:
                 self._settle()  # there may be no room for two states
                 self.chunk_size = programs.measure_chunks(engine, *self._weights).largest
-                self._chooses_chunk_size = self._is_whole = False
+                self._is_whole = False
+            chunk(self.chunk_size)
+
+        def chunk(size: int, num_read: int = 0) -> None:
             if self.chunk_size < engine.max_length:
                 longest = ChunkedPrefill(nowhere, request(engine.max_length), num_read)
-                self._read_chunk(longest, size or self.chunk_size)
+                self._read_chunk(longest, size)
 
         calls: list[Callable[[], object]] = []
         for num_rows, size in engine.admit_shapes:
@@ -308,11 +311,11 @@ class EngineDriver:
         calls += [functools.partial(step, self._dispatch_whole, *one) for one in chosen]
         calls += [functools.partial(step, self._dispatch_masked)] * grammars
         if self._chooses_chunk_size or self.chunk_size < engine.max_length:
-            calls.append(functools.partial(chunk, None))
+            calls.append(choose)
             is_other = self._chooses_chunk_size or self.chunk_size < engine.chunk_size
             if is_other and engine.chunk_size < engine.max_length:
                 calls.append(functools.partial(chunk, engine.chunk_size))
-            calls.append(functools.partial(chunk, None, engine.max_length))  # all was read
+            calls.append(functools.partial(chunk, 0, engine.max_length))  # all was read
         return calls
 
     def submit(
