@@ -15,6 +15,7 @@ from jax_specdec import lm
 
 from . import engines, test_eagle3, tiny
 from .engines import LONGEST, SLOTS, TABLES, VOCAB, driver_of, greedy_truth, run
+from .test_steps_ahead import failing
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
@@ -160,6 +161,25 @@ def test_a_request_may_leave_between_two_chunks(leave):
         assert found[request_id].token_ids == greedy_truth(long)
     else:
         assert request_id not in found
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_a_prompt_that_cannot_be_read_to_its_end_ends_its_request_alone(ahead):
+    driver = failing(lambda tokens: tokens.shape[0] < SLOTS and (tokens == 5).any(), ahead)
+    driver.chunk_size = SMALL
+    rng = np.random.default_rng(6)
+    asked = [
+        dict(prompt=rng.integers(0, 5, n).tolist(), max_new_tokens=9 + n, stop_token_ids=[5])
+        for n in (1, 2, 9, 2, 5)
+    ]
+    ids = [driver.submit(**one) for one in asked[:3]]
+    bad = driver.submit([2] * 20 + [5], max_new_tokens=9)
+    ids += [driver.submit(**one) for one in asked[3:]]
+    found = run(driver)
+    assert (found[bad].token_ids, found[bad].finish_reason) == ([], "failed")
+    for request_id, one in zip(ids, asked, strict=True):
+        assert found[request_id].token_ids == greedy_truth(one)
+        assert found[request_id].finish_reason in ("stop", "length")
 
 
 # Texts

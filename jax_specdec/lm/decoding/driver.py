@@ -175,9 +175,12 @@ class EngineDriver:
             check_choice("chunk_size", self.chunk_size, engine.chunk_sizes)
             if self.chunk_size < engine.max_length:
                 inputs.check_reads_chunks(engine.drafter, "chunk_size", self.chunk_size)
-        has_choice = calls is not None and min(engine.num_slots, len(engine.chunk_sizes)) > 1
-        has_choice = has_choice and inputs.reads_chunks(engine.drafter)
-        self._chooses_chunk_size = chunk_size is None and has_choice
+        self._chooses_chunk_size = (
+            chunk_size is None
+            and calls is not None
+            and min(engine.num_slots, len(engine.chunk_sizes)) > 1
+            and inputs.reads_chunks(engine.drafter)
+        )
         self.max_retries = check_int("max_retries", max_retries, 0)
         self._weights = on_all_devices((params, draft_params), engine.model)
         k, budget = engine.config.num_speculative_tokens, engine.draft_budget
