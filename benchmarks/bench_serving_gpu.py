@@ -5,9 +5,13 @@ bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the s
 
 - *bare*: the compiled step again and again, nothing read from the device.
 - *full*: all slots busy, nobody comes or goes; the host's share of a step is ``1 - bare / full``.
-- *arrivals*: requests come at random, a tenth of them with a long prompt, and slots are three
-  quarters busy; the median and the 99th percentile of how long requests that run wait for a step's
-  results.
+- *arrivals*: requests come at random times, a tenth of them with a long prompt, three quarters as
+  many as the first policy can serve: how long requests that run wait for a step's results, and new
+  ones for their first token. *saturated*: somebody always waits for a slot; tokens per second.
+
+A policy says how many tokens of prompts a call reads while requests run: a number, "largest" for
+the most that the engine reads at once, or "chosen" for what `EngineDriver.warm_up` takes. All
+policies see the same requests at the same times, in turn, in one process.
 """
 
 from __future__ import annotations
@@ -15,8 +19,11 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import itertools
+import math
 import time
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -28,8 +35,10 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.decoding import programs
 
-IDENTITY = ("kind", "slots", "drafter")
+IDENTITY = ("slots", "drafter")
 K = 4
+LOAD = 0.75
+"""Requests that come, of those that the first policy can serve."""
 DRAFTER = dataclasses.replace(
     llamas.LLAMA_3_1B,
     hidden_size=1024,
@@ -73,12 +82,15 @@ class Case:
         self.params = weights["target"]
         self.draft_params = None if drafter == "lookup" else weights["drafter"]
 
-    def driver(self) -> lm.EngineDriver:
-        return lm.EngineDriver(self.engine, self.params, self.draft_params)
+    def driver(self, chunk_size: int | None = None) -> lm.EngineDriver:
+        """By default, of the largest chunks: nothing is chosen while others compile."""
+        size = chunk_size or self.engine.chunk_size
+        return lm.EngineDriver(self.engine, self.params, self.draft_params, chunk_size=size)
 
     def compile(self) -> float:
         begin = time.perf_counter()
-        self.driver().warm_up()
+        for size in self.engine.chunk_sizes:
+            self.driver(size).warm_up()
         return time.perf_counter() - begin
 
     def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
@@ -128,36 +140,143 @@ class Case:
             "steps_ahead": spent.mean_steps_ahead,
         }
 
-    def arrivals(self, steps: int, tokens_per_step: float) -> dict[str, Any]:
-        """Times of steps; percentiles of those at whose beginning somebody ran."""
-        driver, rng, sizes = self.driver(), np.random.default_rng(1), self.sizes
-        rate = 0.75 * tokens_per_step / sizes.budget
-        milliseconds: list[float] = []
-        admitted: list[int] = []
-        waited: list[float] = []
-        while len(milliseconds) < steps:
-            for _ in range(rng.poisson(rate)):
-                long = rng.random() < 0.1
-                prompt = self.prompt(rng, sizes.long_prompt if long else sizes.prompt)
-                driver.submit(prompt, max_new_tokens=sizes.budget, temperature=0.8)
+    def costs(self) -> dict[str, Any]:
+        """What `warm_up` chooses a size from: milliseconds of a step, and of reading a prompt."""
+        found = programs.measure_chunks(self.engine, self.params, self.draft_params)
+        prompts = {size: seconds * 1e3 for size, seconds in found.seconds.items()}
+        return {"step_ms": found.step * 1e3, "prompt_ms": prompts, "chosen": found.largest}
+
+    def prompts(self, rng: np.random.Generator) -> Iterator[list[int]]:
+        """Without end; a tenth of them are long. Made beforehand, which takes time."""
+        sizes = self.sizes
+        lengths = [sizes.prompt] * 90 + [sizes.long_prompt] * 10
+        return itertools.cycle([self.prompt(rng, n) for n in rng.permutation(lengths)])
+
+    def saturated(self, policy: int, steps: int) -> Served:
+        """Somebody always waits: what the engine can deliver."""
+        driver, prompts = self.driver(policy), self.prompts(np.random.default_rng(1))
+        served = Served()
+        while len(served.step_ms) < steps:
+            while driver.num_queued < self.slots:
+                served.submit(driver, next(prompts), self.sizes.budget)
+            served.step(driver)
+        return served
+
+    def arrivals(self, policy: int, steps: int, rate: float) -> Served:
+        """Requests come at random times, which no policy changes."""
+        driver, rng = self.driver(policy), np.random.default_rng(2)
+        prompts, served, begin = self.prompts(rng), Served(), time.perf_counter()
+        due = begin
+        while len(served.step_ms) < steps:
+            while due <= time.perf_counter():
+                served.submit(driver, next(prompts), self.sizes.budget, due)
+                due += rng.exponential(1 / rate)
             if driver.is_idle:
-                continue
-            before, is_running = driver.serving_stats().num_admitted, driver.num_running > 0
-            begin = time.perf_counter()
-            driver.step()
-            milliseconds.append((time.perf_counter() - begin) * 1e3)
-            waited += milliseconds[-1:] * is_running
-            admitted.append(driver.serving_stats().num_admitted - before)
-        stats = driver.serving_stats()
-        return {
-            "p50": float(np.percentile(waited, 50)),
-            "p99": float(np.percentile(waited, 99)),
-            "num_admitted": stats.num_admitted,
-            "busy_slots": stats.mean_busy_slots,
-            "queue_ms": stats.mean_queue_time * 1e3,
-            "step_ms": milliseconds,
-            "admitted": admitted,
+                time.sleep(max(due - time.perf_counter(), 0.0))
+                served.pause()
+            else:
+                served.step(driver)
+        return served
+
+
+class Served:
+    """What requests of one run waited for.
+
+    Attributes:
+      step_ms: of each call of `step` in which a request that had tokens waited for more.
+      gap_ms: from the results before to those of that step.
+      first_ms: from the arrival of a request to its first token, short prompts first.
+    """
+
+    def __init__(self) -> None:
+        self.step_ms: list[float] = []
+        self.gap_ms: list[float] = []
+        self.first_ms: dict[str, list[float]] = {"short": [], "long": []}
+        self.num_tokens = 0
+        self.seconds = 0.0
+        self._arrived: dict[int, tuple[float, str]] = {}
+        self._last: float | None = None
+
+    def submit(
+        self, driver: lm.EngineDriver, prompt: list[int], budget: int, due: float | None = None
+    ) -> None:
+        request_id = driver.submit(prompt, max_new_tokens=budget, temperature=0.8)
+        kind = "short" if len(prompt) <= driver.engine.chunk_sizes[0] else "long"
+        self._arrived[request_id] = time.perf_counter() if due is None else due, kind
+
+    def pause(self) -> None:
+        """Nobody waits for what comes next."""
+        self._last = None
+
+    def step(self, driver: lm.EngineDriver) -> None:
+        begin = time.perf_counter()
+        updates = driver.step()
+        now = time.perf_counter()
+        if any(update.request_id not in self._arrived for update in updates):
+            self.step_ms.append((now - begin) * 1e3)
+            self.gap_ms.append((now - (self._last or begin)) * 1e3)
+        for update in updates:
+            if update.request_id in self._arrived:
+                arrived, kind = self._arrived.pop(update.request_id)
+                self.first_ms[kind].append((now - arrived) * 1e3)
+        self.num_tokens += sum(len(update.token_ids) for update in updates)
+        self.seconds += now - (self._last or begin)
+        self._last = now
+
+
+def summary(runs: list[Served]) -> dict[str, Any]:
+    """Percentiles over all runs of one kind."""
+
+    def percentiles(samples: list[float]) -> dict[str, float]:
+        p50, p99 = (float(np.percentile(samples or [math.nan], q)) for q in (50, 99))
+        return {"p50": p50, "p99": p99, "ratio": p99 / p50}
+
+    def pooled(name: str) -> list[float]:
+        return [x for run in runs for x in getattr(run, name)]
+
+    first = {kind: [x for run in runs for x in run.first_ms[kind]] for kind in ("short", "long")}
+    return {
+        "step": percentiles(pooled("step_ms")),
+        "gap": percentiles(pooled("gap_ms")),
+        "first": percentiles(first["short"] + first["long"]),
+        "first_mean": float(np.mean(first["short"] + first["long"])),
+        "first_short": percentiles(first["short"]),
+        "first_long": percentiles(first["long"]),
+        "tokens_per_second": sum(x.num_tokens for x in runs) / sum(x.seconds for x in runs),
+        "samples": {"step_ms": [run.step_ms for run in runs], "first_ms": first},
+    }
+
+
+def measure_arrivals(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each policy: first all are saturated, then requests come at the same times."""
+    costs = case.costs()
+    named = {"largest": case.engine.chunk_size, "chosen": costs["chosen"]}
+    prompts = ", ".join(f"{size} tokens {ms:.2f}" for size, ms in costs["prompt_ms"].items())
+    print(f"       ms of a step {costs['step_ms']:.2f}, of a prompt of {prompts}")
+    policies = {name: named.get(name) or int(name) for name in options.policies}
+    full: dict[str, list[Served]] = {name: [] for name in policies}
+    random: dict[str, list[Served]] = {name: [] for name in policies}
+    for _ in range(options.rounds):
+        for name, size in policies.items():
+            full[name].append(case.saturated(size, options.arrivals))
+    tokens = summary(full[options.policies[0]])["tokens_per_second"]
+    rate = LOAD * tokens / case.sizes.budget
+    for _ in range(options.rounds):
+        for name, size in policies.items():
+            random[name].append(case.arrivals(size, options.arrivals, rate))
+    return [
+        {
+            "slots": case.slots,
+            "drafter": case.drafter,
+            "policy": name,
+            "chunk_size": size,
+            "costs": costs,
+            "requests_per_second": rate,
+            "saturated": summary(full[name]),
+            "arrivals": summary(random[name]),
         }
+        for name, size in policies.items()
+    ]
 
 
 def measure_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
@@ -168,19 +287,17 @@ def measure_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     bare_ms = measure.median([one["ms"] for one in bare[1:]])
     full = {key: measure.median([one[key] for one in busy]) for key in busy[0]}
     return {
-        "kind": "serving",
         "slots": case.slots,
         "drafter": case.drafter,
         "bare_ms": bare_ms,
         "full": full,
         "host_share": 1 - bare_ms / full["ms"],
-        "arrivals": case.arrivals(options.arrivals, bare[0]["tokens_per_step"]),
         "samples": {"bare": bare, "full": busy},
     }
 
 
 def cells(row: dict[str, Any]) -> dict[str, Any]:
-    full, arrivals = row["full"], row["arrivals"]
+    full = row["full"]
     return {
         "slots": row["slots"],
         "drafter": row["drafter"],
@@ -189,11 +306,29 @@ def cells(row: dict[str, Any]) -> dict[str, Any]:
         "host share": f"{row['host_share']:.1%}",
         "tokens/s": f"{full['tokens_per_second']:.0f}",
         "waits": f"{full['wait_ms']:.2f}",
-        "p50": f"{arrivals['p50']:.2f}",
-        "p99": f"{arrivals['p99']:.2f}",
-        "p99/p50": f"{arrivals['p99'] / arrivals['p50']:.2f}",
-        "queue": f"{arrivals['queue_ms']:.1f}",
     }
+
+
+def arrival_cells(row: dict[str, Any]) -> dict[str, Any]:
+    found, full = row["arrivals"], row["saturated"]
+    return {
+        "slots": row["slots"],
+        "drafter": row["drafter"],
+        "policy": f"{row['policy']} ({row['chunk_size']})",
+        **{name: f"{found['step'][name]:.2f}" for name in ("p50", "p99")},
+        "p99/p50": f"{found['step']['ratio']:.2f}",
+        "between": f"{found['gap']['ratio']:.2f}",
+        "saturated": f"{full['step']['ratio']:.2f}",
+        "first p50": f"{found['first']['p50']:.1f}",
+        "first p99": f"{found['first']['p99']:.1f}",
+        "mean": f"{found['first_mean']:.1f}",
+        "long": f"{found['first_long']['p50']:.1f}",
+        "tokens/s": f"{full['tokens_per_second']:.0f}",
+    }
+
+
+def _slots(row: dict[str, Any]) -> int:
+    return int(row["slots"])
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -202,7 +337,10 @@ def main(command_line: list[str] | None = None) -> int:
     add("--slots", type=int, nargs="+", default=[8, 32, 1])
     add("--drafters", nargs="+", default=["lookup", "model"])
     add("--steps", type=int, default=60, help="of a run with all slots busy; some 80 at most")
-    add("--arrivals", type=int, default=400, help="steps while requests arrive")
+    add("--arrivals", type=int, default=600, help="steps of a run while requests arrive")
+    add("--rounds", type=int, default=2, help="such runs of each policy")
+    add("--policies", nargs="+", default=["largest", "chosen"])
+    add("--only", choices=("full", "arrivals"), help="one half of it")
     add("--piece", type=int, help="tokens of a prompt that one call reads; 128, and 32 if tiny")
     options = parser.parse_args(command_line)
     if measure.lacks_gpu(options):
@@ -222,9 +360,9 @@ def main(command_line: list[str] | None = None) -> int:
         for slots in options.slots
         for drafter in options.drafters
     ]
-    results = measure.Results(
-        "serving_gpu", IDENTITY, options.output, sizes=dataclasses.asdict(sizes), k=K
-    )
+    about = dict(sizes=dataclasses.asdict(sizes), k=K)
+    results = measure.Results("serving_gpu", IDENTITY, options.output, **about)
+    arrivals = measure.Results("arrivals_gpu", (*IDENTITY, "policy"), options.output, **about)
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         compiled = [pool.submit(case.compile) for case in cases]
         concurrent.futures.wait(compiled)
@@ -234,13 +372,20 @@ def main(command_line: list[str] | None = None) -> int:
             continue
         try:
             clock.say(f"{name}: compiled in {seconds.result():.0f} s")
-            results.add([measure_case(case, options)])
+            if options.only != "arrivals":
+                results.add([measure_case(case, options)])
+            if options.only != "full":
+                arrivals.add(measure_arrivals(case, options))
         except Exception:  # one must not cost the others
             clock.say(f"{name}: {traceback.format_exc(limit=-3)}")
             continue
         clock.say(f"{name}: measured")
-    rows = sorted(results.rows, key=lambda row: row["slots"])
-    measure.show("Milliseconds of a step; host share with all slots busy", list(map(cells, rows)))
+    title = "Milliseconds of a step; host share with all slots busy"
+    measure.show(title, list(map(cells, sorted(results.rows, key=_slots))))
+    title = (
+        "Milliseconds of a step and to the first token while requests arrive; tokens/s saturated"
+    )
+    measure.show(title, list(map(arrival_cells, sorted(arrivals.rows, key=_slots))), width=150)
     return 0
 
 

@@ -25,7 +25,9 @@ NAMES = {"plain": "plain formulation"}
 
 def times(document: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows that were timed from keys, for the figures."""
-    return [r for r in document["rows"] if r["kind"] == "time" and r.get("noise_given") is False]
+    return [
+        r for r in document["rows"] if r.get("kind") == "time" and r.get("noise_given") is False
+    ]
 
 
 def time_against_batch(document: dict[str, Any]) -> Figure | None:
@@ -147,7 +149,7 @@ WAYS = {
 
 def against_devices(document: dict[str, Any]) -> Figure | None:
     """Microseconds per call over the devices that share a vocabulary."""
-    rows = [r for r in document["rows"] if r["kind"] == "time" and "way" in r]
+    rows = [r for r in document["rows"] if r.get("kind") == "time" and "way" in r]
     if not rows:
         return None
     figure, panels = _panels(sorted({r["batch"] for r in rows}))
@@ -176,7 +178,7 @@ BESIDE_VLLM: dict[str, dict[str, Any]] = {
 
 def beside_vllm(document: dict[str, Any]) -> Figure | None:
     """Microseconds per call over B, a panel for each temperature."""
-    rows = [r for r in document["rows"] if r["kind"] == "vllm"]
+    rows = [r for r in document["rows"] if r.get("kind") == "vllm"]
     if not rows:
         return None
     figure, panels = _panels(sorted({r["temperature"] for r in rows}))
@@ -188,12 +190,36 @@ def beside_vllm(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
+def passes_against_tokens(document: dict[str, Any]) -> Figure | None:
+    """Milliseconds of a target's pass over the tokens that each request has in its cache."""
+    passes = [row for row in document["rows"] if "bytes ms" in row]
+    if not passes:
+        return None
+    figure, panels = _panels(sorted({(row["batch"], row["room"]) for row in passes}))
+    for (batch, room), ax in panels.items():
+        rows = [row for row in passes if (row["batch"], row["room"]) == (batch, room)]
+        rows.sort(key=lambda row: row["used"])
+        used = [row["used"] for row in rows]
+        before, now = ([row[form] for row in rows] for form in ("xla", "kernel"))
+        ax.plot(used, before, label="before: one product (XLA)", **STYLE["xla"])
+        ax.plot(used, now, label="now: by length (kernel)", **STYLE["mosaic_gpu"])
+        floors = [row["bytes ms"] for row in rows]
+        ax.plot(used, floors, "k--", linewidth=1, label="bytes at copy bandwidth")
+        ax.set(title=f"B = {batch}, max_length = {room}")
+        ax.set(xlim=(0, 1.05 * room), ylim=(0, 1.1 * max(before)))
+        ax.set(xlabel="tokens of each request", ylabel="milliseconds of a pass")
+        ax.locator_params(axis="x", nbins=5)
+        _finish(ax)
+    return figure
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "time": time_against_batch,
     "rate": rate_against_bytes,
     "vocabulary": vocabularies,
     "devices": against_devices,
     "call": beside_vllm,
+    "pass": passes_against_tokens,
 }
 
 

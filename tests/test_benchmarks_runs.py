@@ -57,16 +57,24 @@ def test_a_tpu_compares_times_and_fails_where_tokens_differ(tmp_path, monkeypatc
 @pytest.mark.slow
 def test_serving_is_measured_with_full_slots_and_arrivals(tmp_path, capsys):
     command = ["--tiny", "--slots", "2", "--drafters", "lookup", "--steps", "8", "--repeats", "1"]
-    assert bench_serving_gpu.main([*command, "--arrivals", "60", "--output", str(tmp_path)]) == 0
+    command += ["--arrivals", "60", "--rounds", "1", "--policies", "largest", "8"]
+    assert bench_serving_gpu.main([*command, "--output", str(tmp_path)]) == 0
     (row,) = measure.load(tmp_path / "serving_gpu.json")["rows"]
-    full, arrivals = row["full"], row["arrivals"]
+    full = row["full"]
     assert 0 < full["steps_ahead"] <= 1
     np.testing.assert_allclose(row["host_share"], 1 - row["bare_ms"] / full["ms"])
     rate = full["tokens_per_step"] / full["ms"] * 1e3
     np.testing.assert_allclose(full["tokens_per_second"], rate)
-    assert len(arrivals["step_ms"]) == len(arrivals["admitted"]) == 60
-    assert sum(arrivals["admitted"]) == arrivals["num_admitted"] > 0
-    assert "host share" in capsys.readouterr().out
+    rows = measure.load(tmp_path / "arrivals_gpu.json")["rows"]
+    assert [row["chunk_size"] for row in rows] == [32, 8]
+    for row in rows:
+        assert {len(row[kind]["samples"]["step_ms"][0]) for kind in ("arrivals", "saturated")} == {
+            60
+        }
+        assert row["arrivals"]["step"]["ratio"] >= 1 and row["arrivals"]["first_mean"] > 0
+        assert row["saturated"]["tokens_per_second"] > 0
+    printed = capsys.readouterr().out
+    assert "host share" in printed and "ms of a step" in printed
 
 
 @pytest.mark.slow

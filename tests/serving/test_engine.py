@@ -364,16 +364,17 @@ FUNCTIONS = (
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ahead", "num_programs"),
-    [pytest.param(None, 0, 4, marks=pytest.mark.long), ((4, 16), 2, 7)],
+    ("sizes", "settings", "num_programs"),
+    [
+        pytest.param(None, {}, 4, marks=pytest.mark.long),
+        ((4, 16), dict(max_steps_ahead=2, max_prefills=1, chunk_size=4), 8),
+    ],
     ids=["whole", "pieces"],
 )
-def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):
+def test_nothing_is_compiled_after_warm_up(sizes, settings, num_programs):
     engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=sizes)
     assert {size for _, size in engine.admit_shapes} == {*(sizes or (32, LONGEST + 1))}
-    driver = driver_of(
-        engine, *weights_of(LOOKUP), max_steps_ahead=ahead, max_prefills=1 if ahead else None
-    )
+    driver = driver_of(engine, *weights_of(LOOKUP), **settings)
     programs, progress = {"jit(admit)", "jit(step)", "jit(release)"}, []
     if sizes:
         programs |= {"jit(prefill_chunk)", "jit(insert)"}

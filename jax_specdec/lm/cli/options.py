@@ -45,6 +45,7 @@ _RANGES = {
     "num_slots": (1, 4096),
     "max_length": (2, 2**20),
     "max_queue": (1, 2**20),
+    "chunk_size": (1, 2**20),
     "max_logprobs": (0, 20),
 }
 """The least and the largest value of each integer."""
@@ -82,6 +83,7 @@ class Options:
     num_slots: int = 8
     max_length: int | None = None
     max_queue: int = 64
+    chunk_size: int | None = None
     max_logprobs: int = 5
     model_name: str | None = None
     api_key_file: Path | None = None
@@ -225,6 +227,7 @@ def _add_serve(parser: _Parser) -> None:
     parser.add("--num-slots", type=int, default=Options.num_slots, metavar="N")
     parser.add("--max-length", type=int, metavar="N")
     parser.add("--max-queue", type=int, default=Options.max_queue, metavar="N")
+    parser.add("--chunk-size", type=int, metavar="N")
     parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
     parser.add("--model-name", metavar="NAME")
     parser.add("--api-key-file", type=Path, metavar="FILE")
@@ -267,6 +270,8 @@ _HELP = {
     "--max-length": f"""tokens of a request, prompt included (default: {SERVED_LENGTH}, or what the
         target was made for)""",
     "--max-queue": "requests that may wait; more are answered with status 429",
+    "--chunk-size": """tokens of prompts read between two steps while others run: 64, 128 or 256
+        (default: the most that take about as long as a step, measured at the start)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns
         log-probabilities off, which makes steps faster""",
     "--model-name": "what clients call the model (default: the name of the target's directory)",

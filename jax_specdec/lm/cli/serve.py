@@ -62,7 +62,8 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     """The driver for models that were loaded.
 
     Raises:
-      InputError: `--max-length` is more than the target was made for.
+      InputError: `--max-length` is more than the target was made for, or there is no such
+        `--chunk-size`.
     """
     length = options.max_length or min(SERVED_LENGTH, models.max_length)
     if length > models.max_length:
@@ -75,13 +76,17 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         options.config,
         num_slots=options.num_slots,
         max_length=length,
-        prefill_sizes=(64, 256) if length > 256 else None,
+        prefill_sizes=(64, 128, 256) if length > 256 else None,
         request_options=True,
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
         max_stop_tokens=max(8, len(models.stop_token_ids)),
         logprobs=logprobs,
     )
-    return lm.EngineDriver(engine, models.target.params, draft.params, max_queue=options.max_queue)
+    size, sizes = options.chunk_size, engine.chunk_sizes
+    if size not in (None, *sizes):
+        raise InputError(f"--chunk-size must be one of {', '.join(map(str, sizes))}, but is {size}")
+    weights = models.target.params, draft.params
+    return lm.EngineDriver(engine, *weights, max_queue=options.max_queue, chunk_size=size)
 
 
 def _read_key(options: Options) -> str | None:

@@ -77,7 +77,7 @@ class ServedRequest(NamedTuple):
     matching: Matching | None = None
     submitted: float = 0.0
     admitted: float = 0.0  # when it got its first slot
-    num_chunks: int = 0  # the most chunks of its prompt that were read
+    num_read: int = 0  # the most tokens of its prompt that were read in chunks
 
     @property
     def token_ids(self) -> list[int]:
@@ -173,12 +173,3 @@ class StepAhead(NamedTuple):
 
     result: StepResult
     request_ids: Mapping[int, int]  # of the requests that take part, by slot
-
-
-class ChunkedPrefill(NamedTuple):
-    """A long prompt that is read chunk by chunk, and the slot that is kept for its request."""
-
-    slot: int
-    request: ServedRequest
-    num_chunks: int = 0  # dispatched so far
-    waits: bool = False  # shorter prompts go before the next chunk

@@ -14,13 +14,12 @@ import jax
 import numpy as np
 
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
-from jax_specdec._src.arrays import check_int, check_type, require
+from jax_specdec._src.arrays import check_choice, check_int, check_type, require
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator
 from jax_specdec._src.grammar import GrammarMatcher, check_matchers
 from jax_specdec._src.types import Drafts
 from jax_specdec.lm.decoding import inputs, programs
 from jax_specdec.lm.decoding.bookkeeping import (
-    ChunkedPrefill,
     HostState,
     Matching,
     RequestUpdate,
@@ -28,11 +27,12 @@ from jax_specdec.lm.decoding.bookkeeping import (
     StepAhead,
 )
 from jax_specdec.lm.decoding.core import Caches, DecodeState, on_all_devices
-from jax_specdec.lm.decoding.engine import Engine, NewRequests
+from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
+from jax_specdec.lm.decoding.prompts import ChunkedPrefill, new_requests, next_group
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.models.protocol import check_params
 
@@ -58,6 +58,9 @@ class EngineDriver:
     happened completely or not at all; a `preempt` that was has happened to all running requests.
     JAX makes a ValueError of an interrupt of its own caches: it is a KeyboardInterrupt again here.
 
+    **Prompts** are read between steps, at most one chunk of `chunk_size` tokens before each while
+    requests run; see `max_prefills`.
+
     **Failed calls**, as on a device with too little memory, are not raised; an error while a
     program is traced is. Each request that was in the call gets an update with the `error`. A
     request ends, as "failed", when more than `max_retries` of its calls have failed in a row:
@@ -71,6 +74,7 @@ class EngineDriver:
 
     Attributes:
       engine, max_queue, max_steps_ahead, max_prefills, max_retries: as they were given.
+      chunk_size: the most tokens of prompts that one call reads while requests run.
       draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
 
     Example:
@@ -127,6 +131,7 @@ class EngineDriver:
         max_queue: int | None = None,
         max_steps_ahead: int = 1,
         max_prefills: int | None = 1,
+        chunk_size: int | None = None,
         max_retries: int = 5,
         step_costs: StepCosts | None = None,
     ) -> None:
@@ -141,15 +146,20 @@ class EngineDriver:
             that decides, after each step, what the next one does.
           max_prefills: the most calls that read prompts before a step while requests run; each of
             them makes running requests wait. None for as many as free slots and prompts allow.
+          chunk_size: the most tokens that such a call reads, one of the engine's `chunk_sizes`:
+            longer prompts are read in chunks of so many. None for the largest; `warm_up` then
+            chooses the largest that costs at most 1.1 steps. While nobody runs, a call reads up to
+            the engine's `chunk_size`.
           max_retries: the most failed calls in a row after which a request goes on.
           step_costs: of steps with each number of drafts of the engine's `draft_budget`; None to
             measure them in `warm_up`. Until there are some, every step has the largest number.
 
         Raises:
-          TypeError: an argument has another type, or a model's weights are missing.
+          TypeError: an argument has another type, a model's weights are missing, or the drafter
+            cannot read prompts in chunks where it has to.
           ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
-            `max_retries` below 0; `step_costs` are not those of such an engine; weights have other
-            shapes than the models'.
+            `max_retries` below 0; the engine has no such `chunk_size`; `step_costs` are not those
+            of such an engine; weights have other shapes than the models'.
         """
         check_type("engine", engine, Engine)
         check_params("params", engine.model, params)
@@ -159,6 +169,18 @@ class EngineDriver:
         self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
         calls = None if max_prefills is None else check_int("max_prefills", max_prefills, 1)
         self.max_prefills = calls
+        self.chunk_size = engine.chunk_size
+        if chunk_size is not None:
+            self.chunk_size = check_int("chunk_size", chunk_size)
+            check_choice("chunk_size", self.chunk_size, engine.chunk_sizes)
+            if self.chunk_size < engine.max_length:
+                inputs.check_reads_chunks(engine.drafter, "chunk_size", self.chunk_size)
+        self._chooses_chunk_size = (
+            chunk_size is None
+            and calls is not None
+            and min(engine.num_slots, len(engine.chunk_sizes)) > 1
+            and inputs.reads_chunks(engine.drafter)
+        )
         self.max_retries = check_int("max_retries", max_retries, 0)
         self._weights = on_all_devices((params, draft_params), engine.model)
         k, budget = engine.config.num_speculative_tokens, engine.draft_budget
@@ -231,10 +253,10 @@ class EngineDriver:
         Args:
           on_progress: called with the number of programs that are ready and the number of all,
             before the first and after each. The programs are `admit` for each of the engine's
-            `admit_shapes`, `prefill_chunk` and `insert` where long prompts are read in chunks,
-            `release`, and `step` (two, with `request_options`, and that for each number of the
-            `draft_budget`). None for no calls. Steps are measured afterwards, if there is a
-            `draft_budget` and no `step_costs` were given.
+            `admit_shapes`, `release`, `step` (two, with `request_options`, and that for each number
+            of the `draft_budget`), and where prompts are read in chunks, `insert`, and
+            `prefill_chunk` for each size of a chunk. None for no calls. Steps and prompts are
+            measured where a `chunk_size` is to be chosen, or `step_costs` are missing.
           grammars: whether requests will have matchers; their steps are then compiled, too, as one
             more program.
 
@@ -271,18 +293,33 @@ class EngineDriver:
             dispatch(*chosen)
             self._read_step()
 
+        def choose() -> None:
+            if self._chooses_chunk_size:
+                self._settle()  # there may be no room for two states
+                self.chunk_size = programs.measure_chunks(engine, *self._weights).largest
+                self._is_whole = False
+            chunk(self.chunk_size)
+
+        def chunk(size: int, num_read: int = 0) -> None:
+            if self.chunk_size < engine.max_length:
+                longest = ChunkedPrefill(nowhere, request(engine.max_length), num_read)
+                self._read_chunk(longest, size)
+
         calls: list[Callable[[], object]] = []
         for num_rows, size in engine.admit_shapes:
             group = {nowhere + row: request(size) for row in range(num_rows)}
-            calls.append(functools.partial(self._read_prompts, group))
-        if engine.chunk_size < engine.max_length:
-            longest = ChunkedPrefill(nowhere, request(engine.max_length))
-            all_chunks = longest._replace(num_chunks=engine.max_length)
-            calls += [functools.partial(self._read_chunk, one) for one in (longest, all_chunks)]
+            calls.append(functools.partial(self._read_prompts, group, engine.chunk_size))
         calls.append(functools.partial(self._empty, nowhere))
         chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
         calls += [functools.partial(step, self._dispatch_whole, *one) for one in chosen]
-        return calls + [functools.partial(step, self._dispatch_masked)] * grammars
+        calls += [functools.partial(step, self._dispatch_masked)] * grammars
+        if self._chooses_chunk_size or self.chunk_size < engine.max_length:
+            calls.append(choose)
+            is_other = self._chooses_chunk_size or self.chunk_size < engine.chunk_size
+            if is_other and engine.chunk_size < engine.max_length:
+                calls.append(functools.partial(chunk, engine.chunk_size))
+            calls.append(functools.partial(chunk, 0, engine.max_length))  # all was read
+        return calls
 
     def submit(
         self,
@@ -446,91 +483,50 @@ class EngineDriver:
         """
         num_calls = 0
         while self.max_prefills is None or num_calls < self.max_prefills or not self._decoding:
-            prefill = self._prefill
-            group = {} if prefill is not None and not prefill.waits else self._next_group()
+            most = self.chunk_size if self._decoding else self.engine.chunk_size
+            prefill, host, group = self._prefill, self._host, {}
+            if prefill is None or prefill.waits:
+                queue = itertools.chain(host.returning, self._waiting.values())
+                has_long = prefill is not None
+                group = next_group(self.engine, queue, host.slots, most, has_long=has_long)
             if group:
-                self._read_prompts(self._occupy(group))
+                self._read_prompts(self._occupy(group), most)
             elif prefill is not None:
-                self._read_chunk(prefill)
+                self._read_chunk(prefill, most)
             else:
                 return
             num_calls += 1
 
-    def _next_group(self) -> dict[int, ServedRequest]:
-        """By free slot, the first request in the queue and others whose prompts have its size.
-
-        Looks only at as many requests as there are free slots. Long prompts, and requests whose
-        calls keep failing, are read alone; while a long prompt is read, no other long one is.
-        """
-        host = self._host
-        free = [slot for slot in range(self.engine.num_slots) if slot not in host.slots]
-        everyone = itertools.chain(host.returning, self._waiting.values())
-        first = itertools.islice(everyone, len(free))
-        queue = [one for one in first if self._prefill is None or not self._is_long(one)]
-        group = queue[:1]
-        if group and not self._is_alone(group[0]):
-            size = self._size(group[0])
-            group = [one for one in queue if self._size(one) == size and not self._is_alone(one)]
-            group = group[: self.engine.group_size(size)]
-        return dict(zip(free, group, strict=False))
-
-    def _size(self, request: ServedRequest) -> int:
-        return self.engine.prompt_size(request.length)
-
-    def _is_long(self, request: ServedRequest) -> bool:
-        return request.length > self.engine.chunk_size
-
-    def _is_alone(self, request: ServedRequest) -> bool:
-        return self._is_long(request) or request.num_failures > 1
-
-    def _read_prompts(self, group: dict[int, ServedRequest]) -> None:
+    def _read_prompts(self, group: dict[int, ServedRequest], most: int) -> None:
         """Read the prompts of requests by slot, which are of one size; of a long one, a chunk."""
         slot, first = next(iter(group.items()))
-        if self._is_long(first):
-            return self._read_chunk(ChunkedPrefill(slot, first))
+        if first.length > most:
+            return self._read_chunk(ChunkedPrefill(slot, first), most)
         requests = group.values()
-        new, state = self._new_requests(group), self._ready_state(requests)
+        new = new_requests(self.engine, group, self.engine.prompt_size(first.length))
+        state = self._ready_state(requests)
         self._state = self._call(requests, programs.admit, *self._weights, state, new)
         if self._prefill is not None:
             self._prefill = self._prefill._replace(waits=False)
 
-    def _read_chunk(self, prefill: ChunkedPrefill) -> None:
+    def _read_chunk(self, prefill: ChunkedPrefill, most: int) -> None:
         """Read the next chunk of a long prompt, if one is left; after the last, it runs."""
-        slot, request, num_chunks, _ = prefill
-        length, size = request.length, self.engine.chunk_size
-        prompt = self.engine.pad_prompt(request.token_ids)
+        slot, request, num_read, _ = prefill
         state = self._ready_state([request])
-        if num_chunks * size < length:
-            start = min(num_chunks * size, len(prompt) - size)  # the last one ends where that ends
-            following = prompt[start + size] if start + size < len(prompt) else 0
-            chunk = prompt[start : start + size], *map(np.int32, (start, length, following))
+        if not prefill.is_read:
+            start, num_read = prefill.next_chunk(self.engine, most, self.chunk_size)
+            tokens = prefill.tokens(start, num_read)
+            chunk = tokens[:-1], np.int32(start), np.int32(request.length), tokens[-1]
             given = *self._weights, self._caches, *chunk
             self._caches = self._call([request], programs.prefill_chunk, *given)
-            num_chunks += 1
-            if request.num_failures and num_chunks > request.num_chunks:
-                request = request._replace(num_chunks=num_chunks, num_failures=0)
+            if request.num_failures and num_read > request.num_read:
+                request = request._replace(num_read=num_read, num_failures=0)
                 self._occupy({slot: request})
-        self._prefill = ChunkedPrefill(slot, request, num_chunks, waits=True)
-        if num_chunks * size >= length:
-            new = self._new_requests({slot: request})
+        self._prefill = read = ChunkedPrefill(slot, request, num_read, waits=True)
+        if read.is_read:
+            new = new_requests(self.engine, {slot: request}, self.engine.max_length)
             self._state = self._call([request], programs.insert, state, self._caches, new)
             self._prefill = None
-
-    def _new_requests(self, group: dict[int, ServedRequest]) -> NewRequests:
-        """Requests by slot as arrays; the first one is repeated to fill what `admit` takes."""
-        rows = [*group.items()]
-        if len(rows) > 1:
-            rows += rows[:1] * (self.engine.group_size(self._size(rows[0][1])) - len(rows))
-        requests = [request for _, request in rows]
-        arrays: dict[str, Any] = dict(
-            slots=np.array([slot for slot, _ in rows], np.int32),
-            prompts=np.stack([self.engine.pad_prompt(one.token_ids) for one in requests]),
-            lengths=np.array([one.length for one in requests], np.int32),
-            keys=np.array([one.seed for one in requests], np.uint32),
-        )
-        lengths = [one.prompt_length for one in requests]
-        options = self.engine.options_of([one.options for one in requests], lengths)
-        return NewRequests(**arrays, options=options)
 
     def _occupy(self, group: dict[int, ServedRequest]) -> dict[int, ServedRequest]:
         """Requests are in slots from now on."""
@@ -663,7 +659,10 @@ class EngineDriver:
         """The state, of empty slots if it was dropped."""
         if self._state is None:
             kept = dict(counters=self._host.counters, estimator=self._host.estimator)
-            arrays = self._call(requests, programs.init, *self._weights, **kept)
+            has_chunks = self.chunk_size < self.engine.max_length
+            arrays = self._call(
+                requests, programs.init, *self._weights, has_chunks=has_chunks, **kept
+            )
             self._state, self._caches = on_all_devices(arrays, self.engine.model)
         return self._state
 

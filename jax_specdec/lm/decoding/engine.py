@@ -108,7 +108,8 @@ class Engine:
       max_length: the most tokens of a request, prompt and new ones together; at least 2.
       prefill_sizes: lengths that prompts are padded to, increasing, at most `max_length`. None
         stands for powers of two from 32 on, and `max_length`. The last of them is the most tokens
-        that one call reads; a longer prompt is read in chunks of that size.
+        that one call reads; a longer prompt is read in chunks of that size, and while other
+        requests run, of `EngineDriver.chunk_size`.
       max_prefill_requests: the most prompts of one size that a call of `admit` reads.
       max_stop_tokens: M, the most stop tokens of a request.
       request_options: whether requests may ask for more than a temperature, a budget, stop tokens
@@ -180,7 +181,7 @@ class Engine:
         if self.prefill_sizes is not None:
             sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
             if sizes[-1] < longest:
-                inputs.check_reads_chunks(self.drafter, sizes[-1])
+                inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", sizes[-1])
             object.__setattr__(self, "prefill_sizes", sizes)
 
     @functools.cached_property
@@ -195,8 +196,8 @@ class Engine:
         return round_up(self.max_length + self.config.num_speculative_tokens + 1)
 
     @property
-    def _prefill_sizes(self) -> tuple[int, ...]:
-        """`prefill_sizes`, or what None stands for."""
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Tokens of a prompt that one call may read: `prefill_sizes`, or what None stands for."""
         if self.prefill_sizes is not None:
             return self.prefill_sizes
         powers = (_SMALLEST_PREFILL << i for i in itertools.count())
@@ -204,13 +205,13 @@ class Engine:
 
     @property
     def chunk_size(self) -> int:
-        """C, the most tokens of a prompt that one call reads: the last of `prefill_sizes`."""
-        return self._prefill_sizes[-1]
+        """C, the most tokens of a prompt that one call reads: the last of `chunk_sizes`."""
+        return self.chunk_sizes[-1]
 
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
-        """Lengths of padded prompts: `prefill_sizes`, and `max_length` where C is less."""
-        return tuple(sorted({*self._prefill_sizes, self.max_length}))
+        """Lengths of padded prompts: `chunk_sizes`, and `max_length` where C is less."""
+        return tuple(sorted({*self.chunk_sizes, self.max_length}))
 
     def group_size(self, size: int) -> int:
         """R, how many prompts that are padded to `size` one call of `admit` reads.
@@ -224,7 +225,7 @@ class Engine:
     @property
     def admit_shapes(self) -> tuple[tuple[int, int], ...]:
         """The shapes ``[R, P]`` of prompts for which `admit` is compiled."""
-        return tuple((r, n) for n in self._prefill_sizes for r in sorted({1, self.group_size(n)}))
+        return tuple((r, n) for n in self.chunk_sizes for r in sorted({1, self.group_size(n)}))
 
     def prompt_size(self, length: int) -> int:
         """P, the least of `prompt_sizes` that holds a prompt.
@@ -379,7 +380,7 @@ class Engine:
           draft_params: the drafter's weights.
           caches: of one request, at first from `init_caches`; donated. A chunk that starts at 0
             clears them.
-          chunk: ``[C]`` int32, C is `chunk_size`.
+          chunk: ``[P]`` int32; it is compiled for each P.
           start: ``[]`` int32, position of the chunk's first token.
           length: ``[]`` int32, tokens of the whole prompt.
           next_token_id: ``[]`` int32, the prompt's token after the chunk; any id after the last.

@@ -53,17 +53,22 @@ def check_drafter(drafter: Any, config: Any) -> None:
         )
 
 
-def check_reads_chunks(drafter: Drafter, size: int) -> None:
+def reads_chunks(drafter: Drafter) -> bool:
+    """Whether a drafter's `prefill` can begin at any position."""
+    features = _FEATURES if feature_layers_of(drafter) else {}
+    return _takes(drafter.prefill, None, None, None, start=None, **features)
+
+
+def check_reads_chunks(drafter: Drafter, name: str, size: int) -> None:
     """Check that a drafter's `prefill` can begin at any position.
 
     Raises:
-      TypeError: it takes no `start`.
+      TypeError: it takes no `start`, and a size of this name needs it.
     """
-    features = _FEATURES if feature_layers_of(drafter) else {}
-    if not _takes(drafter.prefill, None, None, None, start=None, **features):
+    if not reads_chunks(drafter):
         raise TypeError(
             f"drafter must have a prefill that takes start, because prompts longer than "
-            f"prefill_sizes[-1]={size} are read in chunks, but {type(drafter).__name__}.prefill "
+            f"{name}={size} are read in chunks, but {type(drafter).__name__}.prefill "
             f"takes {inspect.signature(drafter.prefill)}"
         )
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.arrays import check_int
@@ -16,8 +18,12 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec.lm.decoding.core import Caches, DecodeState, on_all_devices
-from jax_specdec.lm.decoding.engine import Engine
-from jax_specdec.lm.decoding.step_costs import StepCosts
+from jax_specdec.lm.decoding.engine import Engine, NewRequests
+from jax_specdec.lm.decoding.options import RequestOptions
+from jax_specdec.lm.decoding.step_costs import ChunkCosts, StepCosts
+
+_LONGEST_TIMING = 0.1
+"""Seconds that calls may take together when they are dispatched at once to be timed."""
 
 admit = jax.jit(Engine.admit, static_argnums=0, donate_argnames="state")
 prefill_chunk = jax.jit(Engine.prefill_chunk, static_argnums=0, donate_argnames="caches")
@@ -63,20 +69,20 @@ def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, S
     return state, StepResult(numbers, record.logprobs, rates, state.counters, estimator)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, static_argnames="has_chunks")
 def init(
-    engine: Engine, params: Any, draft_params: Any, **kept: Any
+    engine: Engine, params: Any, draft_params: Any, *, has_chunks: bool = False, **kept: Any
 ) -> tuple[DecodeState, Caches | None]:
-    """Empty slots, and caches for a long prompt if there are such.
+    """Empty slots, and caches for a prompt that is read in chunks if there are such.
 
     Args:
       engine: static.
       params: the target's weights.
       draft_params: the drafter's weights.
+      has_chunks: static.
       **kept: fields of `DecodeState` that are not to begin anew.
     """
     state = dataclasses.replace(engine.init_state(draft_params, params), **kept)
-    has_chunks = engine.chunk_size < engine.max_length
     return state, engine.init_caches(params=params) if has_chunks else None
 
 
@@ -147,7 +153,8 @@ def measure_steps(
       engine: with a `draft_budget`.
       params: the target's weights.
       draft_params: the drafter's weights.
-      num_steps: the steps that are dispatched at once and timed together, at least 1.
+      num_steps: the steps that are dispatched at once and timed together, at least 1; fewer where
+        they would take longer than 0.1 s.
 
     Returns:
       The costs. `StepCosts.save` keeps them for a later driver.
@@ -170,26 +177,62 @@ def measure_steps(
     check_int("num_steps", num_steps)
     if engine.draft_budget is None:
         raise ValueError("engine must have a draft_budget, but it is None")
-    weights = on_all_devices((params, draft_params), engine.model)
-    state = on_all_devices(init(engine, *weights)[0], engine.model)
+    calls = _Calls(engine, params, draft_params)
+    seconds = [calls.seconds_of_step(n, num_steps) for n in engine.draft_budget]
+    return StepCosts(engine.num_slots, engine.draft_budget, tuple(seconds))
 
-    def seconds(state: DecodeState, num_drafts: int, num_steps: int) -> tuple[DecodeState, float]:
-        state = _occupied(engine, state)
-        jax.block_until_ready(state)
-        begin = time.perf_counter()
-        for _ in range(num_steps):
-            state, result = step(
-                engine, *weights, state, all_neutral=engine.request_options, num_drafts=num_drafts
-            )
-        jax.block_until_ready((state, result))
-        return state, (time.perf_counter() - begin) / num_steps
 
-    found = []
-    for num_drafts in engine.draft_budget:
-        state, _ = seconds(state, num_drafts, 1)
-        times = []
-        for _ in range(3):
-            state, one = seconds(state, num_drafts, num_steps)
-            times.append(one)
-        found.append(min(times))
-    return StepCosts(engine.num_slots, engine.draft_budget, tuple(found))
+def measure_chunks(engine: Engine, params: Any, draft_params: Any = None) -> ChunkCosts:
+    """Measure a step, all slots busy, and calls that read a prompt of each of `chunk_sizes`.
+
+    The step has the most drafts. Sizes beyond the first that is too large are not measured.
+    """
+    calls = _Calls(engine, params, draft_params)
+    num_drafts = None if engine.draft_budget is None else engine.draft_budget[-1]
+    costs = ChunkCosts(calls.seconds_of_step(num_drafts), {})
+    for size in engine.chunk_sizes:
+        costs.seconds[size] = calls.seconds_of_prompt(size)
+        if costs.largest < size:
+            break
+    return costs
+
+
+class _Calls:
+    """Times calls on a state of its own, all slots busy; compiles what was not compiled."""
+
+    def __init__(self, engine: Engine, params: Any, draft_params: Any) -> None:
+        self._engine = engine
+        self._weights = on_all_devices((params, draft_params), engine.model)
+        self._state = on_all_devices(init(engine, *self._weights)[0], engine.model)
+
+    def seconds_of_step(self, num_drafts: int | None, num_calls: int = 8) -> float:
+        engine = self._engine
+        static: Any = dict(all_neutral=engine.request_options, num_drafts=num_drafts)
+        return self._least(lambda x: step(engine, *self._weights, x, **static)[0], num_calls)
+
+    def seconds_of_prompt(self, size: int, num_calls: int = 8) -> float:
+        engine = self._engine
+        arrays: dict[str, Any] = dict(
+            slots=np.zeros(1, np.int32),
+            prompts=np.zeros((1, size), np.int32),
+            lengths=np.array([size], np.int32),
+            keys=np.zeros(1, np.uint32),
+        )
+        request = NewRequests(**arrays, options=engine.options_of([RequestOptions()], [size]))
+        return self._least(lambda x: admit(engine, *self._weights, x, request), num_calls)
+
+    def _least(self, call: Callable[[DecodeState], DecodeState], num_calls: int) -> float:
+        """Seconds of a call, the least of three times `num_calls` that are dispatched at once."""
+
+        def seconds(num_calls: int) -> float:
+            self._state = _occupied(self._engine, self._state)
+            jax.block_until_ready(self._state)
+            begin = time.perf_counter()
+            for _ in range(num_calls):
+                self._state = call(self._state)
+            jax.block_until_ready(self._state)
+            return (time.perf_counter() - begin) / num_calls
+
+        seconds(1)  # compiles
+        num_calls = min(num_calls, max(1, int(_LONGEST_TIMING / seconds(1))))
+        return min(seconds(num_calls) for _ in range(3))

@@ -1,4 +1,4 @@
-"""`StepCosts`: what a step costs by its number of drafts, and which number pays best."""
+"""What a step costs by its number of drafts, a prompt by its tokens, and which numbers to take."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
+_MOST_STEPS = 1.1
+"""The most that reading a prompt between two steps may cost, in steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,27 @@ class StepCosts:
             raise ValueError(
                 f"path must be a file that save wrote, but {os.fspath(path)} is not: {error}"
             ) from error
+
+
+class ChunkCosts(NamedTuple):
+    """The seconds of a step of an engine, and of a call that reads a prompt with both models.
+
+    Attributes:
+      step: all slots busy.
+      seconds: by the tokens of the prompt, which increase.
+    """
+
+    step: float
+    seconds: dict[int, float]
+
+    @property
+    def largest(self) -> int:
+        """The most tokens that are read in about the time of a step; the least, if all take longer.
+
+        A step after such a call takes at most 2.1 times as long as one without.
+        """
+        least = min(self.seconds)
+        return max(n for n, x in self.seconds.items() if n == least or x <= _MOST_STEPS * self.step)
 
 
 @dataclasses.dataclass(eq=False)
