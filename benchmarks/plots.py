@@ -213,6 +213,31 @@ def passes_against_tokens(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
+def tokens_against_length(document: dict[str, Any]) -> Figure | None:
+    """Tokens per second over tokens emitted per step, by drafter."""
+    rows = [row for row in document["rows"] if "plain_bytes" in row]
+    if not rows:
+        return None
+    rows.sort(key=lambda row: (row["prompt"], row["batch"]))
+    figure, panels = _panels([(row["batch"], row["prompt"]) for row in rows])
+    for row, ax in zip(rows, panels.values(), strict=True):
+        emitted = [1.0, 1.0 + row["k"]]  # one token, to all drafts and one more
+        requests = row["batch"]
+        bandwidth = document["runs"][row["run"]]["copy_bytes_per_second"]
+        roofline = [requests * n * bandwidth / row["plain_bytes"] for n in emitted]
+        ax.plot(emitted, roofline, "k--", linewidth=1, label="the target's bytes at copy bandwidth")
+        for way, ms in row["ms"].items():
+            if way.endswith(", step"):
+                rates = [requests * n / ms * 1e3 for n in emitted]
+                ax.plot(emitted, rates, label=way.removesuffix(", step"))
+        plain = requests / row["ms"]["plain"] * 1e3
+        ax.axhline(plain, color="#5c5c5c", linestyle=":", label="plain decoding")
+        ax.set(title=f"B = {requests}, {row['prompt']} tokens", ylim=(0, None))
+        ax.set(xlabel="tokens emitted per step of a request", ylabel="tokens per second")
+        _finish(ax)
+    return figure
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "time": time_against_batch,
     "rate": rate_against_bytes,
@@ -220,6 +245,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "devices": against_devices,
     "call": beside_vllm,
     "pass": passes_against_tokens,
+    "tokens": tokens_against_length,
 }
 
 
