@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+from unittest import mock
 
 import jax
 import llamas
@@ -184,18 +186,23 @@ class Served:
 
     Attributes:
       step_ms: of each call of `step` in which a request that had tokens waited for more.
+      quiet_ms: of those in which, and before which, no prompt was read.
       gap_ms: from the results before to those of that step.
-      first_ms: from the arrival of a request to its first token, short prompts first.
+      first_ms: from the arrival of a request to its first token.
     """
+
+    num_reads: ClassVar[int] = 0  # calls that read prompts, of all runs
 
     def __init__(self) -> None:
         self.step_ms: list[float] = []
+        self.quiet_ms: list[float] = []
         self.gap_ms: list[float] = []
         self.first_ms: dict[str, list[float]] = {"short": [], "long": []}
         self.num_tokens = 0
         self.seconds = 0.0
         self._arrived: dict[int, tuple[float, str]] = {}
         self._last: float | None = None
+        self._reads = 0, 0  # so far, before the last step and before this one
 
     def submit(
         self, driver: lm.EngineDriver, prompt: list[int], budget: int, due: float | None = None
@@ -212,8 +219,10 @@ class Served:
         begin = time.perf_counter()
         updates = driver.step()
         now = time.perf_counter()
+        self._reads, before = (self._reads[1], Served.num_reads), self._reads[0]
         if any(update.request_id not in self._arrived for update in updates):
             self.step_ms.append((now - begin) * 1e3)
+            self.quiet_ms += self.step_ms[-1:] * (before == Served.num_reads)
             self.gap_ms.append((now - (self._last or begin)) * 1e3)
         for update in updates:
             if update.request_id in self._arrived:
@@ -237,14 +246,40 @@ def summary(runs: list[Served]) -> dict[str, Any]:
     first = {kind: [x for run in runs for x in run.first_ms[kind]] for kind in ("short", "long")}
     return {
         "step": percentiles(pooled("step_ms")),
+        "quiet": percentiles(pooled("quiet_ms")),
         "gap": percentiles(pooled("gap_ms")),
         "first": percentiles(first["short"] + first["long"]),
         "first_mean": float(np.mean(first["short"] + first["long"])),
         "first_short": percentiles(first["short"]),
         "first_long": percentiles(first["long"]),
         "tokens_per_second": sum(x.num_tokens for x in runs) / sum(x.seconds for x in runs),
-        "samples": {"step_ms": [run.step_ms for run in runs], "first_ms": first},
     }
+
+
+def samples(runs: list[Served]) -> dict[str, list[list[float]]]:
+    return {
+        name: [np.round(getattr(run, name), 3).tolist() for run in runs]
+        for name in ("step_ms", "gap_ms")
+    }
+
+
+@contextlib.contextmanager
+def counting_reads() -> Iterator[None]:
+    """Every call that reads prompts counts for `Served`."""
+    with contextlib.ExitStack() as stack:
+        for name in ("admit", "prefill_chunk"):
+            stack.enter_context(mock.patch.object(programs, name, _counted(name)))
+        yield
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    function = getattr(programs, name)
+
+    def call(*args: Any) -> Any:
+        Served.num_reads += 1
+        return function(*args)
+
+    return call
 
 
 def measure_arrivals(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -274,6 +309,7 @@ def measure_arrivals(case: Case, options: argparse.Namespace) -> list[dict[str, 
             "requests_per_second": rate,
             "saturated": summary(full[name]),
             "arrivals": summary(random[name]),
+            "samples": samples(random[name]),
         }
         for name, size in policies.items()
     ]
@@ -317,6 +353,7 @@ def arrival_cells(row: dict[str, Any]) -> dict[str, Any]:
         "policy": f"{row['policy']} ({row['chunk_size']})",
         **{name: f"{found['step'][name]:.2f}" for name in ("p50", "p99")},
         "p99/p50": f"{found['step']['ratio']:.2f}",
+        "quiet": f"{found['quiet']['ratio']:.2f}",
         "between": f"{found['gap']['ratio']:.2f}",
         "saturated": f"{full['step']['ratio']:.2f}",
         "first p50": f"{found['first']['p50']:.1f}",
@@ -375,7 +412,8 @@ def main(command_line: list[str] | None = None) -> int:
             if options.only != "arrivals":
                 results.add([measure_case(case, options)])
             if options.only != "full":
-                arrivals.add(measure_arrivals(case, options))
+                with counting_reads():
+                    arrivals.add(measure_arrivals(case, options))
         except Exception:  # one must not cost the others
             clock.say(f"{name}: {traceback.format_exc(limit=-3)}")
             continue
