@@ -78,13 +78,14 @@ def test_while_somebody_runs_a_step_waits_for_one_chunk_and_no_larger_one(ahead,
 def test_while_nobody_runs_calls_are_as_large_as_they_may_be(calls):
     driver = driver_of(PIECES, *TABLES, max_prefills=1, chunk_size=SMALL)
     long = dict(prompt=[1, 2, 3] * 10, max_new_tokens=6)
-    (update,) = [driver.submit(**long), driver.step()][1]
+    driver.submit(**long)
+    (update,) = driver.step()
     assert calls == [LARGE] * 4 + [0]
     assert update.token_ids == greedy_truth(long)[:1]
     run(driver)
     del calls[:]
-    ids = [driver.submit(**one) for one in ([dict(prompt=[1, 2] * 3, max_new_tokens=3)])]
-    ids += [driver.submit([i], max_new_tokens=3) for i in range(3)]
+    prompts = [1, 2] * 3, [0], [1], [2]
+    ids = [driver.submit(prompt, max_new_tokens=3) for prompt in prompts]
     found = run(driver)
     # The first is read whole; from then on it runs, and the others come one at a time.
     assert calls[:6] == [LARGE, 0, SMALL, 0, SMALL, 0]
