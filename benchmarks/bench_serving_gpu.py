@@ -10,21 +10,23 @@ bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the s
   ones for their first token. *saturated*: somebody always waits for a slot; tokens per second.
 
 A policy says how many tokens of prompts a call reads while requests run: a number, "largest" for
-the most that the engine reads at once, or "chosen" for what `EngineDriver.warm_up` takes. All
-policies see the same requests at the same times, in turn, in one process.
+the most that the engine reads at once, or "chosen" for the two that `EngineDriver.warm_up` takes.
+All policies see the same requests at the same times, in turn, in one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+from unittest import mock
 
 import jax
 import llamas
@@ -82,10 +84,14 @@ class Case:
         self.params = weights["target"]
         self.draft_params = None if drafter == "lookup" else weights["drafter"]
 
-    def driver(self, chunk_size: int | None = None) -> lm.EngineDriver:
-        """By default, of the largest chunks: nothing is chosen while others compile."""
-        size = chunk_size or self.engine.chunk_size
-        return lm.EngineDriver(self.engine, self.params, self.draft_params, chunk_size=size)
+    def driver(self, *sizes: int) -> lm.EngineDriver:
+        """With chunks of one size, or of another while most steps wait; by default, the largest."""
+        sizes = sizes or (self.engine.chunk_size,)
+        driver = lm.EngineDriver(
+            self.engine, self.params, self.draft_params, chunk_size=sizes[0]
+        )  # nothing is chosen while others compile
+        driver.busy_chunk_size = sizes[-1]
+        return driver
 
     def compile(self) -> float:
         begin = time.perf_counter()
@@ -144,7 +150,8 @@ class Case:
         """What `warm_up` chooses a size from: milliseconds of a step, and of reading a prompt."""
         found = programs.measure_chunks(self.engine, self.params, self.draft_params)
         prompts = {size: seconds * 1e3 for size, seconds in found.seconds.items()}
-        return {"step_ms": found.step * 1e3, "prompt_ms": prompts, "chosen": found.largest}
+        chosen = found.largest, found.largest_when_busy
+        return {"step_ms": found.step * 1e3, "prompt_ms": prompts, "chosen": chosen}
 
     def prompts(self, rng: np.random.Generator) -> Iterator[list[int]]:
         """Without end; a tenth of them are long. Made beforehand, which takes time."""
@@ -152,9 +159,9 @@ class Case:
         lengths = [sizes.prompt] * 90 + [sizes.long_prompt] * 10
         return itertools.cycle([self.prompt(rng, n) for n in rng.permutation(lengths)])
 
-    def saturated(self, policy: int, steps: int) -> Served:
+    def saturated(self, policy: tuple[int, ...], steps: int) -> Served:
         """Somebody always waits: what the engine can deliver."""
-        driver, prompts = self.driver(policy), self.prompts(np.random.default_rng(1))
+        driver, prompts = self.driver(*policy), self.prompts(np.random.default_rng(1))
         served = Served()
         while len(served.step_ms) < steps:
             while driver.num_queued < self.slots:
@@ -162,9 +169,9 @@ class Case:
             served.step(driver)
         return served
 
-    def arrivals(self, policy: int, steps: int, rate: float) -> Served:
+    def arrivals(self, policy: tuple[int, ...], steps: int, rate: float) -> Served:
         """Requests come at random times, which no policy changes."""
-        driver, rng = self.driver(policy), np.random.default_rng(2)
+        driver, rng = self.driver(*policy), np.random.default_rng(2)
         prompts, served, begin = self.prompts(rng), Served(), time.perf_counter()
         due = begin
         while len(served.step_ms) < steps:
@@ -184,18 +191,23 @@ class Served:
 
     Attributes:
       step_ms: of each call of `step` in which a request that had tokens waited for more.
+      quiet_ms: of those in which, and before which, no prompt was read.
       gap_ms: from the results before to those of that step.
-      first_ms: from the arrival of a request to its first token, short prompts first.
+      first_ms: from the arrival of a request to its first token.
     """
+
+    num_reads: ClassVar[int] = 0  # calls that read prompts, of all runs
 
     def __init__(self) -> None:
         self.step_ms: list[float] = []
+        self.quiet_ms: list[float] = []
         self.gap_ms: list[float] = []
         self.first_ms: dict[str, list[float]] = {"short": [], "long": []}
         self.num_tokens = 0
         self.seconds = 0.0
         self._arrived: dict[int, tuple[float, str]] = {}
         self._last: float | None = None
+        self._reads = 0, 0  # so far, before the last step and before this one
 
     def submit(
         self, driver: lm.EngineDriver, prompt: list[int], budget: int, due: float | None = None
@@ -212,8 +224,10 @@ class Served:
         begin = time.perf_counter()
         updates = driver.step()
         now = time.perf_counter()
+        self._reads, before = (self._reads[1], Served.num_reads), self._reads[0]
         if any(update.request_id not in self._arrived for update in updates):
             self.step_ms.append((now - begin) * 1e3)
+            self.quiet_ms += self.step_ms[-1:] * (before == Served.num_reads)
             self.gap_ms.append((now - (self._last or begin)) * 1e3)
         for update in updates:
             if update.request_id in self._arrived:
@@ -237,45 +251,72 @@ def summary(runs: list[Served]) -> dict[str, Any]:
     first = {kind: [x for run in runs for x in run.first_ms[kind]] for kind in ("short", "long")}
     return {
         "step": percentiles(pooled("step_ms")),
+        "quiet": percentiles(pooled("quiet_ms")),
         "gap": percentiles(pooled("gap_ms")),
         "first": percentiles(first["short"] + first["long"]),
         "first_mean": float(np.mean(first["short"] + first["long"])),
         "first_short": percentiles(first["short"]),
         "first_long": percentiles(first["long"]),
         "tokens_per_second": sum(x.num_tokens for x in runs) / sum(x.seconds for x in runs),
-        "samples": {"step_ms": [run.step_ms for run in runs], "first_ms": first},
     }
+
+
+def samples(runs: list[Served]) -> dict[str, list[list[float]]]:
+    return {
+        name: [np.round(getattr(run, name), 3).tolist() for run in runs]
+        for name in ("step_ms", "gap_ms")
+    }
+
+
+@contextlib.contextmanager
+def counting_reads() -> Iterator[None]:
+    """Every call that reads prompts counts for `Served`."""
+    with contextlib.ExitStack() as stack:
+        for name in ("admit", "prefill_chunk"):
+            stack.enter_context(mock.patch.object(programs, name, _counted(name)))
+        yield
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    function = getattr(programs, name)
+
+    def call(*args: Any) -> Any:
+        Served.num_reads += 1
+        return function(*args)
+
+    return call
 
 
 def measure_arrivals(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each policy: first all are saturated, then requests come at the same times."""
     costs = case.costs()
-    named = {"largest": case.engine.chunk_size, "chosen": costs["chosen"]}
+    named = {"largest": (case.engine.chunk_size,), "chosen": costs["chosen"]}
     prompts = ", ".join(f"{size} tokens {ms:.2f}" for size, ms in costs["prompt_ms"].items())
     print(f"       ms of a step {costs['step_ms']:.2f}, of a prompt of {prompts}")
-    policies = {name: named.get(name) or int(name) for name in options.policies}
+    policies = {name: named.get(name) or (int(name),) for name in options.policies}
     full: dict[str, list[Served]] = {name: [] for name in policies}
     random: dict[str, list[Served]] = {name: [] for name in policies}
     for _ in range(options.rounds):
-        for name, size in policies.items():
-            full[name].append(case.saturated(size, options.arrivals))
+        for name, sizes in policies.items():
+            full[name].append(case.saturated(sizes, options.arrivals))
     tokens = summary(full[options.policies[0]])["tokens_per_second"]
     rate = LOAD * tokens / case.sizes.budget
     for _ in range(options.rounds):
-        for name, size in policies.items():
-            random[name].append(case.arrivals(size, options.arrivals, rate))
+        for name, sizes in policies.items():
+            random[name].append(case.arrivals(sizes, options.arrivals, rate))
     return [
         {
             "slots": case.slots,
             "drafter": case.drafter,
             "policy": name,
-            "chunk_size": size,
+            "chunk_sizes": sizes,
             "costs": costs,
             "requests_per_second": rate,
             "saturated": summary(full[name]),
             "arrivals": summary(random[name]),
+            "samples": samples(random[name]),
         }
-        for name, size in policies.items()
+        for name, sizes in policies.items()
     ]
 
 
@@ -314,9 +355,10 @@ def arrival_cells(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "slots": row["slots"],
         "drafter": row["drafter"],
-        "policy": f"{row['policy']} ({row['chunk_size']})",
+        "policy": f"{row['policy']} ({', '.join(map(str, row['chunk_sizes']))})",
         **{name: f"{found['step'][name]:.2f}" for name in ("p50", "p99")},
         "p99/p50": f"{found['step']['ratio']:.2f}",
+        "quiet": f"{found['quiet']['ratio']:.2f}",
         "between": f"{found['gap']['ratio']:.2f}",
         "saturated": f"{full['step']['ratio']:.2f}",
         "first p50": f"{found['first']['p50']:.1f}",
@@ -375,7 +417,8 @@ def main(command_line: list[str] | None = None) -> int:
             if options.only != "arrivals":
                 results.add([measure_case(case, options)])
             if options.only != "full":
-                arrivals.add(measure_arrivals(case, options))
+                with counting_reads():
+                    arrivals.add(measure_arrivals(case, options))
         except Exception:  # one must not cost the others
             clock.say(f"{name}: {traceback.format_exc(limit=-3)}")
             continue
