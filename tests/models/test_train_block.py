@@ -12,9 +12,9 @@ import pytest
 import train_block
 import train_eagle3
 from safetensors.numpy import load_file
+from upper_floor import random_weights
 
 from jax_specdec import lm
-from jax_specdec.lm.models.layers import random_weights
 
 pytestmark = pytest.mark.newest
 
