@@ -79,6 +79,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         request_options=True,
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
         max_stop_tokens=max(8, len(models.stop_token_ids)),
+        max_drafts_by_length=options.max_drafts_by_length,
         logprobs=logprobs,
     )
     return lm.EngineDriver(engine, models.target.params, draft.params, max_queue=options.max_queue)

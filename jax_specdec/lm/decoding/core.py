@@ -114,6 +114,7 @@ class Decoder:
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
       drafts_in_first_step: whether a request without output gets drafts.
+      max_drafts_by_length: see `Engine`.
     """
 
     model: CausalModel
@@ -121,6 +122,7 @@ class Decoder:
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
     drafts_in_first_step: bool = True
+    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_drafts(self) -> int:
@@ -256,15 +258,18 @@ class Decoder:
         returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)
         _check_proposal(self.drafter, returned, state, size)
         proposal, draft_cache = returned
+        most = self._most_drafts(state.batch)
+        is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < most[:, None]
+        ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
         state = dataclasses.replace(
             state,
             draft_cache=draft_cache,
-            draft_token_ids=proposal.token_ids[:, :wanted],
+            draft_token_ids=ids,
             store=proposal.store,
             features=None,
             num_features=None,
         )
-        return state.without_drafts(self._without_drafts(state.batch))
+        return state.without_drafts(most == 0)
 
     def verify(
         self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
@@ -321,9 +326,9 @@ class Decoder:
             )  # others may be NaN
         estimator = state.estimator
         if estimator is not None:
-            is_counted = ~self._without_drafts(batch) & (output.num_emitted > 0)
+            offered = jnp.minimum(self._most_drafts(batch), ids.shape[1])
             estimator = estimator.update(
-                num_drafts=jnp.where(is_counted, ids.shape[1], 0),
+                num_drafts=jnp.where(output.num_emitted > 0, offered, 0),
                 num_accepted=output.num_accepted,
                 log_normalizer=_log_normalizers(state.store, batch.lengths),
             )
@@ -349,12 +354,15 @@ class Decoder:
         )
         return state, record
 
-    def _without_drafts(self, batch: Batch) -> jax.Array:
-        """``[B]`` bool, the requests that get no drafts in this step."""
+    def _most_drafts(self, batch: Batch) -> jax.Array:
+        """``[B]`` int32, the most drafts of each request in this step; they are not looked at."""
+        most = batch.options.max_drafts
+        for length, fewer in self.max_drafts_by_length:
+            most = jnp.where(batch.lengths >= length, jnp.minimum(most, fewer), most)
         none = batch.done
         if not self.drafts_in_first_step:
             none |= batch.lengths == batch.options.prompt_lengths
-        return none
+        return jnp.where(none, 0, most)
 
     def _run(self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any) -> TargetOutput:
         """The target, with the features that the drafter reads."""

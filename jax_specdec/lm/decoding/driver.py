@@ -232,11 +232,11 @@ class EngineDriver:
           on_progress: called with the number of programs that are ready and the number of all,
             before the first and after each. The programs are `admit` for each of the engine's
             `admit_shapes`, `prefill_chunk` and `insert` where long prompts are read in chunks,
-            `release`, and `step` (two, with `request_options`, and that for each number of the
-            `draft_budget`). None for no calls. Steps are measured afterwards, if there is a
-            `draft_budget` and no `step_costs` were given.
-          grammars: whether requests will have matchers; their steps are then compiled, too, as one
-            more program.
+            `release`, and `step`: without drafts, and with K or each number of the `draft_budget`;
+            twice as many with `request_options`. None for no calls. Steps are measured afterwards,
+            if there is a `draft_budget` and no `step_costs` were given.
+          grammars: whether requests will have matchers; their steps are then compiled, too, as two
+            more programs.
 
         Raises:
           TypeError: `on_progress` cannot be called.
@@ -280,9 +280,11 @@ class EngineDriver:
             all_chunks = longest._replace(num_chunks=engine.max_length)
             calls += [functools.partial(self._read_chunk, one) for one in (longest, all_chunks)]
         calls.append(functools.partial(self._empty, nowhere))
-        chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
+        numbers = dict.fromkeys((0, *(engine.draft_budget or (None,))))
+        chosen = itertools.product({False, engine.request_options}, numbers)
         calls += [functools.partial(step, self._dispatch_whole, *one) for one in chosen]
-        return calls + [functools.partial(step, self._dispatch_masked)] * grammars
+        masked = [functools.partial(step, self._dispatch_masked, {nowhere: n}) for n in (0, 1)]
+        return calls + masked * grammars
 
     def submit(
         self,
@@ -429,13 +431,18 @@ class EngineDriver:
             for slot, one in running.items()
         ):
             return False  # all budgets are spent after the steps ahead, if each spends one token
+        # A request may be longer on the device, and so have fewer drafts there, but never more.
+        limits = {i: self.engine.most_drafts(x.options, x.length) for i, x in running.items()}
         if any(one.matching is not None for one in running.values()):
-            self._dispatch_masked()
+            self._dispatch_masked(limits)
             return True
         all_neutral = self.engine.request_options and all(
             x.options.is_neutral for x in running.values()
         )
-        num_drafts = None if self.draft_choice is None else self.draft_choice.next()
+        num_drafts = None if any(limits.values()) else 0
+        if num_drafts is None and self.draft_choice is not None:
+            self.draft_choice.limits = [*limits.values()]
+            num_drafts = self.draft_choice.next()
         self._dispatch_whole(all_neutral, num_drafts)
         return True
 
@@ -550,19 +557,25 @@ class EngineDriver:
         given = *self._weights, self._ready_state(slots.values())
         self._add_step(slots, *self._call(slots.values(), programs.step, *given, **static))
 
-    def _dispatch_masked(self) -> None:
-        """Dispatch a step of K drafts whose rows are masked by the grammars of the requests."""
+    def _dispatch_masked(self, limits: dict[int, int]) -> None:
+        """Dispatch a step whose rows are masked by grammars, with the most drafts by slot."""
         slots, (params, draft_params) = self._decoding, self._weights
-        requests = slots.values()
+        requests, num_drafts = slots.values(), 0
         state = self._ready_state(requests)
-        features = state.features, state.num_features
-        state = dataclasses.replace(state, features=None, num_features=None)
-        state = self._call(requests, programs.draft, draft_params, state, *features)
+        if any(limits.values()):
+            num_drafts = self.engine.config.num_speculative_tokens
+            features = state.features, state.num_features
+            state = dataclasses.replace(state, features=None, num_features=None)
+            state = self._call(requests, programs.draft, draft_params, state, *features)
         with awaiting(requests):
-            drafts = Drafts.from_dense(jax.device_get(state.draft_token_ids))
+            drafts = Drafts.from_dense(jax.device_get(state.draft_token_ids)[:, :num_drafts])
         mask, failed = self._matchers.token_bitmask(slots, drafts)
         going_on = {slot: one for slot, one in slots.items() if slot not in failed}
-        self._add_step(going_on, *self._call(requests, programs.verify, params, state, mask))
+        if num_drafts:
+            result = self._call(requests, programs.verify, params, state, mask)
+        else:
+            result = self._call(requests, programs.masked_step, params, draft_params, state, mask)
+        self._add_step(going_on, *result)
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
             self._empty(slot)

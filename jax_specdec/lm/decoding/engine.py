@@ -120,6 +120,10 @@ class Engine:
         that pays best (see `StepCosts`). How a text is divided into steps then depends on the load,
         so greedy text stays as it is, and sampled text is another sample of the same distribution.
         None for K drafts in every step.
+      max_drafts_by_length: pairs of a length and of the most drafts of a step that begins when a
+        request has as many tokens, prompt and new ones together, or more. Lengths increase, and
+        drafts decrease: with ``((4096, 2), (16384, 0))`` requests have K drafts at first, and none
+        from 16384 tokens on.
 
     Raises:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
@@ -163,6 +167,7 @@ class Engine:
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
     draft_budget: tuple[int, ...] | None = None
+    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
@@ -177,6 +182,10 @@ class Engine:
             most = self.config.num_speculative_tokens
             numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
             object.__setattr__(self, "draft_budget", numbers)
+        table = inputs.drafts_by_length(
+            "max_drafts_by_length", self.max_drafts_by_length, self.config.num_speculative_tokens
+        )
+        object.__setattr__(self, "max_drafts_by_length", table)
         if self.prefill_sizes is not None:
             sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
             if sizes[-1] < longest:
@@ -186,8 +195,14 @@ class Engine:
     @functools.cached_property
     def decoder(self) -> Decoder:
         """The step, which it shares with `generate`. A new request begins without drafts."""
-        parts = self.model, self.drafter, self.config, self.logprobs
-        return Decoder(*parts, drafts_in_first_step=False)
+        return Decoder(
+            self.model,
+            self.drafter,
+            self.config,
+            self.logprobs,
+            drafts_in_first_step=False,
+            max_drafts_by_length=self.max_drafts_by_length,
+        )
 
     @property
     def buffer_length(self) -> int:
@@ -248,12 +263,18 @@ class Engine:
         """
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
+    def most_drafts(self, options: RequestOptions, length: int) -> int:
+        """The most drafts of a step that begins when a request has `length` tokens."""
+        limits = [fewer for least, fewer in self.max_drafts_by_length if length >= least]
+        own = [] if options.max_drafts is None else [options.max_drafts]
+        return min([self.config.num_speculative_tokens, *limits, *own])
+
     def check_options(self, options: RequestOptions) -> None:
         """Check that a request may ask for this.
 
         Raises:
-          ValueError: an id outside the vocabulary, more of something than there is room for, or
-            options that need `request_options` in an engine without them.
+          ValueError: an id outside the vocabulary, more of something than there is room for, more
+            drafts than K, or options that need `request_options` in an engine without them.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
@@ -261,6 +282,7 @@ class Engine:
                 f"{options.non_neutral}"
             )
         options.check(self.model.vocab_size)
+        options.check_drafts(self.config.num_speculative_tokens)
         self.option_sizes.check(options)
         count, most = len(options.stop_token_ids), self.max_stop_tokens
         must = f"be at most max_stop_tokens = {most}"

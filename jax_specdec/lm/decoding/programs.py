@@ -114,6 +114,15 @@ def draft(
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def masked_step(
+    engine: Engine, params: Any, draft_params: Any, state: DecodeState, token_bitmask: Any
+) -> tuple[DecodeState, StepResult]:
+    """A step without drafts whose rows are masked, and what the host reads of it."""
+    state = engine.draft(draft_params, state, num_drafts=0)
+    return _with_result(*engine.verify(params, state, token_bitmask))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def verify(
     engine: Engine, params: Any, state: DecodeState, token_bitmask: Any
 ) -> tuple[DecodeState, StepResult]:
