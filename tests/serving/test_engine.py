@@ -365,7 +365,7 @@ FUNCTIONS = (
 
 @pytest.mark.parametrize(
     ("sizes", "ahead", "num_programs"),
-    [pytest.param(None, 0, 4, marks=pytest.mark.long), ((4, 16), 2, 7)],
+    [pytest.param(None, 0, 5, marks=pytest.mark.long), ((4, 16), 2, 8)],
     ids=["whole", "pieces"],
 )
 def test_nothing_is_compiled_after_warm_up(sizes, ahead, num_programs):

@@ -272,7 +272,11 @@ class Decoder:
         return state.without_drafts(most == 0)
 
     def verify(
-        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+        self,
+        params: Any,
+        state: DecodeState,
+        token_bitmask: jax.Array | None = None,
+        is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """The second half of `step`; see `Engine.verify`."""
         if state.features is not None:
@@ -283,7 +287,8 @@ class Decoder:
         batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
         drafts, context = Drafts.from_dense(ids), batch.context(self.config)
         if state.store is not None:
-            drafts = state.store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
+            store = state.store if is_forced is None else state.store.evict(is_forced)
+            drafts = store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
         logits, target_cache, features = self._apply(params, state)
         logits = logits.reshape(-1, logits.shape[-1])
         rows = context.process_logits(logits, drafts)
@@ -327,6 +332,8 @@ class Decoder:
         estimator = state.estimator
         if estimator is not None:
             offered = jnp.minimum(self._most_drafts(batch), ids.shape[1])
+            if is_forced is not None:
+                offered = jnp.where(is_forced, 0, offered)
             estimator = estimator.update(
                 num_drafts=jnp.where(output.num_emitted > 0, offered, 0),
                 num_accepted=output.num_accepted,

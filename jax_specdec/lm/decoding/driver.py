@@ -16,8 +16,8 @@ import numpy as np
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator
-from jax_specdec._src.grammar import GrammarMatcher, check_matchers
-from jax_specdec._src.types import Drafts
+from jax_specdec._src.grammar import check_matchers
+from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec.lm.decoding import inputs, programs
 from jax_specdec.lm.decoding.bookkeeping import (
     ChunkedPrefill,
@@ -65,8 +65,9 @@ class EngineDriver:
     on, its prompt is read alone, so that a prompt which cannot be read ends no other request.
 
     **Grammars.** A request may have a matcher. While such a request runs, a step is drafted, its
-    masks are made on the host, and it is then verified. The masks need the tokens of the step
-    before, so no step runs ahead. Matchers are called in a thread of their own, which the first of
+    masks are made on the host, and it is then verified. Where its grammar allows one token only,
+    that token takes the place of a draft. The masks need the tokens of the step before, so no step
+    runs ahead. Matchers are called in a thread of their own, which the first of
     them starts and `close` ends. A driver is its own context manager.
 
     Attributes:
@@ -82,10 +83,11 @@ class EngineDriver:
       ...     num_slots=2, max_length=32)
       >>> driver = lm.EngineDriver(engine, params)
       >>> driver.warm_up(lambda done, total: print(f"{done} of {total}"))
-      0 of 3
-      1 of 3
-      2 of 3
-      3 of 3
+      0 of 4
+      1 of 4
+      2 of 4
+      3 of 4
+      4 of 4
       >>> texts = {driver.submit(lm.encode_bytes(p), max_new_tokens=8): []
       ...     for p in ("import ", "def ")}
       >>> while not driver.is_idle:
@@ -568,14 +570,13 @@ class EngineDriver:
             state = dataclasses.replace(state, features=None, num_features=None)
             state = self._call(requests, programs.draft, draft_params, state, *features)
         with awaiting(requests):
-            drafts = Drafts.from_dense(jax.device_get(state.draft_token_ids)[:, :num_drafts])
-        mask, failed = self._matchers.token_bitmask(slots, drafts)
+            ids = jax.device_get(state.draft_token_ids)[:, :num_drafts]
+        drafts, failed = self._matchers.forced_drafts(slots, ids, limits, state.store is not None)
         going_on = {slot: one for slot, one in slots.items() if slot not in failed}
-        if num_drafts:
-            result = self._call(requests, programs.verify, params, state, mask)
-        else:
-            result = self._call(requests, programs.masked_step, params, draft_params, state, mask)
-        self._add_step(going_on, *result)
+        call: tuple[Any, ...] = programs.verify, params, state, *drafts
+        if not num_drafts:
+            call = programs.masked_step, params, draft_params, state, drafts.token_bitmask
+        self._add_step(going_on, *self._call(requests, *call))
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
             self._empty(slot)

@@ -564,7 +564,11 @@ class Engine:
         return self.decoder.draft(draft_params, state, num_drafts=num_drafts)
 
     def verify(
-        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+        self,
+        params: Any,
+        state: DecodeState,
+        token_bitmask: jax.Array | None = None,
+        is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """The second half of `step`: verify the drafts in the state, and append what is emitted.
 
@@ -576,6 +580,9 @@ class Engine:
           state: with drafts, from `draft`.
           token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
             `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`.
+          is_forced: ``[B]`` bool, requests with drafts in ``state.draft_token_ids`` that are not
+            from `draft`, as from `forced_drafts`. All their drafts are verified one-hot. This must
+            not depend on what was drafted for a sampled request. None for no request.
 
         Returns:
           The state, without drafts, and the record of the step.
@@ -586,7 +593,7 @@ class Engine:
         """
         check_params("params", self.model, params)
         self._check_target_cache(state)
-        return self.decoder.verify(params, state, token_bitmask)
+        return self.decoder.verify(params, state, token_bitmask, is_forced)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empty slots whose requests have not ended: they emit nothing more.

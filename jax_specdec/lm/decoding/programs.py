@@ -124,10 +124,16 @@ def masked_step(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def verify(
-    engine: Engine, params: Any, state: DecodeState, token_bitmask: Any
+    engine: Engine,
+    params: Any,
+    state: DecodeState,
+    token_ids: Any,
+    is_forced: Any,
+    token_bitmask: Any,
 ) -> tuple[DecodeState, StepResult]:
-    """The second half of a step, and what the host reads of it."""
-    return _with_result(*engine.verify(params, state, token_bitmask))
+    """The second half of a step with `ForcedDrafts`, and what the host reads of it."""
+    state = dataclasses.replace(state, draft_token_ids=token_ids)
+    return _with_result(*engine.verify(params, state, token_bitmask, is_forced))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")

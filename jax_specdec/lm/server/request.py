@@ -262,8 +262,7 @@ async def read_request(values: Json, is_chat: bool, engine: lm.Engine, words: Vo
         raise ApiError(f"{top_name} must be at most {most} on this server", top_name)
     if given.min_tokens and schema is not None:  # where only a stop token is allowed
         raise ApiError("min_tokens must not come with a response_format", "min_tokens")
-    most = engine.config.num_speculative_tokens
-    if given.max_drafts is not None and given.max_drafts > most:
+    if given.max_drafts and given.max_drafts > (most := engine.config.num_speculative_tokens):
         raise ApiError(f"max_drafts must be at most {most} on this server", "max_drafts")
     if len(given.prompts) * given.n > MAX_CHOICES:
         raise ApiError(f"{name} and n must make at most {MAX_CHOICES} choices", name)
