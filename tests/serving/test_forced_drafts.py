@@ -389,10 +389,13 @@ def test_texts_and_logprobs_are_those_without_forced_drafts_in_fewer_steps(name:
             np.testing.assert_allclose(*chosen, atol=1e-5)
 
 
-def test_forced_drafts_come_in_the_first_step_and_keep_to_limits() -> None:
-    driver = engines.driver_of(engines.TABLE)
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "where q is 0"])
+def test_forced_drafts_come_in_the_first_step_and_keep_to_limits(sampled: bool) -> None:
+    driver = engines.driver_of(engines.EVERYTHING if sampled else engines.TABLE)
     allowed = lambda text: ((len(text) + 1) % VOCAB,)  # noqa: E731
-    asked = dict(prompt=[1], max_new_tokens=9)
+    asked: dict[str, Any] = dict(prompt=[1], max_new_tokens=9)
+    if sampled:
+        asked |= dict(temperature=0.8, top_k=1)
     for most, sizes in ((None, [3, 3, 3]), (1, [2, 2, 2, 2, 1]), (0, [1] * 9)):
         i = driver.submit(**asked, max_drafts=most, matcher=Follows(allowed))
         one = engines.run(driver)[i]
@@ -427,6 +430,7 @@ def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar
     assert p_value(counts, wanted[::-1]) < CONTROL
     stats = driver.stats()
     assert stats.num_tokens >= 2 * stats.num_verifications  # 1.3 without
+    assert stats.num_fallbacks == 0  # nobody lost rows that were to be used
 
 
 def test_the_estimator_learns_nothing_of_forced_drafts() -> None:

@@ -334,8 +334,7 @@ def _check(given: dict[str, Any]) -> Options:
     if "max_drafts" in given:
         check_int("--max-drafts", given["max_drafts"], 0, ks[0])
     if "max_drafts_by_length" in given:
-        pairs = drafts_by_length("--max-drafts-by-length", given["max_drafts_by_length"], ks[0])
-        given["max_drafts_by_length"] = pairs
+        drafts_by_length("--max-drafts-by-length", given["max_drafts_by_length"], ks[0])
     made = given | dict(
         prompts=tuple(given.get("prompts", ())),
         prompt_files=tuple(given.get("prompt_files", ())),

@@ -329,13 +329,14 @@ class Decoder:
             features = jnp.where(
                 row < num_features[:, None, None], features, 0
             )  # others may be NaN
+        has_own_drafts = output.num_emitted > 0
+        if is_forced is not None:
+            has_own_drafts &= ~is_forced
         estimator = state.estimator
         if estimator is not None:
             offered = jnp.minimum(self._most_drafts(batch), ids.shape[1])
-            if is_forced is not None:
-                offered = jnp.where(is_forced, 0, offered)
             estimator = estimator.update(
-                num_drafts=jnp.where(output.num_emitted > 0, offered, 0),
+                num_drafts=jnp.where(has_own_drafts, offered, 0),
                 num_accepted=output.num_accepted,
                 log_normalizer=_log_normalizers(state.store, batch.lengths),
             )
@@ -355,7 +356,7 @@ class Decoder:
                 num_emitted=record.num_emitted,
                 num_kept=record.num_kept,
                 num_fallbacks=count_fallbacks(
-                    drafts, sampling=context.sampling, active=output.num_emitted > 0
+                    drafts, sampling=context.sampling, active=has_own_drafts
                 ),
             ),
         )

@@ -302,7 +302,7 @@ class EngineDriver:
           prompt: token ids, at least one.
           options: what the request asks for: a budget of at least 1, and at most as many stop
             tokens as the engine's `max_stop_tokens`. More than a temperature, a budget, stop
-            tokens and a seed needs an engine with `request_options`.
+            tokens, a seed and a limit of drafts needs an engine with `request_options`.
           matcher: at the beginning of its grammar, and of this request alone; made for the
             target's vocabulary. It is called in a thread of the driver's; if it raises, its request
             ends as "failed", with what it said as the `error`, and no other notices. Where it has

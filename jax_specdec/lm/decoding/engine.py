@@ -111,8 +111,8 @@ class Engine:
         that one call reads; a longer prompt is read in chunks of that size.
       max_prefill_requests: the most prompts of one size that a call of `admit` reads.
       max_stop_tokens: M, the most stop tokens of a request.
-      request_options: whether requests may ask for more than a temperature, a budget, stop tokens
-        and a seed. What no running request asks for is not computed.
+      request_options: whether requests may ask for more than a temperature, a budget, stop tokens,
+        a seed and a limit of drafts. What no running request asks for is not computed.
       option_sizes: the most of each option that a request may ask for.
       logprobs: which log-probabilities the record of a step has; None for none.
       draft_budget: numbers of drafts per request that a step may have, increasing, from 0 to K,

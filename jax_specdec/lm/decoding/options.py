@@ -152,7 +152,7 @@ class RequestOptions:
 
     @functools.cached_property  # a driver asks for every running request before every step
     def is_neutral(self) -> bool:
-        """Whether every engine serves this: no more than `_SERVED_BY_EVERY_ENGINE`."""
+        """Whether every engine serves this, also one without `request_options`."""
         return not self.non_neutral
 
     @property
