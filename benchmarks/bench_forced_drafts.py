@@ -19,6 +19,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -116,8 +117,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     options = parser.parse_args(arguments)
-    name = "forced_drafts" if options.target is None else "forced_drafts_target"
-    results = measure.Results(name, ("draft", "schema", "temperature"))
+    name = f"_{Path(options.target).name}" if options.target else ""
+    results = measure.Results(f"forced_drafts{name}", ("draft", "schema", "temperature"))
     for draft in options.draft:
         given = ["--target", options.target] if options.target else []
         given += ["--draft", draft, "-k", str(K), "--num-slots", str(SLOTS), "--max-logprobs", "0"]

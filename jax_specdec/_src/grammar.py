@@ -359,11 +359,8 @@ def forced_drafts(
             lookahead.append(ids[:, offset])
         masks.append(lookahead.bitmask)
     rows = np.stack(masks, axis=1).reshape(size * (k + 1), -1)
-
-    def tokens(b: int) -> list[int]:
-        return [*itertools.takewhile(lambda token: 0 <= token < vocab_size, ids[b].tolist())]
-
-    fill_rows(rows.view(np.int32), [(one, b * (k + 1), tokens(b)) for b, one in known.items()])
+    drafts = [[*itertools.takewhile(lambda token: token >= 0, own)] for own in ids.tolist()]
+    fill_rows(rows.view(np.int32), [(one, b * (k + 1), drafts[b]) for b, one in known.items()])
     for b, one in known.items():
         with _calling(b):
             one._check()

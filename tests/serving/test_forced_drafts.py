@@ -316,12 +316,13 @@ def test_what_llguidance_forces_is_all_that_its_masks_allow(
 
 
 def by_step(text: tuple[int, ...]) -> tuple[int, ...]:
-    """A choice, two tokens that follow from it, a wider choice, a token."""
-    if len(text) % 5 == 0:
-        return (0, 1, 2)
-    if len(text) % 5 in (1, 2):
-        return ((text[-1] + 3) % VOCAB,)
-    return (1, 3, 5) if len(text) % 5 == 3 else (4,)
+    """A choice, another, what one of its tokens alone forces, and two forced tokens."""
+    place = len(text) % 5
+    if place < 2:
+        return ((0, 1, 2), (1, 4, 5))[place]
+    if place == 2:
+        return (0,) if text[-1] == 4 else (1, 2, 3, 5)
+    return ((text[-1] + 3) % VOCAB,)
 
 
 @contextlib.contextmanager
@@ -429,7 +430,7 @@ def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar
     assert_distributed(counts, wanted, "texts")
     assert p_value(counts, wanted[::-1]) < CONTROL
     stats = driver.stats()
-    assert stats.num_tokens >= 2 * stats.num_verifications  # 1.3 without
+    assert stats.num_tokens > 1.5 * stats.num_verifications
     assert stats.num_fallbacks == 0  # nobody lost rows that were to be used
 
 
