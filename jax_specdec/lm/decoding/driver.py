@@ -65,10 +65,10 @@ class EngineDriver:
     on, its prompt is read alone, so that a prompt which cannot be read ends no other request.
 
     **Grammars.** A request may have a matcher. While such a request runs, a step is drafted, its
-    masks are made on the host, and it is then verified. Where its grammar allows one token only,
-    that token takes the place of a draft. The masks need the tokens of the step before, so no step
-    runs ahead. Matchers are called in a thread of their own, which the first of
-    them starts and `close` ends. A driver is its own context manager.
+    masks are made on the host, and it is then verified. A token that a grammar forces takes the
+    place of a draft. The masks need the tokens of the step before, so no step runs ahead. Matchers
+    are called in a thread of their own, which the first of them starts and `close` ends. A driver
+    is its own context manager.
 
     Attributes:
       engine, max_queue, max_steps_ahead, max_prefills, max_retries: as they were given.
@@ -234,8 +234,8 @@ class EngineDriver:
           on_progress: called with the number of programs that are ready and the number of all,
             before the first and after each. The programs are `admit` for each of the engine's
             `admit_shapes`, `prefill_chunk` and `insert` where long prompts are read in chunks,
-            `release`, and `step`: without drafts, and with K or each number of the `draft_budget`;
-            twice as many with `request_options`. None for no calls. Steps are measured afterwards,
+            `release`, and `step`: for K drafts or each number of the `draft_budget`, twice as many
+            with `request_options`, and for none. None for no calls. Steps are measured afterwards,
             if there is a `draft_budget` and no `step_costs` were given.
           grammars: whether requests will have matchers; their steps are then compiled, too, as two
             more programs.
@@ -282,9 +282,9 @@ class EngineDriver:
             all_chunks = longest._replace(num_chunks=engine.max_length)
             calls += [functools.partial(self._read_chunk, one) for one in (longest, all_chunks)]
         calls.append(functools.partial(self._empty, nowhere))
-        numbers = dict.fromkeys((0, *(engine.draft_budget or (None,))))
-        chosen = itertools.product({False, engine.request_options}, numbers)
-        calls += [functools.partial(step, self._dispatch_whole, *one) for one in chosen]
+        chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
+        each = dict.fromkeys(((False, 0), *chosen))
+        calls += [functools.partial(step, self._dispatch_whole, *one) for one in each]
         masked = [functools.partial(step, self._dispatch_masked, {nowhere: n}) for n in (0, 1)]
         return calls + masked * grammars
 
@@ -438,11 +438,12 @@ class EngineDriver:
         if any(one.matching is not None for one in running.values()):
             self._dispatch_masked(limits)
             return True
-        all_neutral = self.engine.request_options and all(
-            x.options.is_neutral for x in running.values()
-        )
-        num_drafts = None if any(limits.values()) else 0
-        if num_drafts is None and self.draft_choice is not None:
+        all_neutral = all(one.options.is_neutral for one in running.values())
+        all_neutral &= self.engine.request_options
+        num_drafts = None
+        if not any(limits.values()):
+            all_neutral, num_drafts = False, 0  # one program is enough
+        elif self.draft_choice is not None:
             self.draft_choice.limits = [*limits.values()]
             num_drafts = self.draft_choice.next()
         self._dispatch_whole(all_neutral, num_drafts)
