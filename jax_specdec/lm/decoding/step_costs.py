@@ -101,7 +101,8 @@ class DraftChoice:
     Attributes:
       num_drafts: the numbers there are, increasing.
       rates: ``[K]``, those of `AcceptanceEstimator`, after the steps that were read.
-      costs: what steps cost; None if that is not known: every step then has the largest number.
+      costs: what steps cost; None if that is not known: every step then has the largest number,
+        or the least that is enough for the `limits`.
       saved: seconds that were saved up for a trial.
       limits: the most drafts that each running request may have; empty for any number.
 
