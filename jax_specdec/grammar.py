@@ -1,23 +1,29 @@
 """Grammars: masks of allowed tokens, from matchers, ahead of the tokens."""
 
 from jax_specdec._src.grammar import (
-    CopyingMatcher,
-    DelayedMatcher,
+    ForcedDrafts,
     GrammarError,
     GrammarLookahead,
+    advance_matchers,
+    forced_drafts,
+    grammar_bitmask,
+)
+from jax_specdec._src.matchers import (
+    CopyingMatcher,
+    DelayedMatcher,
     GrammarMatcher,
     LlguidanceMatcher,
-    advance_matchers,
-    grammar_bitmask,
 )
 
 __all__ = [
     "CopyingMatcher",
     "DelayedMatcher",
+    "ForcedDrafts",
     "GrammarError",
     "GrammarLookahead",
     "GrammarMatcher",
     "LlguidanceMatcher",
     "advance_matchers",
+    "forced_drafts",
     "grammar_bitmask",
 ]

@@ -3,6 +3,7 @@
 import json
 
 import bench_compile_cpu
+import bench_forced_drafts
 import bench_serving_gpu
 import bench_sharded_gpu
 import bench_steps_gpu
@@ -124,3 +125,18 @@ def test_random_weights_have_the_shapes_of_the_models(scan_layers):
     start = jnp.zeros((1,), jnp.int32)
     logits = model.apply(params, start[None, :], start, model.init_cache(1, 1)).logits
     assert jnp.isfinite(logits).all()
+
+
+@pytest.mark.long
+def test_forced_tokens_are_counted_with_and_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "RESULTS", tmp_path)
+    monkeypatch.setattr(
+        bench_forced_drafts, "SCHEMAS", {"one": bench_forced_drafts.SCHEMAS["tool call"]}
+    )
+    bench_forced_drafts.main(["--draft", "ngram", "--requests", "2", "--repeats", "1"])
+    greedy, sampled = json.loads((tmp_path / "forced_drafts.json").read_text())["rows"]
+    assert [greedy["temperature"], sampled["temperature"]] == [0, 0.8]
+    for row in (greedy, sampled):
+        assert json.loads(row["example"])["name"] == "get_weather"
+        assert row["tokens_per_pass"]["forced"] > 3 > row["tokens_per_pass"]["without"] >= 1
+    assert greedy["tokens"]["forced"] == greedy["tokens"]["without"]

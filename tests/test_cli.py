@@ -25,7 +25,7 @@ from upper_floor import cli_options as options_lib
 from upper_floor import cli_prompts as prompts_lib
 from upper_floor import cli_run as run_lib
 from upper_floor import cli_terminal as terminal
-from upper_floor import generate_lib, printable
+from upper_floor import generate_lib, make_driver, printable
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -147,6 +147,22 @@ def test_tokens_without_drafts_are_plain_and_no_bonus(capsys: pytest.CaptureFixt
     passes = found["num_verifications"] - found["num_drafts"]  # those without drafts
     assert origins.count("plain") == passes > 0
     assert found["tokens_per_target_pass"] == found["num_tokens"] / (found["num_verifications"])
+
+
+def test_the_most_drafts_of_a_step_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for most in (0, 1):
+        main(["generate", TINY_PROMPT, *TINY, "--json", "--max-drafts", str(most)])
+        found = json.loads(capsys.readouterr().out)
+        assert found["requests"][0]["text"] == TINY_TEXT
+        assert found["options"]["max_drafts"] == most
+        assert (found["num_draft_tokens"] > 0) == (most > 0)
+        assert found["num_draft_tokens"] <= most * found["num_verifications"]
+
+
+def test_lengths_limit_the_drafts_of_a_server() -> None:
+    options = parse("serve", "-k4", "--max-drafts-by-length", "1024:2,1500:0")
+    driver = make_driver(options, models_lib.load_models(options, []))
+    assert driver.engine.max_drafts_by_length == ((1024, 2), (1500, 0))
 
 
 def test_a_stop_token_ends_the_text_and_is_not_printed(
@@ -810,6 +826,14 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --max-queue=0", "--max-queue must be in"),
         ("serve --chunk-size=0", "--chunk-size must be in"),
         ("serve --port=0 --chunk-size=100", "--chunk-size must be one of 64, 128, 256, but is 100"),
+        (
+            "serve --max-drafts-by-length=4096",
+            "must be LENGTH:N pairs separated by commas, such as",
+        ),
+        ("serve --max-drafts-by-length=9:1,8:0", "the lengths of --max-drafts-by-length must be"),
+        ("serve --max-drafts-by-length=8:0,9:1", "the drafts of --max-drafts-by-length must decre"),
+        ("serve -k2 --max-drafts-by-length=8:3", "the drafts of --max-drafts-by-length must be in"),
+        ("generate x -k2 --max-drafts=3", "--max-drafts must be in [0, 2], but it is 3"),
         ("serve --draft=nonsense", "--draft must be model, ngram"),
         ("serve --port=0 --target=/nowhere", "/nowhere"),
     ],

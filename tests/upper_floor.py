@@ -16,6 +16,7 @@ from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.cli.serve import _read_key, make_driver
 from jax_specdec.lm.cli.terminal import printable
 from jax_specdec.lm.decoding import generate as generate_lib
+from jax_specdec.lm.decoding import matchers as decoding_matchers
 from jax_specdec.lm.decoding import programs
 from jax_specdec.lm.decoding.batch import append
 from jax_specdec.lm.decoding.core import Decoder

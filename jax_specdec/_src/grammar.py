@@ -7,13 +7,10 @@ rejected, and the recovered token comes from the right residual. Rows after it a
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
-import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,10 +23,8 @@ from jax_specdec._src.arrays import (
     refuse,
     require,
 )
+from jax_specdec._src.matchers import ALL_ALLOWED, GrammarMatcher, LlguidanceMatcher, fill_rows
 from jax_specdec._src.types import Drafts
-
-_ALL_ALLOWED = -1
-"""A word of a bitmask with every bit set."""
 
 
 class GrammarError(ValueError):
@@ -60,67 +55,6 @@ def _calling(index: int) -> Iterator[None]:
         if not is_error(error):
             raise
         raise GrammarError(index, str(error) or type(error).__name__) from error
-
-
-class GrammarMatcher(Protocol):
-    """Follows one request's tokens and knows which may come next.
-
-    The methods are those of xgrammar's ``GrammarMatcher``. One of llguidance is wrapped in a
-    `LlguidanceMatcher`, and one that cannot roll back in a `CopyingMatcher`.
-
-    A matcher that cannot go on, such as one whose limits are exceeded, raises any exception. Its
-    callers raise a `GrammarError` then, which names the matcher: its request alone has failed.
-
-    Example:
-      A grammar in which 3 and 5 alternate:
-
-      >>> import numpy as np
-      >>> import jax_specdec as sd
-      >>> class Turns:
-      ...     def __init__(self):
-      ...         self.count = 0
-      ...     def fill_next_token_bitmask(self, bitmask, index):
-      ...         bitmask[index] = 1 << (3, 5)[self.count % 2]
-      ...     def accept_token(self, token_id):
-      ...         allowed = token_id == (3, 5)[self.count % 2]
-      ...         self.count += allowed
-      ...         return allowed
-      ...     def rollback(self, num_tokens):
-      ...         self.count -= num_tokens
-      ...     def is_terminated(self):
-      ...         return False
-      >>> with sd.grammar.GrammarLookahead([Turns()], vocab_size=8) as lookahead:
-      ...     lookahead.bitmask.tolist()
-      [[8]]
-    """
-
-    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> object:
-        """Write which tokens may come next. Never called once `is_terminated` is true.
-
-        Args:
-          bitmask: ``[R, ceil(V/32)]`` int32. In row `index`, bit ``id % 32`` of word ``id // 32``
-            is set iff token ``id`` is allowed.
-          index: the row.
-
-        Returns:
-          Anything; it is ignored.
-        """
-        ...
-
-    def accept_token(self, token_id: int) -> bool:
-        """Advance by a token, and return whether it was allowed. If not, nothing changes.
-
-        A `GrammarLookahead` calls this only with tokens that `fill_next_token_bitmask` allowed.
-        """
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens, at most K, even if they terminated the grammar."""
-        ...
-
-    def is_terminated(self) -> bool:
-        """Whether the grammar has ended, so that it says nothing about the tokens that follow."""
-        ...
 
 
 class GrammarLookahead:
@@ -169,7 +103,7 @@ class GrammarLookahead:
         words = -(-check_int("vocab_size", vocab_size) // 32)
         self._matchers = check_matchers(matchers)
         self._vocab_size = vocab_size
-        self._end = np.full((words,), _ALL_ALLOWED, np.int32)
+        self._end = np.full((words,), ALL_ALLOWED, np.int32)
         if end_token_ids is not None:
             for token in end_token_ids:
                 check_int("end_token_ids", token, 0, vocab_size - 1)
@@ -177,6 +111,15 @@ class GrammarLookahead:
         self._is_reached = [matcher is not None for matcher in self._matchers]
         self._num_accepted = [0] * len(self._matchers)
         self._fill()
+
+    @property
+    def forced_token_ids(self) -> np.ndarray:
+        """``[B]`` int32, the only token that a grammar allows here; -1 where it allows others."""
+        forced = [
+            _only_token(row, self._vocab_size) if is_reached else -1
+            for row, is_reached in zip(self.bitmask, self._is_reached, strict=True)
+        ]
+        return np.array(forced, np.int32)
 
     def append(self, token_ids: Any) -> None:
         """Advance by one draft of each request.
@@ -231,7 +174,7 @@ class GrammarLookahead:
 
     def _fill(self) -> None:
         """Make the masks of this position, in a new array."""
-        rows = np.full((len(self._matchers), self._end.shape[0]), _ALL_ALLOWED, np.int32)
+        rows = np.full((len(self._matchers), self._end.shape[0]), ALL_ALLOWED, np.int32)
         for b, matcher in enumerate(self._matchers):
             if matcher is None or not self._is_reached[b]:
                 continue
@@ -292,33 +235,136 @@ def grammar_bitmask(
     is_rising = cu[0] == 0 and (counts >= 0).all() and cu[-1] <= len(ids)
     must = f"rise from 0 to at most N = {len(ids)}"
     require(is_rising, "drafts.cu_num_draft_tokens", must, cu.tolist())
-    is_one_each = len(check_matchers(matchers)) == len(counts)
-    require(is_one_each, "matchers", f"be one per request, {len(counts)}", matchers)
+    dense = np.full((len(counts), counts.max(initial=0)), -1, np.int32)
+    for b, count in enumerate(counts):
+        dense[b, :count] = ids[cu[b] : cu[b + 1]]
+    masks = forced_drafts(
+        matchers, dense, vocab_size=vocab_size, end_token_ids=end_token_ids, max_drafts=0
+    ).token_bitmask
+    rows = np.full((len(ids) + len(counts), masks.shape[1]), ALL_ALLOWED, np.int32)
+    rows = rows.view(np.uint32)
+    for b, count in enumerate(counts):
+        first = b * (dense.shape[1] + 1)
+        rows[cu[b] + b :][: count + 1] = masks[first:][: count + 1]
+    return rows
+
+
+class ForcedDrafts(NamedTuple):
+    """Drafts of a step, some of them forced by grammars, and the masks of its rows.
+
+    Attributes:
+      token_ids: ``[B, K]`` int32; -1 is no draft.
+      is_forced: ``[B]`` bool, requests that have forced drafts. They are to be verified one-hot:
+        `DraftStore.evict` their rows.
+      token_bitmask: ``[B*(K+1), ceil(V/32)]`` uint32, for `rejection_sample`.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> sd.grammar.forced_drafts([None], np.array([[3, 4]]), vocab_size=32).token_ids.tolist()
+      [[3, 4]]
+    """
+
+    token_ids: np.ndarray
+    is_forced: np.ndarray
+    token_bitmask: np.ndarray
+
+
+def forced_drafts(
+    matchers: Sequence[GrammarMatcher | None],
+    token_ids: Any,
+    *,
+    vocab_size: int,
+    end_token_ids: Sequence[int] | None = None,
+    max_drafts: Any = None,
+    one_hot: Any = False,
+) -> ForcedDrafts:
+    """Put the tokens that grammars force in the place of drafts, and make the masks of the step.
+
+    Where a matcher allows one token only, that token is a draft that cannot be rejected, because
+    its row's mask leaves nothing else. The tokens that are forced from a request's text on come
+    first. A draft of `token_ids` follows if those before it are the ones that it was drafted after.
+    Every draft, forced or not, is verified under its mask.
+
+    Of a `LlguidanceMatcher` the forced tokens are those of llguidance, which tokenizes the forced
+    bytes as its tokenizer does. Its mask allows nothing else where that is certain.
+
+    Args:
+      matchers: as `grammar_bitmask` gets them; afterwards they are where they were.
+      token_ids: ``[B, K]`` integers, the drafts; an id outside the vocabulary is no draft.
+      vocab_size: V.
+      end_token_ids: as for `grammar_bitmask`.
+      max_drafts: ``[B]`` or one integer, the most drafts up to which one may be forced; None for K.
+      one_hot: ``[B]`` or one bool, requests whose drafts are verified one-hot in any case: greedy
+        ones, and those that have no q. Of these, a forced token may also stand behind drafts that
+        are not forced. Of others it must not: that a request is verified one-hot would then depend
+        on which tokens were drafted, and the output would not be distributed as the target's.
+
+    Returns:
+      The drafts and the masks.
+
+    Raises:
+      TypeError: an argument of the wrong type.
+      ValueError: there is not one matcher per request, or an id is outside the vocabulary.
+      GrammarError: a matcher has failed; the others are where they were.
+
+    Example:
+      In a grammar in which 3 and 5 alternate, both are forced:
+
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> class Turns:
+      ...     count = 0
+      ...     def fill_next_token_bitmask(self, bitmask, index):
+      ...         bitmask[index] = 1 << (3, 5)[self.count % 2]
+      ...     def accept_token(self, token_id):
+      ...         self.count += 1
+      ...         return True
+      ...     def rollback(self, num_tokens):
+      ...         self.count -= num_tokens
+      ...     def is_terminated(self):
+      ...         return False
+      >>> drafts = sd.grammar.forced_drafts([Turns()], np.array([[7, -1]]), vocab_size=8)
+      >>> drafts.token_ids.tolist(), drafts.is_forced.tolist()
+      ([[3, 5]], [True])
+    """
+    ids = np.array(token_ids)
+    check_array("token_ids", ids, "[B, K]", {})
+    are_ints = np.issubdtype(ids.dtype, np.integer)
+    require(are_ints, "token_ids", "hold integers", ids, error=TypeError)
+    ids = np.where((ids >= 0) & (ids < vocab_size), ids, -1).astype(np.int32)
+    size, k = ids.shape
+    is_one_each = len(check_matchers(matchers)) == size
+    require(is_one_each, "matchers", f"be one per request, {size}", matchers)
+    most = np.broadcast_to(np.array(k if max_drafts is None else max_drafts, np.int32), (size,))
+    one_hot = np.broadcast_to(np.array(one_hot, bool), (size,))
+    is_forced = np.zeros((size, k), bool)
     known = {b: x for b, x in enumerate(matchers) if isinstance(x, LlguidanceMatcher)}
+    for b, matcher in known.items():
+        if most[b]:
+            with _calling(b):
+                ids[b], is_forced[b] = matcher._force(ids[b].tolist(), most[b], one_hot[b])
     others = [None if b in known else matcher for b, matcher in enumerate(matchers)]
-    lookahead = GrammarLookahead(others, vocab_size=vocab_size, end_token_ids=end_token_ids)
-    request = np.arange(len(counts))
-    shape = len(ids) + len(counts), lookahead.bitmask.shape[1]
-    rows = np.full(shape, _ALL_ALLOWED, np.int32).view(np.uint32)
-    with lookahead:
-        for offset in range(counts.max(initial=0) + 1):
-            own = request[counts >= offset]
-            rows[cu[own] + own + offset] = lookahead.bitmask[own]
-            has_draft = counts > offset
-            if not has_draft.any():
-                break
-            place = np.minimum(cu[:-1] + offset, len(ids) - 1)
-            lookahead.append(np.where(has_draft, ids[place], -1))
-
-    def tokens(b: int) -> list[int]:
-        own = ids[cu[b] : cu[b + 1]].tolist()
-        return [*itertools.takewhile(lambda token: 0 <= token < vocab_size, own)]
-
-    _fill_rows(rows.view(np.int32), [(one, int(cu[b]) + b, tokens(b)) for b, one in known.items()])
+    masks = []
+    is_drafted = np.ones((size,), bool)  # after these tokens
+    with GrammarLookahead(others, vocab_size=vocab_size, end_token_ids=end_token_ids) as lookahead:
+        for offset in range(k):
+            masks.append(lookahead.bitmask)
+            drafted, forced = ids[:, offset].copy(), lookahead.forced_token_ids
+            may_be = one_hot | is_forced[:, :offset].all(axis=1)
+            here = (forced >= 0) & (offset < most) & may_be
+            ids[:, offset] = np.where(here, forced, np.where(is_drafted, drafted, -1))
+            is_drafted &= ids[:, offset] == drafted
+            is_forced[here, offset] = True
+            lookahead.append(ids[:, offset])
+        masks.append(lookahead.bitmask)
+    rows = np.stack(masks, axis=1).reshape(size * (k + 1), -1)
+    drafts = [[*itertools.takewhile(lambda token: token >= 0, own)] for own in ids.tolist()]
+    fill_rows(rows.view(np.int32), [(one, b * (k + 1), drafts[b]) for b, one in known.items()])
     for b, one in known.items():
         with _calling(b):
             one._check()
-    return rows
+    return ForcedDrafts(ids, is_forced.any(axis=1), rows)
 
 
 def advance_matchers(
@@ -353,251 +399,6 @@ def advance_matchers(
             require(accepted, f"token_ids[{b}]", "hold tokens that its matcher takes", token)
 
 
-class DelayedMatcher:
-    """A `GrammarMatcher` that begins after certain tokens, such as those that end reasoning.
-
-    Before that, everything is allowed.
-
-    Example:
-      >>> import numpy as np
-      >>> import jax_specdec as sd
-      >>> class Only3:
-      ...     def fill_next_token_bitmask(self, bitmask, index):
-      ...         bitmask[index] = 1 << 3
-      ...     def accept_token(self, token_id):
-      ...         return token_id == 3
-      ...     def rollback(self, num_tokens):
-      ...         pass
-      ...     def is_terminated(self):
-      ...         return False
-      >>> matcher = sd.grammar.DelayedMatcher(Only3(), begin_token_ids=[9])
-      >>> with sd.grammar.GrammarLookahead([matcher], vocab_size=16) as lookahead:
-      ...     lookahead.append([9])
-      ...     lookahead.bitmask.tolist()
-      [[8]]
-    """
-
-    def __init__(self, matcher: GrammarMatcher, begin_token_ids: Sequence[int]) -> None:
-        """Wait for tokens.
-
-        Args:
-          matcher: the grammar, at its beginning.
-          begin_token_ids: the tokens, in this order, after which the grammar begins.
-
-        Raises:
-          ValueError: `begin_token_ids` is empty.
-        """
-        self._matcher = matcher
-        self._begin = [int(token) for token in begin_token_ids]
-        require(self._begin, "begin_token_ids", "hold at least one token", self._begin)
-        self._before: list[int] = []
-        self._num_accepted = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the last tokens were those after which the grammar begins."""
-        return self._before[-len(self._begin) :] == self._begin
-
-    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        """See `GrammarMatcher`."""
-        if self.has_begun:
-            self._matcher.fill_next_token_bitmask(bitmask, index)
-        else:
-            bitmask[index] = _ALL_ALLOWED
-
-    def accept_token(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
-        if not self.has_begun:
-            self._before.append(token_id)
-            return True
-        accepted = bool(self._matcher.accept_token(token_id))
-        self._num_accepted += accepted
-        return accepted
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`."""
-        inside = min(num_tokens, self._num_accepted)
-        if inside:
-            self._matcher.rollback(inside)
-            self._num_accepted -= inside
-        if num_tokens > inside:
-            del self._before[inside - num_tokens :]
-
-    def is_terminated(self) -> bool:
-        """See `GrammarMatcher`."""
-        return self.has_begun and self._matcher.is_terminated()
-
-
-class CopyingMatcher:
-    """A `GrammarMatcher` that adds `rollback` to a matcher without it, by keeping copies.
-
-    Example:
-      >>> import numpy as np
-      >>> import jax_specdec as sd
-      >>> class Countdown:
-      ...     count = 3
-      ...     def fill_next_token_bitmask(self, bitmask, index):
-      ...         bitmask[index] = 1 << self.count
-      ...     def accept_token(self, token_id):
-      ...         allowed = token_id == self.count
-      ...         self.count -= allowed
-      ...         return allowed
-      ...     def is_terminated(self):
-      ...         return self.count == 0
-      >>> matcher = sd.grammar.CopyingMatcher(Countdown(), max_rollback_tokens=4)
-      >>> matcher.accept_token(3), matcher.accept_token(2), matcher.rollback(2)
-      (True, True, None)
-      >>> matcher.accept_token(3)
-      True
-    """
-
-    def __init__(self, matcher: Any, max_rollback_tokens: int) -> None:
-        """Keep copies.
-
-        Args:
-          matcher: has the other methods of `GrammarMatcher`, and can be copied by `copy.deepcopy`.
-          max_rollback_tokens: K, how many copies are kept.
-        """
-        size = check_int("max_rollback_tokens", max_rollback_tokens) + 1
-        self._states: collections.deque[Any] = collections.deque([matcher], size)  # the last is now
-
-    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        """See `GrammarMatcher`."""
-        self._states[-1].fill_next_token_bitmask(bitmask, index)
-
-    def accept_token(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
-        after = copy.deepcopy(self._states[-1])
-        if not after.accept_token(token_id):
-            return False
-        self._states.append(after)
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`.
-
-        Raises:
-          ValueError: `num_tokens` is more than the copies that are kept.
-        """
-        kept = len(self._states) - 1
-        require(num_tokens <= kept, "num_tokens", f"be at most {kept}, which are kept", num_tokens)
-        for _ in range(num_tokens):
-            self._states.pop()
-
-    def is_terminated(self) -> bool:
-        """See `GrammarMatcher`."""
-        return bool(self._states[-1].is_terminated())
-
-
-class LlguidanceMatcher:
-    """llguidance's ``LLMatcher`` as a `GrammarMatcher`, after whose end only stop tokens may come.
-
-    `grammar_bitmask` has llguidance fill the rows of all such requests at once, in parallel.
-
-    An ``LLMatcher`` never raises: one that has failed, by a wrong grammar or a limit, allows only
-    the stop tokens, as if its text were complete. This one raises llguidance's message then.
-
-    Example:
-      >>> import llguidance
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> class Digits:  # the vocabulary, as llguidance asks for it
-      ...     eos_token_id, bos_token_id, special_token_ids = 0, None, [0]
-      ...     tokens = [b"<end>", *(b"%d" % i for i in range(10))]
-      ...     def __call__(self, text):
-      ...         return [1 + i - ord("0") for i in text]
-      >>> tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Digits()), eos_token=[0])
-      >>> grammar = llguidance.LLMatcher.grammar_from_regex("12[34]")
-      >>> matcher = sd.grammar.LlguidanceMatcher(llguidance.LLMatcher(tokenizer, grammar), [0])
-      >>> drafts = sd.Drafts.from_dense(jnp.array([[2, 3]]))
-      >>> sd.grammar.grammar_bitmask([matcher], drafts, vocab_size=11).tolist()  # 1 2, then 3 or 4
-      [[4], [8], [48]]
-    """
-
-    def __init__(self, matcher: Any, stop_token_ids: Sequence[int]) -> None:
-        """Wrap a matcher.
-
-        Args:
-          matcher: an ``LLMatcher``.
-          stop_token_ids: the ``eos_token`` of its tokenizer, all of them.
-        """
-        self._matcher, self._stops = matcher, frozenset(stop_token_ids)
-        self._num_stops = 0
-
-    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        """See `GrammarMatcher`."""
-        bitmask[index] = _ALL_ALLOWED
-        _fill_rows(bitmask, [(self, index, [])])
-        self._check()
-
-    def accept_token(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
-        if not self._num_stops and token_id not in self._stops:
-            # A token that is refused would be a failure, for ever, if llguidance consumed it.
-            allowed = self._matcher.validate_tokens([token_id]) == 1
-            allowed = allowed and self._matcher.consume_token(token_id)
-            self._check()
-            return bool(allowed)
-        self._num_stops += 1  # llguidance does not take back those after the end
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`."""
-        stops = min(num_tokens, self._num_stops)
-        self._num_stops -= stops
-        if num_tokens > stops:
-            self._matcher.rollback(num_tokens - stops)
-
-    def is_terminated(self) -> bool:
-        """See `GrammarMatcher`; it allows stop tokens after its end."""
-        return False
-
-    @property
-    def error(self) -> str:
-        """llguidance's message if the matcher has failed, and so never goes on; or empty."""
-        return str(self._matcher.get_error())
-
-    def _check(self) -> None:
-        """Do nothing, unless the matcher has failed.
-
-        Raises:
-          ValueError: it has.
-        """
-        if self._matcher.is_error():
-            raise ValueError(self.error)
-
-
-@functools.cache
-def _executor() -> Any:
-    """llguidance's threads."""
-    import llguidance
-
-    return llguidance.LLExecutor()
-
-
-def _fill_rows(
-    bitmask: np.ndarray, matchers: Sequence[tuple[LlguidanceMatcher, int, list[int]]]
-) -> None:
-    """Write the rows of llguidance's matchers.
-
-    Args:
-      bitmask: ``[R, ceil(V/32)]`` int32, everything allowed.
-      matchers: each with its first row, and the drafts between that and the following rows. Rows
-        after a draft that is refused or stops, and of texts that have stopped, are not written.
-    """
-    open_ = [(one._matcher, *rest) for one, *rest in matchers if not one._num_stops]
-    if not open_:
-        return
-    import llguidance.numpy as library
-
-    with_drafts = [one for one in open_ if one[2]]
-    if with_drafts:
-        library.fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, bitmask)
-    for matcher, row, drafts in open_:
-        if not drafts:
-            library.fill_next_token_bitmask(matcher, bitmask, row)
-
-
 def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
     """A list of matchers, each with the methods it must have.
 
@@ -615,6 +416,14 @@ def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
         must = "be a GrammarMatcher or None"
         require(is_matcher, f"matchers[{b}]", must, type(matcher), hint, TypeError)
     return list(matchers)
+
+
+def _only_token(row: np.ndarray, vocab_size: int) -> int:
+    """The only token that ``row [ceil(V/32)]`` uint32 allows; -1 if it allows another number."""
+    words = np.flatnonzero(row)
+    bits = int(row[words[0]]) if len(words) == 1 else 0
+    token = 32 * int(words[0]) + bits.bit_length() - 1 if bits.bit_count() == 1 else -1
+    return token if token < vocab_size else -1
 
 
 def bitmask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

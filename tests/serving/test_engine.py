@@ -366,8 +366,8 @@ FUNCTIONS = (
 @pytest.mark.parametrize(
     ("sizes", "settings", "num_programs"),
     [
-        pytest.param(None, {}, 4, marks=pytest.mark.long),
-        ((4, 16), dict(max_steps_ahead=2, max_prefills=1, chunk_size=4), 8),
+        pytest.param(None, {}, 5, marks=pytest.mark.long),
+        ((4, 16), dict(max_steps_ahead=2, max_prefills=1, chunk_size=4), 9),
     ],
     ids=["whole", "pieces"],
 )

@@ -286,6 +286,20 @@ def test_a_seed_repeats_its_choices_which_differ(running: Running, site: Site) -
     assert len(free) == 3, "without a seed, texts differ"
 
 
+def test_a_request_limits_its_drafts(running: Running) -> None:
+    def proposed() -> np.ndarray:
+        return np.array(running.ask(lambda driver: driver.stats().offered_per_position))
+
+    texts = set()
+    for most, is_offered in ((0, [False, False]), (1, [True, False]), (None, [True, True])):
+        before = proposed()
+        answer = greedy(running, "    if x" * 3, extra_body={"max_drafts": most})
+        running.wait_until_idle()
+        assert (proposed() > before).tolist() == is_offered
+        texts.add(answer.choices[0].text)
+    assert len(texts) == 1
+
+
 def test_a_missing_budget_is_what_fits(running: Running) -> None:
     answer = greedy(running, max_tokens=None)
     found = answer.usage.completion_tokens
@@ -549,6 +563,9 @@ WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
     "top_p": ({"top_p": 0}, "top_p"),
     "top_k": ({"top_k": -1}, "top_k"),
     "min_tokens": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+    "max_drafts": ({"max_drafts": -1}, "max_drafts"),
+    "more drafts than K": ({"max_drafts": 3}, "max_drafts"),
+    "text max_drafts": ({"max_drafts": "none"}, "max_drafts"),
     "min_tokens and JSON": ({"min_tokens": 1, "response_format": FORMAT}, "min_tokens"),
     "penalty": ({"frequency_penalty": []}, "frequency_penalty"),
     "seed": ({"seed": "x"}, "seed"),

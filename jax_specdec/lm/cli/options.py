@@ -20,6 +20,7 @@ from jax_specdec._src.config import (
 )
 from jax_specdec._src.sampling import FILTERS, TEMPERATURE
 from jax_specdec.lm.cli import terminal
+from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 
 DEFAULT_MAX_NEW_TOKENS = 256
@@ -84,6 +85,7 @@ class Options:
     max_length: int | None = None
     max_queue: int = 64
     chunk_size: int | None = None
+    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     max_logprobs: int = 5
     model_name: str | None = None
     api_key_file: Path | None = None
@@ -166,6 +168,11 @@ def _tuple_of(kind: type[int] | type[float], must: str) -> Callable[[str], Any]:
     return _checked(lambda text: tuple(kind(part) for part in text.split(",")), must)
 
 
+def _pairs(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = [part.split(":") for part in text.split(",")]
+    return tuple((int(length), int(drafts)) for length, drafts in pairs)
+
+
 def _add_requests(parser: _Parser) -> None:
     parser.add("prompts", nargs="*", metavar="PROMPT")
     parser.add("--prompt-file", dest="prompt_files", action="append", metavar="FILE")
@@ -202,6 +209,7 @@ def _add_drafter(parser: _Parser) -> None:
 
 def _add_generate(parser: _Parser) -> None:
     parser.add("--no-prompt", dest="shows_prompts", action="store_false")
+    parser.add("--max-drafts", type=int, metavar="N")
     temperature = _checked(lambda text: (float(text),), "a number")
     parser.add("-t", "--temperature", type=temperature, default="0", metavar="T")
     hint = f"; a prompt goes before it, or after --compare={DEFAULT_REPEATS}"
@@ -228,6 +236,8 @@ def _add_serve(parser: _Parser) -> None:
     parser.add("--max-length", type=int, metavar="N")
     parser.add("--max-queue", type=int, default=Options.max_queue, metavar="N")
     parser.add("--chunk-size", type=int, metavar="N")
+    pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
+    parser.add("--max-drafts-by-length", type=pairs, metavar="LENGTH:N,...")
     parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
     parser.add("--model-name", metavar="NAME")
     parser.add("--api-key-file", type=Path, metavar="FILE")
@@ -260,6 +270,8 @@ _HELP = {
     "--num-speculative-tokens": f"""drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with
         --draft ngram)""",
     "--no-prompt": "print the text without its prompt, as --chat does",
+    "--max-drafts": """the most drafts that a step verifies, at most K; 0 for none, which is plain
+        decoding (default: K)""",
     "--temperature": "0 is greedy",
     "--compare": f"""afterwards, time speculative against plain decoding, REPEATS runs of each
         (default: no comparison; {DEFAULT_REPEATS} runs if no number is given)""",
@@ -272,6 +284,8 @@ _HELP = {
     "--max-queue": "requests that may wait; more are answered with status 429",
     "--chunk-size": """tokens of prompts read between two steps while others run: 64, 128 or 256
         (default: the most that take about as long as a step, measured at the start)""",
+    "--max-drafts-by-length": """the most drafts per step from a length on, prompt included; with
+        4096:2,16384:0 there are none from 16384 tokens on (default: K at every length)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns
         log-probabilities off, which makes steps faster""",
     "--model-name": "what clients call the model (default: the name of the target's directory)",
@@ -322,11 +336,15 @@ def _check(given: dict[str, Any]) -> Options:
     drafters = _drafters(given, has_target)
     default_k = LOOKUP_K if drafters == ("ngram",) else DEFAULT_K
     ks = given.get("num_speculative_tokens", (default_k,))
+    if "max_drafts" in given:
+        check_int("--max-drafts", given["max_drafts"], 0, ks[0])
+    if "max_drafts_by_length" in given:
+        drafts_by_length("--max-drafts-by-length", given["max_drafts_by_length"], ks[0])
     made = given | dict(
         prompts=tuple(given.get("prompts", ())),
         prompt_files=tuple(given.get("prompt_files", ())),
         shows_prompts=given.get("shows_prompts", True) and not chat,
-        request=_made(RequestOptions, given, [one.name for one in _REQUEST_OPTIONS]),
+        request=_made(RequestOptions, given, [*[x.name for x in _REQUEST_OPTIONS], "max_drafts"]),
         temperatures=tuple(dict.fromkeys(given.get("temperature", Options.temperatures))),
         repeats=given.get("compare", given.get("repeats")),
         drafters=drafters,

@@ -80,6 +80,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         request_options=True,
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
         max_stop_tokens=max(8, len(models.stop_token_ids)),
+        max_drafts_by_length=options.max_drafts_by_length,
         logprobs=logprobs,
     )
     size, sizes = options.chunk_size, engine.chunk_sizes

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator
-from jax_specdec._src.grammar import GrammarMatcher
 from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import Status
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestOptions

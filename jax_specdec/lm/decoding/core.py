@@ -114,6 +114,7 @@ class Decoder:
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
       drafts_in_first_step: whether a request without output gets drafts.
+      max_drafts_by_length: see `Engine`.
     """
 
     model: CausalModel
@@ -121,6 +122,7 @@ class Decoder:
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
     drafts_in_first_step: bool = True
+    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_drafts(self) -> int:
@@ -256,18 +258,25 @@ class Decoder:
         returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)
         _check_proposal(self.drafter, returned, state, size)
         proposal, draft_cache = returned
+        most = self._most_drafts(state.batch)
+        is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < most[:, None]
+        ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
         state = dataclasses.replace(
             state,
             draft_cache=draft_cache,
-            draft_token_ids=proposal.token_ids[:, :wanted],
+            draft_token_ids=ids,
             store=proposal.store,
             features=None,
             num_features=None,
         )
-        return state.without_drafts(self._without_drafts(state.batch))
+        return state.without_drafts(most == 0)
 
     def verify(
-        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+        self,
+        params: Any,
+        state: DecodeState,
+        token_bitmask: jax.Array | None = None,
+        is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """The second half of `step`; see `Engine.verify`."""
         if state.features is not None:
@@ -278,7 +287,8 @@ class Decoder:
         batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
         drafts, context = Drafts.from_dense(ids), batch.context(self.config)
         if state.store is not None:
-            drafts = state.store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
+            store = state.store if is_forced is None else state.store.evict(is_forced)
+            drafts = store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
         logits, target_cache, features = self._apply(params, state)
         logits = logits.reshape(-1, logits.shape[-1])
         rows = context.process_logits(logits, drafts)
@@ -319,11 +329,14 @@ class Decoder:
             features = jnp.where(
                 row < num_features[:, None, None], features, 0
             )  # others may be NaN
+        has_own_drafts = output.num_emitted > 0
+        if is_forced is not None:
+            has_own_drafts &= ~is_forced
         estimator = state.estimator
         if estimator is not None:
-            is_counted = ~self._without_drafts(batch) & (output.num_emitted > 0)
+            offered = jnp.minimum(self._most_drafts(batch), ids.shape[1])
             estimator = estimator.update(
-                num_drafts=jnp.where(is_counted, ids.shape[1], 0),
+                num_drafts=jnp.where(has_own_drafts, offered, 0),
                 num_accepted=output.num_accepted,
                 log_normalizer=_log_normalizers(state.store, batch.lengths),
             )
@@ -343,18 +356,21 @@ class Decoder:
                 num_emitted=record.num_emitted,
                 num_kept=record.num_kept,
                 num_fallbacks=count_fallbacks(
-                    drafts, sampling=context.sampling, active=output.num_emitted > 0
+                    drafts, sampling=context.sampling, active=has_own_drafts
                 ),
             ),
         )
         return state, record
 
-    def _without_drafts(self, batch: Batch) -> jax.Array:
-        """``[B]`` bool, the requests that get no drafts in this step."""
+    def _most_drafts(self, batch: Batch) -> jax.Array:
+        """``[B]`` int32, the most drafts of each request in this step; they are not looked at."""
+        most = batch.options.max_drafts
+        for length, fewer in self.max_drafts_by_length:
+            most = jnp.where(batch.lengths >= length, jnp.minimum(most, fewer), most)
         none = batch.done
         if not self.drafts_in_first_step:
             none |= batch.lengths == batch.options.prompt_lengths
-        return none
+        return jnp.where(none, 0, most)
 
     def _run(self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any) -> TargetOutput:
         """The target, with the features that the drafter reads."""

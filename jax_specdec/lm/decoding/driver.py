@@ -16,8 +16,8 @@ import numpy as np
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.arrays import check_choice, check_int, check_type, require
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator
-from jax_specdec._src.grammar import GrammarMatcher, check_matchers
-from jax_specdec._src.types import Drafts
+from jax_specdec._src.grammar import check_matchers
+from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec.lm.decoding import inputs, programs
 from jax_specdec.lm.decoding.bookkeeping import (
     HostState,
@@ -68,9 +68,10 @@ class EngineDriver:
     on, its prompt is read alone, so that a prompt which cannot be read ends no other request.
 
     **Grammars.** A request may have a matcher. While such a request runs, a step is drafted, its
-    masks are made on the host, and it is then verified. The masks need the tokens of the step
-    before, so no step runs ahead. Matchers are called in a thread of their own, which the first of
-    them starts and `close` ends. A driver is its own context manager.
+    masks are made on the host, and it is then verified. A token that a grammar forces takes the
+    place of a draft. The masks need the tokens of the step before, so no step runs ahead. Matchers
+    are called in a thread of their own, which the first of them starts and `close` ends. A driver
+    is its own context manager.
 
     Attributes:
       engine, max_queue, max_steps_ahead, max_prefills, max_retries: as they were given.
@@ -87,10 +88,11 @@ class EngineDriver:
       ...     num_slots=2, max_length=32)
       >>> driver = lm.EngineDriver(engine, params)
       >>> driver.warm_up(lambda done, total: print(f"{done} of {total}"))
-      0 of 3
-      1 of 3
-      2 of 3
-      3 of 3
+      0 of 4
+      1 of 4
+      2 of 4
+      3 of 4
+      4 of 4
       >>> texts = {driver.submit(lm.encode_bytes(p), max_new_tokens=8): []
       ...     for p in ("import ", "def ")}
       >>> while not driver.is_idle:
@@ -257,12 +259,13 @@ class EngineDriver:
         Args:
           on_progress: called with the number of programs that are ready and the number of all,
             before the first and after each. The programs are `admit` for each of the engine's
-            `admit_shapes`, `release`, `step` (two, with `request_options`, and that for each number
-            of the `draft_budget`), and where prompts are read in chunks, `insert`, and
-            `prefill_chunk` for each size of a chunk. None for no calls. Steps and prompts are
-            measured where a `chunk_size` is to be chosen, or `step_costs` are missing.
-          grammars: whether requests will have matchers; their steps are then compiled, too, as one
-            more program.
+            `admit_shapes`, `release`, `step` for K drafts or each number of the `draft_budget`,
+            twice as many with `request_options`, and for none; and where prompts are read in
+            chunks, `insert`, and `prefill_chunk` for each size of a chunk. None for no calls. Steps
+            and prompts are measured where a `chunk_size` is to be chosen, or `step_costs` are
+            missing.
+          grammars: whether requests will have matchers; their steps are then compiled, too, as two
+            more programs.
 
         Raises:
           TypeError: `on_progress` cannot be called.
@@ -316,8 +319,10 @@ class EngineDriver:
             calls.append(functools.partial(self._read_prompts, group, engine.chunk_size))
         calls.append(functools.partial(self._empty, nowhere))
         chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
-        calls += [functools.partial(step, self._dispatch_whole, *one) for one in chosen]
-        calls += [functools.partial(step, self._dispatch_masked)] * grammars
+        each = dict.fromkeys(((False, 0), *chosen))
+        calls += [functools.partial(step, self._dispatch_whole, *one) for one in each]
+        masked = [functools.partial(step, self._dispatch_masked, {nowhere: n}) for n in (0, 1)]
+        calls += masked * grammars
         if self._chooses_chunk_size or self.chunk_size < engine.max_length:
             calls.append(choose)
             calls += [lambda: chunk(self.busy_chunk_size)] * self._chooses_chunk_size
@@ -341,7 +346,7 @@ class EngineDriver:
           prompt: token ids, at least one.
           options: what the request asks for: a budget of at least 1, and at most as many stop
             tokens as the engine's `max_stop_tokens`. More than a temperature, a budget, stop
-            tokens and a seed needs an engine with `request_options`.
+            tokens, a seed and a limit of drafts needs an engine with `request_options`.
           matcher: at the beginning of its grammar, and of this request alone; made for the
             target's vocabulary. It is called in a thread of the driver's; if it raises, its request
             ends as "failed", with what it said as the `error`, and no other notices. Where it has
@@ -473,13 +478,19 @@ class EngineDriver:
         ):
             return False  # all budgets are spent after the steps ahead, if each spends one token
         self._load.add_step(has_read)
+        # A request may be longer on the device, and so have fewer drafts there, but never more.
+        limits = {i: self.engine.most_drafts(x.options, x.length) for i, x in running.items()}
         if any(one.matching is not None for one in running.values()):
-            self._dispatch_masked()
+            self._dispatch_masked(limits)
             return True
-        all_neutral = self.engine.request_options and all(
-            x.options.is_neutral for x in running.values()
-        )
-        num_drafts = None if self.draft_choice is None else self.draft_choice.next()
+        all_neutral = all(one.options.is_neutral for one in running.values())
+        all_neutral &= self.engine.request_options
+        num_drafts = None
+        if not any(limits.values()):
+            all_neutral, num_drafts = False, 0  # one program is enough
+        elif self.draft_choice is not None:
+            self.draft_choice.limits = [*limits.values()]
+            num_drafts = self.draft_choice.next()
         self._dispatch_whole(all_neutral, num_drafts)
         return True
 
@@ -556,19 +567,24 @@ class EngineDriver:
         given = *self._weights, self._ready_state(slots.values())
         self._add_step(slots, *self._call(slots.values(), programs.step, *given, **static))
 
-    def _dispatch_masked(self) -> None:
-        """Dispatch a step of K drafts whose rows are masked by the grammars of the requests."""
+    def _dispatch_masked(self, limits: dict[int, int]) -> None:
+        """Dispatch a step whose rows are masked by grammars, with the most drafts by slot."""
         slots, (params, draft_params) = self._decoding, self._weights
-        requests = slots.values()
+        requests, num_drafts = slots.values(), 0
         state = self._ready_state(requests)
-        features = state.features, state.num_features
-        state = dataclasses.replace(state, features=None, num_features=None)
-        state = self._call(requests, programs.draft, draft_params, state, *features)
+        if any(limits.values()):
+            num_drafts = self.engine.config.num_speculative_tokens
+            features = state.features, state.num_features
+            state = dataclasses.replace(state, features=None, num_features=None)
+            state = self._call(requests, programs.draft, draft_params, state, *features)
         with awaiting(requests):
-            drafts = Drafts.from_dense(jax.device_get(state.draft_token_ids))
-        mask, failed = self._matchers.token_bitmask(slots, drafts)
+            ids = jax.device_get(state.draft_token_ids)[:, :num_drafts]
+        drafts, failed = self._matchers.forced_drafts(slots, ids, limits, state.store is not None)
         going_on = {slot: one for slot, one in slots.items() if slot not in failed}
-        self._add_step(going_on, *self._call(requests, programs.verify, params, state, mask))
+        call: tuple[Any, ...] = programs.verify, params, state, *drafts
+        if not num_drafts:
+            call = programs.masked_step, params, draft_params, state, drafts.token_bitmask
+        self._add_step(going_on, *self._call(requests, *call))
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
             self._empty(slot)

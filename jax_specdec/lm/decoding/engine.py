@@ -112,8 +112,8 @@ class Engine:
         requests run, of `EngineDriver.chunk_size`.
       max_prefill_requests: the most prompts of one size that a call of `admit` reads.
       max_stop_tokens: M, the most stop tokens of a request.
-      request_options: whether requests may ask for more than a temperature, a budget, stop tokens
-        and a seed. What no running request asks for is not computed.
+      request_options: whether requests may ask for more than a temperature, a budget, stop tokens,
+        a seed and a limit of drafts. What no running request asks for is not computed.
       option_sizes: the most of each option that a request may ask for.
       logprobs: which log-probabilities the record of a step has; None for none.
       draft_budget: numbers of drafts per request that a step may have, increasing, from 0 to K,
@@ -121,6 +121,10 @@ class Engine:
         that pays best (see `StepCosts`). How a text is divided into steps then depends on the load,
         so greedy text stays as it is, and sampled text is another sample of the same distribution.
         None for K drafts in every step.
+      max_drafts_by_length: pairs of a length and of the most drafts of a step that begins when a
+        request has as many tokens, prompt and new ones together, or more. Lengths increase, and
+        drafts decrease: with ``((4096, 2), (16384, 0))`` requests have K drafts at first, and none
+        from 16384 tokens on.
 
     Raises:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
@@ -164,6 +168,7 @@ class Engine:
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
     draft_budget: tuple[int, ...] | None = None
+    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
@@ -178,6 +183,10 @@ class Engine:
             most = self.config.num_speculative_tokens
             numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
             object.__setattr__(self, "draft_budget", numbers)
+        table = inputs.drafts_by_length(
+            "max_drafts_by_length", self.max_drafts_by_length, self.config.num_speculative_tokens
+        )
+        object.__setattr__(self, "max_drafts_by_length", table)
         if self.prefill_sizes is not None:
             sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
             if sizes[-1] < longest:
@@ -187,8 +196,14 @@ class Engine:
     @functools.cached_property
     def decoder(self) -> Decoder:
         """The step, which it shares with `generate`. A new request begins without drafts."""
-        parts = self.model, self.drafter, self.config, self.logprobs
-        return Decoder(*parts, drafts_in_first_step=False)
+        return Decoder(
+            self.model,
+            self.drafter,
+            self.config,
+            self.logprobs,
+            drafts_in_first_step=False,
+            max_drafts_by_length=self.max_drafts_by_length,
+        )
 
     @property
     def buffer_length(self) -> int:
@@ -249,12 +264,18 @@ class Engine:
         """
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
+    def most_drafts(self, options: RequestOptions, length: int) -> int:
+        """The most drafts of a step that begins when a request has `length` tokens."""
+        limits = [fewer for least, fewer in self.max_drafts_by_length if length >= least]
+        own = [] if options.max_drafts is None else [options.max_drafts]
+        return min([self.config.num_speculative_tokens, *limits, *own])
+
     def check_options(self, options: RequestOptions) -> None:
         """Check that a request may ask for this.
 
         Raises:
-          ValueError: an id outside the vocabulary, more of something than there is room for, or
-            options that need `request_options` in an engine without them.
+          ValueError: an id outside the vocabulary, more of something than there is room for, more
+            drafts than K, or options that need `request_options` in an engine without them.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
@@ -262,6 +283,7 @@ class Engine:
                 f"{options.non_neutral}"
             )
         options.check(self.model.vocab_size)
+        options.check_drafts(self.config.num_speculative_tokens)
         self.option_sizes.check(options)
         count, most = len(options.stop_token_ids), self.max_stop_tokens
         must = f"be at most max_stop_tokens = {most}"
@@ -543,7 +565,11 @@ class Engine:
         return self.decoder.draft(draft_params, state, num_drafts=num_drafts)
 
     def verify(
-        self, params: Any, state: DecodeState, token_bitmask: jax.Array | None = None
+        self,
+        params: Any,
+        state: DecodeState,
+        token_bitmask: jax.Array | None = None,
+        is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """The second half of `step`: verify the drafts in the state, and append what is emitted.
 
@@ -555,6 +581,9 @@ class Engine:
           state: with drafts, from `draft`.
           token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
             `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`.
+          is_forced: ``[B]`` bool, requests with drafts in ``state.draft_token_ids`` that are not
+            from `draft`, as from `forced_drafts`. All their drafts are verified one-hot. This must
+            not depend on what was drafted for a sampled request. None for no request.
 
         Returns:
           The state, without drafts, and the record of the step.
@@ -565,7 +594,7 @@ class Engine:
         """
         check_params("params", self.model, params)
         self._check_target_cache(state)
-        return self.decoder.verify(params, state, token_bitmask)
+        return self.decoder.verify(params, state, token_bitmask, is_forced)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empty slots whose requests have not ended: they emit nothing more.

@@ -250,10 +250,16 @@ def _prepare(
     check_params("draft_params", drafter, draft_params)
     check_type("logprobs", logprobs, LogprobsConfig, None)
     rows = inputs.token_lists(prompts, model.vocab_size)
+    asked = options_per_request(options, len(rows), fields)
+    if drafter is not None:
+        for one in asked:
+            one.check_drafts(config.num_speculative_tokens)
+        if all(one.max_drafts == 0 for one in asked):
+            drafter = None
     decoder = Decoder(model, drafter, config, logprobs)
     batch, prompt_size, max_steps = make_batch(
         rows,
-        options_per_request(options, len(rows), fields),
+        asked,
         vocab_size=model.vocab_size,
         key=key,
         slack=decoder.num_drafts + 1,

@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from jax_specdec._src.grammar import (
+    ForcedDrafts,
     GrammarError,
-    GrammarMatcher,
     advance_matchers,
-    grammar_bitmask,
+    forced_drafts,
 )
-from jax_specdec._src.types import Drafts
+from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec.lm.decoding.bookkeeping import ServedRequest
 from jax_specdec.lm.decoding.failures import awaiting
 
@@ -39,27 +39,39 @@ class Matchers:
         self._thread.shutdown()
         del self._thread
 
-    def token_bitmask(
-        self, slots: Mapping[int, ServedRequest], drafts: Drafts
-    ) -> tuple[np.ndarray, dict[int, str]]:
-        """The masks, after every matcher has accepted its new tokens, and which have failed.
+    def forced_drafts(
+        self,
+        slots: Mapping[int, ServedRequest],
+        token_ids: np.ndarray,
+        max_drafts: Mapping[int, int],
+        has_store: bool,
+    ) -> tuple[ForcedDrafts, dict[int, str]]:
+        """The drafts and masks, after every matcher has accepted its new tokens; who has failed.
 
         Args:
           slots: the requests that take part in the step, with and without a matcher.
-          drafts: K of each slot.
+          token_ids: ``[S, K]`` int32, what the drafter proposes.
+          max_drafts: by slot, the most drafts.
+          has_store: whether drafts may have a distribution.
 
         Returns:
-          ``[S*(K+1), ceil(V/32)]`` uint32; and by slot, why its matcher has failed. The rows of
-          such a slot allow everything.
+          The drafts; and by slot, why its matcher has failed. The rows of such a slot allow
+          everything.
 
         Raises:
           FailedCall: anything else went wrong.
         """
-        return self._thread.submit(self._token_bitmask, slots, drafts).result()
+        given = slots, token_ids, max_drafts, has_store
+        return self._thread.submit(self._forced_drafts, *given).result()
 
-    def _token_bitmask(
-        self, slots: Mapping[int, ServedRequest], drafts: Drafts
-    ) -> tuple[np.ndarray, dict[int, str]]:
+    def _forced_drafts(
+        self,
+        slots: Mapping[int, ServedRequest],
+        token_ids: np.ndarray,
+        max_drafts: Mapping[int, int],
+        has_store: bool,
+    ) -> tuple[ForcedDrafts, dict[int, str]]:
+        one_hot = [not has_store] * self._num_slots
         matchers: list[GrammarMatcher | None] = [None] * self._num_slots
         failed: dict[int, str] = {}
         for slot, request in slots.items():
@@ -70,6 +82,7 @@ class Matchers:
                     advance_matchers([matching.matcher], [[token]])
                     matching.num_accepted += 1
                 matchers[slot] = matching.matcher
+                one_hot[slot] |= request.options.temperature == 0
             except GrammarError as error:
                 failed[slot] = error.reason
             except ValueError as error:  # it refuses a token that it had allowed
@@ -77,8 +90,14 @@ class Matchers:
         with awaiting(one for one in slots.values() if one.matching is not None):
             while True:
                 try:
-                    mask = grammar_bitmask(matchers, drafts, vocab_size=self._vocab_size)
-                    return mask, failed
+                    drafts = forced_drafts(
+                        matchers,
+                        token_ids,
+                        vocab_size=self._vocab_size,
+                        max_drafts=[max_drafts.get(i, 0) for i in range(self._num_slots)],
+                        one_hot=one_hot,
+                    )
+                    return drafts, failed
                 except GrammarError as error:
                     failed[error.index] = error.reason
                     matchers[error.index] = None

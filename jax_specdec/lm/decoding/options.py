@@ -69,6 +69,9 @@ class RequestOptions:
         forbidden where the text so far, prompt included, ends with its other tokens. None for
         none.
       min_tokens: stop tokens are forbidden until this many tokens are generated.
+      max_drafts: at most K, the most drafts that are verified in a step; 0 for none, which is
+        plain decoding. None for K. It changes neither greedy text nor that of the agreement rule,
+        and other text only to another sample of the same distribution.
 
     Raises:
       TypeError: a field that is not a number, or not integers.
@@ -94,6 +97,7 @@ class RequestOptions:
     logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
     bad_words: Sequence[Sequence[int]] | None = None
     min_tokens: int = 0
+    max_drafts: int | None = None
 
     def __post_init__(self) -> None:
         budget = _integer("max_new_tokens", self.max_new_tokens, 2**31 - 1)
@@ -109,6 +113,8 @@ class RequestOptions:
                 checked[one.name] = _integer(one.name, value, 2**31 - 1)
         if self.seed is not None:
             checked["seed"] = _integer("seed", self.seed, 2**32 - 1)
+        if self.max_drafts is not None:
+            checked["max_drafts"] = _integer("max_drafts", self.max_drafts, 2**31 - 1)
         stops = inputs.integers("stop_token_ids", self.stop_token_ids)
         inputs.check_range("stop_token_ids", stops, 2**31)
         checked["stop_token_ids"] = tuple(dict.fromkeys(stops))
@@ -133,9 +139,20 @@ class RequestOptions:
         must = f"be at most max_new_tokens = {self.max_new_tokens}"
         require(fits, "min_tokens", must, self.min_tokens)
 
+    def check_drafts(self, num_speculative_tokens: int) -> None:
+        """Check that no more drafts are asked for than a step has.
+
+        Raises:
+          ValueError: `max_drafts` is above `num_speculative_tokens`.
+        """
+        most = num_speculative_tokens
+        fits = self.max_drafts is None or self.max_drafts <= most
+        must = f"be at most num_speculative_tokens = {most}"
+        require(fits, "max_drafts", must, self.max_drafts)
+
     @functools.cached_property  # a driver asks for every running request before every step
     def is_neutral(self) -> bool:
-        """Whether every engine serves this: at most a temperature, budget, stop tokens and seed."""
+        """Whether every engine serves this, also one without `request_options`."""
         return not self.non_neutral
 
     @property
@@ -151,7 +168,7 @@ class RequestOptions:
 
 _BIAS = Range(-math.inf, 1e20, "(]")
 """No logit overflows by it; a large negative one forbids its token."""
-_SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed")
+_SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed", "max_drafts")
 
 
 class RequestFields(TypedDict, total=False):
@@ -175,6 +192,7 @@ class RequestFields(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     bad_words: Sequence[Sequence[int]] | None
     min_tokens: int
+    max_drafts: int | None
 
 
 def options_per_request(

@@ -136,6 +136,7 @@ _CHANGE_ROWS = {name for names, _ in PACKING.values() for name in names}
     prompt_lengths="[B] int32",
     max_lengths="[B] int32",
     stop_token_ids="[B, M] int32",
+    max_drafts="[B] int32",
     sampling=(SamplingParams,),
     changes_rows="[B] bool",
     processors=(LogitsProcessors,),
@@ -148,6 +149,7 @@ class BatchOptions:
       prompt_lengths: ``[B]`` int32, the position where the output begins.
       max_lengths: ``[B]`` int32, the length at which the budget is spent.
       stop_token_ids: ``[B, M]`` int32; -1 is none.
+      max_drafts: ``[B]`` int32, the most drafts of a step; the largest int32 for any number.
       sampling: temperatures and filters.
       changes_rows: ``[B]`` bool, whether a request asks for any of `processors`.
       processors: what changes logits, as it was packed, or up to date with the sequences.
@@ -156,6 +158,7 @@ class BatchOptions:
     prompt_lengths: jax.Array
     max_lengths: jax.Array
     stop_token_ids: jax.Array
+    max_drafts: jax.Array
     sampling: SamplingParams
     changes_rows: jax.Array | None = None
     processors: LogitsProcessors | None = None
@@ -184,6 +187,8 @@ class BatchOptions:
         sizes = OptionSizes.of(options) if sizes is None else sizes
         lengths: Any = np.array(prompt_lengths, np.int32)
         budgets = np.array([one.max_new_tokens for one in options], np.int32)
+        limits = [2**31 - 1 if one.max_drafts is None else one.max_drafts for one in options]
+        max_drafts: Any = np.array(limits, np.int32)
         stops = _stops(options, max_stop_tokens)
         asked = [one.non_neutral.keys() for one in options]
         served = frozenset[str]().union(*asked)
@@ -204,6 +209,7 @@ class BatchOptions:
             prompt_lengths=lengths,
             max_lengths=lengths + budgets,
             stop_token_ids=stops,
+            max_drafts=max_drafts,
             sampling=SamplingParams(**sampling),
             changes_rows=changes_rows if packed else None,
             processors=LogitsProcessors(**packed) if packed else None,

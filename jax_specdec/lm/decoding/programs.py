@@ -120,11 +120,26 @@ def draft(
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
-def verify(
-    engine: Engine, params: Any, state: DecodeState, token_bitmask: Any
+def masked_step(
+    engine: Engine, params: Any, draft_params: Any, state: DecodeState, token_bitmask: Any
 ) -> tuple[DecodeState, StepResult]:
-    """The second half of a step, and what the host reads of it."""
+    """A step without drafts whose rows are masked, and what the host reads of it."""
+    state = engine.draft(draft_params, state, num_drafts=0)
     return _with_result(*engine.verify(params, state, token_bitmask))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def verify(
+    engine: Engine,
+    params: Any,
+    state: DecodeState,
+    token_ids: Any,
+    is_forced: Any,
+    token_bitmask: Any,
+) -> tuple[DecodeState, StepResult]:
+    """The second half of a step with `ForcedDrafts`, and what the host reads of it."""
+    state = dataclasses.replace(state, draft_token_ids=token_ids)
+    return _with_result(*engine.verify(params, state, token_bitmask, is_forced))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")

@@ -136,8 +136,10 @@ class DraftChoice:
     Attributes:
       num_drafts: the numbers there are, increasing.
       rates: ``[K]``, those of `AcceptanceEstimator`, after the steps that were read.
-      costs: what steps cost; None if that is not known: every step then has the largest number.
+      costs: what steps cost; None if that is not known: every step then has the largest number,
+        or the least that is enough for the `limits`.
       saved: seconds that were saved up for a trial.
+      limits: the most drafts that each running request may have; empty for any number.
 
     Example:
       >>> costs = StepCosts(num_slots=8, num_drafts=(0, 2), seconds=(1.0, 4.0))
@@ -150,6 +152,7 @@ class DraftChoice:
     rates: Sequence[float] | np.ndarray
     costs: StepCosts | None = None
     saved: float = 0.0
+    limits: Sequence[int] = ()
 
     @classmethod
     def of(
@@ -183,13 +186,27 @@ class DraftChoice:
     def best(self) -> int:
         """The number of drafts that pays best; 0 if speculation does not pay."""
         if self.costs is None:
-            return self.num_drafts[-1]
-        return self.costs.best(np.cumprod(self.rates))
+            return self.num_drafts[self._last]
+        return self.costs.best(np.cumprod(self.rates) * self._shares)
+
+    @property
+    def _shares(self) -> np.ndarray:
+        """``[K]``, the share of the requests that may have draft i."""
+        position = np.arange(len(self.rates))
+        if not self.limits:
+            return np.ones(position.shape)
+        return np.mean(position[None, :] < np.array(self.limits)[:, None], axis=0)
+
+    @property
+    def _last(self) -> int:
+        """The index of the least number that is enough for every request, or of the largest."""
+        most = max(self.limits, default=self.num_drafts[-1])
+        return int(np.searchsorted(self.num_drafts[:-1], most))
 
     def next(self) -> int:
         """The number of drafts of the next step."""
         at = self.num_drafts.index(self.best)
-        if self.costs is None or at + 1 == len(self.num_drafts):
+        if self.costs is None or at >= self._last:
             return self.num_drafts[at]
         self.saved += _TRIAL_SHARE * self.costs.seconds[at]
         if self.saved < self.costs.seconds[at + 1]:

@@ -18,7 +18,8 @@ from jax_specdec.lm.decoding.options import NUMBERS
 from jax_specdec.lm.server.limits import ApiError, Json
 from jax_specdec.lm.server.vocabulary import Vocabulary
 
-OPTIONS = (*(one.name for one in NUMBERS), "logit_bias")  # as they are called here, too
+# As they are called here, too.
+OPTIONS = (*(one.name for one in NUMBERS), "logit_bias", "max_drafts")
 MAX_BIASES = 300
 MAX_CHOICES = 16  # prompts of a request times n
 
@@ -186,6 +187,7 @@ class Parameters(Object):
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_tokens: int = 0
+    max_drafts: int | None = None
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_BIASES),
@@ -260,6 +262,8 @@ async def read_request(values: Json, is_chat: bool, engine: lm.Engine, words: Vo
         raise ApiError(f"{top_name} must be at most {most} on this server", top_name)
     if given.min_tokens and schema is not None:  # where only a stop token is allowed
         raise ApiError("min_tokens must not come with a response_format", "min_tokens")
+    if given.max_drafts and given.max_drafts > (most := engine.config.num_speculative_tokens):
+        raise ApiError(f"max_drafts must be at most {most} on this server", "max_drafts")
     if len(given.prompts) * given.n > MAX_CHOICES:
         raise ApiError(f"{name} and n must make at most {MAX_CHOICES} choices", name)
     budget = given.max_completion_tokens or given.max_tokens

@@ -1,0 +1,351 @@
+"""`GrammarMatcher`: what follows one request's grammar, and wrappers around those of others."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from jax_specdec._src.arrays import check_int, require
+
+ALL_ALLOWED = -1
+"""A word of a bitmask with every bit set."""
+
+
+class GrammarMatcher(Protocol):
+    """Follows one request's tokens and knows which may come next.
+
+    The methods are those of xgrammar's ``GrammarMatcher``. One of llguidance is wrapped in a
+    `LlguidanceMatcher`, and one that cannot roll back in a `CopyingMatcher`.
+
+    A matcher that cannot go on, such as one whose limits are exceeded, raises any exception. Its
+    callers raise a `GrammarError` then, which names the matcher: its request alone has failed.
+
+    Example:
+      A grammar in which 3 and 5 alternate:
+
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> class Turns:
+      ...     def __init__(self):
+      ...         self.count = 0
+      ...     def fill_next_token_bitmask(self, bitmask, index):
+      ...         bitmask[index] = 1 << (3, 5)[self.count % 2]
+      ...     def accept_token(self, token_id):
+      ...         allowed = token_id == (3, 5)[self.count % 2]
+      ...         self.count += allowed
+      ...         return allowed
+      ...     def rollback(self, num_tokens):
+      ...         self.count -= num_tokens
+      ...     def is_terminated(self):
+      ...         return False
+      >>> with sd.grammar.GrammarLookahead([Turns()], vocab_size=8) as lookahead:
+      ...     lookahead.bitmask.tolist()
+      [[8]]
+    """
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> object:
+        """Write which tokens may come next. Never called once `is_terminated` is true.
+
+        Args:
+          bitmask: ``[R, ceil(V/32)]`` int32. In row `index`, bit ``id % 32`` of word ``id // 32``
+            is set iff token ``id`` is allowed.
+          index: the row.
+
+        Returns:
+          Anything; it is ignored.
+        """
+        ...
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by a token, and return whether it was allowed. If not, nothing changes.
+
+        A `GrammarLookahead` calls this only with tokens that `fill_next_token_bitmask` allowed.
+        """
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens, at most K, even if they terminated the grammar."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """Whether the grammar has ended, so that it says nothing about the tokens that follow."""
+        ...
+
+
+class DelayedMatcher:
+    """A `GrammarMatcher` that begins after certain tokens, such as those that end reasoning.
+
+    Before that, everything is allowed.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> class Only3:
+      ...     def fill_next_token_bitmask(self, bitmask, index):
+      ...         bitmask[index] = 1 << 3
+      ...     def accept_token(self, token_id):
+      ...         return token_id == 3
+      ...     def rollback(self, num_tokens):
+      ...         pass
+      ...     def is_terminated(self):
+      ...         return False
+      >>> matcher = sd.grammar.DelayedMatcher(Only3(), begin_token_ids=[9])
+      >>> with sd.grammar.GrammarLookahead([matcher], vocab_size=16) as lookahead:
+      ...     lookahead.append([9])
+      ...     lookahead.bitmask.tolist()
+      [[8]]
+    """
+
+    def __init__(self, matcher: GrammarMatcher, begin_token_ids: Sequence[int]) -> None:
+        """Wait for tokens.
+
+        Args:
+          matcher: the grammar, at its beginning.
+          begin_token_ids: the tokens, in this order, after which the grammar begins.
+
+        Raises:
+          ValueError: `begin_token_ids` is empty.
+        """
+        self._matcher = matcher
+        self._begin = [int(token) for token in begin_token_ids]
+        require(self._begin, "begin_token_ids", "hold at least one token", self._begin)
+        self._before: list[int] = []
+        self._num_accepted = 0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the last tokens were those after which the grammar begins."""
+        return self._before[-len(self._begin) :] == self._begin
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        """See `GrammarMatcher`."""
+        if self.has_begun:
+            self._matcher.fill_next_token_bitmask(bitmask, index)
+        else:
+            bitmask[index] = ALL_ALLOWED
+
+    def accept_token(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        if not self.has_begun:
+            self._before.append(token_id)
+            return True
+        accepted = bool(self._matcher.accept_token(token_id))
+        self._num_accepted += accepted
+        return accepted
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`."""
+        inside = min(num_tokens, self._num_accepted)
+        if inside:
+            self._matcher.rollback(inside)
+            self._num_accepted -= inside
+        if num_tokens > inside:
+            del self._before[inside - num_tokens :]
+
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`."""
+        return self.has_begun and self._matcher.is_terminated()
+
+
+class CopyingMatcher:
+    """A `GrammarMatcher` that adds `rollback` to a matcher without it, by keeping copies.
+
+    Example:
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> class Countdown:
+      ...     count = 3
+      ...     def fill_next_token_bitmask(self, bitmask, index):
+      ...         bitmask[index] = 1 << self.count
+      ...     def accept_token(self, token_id):
+      ...         allowed = token_id == self.count
+      ...         self.count -= allowed
+      ...         return allowed
+      ...     def is_terminated(self):
+      ...         return self.count == 0
+      >>> matcher = sd.grammar.CopyingMatcher(Countdown(), max_rollback_tokens=4)
+      >>> matcher.accept_token(3), matcher.accept_token(2), matcher.rollback(2)
+      (True, True, None)
+      >>> matcher.accept_token(3)
+      True
+    """
+
+    def __init__(self, matcher: Any, max_rollback_tokens: int) -> None:
+        """Keep copies.
+
+        Args:
+          matcher: has the other methods of `GrammarMatcher`, and can be copied by `copy.deepcopy`.
+          max_rollback_tokens: K, how many copies are kept.
+        """
+        size = check_int("max_rollback_tokens", max_rollback_tokens) + 1
+        self._states: collections.deque[Any] = collections.deque([matcher], size)  # the last is now
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        """See `GrammarMatcher`."""
+        self._states[-1].fill_next_token_bitmask(bitmask, index)
+
+    def accept_token(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        after = copy.deepcopy(self._states[-1])
+        if not after.accept_token(token_id):
+            return False
+        self._states.append(after)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`.
+
+        Raises:
+          ValueError: `num_tokens` is more than the copies that are kept.
+        """
+        kept = len(self._states) - 1
+        require(num_tokens <= kept, "num_tokens", f"be at most {kept}, which are kept", num_tokens)
+        for _ in range(num_tokens):
+            self._states.pop()
+
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`."""
+        return bool(self._states[-1].is_terminated())
+
+
+class LlguidanceMatcher:
+    """llguidance's ``LLMatcher`` as a `GrammarMatcher`, after whose end only stop tokens may come.
+
+    `grammar_bitmask` has llguidance fill the rows of all such requests at once, in parallel.
+
+    An ``LLMatcher`` never raises: one that has failed, by a wrong grammar or a limit, allows only
+    the stop tokens, as if its text were complete. This one raises llguidance's message then.
+
+    Example:
+      >>> import llguidance
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> class Digits:  # the vocabulary, as llguidance asks for it
+      ...     eos_token_id, bos_token_id, special_token_ids = 0, None, [0]
+      ...     tokens = [b"<end>", *(b"%d" % i for i in range(10))]
+      ...     def __call__(self, text):
+      ...         return [1 + i - ord("0") for i in text]
+      >>> tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Digits()), eos_token=[0])
+      >>> grammar = llguidance.LLMatcher.grammar_from_regex("12[34]")
+      >>> matcher = sd.grammar.LlguidanceMatcher(llguidance.LLMatcher(tokenizer, grammar), [0])
+      >>> drafts = sd.Drafts.from_dense(jnp.array([[2, 3]]))
+      >>> sd.grammar.grammar_bitmask([matcher], drafts, vocab_size=11).tolist()  # 1 2, then 3 or 4
+      [[4], [8], [48]]
+    """
+
+    def __init__(self, matcher: Any, stop_token_ids: Sequence[int]) -> None:
+        """Wrap a matcher.
+
+        Args:
+          matcher: an ``LLMatcher``.
+          stop_token_ids: the ``eos_token`` of its tokenizer, all of them.
+        """
+        self._matcher, self._stops = matcher, frozenset(stop_token_ids)
+        self._num_stops = 0
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        """See `GrammarMatcher`."""
+        bitmask[index] = ALL_ALLOWED
+        fill_rows(bitmask, [(self, index, [])])
+        self._check()
+
+    def accept_token(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        if not self._num_stops and token_id not in self._stops:
+            # A token that is refused would be a failure, for ever, if llguidance consumed it.
+            allowed = self._matcher.validate_tokens([token_id]) == 1
+            allowed = allowed and self._matcher.consume_token(token_id)
+            self._check()
+            return bool(allowed)
+        self._num_stops += 1  # llguidance does not take back those after the end
+        return True
+
+    def forced_token_ids(self) -> list[int]:
+        """The tokens that come next whatever the model says, as llguidance tokenizes them."""
+        if self._num_stops:
+            return []
+        if self._matcher.is_stopped():
+            self._check()
+            return [*self._stops] if len(self._stops) == 1 else []
+        return list(self._matcher.compute_ff_tokens())
+
+    def _force(self, drafts: list[int], most: int, one_hot: bool) -> tuple[list[int], list[bool]]:
+        """The drafts with forced tokens in their place, and which these are; as `forced_drafts`."""
+        tokens: list[int] = []
+        is_forced: list[bool] = []
+        run: list[int] = []
+        while len(tokens) < most and (run or one_hot or all(is_forced)):
+            run = run or self.forced_token_ids()
+            is_drafted = tokens == drafts[: len(tokens)]
+            token = run[0] if run else drafts[len(tokens)] if is_drafted else -1
+            if token < 0 or not self.accept_token(token):
+                break
+            tokens.append(token)
+            is_forced.append(bool(run))
+            run = run[1:]
+        self.rollback(len(tokens))
+        rest = drafts[len(tokens) :]
+        if tokens != drafts[: len(tokens)]:
+            rest = [-1] * len(rest)
+        return tokens + rest, is_forced + [False] * len(rest)
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`."""
+        stops = min(num_tokens, self._num_stops)
+        self._num_stops -= stops
+        if num_tokens > stops:
+            self._matcher.rollback(num_tokens - stops)
+
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`; it allows stop tokens after its end."""
+        return False
+
+    @property
+    def error(self) -> str:
+        """llguidance's message if the matcher has failed, and so never goes on; or empty."""
+        return str(self._matcher.get_error())
+
+    def _check(self) -> None:
+        """Do nothing, unless the matcher has failed.
+
+        Raises:
+          ValueError: it has.
+        """
+        if self._matcher.is_error():
+            raise ValueError(self.error)
+
+
+@functools.cache
+def _executor() -> Any:
+    """llguidance's threads."""
+    import llguidance
+
+    return llguidance.LLExecutor()
+
+
+def fill_rows(
+    bitmask: np.ndarray, matchers: Sequence[tuple[LlguidanceMatcher, int, list[int]]]
+) -> None:
+    """Write the rows of llguidance's matchers.
+
+    Args:
+      bitmask: ``[R, ceil(V/32)]`` int32, everything allowed.
+      matchers: each with its first row, and the drafts between that and the following rows. Rows
+        after a draft that is refused or stops, and of texts that have stopped, are not written.
+    """
+    open_ = [(one._matcher, *rest) for one, *rest in matchers if not one._num_stops]
+    if not open_:
+        return
+    import llguidance.numpy as library
+
+    with_drafts = [one for one in open_ if one[2]]
+    if with_drafts:
+        library.fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, bitmask)
+    for matcher, row, drafts in open_:
+        if not drafts:
+            library.fill_next_token_bitmask(matcher, bitmask, row)

@@ -1,0 +1,458 @@
+"""Tokens that a grammar forces as drafts: the exact law of the output, and the engine's texts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import llguidance
+import numpy as np
+import pytest
+from models.checkpoints import copy
+from upper_floor import decoding_matchers, schemas
+
+import jax_specdec as sd
+from jax_specdec import lm
+
+from . import engines, tiny
+from .chi_square import CONTROL, assert_distributed, p_value, tally
+from .engines import TARGET, VOCAB
+
+pytestmark = pytest.mark.xdist_group("engines")
+
+Allowed = Callable[[tuple[int, ...]], tuple[int, ...]]
+"""The tokens that may follow some."""
+
+
+class Follows:
+    """A matcher of a function of the text so far."""
+
+    def __init__(self, allowed: Allowed) -> None:
+        self.allowed, self.tokens = allowed, ()
+
+    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
+        bitmask[index] = 0
+        bitmask[index, 0] = sum(1 << token for token in self.allowed(self.tokens))
+
+    def accept_token(self, token_id: int) -> bool:
+        assert token_id in self.allowed(self.tokens)
+        self.tokens += (token_id,)
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        self.tokens = self.tokens[: len(self.tokens) - num_tokens]
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+def bits(row: np.ndarray, vocab_size: int) -> np.ndarray:
+    return (row[np.arange(vocab_size) // 32] >> np.arange(vocab_size) % 32 & 1).astype(float)
+
+
+# The exact law, over all drafts that there can be
+
+V, K = 4, 2
+TREES: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
+    "from the start": {(): (2,), (2,): (1,), (2, 1): (0, 3)},
+    "one, then free": {(): (3,)},
+    "behind some drafts": {(0,): (1,), (1,): (0, 2), (2, 3): (0,)},
+    "behind all drafts": {(x,): (3 - x,) for x in range(V)},
+    "a choice, then forced": {(): (0, 1), (0,): (2,), (0, 2): (3,)},
+}
+Table = dict[tuple[int, ...], np.ndarray]
+
+
+def random_table(rng: np.random.Generator) -> Table:
+    prefixes = itertools.chain(*(itertools.product(range(V), repeat=n) for n in range(K + 1)))
+    return {prefix: rng.dirichlet(np.ones(V)) for prefix in prefixes}
+
+
+def tail(p: Table, allowed: Allowed, prefix: tuple[int, ...]) -> np.ndarray:
+    """The law of K + 1 tokens that begin with `prefix`, the others sampled one by one."""
+    if len(prefix) == K + 1:
+        law = np.zeros((V,) * (K + 1))
+        law[prefix] = 1
+        return law
+    row = p[prefix] * [token in allowed(prefix) for token in range(V)]
+    laws = (x * tail(p, allowed, (*prefix, y)) for y, x in enumerate(row / row.sum()) if x)
+    return sum(laws, np.zeros((V,) * (K + 1)))
+
+
+def verified(
+    p: Table, q: Table | None, ids: tuple[int, ...], mask: np.ndarray, block: bool, then: Any
+) -> np.ndarray:
+    """The law of K + 1 tokens by either rule; drafts of no `q` are one-hot."""
+    count = next((i for i, x in enumerate(ids) if x < 0), K)
+    ids = ids[:count]
+    rows = [p[ids[:i]] * bits(mask[i], V) for i in range(count + 1)]
+    rows = [row / row.sum() for row in rows]
+    drawn = [np.eye(V)[x] if q is None else q[ids[:i]] for i, x in enumerate(ids)]
+    weight, pass_ = [1.0], [1.0]
+    for i, x in enumerate(ids):
+        ratio = rows[i][x] / drawn[i][x]
+        weight.append(min(1.0, weight[i] * ratio) if block else min(1.0, ratio))
+    left = [np.maximum((weight[i] if block else 1) * rows[i] - drawn[i], 0) for i in range(count)]
+    law: Any = np.zeros((V,) * (K + 1))
+    if block:  # the longest prefix that passes, each by itself
+        for i in range(1, count + 1):
+            mass = left[i].sum() if i < count else weight[i]
+            pass_.append(mass / (mass + 1 - weight[i]) if mass + 1 - weight[i] > 0 else 1.0)
+        kept = [pass_[i] * np.prod([1 - x for x in pass_[i + 1 :]]) for i in range(count + 1)]
+    else:  # the first draft that is rejected
+        reached = np.cumprod(weight)
+        kept = [reached[i] * (1 - weight[i + 1]) for i in range(count)] + [reached[count]]
+    for i, chance in enumerate(kept):
+        row = rows[i] if i == count or not left[i].sum() else left[i]
+        for y, x in enumerate(row / row.sum()):
+            if chance * x > 0:
+                law = law + chance * x * then((*ids[:i], y))
+    return law
+
+
+Verify = Callable[[sd.grammar.ForcedDrafts, Table, Table, bool, Any], np.ndarray]
+
+
+def as_it_is(
+    drafts: sd.grammar.ForcedDrafts, p: Table, q: Table, block: bool, then: Any
+) -> np.ndarray:
+    own = None if drafts.is_forced[0] else q
+    ids = tuple(drafts.token_ids[0].tolist())
+    return verified(p, own, ids, drafts.token_bitmask, block, then)
+
+
+def law_of(
+    matcher: Any, p: Table, q: Table, block: bool, then: Any, verify: Verify, **given: Any
+) -> np.ndarray:
+    law = np.zeros((V,) * (K + 1))
+    for ids in itertools.product(range(V), repeat=K):
+        chance = np.prod([q[ids[:i]][x] for i, x in enumerate(ids)])
+        if chance == 0:
+            continue
+        token_ids = np.array([ids], np.int32)
+        drafts = sd.grammar.forced_drafts([matcher], token_ids, vocab_size=V, **given)
+        law += chance * verify(drafts, p, q, block, then)
+    return law
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["standard", "block"])
+@pytest.mark.parametrize("name", TREES)
+def test_the_law_is_that_of_sampling_under_the_grammar(name: str, block: bool) -> None:
+    """For drafts with q, for one-hot drafts, and for both with a limit."""
+    tree = TREES[name]
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        p, q = random_table(rng), random_table(rng)
+        allowed = lambda prefix: tree.get(prefix, (0, 1, 2, 3))  # noqa: E731
+        then = functools.cache(functools.partial(tail, p, allowed))
+        plain = then(())
+        for most in (0, 1, K):
+            given: dict[str, Any] = dict(max_drafts=most)
+            found = law_of(Follows(allowed), p, q, block, then, as_it_is, **given)
+            np.testing.assert_allclose(found, plain, atol=1e-12)
+            one_hot = lambda drafts, p, q, *rest: verified(  # noqa: E731
+                p, None, tuple(drafts.token_ids[0].tolist()), drafts.token_bitmask, *rest
+            )
+            found = law_of(Follows(allowed), p, q, block, then, one_hot, one_hot=True, **given)
+            np.testing.assert_allclose(found, plain, atol=1e-12)
+
+
+class Guessing(sd.grammar.LlguidanceMatcher):
+    """Calls a token forced though its mask allows others."""
+
+    def forced_token_ids(self) -> list[int]:
+        return [2, 1]
+
+
+def test_a_token_that_its_mask_does_not_force_is_verified_and_a_planted_fault_is_seen() -> None:
+    class Digits:
+        eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
+        tokens = (b"<end>", b"1", b"2", b"3")
+
+        def __call__(self, text: bytes) -> list[int]:
+            return [byte - ord("0") for byte in text]
+
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Digits()), eos_token=[0])
+    grammar = llguidance.LLMatcher.grammar_from_regex("[1-3]{9}")
+    matcher = Guessing(llguidance.LLMatcher(tokenizer, grammar), [0])
+    rng = np.random.default_rng(0)
+    p, q = random_table(rng), random_table(rng)
+    then = functools.cache(functools.partial(tail, p, lambda prefix: (1, 2, 3)))
+
+    def trusting(drafts: Any, p: Table, q: Table, block: bool, then: Any) -> np.ndarray:
+        """The planted fault: what is called forced is accepted without its mask."""
+        return then(tuple(drafts.token_ids[0].tolist()))
+
+    for block in (False, True):
+        given = matcher, p, q, block, then
+        np.testing.assert_allclose(law_of(*given, as_it_is), then(()), atol=1e-12)
+        assert np.abs(law_of(*given, trusting) - then(())).sum() > 0.2
+
+
+def test_forcing_behind_drafts_that_have_a_q_would_be_lossy() -> None:
+    """Whether drafts are verified one-hot would depend on which tokens were drafted."""
+    tree = {(0,): (2,)}
+    rng = np.random.default_rng(0)
+    p, q = random_table(rng), random_table(rng)
+    p[()], q[()] = np.array([0.5, 0.5, 0, 0]), np.array([0.9, 0.1, 0, 0])
+    allowed = lambda prefix: tree.get(prefix, (0, 1, 2, 3))  # noqa: E731
+    then = functools.cache(functools.partial(tail, p, allowed))
+    lossy = law_of(Follows(allowed), p, q, False, then, as_it_is, one_hot=True)
+    np.testing.assert_allclose(lossy.sum(axis=(1, 2)), [0.45, 0.55, 0, 0], atol=1e-12)
+    found = law_of(Follows(allowed), p, q, False, then, as_it_is)
+    np.testing.assert_allclose(found.sum(axis=(1, 2)), [0.5, 0.5, 0, 0], atol=1e-12)
+
+
+# The drafts
+
+
+def forced(allowed: Allowed, *drafts: int, **given: Any) -> list[int]:
+    found = sd.grammar.forced_drafts(
+        [Follows(allowed)], np.array([drafts], np.int32), vocab_size=32, **given
+    )
+    return found.token_ids[0].tolist()
+
+
+def test_drafts_stay_behind_what_they_were_drafted_after() -> None:
+    by_length = lambda *sets: lambda text: sets[len(text)] if len(text) < len(sets) else (7, 8)  # noqa: E731
+    two = by_length((3,), (5,))
+    assert forced(two, 3, 5, 7, 9) == [3, 5, 7, 9]
+    assert forced(two, 3, 6, 7, 8) == [3, 5, -1, -1]
+    assert forced(two, -1, -1, -1, -1) == [3, 5, -1, -1]
+    assert forced(two, 4, 4, 4, 4, max_drafts=1) == [3, -1, -1, -1]
+    assert forced(two, 4, 4, 4, 4, max_drafts=0) == [4, 4, 4, 4]
+    later = by_length((3, 4), (5,), (6,))
+    assert forced(later, 3, 9, 9, 9) == [3, 9, 9, 9]
+    assert forced(later, 3, 9, 9, 9, one_hot=True) == [3, 5, 6, -1]
+    assert forced(later, 3, 5, 6, 7, one_hot=True) == [3, 5, 6, 7]
+    assert forced(later, 9, 5, 6, 7, one_hot=True) == [9, 5, 6, 7]  # refused: keeps its id
+    assert forced(later, 3, 5, 9, 7, one_hot=True, max_drafts=2) == [3, 5, 9, 7]
+
+
+def test_the_masks_are_those_of_the_drafts_that_are_returned() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        table = {
+            text: tuple(rng.permutation(6)[: rng.integers(1, 4)].tolist())
+            for n in range(4)
+            for text in itertools.product(range(6), repeat=n)
+        }
+        ids = rng.integers(-1, 6, (2, 3)).astype(np.int32)
+        matchers = [Follows(table.__getitem__), None]
+        given: Any = dict(vocab_size=40, end_token_ids=[1])
+        found = sd.grammar.forced_drafts(matchers, ids, one_hot=rng.random() < 0.5, **given)
+        drafts = sd.Drafts.from_dense(found.token_ids)
+        mask = sd.grammar.grammar_bitmask(matchers, drafts, **given)
+        np.testing.assert_array_equal(found.token_bitmask, mask)
+        assert found.token_ids[1].tolist() == ids[1].tolist() and not found.is_forced[1]
+        assert matchers[0].tokens == ()
+        with sd.grammar.GrammarLookahead(matchers, vocab_size=40) as lookahead:
+            only = table[()] if len(table[()]) == 1 else (-1,)
+            assert lookahead.forced_token_ids.tolist() == [*only, -1]
+
+
+SCHEMAS = {
+    "person": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 99},
+            "role": {"enum": ["admin", "administrator", "guest"]},
+        },
+        "required": ["name", "age", "role"],
+        "additionalProperties": False,
+    },
+    "list": {"type": "array", "items": {"const": "yes"}, "minItems": 2, "maxItems": 3},
+    "nothing to choose": {"const": {"answer": [1, True, None]}},
+}
+
+
+@pytest.fixture(scope="module", params=["bytes", "pieces"])
+def grammar_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Any]:
+    if request.param == "bytes":
+        yield schemas.byte_tokenizer(), 256, [0]
+        return
+    directory = copy("qwen2", tmp_path_factory.mktemp("words") / "tiny")
+    tokenizer = lm.load_tokenizer(directory)
+    described = json.loads(tokenizer.library_tokenizer.to_str())
+    size, stops = 288, [*tokenizer.stop_token_ids]
+    yield llguidance.LLTokenizer(json.dumps(described), n_vocab=size, eos_token=stops), size, stops
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_what_llguidance_forces_is_all_that_its_masks_allow(
+    name: str, grammar_tokenizer: Any
+) -> None:
+    tokenizer, size, stops = grammar_tokenizer
+    rng, num_forced = np.random.default_rng(0), 0
+    for _ in range(4):
+        matcher = schemas.compile_schema(json.dumps(SCHEMAS[name]), tokenizer)
+        matcher = sd.grammar.LlguidanceMatcher(matcher, stops)
+        text: list[int] = []
+        while not {*text} & {*stops} and len(text) < 80:
+            drafts = sd.grammar.forced_drafts(
+                [matcher], np.full((1, 6), -1, np.int32), vocab_size=size, one_hot=True
+            )
+            run = [token for token in drafts.token_ids[0].tolist() if token >= 0]
+            rows = [bits(row, size) for row in drafts.token_bitmask]
+            for token, row in zip(run, rows, strict=False):
+                assert np.flatnonzero(row).tolist() == [token]
+            num_forced += len(run)
+            follows = np.flatnonzero(rows[len(run)])
+            if len(run) < 6 and not {*run} & {*stops} and len(follows) == 1:
+                assert len(stops) > 1 or follows[0] not in stops, "a token that was not found"
+            new = [*run, *([] if {*run} & {*stops} else [int(rng.choice(follows))])]
+            sd.grammar.advance_matchers([matcher], [new])
+            text += new
+    assert num_forced > 8
+
+
+# The engine
+
+
+def by_step(text: tuple[int, ...]) -> tuple[int, ...]:
+    """A choice, another, what one of its tokens alone forces, and two forced tokens."""
+    place = len(text) % 5
+    if place < 2:
+        return ((0, 1, 2), (1, 4, 5))[place]
+    if place == 2:
+        return (0,) if text[-1] == 4 else (1, 2, 3, 5)
+    return ((text[-1] + 3) % VOCAB,)
+
+
+@contextlib.contextmanager
+def nothing_forced() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        function = decoding_matchers.forced_drafts
+
+        def without(*args: Any, **given: Any) -> Any:
+            return function(*args, **(given | dict(max_drafts=0)))
+
+        patch.setattr(decoding_matchers, "forced_drafts", without)
+        yield
+
+
+AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
+AGREEING = dataclasses.replace(engines.EVERYTHING, config=AGREEMENT)
+"""Under it, sampled text does not depend on drafts either."""
+ENGINES = {
+    "model": engines.TABLE,
+    "lookup": engines.LOOKUP,
+    "block": engines.JOINTLY,
+    "llama": engines.LLAMA,
+    "everything": engines.EVERYTHING,
+    "agreement": AGREEING,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.newest] * (x != "model")) for x in ENGINES]
+)
+def test_texts_and_logprobs_are_those_without_forced_drafts_in_fewer_steps(name: str) -> None:
+    engine, found, passes = ENGINES[name], [], []
+    for context in (contextlib.nullcontext, nothing_forced):
+        with context():
+            rng, driver = np.random.default_rng(0), engines.driver_of(engine)
+            updates: list[lm.RequestUpdate] = []
+            for i in range(10):
+                asked: dict[str, Any] = dict(
+                    prompt=rng.integers(0, VOCAB, int(rng.integers(1, 9))).tolist(),
+                    max_new_tokens=int(rng.integers(8, 24)),
+                )
+                if engine.request_options:
+                    asked |= dict(
+                        presence_penalty=1.0, repetition_penalty=1.3, logit_bias={4: -2.0, 3: 1.5}
+                    )
+                if name == "agreement":
+                    asked |= dict(temperature=1.0, top_p=0.9, seed=i)
+                request_id = driver.submit(**asked, matcher=Follows(by_step) if i % 3 else None)
+                updates += driver.step()
+                if i % 5 == 4:
+                    driver.preempt(request_id)
+            found.append(engines.run(driver, updates))
+            passes.append(driver.stats().num_verifications)
+    with_, without = found
+    assert {i: x.token_ids for i, x in with_.items()} == {
+        i: x.token_ids for i, x in without.items()
+    }
+    assert passes[0] < 0.9 * passes[1]
+    if engine.logprobs is not None:
+        for i in with_:
+            chosen = [
+                np.concatenate([u.logprobs.logprobs for u in x.updates if u.token_ids])
+                for x in (with_[i], without[i])
+            ]
+            np.testing.assert_allclose(*chosen, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "where q is 0"])
+def test_forced_drafts_come_in_the_first_step_and_keep_to_limits(sampled: bool) -> None:
+    driver = engines.driver_of(engines.EVERYTHING if sampled else engines.TABLE)
+    allowed = lambda text: ((len(text) + 1) % VOCAB,)  # noqa: E731
+    asked: dict[str, Any] = dict(prompt=[1], max_new_tokens=9)
+    if sampled:
+        asked |= dict(temperature=0.8, top_k=1)
+    for most, sizes in ((None, [3, 3, 3]), (1, [2, 2, 2, 2, 1]), (0, [1] * 9)):
+        i = driver.submit(**asked, max_drafts=most, matcher=Follows(allowed))
+        one = engines.run(driver)[i]
+        assert one.token_ids == [i % VOCAB for i in range(1, 10)]
+        assert [len(update.token_ids) for update in one.updates] == sizes
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("name", ["model", "block", "lookup"])
+def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar(name: str) -> None:
+    engine = dataclasses.replace(ENGINES[name], num_slots=64)
+    driver, prompt = engines.driver_of(engine), [1, 4, 0]
+    for _ in range(5000):
+        driver.submit(prompt, max_new_tokens=6, temperature=1.0, matcher=Follows(by_step))
+    tokens = np.array([one.token_ids for one in engines.run(driver).values()])
+
+    def law(text: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], float]]:
+        if len(text) == 6:
+            yield text, 1.0
+            return
+        row = np.exp(tiny.next_logits(TARGET, [*prompt, *text]).astype(np.float64))
+        row *= [token in by_step(text) for token in range(VOCAB)]
+        for token in np.flatnonzero(row):
+            chance = row[token] / row.sum()
+            yield from ((x, chance * c) for x, c in law((*text, int(token))))
+
+    texts = dict(law(()))
+    index = {text: i for i, text in enumerate(texts)}
+    counts = tally(np.array([[index[tuple(row)]] for row in tokens.tolist()]), len(texts))
+    wanted = np.array([*texts.values()])
+    assert_distributed(counts, wanted, "texts")
+    assert p_value(counts, wanted[::-1]) < CONTROL
+    stats = driver.stats()
+    assert stats.num_tokens > 1.5 * stats.num_verifications
+    assert stats.num_fallbacks == 0  # nobody lost rows that were to be used
+
+
+def test_the_estimator_learns_nothing_of_forced_drafts() -> None:
+    driver = engines.driver_of(dataclasses.replace(engines.TABLE, draft_budget=(1, 2)))
+    before = driver.state.estimator.visited.tolist()
+    driver.submit([1], max_new_tokens=9, matcher=Follows(lambda text: (2,)))
+    engines.run(driver)
+    assert driver.state.estimator.visited.tolist() == before
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("error", "name", "token_ids"),
+    [
+        (ValueError, "token_ids", np.zeros((3,), np.int32)),
+        (TypeError, "token_ids", np.zeros((1, 3))),
+        (ValueError, "matchers", np.zeros((2, 3), np.int32)),
+    ],
+)
+def test_mistakes_are_named(error: type[Exception], name: str, token_ids: np.ndarray) -> None:
+    with pytest.raises(error, match=f"^{name}"):
+        sd.grammar.forced_drafts([None], token_ids, vocab_size=8)
