@@ -58,8 +58,7 @@ class EngineDriver:
     happened completely or not at all; a `preempt` that was has happened to all running requests.
     JAX makes a ValueError of an interrupt of its own caches: it is a KeyboardInterrupt again here.
 
-    **Prompts** are read between steps, at most one chunk of `chunk_size` tokens before each while
-    requests run; see `max_prefills`.
+    **Prompts** are read between steps, while requests run at most `chunk_size` tokens before each.
 
     **Failed calls**, as on a device with too little memory, are not raised; an error while a
     program is traced is. Each request that was in the call gets an update with the `error`. A
@@ -87,12 +86,7 @@ class EngineDriver:
       ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32)
       >>> driver = lm.EngineDriver(engine, params)
-      >>> driver.warm_up(lambda done, total: print(f"{done} of {total}"))
-      0 of 4
-      1 of 4
-      2 of 4
-      3 of 4
-      4 of 4
+      >>> driver.warm_up()
       >>> texts = {driver.submit(lm.encode_bytes(p), max_new_tokens=8): []
       ...     for p in ("import ", "def ")}
       >>> while not driver.is_idle:
@@ -258,12 +252,10 @@ class EngineDriver:
 
         Args:
           on_progress: called with the number of programs that are ready and the number of all,
-            before the first and after each. The programs are `admit` for each of the engine's
-            `admit_shapes`, `release`, `step` for K drafts or each number of the `draft_budget`,
-            twice as many with `request_options`, and for none; and where prompts are read in
-            chunks, `insert`, and `prefill_chunk` for each size of a chunk. None for no calls. Steps
-            and prompts are measured where a `chunk_size` is to be chosen, or `step_costs` are
-            missing.
+            before the first and after each: `admit` for each of the engine's `admit_shapes`,
+            `release`, `step` for each number of drafts and for none, and where prompts are read in
+            chunks, `insert` and `prefill_chunk`. None for no calls. Steps and prompts are measured
+            where a `chunk_size` is to be chosen, or `step_costs` are missing.
           grammars: whether requests will have matchers; their steps are then compiled, too, as two
             more programs.
 
@@ -349,9 +341,8 @@ class EngineDriver:
             tokens, a seed and a limit of drafts needs an engine with `request_options`.
           matcher: at the beginning of its grammar, and of this request alone; made for the
             target's vocabulary. It is called in a thread of the driver's; if it raises, its request
-            ends as "failed", with what it said as the `error`, and no other notices. Where it has
-            terminated, it allows every token: to end the text, let it allow a stop token only. None
-            for no grammar.
+            alone ends as "failed", with its words as the `error`. Where it has terminated, it
+            allows every token: to end the text, let it allow a stop token only. None for none.
           **fields: of `RequestOptions`, such as ``temperature=0.8``; they override `options`.
 
         Returns:
@@ -385,8 +376,6 @@ class EngineDriver:
 
     def cancel(self, request_id: int) -> bool:
         """End a request, wherever it is; it gets no more updates.
-
-        Takes the same time however many requests wait.
 
         Returns:
           Whether it was still waiting or running.
@@ -483,8 +472,8 @@ class EngineDriver:
         if any(one.matching is not None for one in running.values()):
             self._dispatch_masked(limits)
             return True
-        all_neutral = all(one.options.is_neutral for one in running.values())
-        all_neutral &= self.engine.request_options
+        neutral = [one.options.is_neutral for one in running.values()]
+        all_neutral = self.engine.request_options and all(neutral)
         num_drafts = None
         if not any(limits.values()):
             all_neutral, num_drafts = False, 0  # one program is enough
