@@ -12,7 +12,8 @@ import pytest
 import scipy.special
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
-from lower_floor import TILE, DraftScale, Form, Largest, LocalRows, Position, Scale, num_tiles
+from lower_floor import TILE, DraftScale, LocalRows, Scale, Source, Xla, num_tiles
+from lower_floor import tpu_largest as largest
 from lower_floor import tpu_residual as residual
 from lower_floor import tpu_statistics as statistics
 from lower_floor import tpu_support as support
@@ -68,7 +69,7 @@ def find(logits, end, inverse, wanted, ranked, least):
     alone = statistics.row_statistics(*given, with_sums=False)
     both = statistics.row_statistics(*given, ranked=ranked)
     kept = statistics.row_statistics(*given, (both[0], least))
-    return alone, both, kept, Largest.of(both[3], lambda: jnp.zeros(())).bound
+    return alone, both, kept, largest.Largest.of(both[3], lambda: jnp.zeros(())).bound
 
 
 def found(*given):
@@ -134,9 +135,9 @@ RESIDUALS = [
 
 def rows_and_source(target, draft, size, values):
     """What the kernel is given: only what it reads is filled in."""
-    form = Form("tpu", keeps_sums=True)
-    unread = dict.fromkeys(Position._fields, jnp.zeros(len(values["row"])))
-    return LocalRows.of(target, draft, None, size, form), Position(**unread | values)
+    rows = LocalRows.of(target, draft, None, size=size, backend=Xla().on("tpu"), keeps_sums=True)
+    unread = dict.fromkeys(Source._fields, jnp.zeros(len(values["row"])))
+    return rows.target, rows.q, Source(**unread | values)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +197,16 @@ def test_residual_masses_are_those_of_numpy(shape):
 )
 def test_rows_that_cannot_be_copied_alone_are_left_to_xla(num_rows, width, dtype):
     matrix, row = jnp.zeros((num_rows, width), dtype), jnp.zeros(1, jnp.int32)
-    given = rows_and_source(matrix, sd.DraftLogits(matrix), width, dict(row=row))
-    assert residual.residual_masses(*given) is None
+    target, q, _ = rows_and_source(matrix, sd.DraftLogits(matrix), width, dict(row=row))
+    assert not residual.serves(target, q)
 
 
 @pytest.mark.parametrize(("kind", "copies"), [("TPU v3", False), ("TPU v4", True)])
 def test_old_tpus_leave_the_residual_to_xla(kind, copies):
-    matrix, row, one = jnp.zeros((4, 256)), jnp.zeros(1, jnp.int32), jnp.ones(1)
-    values = dict(row=row, draft_row=row, uses_q=row == 0, scale=Scale(one, one))
-    given = rows_and_source(matrix, sd.DraftProbs(matrix), 256, values)
+    matrix = jnp.zeros((4, 256))
+    target, q, _ = rows_and_source(matrix, sd.DraftProbs(matrix), 256, dict(row=jnp.zeros(1)))
     with mock.patch.object(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)]):
-        found = jax.eval_shape(lambda: residual.residual_masses(*given))
-    assert (found is not None) == copies
+        assert residual.serves(target, q) == copies
 
 
 BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)

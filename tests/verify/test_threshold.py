@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import Filter, Form, api, inverse_temperature, only_if, platform, threshold
+from lower_floor import (
+    Filter,
+    Xla,
+    api,
+    gather,
+    inverse_temperature,
+    only_if,
+    platform,
+    threshold,
+    tpu_largest,
+)
 from lower_floor import rows_lib as rows
 
 import jax_specdec as sd
@@ -29,10 +39,11 @@ SIZES = {"float32": 33, "bfloat16": 2051, "float16": 33}
 def thresholds(
     logits: jax.Array, temperature: jax.Array, filter: Filter, platform: str = "cpu"
 ) -> jax.Array:
-    form = Form(platform)
-    target = rows.Rows.of_logits(logits, logits.shape[1], None, form)
+    backend = Xla().on(platform)
+    target = rows.Rows(logits, logits.shape[1], -jnp.inf, backend)
     wanted, inv = jnp.ones((B,), bool), inverse_temperature(temperature)
-    return target.find_thresholds(None, filter, wanted, target.peak(None), inv, form)
+    peak = backend.peak(target, None)
+    return backend.thresholds(target, None, filter, wanted, peak, inv)
 
 
 def kept_by_sorting(row, temperature, min_p, top_k, top_p) -> tuple[np.ndarray, bool]:
@@ -108,11 +119,10 @@ def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     wanted = np.asarray(thresholds(*given))
     np.testing.assert_array_equal(thresholds(*given, platform="tpu"), wanted)
 
-    def of_other_rows(filter: Filter, select: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        others = dataclasses.replace(select(), matrix=select().matrix - 0.125)
-        return threshold.find_thresholds(filter, lambda: others, *args, **kwargs)
+    def in_other_rows(rows: Any, *args: Any) -> Any:
+        return threshold.InXla(dataclasses.replace(rows, matrix=rows.matrix - 0.125), *args)
 
-    with mock.patch.object(rows, "find_thresholds", of_other_rows):
+    with mock.patch.object(tpu_largest, "InXla", in_other_rows):
         found = OF_OTHER_ROWS(*given)
     assert (np.asarray(found) == wanted).all() == is_listed
 
@@ -137,7 +147,7 @@ def test_only_if_computes_nothing_where_the_condition_holds_nowhere():
     assert calls
 
 
-def traced(sampling: sd.SamplingParams, implementation: Any = "xla_batched", **given: Any) -> Any:
+def traced(sampling: sd.SamplingParams, form: str = "cuda", **given: Any) -> Any:
     """The jaxpr of a verification; the cached trace of another is not looked at."""
     config = sd.SpecDecodeConfig(num_speculative_tokens=2)
     drafts = sd.Drafts.from_dense(jnp.zeros((B, 2), jnp.int32))
@@ -150,13 +160,13 @@ def traced(sampling: sd.SamplingParams, implementation: Any = "xla_batched", **g
             noise,
             sampling=sampling,
             config=config,
-            implementation=implementation,
+            implementation="xla",
             **given,
         )
 
     with (
         mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
-        platform.assume("cpu"),  # else the form would hide in its equation
+        platform.assume(form),  # else the form would hide in its equation
     ):
         return jax.make_jaxpr(verify)(jnp.zeros((3 * B, 5000), jnp.bfloat16), sampling, given)
 
@@ -168,7 +178,7 @@ def count_reads(jaxpr: Any) -> int:
     return len(re.findall(f"{some}|{all_rows}", str(jaxpr)))
 
 
-@pytest.mark.parametrize("form", ["xla_lazy", "xla_batched"])
+@pytest.mark.parametrize("form", ["cpu", "cuda"])
 def test_neutral_parameters_read_no_row_again(form):
     ones = jnp.ones(B)
     plain = traced(sd.SamplingParams(ones), form)
@@ -190,7 +200,7 @@ def test_nothing_is_compiled_for_parameters_that_are_none():
 
     with (
         mock.patch.object(threshold, "only_if", fail),
-        mock.patch.object(rows, "find_thresholds", fail),
+        mock.patch.object(gather, "find_thresholds", fail),
         mock.patch.object(rows.Rows, "_bits", fail),
         mock.patch.object(rows, "bits_at", fail),
     ):

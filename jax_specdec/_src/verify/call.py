@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +14,6 @@ from jax_specdec._src.arrays import (
     Sizes,
     as_positions,
     check_array,
-    check_choice,
     check_int,
     check_listed,
     check_tree,
@@ -29,7 +28,6 @@ from jax_specdec._src.sampling import SamplingParams, per_request
 from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, Noise, RaceNoise
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.mosaic_tpu import support as mosaic_tpu
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import rule_of
@@ -41,7 +39,7 @@ from jax_specdec._src.verify.sharding import (
 )
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
-Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu", "mosaic_tpu"]
+Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
 
 class Settings(NamedTuple):
@@ -82,11 +80,6 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
       TypeError, ValueError, NotImplementedError: as `rejection_sample`.
     """
     config, _, _, implementation, kernel_config, sharding = settings
-    check_choice("implementation", implementation, (*get_args(Implementation), None))
-    why_not = support.no_device() if implementation == "mosaic_gpu" else None
-    why_not = mosaic_tpu.no_device() if implementation == "mosaic_tpu" else why_not
-    if why_not is not None:
-        raise NotImplementedError(why_not)
     arrays, sizes = check_arrays(arrays, settings)
     layout = resolve(sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
     if arrays.randomness is not None:

@@ -137,11 +137,16 @@ class Standard:
     """Drafts are accepted one after another, up to the first rejection.
 
     A rule says which positions are read, whether those after one may matter, and how many drafts
-    are accepted. Positions are ``[B, P]``. `draws_every_row` says that a token is drawn from each
-    row that is read, not from the last one alone.
+    are accepted. Positions are ``[B, P]``.
+
+    Attributes:
+      is_block: whether it takes the residual mass of every position.
+      draws_every_row: whether a token is drawn from each row that is read, not from the last alone.
+      reads_one_position: whether it chooses the position that is read, before any is.
     """
 
     is_block: ClassVar[bool] = False
+    reads_one_position: ClassVar[bool] = False
     draws_every_row: ClassVar[bool] = False
     conditional_rates: tuple[float, ...] | None = dataclasses.field(default=None, init=False)
 
@@ -239,6 +244,7 @@ class Agreement(Standard):
 class Synthetic(Standard):
     """Drafts are accepted at K conditional rates; only the position they end at is read."""
 
+    reads_one_position: ClassVar[bool] = True
     conditional_rates: tuple[float, ...]
 
     def choose(self, requests: Request, positions: Position) -> Position:

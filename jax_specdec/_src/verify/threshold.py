@@ -22,11 +22,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.sampling import Filter, limits_count
-from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.largest import Largest
-
-ALL_ENTRIES = "all_entries"
-"""The scope of the operations that search all entries of rows."""
+from jax_specdec._src.verify.part import Part
 
 S = TypeVar("S")
 
@@ -74,7 +70,7 @@ def search(
       Float32, at most `peak`; entries equal to it stay. And the state after the last read.
     """
     largest = functools.partial(_largest, bits=bits, candidates=candidates)
-    least = _of_min_p(filter, peak, inv_temperature)
+    least = of_min_p(filter, peak, inv_temperature)
     if filter.top_k is not None:
         highest = jnp.where(limits_count(filter.top_k, size), peak, least)
         least, state = largest(amounts.count, filter.top_k, least, highest, state)
@@ -106,10 +102,12 @@ def find_thresholds(
     dtype: Any,
     peak: jax.Array,
     inv_temperature: jax.Array,
-    form: Form,
-    largest: Callable[[], Largest] | None = None,
+    part: Part,
+    candidates: int,
 ) -> jax.Array:
-    """The thresholds of rows, by XLA.
+    """Returns the thresholds of rows, ``[n]`` float32, found by XLA.
+
+    They are at most `peak`; entries equal to them stay.
 
     Args:
       filter: min-p, top-k and top-p of each row's request, ``[n]``.
@@ -120,53 +118,36 @@ def find_thresholds(
       dtype: of the logits before they were converted to float32.
       peak: ``[n]`` float32, the largest entry of each row, finite.
       inv_temperature: ``[n]`` float32.
-      form: how the vocabulary is split. If it is, each round tests 15 candidates: float32 logits
-        take at most 8 rounds for each of top-k and top-p, bfloat16 logits 4. A TPU that has all of
-        it tests 3, for which it computes about as long as it reads: 16 and 8 rounds.
-      largest: finds the largest entries of the rows; not called where nothing is searched for. The
-        rows are read if these do not decide all thresholds.
-
-    Returns:
-      ``[n]`` float32, at most `peak`; entries equal to it stay.
+      part: of the vocabulary, which the entries are.
+      candidates: that each round tests. With 15, float32 logits take at most 8 rounds for each of
+        top-k and top-p, bfloat16 logits 4; with 3, 16 and 8; with 1, 32 and 16.
     """
-    candidates = 15 if form.axis is not None else 3 if form.platform == "tpu" else 1
-    settings: Any = dict(size=size, bits=bits_of(dtype), candidates=candidates)
-    settings |= dict(peak=peak, inv_temperature=inv_temperature)
     none = jnp.full_like(peak, -jnp.inf)
 
     def in_rows() -> jax.Array:
-        amounts: _InXla[None] = _InXla(select(), peak, inv_temperature, form, candidates)
-        return search(filter, amounts, None, **settings)[0]
+        amounts: InXla[None] = InXla(select(), peak, inv_temperature, part, candidates)
+        return search(
+            filter,
+            amounts,
+            None,
+            size=size,
+            bits=bits_of(dtype),
+            candidates=candidates,
+            peak=peak,
+            inv_temperature=inv_temperature,
+        )[0]
 
-    if largest is None:
-        return only_if(jnp.any(limited), in_rows, none)
-    find_largest = largest
-
-    def among_largest() -> tuple[jax.Array, jax.Array]:
-        them = find_largest()
-        amounts = _AmongLargest(them, peak, inv_temperature, form, candidates, limited)
-        least, above = search(filter, amounts, none, **settings)
-        is_listed = (above > them.bound) | (above == -jnp.inf)
-        return least, is_listed & (least > them.bound)
-
-    searched = limited & filter.is_searched(size)
-    nothing = _of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
-    least, known = only_if(jnp.any(searched), among_largest, nothing)
-    unknown = searched & ~known
-
-    with jax.named_scope(ALL_ENTRIES):
-        rest = only_if(jnp.any(unknown), in_rows, none)
-    return jnp.where(unknown, rest, least)
+    return only_if(jnp.any(limited), in_rows, none)
 
 
 @dataclasses.dataclass(frozen=True)
-class _InXla(Generic[S]):
+class InXla(Generic[S]):
     """`Amounts` of rows ``[n]``."""
 
     rows: SomeRows
     peak: jax.Array
     inv_temperature: jax.Array
-    form: Form
+    part: Part
     candidates: int
 
     def count(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
@@ -180,7 +161,7 @@ class _InXla(Generic[S]):
 
     def total(self, least: jax.Array, wanted: jax.Array, state: S) -> tuple[jax.Array, S]:
         def whole() -> jax.Array:
-            return self.form.sum(self._masses([least])[0])
+            return self.part.sum(self._masses([least])[0])
 
         found = only_if(jnp.any(wanted), whole, jnp.ones_like(self.peak))
         return jnp.where(wanted, found, 1.0), state
@@ -194,28 +175,10 @@ class _InXla(Generic[S]):
         return [jnp.sum(jnp.where(x >= c[:, None], weights, 0.0), axis=1) for c in bounds]
 
     def _reached(self, sums: list[jax.Array], goal: jax.Array) -> jax.Array:
-        return jnp.sum(self.form.sum(jnp.stack(sums)) >= goal[None], axis=0, dtype=jnp.int32)
+        return jnp.sum(self.part.sum(jnp.stack(sums)) >= goal[None], axis=0, dtype=jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class _AmongLargest(_InXla[jax.Array]):
-    """`Amounts` of the largest entries of rows.
-
-    The state is the threshold of min-p and top-k, once top-p asks for the mass that they leave.
-    """
-
-    rows: Largest
-    limited: jax.Array
-
-    def total(
-        self, least: jax.Array, wanted: jax.Array, state: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        found, _ = super().total(least, wanted, state)
-        of_rows = wanted & self.limited & (least == -jnp.inf)
-        return jnp.where(of_rows, only_if(jnp.any(of_rows), self.rows.mass, found), found), least
-
-
-def _of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+def of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> jax.Array:
     if filter.min_p is None:
         return jnp.full_like(peak, -jnp.inf)
     return peak + jnp.log(filter.min_p) / inv_temperature

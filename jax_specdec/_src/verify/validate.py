@@ -17,6 +17,7 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
 )
+from jax_specdec._src.verify.api import check_implementation
 from jax_specdec._src.verify.call import Implementation, Settings, checked
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
@@ -70,6 +71,7 @@ def validate(
         ...
       ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
     """
+    check_implementation(implementation)
     of_requests = sampling, bonus_token_ids, active
     arrays, static = checked(
         CallArrays(target_logits, drafts, None, *of_requests, token_bitmask),

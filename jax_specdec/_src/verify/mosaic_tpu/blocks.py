@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.verify.largest import LANES
+from jax_specdec._src.verify.mosaic_tpu.largest import LANES
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 _CHUNKS = TILE // LANES

@@ -20,13 +20,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_specdec._src.types import DraftLogits
 from jax_specdec._src.verify import rules
-from jax_specdec._src.verify.draw import LocalRows
-from jax_specdec._src.verify.largest import LANES
 from jax_specdec._src.verify.mosaic_tpu import support
 from jax_specdec._src.verify.mosaic_tpu.blocks import VMEM, Blocks, clear, in_powers_of_two, of_rows
-from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.mosaic_tpu.largest import LANES
+from jax_specdec._src.verify.q import Dense, Logits
+from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.verify.source import Source
 from jax_specdec._src.verify.tiles import num_tiles
 
 ROWS = 8
@@ -36,35 +36,43 @@ _TILES = 21
 """Tiles of a step, at most: with two steps' rows in float32, 5.5 MB of vector memory."""
 
 
-def residual_masses(rows: LocalRows, source: Position) -> jax.Array | None:
-    """Sums of ``(weight * p - q)+`` by tile, NaN where a tile has a bad q.
+def serves(target: Rows, q: Dense) -> bool:
+    """Returns whether rows can be copied.
+
+    They cannot if they are parts, or not of the same ids, or float16, or not a multiple of 128
+    wide, or bfloat16 and not an even number, or on a TPU v2 or v3.
+    """
+    if not q.is_dense or target.part.is_split or not support.copies_rows():
+        return False
+    width = target.matrix.shape[1]
+    for x in (target.matrix, q.storage.matrix):
+        is_even = x.shape[0] % _copied(x) == 0
+        if x.dtype == jnp.float16 or x.shape[1] != width or width % LANES or not is_even:
+            return False
+    return True
+
+
+def residual_masses(target: Rows, q: Dense, source: Source) -> jax.Array:
+    """Returns sums of ``(weight * p - q)+`` by tile, NaN where a tile has a bad q.
 
     Args:
-      rows: where target and draft rows are.
+      target: target rows that `serves` serves.
+      q: draft rows.
       source: ``[n]``, of which those are read that use q.
 
     Returns:
-      ``[n, T]`` float32, 0 for sources that are not read. None if it cannot copy the rows: if they
-      are parts, or not of the same ids, or float16, or not a multiple of 128 wide, or bfloat16 and
-      not an even number, or on a TPU v2 or v3.
+      ``[n, T]`` float32, 0 for sources that are not read.
     """
-    target, draft = rows.target, rows.draft
-    if draft is None or draft.rows is not draft.storage or rows.form.axis is not None:
-        return None
-    if not support.copies_rows():
-        return None
-    storage, n = draft.storage, source.row.shape[0]
-    matrices, width = (target.matrix, storage.matrix), target.matrix.shape[1]
-    for x in matrices:
-        is_even = x.shape[0] % _copied(x) == 0
-        if x.dtype == jnp.float16 or x.shape[1] != width or width % LANES or not is_even:
-            return None
+    storage = q.storage
+    n = source.row.shape[0]
+    matrices = target.matrix, storage.matrix
+    width = target.matrix.shape[1]
     is_read = source.uses_q & (source.row >= 0)
     draft_row = jnp.clip(source.draft_row, 0, matrices[1].shape[0] - 1)
     index = [jnp.where(is_read, row, -1) for row in (source.row, draft_row)]
     pairs, halves = zip(*map(_places, index, matrices), strict=True)
     scales = [(source.scale, source.threshold)]
-    if isinstance(draft.distribution, DraftLogits):
+    if isinstance(q.kind, Logits):
         least = None if storage.thresholds is None else storage.thresholds[draft_row]
         scales.append((source.draft_scale.scale, least))
     numbers = [in_powers_of_two(source.inv_temperature), source.weight, *halves]

@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_specdec._src.verify.largest import LANES, NUM_LISTED, PLACES, sort_in
 from jax_specdec._src.verify.mosaic_tpu.blocks import VMEM, Blocks, clear, in_powers_of_two, of_rows
+from jax_specdec._src.verify.mosaic_tpu.largest import LANES, NUM_LISTED, PLACES, sort_in
 
 ROWS = 16
 """Rows of a block."""

@@ -7,6 +7,7 @@ are larger than the last one of every list are listed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,9 +16,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.sampling import Filter
+from jax_specdec._src.verify import threshold
+from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.verify.threshold import InXla
 from jax_specdec._src.verify.tiles import TILE
 
 LANES = 128
+
+ALL_ENTRIES = "all_entries"
+"""The scope of the operations that search all entries of rows."""
 
 _LISTS, _DEPTH = 3, 5
 """Lists of each lane, and how long they are. Of entries that lie at random, the 50 largest do not
@@ -89,3 +97,76 @@ def lists_of(matrix: jax.Array, width: int) -> jax.Array:
     if whole:
         lists = lax.fori_loop(0, whole, lambda i, found: read(i * TILE, TILE, found), lists)
     return jnp.concatenate(read(whole * TILE, cut, lists) if cut else lists, axis=1)
+
+
+def search_among_largest(
+    largest: Callable[[], Largest],
+    rows: Rows,
+    filter: Filter,
+    limited: jax.Array,
+    peak: jax.Array,
+    inv_temperature: jax.Array,
+    candidates: int,
+) -> jax.Array:
+    """Returns the thresholds of all rows, as `find_thresholds` does.
+
+    Args:
+      largest: finds the largest entries of the rows; not called where nothing is searched for. The
+        rows are read if these do not decide all thresholds.
+      rows: whole rows.
+      filter: min-p, top-k and top-p of each row's request, ``[n]``.
+      limited: ``[n]`` bool, the rows that have a threshold.
+      peak: ``[n]`` float32, the largest entry of each row, finite.
+      inv_temperature: ``[n]`` float32.
+      candidates: that each round tests.
+    """
+    search = functools.partial(
+        threshold.search,
+        filter,
+        size=rows.size,
+        bits=threshold.bits_of(rows.matrix.dtype),
+        candidates=candidates,
+        peak=peak,
+        inv_temperature=inv_temperature,
+    )
+    none = jnp.full_like(peak, -jnp.inf)
+
+    def in_rows() -> jax.Array:
+        amounts: InXla[None] = InXla(rows, peak, inv_temperature, rows.part, candidates)
+        return search(amounts, None)[0]
+
+    def among_largest() -> tuple[jax.Array, jax.Array]:
+        them = largest()
+        amounts = _AmongLargest(them, peak, inv_temperature, rows.part, candidates, limited)
+        least, above = search(amounts, none)
+        # A threshold is right if it and all that was asked about lie above what is not listed.
+        is_listed = (above > them.bound) | (above == -jnp.inf)
+        return least, is_listed & (least > them.bound)
+
+    searched = limited & filter.is_searched(rows.size)
+    nothing = threshold.of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
+    least, known = threshold.only_if(jnp.any(searched), among_largest, nothing)
+    unknown = searched & ~known
+    with jax.named_scope(ALL_ENTRIES):
+        rest = threshold.only_if(jnp.any(unknown), in_rows, none)
+    return jnp.where(unknown, rest, least)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AmongLargest(InXla[jax.Array]):
+    """`Amounts` of the largest entries of rows.
+
+    The state is the threshold of min-p and top-k, once top-p asks for the mass that they leave.
+    """
+
+    rows: Largest
+    limited: jax.Array
+
+    def total(
+        self, least: jax.Array, wanted: jax.Array, state: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        found, _ = super().total(least, wanted, state)
+        of_rows = wanted & self.limited & (least == -jnp.inf)
+        return jnp.where(
+            of_rows, threshold.only_if(jnp.any(of_rows), self.rows.mass, found), found
+        ), least
