@@ -16,16 +16,13 @@ from jax_specdec._src.noise import Stream, fold_in_each, uniforms
 from jax_specdec._src.platform import assume
 from jax_specdec._src.process_logits import PROCESSORS
 from jax_specdec._src.processors import Sequences
-from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import ROW_NUMBERS
 from jax_specdec._src.verify import api, sharding, statistics, threshold, tiles, xla
 from jax_specdec._src.verify import draw as draw_lib
 from jax_specdec._src.verify import rows as rows_lib
 from jax_specdec._src.verify.api import support
 from jax_specdec._src.verify.backends import gather
-from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.backends.xla import Xla
-from jax_specdec._src.verify.draw import TileMasses
 from jax_specdec._src.verify.mosaic_gpu import cluster as gpu_cluster
 from jax_specdec._src.verify.mosaic_gpu import launch as gpu_launch
 from jax_specdec._src.verify.mosaic_gpu import phases as gpu_phases
@@ -53,5 +50,4 @@ from jax_specdec._src.verify.requests import CallArrays, Request, Uniforms
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Standard
 from jax_specdec._src.verify.source import LocalRows, Source
-from jax_specdec._src.verify.threshold import only_if
-from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles
+from jax_specdec._src.verify.tiles import TILE

@@ -12,12 +12,11 @@ import scipy.special
 from lower_floor import (
     DraftScale,
     LocalRows,
-    Scale,
     Source,
     SplitPart,
-    TileMasses,
     Xla,
     draw_lib,
+    tiles,
 )
 from lower_floor import gpu_phases as phases
 
@@ -80,15 +79,15 @@ def source_of(case: Case) -> Source:
     rows = jnp.arange(REQUESTS, dtype=jnp.int32)
     inv = jnp.asarray(rng.uniform(0.5, 2.0, REQUESTS), jnp.float32)
 
-    def scale_of(row: jax.Array, inv: jax.Array) -> Scale:
+    def scale_of(row: jax.Array, inv: jax.Array) -> tiles.Scale:
         x = row[: case.size]
         peak = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, x))
-        return Scale(peak, jnp.log(jnp.sum(jnp.exp((x - peak) * inv))))
+        return tiles.Scale(peak, jnp.log(jnp.sum(jnp.exp((x - peak) * inv))))
 
     target = jnp.asarray(logits_of(case, 0).astype(np.float32))
     scale = jax.vmap(scale_of)(target[:REQUESTS], inv)
     draft_scale = DraftScale(
-        Scale(jnp.zeros(REQUESTS), jnp.zeros(REQUESTS)), jnp.zeros(REQUESTS, bool)
+        tiles.Scale(jnp.zeros(REQUESTS), jnp.zeros(REQUESTS)), jnp.zeros(REQUESTS, bool)
     )
     if case.kind == "logits":
         draft = jnp.asarray(logits_of(case, 1)[:REQUESTS].astype(np.float32))
@@ -172,7 +171,7 @@ def compare(case: Case, **options: Any) -> None:
         found, bad = phases.part_draw(rows, wanted(), jnp.asarray(recover), masses, **options)
         bad = source.uses_q & (bad | source.draft_scale.bad)
         return (found, bad), draw_lib.inverse_cdf_draw(
-            rows, source, TileMasses(masses), jnp.asarray(recover)
+            rows, source, draw_lib.TileMasses(masses), jnp.asarray(recover)
         )
 
     parts = [(np.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]

@@ -12,7 +12,7 @@ import pytest
 import scipy.special
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
-from lower_floor import TILE, DraftScale, LocalRows, Scale, Source, Xla, num_tiles
+from lower_floor import TILE, DraftScale, LocalRows, Source, Xla, tiles
 from lower_floor import tpu_largest as largest
 from lower_floor import tpu_residual as residual
 from lower_floor import tpu_statistics as statistics
@@ -108,7 +108,7 @@ def test_what_is_found_of_rows_is_what_numpy_finds(num_rows, width, end, dtype):
     x, least, inverse = x[3:], least[3:, None], np.float64(inverse[3:, None])
     np.testing.assert_array_equal(alone[1][3:], x.argmax(axis=1))
     assert both[1][-1] == x[-1].argmax()
-    weights, count = np.exp((x - x.max(axis=1, keepdims=True)) * inverse), num_tiles(width)
+    weights, count = np.exp((x - x.max(axis=1, keepdims=True)) * inverse), tiles.num_tiles(width)
     for (_, _, sums, _), limit in ((both, -np.inf), (kept, least)):
         left = np.where(x < limit, 0.0, weights)
         left = np.pad(left, ((0, 0), (0, count * TILE - end))).reshape(-1, count, TILE)
@@ -166,7 +166,7 @@ def test_residual_masses_are_those_of_numpy(shape):
         kept, shift = x >= least[:, None], x.max(axis=1).astype(np.float32)
         x = (x - shift[:, None]) * inverse[:, None]
         log_scale = np.log(np.exp(x).sum(axis=1)).astype(np.float32)
-        return Scale(shift, log_scale), np.where(kept, np.exp(x - log_scale[:, None]), 0.0)
+        return tiles.Scale(shift, log_scale), np.where(kept, np.exp(x - log_scale[:, None]), 0.0)
 
     scale, p = scale_and_probs(target, rows[0], least)
     if has_logits:
@@ -176,7 +176,7 @@ def test_residual_masses_are_those_of_numpy(shape):
         q_scale, q = scale, draft.astype(np.float64)[rows[1], :end]
         given = sd.DraftProbs(draft)
     left = np.where((q >= 0) & (q < np.inf), np.maximum(weight[:, None] * p - q, 0.0), np.nan)
-    count = num_tiles(width)
+    count = tiles.num_tiles(width)
     left = np.pad(left, ((0, 0), (0, count * TILE - end))).reshape(n, count, TILE).sum(axis=2)
     values = dict(row=rows[0], draft_row=rows[1], uses_q=is_read, inv_temperature=inverse)
     values |= dict(scale=scale, threshold=least, draft_scale=DraftScale(q_scale, is_read))

@@ -56,11 +56,15 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("lazy", LAYOUT),
-        ("batched", WITHOUT_BONUS_ROWS),
+        ("in order", LAYOUT),
+        ("at once", WITHOUT_BONUS_ROWS),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in (("lazy", WITHOUT_BONUS_ROWS), ("batched", LAYOUT), ("kernel", LAYOUT))
+            for case in (
+                ("in order", WITHOUT_BONUS_ROWS),
+                ("at once", LAYOUT),
+                ("kernel", LAYOUT),
+            )
         ),
         pytest.param("kernel", WITHOUT_BONUS_ROWS, marks=pytest.mark.slow),
     ],

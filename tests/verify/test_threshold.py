@@ -15,13 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from lower_floor import (
-    Filter,
     Xla,
     api,
     gather,
-    inverse_temperature,
-    only_if,
     platform,
+    sampling,
     threshold,
     tpu_largest,
 )
@@ -37,11 +35,11 @@ SIZES = {"float32": 33, "bfloat16": 2051, "float16": 33}
 
 @functools.partial(jax.jit, static_argnames="platform")
 def thresholds(
-    logits: jax.Array, temperature: jax.Array, filter: Filter, platform: str = "cpu"
+    logits: jax.Array, temperature: jax.Array, filter: sampling.Filter, platform: str = "cpu"
 ) -> jax.Array:
     backend = Xla().on(platform)
     target = rows.Rows(logits, logits.shape[1], -jnp.inf, backend)
-    wanted, inv = jnp.ones((B,), bool), inverse_temperature(temperature)
+    wanted, inv = jnp.ones((B,), bool), sampling.inverse_temperature(temperature)
     peak = backend.peak(target, None)
     return backend.thresholds(target, None, filter, wanted, peak, inv)
 
@@ -73,7 +71,7 @@ def test_the_threshold_keeps_what_a_sort_keeps(dtype, seed, shift):
     x[:, 0] = shift
     logits = x.astype(jnp.dtype(dtype))
     temperature = np.float32(rng.choice([0.1, 0.7, 1.0, 3.0], B))
-    filter = Filter(
+    filter = sampling.Filter(
         np.float32(rng.choice([0.0, 0.1, 0.6, 1.0], B)),
         np.int32(rng.choice([0, 1, 2, 10, x.shape[1], 2**31 - 1], B)),
         np.float32(rng.choice([1.0, 1e-9, 0.3, 0.9, 0.999], B)),
@@ -114,7 +112,7 @@ def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     x *= np.broadcast_to(deviation, B)[:, None]
     x[0, ::3] = -np.inf
     numbers = zip((min_p, top_k, top_p), ("float32", "int32", "float32"), strict=True)
-    filter = Filter(*(np.full(B, number, dtype) for number, dtype in numbers))
+    filter = sampling.Filter(*(np.full(B, number, dtype) for number, dtype in numbers))
     given = x.astype(jnp.bfloat16), np.ones(B, np.float32), filter
     wanted = np.asarray(thresholds(*given))
     np.testing.assert_array_equal(thresholds(*given, platform="tpu"), wanted)
@@ -137,7 +135,7 @@ def test_only_if_computes_nothing_where_the_condition_holds_nowhere():
             return x + 1
 
         x = jnp.arange(condition.shape[0], dtype=jnp.float32)
-        return jax.vmap(lambda c, x: only_if(c, lambda: fn(x), -x))(condition, x)
+        return jax.vmap(lambda c, x: threshold.only_if(c, lambda: fn(x), -x))(condition, x)
 
     np.testing.assert_array_equal(run(np.array([False] * 3)), [0, -1, -2])
     jax.effects_barrier()
@@ -189,9 +187,9 @@ def test_neutral_parameters_read_no_row_again(form):
         skipped = traced(neutral, form)
     assert count_reads(filtered) > count_reads(skipped) == count_reads(plain) > 0
     for size in (1, 5000):
-        assert not Filter(jnp.float32(0), jnp.int32(0), jnp.float32(1)).limits(size)
-        assert not Filter(jnp.float32(0), jnp.int32(size), jnp.float32(1)).limits(size)
-        assert Filter(jnp.float32(0), jnp.int32(0), jnp.float32(0.9)).limits(size)
+        assert not sampling.Filter(jnp.float32(0), jnp.int32(0), jnp.float32(1)).limits(size)
+        assert not sampling.Filter(jnp.float32(0), jnp.int32(size), jnp.float32(1)).limits(size)
+        assert sampling.Filter(jnp.float32(0), jnp.int32(0), jnp.float32(0.9)).limits(size)
 
 
 def test_nothing_is_compiled_for_parameters_that_are_none():

@@ -267,7 +267,7 @@ def _call(arrays: CallArrays, settings: Settings) -> RejectionSampleOutput:
 
 @functools.partial(jax.jit, static_argnames="static")
 def _rejection_sample(arrays: CallArrays, *, static: Static) -> RejectionSampleOutput:
-    """Run `_verify_part` on the arrays of a call, or on each device's part of them."""
+    """Runs `_verify_part` on the arrays of a call, or on each device's part of them."""
     # The output is integers. Loops and kernels would refuse a derivative that is zero anyway.
     arrays = jax.tree.map(lax.stop_gradient, arrays)
     only = BACKENDS[static.implementation or "xla"].only

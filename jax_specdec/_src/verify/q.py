@@ -84,7 +84,7 @@ class Logits:
         index = jnp.clip(index, 0, self.given.logits.shape[0] - 1)
         if self.given.threshold is not None:
             bad |= jnp.isnan(self.given.threshold[index])
-        for found in partials:
+        for found in partials:  # one, or none if normalizers are stored
             scale = Scale(found.max, jnp.log(found.sum))
             return DraftScale(scale, bad | ~jnp.isfinite(found.max))
         assert self.given.log_normalizer is not None
@@ -148,7 +148,7 @@ class Dense(OneHot):
         if not entries:
             return jnp.where(is_removed, 0.0, p)
         q = self.kind.probs(entries[0], source.draft_scale, source.inv_temperature)
-        q = self.kind.checked(q)
+        q = self.kind.checked(q)  # NaN makes the residual mass NaN, and the draft row bad
         # One formula for every source: q = 2 removes a token, as no p exceeds it.
         q = jnp.where(source.uses_q, q, jnp.where(is_removed, 2.0, 0.0))
         return rules.residual(jnp.where(source.uses_q, source.weight, 1.0), p, q)
@@ -179,6 +179,7 @@ class Mapped(Dense):
     def of(cls, storage: Rows, kind: Probabilities | Logits, ids: jax.Array, size: int) -> Mapped:
         """Returns rows whose column ``j`` is id ``ids[j]``."""
         width = ids.shape[0]
+        # The list turned around: of each id its column.
         index = jnp.where(ids < 0, size, ids)  # dropped
         columns = jnp.full((size,), width, jnp.int32)
         columns = columns.at[index].set(jnp.arange(width, dtype=jnp.int32), mode="drop")
@@ -193,6 +194,7 @@ class Mapped(Dense):
         """Returns ``[width]`` int32, the columns of the ids of a part."""
         if not part.is_split:
             return self.columns[:width]
+        # The last part has padding, which no list has.
         columns = jnp.pad(self.columns, (0, width), constant_values=self.unlisted)
         return lax.dynamic_slice_in_dim(columns, part.first_id, width)
 

@@ -60,6 +60,7 @@ def judged(
     logit = tiles.kept(logit, stats.threshold)
     assert whole.argmax is not None
     is_argmax = accepts_greedy(ids, whole.argmax).astype(jnp.float32)
+    # NaN and infinity are in the maximum, and so is a row without any id: -inf.
     status = jnp.where(jnp.isfinite(whole.max), Status.OK, Status.BAD_TARGET_ROW)
     positions = positions._replace(
         argmax=whole.argmax,
@@ -98,6 +99,7 @@ def _of_drafts(
     if q.kind.is_normalized:
         return [(entries, [])]
     wanted = positions.uses_q[:, :most] & requests.is_ok[:, None]
+    # [B, most]: rows to be summed, -1 where q is not used
     index = jnp.where(wanted, index, -1)
     inv = positions.inv_temperature
     return [(entries, [rows.backend.draft_partials(q, requests, index, inv)])]
@@ -114,6 +116,7 @@ def _with_q(
         entries, draft_scale = jax.tree.map(
             lambda x: jnp.pad(x, ((0, 0), (0, missing))), (entries, draft_scale)
         )
+    # [B, P]: 1 where the draft is one-hot or the request greedy
     found = q.kind.probs(entries, draft_scale, positions.inv_temperature)
     found = jnp.where(positions.uses_q, found, positions.q)
     is_bad = positions.uses_q & (draft_scale.bad | ~((found >= 0) & (found < jnp.inf)))

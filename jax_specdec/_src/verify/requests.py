@@ -115,7 +115,7 @@ class DrawnRaces(NamedTuple):
 
 
 class Request(NamedTuple):
-    """All that verification knows of B requests before it reads any row.
+    """All that verification knows of B requests before any row is read.
 
     Arrays ``[B, K+1]`` have an entry for each position. No draft is proposed at the last one.
 
@@ -168,7 +168,7 @@ class Request(NamedTuple):
           noise: by which their tokens are drawn.
         """
         row = jnp.arange(temperature.shape[0], dtype=jnp.int32)
-        none = jnp.zeros_like(row)[:, None]
+        none = jnp.zeros_like(row)[:, None]  # [B, 1]: one position, without a draft
         return cls(
             first_row=row,
             num_rows=jnp.ones_like(row),
@@ -193,13 +193,16 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     sampling = arrays.sampling
     temperature = sampling.temperature
     has_bonus_rows = arrays.bonus_token_ids is None
+    # [B, K]: the drafts of each request, -1 past its count
     layout = ragged.unpack(drafts, k, has_bonus_rows=has_bonus_rows)
+    # What is wrong with a request ends it alone.
     valid_input = layout.in_bounds & sampling_lib.is_valid(sampling)
     num_rows = layout.num_drafts + int(has_bonus_rows)
     end = layout.first_row + num_rows
     valid_input &= end <= arrays.target_logits.shape[0]  # else its rows were left out
     noise: Uniforms | Races | DrawnRaces
     given = arrays.randomness
+    # Accept uniforms come from `given`; the last token is drawn by `noise`.
     match given:
         case RaceNoise():
             noise = Races(given.exponential)
@@ -213,6 +216,7 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     if arrays.active is not None:
         status = jnp.where(arrays.active, status, int(Status.INACTIVE))
 
+    # [B, K]: whether the draft distribution of a position can be used
     distribution = drafts.distribution
     has_q = jnp.full(layout.token_ids.shape, distribution is not None)
     if distribution is not None and distribution.valid is not None:
@@ -220,6 +224,7 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     usable = usable_normalizers(distribution, layout.draft_rows)
     if usable is not None:
         has_q &= usable
+    # [B, K+1]: no draft is proposed at the last position
     last = ((0, 0), (0, 1))
     return Request(
         first_row=layout.first_row,
@@ -240,9 +245,10 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
 
 
 def usable_normalizers(distribution: DraftDistribution | None, rows: jax.Array) -> jax.Array | None:
-    """Whether the log-normalizers of `rows` are below `MAX_LOG_NORMALIZER`; None without any.
+    """Returns whether the log-normalizers of `rows` can be used; None without any.
 
-    True for rows out of range and normalizers that are not finite, which are bad instead.
+    They must be below `MAX_LOG_NORMALIZER`. True for rows out of range and normalizers that are not
+    finite, which are bad instead.
     """
     if not isinstance(distribution, DraftLogits) or distribution.log_normalizer is None:
         return None

@@ -83,7 +83,9 @@ def validate(
     is_active = np.ones(batch, bool) if active is None else np.asarray(active)
     slots = np.flatnonzero(is_active)
 
-    counts, name = np.diff(cu), "drafts.cu_num_draft_tokens"
+    # Offsets, then the parameters of requests.
+    counts = np.diff(cu)
+    name = "drafts.cu_num_draft_tokens"
     require(cu[0] == 0, f"{name}[0]", "be 0", cu[0])
     holds = (counts >= 0) & (counts <= k)
     must = f"be in [0, num_speculative_tokens] = [0, {k}]"
@@ -101,10 +103,12 @@ def validate(
         check_array("positions", values, "[B] int32", {"B": batch})
         check_entries("positions[{}]", values, values >= 0, "be at least 0", slots)
 
+    # Drafts: [N], the owner of each, and which of them belong to active requests.
     owner = np.repeat(np.arange(batch), counts)
     drafted = np.flatnonzero(is_active[owner])
     holds, must = (ids >= -1) & (ids < size), f"be in [0, {size}), or -1 for no proposal"
     check_entries("drafts.token_ids[{}]", ids, holds, must, drafted)
+    # Target rows that active requests own: one for each draft, and the bonus row.
     rows = drafted
     if bonus_token_ids is None:
         rows = np.concatenate([drafted + owner[drafted], cu[1:][slots] + slots])
@@ -125,13 +129,14 @@ def validate(
 
 
 def _check_finite(name: str, values: np.ndarray, at: np.ndarray) -> None:
+    """Checks the values at some places."""
     check_entries(name, values, np.isfinite(values), "be finite", at)
 
 
 def _check_distribution(
     distribution: DraftDistribution, owner: np.ndarray, drafted: np.ndarray, size: int
 ) -> None:
-    """Check the rows of active requests' drafts, of which draft i is ``owner[i]``'s."""
+    """Checks the rows of active requests' drafts, of which draft i is ``owner[i]``'s."""
     path = "drafts.distribution"
     if distribution.valid is not None:
         drafted = drafted[np.asarray(distribution.valid)[owner[drafted]]]
@@ -140,6 +145,7 @@ def _check_distribution(
     rows = np.arange(len(owner)) if distribution.rows is None else np.asarray(distribution.rows)
     holds, must = (rows >= 0) & (rows < len(values)), f"be in [0, R) = [0, {len(values)})"
     check_entries(f"{path}.rows[{{}}]", rows, holds, must, drafted)
+    # What is wrong with a row that no draft points to matters to nobody.
     visited = np.unique(rows[drafted])
     if ids is not None and ids.ndim == 2:
         for row in visited:

@@ -74,7 +74,8 @@ def verify(
         draft_is_split=static.layout.draft_vocab,
         keeps_sums=backend.keeps_sums(part, rule, requests.filter),
     )
-    # If nobody samples, neither sums nor draft rows are needed.
+    # If nobody samples, neither sums nor draft rows are needed. Rows that are read in order, or one
+    # of each request, are not read in vain; parts would disagree on which branch exchanges.
     is_large = logits.size * logits.dtype.itemsize >= _LARGE
     is_read_at_once = backend.reads_ahead and not part.is_split and not rule.reads_one_position
     if not (is_large and is_read_at_once):

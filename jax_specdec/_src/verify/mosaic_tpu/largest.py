@@ -39,7 +39,7 @@ NUM_LISTED = len(PLACES) * LANES
 
 
 class Largest(NamedTuple):
-    """The largest entries of rows.
+    """The largest entries of rows, as `threshold.SomeRows`.
 
     Attributes:
       entries: ``[n, L]``, of the dtype of the rows.
@@ -53,26 +53,28 @@ class Largest(NamedTuple):
 
     @classmethod
     def of(cls, entries: jax.Array, mass: Callable[[], jax.Array]) -> Largest:
-        """With the bound, from the lists ``[n, L]``."""
+        """Returns them with their bound, from the lists ``[n, L]``."""
+        # What is not listed is at most the last entry of the list that passed it over.
         last = [entries[:, place] for place in PLACES[_DEPTH - 1 :: _DEPTH]]
         bound = jnp.max(functools.reduce(jnp.maximum, last), axis=1)
         return cls(entries, bound.astype(jnp.float32), mass)
 
     def whole(self) -> jax.Array:
-        """``[n, L]`` float32, as rows that have no other entries."""
+        """Returns ``[n, L]`` float32, as rows that have no other entries."""
         return self.entries.astype(jnp.float32)
 
 
 def sort_in(
     lists: list[jax.Array], load: Callable[[int], jax.Array], count: int
 ) -> list[jax.Array]:
-    """Float32 ``[n, 128]`` at each of `PLACES`, with `count` chunks of 128 columns sorted in."""
+    """Returns lists, float32 ``[n, 128]`` each, with `count` chunks of 128 columns sorted in."""
     lists = list(lists)
     for first in range(_LISTS):  # one list after another: few registers are in use
         of_list = slice(first * _DEPTH, (first + 1) * _DEPTH)
         ranks = lists[of_list]
         for chunk in range(first, count, _LISTS):
             x = load(chunk)
+            # Each rank keeps the larger one, and hands the smaller one down.
             for i, rank in enumerate(ranks):
                 ranks[i], x = jnp.maximum(rank, x), jnp.minimum(rank, x)
         lists[of_list] = ranks
@@ -80,7 +82,7 @@ def sort_in(
 
 
 def lists_of(matrix: jax.Array, width: int) -> jax.Array:
-    """The lists ``[n, L]`` of the first `width` columns, a tile of every row after another."""
+    """Returns the lists ``[n, L]`` of the first `width` columns, one tile of all rows a step."""
 
     def read(start: int | jax.Array, count: int, lists: list[jax.Array]) -> list[jax.Array]:
         tile = lax.dynamic_slice_in_dim(matrix, start, count, axis=1)
@@ -143,6 +145,7 @@ def search_among_largest(
         is_listed = (above > them.bound) | (above == -jnp.inf)
         return least, is_listed & (least > them.bound)
 
+    # Min-p alone needs no search.
     searched = limited & filter.is_searched(rows.size)
     nothing = threshold.of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
     least, known = threshold.only_if(jnp.any(searched), among_largest, nothing)
@@ -166,6 +169,7 @@ class _AmongLargest(InXla[jax.Array]):
         self, least: jax.Array, wanted: jax.Array, state: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         found, _ = super().total(least, wanted, state)
+        # If nothing is left out before, the mass is that of the whole row, which is known.
         of_rows = wanted & self.limited & (least == -jnp.inf)
         return jnp.where(
             of_rows, threshold.only_if(jnp.any(of_rows), self.rows.mass, found), found

@@ -71,6 +71,7 @@ def residual_masses(target: Rows, q: Dense, source: Source) -> jax.Array:
     draft_row = jnp.clip(source.draft_row, 0, matrices[1].shape[0] - 1)
     index = [jnp.where(is_read, row, -1) for row in (source.row, draft_row)]
     pairs, halves = zip(*map(_places, index, matrices), strict=True)
+    # [n, 8]: the numbers of each source, in powers of two; q has three if it is in logits
     scales = [(source.scale, source.threshold)]
     if isinstance(q.kind, Logits):
         least = None if storage.thresholds is None else storage.thresholds[draft_row]
@@ -118,19 +119,21 @@ def residual_masses(target: Rows, q: Dense, source: Source) -> jax.Array:
 
 
 def _copied(matrix: jax.Array) -> int:
-    """Rows that are copied to have one."""
+    """Returns how many rows are copied to have one."""
     return 4 // matrix.dtype.itemsize
 
 
 def _places(row: jax.Array, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Where the row of each source is.
+    """Returns where the row of each source is.
 
     Returns:
       ``[n]`` int32, the pair that is copied for it, or -1; and ``[n]`` float32: 0 or 1 if it is the
       first or second row of that pair, 2 if it is the second row of the pair of the source before.
     """
     copied = _copied(matrix)
-    half, is_first = row % copied, jnp.arange(row.shape[0], dtype=jnp.int32) % ROWS == 0
+    half = row % copied
+    # The first source of a step has none before it.
+    is_first = jnp.arange(row.shape[0], dtype=jnp.int32) % ROWS == 0
     is_shared = (half == 1) & (jnp.roll(row, 1) == row - 1) & ~is_first
     pair = jnp.where(is_shared | (row < 0), -1, lax.div(row, jnp.int32(copied)))
     return pair, jnp.where(is_shared, 2.0, half.astype(jnp.float32))
@@ -153,12 +156,16 @@ def _kernel(
     fills: tuple[float, float],
 ) -> None:
     """One block of sources and tiles."""
-    step, block = pl.program_id(0) * blocks.num + pl.program_id(1), pl.program_id(1)
-    slot, last = lax.rem(step, 2), blocks.num - 1
+    block = pl.program_id(1)
+    step = pl.program_id(0) * blocks.num + block
+    slot = lax.rem(step, 2)  # rows of this step are in one, those of the next arrive in the other
+    last = blocks.num - 1
     given = (target_ref, target_pair_ref, target_rows), (draft_ref, draft_pair_ref, draft_rows)
 
     def for_copies(step: jax.Array, act: Callable[[Any], None]) -> None:
-        of_group, of_block = lax.div(step, blocks.num), lax.rem(step, blocks.num)
+        """Calls `act` with each copy of a step: to start it, or to wait for it."""
+        of_group = lax.div(step, blocks.num)
+        of_block = lax.rem(step, blocks.num)
         slot = lax.rem(step, 2)
 
         def of_columns(count: int) -> None:
@@ -177,9 +184,11 @@ def _kernel(
     pl.when(step == 0)(lambda: for_copies(step, start))
     pl.when(step + 1 < num_steps)(lambda: for_copies(step + 1, start))
     for_copies(step, operator.methodcaller("wait"))
+    # Past the last id anything may stand.
     for kept, fill in zip((target_rows, draft_rows), fills, strict=True):
         clear(kept.at[slot], end - block * blocks.width, fill)
 
+    # [8, 128] each: a number of each source in all lanes
     inv, weight, *halves_and_scales = (
         jnp.broadcast_to(source_ref[:, i : i + 1], (ROWS, LANES))
         for i in range(source_ref.shape[1])
@@ -187,9 +196,11 @@ def _kernel(
     halves, of_target, of_draft = (halves_and_scales[i:j] for i, j in ((0, 2), (2, 5), (5, 8)))
 
     def entries(kept: Any, half: jax.Array, chunk: int) -> jax.Array:
+        """Returns ``[8, 128]`` float32, a chunk of the row of each source."""
         x = kept[slot, :, pl.ds(chunk * LANES, LANES)]
         if x.dtype == jnp.float32:
             return x
+        # Of 16-bit rows the pairs have come: take the half that the row is in.
         bits = pltpu.bitcast(x, jnp.int32)  # the first row is in the low half
         bits = jnp.where(half > 1, pltpu.roll(bits, 1, axis=0), bits)
         bits = jnp.where(half > 0, bits & jnp.int32(-65536), bits << 16)

@@ -43,7 +43,7 @@ def row_statistics(
     with_sums: bool = True,
     ranked: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Statistics of rows.
+    """Returns statistics of rows.
 
     Args:
       logits: ``[M, W]`` bfloat16, float16 or float32.
@@ -61,7 +61,8 @@ def row_statistics(
       or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf. And None, or
       the lists ``[M, L]`` of `verify.largest`; of a row that is not `ranked` they may be empty.
     """
-    num_rows, blocks = logits.shape[0], Blocks.of(logits.shape[1], _TILES)
+    num_rows = logits.shape[0]
+    blocks = Blocks.of(logits.shape[1], _TILES)
     numbers = [in_powers_of_two(inv_temperature), *(limits or ())]
     groups = pl.cdiv(num_rows, ROWS)
 
@@ -112,8 +113,10 @@ def _kernel(
     with_sums: bool,
 ) -> None:
     """One block of rows and tiles. What is found is kept from block to block of the same rows."""
-    group, block = pl.program_id(0), pl.program_id(1)
-    first, chunks = block * blocks.width, blocks.width // LANES
+    group = pl.program_id(0)
+    block = pl.program_id(1)
+    first = block * blocks.width
+    chunks = blocks.width // LANES
 
     @pl.when(block == 0)
     def _() -> None:
@@ -130,7 +133,7 @@ def _kernel(
         return _float32(x_ref[:, pl.ds(chunk * LANES, LANES)])
 
     def chains(entry: Callable[[int], X], larger: Callable[[X, X], X]) -> list[X]:
-        """The largest of even and of odd chunks, which do not wait for each other."""
+        """Returns the largest of even and of odd chunks, which do not wait for each other."""
         found = [entry(0), entry(1)]
         for i in range(2, chunks):
             found[i % 2] = larger(found[i % 2], entry(i))
@@ -148,9 +151,11 @@ def _kernel(
         def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
             return jnp.maximum(a[0], b[0]), jnp.where(b[0] > a[0], b[1], a[1])
 
+        # [16, 128]: the largest entry of each lane, and its chunk; the earlier of equal ones
         (a, i), (b, j) = chains(entry, larger)
         is_a = (a > b) | ((a == b) & (i < j))
         largest, chunk = jnp.where(is_a, a, b), jnp.where(is_a, i, j)
+        # [16, 1]: the largest of all lanes, and the lowest column that has it
         peak = jnp.max(largest, axis=1, keepdims=True)
         column = chunk * LANES + lax.broadcasted_iota(jnp.int32, chunk.shape, 1)
         column = jnp.where(largest == peak, column, blocks.width)
@@ -174,6 +179,7 @@ def _kernel(
             for place, entries in zip(PLACES, lists, strict=True):
                 ref[:, place] = entries.astype(ref.dtype)
 
+    # The maximum of all blocks so far.
     before = peak = peak_ref[...]
     if not with_sums:
         peak = maximum_and_argmax()
@@ -192,12 +198,13 @@ def _kernel(
         x = jnp.where(x < least, -jnp.inf, x) if has_least else x
         return jnp.exp2((x - base) * by)
 
+    # The sums of earlier blocks are moved to the new maximum; those of this one are put beside.
     sums_ref[...] *= jnp.exp2(jnp.where(before == peak, 0.0, before - peak) * scale)
     blocks.put_sums(sums_ref, exponential)
 
 
 def _float32(x: jax.Array) -> jax.Array:
-    """Entries in float32; int16 holds the bits of float16."""
+    """Returns entries in float32; int16 holds the bits of float16."""
     if x.dtype != jnp.int16:
         return x.astype(jnp.float32)
     bits = x.astype(jnp.int32)
