@@ -227,7 +227,8 @@ def which_implementation(
       >>> sd.testing.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
       True
     """
-    if support.not_by_default() is not None or support.rule_unsupported(config) is not None:
+    # The device and the rule, then the call.
+    if support.not_by_default() or support.rule_unsupported(config):
         return "xla"
     why_not = support.unsupported(
         cast(jax.Array, target_logits),
@@ -238,7 +239,7 @@ def which_implementation(
         size=target_logits.shape[1] if vocab_size is None else vocab_size,
         config=kernel_config,
     )
-    return "mosaic_gpu" if why_not is None else "xla"
+    return "xla" if why_not else "mosaic_gpu"
 
 
 def check_implementation(name: str | None) -> None:
@@ -250,7 +251,7 @@ def check_implementation(name: str | None) -> None:
     """
     check_choice("implementation", name, (*BACKENDS, None))
     why_not = None if name is None else BACKENDS[name].no_device()
-    if why_not is not None:
+    if why_not:
         raise NotImplementedError(why_not)
 
 
@@ -258,6 +259,7 @@ def _call(arrays: CallArrays, settings: Settings) -> RejectionSampleOutput:
     """Checks a call, and makes it."""
     check_implementation(settings.implementation)
     arrays, static = checked(arrays, settings)
+    # Without requests there is nothing to compile.
     if arrays.sampling.temperature.shape[0] == 0:
         k = static.config.num_speculative_tokens
         counts = jnp.zeros((0,), jnp.int32)
@@ -268,6 +270,7 @@ def _call(arrays: CallArrays, settings: Settings) -> RejectionSampleOutput:
 @functools.partial(jax.jit, static_argnames="static")
 def _rejection_sample(arrays: CallArrays, *, static: Static) -> RejectionSampleOutput:
     """Runs `_verify_part` on the arrays of a call, or on each device's part of them."""
+    # One program for a call: the equation is traced again for the platform it is lowered for.
     # The output is integers. Loops and kernels would refuse a derivative that is zero anyway.
     arrays = jax.tree.map(lax.stop_gradient, arrays)
     only = BACKENDS[static.implementation or "xla"].only
@@ -287,19 +290,21 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
     drafts = dataclasses.replace(arrays.drafts, distribution=distribution)
     arrays = dataclasses.replace(arrays, drafts=drafts)
 
+    # The platform is asked for here, and nowhere below.
     name = static.implementation or _default(arrays, static, platform)
     backend = BACKENDS[name].on(platform)
     why_not = backend.unserved(arrays, static)
-    if why_not is not None:
+    if why_not:
         raise NotImplementedError(why_not)
     return backend.verify(arrays, rule, static)
 
 
 def _default(arrays: CallArrays, static: Static, platform: Platform) -> str:
     """Returns the implementation of a call that names none."""
-    if static.may_be_kernel and platform == "cuda":
-        if BACKENDS["mosaic_gpu"].unserved(arrays, static) is None:
-            return "mosaic_gpu"
+    # The kernel, if JAX's default device has run it and the program is for such a device.
+    may_be_kernel = static.may_be_kernel and platform == "cuda"
+    if may_be_kernel and not BACKENDS["mosaic_gpu"].unserved(arrays, static):
+        return "mosaic_gpu"
     return "xla"
 
 

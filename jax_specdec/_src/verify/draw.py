@@ -102,6 +102,7 @@ def draw(
       ``[B]`` int32 tokens, and ``[B]`` bool, whether the draft row is bad.
     """
     noise = requests.noise
+    # By one race of all ids, or by two levels.
     if isinstance(noise, Races):
         drawn, bad_draft = race(rows, last, noise.exponential)
     else:
@@ -159,6 +160,7 @@ def choose_tile(
         pieces = pieces_of_tiles(rows.target.width, num_parts, rows.num_tiles)
         flat = _of_all_parts(masses.both)
         by_tile = jnp.sum(flat[:, :, pieces], axis=3)
+    # [n]: the first uniform picks the tile; NaN in any weight is in the total
     tile, total = rows.backend.pick_of_both(by_tile, recover[:, 0])
     has_mass = total > 0
     bad_draft = source.uses_q & (jnp.isnan(total) | source.draft_scale.bad)
@@ -191,6 +193,7 @@ def draw_in_tile(
     # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
     place, total = rows.backend.pick_of_both(inside, chosen.uniform, chosen.has_mass)
     token_ids = ids[:, 0] + place
+    # The part that holds the token says it; the others say 0. The third exchange.
     if not part.is_split:
         return token_ids, chosen.has_mass & ~(total > 0)
     is_empty = chosen.has_mass & ~(part.sum(total) > 0)
@@ -247,6 +250,7 @@ def race_draw(
     if num_parts > 1:
         pieces = pieces_of_tiles(rows.target.width, num_parts, rows.num_tiles)
         by_tile = jnp.sum(_of_all_parts(masses)[:, pieces], axis=2)
+    # [n]: the winner of the tiles, then [n, L] the ids in it
     tile, _ = winner(by_tile, exponential[:, : by_tile.shape[1]])
     ids, inside = rows.in_tile(source, tile)
     # The noise of an id is that of its place in the tile; `ids` need not begin with the first. It
@@ -255,6 +259,7 @@ def race_draw(
     twice = Rows(jnp.tile(of_ids, 2), 2 * of_ids.shape[1], 0.0, rows.backend)
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     of_ids = twice.slices(index, ids[:, 0] % TILE, ids.shape[1], twice.size)
+    # The best of each part, then of all parts.
     place, score = winner(inside[:, 1], of_ids)
     return argmax_of_parts(*rows.part.gather((score, ids[:, 0] + place)))
 
@@ -284,7 +289,7 @@ def pick(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
     index = jnp.arange(weights.shape[2], dtype=jnp.int32)
     if weights.shape[2] > _FEW:
         sums = jnp.cumsum(weights, axis=-1)
-    else:  # one kernel on a GPU
+    else:  # [n, m, L, L]: a sum for each, one kernel on a GPU
         is_before = index[None, :] <= index[:, None]
         sums = jnp.sum(jnp.where(is_before, weights[..., None, :], 0.0), axis=-1)
     return pick_by_sums(weights, index, sums, u)
@@ -298,6 +303,7 @@ def pick_by_sums(
     total = sums[:, :, -1]
     place = index[None, None, :]
     positive = weights > 0
+    # [n, m, L]: whether the sum up to here exceeds the share of the total that u is
     hit = positive & (sums > (u[:, None] * total)[:, :, None])
     # One reduction finds the first hit, or else the last of positive weight, counted from the end.
     key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))

@@ -123,6 +123,7 @@ def pack(tree: Any, axes: int) -> jax.Array:
 
     They are of 32 bits or boolean. `unpack` gives them back.
     """
+    # [..., n] each: the bits of a number as they are, a boolean as 0 or 1
     words = [
         x.astype(jnp.int32) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.int32)
         for x in jax.tree.leaves(tree)
@@ -138,6 +139,7 @@ def unpack(words: jax.Array, like: Any, axes: int) -> Any:
       like: a pytree of the types that were packed.
       axes: as it was packed.
     """
+    # Where the words of each array end.
     arrays, tree = jax.tree.flatten(like)
     ends = np.cumsum([math.prod(x.shape[axes:]) for x in arrays])[:-1]
     found = []
@@ -150,5 +152,6 @@ def unpack(words: jax.Array, like: Any, axes: int) -> Any:
 
 def of_owner(values: jax.Array, ids: jax.Array, width: int) -> jax.Array:
     """Returns of values ``[num_parts, ...]`` those of the part that holds each of `ids`."""
+    # Ids out of range are asked of the first or last part, which fills them.
     owner = jnp.clip(ids // width, 0, values.shape[0] - 1)
     return jnp.take_along_axis(values, owner[None], axis=0)[0]

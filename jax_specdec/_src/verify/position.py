@@ -82,6 +82,7 @@ class Position(NamedTuple):
         offset = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
         zero = jnp.zeros(shape, jnp.float32)
         none = jnp.zeros(shape, jnp.int32)
+        # What is not read stays as it is here: p = 0, q = 1, weight 1, status OK.
         scale = Scale(zero, zero)
         return cls(
             offset=offset,

@@ -81,12 +81,14 @@ class Logits:
     def scales(self, index: jax.Array, partials: list[Partials], bad: jax.Array) -> DraftScale:
         """Returns the scales of rows in range, from their `partials` or from what is stored."""
         zero = jnp.zeros(index.shape, jnp.float32)
+        # Rows out of range are bad already. They are read in range.
         index = jnp.clip(index, 0, self.given.logits.shape[0] - 1)
         if self.given.threshold is not None:
             bad |= jnp.isnan(self.given.threshold[index])
         for found in partials:  # one, or none if normalizers are stored
             scale = Scale(found.max, jnp.log(found.sum))
             return DraftScale(scale, bad | ~jnp.isfinite(found.max))
+        # Stored beside the row, perhaps relative to its maximum.
         assert self.given.log_normalizer is not None
         peak = zero if self.given.row_max is None else self.given.row_max[index]
         stored = Scale(peak, self.given.log_normalizer[index])
@@ -139,6 +141,7 @@ class Dense(OneHot):
 
     def whole(self, index: jax.Array, width: int) -> list[jax.Array]:
         entries = self.storage.whole(index)
+        # Past Vd, q is 0.
         missing = (0, 0), (0, width - entries.shape[1])
         return [jnp.pad(entries, missing, constant_values=self.storage.fill)]
 
@@ -203,6 +206,7 @@ class Mapped(Dense):
 
     def slices(self, index: jax.Array, first: jax.Array, length: int, end: int) -> list[jax.Array]:
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
+        # [n, length]: one entry after another, since listed ids lie anywhere
         return [self.at(index[:, None], first[:, None] + place)]
 
     def whole(self, index: jax.Array, width: int) -> list[jax.Array]:
@@ -287,6 +291,7 @@ def q_of(
     """
     if distribution is None:
         return OneHot()
+    # What rows hold, and which ids their columns stand for, are told apart here and nowhere below.
     kind = Probabilities() if isinstance(distribution, DraftProbs) else Logits(distribution)
     storage = storage_of(distribution)
     ids = distribution.ids

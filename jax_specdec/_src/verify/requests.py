@@ -197,6 +197,7 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     layout = ragged.unpack(drafts, k, has_bonus_rows=has_bonus_rows)
     # What is wrong with a request ends it alone.
     valid_input = layout.in_bounds & sampling_lib.is_valid(sampling)
+    # [B]: the rows that each request owns must be there
     num_rows = layout.num_drafts + int(has_bonus_rows)
     end = layout.first_row + num_rows
     valid_input &= end <= arrays.target_logits.shape[0]  # else its rows were left out
@@ -212,6 +213,7 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
             given = draw_noise(keys, positions, k)
             valid_input &= positions >= 0
             noise = DrawnRaces(keys, positions) if draws_every_row else Uniforms(given.recover)
+    # [B]: known before a row is read
     status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
     if arrays.active is not None:
         status = jnp.where(arrays.active, status, int(Status.INACTIVE))
@@ -252,6 +254,7 @@ def usable_normalizers(distribution: DraftDistribution | None, rows: jax.Array) 
     """
     if not isinstance(distribution, DraftLogits) or distribution.log_normalizer is None:
         return None
+    # A large one has lost the bits that tell probabilities apart: the draft is one-hot instead.
     count = distribution.log_normalizer.shape[0]
     size = jnp.abs(distribution.log_normalizer[jnp.clip(rows, 0, count - 1)])
     is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)

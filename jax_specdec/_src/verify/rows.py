@@ -65,6 +65,7 @@ class Rows:
         """Returns a copy with the bitmask applied, where bits are expensive to read repeatedly."""
         if self.token_bitmask is None:
             return self
+        # [R, W], of the dtype of the logits: float32 would be twice as large
         allowed = self._bits(self.token_bitmask, self.matrix.shape[1])
         matrix = jnp.where(allowed, self.matrix, jnp.asarray(self.fill, self.matrix.dtype))
         return dataclasses.replace(self, matrix=matrix, token_bitmask=None)
@@ -72,6 +73,7 @@ class Rows:
     def at(self, index: jax.Array, ids: jax.Array) -> jax.Array:
         """Returns the entries of `ids`, of any shape that `index` broadcasts to."""
         index = jnp.clip(index, 0, self.matrix.shape[0] - 1)
+        # What is not here is read somewhere in range, and filled afterwards.
         place = self.part.columns(ids)
         columns = jnp.clip(place, 0, self.width - 1)
         found = self.matrix.at[index, columns].get(
@@ -116,11 +118,11 @@ class Rows:
         if self.part.is_split:  # the last part has padding
             ids = self.part.ids(jnp.arange(self.width, dtype=jnp.int32))
             x = jnp.where(ids[None, :] < self.size, x, self.fill)
-        least = None if these.thresholds is None else these.thresholds[:, None]
-        return tiles.kept(x, least, self.fill)
+        return tiles.kept_of_rows(x, these.thresholds, self.fill)
 
     def select(self, index: jax.Array | None) -> Rows:
         """Returns some rows, with their bits and thresholds; all of them without an index."""
+        # What a backend takes of a matrix it takes of both: None has no leaves.
         if index is None:
             return self
         given = self.matrix, self.token_bitmask, self.thresholds
@@ -136,15 +138,16 @@ class Rows:
         `place` is the columns of the ids; None if all are in the vocabulary and in this part of it.
         """
         x = x.astype(jnp.float32)
+        # Ids of other parts, and padding.
         if place is not None:
             is_here = (place >= 0) & (place < self.width)
             if self.part.is_split:
                 is_here &= ids < self.size
             x = jnp.where(is_here, x, self.fill)
+        # Ids that are forbidden, and entries that a filter has left out.
         if self.token_bitmask is not None:
             x = jnp.where(bits_at(self.token_bitmask, index, ids), x, self.fill)
-        least = None if self.thresholds is None else self.thresholds[index]
-        return tiles.kept(x, least, self.fill)
+        return tiles.kept(x, jax.tree.map(lambda of_row: of_row[index], self.thresholds), self.fill)
 
     def _bits(self, words: jax.Array, columns: int) -> jax.Array:
         """Returns ``[..., columns]`` bool, from words ``[..., ceil(V/32)]`` of all ids."""

@@ -112,6 +112,7 @@ def vocabulary_parts(sharding: VerifySharding) -> int:
     try:
         return lax.axis_size(sharding.vocab_axis)
     except NameError:
+        # No such axis is bound: the call is outside of any `jax.shard_map` over it.
         raise ValueError(
             f"sharding names the axis {sharding.vocab_axis!r} and no mesh, so the call must be "
             "inside a jax.shard_map over that axis, but it is not"
@@ -180,7 +181,9 @@ def _layout_of(
     vocab_axis = sharding.vocab_axis
     batch_axis = sharding.batch_axis
     if mesh is not None and vocab_axis is not None and mesh.shape[vocab_axis] == 1:
+        # A mesh of one device splits nothing.
         vocab_axis = None  # rows are whole, which every backend reads
+    # Races of tiles are split, a race of all ids is not.
     is_race = isinstance(noise, RaceNoise) and jnp.ndim(noise.exponential) == 2
     if vocab_axis is not None and is_race:
         raise NotImplementedError(
@@ -225,6 +228,7 @@ def _layout_of(
         f"have V = {vocabulary} columns, as the target has, where it is split over {vocab_axis!r}"
     )
     require(by_vocab or not is_split, "drafts.distribution", must, storage)
+    # Rows in the order of the drafts go with their requests; a store only if it comes so.
     by_batch = batch_axis is not None
     if distribution.rows is not None:
         by_batch &= rows == batch_axis
@@ -239,6 +243,7 @@ def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> b
     varies = [
         vocab_axis in jax.typeof(x).manual_axis_type.varying for x in (target_logits, storage)
     ]
+    # As wide as the target's part: a part too, unless JAX knows that all devices have the same.
     if width == part:
         return varies[1] or not varies[0]
     # Narrower storage could be whole rows of a small vocabulary, or parts of such rows.
@@ -275,6 +280,7 @@ def over_parts(
     whole: Any = P()
     matrix: Any = P(stored, layout.vocab_axis if layout.draft_vocab else None)
     number: Any = P(stored)
+    # A list that all rows share is whole on every device.
     lists = None if distribution is None else distribution.ids
     ids: Any = whole if lists is None or lists.ndim == 1 else number
     of_distribution: Any = None
@@ -335,6 +341,7 @@ def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | N
       arrays: a pytree, one device's part.
       vocab_axis: the axis that the vocabulary is split over, or None.
     """
+    # All axes that any array varies over, but the one that the function exchanges over.
     varying: set[str] = set()
     for x in jax.tree.leaves(arrays):
         varying |= jax.typeof(x).manual_axis_type.varying
@@ -357,6 +364,7 @@ def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     `jax.shard_map` sees to all other axes.
     """
+    # Over explicit axes arrays must lie as `jax.shard_map` is told: it moves none of them.
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = [name for name, kind in named if kind == AxisType.Explicit]
     if not explicit:

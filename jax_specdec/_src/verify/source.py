@@ -72,6 +72,7 @@ class Source(NamedTuple):
     @classmethod
     def of(cls, requests: Request, positions: Position) -> Source:
         """Returns the same of positions ``[B, P]``; `row` is -1 where no token can be drawn."""
+        # Of a request that samples, a position that has a row and that a prefix can end at.
         can_be = (requests.is_ok & ~requests.greedy)[:, None] & (positions.weight > 0)
         can_be &= positions.offset < requests.num_rows[:, None]
         return cls.at(positions)._replace(row=jnp.where(can_be, positions.row, -1))
@@ -135,6 +136,7 @@ class LocalRows:
           draft_is_split: whether draft rows are split in the same way.
           keeps_sums: whether the sums of target rows are kept by tile.
         """
+        # The target's rows: padding, bits and other parts' ids are filled with -inf.
         logits = Rows(target_logits, size, -math.inf, backend, token_bitmask, None, part)
         target = backend.prepared(logits)
         q = q_of(distribution, size, backend, part if draft_is_split else WHOLE)
@@ -179,9 +181,12 @@ class LocalRows:
         self, source: Source, ids: jax.Array, p_entries: jax.Array, *q_entries: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns weights and ``p`` of `ids`, from entries ``[n, ...]`` of their rows."""
+        # [n, 1, ...]: the numbers of a source beside the entries of its rows
         source = source.spread(p_entries.ndim - 1)
+        # The target's probability; 0 below the threshold.
         p_entries = tiles.kept(p_entries, source.threshold)
         p = source.scale.probs(p_entries, source.inv_temperature)
+        # A rejected one-hot draft has no weight. q does the rest.
         is_removed = source.is_one_hot & (ids == source.token_id)
         return self.q.weights(source, p, is_removed, *q_entries), p
 
@@ -196,5 +201,6 @@ class LocalRows:
         q_entries = self.q.slices(source.draft_row, first, length, self.end)
         p_entries = self.target.slices(source.row, first, length, self.end)
         both = self.weights(source, ids, p_entries, *q_entries)
+        # Ids before and after the tile have been read too where it is cut.
         is_inside = ids // TILE == tile[:, None]
         return ids, jnp.where(is_inside[:, None], jnp.stack(both, axis=1), 0.0)

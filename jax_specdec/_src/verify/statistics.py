@@ -75,6 +75,7 @@ def argmax_of_parts(maxima: Iterable[jax.Array], argmaxes: Iterable[jax.Array]) 
     """Returns the lowest argmax ``[n]`` of whole rows, from those of parts, ``[n]`` each."""
     maxima = list(maxima)
     peak: jax.Array = functools.reduce(jnp.maximum, maxima)
+    # An argmax of a part that has a lower maximum is passed over.
     ids = [jnp.where(m == peak, x, 2**30) for m, x in zip(maxima, argmaxes, strict=True)]
     return functools.reduce(jnp.minimum, ids)
 
@@ -86,6 +87,7 @@ def of_owners(requests: Request, size: int, values: Any) -> Any:
     GPU; finding the owners and indexing with them take several, but their time and memory do not
     grow with B squared.
     """
+    # A bad request owns no row: its offsets may lie.
     num_rows = jnp.where(requests.is_ok, requests.num_rows, 0)
     if size * num_rows.shape[0] > MANY_PAIRS:
         owner, is_owned = ragged.owner_of_rows(requests.first_row, num_rows, size)

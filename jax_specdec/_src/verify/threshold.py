@@ -131,6 +131,7 @@ def find_thresholds(
     """
     none = jnp.full_like(peak, -jnp.inf)
 
+    # Rows are selected once, inside of the branch: nothing is read where no row has a threshold.
     def in_rows() -> jax.Array:
         amounts: InXla[None] = InXla(select(), peak, inv_temperature, part, candidates)
         return search(

@@ -44,6 +44,11 @@ def kept(entries: jax.Array, least: jax.Array | None, fill: float = -jnp.inf) ->
     return entries if least is None else jnp.where(entries < least, fill, entries)
 
 
+def kept_of_rows(entries: jax.Array, least: jax.Array | None, fill: float = -jnp.inf) -> jax.Array:
+    """Returns the same of entries ``[n, W]``, with a threshold ``[n]`` of each row."""
+    return entries if least is None else kept(entries, least[:, None], fill)
+
+
 def each_tile(read: Callable[[Any, int], jax.Array], width: int) -> jax.Array:
     """Returns ``[T, ...]``: what `read` gives of each tile of `width` columns.
 

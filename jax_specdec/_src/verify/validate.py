@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -80,7 +82,7 @@ def validate(
     size, k, sampling = static.size, config.num_speculative_tokens, arrays.sampling
     cu, ids = np.asarray(drafts.cu_num_draft_tokens), np.asarray(drafts.token_ids)
     batch = len(cu) - 1
-    is_active = np.ones(batch, bool) if active is None else np.asarray(active)
+    is_active = _given(active, np.ones(batch, bool))
     slots = np.flatnonzero(is_active)
 
     # Offsets, then the parameters of requests.
@@ -119,6 +121,7 @@ def validate(
     least = rows.max(initial=-1) + 1
     must = f"have the {least} rows that active requests own"
     require(least <= len(target_logits), "target_logits", must, target_logits)
+    # What is left of each row, if its mask is applied, must have a largest entry.
     logits = np.asarray(target_logits, np.float32)[:, :size]
     if token_bitmask is not None:
         words = np.asarray(token_bitmask)[:, np.arange(size) // 32]
@@ -126,6 +129,11 @@ def validate(
     _check_finite("target_logits[{}].max()", logits.max(axis=1), rows)
     if drafts.distribution is not None:
         _check_distribution(drafts.distribution, owner, drafted, size)
+
+
+def _given(values: Any, default: np.ndarray) -> np.ndarray:
+    """Returns the values that were given, or the default."""
+    return default if values is None else np.asarray(values)
 
 
 def _check_finite(name: str, values: np.ndarray, at: np.ndarray) -> None:
@@ -140,16 +148,18 @@ def _check_distribution(
     path = "drafts.distribution"
     if distribution.valid is not None:
         drafted = drafted[np.asarray(distribution.valid)[owner[drafted]]]
-    ids = None if distribution.ids is None else np.asarray(distribution.ids)
+    # Column j is id j, so that columns from `size` on are padding, unless the ids are listed.
+    ids = distribution.ids
     values = np.asarray(storage_of(distribution), np.float32)[:, : size if ids is None else None]
-    rows = np.arange(len(owner)) if distribution.rows is None else np.asarray(distribution.rows)
+    rows = _given(distribution.rows, np.arange(len(owner)))
     holds, must = (rows >= 0) & (rows < len(values)), f"be in [0, R) = [0, {len(values)})"
     check_entries(f"{path}.rows[{{}}]", rows, holds, must, drafted)
     # What is wrong with a row that no draft points to matters to nobody.
     visited = np.unique(rows[drafted])
     if ids is not None and ids.ndim == 2:
         for row in visited:
-            check_listed(f"{path}.ids[{row}]", ids[row], size)
+            check_listed(f"{path}.ids[{row}]", np.asarray(ids[row]), size)
+    # Probabilities must be such; of logits, what is stored beside them must belong to them.
     if isinstance(distribution, DraftProbs):
         least, total = values.min(axis=1), values.sum(axis=1, dtype=np.float64)
         is_one = abs(total - 1) <= _LARGEST_EXCESS

@@ -75,7 +75,7 @@ def verify(
         keeps_sums=backend.keeps_sums(part, rule, requests.filter),
     )
     # If nobody samples, neither sums nor draft rows are needed. Rows that are read in order, or one
-    # of each request, are not read in vain; parts would disagree on which branch exchanges.
+    # of each request, are not read in vain.
     is_large = logits.size * logits.dtype.itemsize >= _LARGE
     is_read_at_once = backend.reads_ahead and not part.is_split and not rule.reads_one_position
     if not (is_large and is_read_at_once):
@@ -93,14 +93,16 @@ def _verify(
 ) -> RejectionSampleOutput:
     """Verifies requests. If `samples` is false, every request is greedy."""
     backend = rows.backend
-    # [B, P]: every position, or the one that the rule chooses
+    # [B, P]: unread, every position, or the one that the rule chooses
     unread = Position.unread(requests, rows.target.size, rows.num_sums)
     positions = rule.choose(requests, unread)
+    # Read, and judged: p, q and status of every draft that may matter
     positions = rule.with_weights(backend.read(rows, requests, positions, rule, samples))
     sources = Source.of(requests, positions)
     weighed = Weighed(sources, None, positions.q)
     if rule.is_block and not rows.q.is_one_hot:  # the rule takes the mass at every position
         weighed = backend.weigh(rows, lax.optimization_barrier(sources))
+    # [B]: counted
     num_accepted, status = rule.count(requests, positions, weighed.residual)
     # [B]: the position that the last token is drawn at, of those that were read
     place = num_accepted - positions.offset[:, 0]
@@ -108,6 +110,7 @@ def _verify(
         nothing_bad = jnp.zeros_like(requests.greedy)
         token_id = entry_of(positions.argmax, place)
         return _output(requests, num_accepted, status, token_id, nothing_bad)
+    # [B]: drawn from the one position that is left of each request
     last, masses = weighed.at(place)
     token_id, bad_draft = draw(rows, requests, last, masses)
     return _output(requests, num_accepted, status, token_id, bad_draft)
@@ -138,6 +141,7 @@ def sample(
     requests = Request.without_drafts(sampling.temperature, Filter.of(sampling), noise)
     size = logits.shape[1] * part.num_parts
     rows = LocalRows.of(logits, None, None, size=size, backend=backend, part=part, keeps_sums=True)
+    # [B, 1]: one position each, at which nothing is proposed
     unread = Position.unread(requests, size, rows.num_sums)
     rule = Agreement() if isinstance(noise, DrawnRaces) else Standard()
     positions = backend.read_ahead(rows, requests, unread, rule)
@@ -171,10 +175,12 @@ def _output(
       token_id: ``[B]`` int32, the last token as it was drawn.
       bad_draft: ``[B]`` bool, whether it was drawn with a bad draft row.
     """
+    # Where the caller has sampled the bonus, nothing was to be drawn.
     if requests.bonus_token_id is not None:
         all_accepted = num_accepted == requests.num_drafts
         token_id = jnp.where(all_accepted, requests.bonus_token_id, token_id)
         bad_draft &= ~all_accepted
+    # A bad draft row shows when it is drawn from, if not before.
     status = jnp.where((status == Status.OK) & bad_draft, Status.BAD_DRAFT_ROW, status)
     ok = status == Status.OK
     last = num_accepted[:, None]

@@ -79,8 +79,10 @@ class Gather(Backend):
         samples: bool = True,
     ) -> Position:
         """Does `read` for all positions at once, whatever the positions before them hold."""
+        # One pass or two over rows of logits. All that follows has arrays [B, P].
         stats = self.statistics(rows, requests, positions, rule, samples)
         positions = reader.judged(rows, requests, positions, stats)
+        # Under the agreement rule the token drawn from a row takes the place of its argmax.
         if rule.draws_every_row and samples:
             return reader.drawn(rows, requests, positions)
         return positions
@@ -111,11 +113,14 @@ class Gather(Backend):
         wanted = requests.is_ok & (positions.offset[:, 0] < requests.num_rows)
 
         def read(which: jax.Array, *given: Any) -> TargetStatistics:
+            """Returns the statistics of some of the rows: see `in_blocks`."""
             return self.summed(rows, which, *self.max_and_argmax(rows.target, which), *given)
 
         given = requests.inv_temperature, wanted & ~requests.greedy, requests.filter
+        # [B], -1 for a row that need not be read
         index = jnp.where(wanted, positions.row[:, 0], -1)
         found = self.in_blocks(read, index, index, *given)
+        # [B, 1]: one position
         return jax.tree.map(lambda x: x[:, None], found)
 
     def summed(
@@ -136,6 +141,7 @@ class Gather(Backend):
         least = None
         if filter is not None:
             least = self.thresholds(target, index, filter, wanted, peak, inv_temperature)
+        # [n, T], or [n] if only the total is kept
         sums = self.sums(target, index, peak, inv_temperature, least, rows.num_sums)
         if not rows.keeps_sums:
             return TargetStatistics(Partials(peak, sums, argmax), least, None)
@@ -150,9 +156,11 @@ class Gather(Backend):
         self, q: Dense, requests: Request, index: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
         def read(index: jax.Array, inv: jax.Array) -> Partials:
+            """Returns the partials of some of the rows: first their maxima, then their sums."""
             peak = self.peak(q.storage, index)
             return Partials(peak, self.sums(q.storage, index, peak, inv)).checked()
 
+        # [B * P]: rows one after another
         flat = index.reshape(-1)
         inv = inv_temperature[:, : index.shape[1]].reshape(-1)
         found = self.in_blocks(read, flat, flat, inv)
@@ -187,6 +195,7 @@ class Gather(Backend):
         """Returns the maximum of each row of ``[n, L]`` without NaN, and the first index of it."""
         index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
 
+        # A pair of an entry and its index: of equal entries the one with the lower index.
         def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
             is_b = (b[0] > a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
             return jnp.where(is_b, b[0], a[0]), jnp.where(is_b, b[1], a[1])
@@ -213,11 +222,13 @@ class Gather(Backend):
 
         They are ``[n]``, or ``[n, num_tiles]`` by tile, from the tile that this part begins in.
         """
-        x = tiles.kept(rows.whole(index), None if least is None else least[:, None])
+        x = tiles.kept_of_rows(rows.whole(index), least)
+        # Relative to the maximum no exponential overflows. Rows without a finite one are bad.
         base = jnp.where(jnp.isfinite(peak), peak, 0.0)[:, None]
         inv = inv_temperature[:, None]
         if num_tiles is None:
             return jnp.sum(jnp.exp((x - base) * inv), axis=1)
+        # [n, t, L]: the entries of some tiles. All tiles, but on CPUs the last one by itself.
         found = []
         for _, (view,) in self.in_tiles(rows, [(x, -jnp.inf)], num_tiles, by_lanes=True):
             shift, scale = (lax.expand_dims(y, range(2, view.ndim)) for y in (base, inv))
@@ -248,6 +259,7 @@ class Gather(Backend):
           inv_temperature: ``[n]`` float32.
         """
         peak = rows.part.max(peak)
+        # Greedy requests, bad rows and neutral parameters have no threshold.
         limited = filter.limits(rows.size) & wanted & jnp.isfinite(peak)
         least = self.search(rows, index, filter, limited, peak, inv_temperature)
         return jnp.where(limited, least, -jnp.inf)
@@ -305,16 +317,23 @@ class Gather(Backend):
     # Drawing tokens.
 
     def weigh(self, rows: LocalRows, sources: Source) -> draw.Weighed:
-        # At the last of several positions nothing is proposed, so its weights are `p`.
-        is_cut = sources.p_masses is not None and sources.row.shape[1] > 1
-        read = jax.tree.map(lambda x: x[:, :-1], sources) if is_cut else sources
-        both = self.masses(rows, jax.tree.map(lambda x: lax.collapse(x, 0, 2), read)).both
-        both = both.reshape(both.shape[0], *read.row.shape, *both.shape[2:])
-        if is_cut and sources.p_masses is not None:
-            last = jnp.stack([sources.p_masses[None, :, -1:]] * 2, axis=3)
+        p_masses = sources.p_masses
+        if p_masses is None or sources.row.shape[1] == 1:
+            both = self.both_of_positions(rows, sources)
+        else:
+            # At the last of several positions nothing is proposed, so its weights are `p`.
+            both = self.both_of_positions(rows, jax.tree.map(lambda x: x[:, :-1], sources))
+            last = jnp.stack([p_masses[None, :, -1:]] * 2, axis=3)
             both = jnp.concatenate([both, last], axis=2)
-        masses = TileMasses(both)  # [num_parts, B, P, 2, T]
+        masses = TileMasses(both)
         return draw.Weighed(sources, masses, jnp.sum(masses.weights, axis=(0, 3)))
+
+    def both_of_positions(self, rows: LocalRows, sources: Source) -> jax.Array:
+        """Returns `TileMasses` of positions ``[B, P]``, as ``[num_parts, B, P, 2, T]``."""
+        # [B * P]: sources stand one after another
+        flat = jax.tree.map(lambda x: lax.collapse(x, 0, 2), sources)
+        both = self.masses(rows, flat).both
+        return both.reshape(both.shape[0], *sources.row.shape, *both.shape[2:])
 
     def masses(self, rows: LocalRows, source: Source) -> TileMasses:
         return TileMasses(rows.part.gather(self.own_masses(rows, source)))
@@ -332,11 +351,13 @@ class Gather(Backend):
         """Returns the same of sources that are read at once, by what is known of them."""
         p_masses = source.p_masses
         residual = source.residual_masses
+        # Rows are read as a whole if a residual is to be summed over all ids, or `p` is.
         source = source._replace(residual_masses=None)
         reads_rows = residual is None and (p_masses is None or not rows.q.is_one_hot)
         if not rows.q.is_listed and reads_rows:
             sums = self.tile_sums(rows, source)
             return jnp.stack(sums if p_masses is None else [*sums, p_masses], axis=1)
+        # Otherwise the masses of `p` are known, or summed alone, and a few ids are taken off.
         if p_masses is None:
             p_masses = self.masses_of(rows.alone(), source)[:, 1]
         # Only the tile that a one-hot draft is in has another mass than `p`.
@@ -349,18 +370,22 @@ class Gather(Backend):
 
     def tile_sums(self, rows: LocalRows, source: Source) -> list[jax.Array]:
         """Returns sums of weights by tile, and of ``p`` if not known, in one read of the rows."""
-        target, q = rows.target, rows.q
+        target = rows.target
+        q = rows.q
+        # [n, W]: of the target row of each source, and of its draft row in the same ids
         entries = [(target.whole(source.row), target.fill)]
         if isinstance(q, Mapped):
             # The columns of ids are cut into tiles, and looked up below.
             columns = q.columns_of(rows.part, target.width)
             entries.append((columns[None], q.unlisted))
         elif isinstance(q, Dense) and rows.part.is_split and not rows.draft_is_split:
+            # Whole draft rows beside a part of the target: the ids of that part.
             first = jnp.broadcast_to(rows.part.first_id, source.row.shape)
             (part_of_q,) = q.slices(source.draft_row, first, target.width, rows.end)
             entries.append((part_of_q, q.storage.fill))
         elif isinstance(q, Dense):
             entries.append((q.storage.whole(source.draft_row), q.storage.fill))
+        # Tile by tile: [n, t, L] entries, ids, weights, and sums [n, t].
         place = jnp.arange(TILE, dtype=jnp.int32)
         tile_ids = rows.tile_ids()
         found = []
@@ -386,6 +411,7 @@ class Gather(Backend):
 
     def _without_token(self, rows: LocalRows, source: Source, p_masses: jax.Array) -> jax.Array:
         """Returns `p_masses`, with the tile of a one-hot draft summed again without the draft."""
+        # [n, 2, L]: the weights of that tile, read once more
         tile = source.token_id // TILE
         _, inside = rows.alone().in_tile(source, tile)
         is_its = source.is_one_hot[:, None] & (rows.tile_ids()[None, :] == tile[:, None])
@@ -414,7 +440,7 @@ class Gather(Backend):
         return draw.inverse_cdf_draw(rows, source, masses, recover)
 
     def race_token(self, rows: LocalRows, source: Source, exponential: jax.Array) -> jax.Array:
-        masses = source.p_masses
+        masses = source.p_masses  # [n, T]
         if masses is None:
             masses = self.in_blocks(
                 lambda those: self.masses_of(rows, those)[:, 1], source.row, source
@@ -424,7 +450,7 @@ class Gather(Backend):
     # What all of these are made of.
 
     def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:
-        return function(*arrays)
+        return function(*arrays)  # all rows: a GPU gathers them in place
 
     def take(self, tree: Any, index: jax.Array) -> Any:
         return jax.tree.map(lambda x: x[index], tree)

@@ -49,16 +49,19 @@ class InOrder(Gather):
         if rows.part.is_split:
             return self.read_ahead(rows, requests, positions, rule, samples)
         given = [getattr(positions, name) for name in _GIVEN]
+        # [B]: positions that have a row; none if the request is known to be bad
         num_owned = jnp.sum(positions.offset < requests.num_rows[:, None], axis=1, dtype=jnp.int32)
         num_owned = jnp.where(requests.is_ok, num_owned, 0)
 
         def of_request(b: jax.Array, words: jax.Array) -> jax.Array:
             """Reads a request until no other row of it can matter."""
             request = jnp.uint32(b)  # an int under jax.disable_jit
+            # [1, ...]: this request
             one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, request, 1), requests)
             last = lax.dynamic_index_in_dim(num_owned, request, keepdims=False).astype(jnp.uint32)
 
             def step(state: Any) -> Any:
+                """Reads position i, and says whether the next one may matter."""
                 _, i, weight, words = state
                 place = request, i
                 # [1, 1]: this position
@@ -70,6 +73,7 @@ class InOrder(Gather):
                     this = lax.cond(
                         one.greedy[0], lambda: this, lambda: reader.drawn(rows, one, this)
                     )
+                # All that was found of it is written as one array.
                 found = pack(_found_of(this), 2)
                 words = lax.dynamic_update_slice(words, found, (*place, jnp.uint32(0)))
                 return rule.goes_on(this)[0, 0], i + 1, rule.next_weight(this), words
@@ -93,6 +97,7 @@ class InOrder(Gather):
             return TargetStatistics(Partials(peak, jnp.ones_like(peak), argmax), least, sums)
 
         def sampled() -> TargetStatistics:
+            # No argmax is wanted, so the maximum needs no look at NaN: the sum tells.
             peak = self.peak(rows.target, row)
             argmax = jnp.zeros_like(row)
             given = one.inv_temperature, ~one.greedy, one.filter

@@ -46,7 +46,8 @@ class MosaicGpu(Gather):
         k = static.config.num_speculative_tokens
         why_not = support.rule_unsupported(static.config)
         axis = static.layout.vocab_axis
-        if why_not is None and axis is not None:
+        # A rule that the kernel lacks, or what does not fit its memory.
+        if not why_not and axis is not None:
             return support.part_unsupported(
                 arrays,
                 k,
@@ -67,6 +68,7 @@ class MosaicGpu(Gather):
     def verify(self, arrays: CallArrays, rule: Rule, static: Static) -> RejectionSampleOutput:
         if static.layout.vocab_axis is not None:
             return MosaicParts(static.kernel_config).verify(arrays, rule, static)
+        # Whole rows: the kernel does all that `xla.verify` does.
         from jax_specdec._src.verify.mosaic_gpu import launch
 
         return launch.verify(
@@ -126,11 +128,11 @@ class MosaicParts(Gather):
     def draft_partials(
         self, q: Dense, requests: Request, index: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
-        # The kernel reads draft rows that are split as the target's are.
+        # The kernel reads rows that are split as the target's are. XLA reads whole ones, and lists.
         if not (q.is_dense and q.storage.part.is_split):
             return super().draft_partials(q, requests, index, inv_temperature)
-        least = q.storage.thresholds
-        least = None if least is None else least[jnp.clip(index, 0, least.shape[0] - 1)]
+        in_range = jnp.clip(index, 0, q.storage.matrix.shape[0] - 1)
+        least = jax.tree.map(lambda x: x[in_range], q.storage.thresholds)  # [B, P]
         found = self._read(q.storage, requests, index, requests.greedy, least)
         return found._replace(argmax=None)
 
@@ -151,7 +153,7 @@ class MosaicParts(Gather):
             index.reshape(-1),
             requests.inv_temperature,
             by_argmax,
-            None if least is None else least.reshape(-1),
+            jax.tree.map(lambda x: x.reshape(-1), least),
             config=self.config,
         )
         return jax.tree.map(lambda x: x.reshape(index.shape), found)

@@ -64,6 +64,7 @@ class Tiles(Gather):
     def of_all_rows(self, rows: LocalRows, requests: Request, samples: bool) -> TargetStatistics:
         if not (samples and self._by_tile(rows, requests)):
             return super().of_all_rows(rows, requests, samples)
+        # [M]: the temperature of the request that owns a row
         given = requests.inv_temperature, requests.is_ok & ~requests.greedy, requests.filter
         inv_temperature, _, _ = of_owners(requests, rows.target.matrix.shape[0], given)
         return self._tile_by_tile(rows, requests, None, inv_temperature)
@@ -135,6 +136,7 @@ class Tiles(Gather):
         x = rows.whole(index)
         if x.shape[0] > 1:
             return jnp.max(x, axis=1)
+        # One row would fill an eighth of each register.
         count = tiles.num_tiles(x.shape[1])
         views = self.in_tiles(rows, [(x, -jnp.inf)], count, False, by_lanes=True)
         return jnp.max(jnp.stack([jnp.max(x) for _, (x,) in views]), keepdims=True)
@@ -196,7 +198,7 @@ class Tiles(Gather):
     def weigh(self, rows: LocalRows, sources: Source) -> draw.Weighed:
         if not self.sums_apart(rows, sources):
             return super().weigh(rows, sources)
-        # The residual alone is summed, and the last of several positions has none.
+        # The residual alone is summed, [B * P, T], and the last of several positions has none.
         is_cut = sources.row.shape[1] > 1
         read = jax.tree.map(lambda x: x[:, :-1], sources) if is_cut else sources
         found = self.residual_masses(rows, jax.tree.map(lambda x: lax.collapse(x, 0, 2), read))
@@ -207,8 +209,7 @@ class Tiles(Gather):
 
     def sums_apart(self, rows: LocalRows, source: Source) -> bool:
         """Whether the masses of sources that use q are summed without those of ``p``."""
-        has_sums = not rows.q.is_one_hot and source.p_masses is not None
-        return has_sums and self.reads_tiles(rows)
+        return _has_sums(rows, source) and self.reads_tiles(rows)
 
     def reads_tiles(self, rows: LocalRows) -> bool:
         """Whether many rows are read by tiles of all rows, as a TPU reads them best."""
@@ -251,7 +252,7 @@ class Tiles(Gather):
                 entries.append(storage.whole())
             return jnp.stack(self.sums_of(rows, source, ids, *entries))
 
-        sums = tiles.each_tile(read, rows.target.width)
+        sums = tiles.each_tile(read, rows.target.width)  # [T, 1 or 2, n]
         return [*jnp.moveaxis(sums, 0, 2)]
 
     # What all of these are made of.
@@ -267,6 +268,7 @@ class Tiles(Gather):
         # octet goes to eight lanes, exactly.
         missing = -words.shape[-1] % (LANES // 32)
         words = jnp.pad(words, (*[(0, 0)] * (words.ndim - 1), (0, missing)))
+        # [..., n, 4], then [..., octets / 16, 16]: an octet goes into one of 16 lanes
         octets = jnp.stack([(words >> i) & 255 for i in range(0, 32, 8)], axis=-1)
         octets = octets.reshape(*words.shape[:-1], -1, LANES // 8).astype(jnp.bfloat16)
         to_lanes = jnp.repeat(jnp.eye(LANES // 8, dtype=jnp.bfloat16), 8, axis=1)
@@ -281,6 +283,7 @@ class Tiles(Gather):
     def pick_of_both(
         self, both: jax.Array, u: jax.Array, may_have_mass: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
+        # Which row it is comes first: a product with a matrix costs more than a sum.
         total = jnp.sum(both[:, 0], axis=1)
         is_first = draw.has_mass(total, may_have_mass)
         weights = jnp.where(is_first[:, None], both[:, 0], both[:, 1])
@@ -342,8 +345,7 @@ class MosaicTpu(Tiles):
         return self.at_positions(TargetStatistics(partials, least, kept), positions)
 
     def sums_apart(self, rows: LocalRows, source: Source) -> bool:
-        has_sums = not rows.q.is_one_hot and source.p_masses is not None
-        return has_sums and (self.reads_tiles(rows) or self._copies_rows(rows))
+        return _has_sums(rows, source) and (self.reads_tiles(rows) or self._copies_rows(rows))
 
     def _copies_rows(self, rows: LocalRows) -> bool:
         """Whether the kernel can copy the rows of a residual."""
@@ -373,13 +375,14 @@ class _WithLists(Tiles):
 
 def columns(rows: Rows, index: jax.Array | None, start: Any, length: int) -> Rows:
     """Returns some columns of many rows, or of all without an index; without a bitmask."""
-    matrix = lax.dynamic_slice_in_dim(rows.matrix, start, length, axis=1)
+    matrix = lax.dynamic_slice_in_dim(rows.matrix, start, length, axis=1)  # [R, length]
+    # Else XLA would fuse the slice with taking rows, and read them from the main memory.
     matrix = lax.optimization_barrier(matrix)
     least = rows.thresholds
     if index is not None:
         index = jnp.clip(index, 0, matrix.shape[0] - 1)
         matrix = matrix[index]
-        least = None if least is None else least[index]
+        least = jax.tree.map(lambda x: x[index], least)
     return dataclasses.replace(
         rows, matrix=matrix, token_bitmask=None, thresholds=least, part=rows.part.moved(start)
     )
@@ -430,6 +433,11 @@ def by_tile(
     base = jnp.where(jnp.isfinite(peak), peak, 0.0)[None]
     sums = (sums * jnp.exp((peaks - base) * inv_temperature[None])).T
     return Partials(peak, jnp.sum(sums, axis=1), argmax).checked(), sums
+
+
+def _has_sums(rows: LocalRows, source: Source) -> bool:
+    """Returns whether the masses of ``p`` are known, and those of a residual are asked for."""
+    return not rows.q.is_one_hot and source.p_masses is not None
 
 
 def _sums_by_matrix(x: jax.Array) -> jax.Array:

@@ -58,6 +58,7 @@ class Blocks(NamedTuple):
         sums = ref[...]
         tile = lax.broadcasted_iota(jnp.int32, sums.shape, 1)
         for t in range(self.tiles):
+            # [rows, 1]: 16 chunks are added lane by lane, then their lanes
             chunks = range(t * _CHUNKS, (t + 1) * _CHUNKS)
             total = jnp.sum(functools.reduce(jnp.add, map(entry, chunks)), axis=1, keepdims=True)
             sums = jnp.where(tile == first + t, total, sums)
@@ -87,5 +88,6 @@ def clear(ref: Any, end: jax.Array, value: float) -> None:
             x = jnp.where(column < end, ref[:, here].astype(wide), wide(value))
             ref[:, here] = x.astype(ref.dtype)
 
+        # From the chunk that the end is in.
         start = lax.div(jnp.maximum(end, 0), jnp.int32(LANES))
         lax.fori_loop(start, jnp.int32(width // LANES), step, None)
