@@ -156,8 +156,8 @@ def _kernel(
     fills: tuple[float, float],
 ) -> None:
     """One block of sources and tiles."""
+    step = pl.program_id(0) * blocks.num + pl.program_id(1)
     block = pl.program_id(1)
-    step = pl.program_id(0) * blocks.num + block
     slot = lax.rem(step, 2)  # rows of this step are in one, those of the next arrive in the other
     last = blocks.num - 1
     given = (target_ref, target_pair_ref, target_rows), (draft_ref, draft_pair_ref, draft_rows)
