@@ -19,7 +19,7 @@ from .cases import random_batches
 
 
 class Host(gather.Gather):
-    """Statistics, masses and tokens by NumPy, of one-hot drafts; XLA does the rest."""
+    """Statistics and tokens by NumPy, of one-hot drafts; XLA does the rest."""
 
     def unserved(self, arrays: Any, static: Any) -> str | None:
         has_q = arrays.drafts.distribution is not None
@@ -50,8 +50,8 @@ class Host(gather.Gather):
         def pick(weights: np.ndarray, p: np.ndarray, u: np.ndarray) -> np.ndarray:
             return np.array([*map(first, weights, p, u)], np.int32)
 
-        type_ = jax.ShapeDtypeStruct(source.row.shape, jnp.int32)
-        token_ids = jax.pure_callback(pick, type_, weights, p, recover)
+        one = jax.ShapeDtypeStruct(source.row.shape, jnp.int32)
+        token_ids = jax.pure_callback(pick, one, weights, p, recover)
         return token_ids, jnp.zeros(token_ids.shape, bool)
 
 

@@ -18,6 +18,7 @@ from jax import lax
 
 from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.q import Listed
 from jax_specdec._src.verify.requests import Races, Request, Uniforms
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.source import LocalRows, Source
@@ -117,7 +118,7 @@ def inverse_cdf_draw(
 ) -> tuple[jax.Array, jax.Array]:
     """Draws from sources ``[n]`` by uniforms ``[n, 2]``; returns what `draw` does."""
     chosen = choose_tile(rows, source, masses, recover)
-    if not rows.q.is_listed:
+    if not isinstance(rows.q, Listed):
         return draw_in_tile(rows, source, chosen)[0], chosen.bad_draft
 
     # The mass of a tile may be a rounding error, though rarely. Then the token is drawn from the

@@ -7,6 +7,7 @@ vocabulary's size. What is read comes as a list of arrays, which is empty if eve
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
@@ -95,40 +96,53 @@ class Logits:
         return DraftScale(stored, bad | ~(jnp.isfinite(peak) & jnp.isfinite(stored.log_scale)))
 
 
+class Q(abc.ABC):
+    """The draft distributions of a call, as far as a draw asks for them."""
+
+    is_one_hot: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def slices(self, index: jax.Array, first: jax.Array, length: int, end: int) -> list[jax.Array]:
+        """Returns the entries of some ids, as `Rows.slices`."""
+
+    @abc.abstractmethod
+    def whole(self, index: jax.Array, width: int) -> list[jax.Array]:
+        """Returns the entries ``[n, width]`` of rows."""
+
+    @abc.abstractmethod
+    def weights(
+        self, source: Source, p: jax.Array, is_removed: jax.Array, *entries: jax.Array
+    ) -> jax.Array:
+        """Returns the weights that a token is drawn by, from ``p`` and entries of draft rows."""
+
+
 @dataclasses.dataclass(frozen=True)
-class OneHot:
+class OneHot(Q):
     """No draft distribution: every draft is one-hot."""
 
     is_one_hot: ClassVar[bool] = True
-    is_listed: ClassVar[bool] = False
-    is_dense: ClassVar[bool] = False
 
     def slices(self, index: jax.Array, first: jax.Array, length: int, end: int) -> list[jax.Array]:
-        """Returns the entries of some ids, as `Rows.slices`."""
         return []
 
     def whole(self, index: jax.Array, width: int) -> list[jax.Array]:
-        """Returns the entries ``[n, width]`` of rows."""
         return []
 
     def weights(
         self, source: Source, p: jax.Array, is_removed: jax.Array, *entries: jax.Array
     ) -> jax.Array:
-        """Returns the weights that a token is drawn by, from ``p`` and entries of draft rows."""
         return jnp.where(is_removed, 0.0, p)
 
 
 @dataclasses.dataclass(frozen=True)
-class Dense(OneHot):
-    """Draft distributions ``[R, Vd]``, or this device's part of each row.
+class Stored(Q):
+    """Draft distributions that are stored, ``[R, Vd]``, or this device's part of each row.
 
     Attributes:
       storage: their rows, read by column.
       kind: what the rows hold.
     """
 
-    is_one_hot: ClassVar[bool] = False
-    is_dense: ClassVar[bool] = True
     storage: Rows
     kind: Probabilities | Logits
 
@@ -148,9 +162,8 @@ class Dense(OneHot):
     def weights(
         self, source: Source, p: jax.Array, is_removed: jax.Array, *entries: jax.Array
     ) -> jax.Array:
-        if not entries:
-            return jnp.where(is_removed, 0.0, p)
-        q = self.kind.probs(entries[0], source.draft_scale, source.inv_temperature)
+        (of_row,) = entries
+        q = self.kind.probs(of_row, source.draft_scale, source.inv_temperature)
         q = self.kind.checked(q)  # NaN makes the residual mass NaN, and the draft row bad
         # One formula for every source: q = 2 removes a token, as no p exceeds it.
         q = jnp.where(source.uses_q, q, jnp.where(is_removed, 2.0, 0.0))
@@ -166,7 +179,12 @@ class Dense(OneHot):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mapped(Dense):
+class Dense(Stored):
+    """Rows ``[R, Vd]`` whose column j is id j."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped(Stored):
     """Rows ``[R, Vd]`` that share one list of ids. The column of each id is computed once.
 
     Attributes:
@@ -174,7 +192,6 @@ class Mapped(Dense):
       columns: ``[size]`` int32, the column of each id; Vd if it is not listed.
     """
 
-    is_dense: ClassVar[bool] = False
     size: int
     columns: jax.Array
 
@@ -222,7 +239,7 @@ class Mapped(Dense):
 
 
 @dataclasses.dataclass(frozen=True)
-class Listed(Dense):
+class Listed(Stored):
     """Rows ``[R, C]``, each with a list of few ids of its own, which are compared with those asked.
 
     Attributes:
@@ -230,8 +247,6 @@ class Listed(Dense):
       ids: ``[R, C]`` int32, in any order.
     """
 
-    is_listed: ClassVar[bool] = True
-    is_dense: ClassVar[bool] = False
     size: int
     ids: jax.Array
 
@@ -273,9 +288,6 @@ class Listed(Dense):
             self.ids, jnp.clip(index, 0, self.ids.shape[0] - 1)
         )
         return found
-
-
-Q = OneHot | Dense | Mapped | Listed
 
 
 def q_of(

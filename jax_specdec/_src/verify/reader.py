@@ -13,7 +13,7 @@ from jax_specdec._src.types import Status
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.part import of_owner
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.q import Dense
+from jax_specdec._src.verify.q import Stored
 from jax_specdec._src.verify.requests import DrawnRaces, Races, Request
 from jax_specdec._src.verify.rules import accepts_greedy
 from jax_specdec._src.verify.source import LocalRows, Source
@@ -71,7 +71,7 @@ def judged(
         status=status.astype(jnp.int32),
     )
     for entries, q_partials in of_drafts:
-        assert isinstance(rows.q, Dense)
+        assert isinstance(rows.q, Stored)
         positions = _with_q(rows.q, positions, entries, q_partials)
     return positions
 
@@ -92,7 +92,7 @@ def _of_drafts(
 ) -> list[OfDrafts]:
     """Returns what draft rows hold of the first `most` drafts of each request; [] without any."""
     q = rows.q
-    if not isinstance(q, Dense):
+    if not isinstance(q, Stored):
         return []
     index = positions.draft_row[:, :most]
     entries = q.at(index, positions.token_id[:, :most])
@@ -106,7 +106,7 @@ def _of_drafts(
 
 
 def _with_q(
-    q: Dense, positions: Position, entries: jax.Array, partials: list[Partials]
+    q: Stored, positions: Position, entries: jax.Array, partials: list[Partials]
 ) -> Position:
     """Returns positions with q, from the entries ``[B, most]`` of their drafts."""
     most = entries.shape[1]

@@ -21,7 +21,7 @@ from jax_specdec._src.types import DraftDistribution
 from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.part import WHOLE, Part
 from jax_specdec._src.verify.position import DraftScale, Position
-from jax_specdec._src.verify.q import Dense, OneHot, Q, q_of
+from jax_specdec._src.verify.q import OneHot, Q, Stored, q_of
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.tiles import TILE, Scale, tiles_of_part
@@ -151,7 +151,7 @@ class LocalRows:
     @property
     def draft_is_split(self) -> bool:
         """Whether draft rows are split as the target's are."""
-        return isinstance(self.q, Dense) and self.q.storage.part.is_split
+        return isinstance(self.q, Stored) and self.q.storage.part.is_split
 
     @property
     def num_sums(self) -> int | None:

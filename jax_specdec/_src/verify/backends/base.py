@@ -20,7 +20,7 @@ from jax_specdec._src.verify.statistics import Partials, TargetStatistics
 if TYPE_CHECKING:
     from jax_specdec._src.verify.call import Static
     from jax_specdec._src.verify.draw import TileMasses, Weighed
-    from jax_specdec._src.verify.q import Dense, Listed
+    from jax_specdec._src.verify.q import Listed, Stored
     from jax_specdec._src.verify.rows import Rows
     from jax_specdec._src.verify.source import LocalRows, Source
 
@@ -89,7 +89,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def draft_partials(
-        self, q: Dense, requests: Request, index: jax.Array, inv_temperature: jax.Array
+        self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
         """Returns the partials of the draft rows ``index [B, P]`` that are not negative."""
 

@@ -21,7 +21,7 @@ from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.draw import TileMasses
 from jax_specdec._src.verify.part import Part
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.q import Dense, Listed, Mapped
+from jax_specdec._src.verify.q import Listed, Mapped, Stored
 from jax_specdec._src.verify.requests import CallArrays, Request
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Rule
@@ -153,7 +153,7 @@ class Gather(Backend):
         return jax.tree.map(lambda x: x[index], stats)
 
     def draft_partials(
-        self, q: Dense, requests: Request, index: jax.Array, inv_temperature: jax.Array
+        self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
         def read(index: jax.Array, inv: jax.Array) -> Partials:
             """Returns the partials of some of the rows: first their maxima, then their sums."""
@@ -354,7 +354,7 @@ class Gather(Backend):
         # Rows are read as a whole if a residual is to be summed over all ids, or `p` is.
         source = source._replace(residual_masses=None)
         reads_rows = residual is None and (p_masses is None or not rows.q.is_one_hot)
-        if not rows.q.is_listed and reads_rows:
+        if not isinstance(rows.q, Listed) and reads_rows:
             sums = self.tile_sums(rows, source)
             return jnp.stack(sums if p_masses is None else [*sums, p_masses], axis=1)
         # Otherwise the masses of `p` are known, or summed alone, and a few ids are taken off.
@@ -378,12 +378,12 @@ class Gather(Backend):
             # The columns of ids are cut into tiles, and looked up below.
             columns = q.columns_of(rows.part, target.width)
             entries.append((columns[None], q.unlisted))
-        elif isinstance(q, Dense) and rows.part.is_split and not rows.draft_is_split:
+        elif isinstance(q, Stored) and rows.part.is_split and not rows.draft_is_split:
             # Whole draft rows beside a part of the target: the ids of that part.
             first = jnp.broadcast_to(rows.part.first_id, source.row.shape)
             (part_of_q,) = q.slices(source.draft_row, first, target.width, rows.end)
             entries.append((part_of_q, q.storage.fill))
-        elif isinstance(q, Dense):
+        elif isinstance(q, Stored):
             entries.append((q.storage.whole(source.draft_row), q.storage.fill))
         # Tile by tile: [n, t, L] entries, ids, weights, and sums [n, t].
         place = jnp.arange(TILE, dtype=jnp.int32)

@@ -19,7 +19,7 @@ from jax_specdec._src.verify.draw import TileMasses
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.q import Dense
+from jax_specdec._src.verify.q import Dense, Listed, Stored
 from jax_specdec._src.verify.requests import CallArrays, Request
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Rule
@@ -126,10 +126,10 @@ class MosaicParts(Gather):
         return TargetStatistics(partials, least, None)
 
     def draft_partials(
-        self, q: Dense, requests: Request, index: jax.Array, inv_temperature: jax.Array
+        self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
         # The kernel reads rows that are split as the target's are. XLA reads whole ones, and lists.
-        if not (q.is_dense and q.storage.part.is_split):
+        if not (isinstance(q, Dense) and q.storage.part.is_split):
             return super().draft_partials(q, requests, index, inv_temperature)
         in_range = jnp.clip(index, 0, q.storage.matrix.shape[0] - 1)
         least = jax.tree.map(lambda x: x[in_range], q.storage.thresholds)  # [B, P]
@@ -161,7 +161,7 @@ class MosaicParts(Gather):
     def own_masses(self, rows: LocalRows, source: Source) -> jax.Array:
         from jax_specdec._src.verify.mosaic_gpu import phases
 
-        if not rows.q.is_listed:
+        if not isinstance(rows.q, Listed):
             return phases.part_masses(rows, source)
         # XLA takes listed ids off the masses of `p`.
         p_masses = phases.part_masses(rows.alone(), source)[:, 1]
@@ -174,7 +174,7 @@ class MosaicParts(Gather):
 
         # With listed ids, XLA reads the one tile that is chosen.
         pieces = pieces_of_tiles(rows.target.width, rows.part.num_parts, rows.num_tiles)
-        if rows.q.is_listed or pieces.shape[1] > MAX_PIECES:
+        if isinstance(rows.q, Listed) or pieces.shape[1] > MAX_PIECES:
             return super().token(rows, source, masses, recover)
         token_id, bad_draft = phases.part_draw(rows, source, recover, masses.both)
         bad_draft = source.uses_q & (bad_draft | source.draft_scale.bad)

@@ -34,7 +34,7 @@ from jax_specdec._src.verify.mosaic_tpu.largest import (
 )
 from jax_specdec._src.verify.part import Part
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.q import Dense
+from jax_specdec._src.verify.q import Dense, Stored
 from jax_specdec._src.verify.requests import CallArrays, Request
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Rule
@@ -116,7 +116,7 @@ class Tiles(Gather):
         return jax.tree.map(of_positions, stats)
 
     def draft_partials(
-        self, q: Dense, requests: Request, index: jax.Array, inv_temperature: jax.Array
+        self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
         flat = index.reshape(-1)
         inv = inv_temperature[:, : index.shape[1]].reshape(-1)
@@ -216,7 +216,7 @@ class Tiles(Gather):
         target = rows.target
         is_whole = not target.part.is_split and target.token_bitmask is None
         same_ids = rows.q.is_one_hot or (
-            isinstance(rows.q, Dense) and rows.q.is_dense and rows.q.storage.width == target.width
+            isinstance(rows.q, Dense) and rows.q.storage.width == target.width
         )
         return is_whole and same_ids
 
@@ -247,7 +247,7 @@ class Tiles(Gather):
             """Returns ``[1 or 2, n]``, the sums of columns that all rows have in vector memory."""
             ids = start + jnp.arange(length, dtype=jnp.int32)[None, :]
             entries = [columns(rows.target, source.row, start, length).whole()]
-            if isinstance(rows.q, Dense):
+            if isinstance(rows.q, Stored):
                 storage = columns(rows.q.storage, source.draft_row, start, length)
                 entries.append(storage.whole())
             return jnp.stack(self.sums_of(rows, source, ids, *entries))
@@ -351,12 +351,12 @@ class MosaicTpu(Tiles):
         """Whether the kernel can copy the rows of a residual."""
         from jax_specdec._src.verify.mosaic_tpu import residual
 
-        return isinstance(rows.q, Dense) and residual.serves(rows.target, rows.q)
+        return isinstance(rows.q, Stored) and residual.serves(rows.target, rows.q)
 
     def residual_masses(self, rows: LocalRows, source: Source) -> jax.Array:
         from jax_specdec._src.verify.mosaic_tpu import residual
 
-        if isinstance(rows.q, Dense) and residual.serves(rows.target, rows.q):
+        if isinstance(rows.q, Stored) and residual.serves(rows.target, rows.q):
             return residual.residual_masses(rows.target, rows.q, source)
         return super().residual_masses(rows, source)
 

@@ -27,7 +27,7 @@ from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, SharedM
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice, WarpRow, words_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Exponent, excess
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, T, Threads
-from jax_specdec._src.verify.q import Dense, Logits, Mapped
+from jax_specdec._src.verify.q import Logits, Mapped, Stored
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import Partials
@@ -157,7 +157,7 @@ class PartOperands(NamedTuple, Generic[X]):
     def of(cls, rows: LocalRows, source: Source) -> PartOperands[jax.Array]:
         """Those of a call."""
         target, first_id = rows.target, rows.part.first_id
-        draft = rows.q if isinstance(rows.q, Dense) else None
+        draft = rows.q if isinstance(rows.q, Stored) else None
         unread = ["proposed", "argmax", "p_masses"]
         if draft is None:
             unread += ["draft_row", "uses_q", "weight"]
@@ -225,7 +225,7 @@ class PartWeights:
         self.q = None if source.draft_scale is None else exponent(source.draft_scale)
         self.draft: WarpRow | None = None
         self.uses_q: jax.Array | None = None
-        if not isinstance(rows.q, Dense) or draft is None:
+        if not isinstance(rows.q, Stored) or draft is None:
             return
         row, storage = jnp.clip(source.draft_row, 0, draft.shape[0] - 1), rows.q.storage
         thresholds, self.uses_q = operands.thresholds, source.uses_q != 0

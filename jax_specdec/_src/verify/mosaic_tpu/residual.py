@@ -24,7 +24,7 @@ from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_tpu import support
 from jax_specdec._src.verify.mosaic_tpu.blocks import VMEM, Blocks, clear, in_powers_of_two, of_rows
 from jax_specdec._src.verify.mosaic_tpu.largest import LANES
-from jax_specdec._src.verify.q import Dense, Logits
+from jax_specdec._src.verify.q import Dense, Logits, Stored
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.source import Source
 from jax_specdec._src.verify.tiles import num_tiles
@@ -36,13 +36,13 @@ _TILES = 21
 """Tiles of a step, at most: with two steps' rows in float32, 5.5 MB of vector memory."""
 
 
-def serves(target: Rows, q: Dense) -> bool:
+def serves(target: Rows, q: Stored) -> bool:
     """Returns whether rows can be copied.
 
     They cannot if they are parts, or not of the same ids, or float16, or not a multiple of 128
     wide, or bfloat16 and not an even number, or on a TPU v2 or v3.
     """
-    if not q.is_dense or target.part.is_split or not support.copies_rows():
+    if not isinstance(q, Dense) or target.part.is_split or not support.copies_rows():
         return False
     width = target.matrix.shape[1]
     for x in (target.matrix, q.storage.matrix):
@@ -52,7 +52,7 @@ def serves(target: Rows, q: Dense) -> bool:
     return True
 
 
-def residual_masses(target: Rows, q: Dense, source: Source) -> jax.Array:
+def residual_masses(target: Rows, q: Stored, source: Source) -> jax.Array:
     """Returns sums of ``(weight * p - q)+`` by tile, NaN where a tile has a bad q.
 
     Args:
