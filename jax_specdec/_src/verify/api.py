@@ -146,6 +146,7 @@ def rejection_sample(
       Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318. Block: Sun et al.,
       arXiv 2403.10444.
     """
+    # Arrays in one pytree, which declares them; static arguments in another.
     of_requests = (keys, positions), sampling, bonus_token_ids, active
     return _call(
         CallArrays(target_logits, drafts, *of_requests, token_bitmask),
@@ -273,6 +274,7 @@ def _rejection_sample(arrays: CallArrays, *, static: Static) -> RejectionSampleO
     # One program for a call: the equation is traced again for the platform it is lowered for.
     # The output is integers. Loops and kernels would refuse a derivative that is zero anyway.
     arrays = jax.tree.map(lax.stop_gradient, arrays)
+    # A kernel is for one platform, whatever JAX's default is: it is traced in place.
     only = BACKENDS[static.implementation or "xla"].only
     return over_parts(
         lambda own: traced_for_platform(_verify_part, own, static, only=only), static.layout, arrays

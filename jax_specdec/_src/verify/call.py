@@ -82,12 +82,14 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
       TypeError, ValueError, NotImplementedError: as `rejection_sample`.
     """
     config, _, _, implementation, kernel_config, sharding = settings
+    # Shapes and dtypes first, then how arrays are split, then the noise, whose shape may need K.
     arrays, sizes = check_arrays(arrays, settings)
     layout = resolve(sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
     if arrays.randomness is not None:
         sizes["K"] = config.num_speculative_tokens
         _check_noise(arrays.randomness, sizes, config)
         _check_counts(arrays.drafts, sizes)
+    # Whether the default device has run the kernel is known here, outside of any program.
     may_be_kernel = implementation is None and support.not_by_default() is None
     size = sizes["size"]
     return arrays, Static(config, size, implementation, may_be_kernel, kernel_config, layout)
@@ -117,6 +119,7 @@ def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Si
     hint = functools.partial(_advice, logits, rows, sizes)
     check_array("target_logits", logits, f"[{rows}, V] {LOGITS}", sizes, hint)
     sizes["M"], v = logits.shape
+    # A kernel and a gather need a row, if anybody may own one.
     if v == 0 or (padded_rows and sizes["M"] == 0 and sizes["B"] > 0):
         refuse(ValueError, "target_logits", "have a row and a column", logits)
     # Of a part of the vocabulary, V is that of all parts.
@@ -187,6 +190,7 @@ def _check_distribution(distribution: DraftDistribution, sizes: Sizes) -> None:
         row_max = distribution.row_max
         require(row_max is None, f"{path}.row_max", "be None if log_normalizer is", row_max)
     ids = distribution.ids
+    # A list that all rows share is checked at once, if its values are known at trace time.
     known = None if ids is None or ids.ndim == 2 else known_values(ids)
     if known is not None:
         check_listed(f"{path}.ids", known, sizes["size"])

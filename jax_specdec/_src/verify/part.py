@@ -85,7 +85,7 @@ class SplitPart(Part):
 
     @property
     def num_parts(self) -> int:
-        return lax.axis_size(self.axis)
+        return lax.axis_size(self.axis)  # static, inside of `jax.shard_map`
 
     @property
     def index(self) -> jax.Array:
@@ -142,6 +142,7 @@ def unpack(words: jax.Array, like: Any, axes: int) -> Any:
     # Where the words of each array end.
     arrays, tree = jax.tree.flatten(like)
     ends = np.cumsum([math.prod(x.shape[axes:]) for x in arrays])[:-1]
+    # Each array's words get its own axes back, and its dtype.
     found = []
     for words_of_one, x in zip(jnp.split(words, ends, axis=-1), arrays, strict=True):
         own = words_of_one.reshape(*words.shape[:-1], *x.shape[axes:])

@@ -74,6 +74,7 @@ class Position(NamedTuple):
           size: ids from it on are padding.
           num_sums: tiles of this device, if the sums of target rows are kept by tile, else None.
         """
+        # Ids out of range, among them -1 past the last draft, are no proposal.
         token_id = requests.token_ids
         shape = token_id.shape
         greedy = requests.greedy[:, None]

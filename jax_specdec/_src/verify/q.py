@@ -277,13 +277,14 @@ class Listed(Stored):
 
     def are_bad(self, index: jax.Array) -> jax.Array:
         bad = super().are_bad(index)
-        # In order, equal ids stand side by side.
+        # [n, C]: in order, equal ids stand side by side.
         ids = jnp.sort(self._ids(index.reshape(-1)), axis=1)
         bad_list = (ids[:, 0] < 0) | (ids[:, -1] >= self.size)
         bad_list |= jnp.any(ids[:, 1:] == ids[:, :-1], axis=1)
         return bad | bad_list.reshape(index.shape)
 
     def _ids(self, index: jax.Array) -> jax.Array:
+        # [n, C]: lists of the rows, taken as the backend takes rows
         found: jax.Array = self.storage.backend.take(
             self.ids, jnp.clip(index, 0, self.ids.shape[0] - 1)
         )

@@ -94,6 +94,7 @@ def _of_drafts(
     q = rows.q
     if not isinstance(q, Stored):
         return []
+    # [B, most]: the entry of each draft in its row
     index = positions.draft_row[:, :most]
     entries = q.at(index, positions.token_id[:, :most])
     if q.kind.is_normalized:
@@ -110,6 +111,7 @@ def _with_q(
 ) -> Position:
     """Returns positions with q, from the entries ``[B, most]`` of their drafts."""
     most = entries.shape[1]
+    # [B, most]: from what was summed, or from what is stored
     draft_scale = q.scales(positions.draft_row[:, :most], partials)
     missing = positions.token_id.shape[1] - most
     if missing:  # the last position has no draft

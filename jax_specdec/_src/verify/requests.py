@@ -110,6 +110,7 @@ class DrawnRaces(NamedTuple):
 
     def of_rows(self, offset: jax.Array, vocab_size: int) -> jax.Array:
         """Returns ``[B, P, T+L]``, the noise of positions ``offset [B, P]``."""
+        # [B, P]: noise belongs to the position of a token, whichever step comes to it
         at = self.positions[:, None] + offset
         return token_exponentials(self.keys[:, None], at, vocab_size)
 
@@ -200,6 +201,7 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     # [B]: the rows that each request owns must be there
     num_rows = layout.num_drafts + int(has_bonus_rows)
     end = layout.first_row + num_rows
+    # Rows of inactive requests may be left out; an active request must have its own.
     valid_input &= end <= arrays.target_logits.shape[0]  # else its rows were left out
     noise: Uniforms | Races | DrawnRaces
     given = arrays.randomness
@@ -221,6 +223,7 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     # [B, K]: whether the draft distribution of a position can be used
     distribution = drafts.distribution
     has_q = jnp.full(layout.token_ids.shape, distribution is not None)
+    # A request without a stored distribution, and a row that is not exact, fall back to one-hot.
     if distribution is not None and distribution.valid is not None:
         has_q &= distribution.valid[:, None]
     usable = usable_normalizers(distribution, layout.draft_rows)

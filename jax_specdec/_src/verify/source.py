@@ -84,6 +84,7 @@ class Source(NamedTuple):
 
     def spread(self, axes: int) -> Source:
         """Returns it with so many axes more, to be used with entries ``[n, ...]`` of rows."""
+        # Only what is used beside entries: masses and the argmax stay as they are.
         values = [getattr(self, name) for name in _OF_IDS]
         values = jax.tree.map(lambda x: lax.expand_dims(x, range(1, axes + 1)), values)
         return self._replace(**dict(zip(_OF_IDS, values, strict=True)))
@@ -174,6 +175,7 @@ class LocalRows:
 
     def tile_ids(self) -> jax.Array:
         """Returns ``[num_tiles]`` int32, the tiles of this part, counted from id 0."""
+        # A part begins inside of its first tile, unless the edge is between two.
         index = jnp.arange(self.num_tiles, dtype=jnp.int32)
         return self.part.first_id // TILE + index if self.part.is_split else index
 
@@ -192,6 +194,7 @@ class LocalRows:
 
     def in_tile(self, source: Source, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns local ids ``[n, L]`` of tiles ``[n]``; ``[n, 2, L]`` their weights and ``p``."""
+        # As many ids as a tile has, or all there are.
         width = self.target.width
         length = min(TILE, width)
         start = self.part.first_id

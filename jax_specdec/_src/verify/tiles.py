@@ -69,6 +69,7 @@ def each_tile(read: Callable[[Any, int], jax.Array], width: int) -> jax.Array:
 
 def tiles_of_part(width: int, num_parts: int) -> int:
     """Returns the most tiles that any part of `width` ids overlaps."""
+    # The first and the last tile of a part may be shared with its neighbours.
     starts = range(0, num_parts * width, width)
     return max([(start + width - 1) // TILE - start // TILE + 1 for start in starts])
 
@@ -86,6 +87,7 @@ def pieces_of_tiles(width: int, num_parts: int, num_tiles_of_part: int) -> np.nd
         first = start // TILE
         for tile in range(first, (start + width - 1) // TILE + 1):
             found[tile].append(part * num_tiles_of_part + tile - first)
+    # Parts that are narrower than a tile make more than two pieces of it.
     most = max([len(pieces) for pieces in found])
     past = num_parts * num_tiles_of_part
     return np.array([pieces + [past] * (most - len(pieces)) for pieces in found], np.int32)

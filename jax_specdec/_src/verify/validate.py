@@ -73,6 +73,7 @@ def validate(
         ...
       ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
     """
+    # Shapes and dtypes, as every call checks them. What follows looks at values.
     check_implementation(implementation)
     of_requests = sampling, bonus_token_ids, active
     arrays, static = checked(
@@ -80,8 +81,10 @@ def validate(
         Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
     size, k, sampling = static.size, config.num_speculative_tokens, arrays.sampling
-    cu, ids = np.asarray(drafts.cu_num_draft_tokens), np.asarray(drafts.token_ids)
+    cu = np.asarray(drafts.cu_num_draft_tokens)
+    ids = np.asarray(drafts.token_ids)
     batch = len(cu) - 1
+    # Inactive slots may hold anything.
     is_active = _given(active, np.ones(batch, bool))
     slots = np.flatnonzero(is_active)
 
@@ -98,6 +101,7 @@ def validate(
             values = np.asarray(given)
             holds = one.range.holds(values)
             check_entries(f"sampling.{one.name}[{{}}]", values, holds, one.range.must, slots)
+    # Noise, if it is given.
     if keys is not None:
         check_keys("keys", keys, {"B": batch})
     if positions is not None:
@@ -156,6 +160,7 @@ def _check_distribution(
     check_entries(f"{path}.rows[{{}}]", rows, holds, must, drafted)
     # What is wrong with a row that no draft points to matters to nobody.
     visited = np.unique(rows[drafted])
+    # Lists of ids of rows that drafts point to.
     if ids is not None and ids.ndim == 2:
         for row in visited:
             check_listed(f"{path}.ids[{row}]", np.asarray(ids[row]), size)

@@ -36,7 +36,8 @@ class Backend(abc.ABC):
     only: ClassVar[Platform | None] = None
     reads_ahead: ClassVar[bool] = True
 
-    # A call.
+    # A call: where it runs, whether it is served, and its verification as a whole. `xla.verify` asks
+    # for all else, in this order.
 
     def on(self, platform: Platform) -> Backend:
         """Returns the backend that reads on a platform."""
@@ -58,7 +59,8 @@ class Backend(abc.ABC):
     def keeps_sums(self, part: Part, rule: Rule, filter: Filter | None) -> bool:
         """Returns whether the sums of target rows are kept by tile, to draw by them."""
 
-    # Reading rows.
+    # Reading rows: statistics are of target rows, partials of draft rows. What follows from them is
+    # the same for all backends: see `reader`.
 
     @abc.abstractmethod
     def prepared(self, target: Rows) -> Rows:
@@ -93,7 +95,8 @@ class Backend(abc.ABC):
     ) -> Partials:
         """Returns the partials of the draft rows ``index [B, P]`` that are not negative."""
 
-    # Drawing tokens.
+    # Drawing tokens: masses of tiles, then a token by them. Under the block rule masses come first,
+    # of all positions, and the rule counts by them.
 
     @abc.abstractmethod
     def weigh(self, rows: LocalRows, sources: Source) -> Weighed:
@@ -113,7 +116,7 @@ class Backend(abc.ABC):
     def race_token(self, rows: LocalRows, source: Source, exponential: jax.Array) -> jax.Array:
         """Returns tokens ``[n]`` drawn from ``p`` by races with noise ``[n, T+L]``."""
 
-    # What all of these are made of.
+    # What all of these are made of, as the device does it best.
 
     @abc.abstractmethod
     def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:

@@ -68,6 +68,7 @@ def sort_in(
     lists: list[jax.Array], load: Callable[[int], jax.Array], count: int
 ) -> list[jax.Array]:
     """Returns lists, float32 ``[n, 128]`` each, with `count` chunks of 128 columns sorted in."""
+    # Every third chunk belongs to the same list.
     lists = list(lists)
     for first in range(_LISTS):  # one list after another: few registers are in use
         of_list = slice(first * _DEPTH, (first + 1) * _DEPTH)
@@ -86,6 +87,7 @@ def lists_of(matrix: jax.Array, width: int) -> jax.Array:
 
     def read(start: int | jax.Array, count: int, lists: list[jax.Array]) -> list[jax.Array]:
         tile = lax.dynamic_slice_in_dim(matrix, start, count, axis=1)
+        # A chunk that is cut is filled up with what is never listed.
         missing = -count % LANES
         if missing:
             tile = jnp.pad(tile, ((0, 0), (0, missing)), constant_values=-jnp.inf)
@@ -94,6 +96,7 @@ def lists_of(matrix: jax.Array, width: int) -> jax.Array:
         found = sort_in(found, lambda i: chunks[i].astype(jnp.float32), len(chunks))
         return [x.astype(matrix.dtype) for x in found]
 
+    # The lists go from tile to tile in the dtype of the rows, which is exact for entries of them.
     whole, cut = divmod(width, TILE)
     lists = [jnp.full((matrix.shape[0], LANES), -jnp.inf, matrix.dtype)] * len(PLACES)
     if whole:
@@ -133,6 +136,7 @@ def search_among_largest(
     )
     none = jnp.full_like(peak, -jnp.inf)
 
+    # All entries of all rows: where one row's largest entries do not tell.
     def in_rows() -> jax.Array:
         amounts: InXla[None] = InXla(rows, peak, inv_temperature, rows.part, candidates)
         return search(amounts, None)[0]
@@ -149,6 +153,7 @@ def search_among_largest(
     searched = limited & filter.is_searched(rows.size)
     nothing = threshold.of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
     least, known = threshold.only_if(jnp.any(searched), among_largest, nothing)
+    # Rows are read only if any threshold is left unknown.
     unknown = searched & ~known
     with jax.named_scope(ALL_ENTRIES):
         rest = threshold.only_if(jnp.any(unknown), in_rows, none)

@@ -67,6 +67,7 @@ def residual_masses(target: Rows, q: Stored, source: Source) -> jax.Array:
     n = source.row.shape[0]
     matrices = target.matrix, storage.matrix
     width = target.matrix.shape[1]
+    # [n]: the rows of each source, -1 where nothing is read
     is_read = source.uses_q & (source.row >= 0)
     draft_row = jnp.clip(source.draft_row, 0, matrices[1].shape[0] - 1)
     index = [jnp.where(is_read, row, -1) for row in (source.row, draft_row)]
@@ -80,8 +81,11 @@ def residual_masses(target: Rows, q: Stored, source: Source) -> jax.Array:
     for (shift, log_scale), least in scales:
         none = jnp.full_like(shift, -jnp.inf)
         numbers += [shift, in_powers_of_two(log_scale), none if least is None else least]
-    blocks, groups = Blocks.of(width, _TILES), pl.cdiv(n, ROWS)
-    missing, in_place = groups * ROWS - n, pl.BlockSpec(memory_space=pltpu.HBM)
+    # The grid goes over groups of eight sources, and over the blocks of their rows.
+    blocks = Blocks.of(width, _TILES)
+    groups = pl.cdiv(n, ROWS)
+    missing = groups * ROWS - n
+    in_place = pl.BlockSpec(memory_space=pltpu.HBM)
     # At most every row once: sources of neighbouring rows follow each other.
     taken = sum(min(n * _copied(x), x.shape[0]) * width * x.dtype.itemsize for x in matrices)
     found = pl.pallas_call(
@@ -93,10 +97,11 @@ def residual_masses(target: Rows, q: Stored, source: Source) -> jax.Array:
             fills=(target.fill, storage.fill),
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=2,  # which rows to copy
             grid=(groups, blocks.num),
             in_specs=[of_rows(ROWS, len(numbers)), in_place, in_place],
             out_specs=of_rows(ROWS, blocks.num_sums),
+            # Of each matrix the rows of two steps, and a semaphore for each.
             scratch_shapes=[
                 *(pltpu.VMEM((2, ROWS * _copied(x), blocks.width), x.dtype) for x in matrices),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -104,7 +109,9 @@ def residual_masses(target: Rows, q: Stored, source: Source) -> jax.Array:
         ),
         out_shape=jax.ShapeDtypeStruct((n, blocks.num_sums), jnp.float32),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=VMEM
+            # One step starts the copies of the next.
+            dimension_semantics=("arbitrary", "arbitrary"),
+            vmem_limit_bytes=VMEM,
         ),
         cost_estimate=pl.CostEstimate(
             flops=10 * n * width, transcendentals=2 * n * width, bytes_accessed=taken

@@ -4,7 +4,7 @@ A step of the grid has a block of 16 rows, which fill packed registers of 16-bit
 nine tiles of ids. It reads the block in vector memory: for its maximum, for the place of it, and
 for the sums relative to the largest entry so far. Sums of earlier blocks follow it.
 
-The largest entries are sorted into lists while the block is in vector memory (`verify.largest`).
+The largest entries are sorted into lists while the block is in vector memory (`mosaic_tpu.largest`).
 """
 
 from __future__ import annotations
@@ -59,19 +59,22 @@ def row_statistics(
       The maxima ``[M]`` float32; the argmaxes ``[M]`` int32, ties to the lowest column; and
       ``[M, T]`` float32, ``sum(exp((x - maximum) / temperature))`` by tiles of columns, T of them
       or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf. And None, or
-      the lists ``[M, L]`` of `verify.largest`; of a row that is not `ranked` they may be empty.
+      the lists ``[M, L]`` of `mosaic_tpu.largest`; of a row that is not `ranked` they may be empty.
     """
     num_rows = logits.shape[0]
     blocks = Blocks.of(logits.shape[1], _TILES)
+    # [M, 1 or 3]: the temperature of each row, and perhaps its maximum and threshold
     numbers = [in_powers_of_two(inv_temperature), *(limits or ())]
     groups = pl.cdiv(num_rows, ROWS)
 
     def wanted_by_group(rows: jax.Array) -> jax.Array:
+        """Returns whether any row of each group is wanted, ``[groups]`` int32."""
         padded = jnp.pad(rows, (0, groups * ROWS - num_rows)).reshape(groups, ROWS)
         return jnp.any(padded, axis=1).astype(jnp.int32)
 
     if logits.dtype == jnp.float16:  # which no kernel takes: XLA copies the rows
         logits = lax.bitcast_convert_type(logits, jnp.int16)
+    # What is kept of 16 rows from block to block, by columns: maximum, argmax, sums, lists.
     out = [(1, jnp.float32), (1, jnp.int32), (blocks.num_sums, jnp.float32)]
     if ranked is not None:
         out.append((NUM_LISTED, jnp.bfloat16 if logits.dtype == jnp.bfloat16 else jnp.float32))
@@ -81,7 +84,7 @@ def row_statistics(
             _kernel, blocks=blocks, has_least=limits is not None, with_sums=with_sums
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=3,  # the end, and what each group wants
             grid=(groups, blocks.num),
             in_specs=[
                 of_rows(ROWS, len(numbers)),
@@ -91,7 +94,9 @@ def row_statistics(
         ),
         out_shape=[jax.ShapeDtypeStruct((num_rows, *shape), dtype) for *shape, dtype in out],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
+            # Groups do not depend on each other; blocks of a group come in order.
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM,
         ),
         name="row_statistics",
     )(end[None], *flags, jnp.stack(numbers, axis=1), logits)
@@ -118,6 +123,7 @@ def _kernel(
     first = block * blocks.width
     chunks = blocks.width // LANES
 
+    # Before the first block of these rows.
     @pl.when(block == 0)
     def _() -> None:
         none = jnp.full_like(peak_ref, -jnp.inf)
@@ -127,6 +133,7 @@ def _kernel(
         for ref in lists_ref:
             ref[...] = jnp.full_like(ref, -jnp.inf)
 
+    # Past the last id anything may stand.
     clear(x_ref, end_ref[0] - first, _NONE if x_ref.dtype == jnp.int16 else -jnp.inf)
 
     def load(chunk: int) -> jax.Array:
@@ -169,7 +176,9 @@ def _kernel(
     def listed_maximum() -> jax.Array:
         return jnp.max(functools.reduce(jnp.maximum, listed()), axis=1, keepdims=True)
 
-    without_argmax, is_ranked = maximum, ranked_ref[group] > 0
+    # Where the largest entries are listed, the maximum is among them.
+    without_argmax = maximum
+    is_ranked = ranked_ref[group] > 0
     for ref in lists_ref:
         without_argmax = functools.partial(lax.cond, is_ranked, listed_maximum, maximum)
 
@@ -208,9 +217,10 @@ def _float32(x: jax.Array) -> jax.Array:
     if x.dtype != jnp.int16:
         return x.astype(jnp.float32)
     bits = x.astype(jnp.int32)
-    size = bits & 0x7FFF
+    size = bits & 0x7FFF  # without the sign
     moved = (size << 13) + (112 << 23)  # exponents count from 127 instead of 15
     moved = jnp.where(size < 0x7C00, moved, moved + (112 << 23))  # inf and NaN
+    # Below the smallest normal number the bits are an integer times 2^-24.
     normal = lax.bitcast_convert_type(moved, jnp.float32)
     magnitude = jnp.where(size < 0x0400, size.astype(jnp.float32) * 2.0**-24, normal)
     return jnp.where(bits < 0, -magnitude, magnitude)
