@@ -36,8 +36,8 @@ class Backend(abc.ABC):
     only: ClassVar[Platform | None] = None
     reads_ahead: ClassVar[bool] = True
 
-    # A call: where it runs, whether it is served, and its verification as a whole. `xla.verify` asks
-    # for all else, in this order.
+    # A call: where it runs, whether it is served, and its verification as a whole. All else is what
+    # `xla.verify` asks for, in this order.
 
     def on(self, platform: Platform) -> Backend:
         """Returns the backend that reads on a platform."""

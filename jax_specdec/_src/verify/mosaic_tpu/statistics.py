@@ -4,7 +4,7 @@ A step of the grid has a block of 16 rows, which fill packed registers of 16-bit
 nine tiles of ids. It reads the block in vector memory: for its maximum, for the place of it, and
 for the sums relative to the largest entry so far. Sums of earlier blocks follow it.
 
-The largest entries are sorted into lists while the block is in vector memory (`mosaic_tpu.largest`).
+The largest entries are sorted into lists while the block is in vector memory: see `largest`.
 """
 
 from __future__ import annotations
