@@ -338,7 +338,7 @@ def report(case: Case, folder: Path | None) -> dict[str, Any]:
     import jax
     import measure
 
-    from jax_specdec._src.verify.threshold import ALL_ENTRIES
+    from jax_specdec._src.verify.mosaic_tpu.largest import ALL_ENTRIES
 
     run, arrays = program(case)
     if case.implementation == "mosaic_gpu":

@@ -31,7 +31,6 @@ BOUNDS = {"temporaries": 1.5, "hbm_bytes": 20.0}
 """The most, in units of the target logits."""
 
 BATCHES = (8, 64)
-FORMS = ("xla_batched", "xla_lazy")
 RULES = [("greedy", "none")]
 RULES += itertools.product(
     ("standard", "block", "synthetic"), ("none", "normalized", "logits", "probs")
@@ -50,10 +49,10 @@ IDENTITY = tuple(field.name for field in dataclasses.fields(Case))
 
 
 def cases() -> Iterator[Case]:
-    for device, batch, form, (rule, kind) in itertools.product(TPUS, BATCHES, FORMS, RULES):
-        yield Case(device, rule=rule, kind=kind, batch=batch, implementation=form)
-    for device, form in itertools.product(TPUS, FORMS):
-        yield Case(device, kind="probs", implementation=form, processed=True)
+    for device, batch, (rule, kind) in itertools.product(TPUS, BATCHES, RULES):
+        yield Case(device, rule=rule, kind=kind, batch=batch, implementation="xla")
+    for device in TPUS:
+        yield Case(device, kind="probs", implementation="xla", processed=True)
     for device, function, processed in itertools.product(TPUS, FUNCTIONS, (False, True)):
         if not (processed and function == "apply_penalties"):
             yield Case(device, function, processed=processed)
@@ -62,13 +61,13 @@ def cases() -> Iterator[Case]:
     for device in TPUS:
         yield Case(device, kind="normalized", parts=4, processed=True)
     for device, ids, rule in itertools.product(TPUS, LISTED, ("standard", "block")):
-        yield Case(device, rule=rule, kind="normalized", implementation="xla_batched", ids=ids)
+        yield Case(device, rule=rule, kind="normalized", implementation="xla", ids=ids)
     for device, ids in itertools.product(TPUS, LISTED):
         yield Case(device, kind="normalized", parts=4, ids=ids)
     for device, function, processed in itertools.product(TPUS, ADAPTERS, (False, True)):
         yield Case(device, function, parts=2, processed=processed)
     for device, (rule, kind) in itertools.product(GPUS, ON_GPUS):
-        yield Case(device, rule=rule, kind=kind, implementation="xla_batched")
+        yield Case(device, rule=rule, kind=kind, implementation="xla")
 
 
 def violations(row: dict[str, Any]) -> list[str]:
@@ -92,7 +91,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
     for device in TPUS:
         lines += [f"## TPU {device}", ""]
         lines += table(
-            ["rule", "draft distribution", "form"],
+            ["rule", "draft distribution"],
             [f"{what}, B = {b}" for what in ("temporaries", "HBM", "reads") for b in BATCHES],
             _by_rule(found, device),
         )
@@ -115,7 +114,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
     lines += ["## GPUs: kernels that XLA fuses, all rows at once, B = 64", ""]
     by_gpu = {device: [device.upper()] for device in GPUS}
     for device, (rule, kind) in itertools.product(GPUS, ON_GPUS):
-        case = Case(device, rule=rule, kind=kind, implementation="xla_batched")
+        case = Case(device, rule=rule, kind=kind, implementation="xla")
         row = found.get(case)
         by_gpu[device].append("" if row is None else str(row["ops"]["fusion"]))
     lines += table(["GPU"], ["standard, normalizers stored", "greedy"], by_gpu.values())
@@ -126,13 +125,13 @@ MEASURES = ("temporaries", "hbm_bytes", "reads")
 
 
 def _by_rule(found: dict[Case, dict[str, Any]], device: str) -> Iterator[list[str]]:
-    for (rule, kind), form in itertools.product(RULES, FORMS):
+    for rule, kind in RULES:
         rows = [
-            found.get(Case(device, rule=rule, kind=kind, batch=batch, implementation=form))
+            found.get(Case(device, rule=rule, kind=kind, batch=batch, implementation="xla"))
             for batch in BATCHES
         ]
         cells = [_cell(row, what) for what in MEASURES for row in rows]
-        yield [rule, KINDS[kind], f'`"{form}"`', *cells]
+        yield [rule, KINDS[kind], *cells]
 
 
 def _cell(row: dict[str, Any] | None, what: str) -> str:
@@ -156,7 +155,7 @@ def _name(case: Case) -> str:
         name += f", {LISTED[case.ids]} ids in {'a map' if case.ids == 'map' else 'each row'}"
     if case.parts > 1:
         return f"{name}{processed}, over {case.parts} chips"
-    return f'{name}{processed}, `"{case.implementation}"`'
+    return f"{name}{processed}"
 
 
 def table(labels: list[str], numbers: list[str], rows: Iterable[list[str]]) -> list[str]:

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from verify_cases import STANDARD, Case
 
 import jax_specdec as sd
-from jax_specdec._src.verify.draw import tiles_of_part
+from jax_specdec._src.verify.tiles import tiles_of_part
 
 AXIS = "vocabulary"
 WAYS = ("split", "gathered", "one", "empty", "split in graphs", "empty in graphs")

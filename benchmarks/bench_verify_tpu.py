@@ -38,7 +38,7 @@ from verify_cases import GREEDY, Case, Variant
 
 from jax_specdec._src.verify.mosaic_tpu import support
 
-FORMS = "mosaic_tpu", "xla_batched", "xla_lazy", "plain"
+FORMS = "mosaic_tpu", "xla", "plain"
 ONE_HOT: dict[str, Any] = {"distribution": "none"}
 RATES = 0.8, 0.6, 0.4, 0.2
 HAS_PLAIN = "greedy", "one-hot", "probabilities"
@@ -113,7 +113,7 @@ def main(command_line: list[str] | None = None) -> int:
             if options.only not in case.name:
                 continue
             console.print(f"{time.time() - begin:4.0f} s  {case.label}")
-            judged = disagreements.sweep(case, draws, ("xla_batched", "mosaic_tpu"))
+            judged = disagreements.sweep(case, draws, ("xla", "mosaic_tpu"))
             ok &= judged["ok"]
             forms = [form for form in FORMS if form != "plain" or case.name in HAS_PLAIN]
             samples = seconds_per_call(case, forms, calls, repeats)

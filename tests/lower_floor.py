@@ -16,16 +16,13 @@ from jax_specdec._src.noise import Stream, fold_in_each, uniforms
 from jax_specdec._src.platform import assume
 from jax_specdec._src.process_logits import PROCESSORS
 from jax_specdec._src.processors import Sequences
-from jax_specdec._src.sampling import Filter, inverse_temperature
 from jax_specdec._src.types import ROW_NUMBERS
-from jax_specdec._src.verify import api, reader, sharding, threshold, tiles, xla
+from jax_specdec._src.verify import api, sharding, statistics, threshold, tiles, xla
 from jax_specdec._src.verify import draw as draw_lib
 from jax_specdec._src.verify import rows as rows_lib
 from jax_specdec._src.verify.api import support
-from jax_specdec._src.verify.draft_rows import DraftRows, DraftScale
-from jax_specdec._src.verify.draw import LocalRows
-from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.largest import Largest
+from jax_specdec._src.verify.backends import gather
+from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import cluster as gpu_cluster
 from jax_specdec._src.verify.mosaic_gpu import launch as gpu_launch
 from jax_specdec._src.verify.mosaic_gpu import phases as gpu_phases
@@ -42,12 +39,15 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
 )
 from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
 from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, Threads
+from jax_specdec._src.verify.mosaic_tpu import largest as tpu_largest
 from jax_specdec._src.verify.mosaic_tpu import residual as tpu_residual
 from jax_specdec._src.verify.mosaic_tpu import statistics as tpu_statistics
 from jax_specdec._src.verify.mosaic_tpu import support as tpu_support
-from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.requests import CallArrays, Request
+from jax_specdec._src.verify.part import SplitPart
+from jax_specdec._src.verify.position import DraftScale, Position
+from jax_specdec._src.verify.q import q_of
+from jax_specdec._src.verify.requests import CallArrays, Request, Uniforms
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Standard
-from jax_specdec._src.verify.threshold import only_if
-from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles
+from jax_specdec._src.verify.source import LocalRows, Source
+from jax_specdec._src.verify.tiles import TILE

@@ -28,7 +28,6 @@ BOUNDS = {
     Case("v5e", kind="normalized"): dict(temporaries=0.1),
     Case("v5e", rule="block", kind="probs"): dict(temporaries=0.05, reads=7.8),
     Case("v5e", rule="synthetic", kind="logits", processed=True): dict(temporaries=MOST),
-    Case("v5e", kind="probs", implementation="xla_lazy"): dict(temporaries=0.1),
     Case("v5e", function="sample_draft_tokens", processed=True): dict(temporaries=0.1),
     Case("v5e", function="token_logprobs"): dict(temporaries=0.1),
     Case("v5e", function="apply_penalties"): dict(temporaries=0.1),
@@ -52,7 +51,7 @@ BOUNDS = {
     ),
     Case("v6e", implementation="mosaic_tpu"): dict(temporaries=0.1),
     Case("v6e", kind="normalized", implementation="mosaic_tpu"): dict(temporaries=0.1),
-    Case("h200", kind="normalized", implementation="xla_batched", ids="map"): dict(temporaries=0.1),
+    Case("h200", kind="normalized", implementation="xla", ids="map"): dict(temporaries=0.1),
 }
 """Of a program the most temporaries, and the most cycles, in units of one read of its logits.
 
@@ -367,14 +366,12 @@ def run_grid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_cases_compiled_again_leave_the_others_in_the_tables(run_grid, tmp_path):
     code, _ = run_grid("--only", "v5e,rule=greedy")
     assert code == 0
-    code, text = run_grid("--only", "v5e,rule=greedy,batch=8,implementation=xla_lazy", reads=7.0)
+    code, text = run_grid("--only", "v5e,rule=greedy,batch=8,implementation=xla", reads=7.0)
     assert code == 0
     assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
-    line = "| greedy | none | {} | 0.10 | 0.10 | 1.00 | 1.00 | {} | 2.00 |"
-    assert line.format('`"xla_batched"`', "2.00") in text
-    assert line.format('`"xla_lazy"`', "7.00") in text
+    assert "| greedy | none | 0.10 | 0.10 | 1.00 | 1.00 | 7.00 | 2.00 |" in text
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
-    assert len(rows) == 5  # two forms of two batches, and the split vocabulary
+    assert len(rows) == 3  # two batches, and the split vocabulary
     assert run_grid("--tables") == (0, text)
 
 
@@ -387,7 +384,7 @@ def test_cases_compiled_again_leave_the_others_in_the_tables(run_grid, tmp_path)
     ],
 )
 def test_a_program_beyond_its_bounds_fails_the_grid(run_grid, capsys, takes, said):
-    code, text = run_grid("--only", "v6e,rule=block,batch=8,implementation=xla_lazy", **takes)
+    code, text = run_grid("--only", "v6e,rule=block,batch=8,implementation=xla", **takes)
     assert code == 1
     assert said in capsys.readouterr().out
     assert ("does not fit" in text) == ("error" in takes)
@@ -405,7 +402,7 @@ def test_the_tables_are_those_of_the_results():
 def test_the_page_quotes_the_tables():
     rows = json.loads(grid.RESULTS.read_text())["rows"]
     by_case = {grid.Case(**{name: row[name] for name in grid.IDENTITY}): row for row in rows}
-    form = dict(device="v5e", batch=64, implementation="xla_batched")
+    form = dict(device="v5e", batch=64, implementation="xla")
     processed = grid.Case(kind="probs", processed=True, **form)
     cases = {"standard, probabilities, with filters and a bitmask": processed}
     for rule, kind in (("greedy", "none"), *itertools.product(("standard", "block"), grid.KINDS)):
@@ -413,9 +410,7 @@ def test_the_page_quotes_the_tables():
         cases[name.replace("none", "no draft distribution")] = grid.Case(
             rule=rule, kind=kind, **form
         )
-    (table,) = re.findall(
-        r"^\| `\"xla_batched\"` \|.*\n.*\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE
-    )
+    (table,) = re.findall(r"^\| `\"xla\"` \|.*\n.*\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
     quoted = [line[2:-2].split(" | ") for line in table.splitlines()]
     assert len(quoted) == 6
     for name, *numbers in quoted:

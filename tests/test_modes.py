@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import assume
 from serving import engines, tiny
 
 import jax_specdec as sd
@@ -51,7 +52,7 @@ def keys() -> jax.Array:
 def verified(
     distribution: Callable[[], Any],
     filtered: bool,
-    implementation: sd.Implementation | None = None,
+    form: str | None = None,
     **fields: Any,
 ) -> Any:
     given: dict[str, Any] = dict(
@@ -63,8 +64,9 @@ def verified(
     @jax.jit
     def both(logits: jax.Array, keys: jax.Array) -> tuple[Any, Any]:
         drafts = sd.Drafts.from_dense(IDS, None, distribution())
-        where: dict[str, Any] = dict(positions=np.int32([5, 6, 7]), implementation=implementation)
-        output = sd.rejection_sample(logits, drafts, keys=keys, **where, **given)
+        positions = np.int32([5, 6, 7])
+        with assume(form):
+            output = sd.rejection_sample(logits, drafts, keys=keys, positions=positions, **given)
         named = dict(num_top=2, distribution="processed")
         return output, sd.token_logprobs(logits, drafts, output, **named, **given)
 
@@ -171,7 +173,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "engine": served,
 }
 
-FEW = "standard", "drafting", "counts", "agreement, xla_batched", "block, xla_lazy"
+FEW = "standard", "drafting", "counts", "agreement, cuda", "block, cpu"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +197,7 @@ RULES = {
         synthetic_acceptance_length=2.0 if rule == "synthetic" else None,
     )
     for rule in ("standard", "block", "agreement", "synthetic")
-    for form in (None, "xla_lazy", "xla_batched")
+    for form in (None, "cpu", "cuda")
 }
 
 

@@ -109,7 +109,7 @@ def _(right, key, position, stream, offset):
 
 @fault(
     "agreement: noise belongs to the step, not to the token",
-    "_src.verify.reader:_drawn",
+    "_src.verify.reader:drawn",
     "verify/test_xla.py serving/test_agreement.py",
 )
 def _(right, rows, requests, positions):
@@ -121,7 +121,9 @@ def _(right, rows, requests, positions):
 
 
 @fault(
-    "greedy ties go to the highest id", "_src.verify.rows:Rows._max_and_place", "verify/test_xla.py"
+    "greedy ties go to the highest id",
+    "_src.verify.backends.in_order:InOrder.max_and_place",
+    "verify/test_xla.py",
 )
 def _(right, self, x):
     peak, place = right(self, x[:, ::-1])
@@ -129,7 +131,9 @@ def _(right, self, x):
 
 
 @fault(
-    "the last part wins a greedy tie", "_src.verify.rows:argmax_of_parts", "verify/test_sharded.py"
+    "the last part wins a greedy tie",
+    "_src.verify.statistics:argmax_of_parts",
+    "verify/test_sharded.py",
 )
 def _(right, maxima, argmaxes):
     return jnp.max(jnp.where(maxima == jnp.max(maxima, axis=0), argmaxes, -1), axis=0)
@@ -156,16 +160,16 @@ def _(right, self, logits, inv_temperature):
 
 @fault(
     "the last tokens of a tile are never drawn",
-    "_src.verify.draw:inverse_cdf",
+    "_src.verify.draw:pick",
     "verify/test_xla.py",
 )
-def _(right, weights, u, platform):
-    return right(weights, 0.9 * u, platform)
+def _(right, weights, u):
+    return right(weights, 0.9 * u)
 
 
-@fault("a token of weight zero is drawn", "_src.verify.draw:inverse_cdf", "verify/test_xla.py")
-def _(right, weights, u, platform):
-    place, total = right(weights, u, platform)
+@fault("a token of weight zero is drawn", "_src.verify.draw:pick", "verify/test_xla.py")
+def _(right, weights, u):
+    place, total = right(weights, u)
     return jnp.minimum(place + 1, weights.shape[2] - 1), total
 
 

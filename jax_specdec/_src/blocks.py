@@ -70,8 +70,15 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
 
 def take(tree: Any, rows: jax.Array, platform: Platform) -> Any:
     """``x[rows]`` of matrices, for rows ``[n]`` in range. Few are sliced, except on GPUs."""
+    if platform not in ("cpu", "tpu"):
+        return jax.tree.map(lambda x: x[rows], tree)
+    return take_few(tree, rows)
+
+
+def take_few(tree: Any, rows: jax.Array) -> Any:
+    """``x[rows]`` of matrices, for rows ``[n]`` in range, of which few are sliced."""
     matrices, treedef = jax.tree.flatten(tree)
-    if rows.shape[0] > BLOCK or platform not in ("cpu", "tpu"):
+    if rows.shape[0] > BLOCK:
         return jax.tree.unflatten(treedef, [x[rows] for x in matrices])
     starts = [*rows.astype(jnp.uint32)]
     found = [[lax.dynamic_slice_in_dim(x, start, 1) for start in starts] for x in matrices]

@@ -14,17 +14,19 @@ from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src import ragged
 from jax_specdec._src.arrays import check_array, check_choice, check_int, check_type, pytree
-from jax_specdec._src.blocks import gathering
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.sampling import Filter, SamplingParams, inverse_temperature
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify import sharding as sharding_lib
+from jax_specdec._src.verify.backends.gather import Gather
+from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.call import Settings, check_arrays
-from jax_specdec._src.verify.form import Form, of_owner
+from jax_specdec._src.verify.part import of_owner, part_of
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rows import Partials, Rows
+from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec._src.verify.statistics import Partials
 
 Distribution = Literal["raw", "processed"]
 
@@ -291,19 +293,19 @@ def _read_emitted(
 ) -> TokenLogprobs:
     """`read_emitted`: on a CPU row by row, elsewhere, or if rows are split, B at a time."""
     target_logits, token_bitmask, emitted = arrays
-    form = Form(platform, axis)
-    rows = Rows.of_logits(target_logits, size, token_bitmask, form)
+    backend = Xla().on(platform)
+    rows = _rows(target_logits, size, token_bitmask, axis, backend)
     if platform == "cpu" and axis is None:
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
         which = jnp.where(flat.exists, flat.row, -1)
-        found = gathering(
-            lambda those: _read_batch(rows, those, num_top, form), platform, which, flat
+        found = backend.in_blocks(
+            lambda those: _read_batch(rows, those, num_top, backend), which, flat
         )
         shape = emitted.row.shape
         found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
         return found.where(emitted.exists)
     turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
-    found = lax.map(lambda those: _read_batch(rows, those, num_top, form), turned)
+    found = lax.map(lambda those: _read_batch(rows, those, num_top, backend), turned)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 
 
@@ -317,11 +319,11 @@ def _derivative(
     """
     found = read_emitted(*primals, size, num_top, axis)
     target_logits, token_bitmask, emitted = primals
-    form = Form("default", axis)  # gathers
+    backend = Gather()
     one = jax.tree.map(lambda x: x.reshape(-1), emitted)
-    rows = Rows.of_logits(target_logits, size, token_bitmask, form)
-    of_part, kept = _partials(rows, one, form)
-    stats = Partials.of_whole(form.gather(of_part), one.inv_temperature)
+    rows = _rows(target_logits, size, token_bitmask, axis, backend)
+    of_part, kept = _partials(rows, one, backend)
+    stats = Partials.of_whole(rows.part.gather(of_part), one.inv_temperature)
     x = rows.whole(one.row)
     if kept is not None:
         x = jnp.where(x < kept[:, None], -jnp.inf, x)
@@ -334,37 +336,49 @@ def _derivative(
     row = jnp.clip(one.row, 0, target_logits.shape[0] - 1)
     dz = d_logits[row][:, : rows.width].astype(jnp.float32) * inv
     dz = jnp.where(is_kept, dz + x * d_emitted.inv_temperature.reshape(-1, 1), 0.0)
-    mean = form.sum(jnp.sum(p * dz, axis=1, keepdims=True))
+    mean = rows.part.sum(jnp.sum(p * dz, axis=1, keepdims=True))
 
     def at(ids: jax.Array) -> jax.Array:
         """Of ids ``[B, K+1]`` or ``[B, K+1, n]``."""
         each = ids.reshape(*row.shape, -1)
-        place = each if rows.first_id is None else each - rows.first_id
+        place = rows.part.columns(each)
         is_here = (place >= 0) & (place < rows.width)
         own = jnp.take_along_axis(dz, jnp.clip(place, 0, rows.width - 1), axis=1)
-        own = form.sum(jnp.where(is_here, own, 0.0)) - mean
+        own = rows.part.sum(jnp.where(is_here, own, 0.0)) - mean
         return jnp.where(is_known & (each >= 0), own, 0.0).reshape(ids.shape)
 
     no_derivative: Any = np.zeros(found.top_token_ids.shape, jax.dtypes.float0)
     return found, TokenLogprobs(at(emitted.token_id), no_derivative, at(found.top_token_ids))
 
 
-def _partials(rows: Rows, those: Emitted, form: Form) -> tuple[Partials, jax.Array | None]:
+def _rows(
+    target_logits: jax.Array,
+    size: int,
+    token_bitmask: jax.Array | None,
+    axis: str | None,
+    backend: Gather,
+) -> Rows:
+    """Target rows, or this device's part of them."""
+    part = part_of(axis, target_logits.shape[1])
+    return Rows(target_logits, size, -jnp.inf, backend, token_bitmask, None, part)
+
+
+def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, jax.Array | None]:
     """Of the rows of tokens ``[n]``: partials of this part, and thresholds or None."""
     inv, kept = those.inv_temperature, None
-    peak = rows.peak(those.row)
+    peak = backend.peak(rows, those.row)
     if those.filter is not None:
-        kept = rows.find_thresholds(those.row, those.filter, those.exists, peak, inv, form)
-    return Partials(peak, rows.sums(those.row, peak, inv, kept)).checked(), kept
+        kept = backend.thresholds(rows, those.row, those.filter, those.exists, peak, inv)
+    return Partials(peak, backend.sums(rows, those.row, peak, inv, kept)).checked(), kept
 
 
-def _read_batch(rows: Rows, those: Emitted, num_top: int, form: Form) -> TokenLogprobs:
+def _read_batch(rows: Rows, those: Emitted, num_top: int, backend: Gather) -> TokenLogprobs:
     """Log-probabilities of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
     inv = those.inv_temperature
-    of_part, kept = _partials(rows, those, form)
+    of_part, kept = _partials(rows, those, backend)
     own, stats = rows.at(those.row, those.token_id), of_part
-    if form.axis is not None:
-        parts, entries = form.gather((of_part, own))
+    if rows.part.is_split:
+        parts, entries = rows.part.gather((of_part, own))
         stats, own = Partials.of_whole(parts, inv), of_owner(entries, those.token_id, rows.width)
     is_known = those.exists & jnp.isfinite(stats.max)
 
@@ -384,10 +398,10 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, form: Form) -> TokenLo
         entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
         top, columns = lax.top_k(entries, min(num_top, rows.width))
         found = columns.astype(jnp.int32)
-        if rows.first_id is not None:  # the likeliest of each part, in the order of the parts
+        if rows.part.is_split:  # the likeliest of each part, in the order of the parts
             top, found = (
                 jnp.moveaxis(x, 0, 1).reshape(batch, -1)
-                for x in form.gather((top, rows.first_id + found))
+                for x in rows.part.gather((top, rows.part.ids(found)))
             )
             top, columns = lax.top_k(top, num_top)
             found = jnp.take_along_axis(found, columns.astype(jnp.int32), axis=1)

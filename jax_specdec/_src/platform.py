@@ -68,6 +68,7 @@ def traced_for_platform(
     """
     platform = only or _assumed.value
     if platform is not None:
+        arrays = jax.tree.map(jnp.asarray, arrays)  # nothing else does under jax.disable_jit
         return function(arrays, *static, platform)
     flat, tree = jax.tree.flatten(arrays)
     found, shapes = _bind(flat, _Call(function, static, tree))

@@ -21,6 +21,7 @@ from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.ragged import Owners
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.rows import Rows
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
@@ -470,7 +471,9 @@ class AllowedTokens(Processor):
 
         def masked(owner: jax.Array, logits: jax.Array) -> jax.Array:
             words = take(self.token_bitmask, owner, platform)
-            return Rows(logits, logits.shape[1], -jnp.inf, platform, words).masked().matrix
+            return (
+                Rows(logits, logits.shape[1], -jnp.inf, Xla().on(platform), words).masked().matrix
+            )
 
         return _by_owner(masked, rows, platform, logits)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lower_floor import assume
 from measure import collectives
 from verify.batch import Batch, Layout, check, jitted, pack
 from verify.cases import random_request
@@ -70,7 +71,7 @@ def test_filtered_requests_at_top_level_gather_no_row():
         check(dense(seed), jax.device_get(call(*positional, **named)))
 
 
-def in_shard_map(implementation: sd.Implementation | None, over_tensor: bool) -> Any:
+def in_shard_map(form: str | None, over_tensor: bool) -> Any:
     """In the caller's `shard_map`, whose axes are checked (check_vma, the default)."""
 
     def verifier(logits, drafts, noise, *, config, vocab_size, sampling, token_bitmask, **_):
@@ -86,9 +87,8 @@ def in_shard_map(implementation: sd.Implementation | None, over_tensor: bool) ->
                 token_bitmask=words,
                 sharding=sd.VerifySharding(vocab_axis="tensor") if over_tensor else None,
             )
-            output = sd.testing.rejection_sample_with_noise(
-                logits, drafts, noise, implementation=implementation, **given
-            )
+            with assume(form):
+                output = sd.testing.rejection_sample_with_noise(logits, drafts, noise, **given)
             found = sd.token_logprobs(logits, drafts, output, distribution="processed", **given)
             return output, found.logprobs
 
@@ -109,15 +109,15 @@ def in_shard_map(implementation: sd.Implementation | None, over_tensor: bool) ->
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("implementation", "over_tensor"),
+    ("form", "over_tensor"),
     [
         (None, True),
-        pytest.param("xla_lazy", False, marks=pytest.mark.slow),
-        pytest.param("xla_batched", False, marks=pytest.mark.slow),
+        pytest.param("cpu", False, marks=pytest.mark.slow),
+        pytest.param("cuda", False, marks=pytest.mark.slow),
     ],
 )
-def test_requests_over_data_in_shard_map_give_the_oracles_tokens(implementation, over_tensor):
-    call = in_shard_map(implementation, over_tensor)
+def test_requests_over_data_in_shard_map_give_the_oracles_tokens(form, over_tensor):
+    call = in_shard_map(form, over_tensor)
     for seed in range(4):
         positional, named = placed(dense(seed))
         output, logprobs = jax.device_get(call(*positional, **named))
@@ -126,22 +126,22 @@ def test_requests_over_data_in_shard_map_give_the_oracles_tokens(implementation,
 
 
 @functools.cache
-def simple(implementation: sd.Implementation | None, rule: str) -> Any:
+def simple(form: str | None, rule: str) -> Any:
     rates = (0.5, 0.2) if rule == "synthetic" else None
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=2, rejection_sample_method=rule, synthetic_acceptance_rates=rates
     )
 
     def part(logits, ids, keys, positions):
-        return sd.rejection_sample(
-            logits,
-            sd.Drafts.from_dense(ids),
-            sampling=sd.SamplingParams(0.5),
-            keys=keys,
-            positions=positions,
-            config=config,
-            implementation=implementation,
-        )
+        with assume(form):
+            return sd.rejection_sample(
+                logits,
+                sd.Drafts.from_dense(ids),
+                sampling=sd.SamplingParams(0.5),
+                keys=keys,
+                positions=positions,
+                config=config,
+            )
 
     def whole(*arrays):
         mapped = jax.shard_map(part, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
@@ -151,17 +151,17 @@ def simple(implementation: sd.Implementation | None, rule: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("implementation", "rule"),
+    ("form", "rule"),
     [
         (None, "standard"),
         pytest.param(None, "block", marks=pytest.mark.slow),
         pytest.param(None, "synthetic", marks=pytest.mark.slow),
-        pytest.param("xla_batched", "standard", marks=pytest.mark.long),
-        pytest.param("xla_batched", "block", marks=pytest.mark.slow),
+        pytest.param("cuda", "standard", marks=pytest.mark.long),
+        pytest.param("cuda", "block", marks=pytest.mark.slow),
     ],
 )
-def test_a_part_of_the_requests_gives_what_all_do(implementation, rule):
-    alone, mapped = simple(implementation, rule)
+def test_a_part_of_the_requests_gives_what_all_do(form, rule):
+    alone, mapped = simple(form, rule)
     logits = jax.random.normal(jax.random.key(0), (18, 40))
     ids = jnp.argmax(logits.reshape(6, 3, 40)[:, :2], axis=2).astype(jnp.int32)
     arrays = logits, ids, jax.random.split(jax.random.key(1), 6), jnp.arange(6)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from lower_floor import assume
 
 import jax_specdec as sd
 from jax_specdec.testing import reference
@@ -186,7 +187,20 @@ def jitted(verifier: Verifier) -> Verifier:
     return jax.jit(verifier, static_argnames=static)
 
 
-XLA = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla_lazy"))
+def on(platform: str, **options: Any) -> Verifier:
+    """What XLA runs on a platform: on "cpu" in order, elsewhere all rows at once."""
+
+    @jitted
+    def verifier(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
+        with assume(platform):
+            return sd.testing.rejection_sample_with_noise(
+                *args, implementation="xla", **options, **kwargs
+            )
+
+    return verifier
+
+
+XLA = on("cpu")
 OPTIMIZED = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla"))
 """For tests that use `optimized`: a function is compiled once, as its first test asks."""
 

@@ -15,7 +15,7 @@ from lower_floor import BLOCK, platform
 
 import jax_specdec as sd
 
-from .batch import Layout, agree, jitted, pack
+from .batch import Layout, agree, on, pack
 from .cases import random_batches, random_request
 
 pytestmark = pytest.mark.newest
@@ -48,25 +48,25 @@ def operations(implementation: str | None, platform: str) -> collections.Counter
     return found
 
 
-FORMS = {"cpu": "xla_lazy", "cuda": "xla_batched", "tpu": "xla_batched"}
+PLATFORMS = "cpu", "cuda", "tpu"
+TELLING = "while", "gather", "dot_general", "exponential"
 
 
-@pytest.mark.parametrize(("platform", "form"), FORMS.items(), ids=FORMS)
-def test_a_platform_gets_its_form_unless_another_is_named(platform, form):
-    (other,) = {"xla_lazy", "xla_batched"} - {form}
-    assert operations(None, platform) == operations("xla", platform)
-    assert operations("xla", platform) == operations(form, platform)
-    assert operations("xla", platform) != operations(other, platform)
+@pytest.mark.parametrize("device", PLATFORMS)
+def test_a_platform_gets_its_own_form(device):
+    own = operations(None, device)
+    assert own == operations("xla", device)
+    for form in PLATFORMS:
+        with platform.assume(form):  # compiled for this device all the same
+            other = operations.__wrapped__("xla", device)
+        names = [f"stablehlo.{name}" for name in TELLING]
+        assert all(own[name] == other[name] for name in names) == (form == device)
 
 
 # Rows by slices, in blocks.
 
 
-@jitted
-def on_tpu(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
-    """What a TPU runs."""
-    with platform.assume("tpu"):
-        return sd.testing.rejection_sample_with_noise(*args, implementation="xla_batched", **kwargs)
+on_tpu = on("tpu")
 
 
 MANY = dict(num_speculative_tokens=3, num_requests=2 * BLOCK + 3, num_drafts=50)

@@ -9,13 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from lower_floor import DraftScale, Form, LocalRows, Position, draw_lib, tiles
+from lower_floor import (
+    DraftScale,
+    LocalRows,
+    Source,
+    SplitPart,
+    Xla,
+    draw_lib,
+    tiles,
+)
 from lower_floor import gpu_phases as phases
 
 import jax_specdec as sd
 
 from .interpret_mode import interpret_gpu_params
-from .positions import positions_of
+from .positions import source_of_rows
 
 NUM_PARTS, REQUESTS, ROWS = 3, 7, 9
 BAD = 4
@@ -65,7 +73,7 @@ def distribution_of(case: Case) -> Any:
     return sd.DraftLogits(logits, valid=valid)
 
 
-def source_of(case: Case) -> Position:
+def source_of(case: Case) -> Source:
     """Residuals, bonuses, rejected one-hot drafts; one draft row equals its target row."""
     rng = np.random.default_rng(2)
     rows = jnp.arange(REQUESTS, dtype=jnp.int32)
@@ -78,14 +86,16 @@ def source_of(case: Case) -> Position:
 
     target = jnp.asarray(logits_of(case, 0).astype(np.float32))
     scale = jax.vmap(scale_of)(target[:REQUESTS], inv)
-    draft_scale = jax.tree.map(lambda x: jnp.broadcast_to(x, (REQUESTS,)), DraftScale.unit())
+    draft_scale = DraftScale(
+        tiles.Scale(jnp.zeros(REQUESTS), jnp.zeros(REQUESTS)), jnp.zeros(REQUESTS, bool)
+    )
     if case.kind == "logits":
         draft = jnp.asarray(logits_of(case, 1)[:REQUESTS].astype(np.float32))
         draft_scale = draft_scale._replace(scale=jax.vmap(scale_of)(draft, inv))
     from_residual = jnp.arange(REQUESTS) % 3 > 0 if case.kind else jnp.zeros(REQUESTS, bool)
     proposed = from_residual | (jnp.arange(REQUESTS) % 2 == 0)
     token_ids = jnp.asarray(rng.integers(case.size, size=REQUESTS), jnp.int32)
-    return positions_of(
+    return source_of_rows(
         REQUESTS,
         case.size,
         draft_row=rows,
@@ -116,26 +126,26 @@ def of_part(case: Case, distribution: Any, me: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class One(Form):
+class One(SplitPart):
     """What one device would exchange, whose part is known."""
 
-    me: Any = None
+    me: Any
     num_parts = NUM_PARTS
 
     @property
-    def part(self) -> jax.Array:
+    def index(self) -> jax.Array:
         return self.me
 
     def sum(self, x: jax.Array) -> jax.Array:
         return x
 
 
-def one(me: jax.Array) -> One:
-    return One("cpu", "v", draft_is_split=True, me=me)
-
-
 def rows_of(case: Case, target: jax.Array, own: Any, me: jax.Array) -> LocalRows:
-    return LocalRows.of(target, own, None, case.size, one(me))
+    part = One("v", me * target.shape[1], me)
+    backend = Xla().on("cpu")
+    return LocalRows.of(
+        target, own, None, size=case.size, backend=backend, part=part, draft_is_split=True
+    )
 
 
 WANTED = np.arange(REQUESTS) != 5
@@ -147,20 +157,22 @@ def compare(case: Case, **options: Any) -> None:
     source = jax.jit(functools.partial(source_of, case))()
     recover = np.random.default_rng(3).random((REQUESTS, 2), np.float32)
 
-    def wanted() -> Position:
+    def wanted() -> Source:
         return source._replace(row=jnp.where(WANTED, source.row, -1))
 
     @jax.jit
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         rows = rows_of(case, target, own, me)
-        return phases.part_masses(rows, wanted(), **options), rows.masses(source)
+        return phases.part_masses(rows, wanted(), **options), rows.backend.masses_of(rows, source)
 
     @jax.jit
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
         rows = rows_of(case, target, own, me)
         found, bad = phases.part_draw(rows, wanted(), jnp.asarray(recover), masses, **options)
         bad = source.uses_q & (bad | source.draft_scale.bad)
-        return (found, bad), draw_lib.inverse_cdf_draw(rows, source, masses, jnp.asarray(recover))
+        return (found, bad), draw_lib.inverse_cdf_draw(
+            rows, source, draw_lib.TileMasses(masses), jnp.asarray(recover)
+        )
 
     parts = [(np.int32(me), *of_part(case, distribution, me)) for me in range(NUM_PARTS)]
     all_masses = []

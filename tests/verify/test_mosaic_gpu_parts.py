@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import scipy.special
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from lower_floor import CallArrays, Rows, api
+from lower_floor import CallArrays, Rows, SplitPart, Xla, api
 from lower_floor import gpu_launch as launch
 from lower_floor import gpu_phases as phases
 
@@ -51,7 +51,8 @@ def judge(logits, count, found) -> None:
 
 
 def run(logits, count, **options):
-    rows = Rows(jnp.asarray(logits), count, -np.inf, "cuda", first_id=jnp.int32(0))
+    part = SplitPart("v", jnp.int32(0))
+    rows = Rows(jnp.asarray(logits), count, -np.inf, Xla().on("cuda"), part=part)
     read = jax.jit(functools.partial(phases.row_statistics, rows, **options))
     return jax.device_get(read(np.where(WANTED, ROWS, -1), INVERSE, BY_ARGMAX))
 

@@ -12,7 +12,8 @@ import pytest
 import scipy.special
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
-from lower_floor import TILE, DraftScale, Form, Largest, LocalRows, Position, Scale, num_tiles
+from lower_floor import TILE, DraftScale, LocalRows, Source, Xla, tiles
+from lower_floor import tpu_largest as largest
 from lower_floor import tpu_residual as residual
 from lower_floor import tpu_statistics as statistics
 from lower_floor import tpu_support as support
@@ -68,7 +69,7 @@ def find(logits, end, inverse, wanted, ranked, least):
     alone = statistics.row_statistics(*given, with_sums=False)
     both = statistics.row_statistics(*given, ranked=ranked)
     kept = statistics.row_statistics(*given, (both[0], least))
-    return alone, both, kept, Largest.of(both[3], lambda: jnp.zeros(())).bound
+    return alone, both, kept, largest.Largest.of(both[3], lambda: jnp.zeros(())).bound
 
 
 def found(*given):
@@ -107,7 +108,7 @@ def test_what_is_found_of_rows_is_what_numpy_finds(num_rows, width, end, dtype):
     x, least, inverse = x[3:], least[3:, None], np.float64(inverse[3:, None])
     np.testing.assert_array_equal(alone[1][3:], x.argmax(axis=1))
     assert both[1][-1] == x[-1].argmax()
-    weights, count = np.exp((x - x.max(axis=1, keepdims=True)) * inverse), num_tiles(width)
+    weights, count = np.exp((x - x.max(axis=1, keepdims=True)) * inverse), tiles.num_tiles(width)
     for (_, _, sums, _), limit in ((both, -np.inf), (kept, least)):
         left = np.where(x < limit, 0.0, weights)
         left = np.pad(left, ((0, 0), (0, count * TILE - end))).reshape(-1, count, TILE)
@@ -134,9 +135,9 @@ RESIDUALS = [
 
 def rows_and_source(target, draft, size, values):
     """What the kernel is given: only what it reads is filled in."""
-    form = Form("tpu", keeps_sums=True)
-    unread = dict.fromkeys(Position._fields, jnp.zeros(len(values["row"])))
-    return LocalRows.of(target, draft, None, size, form), Position(**unread | values)
+    rows = LocalRows.of(target, draft, None, size=size, backend=Xla().on("tpu"), keeps_sums=True)
+    unread = dict.fromkeys(Source._fields, jnp.zeros(len(values["row"])))
+    return rows.target, rows.q, Source(**unread | values)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_residual_masses_are_those_of_numpy(shape):
         kept, shift = x >= least[:, None], x.max(axis=1).astype(np.float32)
         x = (x - shift[:, None]) * inverse[:, None]
         log_scale = np.log(np.exp(x).sum(axis=1)).astype(np.float32)
-        return Scale(shift, log_scale), np.where(kept, np.exp(x - log_scale[:, None]), 0.0)
+        return tiles.Scale(shift, log_scale), np.where(kept, np.exp(x - log_scale[:, None]), 0.0)
 
     scale, p = scale_and_probs(target, rows[0], least)
     if has_logits:
@@ -175,7 +176,7 @@ def test_residual_masses_are_those_of_numpy(shape):
         q_scale, q = scale, draft.astype(np.float64)[rows[1], :end]
         given = sd.DraftProbs(draft)
     left = np.where((q >= 0) & (q < np.inf), np.maximum(weight[:, None] * p - q, 0.0), np.nan)
-    count = num_tiles(width)
+    count = tiles.num_tiles(width)
     left = np.pad(left, ((0, 0), (0, count * TILE - end))).reshape(n, count, TILE).sum(axis=2)
     values = dict(row=rows[0], draft_row=rows[1], uses_q=is_read, inv_temperature=inverse)
     values |= dict(scale=scale, threshold=least, draft_scale=DraftScale(q_scale, is_read))
@@ -196,18 +197,16 @@ def test_residual_masses_are_those_of_numpy(shape):
 )
 def test_rows_that_cannot_be_copied_alone_are_left_to_xla(num_rows, width, dtype):
     matrix, row = jnp.zeros((num_rows, width), dtype), jnp.zeros(1, jnp.int32)
-    given = rows_and_source(matrix, sd.DraftLogits(matrix), width, dict(row=row))
-    assert residual.residual_masses(*given) is None
+    target, q, _ = rows_and_source(matrix, sd.DraftLogits(matrix), width, dict(row=row))
+    assert not residual.serves(target, q)
 
 
 @pytest.mark.parametrize(("kind", "copies"), [("TPU v3", False), ("TPU v4", True)])
 def test_old_tpus_leave_the_residual_to_xla(kind, copies):
-    matrix, row, one = jnp.zeros((4, 256)), jnp.zeros(1, jnp.int32), jnp.ones(1)
-    values = dict(row=row, draft_row=row, uses_q=row == 0, scale=Scale(one, one))
-    given = rows_and_source(matrix, sd.DraftProbs(matrix), 256, values)
+    matrix = jnp.zeros((4, 256))
+    target, q, _ = rows_and_source(matrix, sd.DraftProbs(matrix), 256, dict(row=jnp.zeros(1)))
     with mock.patch.object(jax, "devices", lambda: [SimpleNamespace(device_kind=kind)]):
-        found = jax.eval_shape(lambda: residual.residual_masses(*given))
-    assert (found is not None) == copies
+        assert residual.serves(target, q) == copies
 
 
 BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from lower_floor import gpu_launch as launch
 import jax_specdec as sd
 from jax_specdec import KernelConfig
 
-from .batch import Batch, Layout, jitted, oracle, verify
+from .batch import Batch, Layout, jitted, on, oracle, verify
 from .cases import random_batch
 from .interpret_mode import interpret_gpu_params
 
@@ -24,15 +23,6 @@ LAYOUT = Layout(
 WITHOUT_BONUS_ROWS = Layout(
     vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, has_bonus=True
 )
-
-
-@functools.cache
-def padded(implementation: sd.Implementation | None) -> Any:
-    return jitted(
-        functools.partial(
-            sd.testing.rejection_sample_with_noise, padded_rows=True, implementation=implementation
-        )
-    )
 
 
 @jitted
@@ -55,18 +45,26 @@ def ends(batch: Batch) -> np.ndarray:
     return offsets if batch.layout.has_bonus else offsets + np.arange(1, len(offsets) + 1)
 
 
-FORMS = {"lazy": padded("xla_lazy"), "batched": padded("xla_batched"), "kernel": by_kernel}
+FORMS = {
+    "in order": on("cpu", padded_rows=True),
+    "at once": on("cuda", padded_rows=True),
+    "kernel": by_kernel,
+}
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("lazy", LAYOUT),
-        ("batched", WITHOUT_BONUS_ROWS),
+        ("in order", LAYOUT),
+        ("at once", WITHOUT_BONUS_ROWS),
         *(
             pytest.param(*case, marks=pytest.mark.long)
-            for case in (("lazy", WITHOUT_BONUS_ROWS), ("batched", LAYOUT), ("kernel", LAYOUT))
+            for case in (
+                ("in order", WITHOUT_BONUS_ROWS),
+                ("at once", LAYOUT),
+                ("kernel", LAYOUT),
+            )
         ),
         pytest.param("kernel", WITHOUT_BONUS_ROWS, marks=pytest.mark.slow),
     ],

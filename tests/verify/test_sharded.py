@@ -208,9 +208,9 @@ def test_arrays_that_are_split_are_verified_where_they_are(
     mesh, seen = mesh_of(4, 2, axis_type), []
     inner = xla.verify
 
-    def watched(arrays, *rule, **options):
+    def watched(arrays, *given, **options):
         seen.append((arrays.target_logits.shape, arrays.drafts.distribution.probs.shape))
-        return inner(arrays, *rule, **options)
+        return inner(arrays, *given, **options)
 
     monkeypatch.setattr(xla, "verify", watched)
     call = sd.testing.rejection_sample_with_noise
@@ -255,9 +255,9 @@ def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monk
 def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
     inner, axes = xla.verify, []
 
-    def watched(*args, form, **options):
-        axes.append(form.axis)
-        return inner(*args, form=form, **options)
+    def watched(arrays, rule, static, **options):
+        axes.append(static.layout.vocab_axis)
+        return inner(arrays, rule, static, **options)
 
     monkeypatch.setattr(xla, "verify", watched)
     layout = Layout(vocab=97, num_requests=3, num_drafts=5, race=True)

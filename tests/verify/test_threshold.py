@@ -14,7 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import Filter, Form, api, inverse_temperature, only_if, platform, threshold
+from lower_floor import (
+    Xla,
+    api,
+    gather,
+    platform,
+    sampling,
+    threshold,
+    tpu_largest,
+)
 from lower_floor import rows_lib as rows
 
 import jax_specdec as sd
@@ -27,12 +35,13 @@ SIZES = {"float32": 33, "bfloat16": 2051, "float16": 33}
 
 @functools.partial(jax.jit, static_argnames="platform")
 def thresholds(
-    logits: jax.Array, temperature: jax.Array, filter: Filter, platform: str = "cpu"
+    logits: jax.Array, temperature: jax.Array, filter: sampling.Filter, platform: str = "cpu"
 ) -> jax.Array:
-    form = Form(platform)
-    target = rows.Rows.of_logits(logits, logits.shape[1], None, form)
-    wanted, inv = jnp.ones((B,), bool), inverse_temperature(temperature)
-    return target.find_thresholds(None, filter, wanted, target.peak(None), inv, form)
+    backend = Xla().on(platform)
+    target = rows.Rows(logits, logits.shape[1], -jnp.inf, backend)
+    wanted, inv = jnp.ones((B,), bool), sampling.inverse_temperature(temperature)
+    peak = backend.peak(target, None)
+    return backend.thresholds(target, None, filter, wanted, peak, inv)
 
 
 def kept_by_sorting(row, temperature, min_p, top_k, top_p) -> tuple[np.ndarray, bool]:
@@ -62,7 +71,7 @@ def test_the_threshold_keeps_what_a_sort_keeps(dtype, seed, shift):
     x[:, 0] = shift
     logits = x.astype(jnp.dtype(dtype))
     temperature = np.float32(rng.choice([0.1, 0.7, 1.0, 3.0], B))
-    filter = Filter(
+    filter = sampling.Filter(
         np.float32(rng.choice([0.0, 0.1, 0.6, 1.0], B)),
         np.int32(rng.choice([0, 1, 2, 10, x.shape[1], 2**31 - 1], B)),
         np.float32(rng.choice([1.0, 1e-9, 0.3, 0.9, 0.999], B)),
@@ -103,16 +112,15 @@ def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     x *= np.broadcast_to(deviation, B)[:, None]
     x[0, ::3] = -np.inf
     numbers = zip((min_p, top_k, top_p), ("float32", "int32", "float32"), strict=True)
-    filter = Filter(*(np.full(B, number, dtype) for number, dtype in numbers))
+    filter = sampling.Filter(*(np.full(B, number, dtype) for number, dtype in numbers))
     given = x.astype(jnp.bfloat16), np.ones(B, np.float32), filter
     wanted = np.asarray(thresholds(*given))
     np.testing.assert_array_equal(thresholds(*given, platform="tpu"), wanted)
 
-    def of_other_rows(filter: Filter, select: Any, *args: Any, **kwargs: Any) -> jax.Array:
-        others = dataclasses.replace(select(), matrix=select().matrix - 0.125)
-        return threshold.find_thresholds(filter, lambda: others, *args, **kwargs)
+    def in_other_rows(rows: Any, *args: Any) -> Any:
+        return threshold.InXla(dataclasses.replace(rows, matrix=rows.matrix - 0.125), *args)
 
-    with mock.patch.object(rows, "find_thresholds", of_other_rows):
+    with mock.patch.object(tpu_largest, "InXla", in_other_rows):
         found = OF_OTHER_ROWS(*given)
     assert (np.asarray(found) == wanted).all() == is_listed
 
@@ -127,7 +135,7 @@ def test_only_if_computes_nothing_where_the_condition_holds_nowhere():
             return x + 1
 
         x = jnp.arange(condition.shape[0], dtype=jnp.float32)
-        return jax.vmap(lambda c, x: only_if(c, lambda: fn(x), -x))(condition, x)
+        return jax.vmap(lambda c, x: threshold.only_if(c, lambda: fn(x), -x))(condition, x)
 
     np.testing.assert_array_equal(run(np.array([False] * 3)), [0, -1, -2])
     jax.effects_barrier()
@@ -137,7 +145,7 @@ def test_only_if_computes_nothing_where_the_condition_holds_nowhere():
     assert calls
 
 
-def traced(sampling: sd.SamplingParams, implementation: Any = "xla_batched", **given: Any) -> Any:
+def traced(sampling: sd.SamplingParams, form: str = "cuda", **given: Any) -> Any:
     """The jaxpr of a verification; the cached trace of another is not looked at."""
     config = sd.SpecDecodeConfig(num_speculative_tokens=2)
     drafts = sd.Drafts.from_dense(jnp.zeros((B, 2), jnp.int32))
@@ -150,13 +158,13 @@ def traced(sampling: sd.SamplingParams, implementation: Any = "xla_batched", **g
             noise,
             sampling=sampling,
             config=config,
-            implementation=implementation,
+            implementation="xla",
             **given,
         )
 
     with (
         mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
-        platform.assume("cpu"),  # else the form would hide in its equation
+        platform.assume(form),  # else the form would hide in its equation
     ):
         return jax.make_jaxpr(verify)(jnp.zeros((3 * B, 5000), jnp.bfloat16), sampling, given)
 
@@ -168,7 +176,7 @@ def count_reads(jaxpr: Any) -> int:
     return len(re.findall(f"{some}|{all_rows}", str(jaxpr)))
 
 
-@pytest.mark.parametrize("form", ["xla_lazy", "xla_batched"])
+@pytest.mark.parametrize("form", ["cpu", "cuda"])
 def test_neutral_parameters_read_no_row_again(form):
     ones = jnp.ones(B)
     plain = traced(sd.SamplingParams(ones), form)
@@ -179,9 +187,9 @@ def test_neutral_parameters_read_no_row_again(form):
         skipped = traced(neutral, form)
     assert count_reads(filtered) > count_reads(skipped) == count_reads(plain) > 0
     for size in (1, 5000):
-        assert not Filter(jnp.float32(0), jnp.int32(0), jnp.float32(1)).limits(size)
-        assert not Filter(jnp.float32(0), jnp.int32(size), jnp.float32(1)).limits(size)
-        assert Filter(jnp.float32(0), jnp.int32(0), jnp.float32(0.9)).limits(size)
+        assert not sampling.Filter(jnp.float32(0), jnp.int32(0), jnp.float32(1)).limits(size)
+        assert not sampling.Filter(jnp.float32(0), jnp.int32(size), jnp.float32(1)).limits(size)
+        assert sampling.Filter(jnp.float32(0), jnp.int32(0), jnp.float32(0.9)).limits(size)
 
 
 def test_nothing_is_compiled_for_parameters_that_are_none():
@@ -190,7 +198,7 @@ def test_nothing_is_compiled_for_parameters_that_are_none():
 
     with (
         mock.patch.object(threshold, "only_if", fail),
-        mock.patch.object(rows, "find_thresholds", fail),
+        mock.patch.object(gather, "find_thresholds", fail),
         mock.patch.object(rows.Rows, "_bits", fail),
         mock.patch.object(rows, "bits_at", fail),
     ):

@@ -1,17 +1,11 @@
-"""The XLA backend, as other devices run it: all rows read at once. The CPU can do that too."""
-
-import functools
+"""The XLA backend, as GPUs run it: all rows read at once. The CPU can do that too."""
 
 import pytest
 
-import jax_specdec as sd
-
 from . import bad_rows, block_edges, processed, suite
-from .batch import jitted
+from .batch import on
 
-all_at_once = jitted(
-    functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla_batched")
-)
+all_at_once = on("cuda")
 
 pytestmark = pytest.mark.newest
 

@@ -18,9 +18,10 @@ from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.sampling import Filter, SamplingParams, per_request
 from jax_specdec._src.types import Array, Integers
 from jax_specdec._src.verify import xla
-from jax_specdec._src.verify.form import Form
+from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import support
-from jax_specdec._src.verify.requests import KeysAndPositions
+from jax_specdec._src.verify.part import part_of
+from jax_specdec._src.verify.requests import DrawnRaces, Uniforms
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, place_of, without_vma
 
 DraftImplementation = Literal["xla", "mosaic_gpu"]
@@ -140,7 +141,7 @@ def sample_draft_tokens(
     return drawn._replace(token_ids=own)
 
 
-_Arrays = tuple[jax.Array, SamplingParams, jax.Array | KeysAndPositions]
+_Arrays = tuple[jax.Array, SamplingParams, Uniforms | DrawnRaces]
 """Logits, sampling parameters, and the noise as `xla.sample` takes it."""
 
 
@@ -161,9 +162,9 @@ def _sample(
     by_default: bool,
 ) -> DraftSample:
     logits, sampling = jax.tree.map(lax.stop_gradient, (logits, sampling))
-    noise: jax.Array | KeysAndPositions = keys, positions + offset
+    noise: Uniforms | DrawnRaces = DrawnRaces(keys, positions + offset)
     if not shares_noise:
-        noise = uniforms(keys, positions, Stream.DRAFT, offset)
+        noise = Uniforms(uniforms(keys, positions, Stream.DRAFT, offset))
     arrays = logits, sampling, noise
     axis = None if sharding is None else sharding.vocab_axis
 
@@ -192,19 +193,20 @@ def _sample_part(
     """
     logits, sampling, noise = arrays
     if by_kernel is None or (by_kernel and platform == "cuda"):
-        why_not = _unserved(logits, takes_argmax, isinstance(noise, tuple), axis)
+        why_not = _unserved(logits, takes_argmax, isinstance(noise, DrawnRaces), axis)
         if why_not is None:
             # Imported only where a call uses it: see the package's docstring.
             from jax_specdec._src.verify.mosaic_gpu import launch
 
-            assert not isinstance(noise, tuple)
-            return DraftSample(*launch.sample(logits, sampling, noise))
+            assert isinstance(noise, Uniforms)
+            return DraftSample(*launch.sample(logits, sampling, noise.recover))
         if by_kernel is None:
             raise NotImplementedError(why_not)
-    form = Form(platform, axis, keeps_sums=True)
+    part = part_of(axis, logits.shape[1])
+    backend = Xla().on(platform)
     if takes_argmax:
-        return DraftSample(xla.argmax(logits, form))
-    return DraftSample(*xla.sample(logits, sampling, noise, form=form))
+        return DraftSample(xla.argmax(logits, part=part, backend=backend))
+    return DraftSample(*xla.sample(logits, sampling, noise, part=part, backend=backend))
 
 
 def _unserved(

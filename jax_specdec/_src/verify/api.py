@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.arrays import check_choice
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.sampling import Filter, SamplingParams
+from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.types import (
     Array,
     DraftDistribution,
@@ -22,16 +23,23 @@ from jax_specdec._src.types import (
     RaceNoise,
     RejectionSampleOutput,
 )
-from jax_specdec._src.verify import xla
+from jax_specdec._src.verify.backends.base import Backend
+from jax_specdec._src.verify.backends.mosaic_gpu import MosaicGpu
+from jax_specdec._src.verify.backends.tiles import MosaicTpu
+from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.call import Implementation, Settings, Static, checked
-from jax_specdec._src.verify.draw import Kernels
-from jax_specdec._src.verify.form import Form
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.mosaic_tpu import support as mosaic_tpu
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rules import Rule, rule_of
+from jax_specdec._src.verify.rules import rule_of
 from jax_specdec._src.verify.sharding import VerifySharding, over_parts
+
+BACKENDS: dict[str, Backend] = {
+    "mosaic_gpu": MosaicGpu(),
+    "mosaic_tpu": MosaicTpu(),
+    "xla": Xla(),
+}
+"""Every implementation, by its name. A new one is a class in `verify.backends`, and a row here."""
 
 
 def rejection_sample(
@@ -97,10 +105,9 @@ def rejection_sample(
         other. Over a mesh's batch axis, each device's M / n rows begin with its requests' rows.
       implementation: "mosaic_gpu" (the default on Hopper GPUs), "xla", or None for the first that
         supports the call; see `which_implementation`. A named one never falls back to another.
-        "xla" has two forms and chooses by platform: "xla_lazy" takes requests one after another and
-        reads rows when they are reached, "xla_batched" reads all rows at once. "mosaic_tpu" is
-        "xla_batched" with a kernel for TPUs that reads the target rows in one pass; it has never
-        run on a TPU, and is used only if it is named.
+        "xla" reads as suits the platform that the program is for: all rows at once or, on CPUs, one
+        request after another. "mosaic_tpu" does so with a kernel for TPUs that reads the target
+        rows in one pass; it has never run on a TPU, and is used only if it is named.
       kernel_config: settings of "mosaic_gpu" that change its speed only; None for the default.
       sharding: the mesh axes that the vocabulary and the requests are split over. None to go by
         where `target_logits` is, which is known outside of `jax.jit`, and for explicit axes.
@@ -139,6 +146,7 @@ def rejection_sample(
       Leviathan et al., arXiv 2211.17192. Chen et al., arXiv 2302.01318. Block: Sun et al.,
       arXiv 2403.10444.
     """
+    # Arrays in one pytree, which declares them; static arguments in another.
     of_requests = (keys, positions), sampling, bonus_token_ids, active
     return _call(
         CallArrays(target_logits, drafts, *of_requests, token_bitmask),
@@ -220,7 +228,8 @@ def which_implementation(
       >>> sd.testing.which_implementation(logits, drafts, config=config) in ("xla", "mosaic_gpu")
       True
     """
-    if support.not_by_default() is not None or support.rule_unsupported(config) is not None:
+    # The device and the rule, then the call.
+    if support.not_by_default() or support.rule_unsupported(config):
         return "xla"
     why_not = support.unsupported(
         cast(jax.Array, target_logits),
@@ -231,12 +240,27 @@ def which_implementation(
         size=target_logits.shape[1] if vocab_size is None else vocab_size,
         config=kernel_config,
     )
-    return "mosaic_gpu" if why_not is None else "xla"
+    return "xla" if why_not else "mosaic_gpu"
+
+
+def check_implementation(name: str | None) -> None:
+    """Checks that a named implementation is one, and has a device.
+
+    Raises:
+      ValueError: it is not in `BACKENDS`.
+      NotImplementedError: it cannot run on JAX's default device.
+    """
+    check_choice("implementation", name, (*BACKENDS, None))
+    why_not = None if name is None else BACKENDS[name].no_device()
+    if why_not:
+        raise NotImplementedError(why_not)
 
 
 def _call(arrays: CallArrays, settings: Settings) -> RejectionSampleOutput:
-    """Check a call, and make it."""
+    """Checks a call, and makes it."""
+    check_implementation(settings.implementation)
     arrays, static = checked(arrays, settings)
+    # Without requests there is nothing to compile.
     if arrays.sampling.temperature.shape[0] == 0:
         k = static.config.num_speculative_tokens
         counts = jnp.zeros((0,), jnp.int32)
@@ -246,94 +270,48 @@ def _call(arrays: CallArrays, settings: Settings) -> RejectionSampleOutput:
 
 @functools.partial(jax.jit, static_argnames="static")
 def _rejection_sample(arrays: CallArrays, *, static: Static) -> RejectionSampleOutput:
-    """Run `_verify_part` on the arrays of a call, or on each device's part of them."""
+    """Runs `_verify_part` on the arrays of a call, or on each device's part of them."""
+    # One program for a call: the equation is traced again for the platform it is lowered for.
     # The output is integers. Loops and kernels would refuse a derivative that is zero anyway.
     arrays = jax.tree.map(lax.stop_gradient, arrays)
-    only = {"mosaic_gpu": "cuda", "mosaic_tpu": "tpu"}.get(static.implementation or "")
+    # A kernel is for one platform, whatever JAX's default is: it is traced in place.
+    only = BACKENDS[static.implementation or "xla"].only
     return over_parts(
         lambda own: traced_for_platform(_verify_part, own, static, only=only), static.layout, arrays
     )
 
 
 def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> RejectionSampleOutput:
-    """Choose an implementation, and verify one device's part of the arrays, or all of them."""
-    config, size, implementation, may_be_kernel, kernel_config, layout = static
-    k, rule, axis = config.num_speculative_tokens, rule_of(config), layout.vocab_axis
+    """Chooses a backend, and verifies one device's part of the arrays, or all of them."""
+    rule = rule_of(static.config)
     if arrays.target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row
         logits = jnp.zeros((1, *arrays.target_logits.shape[1:]), arrays.target_logits.dtype)
         arrays = dataclasses.replace(arrays, target_logits=logits, token_bitmask=None)
+    # An empty distribution, and one that the rule does not read, is none.
     distribution = None if rule.draws_every_row else _unless_empty(arrays.drafts.distribution)
     drafts = dataclasses.replace(arrays.drafts, distribution=distribution)
     arrays = dataclasses.replace(arrays, drafts=drafts)
 
-    # Kernels are imported only where a call uses them: see the docstrings of their packages.
-    kernels: Kernels | None = None
-    why_not = None
-    if implementation == "mosaic_gpu" or (may_be_kernel and platform == "cuda"):
-        why_not = _unserved(arrays, static)
-        if why_not is None:
-            from jax_specdec._src.verify.mosaic_gpu import launch, parts
-
-            if axis is None:
-                return launch.verify(arrays, rule, k=k, size=size, config=kernel_config)
-            kernels = parts.PartKernels(kernel_config)
-    elif implementation == "mosaic_tpu":
-        why_not = mosaic_tpu.unsupported(arrays)
-        if why_not is None:
-            from jax_specdec._src.verify.mosaic_tpu.kernels import TpuKernels
-
-            kernels = TpuKernels()
-    elif implementation == "xla_lazy" and axis is not None:
-        why_not = "implementation='xla_lazy' reads whole rows, but the vocabulary is split"
-    if why_not is not None and implementation is not None:
+    # The platform is asked for here, and nowhere below.
+    name = static.implementation or _default(arrays, static, platform)
+    backend = BACKENDS[name].on(platform)
+    why_not = backend.unserved(arrays, static)
+    if why_not:
         raise NotImplementedError(why_not)
-    by_default = implementation in (None, "xla")
-    form = Form(
-        platform,
-        axis,
-        draft_is_split=layout.draft_vocab,
-        in_order=axis is None
-        and (implementation == "xla_lazy" or (by_default and platform == "cpu")),
-        keeps_sums=_keeps_sums(arrays, rule, static, platform),
-    )
-    return xla.verify(arrays, rule, k=k, size=size, form=form, kernels=kernels)
+    return backend.verify(arrays, rule, static)
 
 
-def _keeps_sums(arrays: CallArrays, rule: Rule, static: Static, platform: Platform) -> bool:
-    """Whether the sums of target rows are kept by tile, to draw by them."""
-    if static.layout.vocab_axis is not None:
-        return rule.draws_every_row and platform != "tpu"
-    if platform != "tpu" or static.implementation in ("xla_lazy", "mosaic_tpu"):
-        return True
-    # To sum filtered rows by tile, XLA would copy all of them on a TPU.
-    return Filter.of(arrays.sampling) is None
+def _default(arrays: CallArrays, static: Static, platform: Platform) -> str:
+    """Returns the implementation of a call that names none."""
+    # The kernel, if JAX's default device has run it and the program is for such a device.
+    may_be_kernel = static.may_be_kernel and platform == "cuda"
+    if may_be_kernel and not BACKENDS["mosaic_gpu"].unserved(arrays, static):
+        return "mosaic_gpu"
+    return "xla"
 
 
 def _unless_empty(distribution: DraftDistribution | None) -> DraftDistribution | None:
-    """The distribution; None if its storage has no rows, for then there are no drafts either."""
+    """Returns the distribution; None if it has no rows, for then there are no drafts either."""
     if distribution is None or jax.tree.leaves(distribution)[0].shape[0] == 0:
         return None
     return distribution
-
-
-def _unserved(arrays: CallArrays, static: Static) -> str | None:
-    """Why the GPU kernel cannot serve a call; None if it can."""
-    config, k = static.config, static.config.num_speculative_tokens
-    why_not = support.rule_unsupported(config)
-    if why_not is None and (axis := static.layout.vocab_axis) is not None:
-        return support.part_unsupported(
-            arrays,
-            k,
-            size=static.size,
-            num_parts=lax.axis_size(axis),
-            config=static.kernel_config,
-        )
-    return why_not or support.unsupported(
-        arrays.target_logits,
-        arrays.drafts.distribution,
-        is_race=isinstance(arrays.randomness, RaceNoise),
-        num_requests=arrays.sampling.temperature.shape[0],
-        k=k,
-        size=static.size,
-        config=static.kernel_config,
-    )

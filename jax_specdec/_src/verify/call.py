@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +14,6 @@ from jax_specdec._src.arrays import (
     Sizes,
     as_positions,
     check_array,
-    check_choice,
     check_int,
     check_listed,
     check_tree,
@@ -29,7 +28,6 @@ from jax_specdec._src.sampling import SamplingParams, per_request
 from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, Noise, RaceNoise
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
-from jax_specdec._src.verify.mosaic_tpu import support as mosaic_tpu
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import rule_of
@@ -41,7 +39,7 @@ from jax_specdec._src.verify.sharding import (
 )
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
-Implementation = Literal["xla", "xla_lazy", "xla_batched", "mosaic_gpu", "mosaic_tpu"]
+Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
 
 class Settings(NamedTuple):
@@ -76,30 +74,29 @@ class Static(NamedTuple):
 
 
 def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:
-    """The arrays of a call and its static side. Without noise it is not to be made: see `validate`.
+    """Returns the arrays of a call and its static side.
+
+    Without noise it is not to be made: see `validate`.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as `rejection_sample`.
     """
     config, _, _, implementation, kernel_config, sharding = settings
-    check_choice("implementation", implementation, (*get_args(Implementation), None))
-    why_not = support.no_device() if implementation == "mosaic_gpu" else None
-    why_not = mosaic_tpu.no_device() if implementation == "mosaic_tpu" else why_not
-    if why_not is not None:
-        raise NotImplementedError(why_not)
+    # Shapes and dtypes first, then how arrays are split, then the noise, whose shape may need K.
     arrays, sizes = check_arrays(arrays, settings)
     layout = resolve(sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
     if arrays.randomness is not None:
         sizes["K"] = config.num_speculative_tokens
         _check_noise(arrays.randomness, sizes, config)
         _check_counts(arrays.drafts, sizes)
+    # Whether the default device has run the kernel is known here, outside of any program.
     may_be_kernel = implementation is None and support.not_by_default() is None
     size = sizes["size"]
     return arrays, Static(config, size, implementation, may_be_kernel, kernel_config, layout)
 
 
 def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Sizes]:
-    """The arrays of a call, with numbers and lists converted, and what letters stand for.
+    """Returns the arrays of a call, with numbers and lists converted, and what letters stand for.
 
     V is all of the vocabulary, ``size`` the first id that is padding.
 
@@ -113,15 +110,19 @@ def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Si
     parts = 1 if sharding is None else vocabulary_parts(sharding)
     check_type("config", config, SpecDecodeConfig)
     check_type("padded_rows", padded_rows, bool)
+    # Each letter of a declaration gets its size from the first array that has it.
     sizes: Sizes = {}
     check_tree("", arrays, (CallArrays,), sizes)
     logits = arrays.target_logits
+    # How many target rows there must be; with padded rows any number.
     rows = "M" if padded_rows else "N+B" if arrays.bonus_token_ids is None else "N"
     hint = functools.partial(_advice, logits, rows, sizes)
     check_array("target_logits", logits, f"[{rows}, V] {LOGITS}", sizes, hint)
     sizes["M"], v = logits.shape
+    # A kernel and a gather need a row, if anybody may own one.
     if v == 0 or (padded_rows and sizes["M"] == 0 and sizes["B"] > 0):
         refuse(ValueError, "target_logits", "have a row and a column", logits)
+    # Of a part of the vocabulary, V is that of all parts.
     sizes["V"] = v = v * parts
     sizes["ceil(V/32)"] = -(-v // 32)
     if arrays.token_bitmask is not None:
@@ -134,7 +135,7 @@ def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Si
 
 
 def _converted(arrays: CallArrays) -> CallArrays:
-    """Sampling parameters and positions as arrays, if they are numbers, lists or NumPy arrays.
+    """Returns sampling parameters and positions as arrays, if they are numbers, lists or NumPy's.
 
     Anything else is left as it is, for the checks that follow.
 
@@ -144,6 +145,7 @@ def _converted(arrays: CallArrays) -> CallArrays:
     """
     sampling, drafts, noise = arrays.sampling, arrays.drafts, arrays.randomness
     if isinstance(sampling, SamplingParams) and isinstance(drafts, Drafts):
+        # Offsets say how many requests there are; if they are wrong, the checks will say so.
         shape: tuple[int, ...] = getattr(drafts.cu_num_draft_tokens, "shape", ())
         if len(shape) == 1 and shape[0] > 0:
             sampling = per_request(sampling, shape[0] - 1)
@@ -153,7 +155,7 @@ def _converted(arrays: CallArrays) -> CallArrays:
 
 
 def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:
-    """What to do, if the shape of the logits shows which mistake was made."""
+    """Returns what to do, if the shape of the logits shows which mistake was made."""
     shape: tuple[int, ...] = getattr(target_logits, "shape", ())
     batch, n = sizes["B"], sizes["N"]
     extra = {"M": None, "N": 0, "N+B": batch}[rows]
@@ -162,6 +164,7 @@ def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:
     given, wanted = shape[0] if len(shape) == 2 else shape[0] * shape[1], n + extra
     if given == wanted and len(shape) == 2:
         return None
+    # The rows are right, but in a dense shape; or there are none for a bonus; or K is another.
     if given == wanted:
         return f"pass target_logits.reshape({wanted}, {shape[-1]})"
     if given == n:
@@ -173,10 +176,11 @@ def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:
 
 
 def _check_distribution(distribution: DraftDistribution, sizes: Sizes) -> None:
-    """Check what the declarations of a distribution do not say."""
+    """Checks what the declarations of a distribution do not say."""
     path, storage = "drafts.distribution", storage_of(distribution)
     r, n, has_rows = sizes["R"], sizes["N"], distribution.rows is not None
     rows = "at least one row" if has_rows else f"N = {n} rows if rows is None"
+    # A store may have any number of rows; without row indices, row j is draft j's.
     fits = 1 <= sizes["Vd"] <= sizes["V"] and (r > 0 or n == 0 if has_rows else r == n)
     name = "logits" if isinstance(distribution, DraftLogits) else "probs"
     if not fits:
@@ -186,13 +190,14 @@ def _check_distribution(distribution: DraftDistribution, sizes: Sizes) -> None:
         row_max = distribution.row_max
         require(row_max is None, f"{path}.row_max", "be None if log_normalizer is", row_max)
     ids = distribution.ids
+    # A list that all rows share is checked at once, if its values are known at trace time.
     known = None if ids is None or ids.ndim == 2 else known_values(ids)
     if known is not None:
         check_listed(f"{path}.ids", known, sizes["size"])
 
 
 def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig) -> None:
-    """Check keys and positions, or explicit noise.
+    """Checks keys and positions, or explicit noise.
 
     Raises:
       TypeError: not typed keys, a `Noise` or a `RaceNoise`, or of another dtype.
@@ -202,7 +207,9 @@ def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig) -> None:
         check_keys("keys", noise[0], sizes)
         check_array("positions", noise[1], "[B] int32", sizes)
         return
-    v, draws_every_row = sizes["V"], rule_of(config).draws_every_row
+    v = sizes["V"]
+    draws_every_row = rule_of(config).draws_every_row
+    # Races of tiles and of the ids of one, at each position; or of all ids, once.
     sizes["T+L"] = num_tiles(v) + min(v, TILE)
     check_tree("noise", noise, (RaceNoise,) if draws_every_row else (Noise, RaceNoise), sizes)
     if isinstance(noise, RaceNoise):
@@ -211,7 +218,7 @@ def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig) -> None:
 
 
 def _check_counts(drafts: Drafts, sizes: Sizes) -> None:
-    """Raise if every request is known to have more than K drafts: the drafts are of another K.
+    """Raises if every request is known to have more than K drafts: the drafts are of another K.
 
     Fewer are a matter of the requests' status. Counts are read only if N shows that some are above
     K, unless N is padded.

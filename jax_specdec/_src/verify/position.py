@@ -1,34 +1,34 @@
-"""`Position`: what verification knows of a position of a request, from its rows to its token.
+"""`Position`: what verification knows of a position of a request, once its rows are read.
 
-The reader writes it, the rule adds its weight and counts by it, and the last token is drawn from
-it.
+The reader writes it, and the rule adds its weight and counts by it. What the last token is drawn
+from is a `Source`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify import tiles
-from jax_specdec._src.verify.draft_rows import DraftScale
 from jax_specdec._src.verify.requests import Request
+from jax_specdec._src.verify.tiles import Scale
+
+
+class DraftScale(NamedTuple):
+    """What normalizes a draft row, and whether the row is bad. Probabilities need no scale."""
+
+    scale: Scale
+    bad: jax.Array
 
 
 class Position(NamedTuple):
     """Positions of requests. The arrays have equal leading axes, ``[B, P]`` or ``[n]``.
 
-    At position i, draft i is judged, and the last token may be drawn from the weights
-
-    - ``(weight * p - q)+`` if `uses_q`: a rejected draft with a draft distribution;
-    - ``p``, and 0 for `token_id`, if the draft is one-hot (`is_one_hot`);
-    - ``p`` if no draft was proposed: a bonus token.
-
     Attributes:
       offset: int32, of the position in its request, from 0 to K.
-      row: int32, target row; negative if nothing may be read or drawn.
+      row: int32, target row.
       draft_row: int32, row of the draft distribution.
       token_id: int32, the draft.
       proposed: bool, whether a draft was proposed: its id is in the vocabulary.
@@ -56,7 +56,7 @@ class Position(NamedTuple):
     uniform: jax.Array
     inv_temperature: jax.Array
     argmax: jax.Array
-    scale: tiles.Scale
+    scale: Scale
     threshold: jax.Array | None
     p_masses: jax.Array | None
     draft_scale: DraftScale
@@ -66,20 +66,25 @@ class Position(NamedTuple):
     status: jax.Array
 
     @classmethod
-    def unread(cls, requests: Request, size: int, num_tiles: int | None) -> Position:
-        """All positions ``[B, K+1]`` of requests, before a row is read.
+    def unread(cls, requests: Request, size: int, num_sums: int | None) -> Position:
+        """Returns all positions ``[B, K+1]`` of requests, before a row is read.
 
         Args:
           requests: the requests.
           size: ids from it on are padding.
-          num_tiles: tiles of this device, if sums by tile are kept.
+          num_sums: tiles of this device, if the sums of target rows are kept by tile, else None.
         """
+        # Ids out of range, among them -1 past the last draft, are no proposal.
         token_id = requests.token_ids
-        shape, greedy = token_id.shape, requests.greedy[:, None]
+        shape = token_id.shape
+        greedy = requests.greedy[:, None]
         proposed = (token_id >= 0) & (token_id < size)
+        # [B, K+1]: 0, 1, ..., K of every request
         offset = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-        zero, none = jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.int32)
-        scale = tiles.Scale(zero, zero)
+        zero = jnp.zeros(shape, jnp.float32)
+        none = jnp.zeros(shape, jnp.int32)
+        # What is not read stays as it is here: p = 0, q = 1, weight 1, status OK.
+        scale = Scale(zero, zero)
         return cls(
             offset=offset,
             row=requests.first_row[:, None] + offset,
@@ -92,7 +97,7 @@ class Position(NamedTuple):
             argmax=none,
             scale=scale,
             threshold=None if requests.filter is None else zero,
-            p_masses=None if num_tiles is None else jnp.zeros((*shape, num_tiles), jnp.float32),
+            p_masses=None if num_sums is None else jnp.zeros((*shape, num_sums), jnp.float32),
             draft_scale=DraftScale(scale, jnp.zeros(shape, bool)),
             p=zero,
             q=zero + 1,
@@ -101,23 +106,6 @@ class Position(NamedTuple):
         )
 
     @property
-    def is_one_hot(self) -> jax.Array:
-        """Whether a draft was proposed without a draft distribution."""
-        return self.proposed & ~self.uses_q
-
-    @property
     def is_good(self) -> jax.Array:
         """Whether a draft was proposed and the rows read are good: later positions may matter."""
         return self.proposed & (self.status == Status.OK)
-
-    def drawn_by(self, requests: Request) -> Position:
-        """The same, with `row` -1 where no token of ``requests [B]`` can be drawn.
-
-        What a draw does not need is left out.
-        """
-        can_be = (requests.is_ok & ~requests.greedy)[:, None] & (self.weight > 0)
-        can_be &= self.offset < requests.num_rows[:, None]
-        return self._replace(row=jnp.where(can_be, self.row, -1), **_NOT_DRAWN)
-
-
-_NOT_DRAWN: dict[str, Any] = dict.fromkeys(("offset", "uniform", "p", "q", "status"))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_specdec._src import ragged
 from jax_specdec._src import sampling as sampling_lib
 from jax_specdec._src.arrays import pytree
-from jax_specdec._src.noise import draw_noise
+from jax_specdec._src.noise import draw_noise, token_exponentials
 from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import (
     MAX_LOG_NORMALIZER,
@@ -72,8 +72,51 @@ class CallArrays:
         ) -> None: ...
 
 
+class Uniforms(NamedTuple):
+    """Noise of a draw by inverse CDF.
+
+    Attributes:
+      recover: ``[B, 2]`` float32, for the tile and for the id in it.
+    """
+
+    recover: jax.Array
+
+
+class Races(NamedTuple):
+    """Noise of exponential races that was given.
+
+    Attributes:
+      exponential: float32, ``[B, V]``; if the rule draws from every row ``[B, K+1, T+L]``, as in
+        `RaceNoise`.
+    """
+
+    exponential: jax.Array
+
+    def of_rows(self, offset: jax.Array, vocab_size: int) -> jax.Array:
+        """Returns ``[B, P, T+L]``, the noise of positions ``offset [B, P]``."""
+        return jnp.take_along_axis(self.exponential, offset[:, :, None], axis=1)
+
+
+class DrawnRaces(NamedTuple):
+    """Noise of exponential races that is drawn for the tokens of every row.
+
+    Attributes:
+      keys: ``[B]``.
+      positions: ``[B]`` int32, of the first token.
+    """
+
+    keys: jax.Array
+    positions: jax.Array
+
+    def of_rows(self, offset: jax.Array, vocab_size: int) -> jax.Array:
+        """Returns ``[B, P, T+L]``, the noise of positions ``offset [B, P]``."""
+        # [B, P]: noise belongs to the position of a token, whichever step comes to it
+        at = self.positions[:, None] + offset
+        return token_exponentials(self.keys[:, None], at, vocab_size)
+
+
 class Request(NamedTuple):
-    """All that verification knows of B requests before it reads any row.
+    """All that verification knows of B requests before any row is read.
 
     Arrays ``[B, K+1]`` have an entry for each position. No draft is proposed at the last one.
 
@@ -90,11 +133,7 @@ class Request(NamedTuple):
       filter: min-p, top-k and top-p, ``[B]`` each; None if the call has none of them.
       greedy: ``[B]`` bool.
       accept: ``[B, K+1]`` float32 uniforms; the last is not used.
-      recover: ``[B, 2]`` float32 uniforms; None if tokens are drawn by races.
-      exponential: float32 noise of races that was given, or None: ``[B, V]``, or if the rule draws
-        from every row ``[B, K+1, T+L]``, as in `RaceNoise`.
-      token_keys: keys ``[B]`` and positions ``[B]`` of the first token that races draw, if their
-        noise was not given; else None.
+      noise: by which tokens are drawn.
       bonus_token_id: ``[B]`` int32, or None if requests own bonus rows.
       status: ``[B]`` int32.
       is_ok: ``[B]`` bool, whether the status is OK: if not, no row of the request may be read.
@@ -110,9 +149,7 @@ class Request(NamedTuple):
     filter: Filter | None
     greedy: jax.Array
     accept: jax.Array
-    recover: jax.Array | None
-    exponential: jax.Array | None
-    token_keys: KeysAndPositions | None
+    noise: Uniforms | Races | DrawnRaces
     bonus_token_id: jax.Array | None
     status: jax.Array
     is_ok: jax.Array
@@ -122,17 +159,17 @@ class Request(NamedTuple):
         cls,
         temperature: jax.Array,
         filter: Filter | None,
-        noise: jax.Array | KeysAndPositions,
+        noise: Uniforms | DrawnRaces,
     ) -> Request:
-        """Requests that own a bonus row each, and nothing else.
+        """Returns requests that own a bonus row each, and nothing else.
 
         Args:
           temperature: ``[B]`` float32.
           filter: ``[B]``, or None.
-          noise: ``[B, 2]`` float32 uniforms, or `token_keys`.
+          noise: by which their tokens are drawn.
         """
         row = jnp.arange(temperature.shape[0], dtype=jnp.int32)
-        none = jnp.zeros_like(row)[:, None]
+        none = jnp.zeros_like(row)[:, None]  # [B, 1]: one position, without a draft
         return cls(
             first_row=row,
             num_rows=jnp.ones_like(row),
@@ -144,9 +181,7 @@ class Request(NamedTuple):
             filter=filter,
             greedy=temperature == 0,
             accept=none.astype(jnp.float32),
-            recover=None if isinstance(noise, tuple) else noise,
-            exponential=None,
-            token_keys=noise if isinstance(noise, tuple) else None,
+            noise=noise,
             bonus_token_id=None,
             status=jnp.zeros_like(row),
             is_ok=row >= 0,
@@ -154,30 +189,47 @@ class Request(NamedTuple):
 
 
 def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Request:
-    """The requests of a call, each with the status that is known before rows are read."""
-    drafts, sampling, noise = arrays.drafts, arrays.sampling, arrays.randomness
-    temperature, has_bonus_rows = sampling.temperature, arrays.bonus_token_ids is None
+    """Returns the requests of a call, each with the status that is known before rows are read."""
+    drafts = arrays.drafts
+    sampling = arrays.sampling
+    temperature = sampling.temperature
+    has_bonus_rows = arrays.bonus_token_ids is None
+    # [B, K]: the drafts of each request, -1 past its count
     layout = ragged.unpack(drafts, k, has_bonus_rows=has_bonus_rows)
+    # What is wrong with a request ends it alone.
     valid_input = layout.in_bounds & sampling_lib.is_valid(sampling)
+    # [B]: the rows that each request owns must be there
     num_rows = layout.num_drafts + int(has_bonus_rows)
     end = layout.first_row + num_rows
+    # Rows of inactive requests may be left out; an active request must have its own.
     valid_input &= end <= arrays.target_logits.shape[0]  # else its rows were left out
-    token_keys = noise if isinstance(noise, tuple) and draws_every_row else None
-    if isinstance(noise, tuple):
-        keys, positions = noise
-        noise = draw_noise(keys, positions, k)
-        valid_input &= positions >= 0
+    noise: Uniforms | Races | DrawnRaces
+    given = arrays.randomness
+    # Accept uniforms come from `given`; the last token is drawn by `noise`.
+    match given:
+        case RaceNoise():
+            noise = Races(given.exponential)
+        case Noise():
+            noise = Uniforms(given.recover)
+        case keys, positions:
+            given = draw_noise(keys, positions, k)
+            valid_input &= positions >= 0
+            noise = DrawnRaces(keys, positions) if draws_every_row else Uniforms(given.recover)
+    # [B]: known before a row is read
     status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
     if arrays.active is not None:
         status = jnp.where(arrays.active, status, int(Status.INACTIVE))
 
+    # [B, K]: whether the draft distribution of a position can be used
     distribution = drafts.distribution
     has_q = jnp.full(layout.token_ids.shape, distribution is not None)
+    # A request without a stored distribution, and a row that is not exact, fall back to one-hot.
     if distribution is not None and distribution.valid is not None:
         has_q &= distribution.valid[:, None]
     usable = usable_normalizers(distribution, layout.draft_rows)
     if usable is not None:
         has_q &= usable
+    # [B, K+1]: no draft is proposed at the last position
     last = ((0, 0), (0, 1))
     return Request(
         first_row=layout.first_row,
@@ -189,10 +241,8 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
         inv_temperature=sampling_lib.inverse_temperature(temperature),
         filter=Filter.of(sampling),
         greedy=temperature == 0,
-        accept=jnp.pad(noise.accept, last),
-        recover=noise.recover if isinstance(noise, Noise) and not draws_every_row else None,
-        exponential=noise.exponential if isinstance(noise, RaceNoise) else None,
-        token_keys=token_keys,
+        accept=jnp.pad(given.accept, last),
+        noise=noise,
         bonus_token_id=arrays.bonus_token_ids,
         status=status,
         is_ok=status == Status.OK,
@@ -200,12 +250,14 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
 
 
 def usable_normalizers(distribution: DraftDistribution | None, rows: jax.Array) -> jax.Array | None:
-    """Whether the log-normalizers of `rows` are below `MAX_LOG_NORMALIZER`; None without any.
+    """Returns whether the log-normalizers of `rows` can be used; None without any.
 
-    True for rows out of range and normalizers that are not finite, which are bad instead.
+    They must be below `MAX_LOG_NORMALIZER`. True for rows out of range and normalizers that are not
+    finite, which are bad instead.
     """
     if not isinstance(distribution, DraftLogits) or distribution.log_normalizer is None:
         return None
+    # A large one has lost the bits that tell probabilities apart: the draft is one-hot instead.
     count = distribution.log_normalizer.shape[0]
     size = jnp.abs(distribution.log_normalizer[jnp.clip(rows, 0, count - 1)])
     is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)

@@ -47,12 +47,12 @@ from jax_specdec._src.verify.requests import Request
 
 
 def accepts_greedy(token_id: jax.Array, best_id: jax.Array) -> jax.Array:
-    """Whether a greedy request accepts a draft: it is the target's argmax, `best_id`."""
+    """Returns whether a greedy request accepts a draft: it is the target's argmax, `best_id`."""
     return token_id == best_id
 
 
 def accepts(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
-    """Whether a sampled request accepts a draft: ``u * q < p``, and ``q > 0``.
+    """Returns whether a sampled request accepts a draft: ``u * q < p``, and ``q > 0``.
 
     The inequality is strict, so a token of zero target probability is never accepted, even at
     ``u = 0``. If ``p = q``, the draft is always accepted.
@@ -69,12 +69,14 @@ def accepts(u: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def accepts_synthetic(u: jax.Array, conditional_rate: jax.Array) -> jax.Array:
-    """Whether a request, greedy or sampled, accepts a draft if it accepted all before it."""
+    """Returns whether a request, greedy or sampled, accepts a draft, after all before it."""
     return u < conditional_rate
 
 
 def residual(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
-    """Weights ``(weight * p - q)+`` of the token after a prefix; they sum to its residual mass.
+    """Returns weights ``(weight * p - q)+`` of the token after a prefix.
+
+    Their sum is the residual mass of the prefix.
 
     `q` is used once: XLA may write to memory what is used twice, here an exponential for each id.
 
@@ -87,11 +89,12 @@ def residual(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
       float32 weights of the same shape, not normalized; NaN where `q` is infinite or NaN.
     """
     left = weight * p - q
+    # A comparison with NaN is false, and so is that of -inf: both stay NaN.
     return jnp.where(left > -jnp.inf, jnp.maximum(left, 0.0), jnp.nan)
 
 
 def joint_weight(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
-    """Joint weight of a prefix with one more draft: ``min(1, weight * p / q)``.
+    """Returns the joint weight of a prefix with one more draft: ``min(1, weight * p / q)``.
 
     Once it is 0 it stays 0, and no longer prefix passes.
 
@@ -111,12 +114,12 @@ def joint_weight(weight: jax.Array, p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def one_hot_residual_mass(weight: jax.Array, p: jax.Array) -> jax.Array:
-    """The sum of `residual` if the next draft is one-hot and has target probability `p`."""
+    """Returns the sum of `residual` if the next draft is one-hot, and has probability `p`."""
     return weight * (1.0 - p)
 
 
 def passes(u: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
-    """Whether a prefix of at least one draft passes: ``u < mass / (mass + 1 - weight)``.
+    """Returns whether a prefix of one draft or more passes: ``u < mass / (mass + 1 - weight)``.
 
     The inequality is strict, so a prefix of weight 0 never passes. If ``p = q`` so far, it always
     passes.
@@ -129,6 +132,7 @@ def passes(u: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
     Returns:
       ``[]`` bool.
     """
+    # Multiplied out: there is nothing to divide by if mass and 1 - weight are 0.
     return u * (mass + (1.0 - weight)) < mass
 
 
@@ -137,34 +141,39 @@ class Standard:
     """Drafts are accepted one after another, up to the first rejection.
 
     A rule says which positions are read, whether those after one may matter, and how many drafts
-    are accepted. Positions are ``[B, P]``. `draws_every_row` says that a token is drawn from each
-    row that is read, not from the last one alone.
+    are accepted. Positions are ``[B, P]``.
+
+    Attributes:
+      is_block: whether it takes the residual mass of every position.
+      draws_every_row: whether a token is drawn from each row that is read, not from the last alone.
+      reads_one_position: whether it chooses the position that is read, before any is.
     """
 
     is_block: ClassVar[bool] = False
+    reads_one_position: ClassVar[bool] = False
     draws_every_row: ClassVar[bool] = False
     conditional_rates: tuple[float, ...] | None = dataclasses.field(default=None, init=False)
 
     def choose(self, requests: Request, positions: Position) -> Position:
-        """The positions whose rows are read, of all that there are."""
+        """Returns the positions whose rows are read, of all that there are."""
         return positions
 
     def with_weights(self, positions: Position) -> Position:
-        """All positions, with the joint weight of the drafts before each."""
+        """Returns all positions, with the joint weight of the drafts before each."""
         return positions
 
     def next_weight(self, positions: Position) -> jax.Array:
-        """``[B, P]`` float32, the joint weight of the drafts up to each position."""
+        """Returns ``[B, P]`` float32, the joint weight of the drafts up to each position."""
         return positions.weight
 
     def goes_on(self, positions: Position) -> jax.Array:
-        """``[B, P]`` bool, whether the rows after a position may matter."""
+        """Returns ``[B, P]`` bool, whether the rows after a position may matter."""
         return positions.is_good & accepts(positions.uniform, positions.p, positions.q)
 
     def count(
         self, requests: Request, positions: Position, residual_masses: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """How many drafts are accepted.
+        """Counts the drafts that are accepted.
 
         Args:
           requests: the requests.
@@ -175,6 +184,7 @@ class Standard:
         Returns:
           ``num_accepted [B]``, and the status ``[B]`` of the rows that the decision rests on.
         """
+        # [B]: the first position that ends the request, which may be the bonus
         stop = _first_true(~self.goes_on(positions))
         return stop, _status_at(requests, positions.status, stop, stop < requests.num_rows)
 
@@ -186,8 +196,9 @@ class Block(Standard):
     is_block: ClassVar[bool] = True
 
     def with_weights(self, positions: Position) -> Position:
-        """See `Standard`."""
-        p, q = positions.p.T, positions.q.T
+        # [P, B]: the weight goes from each position to the next.
+        p = positions.p.T
+        q = positions.q.T
 
         def step(weight: jax.Array, of: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             return joint_weight(weight, *of), weight
@@ -196,18 +207,19 @@ class Block(Standard):
         return positions._replace(weight=weights.T)
 
     def next_weight(self, positions: Position) -> jax.Array:
-        """See `Standard`."""
         return joint_weight(positions.weight, positions.p, positions.q)
 
     def goes_on(self, positions: Position) -> jax.Array:
-        """See `Standard`."""
         return positions.is_good & (self.next_weight(positions) > 0)
 
     def count(
         self, requests: Request, positions: Position, residual_masses: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """See `Standard`."""
-        index, weight, status = positions.offset, positions.weight, positions.status
+        index = positions.offset
+        weight = positions.weight
+        status = positions.status
+        # [B, P]: the residual mass of the prefix before each position. Where nothing is proposed,
+        # q = 0 and all of the weight is left.
         one_hot = one_hot_residual_mass(weight, positions.p)
         mass = jnp.where(positions.proposed, one_hot, weight)
         mass = jnp.where(positions.uses_q, residual_masses, mass)
@@ -215,10 +227,12 @@ class Block(Standard):
         status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, status)
         # Nothing is read past the first bad row.
         stop = _first_true(~self.goes_on(positions) | (status != Status.OK))
-        u = jnp.roll(positions.uniform, 1, axis=1)  # of the draft before
+        # [B, P]: whether the prefix passes, by the uniform of its last draft; the empty one does.
+        u = jnp.roll(positions.uniform, 1, axis=1)
         can_end = (index == 0) | passes(u, weight, mass)
         can_end &= index <= stop[:, None]
         num_accepted = jnp.max(jnp.where(can_end, index, 0), axis=1)
+        # The row at `stop` is read for its draft, or to draw from.
         is_visited = entry_of(positions.proposed, stop) | (num_accepted == stop)
         is_visited &= stop < requests.num_rows
         return num_accepted, _status_at(requests, status, stop, is_visited)
@@ -231,7 +245,6 @@ class Agreement(Standard):
     draws_every_row: ClassVar[bool] = True
 
     def goes_on(self, positions: Position) -> jax.Array:
-        """See `Standard`."""
         return positions.is_good & accepts_greedy(positions.token_id, positions.argmax)
 
 
@@ -239,20 +252,21 @@ class Agreement(Standard):
 class Synthetic(Standard):
     """Drafts are accepted at K conditional rates; only the position they end at is read."""
 
+    reads_one_position: ClassVar[bool] = True
     conditional_rates: tuple[float, ...]
 
     def choose(self, requests: Request, positions: Position) -> Position:
-        """See `Standard`."""
         rates = jnp.array([*self.conditional_rates, 0.0], jnp.float32)
         accepted = positions.proposed & accepts_synthetic(requests.accept, rates[None, :])
         end = _first_true(~accepted)
+        # [B, 1]: the position that the request ends at
         return jax.tree.map(lambda x: entry_of(x, end)[:, None], positions)
 
     def count(
         self, requests: Request, positions: Position, residual_masses: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """See `Standard`."""
-        num_accepted, first = positions.offset[:, 0], jnp.zeros_like(requests.num_drafts)
+        num_accepted = positions.offset[:, 0]
+        first = jnp.zeros_like(requests.num_drafts)
         is_visited = num_accepted < requests.num_rows
         return num_accepted, _status_at(requests, positions.status, first, is_visited)
 
@@ -261,7 +275,7 @@ Rule = Standard | Block | Agreement | Synthetic
 
 
 def rule_of(config: SpecDecodeConfig) -> Rule:
-    """The rule that a config asks for."""
+    """Returns the rule that a config asks for."""
     method = config.rejection_sample_method
     if method == "synthetic":
         assert config.conditional_rates is not None
@@ -270,7 +284,7 @@ def rule_of(config: SpecDecodeConfig) -> Rule:
 
 
 def _first_true(x: jax.Array) -> jax.Array:
-    """Index ``[B]`` of the first true entry of ``[B, P]`` bool; P if there is none."""
+    """Returns the index ``[B]`` of the first true entry of ``[B, P]``; P if there is none."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return jnp.min(jnp.where(x, index, x.shape[1]), axis=1)
 
@@ -278,6 +292,6 @@ def _first_true(x: jax.Array) -> jax.Array:
 def _status_at(
     requests: Request, status: jax.Array, place: jax.Array, is_visited: jax.Array
 ) -> jax.Array:
-    """``[B]``: the status known before, else that of ``status [B, P]`` at a visited place."""
+    """Returns ``[B]``: the status known before, or else that of a place that was visited."""
     found = jnp.where(is_visited, entry_of(status, place), Status.OK)
     return jnp.where(requests.is_ok, found, requests.status)

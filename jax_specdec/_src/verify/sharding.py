@@ -65,11 +65,12 @@ class VerifySharding:
     batch_axis: str | None = None
 
     def __post_init__(self) -> None:
-        """Check names against the mesh."""
+        """Checks names against the mesh."""
         check_type("mesh", self.mesh, Mesh, AbstractMesh, None)
         for name in ("vocab_axis", "batch_axis"):
             axis = getattr(self, name)
             check_type(name, axis, str, None)
+            # Without a mesh, the names are those of the caller's `jax.shard_map`.
             if self.mesh is not None:
                 check_choice(name, axis, (*self.mesh.axis_names, None))
         axes = self.vocab_axis, self.batch_axis
@@ -97,7 +98,7 @@ class ArrayLayout(NamedTuple):
 
 
 def vocabulary_parts(sharding: VerifySharding) -> int:
-    """How many parts the vocabulary is in, if `target_logits` is one of them; else 1.
+    """Returns how many parts the vocabulary is in, if `target_logits` is one of them; else 1.
 
     `target_logits` is a part only inside the caller's `jax.shard_map`.
 
@@ -111,6 +112,7 @@ def vocabulary_parts(sharding: VerifySharding) -> int:
     try:
         return lax.axis_size(sharding.vocab_axis)
     except NameError:
+        # No such axis is bound: the call is outside of any `jax.shard_map` over it.
         raise ValueError(
             f"sharding names the axis {sharding.vocab_axis!r} and no mesh, so the call must be "
             "inside a jax.shard_map over that axis, but it is not"
@@ -123,7 +125,7 @@ def resolve(
     drafts: Drafts,
     noise: Any,
 ) -> ArrayLayout:
-    """How the arrays of a call are split.
+    """Returns how the arrays of a call are split.
 
     Args:
       sharding: what the caller gave. None to go by where `target_logits` is; XLA then serves what
@@ -138,6 +140,7 @@ def resolve(
     """
     if sharding is not None:
         return _layout_of(sharding, target_logits, drafts, noise)
+    # What is known of the logits' place tells the axes, if each of theirs is over one.
     mesh, rows, columns = place_of(target_logits)
     named = {type(rows), type(columns)} <= {str, type(None)}
     if mesh is None or (rows, columns) == (None, None) or not named:
@@ -150,7 +153,10 @@ def resolve(
 
 
 def place_of(matrix: Any) -> tuple[Any, Any, Any]:
-    """The mesh, and the axes of rows and columns, if known. Under `jit` only explicit axes are."""
+    """Returns the mesh, and the axes of rows and columns, if they are known.
+
+    Under `jit` only explicit axes are.
+    """
     is_traced = isinstance(matrix, jax.core.Tracer)
     sharding = jax.typeof(matrix).sharding if is_traced else getattr(matrix, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
@@ -160,7 +166,7 @@ def place_of(matrix: Any) -> tuple[Any, Any, Any]:
 
 
 def _single(axes: Any) -> Any:
-    """An entry of a PartitionSpec, as a name if it is a tuple of one."""
+    """Returns an entry of a PartitionSpec, as a name if it is a tuple of one."""
     return axes[0] if isinstance(axes, tuple) and len(axes) == 1 else axes or None
 
 
@@ -170,9 +176,14 @@ def _layout_of(
     drafts: Drafts,
     noise: Any,
 ) -> ArrayLayout:
-    mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
+    """Returns the layout of a call, by axes that were given or derived."""
+    mesh = sharding.mesh
+    vocab_axis = sharding.vocab_axis
+    batch_axis = sharding.batch_axis
     if mesh is not None and vocab_axis is not None and mesh.shape[vocab_axis] == 1:
+        # A mesh of one device splits nothing.
         vocab_axis = None  # rows are whole, which every backend reads
+    # Races of tiles are split, a race of all ids is not.
     is_race = isinstance(noise, RaceNoise) and jnp.ndim(noise.exponential) == 2
     if vocab_axis is not None and is_race:
         raise NotImplementedError(
@@ -181,6 +192,8 @@ def _layout_of(
     distribution = drafts.distribution
     storage: Any = None if distribution is None else storage_of(distribution)
     lists_ids = distribution is not None and distribution.ids is not None
+    # Inside the caller's `jax.shard_map` arrays are parts already: only whether the draft rows are
+    # is to be found out.
     if mesh is None:
         if vocab_axis is None:
             return ArrayLayout()
@@ -188,7 +201,9 @@ def _layout_of(
         split = may_be_part and _is_part(storage, target_logits, vocab_axis)
         return ArrayLayout(vocab_axis=vocab_axis, draft_vocab=split)
 
-    vocabulary, batch = target_logits.shape[1], drafts.cu_num_draft_tokens.shape[0] - 1
+    # Whole arrays: each axis must divide what it splits.
+    vocabulary = target_logits.shape[1]
+    batch = drafts.cu_num_draft_tokens.shape[0] - 1
     n = drafts.token_ids.shape[0]
     hint = "pad the vocabulary, and pass vocab_size"
     for name, size, axis, advice in (
@@ -201,6 +216,8 @@ def _layout_of(
             require(size % mesh.shape[axis] == 0, name, must, size, advice)
     if distribution is None:
         return ArrayLayout(mesh, vocab_axis, batch_axis)
+    # Draft rows are split by id if they come so, or if nothing is known of them and they are as
+    # wide as the target's; and by request if they stand in the order of the drafts, or come so.
     place, rows, columns = place_of(storage)
     is_traced = isinstance(storage, jax.core.Tracer)
     is_known = place is not None and (not is_traced or AxisType.Explicit in place.axis_types)
@@ -211,6 +228,7 @@ def _layout_of(
         f"have V = {vocabulary} columns, as the target has, where it is split over {vocab_axis!r}"
     )
     require(by_vocab or not is_split, "drafts.distribution", must, storage)
+    # Rows in the order of the drafts go with their requests; a store only if it comes so.
     by_batch = batch_axis is not None
     if distribution.rows is not None:
         by_batch &= rows == batch_axis
@@ -218,13 +236,17 @@ def _layout_of(
 
 
 def _is_part(storage: jax.Array, target_logits: jax.Array, vocab_axis: str) -> bool:
-    """Whether draft storage inside `jax.shard_map` is split over the vocabulary axis."""
-    width, part = storage.shape[1], target_logits.shape[1]
+    """Returns whether draft storage inside `jax.shard_map` is split over the vocabulary axis."""
+    width = storage.shape[1]
+    part = target_logits.shape[1]
+    # Of the target and of the storage, whether JAX knows that it differs from device to device.
     varies = [
         vocab_axis in jax.typeof(x).manual_axis_type.varying for x in (target_logits, storage)
     ]
+    # As wide as the target's part: a part too, unless JAX knows that all devices have the same.
     if width == part:
         return varies[1] or not varies[0]
+    # Narrower storage could be whole rows of a small vocabulary, or parts of such rows.
     is_unclear = width < part and not varies[0]
     must = f"have {part} columns, as the part of the target has"
     hint = "fewer could be whole rows: let check_vma be true, or pad the drafter's vocabulary"
@@ -238,7 +260,7 @@ def over_parts(
     layout: ArrayLayout,
     arrays: CallArrays,
 ) -> RejectionSampleOutput:
-    """Call a function on each device's part of the arrays.
+    """Calls a function on each device's part of the arrays.
 
     Args:
       function: takes one part, whose offsets begin at 0.
@@ -250,12 +272,15 @@ def over_parts(
     """
     if layout.mesh is None:
         return without_vma(function, arrays, layout.vocab_axis)
-    batch, distribution = layout.batch_axis, arrays.drafts.distribution
+    batch = layout.batch_axis
+    distribution = arrays.drafts.distribution
+    # A spec for each array of a call, as `jax.shard_map` takes them.
     stored = batch if layout.draft_batch else None
     own: Any = P(batch)
     whole: Any = P()
     matrix: Any = P(stored, layout.vocab_axis if layout.draft_vocab else None)
     number: Any = P(stored)
+    # A list that all rows share is whole on every device.
     lists = None if distribution is None else distribution.ids
     ids: Any = whole if lists is None or lists.ndim == 1 else number
     of_distribution: Any = None
@@ -269,11 +294,15 @@ def over_parts(
     parts = 1 if batch is None else layout.mesh.shape[batch]
 
     def on_part(arrays: CallArrays) -> RejectionSampleOutput:
-        """With offsets and draft rows counted from the first of this device."""
+        """Calls it with offsets and draft rows counted from the first of this device."""
         if batch is None:
             return function(arrays)
-        me, drafts = lax.axis_index(batch), arrays.drafts
-        cu, n, distribution = drafts.cu_num_draft_tokens, len(drafts.token_ids), drafts.distribution
+        me = lax.axis_index(batch)
+        drafts = arrays.drafts
+        cu = drafts.cu_num_draft_tokens
+        n = len(drafts.token_ids)
+        distribution = drafts.distribution
+        # Offsets are whole on every device: of B / n requests those that are here.
         count = (cu.shape[0] - 1) // parts
         cu = lax.dynamic_slice(cu, (me * count,), (count + 1,)) - me * n
         if distribution is not None and distribution.rows is not None and layout.draft_batch:
@@ -293,7 +322,7 @@ def over_mesh(
     out_spec: P,
     arrays: Any,
 ) -> Any:
-    """``function(arrays)`` by `jax.shard_map`; `specs` is a pytree prefix of `arrays`."""
+    """Returns ``function(arrays)``, by `jax.shard_map`; `specs` is a pytree prefix of them."""
     # Kernels know nothing of varying mesh axes (vma).
     on_parts = jax.shard_map(
         function, mesh=mesh, in_specs=(specs,), out_specs=out_spec, check_vma=False
@@ -302,7 +331,7 @@ def over_mesh(
 
 
 def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | None) -> Any:
-    """``function(arrays)``, traced without the varying mesh axes (vma) of `jax.shard_map`.
+    """Returns ``function(arrays)``, traced without varying mesh axes (vma) of `jax.shard_map`.
 
     If arrays vary over an axis that requests are split over, loops and branches that begin with
     constants do not match them. An inner `jax.shard_map` over no axis traces them as not varying.
@@ -312,6 +341,7 @@ def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | N
       arrays: a pytree, one device's part.
       vocab_axis: the axis that the vocabulary is split over, or None.
     """
+    # All axes that any array varies over, but the one that the function exchanges over.
     varying: set[str] = set()
     for x in jax.tree.leaves(arrays):
         varying |= jax.typeof(x).manual_axis_type.varying
@@ -330,7 +360,11 @@ def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | N
 
 
 def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Arrays laid out by `specs` over explicit axes; `jax.shard_map` sees to all other axes."""
+    """Returns arrays laid out by `specs` over explicit axes.
+
+    `jax.shard_map` sees to all other axes.
+    """
+    # Over explicit axes arrays must lie as `jax.shard_map` is told: it moves none of them.
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = [name for name, kind in named if kind == AxisType.Explicit]
     if not explicit:

@@ -5,8 +5,11 @@ largest entry. For the others it is found by bisection over the floats: each rou
 tests whether the entries from a candidate on are as many, or have as much mass, as asked for. A
 round may test several candidates, because each costs an exchange if the row is on many devices.
 
-`search` is this, by whatever reads the rows: `find_thresholds` does in XLA, for many rows at once,
-and `mosaic_gpu.walk.RowFilter` for one row that a cluster has in shared memory.
+`search` is this, by whatever reads the rows:
+
+- `InXla` reads many rows at once, for all backends by XLA (`Gather.search`);
+- `mosaic_tpu.largest` looks at the largest entries of rows first, for TPUs (`Tiles.search`);
+- `mosaic_gpu.walk.RowFilter` reads one row that a cluster has in shared memory.
 """
 
 from __future__ import annotations
@@ -22,11 +25,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.sampling import Filter, limits_count
-from jax_specdec._src.verify.form import Form
-from jax_specdec._src.verify.largest import Largest
-
-ALL_ENTRIES = "all_entries"
-"""The scope of the operations that search all entries of rows."""
+from jax_specdec._src.verify.part import Part
 
 S = TypeVar("S")
 
@@ -38,13 +37,13 @@ class Amounts(Protocol[S]):
     """Reads rows for `search`. `state` goes from one read to the next."""
 
     def count(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
-        """How many candidates at least `goal` entries of a row are not below, int32."""
+        """Returns how many candidates at least `goal` entries of a row are not below, int32."""
 
     def mass(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
-        """The same of entries with a mass, relative to the peak, of at least `goal`."""
+        """Returns how many have entries from them on with a mass, to the peak, of `goal`."""
 
     def total(self, least: jax.Array, wanted: jax.Array, state: S) -> tuple[jax.Array, S]:
-        """The mass that is not below a threshold, of rows where it is wanted; of others not 0."""
+        """Returns the mass that is not below a threshold; anything but 0 where it is not wanted."""
 
 
 def search(
@@ -58,7 +57,7 @@ def search(
     peak: jax.Array,
     inv_temperature: jax.Array,
 ) -> tuple[jax.Array, S]:
-    """The thresholds of rows ``[...]``: of each the largest of those of min-p, top-k and top-p.
+    """Returns the thresholds of rows ``[...]``, of each the largest of its three filters'.
 
     Args:
       filter: min-p, top-k and top-p of each row's request.
@@ -74,12 +73,16 @@ def search(
       Float32, at most `peak`; entries equal to it stay. And the state after the last read.
     """
     largest = functools.partial(_largest, bits=bits, candidates=candidates)
-    least = _of_min_p(filter, peak, inv_temperature)
+    # Min-p: the logit whose probability is that share of the largest.
+    least = of_min_p(filter, peak, inv_temperature)
     if filter.top_k is not None:
+        # Top-k: the largest threshold that leaves k entries, between min-p's and the peak.
         highest = jnp.where(limits_count(filter.top_k, size), peak, least)
         least, state = largest(amounts.count, filter.top_k, least, highest, state)
     if filter.top_p is not None:
-        limits, above = filter.top_p < 1, least
+        # Top-p: the largest that leaves that share of the mass which min-p and top-k have left.
+        limits = filter.top_p < 1
+        above = least
         whole, state = amounts.total(above, limits, state)
 
         def mass(candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
@@ -106,10 +109,12 @@ def find_thresholds(
     dtype: Any,
     peak: jax.Array,
     inv_temperature: jax.Array,
-    form: Form,
-    largest: Callable[[], Largest] | None = None,
+    part: Part,
+    candidates: int,
 ) -> jax.Array:
-    """The thresholds of rows, by XLA.
+    """Returns the thresholds of rows, ``[n]`` float32, found by XLA.
+
+    They are at most `peak`; entries equal to them stay.
 
     Args:
       filter: min-p, top-k and top-p of each row's request, ``[n]``.
@@ -120,57 +125,41 @@ def find_thresholds(
       dtype: of the logits before they were converted to float32.
       peak: ``[n]`` float32, the largest entry of each row, finite.
       inv_temperature: ``[n]`` float32.
-      form: how the vocabulary is split. If it is, each round tests 15 candidates: float32 logits
-        take at most 8 rounds for each of top-k and top-p, bfloat16 logits 4. A TPU that has all of
-        it tests 3, for which it computes about as long as it reads: 16 and 8 rounds.
-      largest: finds the largest entries of the rows; not called where nothing is searched for. The
-        rows are read if these do not decide all thresholds.
-
-    Returns:
-      ``[n]`` float32, at most `peak`; entries equal to it stay.
+      part: of the vocabulary, which the entries are.
+      candidates: that each round tests. With 15, float32 logits take at most 8 rounds for each of
+        top-k and top-p, bfloat16 logits 4; with 3, 16 and 8; with 1, 32 and 16.
     """
-    candidates = 15 if form.axis is not None else 3 if form.platform == "tpu" else 1
-    settings: Any = dict(size=size, bits=bits_of(dtype), candidates=candidates)
-    settings |= dict(peak=peak, inv_temperature=inv_temperature)
     none = jnp.full_like(peak, -jnp.inf)
 
+    # Rows are selected once, inside of the branch: nothing is read where no row has a threshold.
     def in_rows() -> jax.Array:
-        amounts: _InXla[None] = _InXla(select(), peak, inv_temperature, form, candidates)
-        return search(filter, amounts, None, **settings)[0]
+        amounts: InXla[None] = InXla(select(), peak, inv_temperature, part, candidates)
+        return search(
+            filter,
+            amounts,
+            None,
+            size=size,
+            bits=bits_of(dtype),
+            candidates=candidates,
+            peak=peak,
+            inv_temperature=inv_temperature,
+        )[0]
 
-    if largest is None:
-        return only_if(jnp.any(limited), in_rows, none)
-    find_largest = largest
-
-    def among_largest() -> tuple[jax.Array, jax.Array]:
-        them = find_largest()
-        amounts = _AmongLargest(them, peak, inv_temperature, form, candidates, limited)
-        least, above = search(filter, amounts, none, **settings)
-        is_listed = (above > them.bound) | (above == -jnp.inf)
-        return least, is_listed & (least > them.bound)
-
-    searched = limited & filter.is_searched(size)
-    nothing = _of_min_p(filter, peak, inv_temperature), jnp.zeros_like(limited)
-    least, known = only_if(jnp.any(searched), among_largest, nothing)
-    unknown = searched & ~known
-
-    with jax.named_scope(ALL_ENTRIES):
-        rest = only_if(jnp.any(unknown), in_rows, none)
-    return jnp.where(unknown, rest, least)
+    return only_if(jnp.any(limited), in_rows, none)
 
 
 @dataclasses.dataclass(frozen=True)
-class _InXla(Generic[S]):
-    """`Amounts` of rows ``[n]``."""
+class InXla(Generic[S]):
+    """`Amounts` of rows ``[n]``. The exchange is one for all candidates of a round."""
 
     rows: SomeRows
     peak: jax.Array
     inv_temperature: jax.Array
-    form: Form
+    part: Part
     candidates: int
 
     def count(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
-        x = self.rows.whole()
+        x = self.rows.whole()  # [n, W]
         # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
         sums = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in self._each(candidate)]
         return self._reached(sums, goal), state
@@ -180,7 +169,7 @@ class _InXla(Generic[S]):
 
     def total(self, least: jax.Array, wanted: jax.Array, state: S) -> tuple[jax.Array, S]:
         def whole() -> jax.Array:
-            return self.form.sum(self._masses([least])[0])
+            return self.part.sum(self._masses([least])[0])
 
         found = only_if(jnp.any(wanted), whole, jnp.ones_like(self.peak))
         return jnp.where(wanted, found, 1.0), state
@@ -190,39 +179,27 @@ class _InXla(Generic[S]):
 
     def _masses(self, bounds: list[jax.Array]) -> list[jax.Array]:
         x = self.rows.whole()
-        weights = jnp.exp((x - self.peak[:, None]) * self.inv_temperature[:, None])
+        weights = jnp.exp((x - self.peak[:, None]) * self.inv_temperature[:, None])  # [n, W]
         return [jnp.sum(jnp.where(x >= c[:, None], weights, 0.0), axis=1) for c in bounds]
 
     def _reached(self, sums: list[jax.Array], goal: jax.Array) -> jax.Array:
-        return jnp.sum(self.form.sum(jnp.stack(sums)) >= goal[None], axis=0, dtype=jnp.int32)
+        # [candidates, n]: the sums over all parts, by one exchange
+        reaches = self.part.sum(jnp.stack(sums)) >= goal[None]
+        return jnp.sum(reaches, axis=0, dtype=jnp.int32)
 
 
-@dataclasses.dataclass(frozen=True)
-class _AmongLargest(_InXla[jax.Array]):
-    """`Amounts` of the largest entries of rows.
-
-    The state is the threshold of min-p and top-k, once top-p asks for the mass that they leave.
-    """
-
-    rows: Largest
-    limited: jax.Array
-
-    def total(
-        self, least: jax.Array, wanted: jax.Array, state: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        found, _ = super().total(least, wanted, state)
-        of_rows = wanted & self.limited & (least == -jnp.inf)
-        return jnp.where(of_rows, only_if(jnp.any(of_rows), self.rows.mass, found), found), least
-
-
-def _of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+def of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> jax.Array:
+    """Returns the thresholds of min-p; -inf without one."""
     if filter.min_p is None:
         return jnp.full_like(peak, -jnp.inf)
     return peak + jnp.log(filter.min_p) / inv_temperature
 
 
 def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:
-    """``fn()`` if a condition holds, else `otherwise`. Under `vmap`, skipped if it never holds."""
+    """Returns ``fn()`` if a condition holds, else `otherwise`.
+
+    Under `vmap` it is skipped if the condition holds for none, which `lax.cond` would not do.
+    """
 
     def once(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         return jnp.bool_(False), fn()
@@ -231,8 +208,8 @@ def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:
 
 
 def bits_of(dtype: Any) -> int:
-    """Leading bits of a float32 by which entries of a dtype differ: sign, exponent, mantissa."""
-    return 9 + int(jnp.finfo(dtype).nmant)
+    """Returns how many leading bits of a float32 tell entries of a dtype apart."""
+    return 9 + int(jnp.finfo(dtype).nmant)  # sign, exponent, mantissa
 
 
 def _largest(
@@ -245,18 +222,22 @@ def _largest(
     bits: int,
     candidates: int,
 ) -> tuple[jax.Array, S]:
-    """The largest floats in ``[low, high]`` that reach a goal, and the state of the last read.
+    """Returns the largest floats in ``[low, high]`` that reach a goal, and the last read's state.
 
     Floats up to one that does must reach it, and `low` must. `reached` says how many of the
     candidates do. Only floats that are 0 past their leading `bits` are tried.
     """
-    shift, halvings = 32 - bits, (candidates + 1).bit_length() - 1
+    shift = 32 - bits
+    halvings = (candidates + 1).bit_length() - 1
 
+    # Floats become integers of the same order, their keys: the middle of two keys is a float
+    # between theirs, whatever their exponents are.
     def value(key: jax.Array) -> jax.Array:
         x = lax.bitcast_convert_type(in_order(key << shift), jnp.float32)
         return jnp.where(jnp.abs(x) < jnp.finfo(x).tiny, 0.0, x)  # some devices flush it to 0
 
     def divide(given: tuple[jax.Array, jax.Array, S]) -> tuple[jax.Array, jax.Array, S]:
+        # Candidates divide what is left into equal parts, of which one is left.
         low, high, state = given
         # The distance may exceed an int32; so may products, but not their sums.
         step = lax.shift_right_logical(high - low, np.int32(halvings)) + 1
@@ -274,10 +255,14 @@ def _largest(
         return jnp.any(is_left) if is_left.ndim else is_left  # a kernel has no reductions of none
 
     start, end = (in_order(lax.bitcast_convert_type(x, jnp.int32)) >> shift for x in (low, high))
+    # At most `bits` halvings. A row that is done waits for the others.
     found, _, state = lax.while_loop(goes_on, divide, (start, end, state))
     return jnp.where(found > start, value(found), low), state
 
 
 def in_order(bits: jax.Array) -> jax.Array:
-    """From the bits of a float32 to an int32 that orders as the floats do, NaN last; and back."""
+    """Returns, from the bits of a float32, an int32 that orders as floats do; and from it the bits.
+
+    NaN comes last.
+    """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -17,6 +19,7 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
 )
+from jax_specdec._src.verify.api import check_implementation
 from jax_specdec._src.verify.call import Implementation, Settings, checked
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
@@ -70,18 +73,24 @@ def validate(
         ...
       ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
     """
+    # Shapes and dtypes, as every call checks them. What follows looks at values.
+    check_implementation(implementation)
     of_requests = sampling, bonus_token_ids, active
     arrays, static = checked(
         CallArrays(target_logits, drafts, None, *of_requests, token_bitmask),
         Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
     size, k, sampling = static.size, config.num_speculative_tokens, arrays.sampling
-    cu, ids = np.asarray(drafts.cu_num_draft_tokens), np.asarray(drafts.token_ids)
+    cu = np.asarray(drafts.cu_num_draft_tokens)
+    ids = np.asarray(drafts.token_ids)
     batch = len(cu) - 1
-    is_active = np.ones(batch, bool) if active is None else np.asarray(active)
+    # Inactive slots may hold anything.
+    is_active = _given(active, np.ones(batch, bool))
     slots = np.flatnonzero(is_active)
 
-    counts, name = np.diff(cu), "drafts.cu_num_draft_tokens"
+    # Offsets, then the parameters of requests.
+    counts = np.diff(cu)
+    name = "drafts.cu_num_draft_tokens"
     require(cu[0] == 0, f"{name}[0]", "be 0", cu[0])
     holds = (counts >= 0) & (counts <= k)
     must = f"be in [0, num_speculative_tokens] = [0, {k}]"
@@ -92,6 +101,7 @@ def validate(
             values = np.asarray(given)
             holds = one.range.holds(values)
             check_entries(f"sampling.{one.name}[{{}}]", values, holds, one.range.must, slots)
+    # Noise, if it is given.
     if keys is not None:
         check_keys("keys", keys, {"B": batch})
     if positions is not None:
@@ -99,10 +109,12 @@ def validate(
         check_array("positions", values, "[B] int32", {"B": batch})
         check_entries("positions[{}]", values, values >= 0, "be at least 0", slots)
 
+    # Drafts: [N], the owner of each, and which of them belong to active requests.
     owner = np.repeat(np.arange(batch), counts)
     drafted = np.flatnonzero(is_active[owner])
     holds, must = (ids >= -1) & (ids < size), f"be in [0, {size}), or -1 for no proposal"
     check_entries("drafts.token_ids[{}]", ids, holds, must, drafted)
+    # Target rows that active requests own: one for each draft, and the bonus row.
     rows = drafted
     if bonus_token_ids is None:
         rows = np.concatenate([drafted + owner[drafted], cu[1:][slots] + slots])
@@ -113,6 +125,7 @@ def validate(
     least = rows.max(initial=-1) + 1
     must = f"have the {least} rows that active requests own"
     require(least <= len(target_logits), "target_logits", must, target_logits)
+    # What is left of each row, if its mask is applied, must have a largest entry.
     logits = np.asarray(target_logits, np.float32)[:, :size]
     if token_bitmask is not None:
         words = np.asarray(token_bitmask)[:, np.arange(size) // 32]
@@ -122,26 +135,36 @@ def validate(
         _check_distribution(drafts.distribution, owner, drafted, size)
 
 
+def _given(values: Any, default: np.ndarray) -> np.ndarray:
+    """Returns the values that were given, or the default."""
+    return default if values is None else np.asarray(values)
+
+
 def _check_finite(name: str, values: np.ndarray, at: np.ndarray) -> None:
+    """Checks the values at some places."""
     check_entries(name, values, np.isfinite(values), "be finite", at)
 
 
 def _check_distribution(
     distribution: DraftDistribution, owner: np.ndarray, drafted: np.ndarray, size: int
 ) -> None:
-    """Check the rows of active requests' drafts, of which draft i is ``owner[i]``'s."""
+    """Checks the rows of active requests' drafts, of which draft i is ``owner[i]``'s."""
     path = "drafts.distribution"
     if distribution.valid is not None:
         drafted = drafted[np.asarray(distribution.valid)[owner[drafted]]]
-    ids = None if distribution.ids is None else np.asarray(distribution.ids)
+    # Column j is id j, so that columns from `size` on are padding, unless the ids are listed.
+    ids = distribution.ids
     values = np.asarray(storage_of(distribution), np.float32)[:, : size if ids is None else None]
-    rows = np.arange(len(owner)) if distribution.rows is None else np.asarray(distribution.rows)
+    rows = _given(distribution.rows, np.arange(len(owner)))
     holds, must = (rows >= 0) & (rows < len(values)), f"be in [0, R) = [0, {len(values)})"
     check_entries(f"{path}.rows[{{}}]", rows, holds, must, drafted)
+    # What is wrong with a row that no draft points to matters to nobody.
     visited = np.unique(rows[drafted])
+    # Lists of ids of rows that drafts point to.
     if ids is not None and ids.ndim == 2:
         for row in visited:
-            check_listed(f"{path}.ids[{row}]", ids[row], size)
+            check_listed(f"{path}.ids[{row}]", np.asarray(ids[row]), size)
+    # Probabilities must be such; of logits, what is stored beside them must belong to them.
     if isinstance(distribution, DraftProbs):
         least, total = values.min(axis=1), values.sum(axis=1, dtype=np.float64)
         is_one = abs(total - 1) <= _LARGEST_EXCESS

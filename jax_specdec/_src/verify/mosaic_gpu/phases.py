@@ -19,9 +19,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.types import DraftLogits
-from jax_specdec._src.verify.draft_rows import MappedRows
-from jax_specdec._src.verify.draw import LocalRows, pieces_of_tiles
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.draw import pick, pick_of
@@ -30,9 +27,11 @@ from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, SharedM
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, TargetSlice, WarpRow, words_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Exponent, excess
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, T, Threads
-from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.rows import Partials, Rows
-from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles
+from jax_specdec._src.verify.q import Logits, Mapped, Stored
+from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.verify.source import LocalRows, Source
+from jax_specdec._src.verify.statistics import Partials
+from jax_specdec._src.verify.tiles import TILE, Scale, num_tiles, pieces_of_tiles
 
 _AT_ONCE = 4
 """Reads of each row that a thread has in flight at once."""
@@ -65,8 +64,7 @@ def row_statistics(
       ``[G]``: a sum, relative to a logit of the order of the row's largest, or an argmax beside the
       largest itself. The maximum is -inf for an empty row, +inf if a row holds NaN or +inf.
     """
-    logits, num_rows, first_id = rows.matrix, index.shape[0], rows.first_id
-    assert first_id is not None
+    logits, num_rows, first_id = rows.matrix, index.shape[0], rows.part.first_id
     bitmask = words_of(rows.token_bitmask)
     memory = SharedMemory.of(logits, num_requests=num_rows, size=rows.width, config=config)
     slices = memory.slices
@@ -138,7 +136,7 @@ class PartOperands(NamedTuple, Generic[X]):
     """What the kernels that draw read: arrays, or refs of them.
 
     Attributes:
-      source: a `Position` ``[G]`` of what is read.
+      source: a `Source` ``[G]`` of what is read.
       first_id: ``[1]`` int32, the part's first id.
       target: ``[M, width]`` target logits of the part.
       bitmask: ``[M, words]`` int32, the ids that are allowed, or None.
@@ -156,24 +154,23 @@ class PartOperands(NamedTuple, Generic[X]):
     thresholds: X | None
 
     @classmethod
-    def of(cls, rows: LocalRows, source: Position) -> PartOperands[jax.Array]:
+    def of(cls, rows: LocalRows, source: Source) -> PartOperands[jax.Array]:
         """Those of a call."""
-        target, draft, first_id = rows.target, rows.draft, rows.target.first_id
-        assert first_id is not None
-        unread = ["offset", "proposed", "uniform", "argmax", "p_masses", "p", "q", "status"]
+        target, first_id = rows.target, rows.part.first_id
+        draft = rows.q if isinstance(rows.q, Stored) else None
+        unread = ["proposed", "argmax", "p_masses"]
         if draft is None:
             unread += ["draft_row", "uses_q", "weight"]
         arrays: dict[str, Any] = dict.fromkeys(unread)
-        has_scale = draft is not None and isinstance(draft.distribution, DraftLogits)
+        has_scale = draft is not None and isinstance(draft.kind, Logits)
         arrays["draft_scale"] = source.draft_scale.scale if has_scale else None
-        mapped = draft.rows if draft and isinstance(draft.rows, MappedRows) else None
         return PartOperands(
             source=source._replace(**arrays),
             first_id=first_id[None],
             target=target.matrix,
             bitmask=words_of(target.token_bitmask),
             draft=None if draft is None else draft.storage.matrix,
-            columns=None if mapped is None else mapped.columns,
+            columns=draft.columns if isinstance(draft, Mapped) else None,
             thresholds=None if draft is None else draft.storage.thresholds,
         )
 
@@ -228,14 +225,14 @@ class PartWeights:
         self.q = None if source.draft_scale is None else exponent(source.draft_scale)
         self.draft: WarpRow | None = None
         self.uses_q: jax.Array | None = None
-        if rows.draft is None or draft is None:
+        if not isinstance(rows.q, Stored) or draft is None:
             return
-        row, storage = jnp.clip(source.draft_row, 0, draft.shape[0] - 1), rows.draft.storage
+        row, storage = jnp.clip(source.draft_row, 0, draft.shape[0] - 1), rows.q.storage
         thresholds, self.uses_q = operands.thresholds, source.uses_q != 0
         self.draft = row_of(
             draft,
             row,
-            first=jnp.int32(0) if storage.first_id is None else self.first_id,
+            first=self.first_id if storage.part.is_split else jnp.int32(0),
             fill=storage.fill,
             threshold=None if thresholds is None else threads.gather(thresholds, row),
             columns=operands.columns,
@@ -277,7 +274,7 @@ class PartWeights:
         return chosen
 
 
-def part_masses(rows: LocalRows, source: Position, *, interpret: Any = False) -> jax.Array:
+def part_masses(rows: LocalRows, source: Source, *, interpret: Any = False) -> jax.Array:
     """Sums of this part's weights, and of its ``p``, by tile.
 
     Args:
@@ -286,7 +283,7 @@ def part_masses(rows: LocalRows, source: Position, *, interpret: Any = False) ->
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
-      ``[G, 2, n]`` float32, as `draw.LocalRows.masses`; 0 if the row is negative.
+      ``[G, 2, n]`` float32, as `Gather.own_masses`; 0 if the row is negative.
     """
     count, of_part = source.row.shape[0], rows.num_tiles
 
@@ -329,7 +326,7 @@ def part_masses(rows: LocalRows, source: Position, *, interpret: Any = False) ->
 
 def part_draw(
     rows: LocalRows,
-    source: Position,
+    source: Source,
     recover: jax.Array,
     masses: jax.Array,
     *,
@@ -422,7 +419,7 @@ class PartDraw:
         """The mass of a piece: of weights (kind 0) or of ``p`` (kind 1); 0 if there is no piece."""
         owner, count = self._owner(tile, piece), self.rows.num_tiles
         first = owner * self.rows.target.width
-        is_piece = (first < (tile + 1) * TILE) & (owner < self.rows.num_parts)
+        is_piece = (first < (tile + 1) * TILE) & (owner < self.rows.part.num_parts)
         place = ((owner * self.batch + self.item) * 2 + kind) * count + tile - lax.div(first, TILE)
         mass = self.weights.threads.gather(self.masses, jnp.where(is_piece, place, 0))
         return jnp.where(is_piece, mass, 0.0)
@@ -430,8 +427,8 @@ class PartDraw:
     def _by_tile(self, kind: int) -> list[jax.Array]:
         """The mass of every tile by lane, one array for every 32 tiles."""
         rows, found = self.rows, []
-        most = pieces_of_tiles(rows.target.width, rows.num_parts, rows.num_tiles).shape[1]
-        count = num_tiles(rows.target.width * rows.num_parts)
+        most = pieces_of_tiles(rows.target.width, rows.part.num_parts, rows.num_tiles).shape[1]
+        count = num_tiles(rows.target.width * rows.part.num_parts)
         for i in range(0, count, WARP):
             tile = self.weights.threads.lane + i
             inside = jnp.minimum(tile, count - 1)

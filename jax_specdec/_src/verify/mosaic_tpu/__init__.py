@@ -1,6 +1,7 @@
-"""What a TPU reads rows by: two kernels, written in Pallas.
+"""What is for TPUs alone, and no TPU has run: `verify.backends.tiles` is its one door.
 
-``support`` says which calls they serve, ``kernels`` is what `verify.xla` asks, ``statistics`` reads
-target rows and ``residual`` the rows that are drawn from. All else is `verify.xla`. Kernels are
-imported only if a call names them, because Pallas is slow to import.
+``largest`` finds the largest entries of rows, among which thresholds nearly always are. ``support``
+says which calls the kernels serve, ``statistics`` reads target rows and ``residual`` the rows that
+are drawn from; ``blocks`` is what both are made of. Kernels are imported only if a call names them,
+because Pallas is slow to import.
 """

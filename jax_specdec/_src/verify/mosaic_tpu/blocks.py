@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.verify.largest import LANES
+from jax_specdec._src.verify.mosaic_tpu.largest import LANES
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 _CHUNKS = TILE // LANES
@@ -33,8 +33,9 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, width: int, most: int) -> Blocks:
-        """Of `width` ids: of the three largest blocks, that which leaves the fewest tiles empty."""
+        """Returns the blocks of `width` ids, at most so many tiles each."""
         count = num_tiles(width)
+        # Of the three largest, that which leaves the fewest tiles empty.
         tiles = min(range(most - 2, most + 1), key=lambda n: (-(-count // n) * n, -n))
         return cls(min(count, tiles), pl.cdiv(count, tiles))
 
@@ -53,9 +54,11 @@ class Blocks(NamedTuple):
 
         `entry` gives ``[rows, 128]``, of each chunk of 128 ids. Lanes are added once for each tile.
         """
-        first, sums = pl.program_id(1) * self.tiles, ref[...]
+        first = pl.program_id(1) * self.tiles
+        sums = ref[...]
         tile = lax.broadcasted_iota(jnp.int32, sums.shape, 1)
         for t in range(self.tiles):
+            # [rows, 1]: 16 chunks are added lane by lane, then their lanes
             chunks = range(t * _CHUNKS, (t + 1) * _CHUNKS)
             total = jnp.sum(functools.reduce(jnp.add, map(entry, chunks)), axis=1, keepdims=True)
             sums = jnp.where(tile == first + t, total, sums)
@@ -63,12 +66,12 @@ class Blocks(NamedTuple):
 
 
 def of_rows(rows: int, columns: int) -> Any:
-    """A block that stays in vector memory while the grid goes over the blocks of its rows."""
+    """Returns a block that stays in vector memory while the grid goes over those of its rows."""
     return pl.BlockSpec((rows, columns), lambda i, j, *_: (i, 0))
 
 
 def in_powers_of_two(x: jax.Array) -> jax.Array:
-    """What `exp2` takes for what `exp` takes."""
+    """Returns what `exp2` takes for what `exp` takes."""
     return jnp.minimum(x * 1.4426950408889634, jnp.finfo(jnp.float32).max)
 
 
@@ -85,5 +88,6 @@ def clear(ref: Any, end: jax.Array, value: float) -> None:
             x = jnp.where(column < end, ref[:, here].astype(wide), wide(value))
             ref[:, here] = x.astype(ref.dtype)
 
+        # From the chunk that the end is in.
         start = lax.div(jnp.maximum(end, 0), jnp.int32(LANES))
         lax.fori_loop(start, jnp.int32(width // LANES), step, None)

@@ -4,7 +4,7 @@ A step of the grid has a block of 16 rows, which fill packed registers of 16-bit
 nine tiles of ids. It reads the block in vector memory: for its maximum, for the place of it, and
 for the sums relative to the largest entry so far. Sums of earlier blocks follow it.
 
-The largest entries are sorted into lists while the block is in vector memory (`verify.largest`).
+The largest entries are sorted into lists while the block is in vector memory: see `largest`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_specdec._src.verify.largest import LANES, NUM_LISTED, PLACES, sort_in
 from jax_specdec._src.verify.mosaic_tpu.blocks import VMEM, Blocks, clear, in_powers_of_two, of_rows
+from jax_specdec._src.verify.mosaic_tpu.largest import LANES, NUM_LISTED, PLACES, sort_in
 
 ROWS = 16
 """Rows of a block."""
@@ -43,7 +43,7 @@ def row_statistics(
     with_sums: bool = True,
     ranked: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Statistics of rows.
+    """Returns statistics of rows.
 
     Args:
       logits: ``[M, W]`` bfloat16, float16 or float32.
@@ -59,18 +59,22 @@ def row_statistics(
       The maxima ``[M]`` float32; the argmaxes ``[M]`` int32, ties to the lowest column; and
       ``[M, T]`` float32, ``sum(exp((x - maximum) / temperature))`` by tiles of columns, T of them
       or more. If a row holds a NaN, its maximum or one of its sums is NaN or +inf. And None, or
-      the lists ``[M, L]`` of `verify.largest`; of a row that is not `ranked` they may be empty.
+      the lists ``[M, L]`` of `mosaic_tpu.largest`; of a row that is not `ranked` they may be empty.
     """
-    num_rows, blocks = logits.shape[0], Blocks.of(logits.shape[1], _TILES)
+    num_rows = logits.shape[0]
+    blocks = Blocks.of(logits.shape[1], _TILES)
+    # [M, 1 or 3]: the temperature of each row, and perhaps its maximum and threshold
     numbers = [in_powers_of_two(inv_temperature), *(limits or ())]
     groups = pl.cdiv(num_rows, ROWS)
 
     def wanted_by_group(rows: jax.Array) -> jax.Array:
+        """Returns whether any row of each group is wanted, ``[groups]`` int32."""
         padded = jnp.pad(rows, (0, groups * ROWS - num_rows)).reshape(groups, ROWS)
         return jnp.any(padded, axis=1).astype(jnp.int32)
 
     if logits.dtype == jnp.float16:  # which no kernel takes: XLA copies the rows
         logits = lax.bitcast_convert_type(logits, jnp.int16)
+    # What is kept of 16 rows from block to block, by columns: maximum, argmax, sums, lists.
     out = [(1, jnp.float32), (1, jnp.int32), (blocks.num_sums, jnp.float32)]
     if ranked is not None:
         out.append((NUM_LISTED, jnp.bfloat16 if logits.dtype == jnp.bfloat16 else jnp.float32))
@@ -80,7 +84,7 @@ def row_statistics(
             _kernel, blocks=blocks, has_least=limits is not None, with_sums=with_sums
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=3,
+            num_scalar_prefetch=3,  # the end, and what each group wants
             grid=(groups, blocks.num),
             in_specs=[
                 of_rows(ROWS, len(numbers)),
@@ -90,7 +94,9 @@ def row_statistics(
         ),
         out_shape=[jax.ShapeDtypeStruct((num_rows, *shape), dtype) for *shape, dtype in out],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM
+            # Groups do not depend on each other; blocks of a group come in order.
+            dimension_semantics=("parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM,
         ),
         name="row_statistics",
     )(end[None], *flags, jnp.stack(numbers, axis=1), logits)
@@ -112,9 +118,12 @@ def _kernel(
     with_sums: bool,
 ) -> None:
     """One block of rows and tiles. What is found is kept from block to block of the same rows."""
-    group, block = pl.program_id(0), pl.program_id(1)
-    first, chunks = block * blocks.width, blocks.width // LANES
+    group = pl.program_id(0)
+    block = pl.program_id(1)
+    first = block * blocks.width
+    chunks = blocks.width // LANES
 
+    # Before the first block of these rows.
     @pl.when(block == 0)
     def _() -> None:
         none = jnp.full_like(peak_ref, -jnp.inf)
@@ -124,13 +133,14 @@ def _kernel(
         for ref in lists_ref:
             ref[...] = jnp.full_like(ref, -jnp.inf)
 
+    # Past the last id anything may stand.
     clear(x_ref, end_ref[0] - first, _NONE if x_ref.dtype == jnp.int16 else -jnp.inf)
 
     def load(chunk: int) -> jax.Array:
         return _float32(x_ref[:, pl.ds(chunk * LANES, LANES)])
 
     def chains(entry: Callable[[int], X], larger: Callable[[X, X], X]) -> list[X]:
-        """The largest of even and of odd chunks, which do not wait for each other."""
+        """Returns the largest of even and of odd chunks, which do not wait for each other."""
         found = [entry(0), entry(1)]
         for i in range(2, chunks):
             found[i % 2] = larger(found[i % 2], entry(i))
@@ -148,9 +158,11 @@ def _kernel(
         def larger(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> Any:
             return jnp.maximum(a[0], b[0]), jnp.where(b[0] > a[0], b[1], a[1])
 
+        # [16, 128]: the largest entry of each lane, and its chunk; the earlier of equal ones
         (a, i), (b, j) = chains(entry, larger)
         is_a = (a > b) | ((a == b) & (i < j))
         largest, chunk = jnp.where(is_a, a, b), jnp.where(is_a, i, j)
+        # [16, 1]: the largest of all lanes, and the lowest column that has it
         peak = jnp.max(largest, axis=1, keepdims=True)
         column = chunk * LANES + lax.broadcasted_iota(jnp.int32, chunk.shape, 1)
         column = jnp.where(largest == peak, column, blocks.width)
@@ -164,7 +176,9 @@ def _kernel(
     def listed_maximum() -> jax.Array:
         return jnp.max(functools.reduce(jnp.maximum, listed()), axis=1, keepdims=True)
 
-    without_argmax, is_ranked = maximum, ranked_ref[group] > 0
+    # Where the largest entries are listed, the maximum is among them.
+    without_argmax = maximum
+    is_ranked = ranked_ref[group] > 0
     for ref in lists_ref:
         without_argmax = functools.partial(lax.cond, is_ranked, listed_maximum, maximum)
 
@@ -174,6 +188,7 @@ def _kernel(
             for place, entries in zip(PLACES, lists, strict=True):
                 ref[:, place] = entries.astype(ref.dtype)
 
+    # The maximum of all blocks so far.
     before = peak = peak_ref[...]
     if not with_sums:
         peak = maximum_and_argmax()
@@ -192,18 +207,20 @@ def _kernel(
         x = jnp.where(x < least, -jnp.inf, x) if has_least else x
         return jnp.exp2((x - base) * by)
 
+    # The sums of earlier blocks are moved to the new maximum; those of this one are put beside.
     sums_ref[...] *= jnp.exp2(jnp.where(before == peak, 0.0, before - peak) * scale)
     blocks.put_sums(sums_ref, exponential)
 
 
 def _float32(x: jax.Array) -> jax.Array:
-    """Entries in float32; int16 holds the bits of float16."""
+    """Returns entries in float32; int16 holds the bits of float16."""
     if x.dtype != jnp.int16:
         return x.astype(jnp.float32)
     bits = x.astype(jnp.int32)
-    size = bits & 0x7FFF
+    size = bits & 0x7FFF  # without the sign
     moved = (size << 13) + (112 << 23)  # exponents count from 127 instead of 15
     moved = jnp.where(size < 0x7C00, moved, moved + (112 << 23))  # inf and NaN
+    # Below the smallest normal number the bits are an integer times 2^-24.
     normal = lax.bitcast_convert_type(moved, jnp.float32)
     magnitude = jnp.where(size < 0x0400, size.astype(jnp.float32) * 2.0**-24, normal)
     return jnp.where(bits < 0, -magnitude, magnitude)

@@ -1,0 +1,13 @@
+"""Backends: how rows are read, and tokens drawn from them, on each kind of device.
+
+A backend is a class in a file, and a row of the table in `verify.api`. `base` says what it answers,
+and `gather` answers everything: a new backend overrides what its device does better, and leaves the
+rest to ``super()``. Here are
+
+- `gather`: all rows at once, by operations on whole matrices. GPUs, and devices that nothing is
+  known of.
+- `in_order`: one request after another. CPUs.
+- `tiles`: all rows tile by tile. TPUs. Whatever is for TPUs alone is behind this file, and no TPU
+  has run it.
+- `mosaic_gpu`: a kernel that verifies, or kernels that read a part of the vocabulary. Hopper GPUs.
+"""

@@ -1,0 +1,154 @@
+"""`InOrder`: one request after another, for CPUs.
+
+The rows of a position are read only if the positions before it leave it to matter, and one row
+after another, so that it stays in the CPU's cache. Over a split vocabulary, where each row is an
+exchange, the rows of all requests are read ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.blocks import by_blocks, take_few
+from jax_specdec._src.verify import reader
+from jax_specdec._src.verify.backends.gather import Gather, Tiles, has_cut_tiles, whole_and_cut
+from jax_specdec._src.verify.part import pack, unpack
+from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.q import Listed
+from jax_specdec._src.verify.requests import Request
+from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.source import LocalRows
+from jax_specdec._src.verify.statistics import Partials, TargetStatistics
+
+_FOUND = "argmax", "scale", "threshold", "p_masses", "draft_scale", "p", "q", "weight", "status"
+"""Fields of a position that reading and the rule find."""
+
+_GIVEN = tuple(x for x in Position._fields if x != "p_masses")
+"""Fields that a position is sliced out of. Its masses are large, and not known before."""
+
+
+class InOrder(Gather):
+    """Rows in order."""
+
+    reads_ahead: ClassVar[bool] = False
+
+    def read(
+        self,
+        rows: LocalRows,
+        requests: Request,
+        positions: Position,
+        rule: Rule,
+        samples: bool = True,
+    ) -> Position:
+        if rows.part.is_split:
+            return self.read_ahead(rows, requests, positions, rule, samples)
+        given = [getattr(positions, name) for name in _GIVEN]
+        # [B]: positions that have a row; none if the request is known to be bad
+        num_owned = jnp.sum(positions.offset < requests.num_rows[:, None], axis=1, dtype=jnp.int32)
+        num_owned = jnp.where(requests.is_ok, num_owned, 0)
+
+        def of_request(b: jax.Array, words: jax.Array) -> jax.Array:
+            """Reads a request until no other row of it can matter."""
+            request = jnp.uint32(b)  # an int under jax.disable_jit
+            # [1, ...]: this request
+            one = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, request, 1), requests)
+            last = lax.dynamic_index_in_dim(num_owned, request, keepdims=False).astype(jnp.uint32)
+
+            def step(state: Any) -> Any:
+                """Reads position i, and says whether the next one may matter."""
+                _, i, weight, words = state
+                place = request, i
+                # [1, 1]: this position
+                own = jax.tree.map(lambda x: lax.dynamic_slice(x, place, (1, 1)), given)
+                this = positions._replace(**dict(zip(_GIVEN, own, strict=True)))
+                stats = self.of_one_row(rows, one, this)
+                this = reader.judged(rows, one, this, stats)._replace(weight=weight)
+                if rule.draws_every_row:
+                    this = lax.cond(
+                        one.greedy[0], lambda: this, lambda: reader.drawn(rows, one, this)
+                    )
+                # All that was found of it is written as one array.
+                found = pack(_found_of(this), 2)
+                words = lax.dynamic_update_slice(words, found, (*place, jnp.uint32(0)))
+                return rule.goes_on(this)[0, 0], i + 1, rule.next_weight(this), words
+
+            start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), words
+            return lax.while_loop(lambda state: state[0] & (state[1] < last), step, start)[3]
+
+        # [B, P, words]: what is found of a position stands side by side, as one array to write.
+        unread = _found_of(positions)
+        words = lax.fori_loop(0, num_owned.shape[0], of_request, pack(unread, 2))
+        return positions._replace(**dict(zip(_FOUND, unpack(words, unread, 2), strict=True)))
+
+    def of_one_row(self, rows: LocalRows, one: Request, position: Position) -> TargetStatistics:
+        """Returns those of one position of one request: its argmax if it is greedy, else sums."""
+        row = position.row[:, 0]
+
+        def greedy() -> TargetStatistics:
+            peak, argmax = self.max_and_argmax(rows.target, row)
+            least = None if one.filter is None else jnp.full((1,), -jnp.inf, jnp.float32)
+            sums = jnp.zeros((1, rows.num_tiles), jnp.float32)
+            return TargetStatistics(Partials(peak, jnp.ones_like(peak), argmax), least, sums)
+
+        def sampled() -> TargetStatistics:
+            # No argmax is wanted, so the maximum needs no look at NaN: the sum tells.
+            peak = self.peak(rows.target, row)
+            argmax = jnp.zeros_like(row)
+            given = one.inv_temperature, ~one.greedy, one.filter
+            stats = self.summed(rows, row, peak, argmax, *given)
+            return stats._replace(partials=stats.partials.checked())
+
+        return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], greedy, sampled))
+
+    # What a CPU does otherwise than a GPU.
+
+    def largest_of(
+        self, rows: Rows, x: jax.Array, index: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        if not rows.part.is_split:
+            return super().largest_of(rows, x, index)
+        return jnp.max(x, axis=1), rows.part.ids(jnp.argmax(x, axis=1).astype(jnp.int32))
+
+    def max_and_place(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+        peak = jnp.max(x, axis=1)
+        return peak, jnp.min(jnp.where(x == peak[:, None], index, x.shape[1]), axis=1)
+
+    def in_tiles(
+        self,
+        rows: Rows,
+        matrices: Sequence[tuple[jax.Array, float]],
+        count: int,
+        by_first_id: bool = True,
+        by_lanes: bool = False,
+    ) -> Tiles:
+        if by_first_id and has_cut_tiles(rows):
+            return super().in_tiles(rows, matrices, count, by_first_id, by_lanes)
+        return [*whole_and_cut(matrices)]
+
+    def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:
+        return by_blocks(function, 1, index, *arrays)
+
+    def take(self, tree: Any, index: jax.Array) -> Any:
+        return take_few(tree, index)
+
+    def listed_slices(
+        self, q: Listed, index: jax.Array, first: jax.Array, length: int
+    ) -> jax.Array:
+        # By n * C writes: faster on a CPU than n * length * C comparisons.
+        listed, entries = q.listed(index)
+        place = listed - first[:, None]
+        place = jnp.where(place < 0, length, place)  # dropped
+        found = jnp.full((index.shape[0], length), q.storage.fill, jnp.float32)
+        these = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
+        return found.at[these, place].set(entries, mode="drop")
+
+
+def _found_of(positions: Position) -> tuple[Any, ...]:
+    return tuple(getattr(positions, name) for name in _FOUND)

@@ -1,0 +1,459 @@
+"""`Tiles` and `MosaicTpu`: all rows tile by tile, for TPUs; no TPU has run any of it.
+
+This file is the one door to all that is for TPUs alone; behind it is the package `mosaic_tpu`. What
+stands here was compiled for TPUs, and measured by the schedules of their programs.
+
+A TPU copies columns of every row to its vector memory, and takes the rows there: to read one row of
+its main memory, it copies the eight that lie together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.blocks import BLOCK, any_under_vmap, by_blocks, take_few
+from jax_specdec._src.platform import Platform
+from jax_specdec._src.sampling import Filter
+from jax_specdec._src.verify import draw, tiles
+from jax_specdec._src.verify.backends import gather
+from jax_specdec._src.verify.backends.gather import Gather
+from jax_specdec._src.verify.draw import TileMasses
+from jax_specdec._src.verify.mosaic_tpu import support
+from jax_specdec._src.verify.mosaic_tpu.largest import (
+    LANES,
+    Largest,
+    lists_of,
+    search_among_largest,
+)
+from jax_specdec._src.verify.part import Part
+from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.q import Dense, Stored
+from jax_specdec._src.verify.requests import CallArrays, Request
+from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.source import LocalRows, Source
+from jax_specdec._src.verify.statistics import MANY_PAIRS, Partials, TargetStatistics, of_owners
+from jax_specdec._src.verify.tiles import TILE
+
+if TYPE_CHECKING:
+    from jax_specdec._src.verify.call import Static
+
+
+class Tiles(Gather):
+    """All rows, tile by tile."""
+
+    # Three tests of a threshold take about as long to compute as the rows take to read.
+    tests_at_once: ClassVar[int] = 3
+
+    def keeps_sums(self, part: Part, rule: Rule, filter: Filter | None) -> bool:
+        # To sum filtered rows by tile, XLA would copy all of them.
+        return filter is None and not part.is_split
+
+    def prepared(self, target: Rows) -> Rows:
+        return target.masked()
+
+    # Reading rows.
+
+    def of_all_rows(self, rows: LocalRows, requests: Request, samples: bool) -> TargetStatistics:
+        if not (samples and self._by_tile(rows, requests)):
+            return super().of_all_rows(rows, requests, samples)
+        # [M]: the temperature of the request that owns a row
+        given = requests.inv_temperature, requests.is_ok & ~requests.greedy, requests.filter
+        inv_temperature, _, _ = of_owners(requests, rows.target.matrix.shape[0], given)
+        return self._tile_by_tile(rows, requests, None, inv_temperature)
+
+    def of_chosen_rows(
+        self, rows: LocalRows, requests: Request, positions: Position
+    ) -> TargetStatistics:
+        if not self._by_tile(rows, requests):
+            return super().of_chosen_rows(rows, requests, positions)
+        wanted = requests.is_ok & (positions.offset[:, 0] < requests.num_rows)
+        index = jnp.where(wanted, positions.row[:, 0], -1)
+        found = self._tile_by_tile(rows, requests, index, requests.inv_temperature)
+        return jax.tree.map(lambda x: x[:, None], found)
+
+    def _by_tile(self, rows: LocalRows, requests: Request) -> bool:
+        """Whether rows can be read as `by_tile` does: without a filter."""
+        target = rows.target
+        whole_tiles = not (target.part.is_split and rows.keeps_sums)  # an edge may cut a tile
+        return whole_tiles and requests.filter is None and target.token_bitmask is None
+
+    def _tile_by_tile(
+        self,
+        rows: LocalRows,
+        requests: Request,
+        index: jax.Array | None,
+        inv_temperature: jax.Array,
+    ) -> TargetStatistics:
+        """Returns the statistics of rows ``index [n]``, or of all."""
+        wants_argmax = any_under_vmap(jnp.any(requests.is_ok & requests.greedy))
+        partials, sums = by_tile(rows.target, index, inv_temperature, wants_argmax)
+        return TargetStatistics(partials, None, sums if rows.keeps_sums else None)
+
+    def at_positions(self, stats: TargetStatistics, positions: Position) -> TargetStatistics:
+        # To gather 320 numbers, a TPU takes longer than for a sum over all pairs of a row and a
+        # position.
+        num_rows = stats.partials.max.shape[0]
+        shape = positions.row.shape
+        index = jnp.minimum(positions.row, num_rows - 1)
+        if num_rows * positions.row.size > MANY_PAIRS:
+            return jax.tree.map(lambda x: x[index], stats)
+        is_row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] == index.reshape(1, -1)
+
+        def of_positions(x: jax.Array) -> jax.Array:
+            if x.ndim > 1:
+                return x[index]
+            own = jnp.where(is_row, x[:, None], jnp.zeros_like(x[:, None]))  # [M, B * P]
+            return jnp.sum(own, axis=0, dtype=x.dtype).reshape(shape)
+
+        return jax.tree.map(of_positions, stats)
+
+    def draft_partials(
+        self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array
+    ) -> Partials:
+        flat = index.reshape(-1)
+        inv = inv_temperature[:, : index.shape[1]].reshape(-1)
+        partials, _ = by_tile(q.storage, flat, inv, jnp.bool_(False))
+        partials = partials._replace(argmax=None)
+        return jax.tree.map(lambda x: x.reshape(index.shape), partials)
+
+    # Statistics of some rows of a matrix.
+
+    def largest_of(
+        self, rows: Rows, x: jax.Array, index: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        peak, place = self.max_and_place(x)
+        return peak, rows.part.ids(place)
+
+    def peak(self, rows: Rows, index: jax.Array | None) -> jax.Array:
+        x = rows.whole(index)
+        if x.shape[0] > 1:
+            return jnp.max(x, axis=1)
+        # One row would fill an eighth of each register.
+        count = tiles.num_tiles(x.shape[1])
+        views = self.in_tiles(rows, [(x, -jnp.inf)], count, False, by_lanes=True)
+        return jnp.max(jnp.stack([jnp.max(x) for _, (x,) in views]), keepdims=True)
+
+    def sum_of_tiles(self, x: jax.Array) -> jax.Array:
+        if x.ndim == 4:  # lanes are added last, and at once
+            x = lax.optimization_barrier(jnp.sum(x, axis=2))
+        return jnp.sum(x, axis=2)
+
+    def in_tiles(
+        self,
+        rows: Rows,
+        matrices: Sequence[tuple[jax.Array, float]],
+        count: int,
+        by_first_id: bool = True,
+        by_lanes: bool = False,
+    ) -> gather.Tiles:
+        of_one_row = by_lanes and matrices[0][0].shape[0] == 1
+        if not of_one_row or (by_first_id and gather.has_cut_tiles(rows)):
+            return super().in_tiles(rows, matrices, count, by_first_id, by_lanes)
+        # [1, t, 16, 128] fills registers as it lies: [t, L] would be moved, [1, W] fills an eighth
+        # of each.
+        found: gather.Tiles = []
+        for first, views in gather.whole_and_cut(matrices, (TILE // LANES, LANES)):
+            is_whole = views[0].ndim == 4
+            found.append((first, lax.optimization_barrier(views) if is_whole else views))
+        return found
+
+    def search(
+        self,
+        rows: Rows,
+        index: jax.Array | None,
+        filter: Filter,
+        limited: jax.Array,
+        peak: jax.Array,
+        inv_temperature: jax.Array,
+    ) -> jax.Array:
+        if index is not None or rows.part.is_split:
+            return super().search(rows, index, filter, limited, peak, inv_temperature)
+        return search_among_largest(
+            self.largest(rows, peak, inv_temperature),
+            rows,
+            filter,
+            limited,
+            peak,
+            inv_temperature,
+            self.tests_at_once,
+        )
+
+    def largest(
+        self, rows: Rows, peak: jax.Array, inv_temperature: jax.Array
+    ) -> Callable[[], Largest]:
+        """Returns what finds the largest entries of all rows."""
+        mass = functools.partial(self.sums, rows, None, peak, inv_temperature)
+        return lambda: Largest.of(lists_of(rows.matrix, rows.width), mass)
+
+    # Drawing tokens.
+
+    def weigh(self, rows: LocalRows, sources: Source) -> draw.Weighed:
+        if not self.sums_apart(rows, sources):
+            return super().weigh(rows, sources)
+        # The residual alone is summed, [B * P, T], and the last of several positions has none.
+        is_cut = sources.row.shape[1] > 1
+        read = jax.tree.map(lambda x: x[:, :-1], sources) if is_cut else sources
+        found = self.residual_masses(rows, jax.tree.map(lambda x: lax.collapse(x, 0, 2), read))
+        residual = found.reshape(*read.row.shape, -1)
+        residual = jnp.pad(residual, ((0, 0), (0, int(is_cut)), (0, 0)))  # [B, P, T]
+        known = sources._replace(residual_masses=residual)
+        return draw.Weighed(known, None, jnp.sum(residual, axis=2))
+
+    def sums_apart(self, rows: LocalRows, source: Source) -> bool:
+        """Whether the masses of sources that use q are summed without those of ``p``."""
+        return _has_sums(rows, source) and self.reads_tiles(rows)
+
+    def reads_tiles(self, rows: LocalRows) -> bool:
+        """Whether many rows are read by tiles of all rows, as a TPU reads them best."""
+        target = rows.target
+        is_whole = not target.part.is_split and target.token_bitmask is None
+        same_ids = rows.q.is_one_hot or (
+            isinstance(rows.q, Dense) and rows.q.storage.width == target.width
+        )
+        return is_whole and same_ids
+
+    def residual_masses(self, rows: LocalRows, source: Source) -> jax.Array:
+        """Returns ``[n, num_tiles]``: the masses of sources that use q, 0 of others."""
+        of_q = source._replace(uses_q=jnp.ones_like(source.uses_q))
+        return lax.cond(
+            any_under_vmap(jnp.any(source.uses_q & (source.row >= 0))),
+            lambda: self.tile_sums(rows, of_q)[0],
+            lambda: jnp.zeros((source.row.shape[0], rows.num_tiles), jnp.float32),
+        )
+
+    def masses(self, rows: LocalRows, source: Source) -> TileMasses:
+        if source.residual_masses is None and self.sums_apart(rows, source):
+            source = source._replace(residual_masses=self.residual_masses(rows, source))
+        return super().masses(rows, source)
+
+    def own_masses(self, rows: LocalRows, source: Source) -> jax.Array:
+        if self.reads_tiles(rows):
+            return self.masses_of(rows, source)
+        return super().own_masses(rows, source)
+
+    def tile_sums(self, rows: LocalRows, source: Source) -> list[jax.Array]:
+        if not self.reads_tiles(rows):
+            return super().tile_sums(rows, source)
+
+        def read(start: Any, length: int) -> jax.Array:
+            """Returns ``[1 or 2, n]``, the sums of columns that all rows have in vector memory."""
+            ids = start + jnp.arange(length, dtype=jnp.int32)[None, :]
+            entries = [columns(rows.target, source.row, start, length).whole()]
+            if isinstance(rows.q, Stored):
+                storage = columns(rows.q.storage, source.draft_row, start, length)
+                entries.append(storage.whole())
+            return jnp.stack(self.sums_of(rows, source, ids, *entries))
+
+        sums = tiles.each_tile(read, rows.target.width)  # [T, 1 or 2, n]
+        return [*jnp.moveaxis(sums, 0, 2)]
+
+    # What all of these are made of.
+
+    def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:
+        return by_blocks(function, BLOCK, index, *arrays)
+
+    def take(self, tree: Any, index: jax.Array) -> Any:
+        return take_few(tree, index)
+
+    def bits(self, words: jax.Array) -> jax.Array:
+        # It is slow to move numbers between lanes, but a product with zeros and ones does it: one
+        # octet goes to eight lanes, exactly.
+        missing = -words.shape[-1] % (LANES // 32)
+        words = jnp.pad(words, (*[(0, 0)] * (words.ndim - 1), (0, missing)))
+        # [..., n, 4], then [..., octets / 16, 16]: an octet goes into one of 16 lanes
+        octets = jnp.stack([(words >> i) & 255 for i in range(0, 32, 8)], axis=-1)
+        octets = octets.reshape(*words.shape[:-1], -1, LANES // 8).astype(jnp.bfloat16)
+        to_lanes = jnp.repeat(jnp.eye(LANES // 8, dtype=jnp.bfloat16), 8, axis=1)
+        given = jnp.dot(octets, to_lanes, preferred_element_type=jnp.float32).astype(jnp.int32)
+        places = lax.broadcasted_iota(jnp.int32, given.shape, given.ndim - 1) % 8
+        return ((given >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
+
+    def pick(self, weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index = jnp.arange(weights.shape[2], dtype=jnp.int32)
+        return draw.pick_by_sums(weights, index, _sums_by_matrix(weights), u)
+
+    def pick_of_both(
+        self, both: jax.Array, u: jax.Array, may_have_mass: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        # Which row it is comes first: a product with a matrix costs more than a sum.
+        total = jnp.sum(both[:, 0], axis=1)
+        is_first = draw.has_mass(total, may_have_mass)
+        weights = jnp.where(is_first[:, None], both[:, 0], both[:, 1])
+        return self.pick(weights[:, None], u)[0][:, 0], total
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicTpu(Tiles):
+    """`Tiles`, with kernels that read target rows in one pass and sum residuals where rows lie.
+
+    Kernels are imported where a call uses them, because Pallas is slow to import.
+    """
+
+    only: ClassVar[Platform | None] = "tpu"
+
+    def no_device(self) -> str | None:
+        return support.no_device()
+
+    def unserved(self, arrays: CallArrays, static: Static) -> str | None:
+        return support.unsupported(arrays)
+
+    def keeps_sums(self, part: Part, rule: Rule, filter: Filter | None) -> bool:
+        return not part.is_split  # the kernel has summed by tile anyway
+
+    def statistics(
+        self, rows: LocalRows, requests: Request, positions: Position, rule: Rule, samples: bool
+    ) -> TargetStatistics:
+        """Returns them by one pass; with a filter by two, around the search for thresholds.
+
+        Thresholds are searched for among the largest entries, if this device has whole rows.
+        """
+        from jax_specdec._src.verify.mosaic_tpu.statistics import row_statistics
+
+        target, filter = rows.target, requests.filter
+        num_rows = target.matrix.shape[0]
+        end = jnp.int32(target.width)
+        if target.part.is_split:
+            end = jnp.clip(target.size - target.part.first_id, 0, end)
+        # [M]: of the request that owns a row
+        given = requests.inv_temperature, requests.greedy, requests.is_ok & ~requests.greedy
+        inv, greedy, wanted, filter = of_owners(requests, num_rows, (*given, filter))
+        statistics = functools.partial(row_statistics, target.matrix, end, inv)
+        is_filtered = samples and filter is not None
+        ranked = None
+        if is_filtered and not target.part.is_split:
+            ranked = wanted & filter.is_searched(target.size)
+        peak, argmax, sums, lists = statistics(greedy, with_sums=samples, ranked=ranked)
+        least = None
+        if is_filtered:
+            by: Tiles = self
+            if lists is not None:
+                mass = functools.partial(jnp.sum, sums, axis=1)
+                by = _WithLists(functools.partial(Largest.of, lists, mass))
+            least = by.thresholds(target, None, filter, wanted, peak, inv)
+            _, _, sums, _ = statistics(greedy, (peak, least))
+        argmax = target.part.ids(argmax)
+        partials = Partials(peak, jnp.sum(sums, axis=1), argmax).checked()
+        kept = sums[:, : rows.num_tiles] if samples and rows.keeps_sums else None
+        return self.at_positions(TargetStatistics(partials, least, kept), positions)
+
+    def sums_apart(self, rows: LocalRows, source: Source) -> bool:
+        return _has_sums(rows, source) and (self.reads_tiles(rows) or self._copies_rows(rows))
+
+    def _copies_rows(self, rows: LocalRows) -> bool:
+        """Whether the kernel can copy the rows of a residual."""
+        from jax_specdec._src.verify.mosaic_tpu import residual
+
+        return isinstance(rows.q, Stored) and residual.serves(rows.target, rows.q)
+
+    def residual_masses(self, rows: LocalRows, source: Source) -> jax.Array:
+        from jax_specdec._src.verify.mosaic_tpu import residual
+
+        if isinstance(rows.q, Stored) and residual.serves(rows.target, rows.q):
+            return residual.residual_masses(rows.target, rows.q, source)
+        return super().residual_masses(rows, source)
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithLists(Tiles):
+    """`Tiles` whose largest entries a kernel has found."""
+
+    found: Callable[[], Largest]
+
+    def largest(
+        self, rows: Rows, peak: jax.Array, inv_temperature: jax.Array
+    ) -> Callable[[], Largest]:
+        return self.found
+
+
+def columns(rows: Rows, index: jax.Array | None, start: Any, length: int) -> Rows:
+    """Returns some columns of many rows, or of all without an index; without a bitmask."""
+    matrix = lax.dynamic_slice_in_dim(rows.matrix, start, length, axis=1)  # [R, length]
+    # Else XLA would fuse the slice with taking rows, and read them from the main memory.
+    matrix = lax.optimization_barrier(matrix)
+    least = rows.thresholds
+    if index is not None:
+        index = jnp.clip(index, 0, matrix.shape[0] - 1)
+        matrix = matrix[index]
+        least = jax.tree.map(lambda x: x[index], least)
+    return dataclasses.replace(
+        rows, matrix=matrix, token_bitmask=None, thresholds=least, part=rows.part.moved(start)
+    )
+
+
+def by_tile(
+    rows: Rows, index: jax.Array | None, inv_temperature: jax.Array, wants_argmax: jax.Array
+) -> tuple[Partials, jax.Array]:
+    """Returns partials and sums by tile of many rows, in one pass over the tiles of all.
+
+    In vector memory, the sum of a tile is taken relative to its own maximum. Without a bitmask.
+    Tiles are counted from the first column.
+
+    Args:
+      rows: this device's part of them.
+      index: ``[n]`` int32, or None for all rows.
+      inv_temperature: ``[n]`` float32.
+      wants_argmax: ``[]`` bool, whether the argmax of any row is wanted.
+
+    Returns:
+      Partials ``[n]``, whose argmax is undefined if it is not wanted; and ``[n, T]``, the sums
+      relative to their maxima.
+    """
+    backend = rows.backend
+    assert isinstance(backend, Tiles)
+
+    def read(start: Any, length: int) -> jax.Array:
+        """Returns ``[3, n]``: maximum, place of it, and sum of a tile of each row."""
+        tile = columns(rows, index, start, length)
+        peak = backend.peak(tile, None)
+
+        def argmax() -> jax.Array:  # as float32, whose minimum is one operation
+            place = jnp.arange(length, dtype=jnp.float32)[None, :]
+            return jnp.min(jnp.where(tile.whole() == peak[:, None], place, length), axis=1)
+
+        place = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak))
+        return jnp.stack([peak, place, backend.sums(tile, None, peak, inv_temperature)])
+
+    # [T, n] each
+    peaks, places, sums = jnp.moveaxis(tiles.each_tile(read, rows.width), 1, 0)
+    starts = jnp.arange(peaks.shape[0], dtype=jnp.int32) * TILE
+    argmaxes = starts[:, None] + places.astype(jnp.int32)
+    argmaxes = argmaxes + rows.part.first_id if rows.part.is_split else argmaxes
+    peak = jnp.max(peaks, axis=0)
+    none = jnp.iinfo(jnp.int32).max
+    argmax = jnp.min(jnp.where(peaks == peak[None], argmaxes, none), axis=0)
+    # From the maximum of each tile to that of the row.
+    base = jnp.where(jnp.isfinite(peak), peak, 0.0)[None]
+    sums = (sums * jnp.exp((peaks - base) * inv_temperature[None])).T
+    return Partials(peak, jnp.sum(sums, axis=1), argmax).checked(), sums
+
+
+def _has_sums(rows: LocalRows, source: Source) -> bool:
+    """Returns whether the masses of ``p`` are known, and those of a residual are asked for."""
+    return not rows.q.is_one_hot and source.p_masses is not None
+
+
+def _sums_by_matrix(x: jax.Array) -> jax.Array:
+    """Returns the cumulative sums of the last axis of ``[n, m, L]``.
+
+    128 entries at a time by a triangular matrix, then of the sums of these.
+    """
+    size = x.shape[-1]
+    index = jnp.arange(LANES, dtype=jnp.int32)
+    ones = (index[:, None] <= index[None, :]).astype(jnp.float32)
+    missing = [(0, 0)] * (x.ndim - 1) + [(0, -size % LANES)]
+    # [n, m, chunks, 128]
+    chunks = jnp.pad(x, missing).reshape(*x.shape[:-1], -1, LANES)
+    inside = jnp.matmul(chunks, ones, precision=lax.Precision.HIGHEST)
+    # [n, m, chunks]: the sum of all chunks before each
+    chunk = jnp.arange(chunks.shape[-2], dtype=jnp.int32)
+    is_before = chunk[None, :] < chunk[:, None]
+    before = jnp.sum(jnp.where(is_before, inside[..., None, :, -1], 0.0), axis=-1)
+    return (inside + before[..., None]).reshape(*x.shape[:-1], -1)[..., :size]
