@@ -17,7 +17,8 @@ from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec.lm.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
 from jax_specdec.lm.models.config_json import CONFIG_FILE, read_config
-from jax_specdec.lm.models.eagle3_files import load_eagle3, load_embedded_head
+from jax_specdec.lm.models.eagle3_files import load_eagle3
+from jax_specdec.lm.models.embedded_heads import load_embedded_head
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
