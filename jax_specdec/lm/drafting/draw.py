@@ -37,7 +37,8 @@ def draft_chain(
         ``[B]``, and the new carry.
       context: of the step.
       store: to write the rows to, in its dtype; None if no draft distribution is read.
-      ids: ``[Vd]`` int32, the target ids of the columns; None if column ``j`` is id ``j``.
+      ids: ``[Vd]`` int32, the target ids of the columns; ``[B, K, C]`` int32, those of the rows of
+        each draft; None if column ``j`` is id ``j``.
       vocab_size: greater than any of `ids`.
       num_candidates: draw from this many of the likeliest ids only; the store has rows of them.
       sharding: how rows are split.
@@ -52,8 +53,10 @@ def draft_chain(
     ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
         """One draft of each request, the store, and the context with the draft if it matters."""
         listed, split = ids, sharding
+        if listed is not None and listed.ndim == 3:
+            listed = lax.dynamic_index_in_dim(listed, offset, axis=1, keepdims=False)
         if now is not None:
-            logits = _process(logits, now, ids, vocab_size)
+            logits = _process(logits, now, listed, vocab_size)
         if store is not None:  # round before sampling, so that q is what is stored
             logits = logits.astype(store.logits.dtype)
         if store is not None and num_candidates is not None:
@@ -105,10 +108,13 @@ def _process(
     """`DraftContext.process_logits` of a drafter's rows, which requests know by target id."""
     if ids is None:
         return now.process_logits(logits)
-    return now.process_logits(_on_target_ids(logits, ids, vocab_size))[:, ids]
+    rows = now.process_logits(_on_target_ids(logits, ids, vocab_size))
+    return rows[:, ids] if ids.ndim == 1 else jnp.take_along_axis(rows, ids, axis=1)
 
 
 def _on_target_ids(logits: jax.Array, ids: jax.Array, vocab_size: int) -> jax.Array:
     """``[B, vocab_size]`` of ``[B, Vd]``: each logit at its target id, -inf at the others."""
     rows = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
-    return rows.at[:, ids].set(logits)
+    if ids.ndim == 1:
+        return rows.at[:, ids].set(logits)
+    return jnp.put_along_axis(rows, ids, logits, axis=1, inplace=False)
