@@ -322,6 +322,7 @@ class BlockHead:
           ValueError: as for `context`, or the cache has fewer positions.
           TypeError: as for `context`.
         """
+        check_array("start", start, "[B] int32", {})
         check_length(features.shape[1], cache)
         positions = start[:, None] + jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
         rows = self.context(params, features, positions)
