@@ -271,10 +271,11 @@ def _sliding(
     Raises:
       ValueError: layers are of unknown kinds, or the mask contradicts them.
     """
-    kinds = layer_raw.given("layer_types", ["full_attention"] * depth)
+    kinds = layer_raw.given("layer_types", [])
     are_kinds = isinstance(kinds, list) and {*kinds} <= {_SLIDING, "full_attention"}
     wanted = f"but it must be a list of {_SLIDING!r} and 'full_attention', one for each layer"
-    layer_raw.require(are_kinds and len(kinds) == depth, "layer_types", wanted)
+    fits = are_kinds and (len(kinds) == depth or _SLIDING not in kinds)
+    layer_raw.require(fits, "layer_types", wanted)
     layers = tuple(index for index, kind in enumerate(kinds) if kind == _SLIDING)
     if is_speculators:
         is_causal = not raw.given("sliding_window_non_causal", False)
