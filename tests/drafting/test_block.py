@@ -77,9 +77,9 @@ def test_the_cache_has_room_for_a_block_after_the_last_token() -> None:
 # The law of drafts
 
 SIZE = 4
-TINY = sizes(SIZE, 8, 12, 1, (2, 1, 4), qk_norm=True)
+TINY = sizes(SIZE, 8, 12, 1, (2, 1, 4), qk_norm=True, rope_theta=2.0)
 KINDS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "DFlash": ({}, None),
+    "DFlash": ({"sliding_window": 9, "sliding_layers": (0,)}, None),
     "DSpark": ({"sample_from_anchor": True, "markov_rank": 3}, None),
     "candidates": ({"sample_from_anchor": True, "markov_rank": 3}, 2),
     "map": ({"markov_rank": 3, "draft_vocab_size": 3, "own_lm_head": True}, None),
@@ -157,7 +157,12 @@ def draw(kind: str) -> Drawn:
         | changes
     )
     head = lm.BlockHead(config)
+    # Rows that differ, none of them sharp; and confidences that depend on the token before.
     params = random_weights(head, 3, 2.0)
+    scales = {"embed_tokens": 0.1, "lm_head": 0.3, "markov_w2": 0.5, "confidence_proj": 4.0}
+    params |= {name: scale * params[name] for name, scale in scales.items() if name in params}
+    (layer,) = params["layers"]
+    layer |= {name: 4 * layer[name] for name in ("q_norm", "k_norm")}
     if "target_ids" in params:
         params["target_ids"] = jnp.array(MAP, jnp.int32)
     drafter = lm.BlockDrafter(head, num_candidates=num_candidates)

@@ -142,7 +142,7 @@ def speculative(p: Tables, q: Tables, drafts: tuple[int, ...], count: int) -> np
     length, law, weight = len(drafts) + 1, 0.0, 1.0
     for i in range(count):
         prefix, x = drafts[:i], drafts[i]
-        accept = min(1.0, p[prefix][x] / q[prefix][x])
+        accept = 1.0 if p[prefix][x] >= q[prefix][x] else p[prefix][x] / q[prefix][x]
         residual = np.maximum(p[prefix] - q[prefix], 0)
         if accept < 1:
             residual /= residual.sum()
