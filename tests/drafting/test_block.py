@@ -14,6 +14,7 @@ import pytest
 from models import reference_block, reference_llama
 from models.weights import random_weights, sizes
 from serving.chi_square import CONTROL, assert_distributed, p_value
+from upper_floor import draft_at_once, draft_chain
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -222,6 +223,44 @@ def test_drafts_are_drawn_from_what_is_stored_and_that_is_the_formula(kind: str)
     if kind != "DFlash":  # its rows do not depend on drafts
         assert p_value(counts, chances(drawn.law(wrong=1))) < CONTROL
     assert p_value(counts, chances(drawn.law(shift=1))) < CONTROL
+
+
+@pytest.mark.parametrize("kind", ["all ids", "a map", "candidates"])
+@pytest.mark.parametrize("method", ["standard", "agreement"])
+def test_drafts_at_once_are_those_one_after_another(method: str, kind: str) -> None:
+    rng, (batch, size) = np.random.default_rng(4), (5, 6)
+    logits = jnp.asarray(rng.normal(size=(batch, K, size)), jnp.float32)
+    ids = {"all ids": None, "a map": jnp.array([7, 1, 3, 8, 2, 0], jnp.int32)}.get(kind)
+    if kind == "candidates":
+        ids = jnp.asarray(rng.permuted(np.tile(np.arange(9), (batch, K, 1)), axis=2)[..., :size])
+        ids = ids.astype(jnp.int32)
+    config = dataclasses.replace(CONFIG, rejection_sample_method=method)
+    context = lm.DraftContext(
+        token_ids=jnp.zeros((batch, 8), jnp.int32),
+        lengths=jnp.arange(1, batch + 1, dtype=jnp.int32),
+        sampling=sd.SamplingParams(
+            jnp.array([0.0, 0.5, 1.0, 1.0, 2.0]), top_k=jnp.array([0, 3, 0, 2, 5], jnp.int32)
+        ),
+        keys=jax.random.split(jax.random.key(8), batch),
+        config=config,
+    )
+    store = None
+    if config.keeps_draft_distribution:
+        listed, own = (ids, False) if kind == "a map" else (None, kind == "candidates")
+        store = sd.DraftStore.create(batch, K, size, ids=listed, own_ids=own)
+
+    @jax.jit
+    def one_after_another(logits: jax.Array) -> lm.Proposal:
+        def forward(carry: Any, last: jax.Array, offset: jax.Array) -> Any:
+            return logits[:, offset], carry
+
+        given = dict(ids=ids, vocab_size=9)
+        return draft_chain(logits[:, 0], (), forward, context, store, **given)[0]
+
+    found = draft_at_once(logits, context, store, ids=ids, vocab_size=9)
+    wanted = one_after_another(logits)
+    jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-6), found, wanted)
+    assert len(np.unique(found.token_ids)) > 3
 
 
 # The law of text

@@ -15,7 +15,7 @@ from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
-from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.models.block import BlockHead
 
@@ -29,8 +29,8 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     1. The keys and values of g_i, for the tokens that the target has run since the last call, go
        into the head's cache. They overwrite what the last block left there.
     2. The head runs its whole block, of which K rows are used: it was trained with all of them.
-    3. Drafts are drawn from these rows one after another; a head with a Markov bias (DSpark) adds
-       to each row what the draft before it says.
+    3. Drafts are drawn from these rows, all at once. For a head with a Markov bias (DSpark), which
+       adds to each row what the draft before it says, they are drawn one after another.
 
     With ``draft_sample_method="probabilistic"``, drafts are sampled under each request's sampling
     parameters. What they were sampled from is stored and verified. With "greedy" they are argmaxes,
@@ -127,6 +127,9 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             logits, columns = lax.top_k(logits, self.num_candidates)
             ids = columns if ids is None else ids[columns]
 
+        size = head.config.layer.vocab_size
+        is_chain = head.config.markov_rank is not None or context.processors is not None
+
         def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
             row = logits[:, offset]
             if head.config.markov_rank is not None:
@@ -134,9 +137,11 @@ class BlockDrafter(HeadDrafter[BlockHead]):
                 row = row + head.bias(params, last, own)
             return row, carry
 
-        first, _ = forward((), newest, jnp.int32(0))
-        size = head.config.layer.vocab_size
-        proposal, _ = draft_chain(first, (), forward, context, store, ids=ids, vocab_size=size)
+        if is_chain or (store is not None and len(store.positions) > wanted):
+            first, _ = forward((), newest, jnp.int32(0))
+            proposal, _ = draft_chain(first, (), forward, context, store, ids=ids, vocab_size=size)
+        else:
+            proposal = draft_at_once(logits, context, store, ids=ids, vocab_size=size)
         is_read, drafts = (num_features > 0)[:, None], proposal.token_ids
         confidences = None
         if head.config.enable_confidence_head:
