@@ -16,7 +16,6 @@ from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
-from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.block_files import load_block_head
 from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec.lm.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
@@ -128,16 +127,15 @@ def _load_head(name: str, target: LoadedModel[Llama], options: Options) -> Draft
     if kind == "eagle3":
         head = load_eagle3(directory, target) if directory else load_embedded_head(target)
         return Draft(Eagle3Drafter(head.model), head.params)
-    block = load_block_head(directory, target) if directory else _embedded_block(kind, target)
+    if directory:
+        block = load_block_head(directory, target)
+    else:
+        block = load_embedded_head(target, "dspark" if kind == "dspark" else "dflash")
     most = block.model.config.max_drafts
     for config in options.configs:
         k, must = config.num_speculative_tokens, f"be at most {most} with --draft {name}"
         require(k <= most, "--num-speculative-tokens", must, k)
     return Draft(BlockDrafter(block.model), block.params)
-
-
-def _embedded_block(kind: str, target: LoadedModel[Llama]) -> LoadedModel[BlockHead]:
-    return load_embedded_head(target, "dspark" if kind == "dspark" else "dflash")
 
 
 def _encode(
