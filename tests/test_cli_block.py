@@ -11,8 +11,6 @@ from upper_floor import InputError, load_models, parse
 
 from jax_specdec import lm
 
-WEIGHTS = Path(lm.__file__).parent / "weights"
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -60,8 +58,6 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_the_embedded_target_has_block_heads(name: str) -> None:
-    if not (WEIGHTS / name).exists():
-        pytest.skip("no weights")
     drafter, _ = load_models(parse(["generate", "x", "--draft", name], "1"), ["x"]).drafters[name]
     assert isinstance(drafter, lm.BlockDrafter)
     assert (drafter.head.config.markov_rank is not None) == (name == "dspark")

@@ -128,7 +128,6 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             ids = columns if ids is None else ids[columns]
 
         size = head.config.layer.vocab_size
-        is_chain = head.config.markov_rank is not None or context.processors is not None
 
         def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
             row = logits[:, offset]
@@ -137,6 +136,8 @@ class BlockDrafter(HeadDrafter[BlockHead]):
                 row = row + head.bias(params, last, own)
             return row, carry
 
+        # Rows depend on drafts, or are not all of the store.
+        is_chain = head.config.markov_rank is not None or context.processors is not None
         if is_chain or (store is not None and len(store.positions) > wanted):
             first, _ = forward((), newest, jnp.int32(0))
             proposal, _ = draft_chain(first, (), forward, context, store, ids=ids, vocab_size=size)

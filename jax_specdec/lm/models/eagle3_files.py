@@ -18,8 +18,8 @@ from jax_specdec._src.arrays import (
 )
 from jax_specdec.lm.models.checkpoint import LoadedModel, stored_tensors, write_files
 from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head, head_shapes
-from jax_specdec.lm.models.fields import is_token_id, quoted
-from jax_specdec.lm.models.files import JsonObject, errors_name, path_of
+from jax_specdec.lm.models.fields import is_token_id, quoted, shown
+from jax_specdec.lm.models.files import JsonObject, errors_name, is_there, path_of
 from jax_specdec.lm.models.head_files import (
     common_fields,
     common_tensors,
@@ -36,6 +36,8 @@ from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.tensors import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
     Tensors,
     check_tensors,
     layer_tensors,
@@ -44,6 +46,7 @@ from jax_specdec.lm.models.tensors import (
     unfuse_arrays,
 )
 
+_TORCH_FILE = "pytorch_model.bin"
 _LEGACY_NORMS = tuple(f"aux_norm_{place}.weight" for place in ("low", "mid", "high"))
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _DEEPSPEC_LAYER_IDS = "target_layer_ids"
@@ -89,6 +92,13 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
       >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
       (True, True)
     """
+    weights = path_of(directory) / WEIGHTS_FILE
+    torch = weights.with_name(_TORCH_FILE)
+    if is_there(torch) and not (is_there(weights) or is_there(weights.with_name(INDEX_FILE))):
+        raise FileNotFoundError(
+            f"{shown(weights)} does not exist; tools/convert_eagle3.py of the project makes it "
+            f"from {_TORCH_FILE}."
+        )
     with open_head(directory, target) as (raw, tensors):
         config = _read_config(raw, tensors, target.model.config)
         head = Eagle3Head(config, target.model.dtype)

@@ -14,13 +14,12 @@ from jax_specdec._src.arrays import check_listed, require
 from jax_specdec.lm.models.checkpoint import LoadedModel
 from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json, parse_config
 from jax_specdec.lm.models.fields import quoted, shown
-from jax_specdec.lm.models.files import JsonObject, errors_name, is_there, path_of, read_json
+from jax_specdec.lm.models.files import JsonObject, errors_name, path_of, read_json
 from jax_specdec.lm.models.heads import HeadConfig, shared_params
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
-from jax_specdec.lm.models.tensors import INDEX_FILE, WEIGHTS_FILE, Tensors, open_files
+from jax_specdec.lm.models.tensors import Tensors, open_files
 
-_TORCH_FILE = "pytorch_model.bin"
 _Config = TypeVar("_Config", bound=HeadConfig)
 
 
@@ -31,7 +30,7 @@ def open_head(
     """The object of `config.json`, and the tensors, of a head for a target.
 
     Raises:
-      FileNotFoundError: a file is missing, or there is only a `pytorch_model.bin`.
+      FileNotFoundError: a file is missing.
       OSError: something other than a file is in its place, or a file cannot be opened.
       ValueError: a file cannot be parsed.
       TypeError: `target` is not a loaded `Llama`, or `directory` not a path.
@@ -40,13 +39,6 @@ def open_head(
     require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
     directory = path_of(directory)
     raw = read_json(directory / CONFIG_FILE)
-    weights = directory / WEIGHTS_FILE
-    only_torch = is_there(directory / _TORCH_FILE) and not is_there(directory / INDEX_FILE)
-    if only_torch and not is_there(weights):
-        raise FileNotFoundError(
-            f"{shown(weights)} does not exist; tools/convert_eagle3.py of the project makes it "
-            f"from {_TORCH_FILE}."
-        )
     with open_files(directory) as tensors:
         yield raw, tensors
 
