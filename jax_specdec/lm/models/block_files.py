@@ -219,9 +219,11 @@ def _read_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Bloc
     layers = JsonObject(plain, layer_raw.where)
     fields = common_fields(raw, layers, tensors, target, "layers.0")
     depth = fields["layer"].num_hidden_layers
-    last = f"layers.{depth - 1}.input_layernorm.weight"  # before a list of so many layers is made
-    if last not in tensors.files:
-        raise ValueError(f"{shown(tensors.origin)} lacks the tensor {last}.")
+    # Before a list of so many layers is made; it stops at the first that is missing.
+    norms = (f"layers.{index}.input_layernorm.weight" for index in range(depth))
+    missing = next((norm for norm in norms if norm not in tensors.files), None)
+    if missing is not None:
+        raise ValueError(f"{shown(tensors.origin)} lacks the tensor {missing}.")
     sliding = _sliding(raw, own, layer_raw, depth, is_speculators)
     rank = raw.given("markov_rank", 256 if is_speculators and is_dspark else 0)
     has_confidence = raw.given(
