@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_weights
+from upper_floor import cli_costs
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -79,6 +80,14 @@ def test_confidences_take_the_place_of_what_was_accepted() -> None:
         assert (np.asarray(driver.state.estimator.rates) >= least).all()
         assert (np.asarray(driver.state.estimator.rates) <= most).all()
         assert driver.state.confidences is None
+
+
+def test_drafting_can_be_timed_by_itself() -> None:
+    target, params = weights_of(ENGINE)
+    state = jax.eval_shape(ENGINE.init_state, params, target)
+    repeat = functools.partial(cli_costs._repeat, decoder=ENGINE.decoder, drafts=True)
+    found = jax.eval_shape(repeat, target, params, state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
 
 
 # Sampled text
