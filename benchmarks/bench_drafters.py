@@ -31,11 +31,11 @@ def main(command_line: list[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("-k", default="2,4,6", help="numbers of drafts")
     parser.add_argument("-t", default="0,0.8", help="temperatures")
-    parser.add_argument("--head", action="append", help="folders of heads (default: shipped)")
+    parser.add_argument("--draft", action="append", help="drafters (default: all that are shipped)")
     options = parser.parse_args(command_line)
-    heads = options.head or [WEIGHTS / name for name in ("eagle3", "eagle3-64")]
-    command = [sys.executable, "-m", "jax_specdec", "bench", "--json", "--draft", "ngram"]
-    command += ["--draft", "model", *(f"--draft=eagle3:{head}" for head in heads)]
+    shipped = ["ngram", "model", "eagle3", f"eagle3:{WEIGHTS / 'eagle3-64'}", "dflash", "dspark"]
+    command = [sys.executable, "-m", "jax_specdec", "bench", "--json"]
+    command += [f"--draft={draft}" for draft in options.draft or shipped]
     command += ["-k", options.k, "-t", options.t, "--repeats", str(options.repeats)]
     command += ["-n", str(options.max_new_tokens)]
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Models of the shapes of Llama 3, with random weights."""
+"""Models of the shapes of Llama 3 and Qwen3, with random weights."""
 
 from __future__ import annotations
 
@@ -25,6 +25,25 @@ LLAMA_3_1B = dataclasses.replace(
     intermediate_size=8192,
     num_hidden_layers=16,
     head_dim=64,
+    tie_word_embeddings=True,
+)
+QWEN3_8B = lm.models.LlamaConfig(
+    vocab_size=151936,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    rope_theta=1000000.0,
+    qk_norm=True,
+)
+QWEN3_06B = dataclasses.replace(
+    QWEN3_8B,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_hidden_layers=28,
+    num_attention_heads=16,
     tie_word_embeddings=True,
 )
 TINY = lm.models.LlamaConfig(

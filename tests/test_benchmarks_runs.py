@@ -2,6 +2,7 @@
 
 import json
 
+import bench_block_gpu
 import bench_compile_cpu
 import bench_forced_drafts
 import bench_serving_gpu
@@ -111,6 +112,18 @@ def test_every_drafter_is_timed_with_and_without_the_target(tmp_path, capsys):
     assert row["draft_bytes"]["model"] == bench_steps_gpu.K * sum(2 * x.size for x in sizes)
     assert list(row["draft_bytes"]) == ["model", "EAGLE-3 head"]
     assert "pays above" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_block_heads_are_timed_beside_other_drafters(tmp_path, capsys):
+    command = ["--tiny", "--batches", "2", "--steps", "2", "--repeats", "2", "--prompt", "8"]
+    assert bench_block_gpu.main([*command, "--output", str(tmp_path)]) == 0
+    rows = measure.load(tmp_path / "block_gpu.json")["rows"]
+    assert [(row["drafter"], row["k"]) for row in rows] == [
+        *(("DSpark", 3), ("DFlash", 3), ("EAGLE-3", 3), ("model", 3)),
+    ]
+    assert all(min(row["ms"].values()) > 0 and row["draft_bytes"] > 0 for row in rows)
+    assert "at published lengths" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -786,16 +786,21 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --acceptance-rates=a,b", "must be numbers separated by commas"),
         (
             "generate --target=. --draft=model",
-            "--draft must be DIR, eagle3:DIR or ngram with --target",
+            "--draft must be DIR, eagle3:DIR, block:DIR or ngram with --target",
         ),
         (
             "generate --target=. --draft=eagle3",
-            "--draft must be DIR, eagle3:DIR or ngram with --target",
+            "--draft must be DIR, eagle3:DIR, block:DIR or ngram with --target",
         ),
         ("generate --draft=eagle3:", "--draft eagle3: must be followed by the directory of a head"),
+        ("generate --draft=block:", "--draft block: must be followed by the directory of a head"),
+        (
+            "generate --target=. --draft=dspark",
+            "--draft must be DIR, eagle3:DIR, block:DIR or ngram with --target",
+        ),
         (
             "generate --draft=oracle",
-            "--draft must be model, ngram, eagle3 or eagle3:DIR without --target",
+            "--draft must be model, ngram, eagle3, dflash, dspark, eagle3:DIR or block:DIR without",
         ),
         ("generate --dtype=float32", "--dtype needs --target"),
         ("generate --scan-layers", "--scan-layers needs --target"),

@@ -308,6 +308,73 @@ def _(right, self, params, context, cache, store):
     return right(self, params, context, cache, store)
 
 
+@fault(
+    "the first row of a block is the mask",
+    "lm.models.block:BlockHead.apply",
+    "drafting/test_block.py",
+)
+def _(right, self, params, token_ids, *args):
+    return right(self, params, jnp.full_like(token_ids, self.config.mask_token_id), *args)
+
+
+@fault(
+    "a block is cut to the drafts that are wanted",
+    "lm.models.block:BlockHead.apply",
+    "drafting/test_block.py",
+)
+def _(right, self, params, token_ids, start, cache, num_drafts=None):
+    size = self.config.block_size - self.config.max_drafts + (num_drafts or self.config.max_drafts)
+    config = dataclasses.replace(self.config, block_size=size)
+    return right(dataclasses.replace(self, config=config), params, token_ids, start, cache)
+
+
+@fault("a block is one position late", "lm.models.block:BlockHead.apply", "drafting/test_block.py")
+def _(right, self, params, token_ids, start, *args):
+    return right(self, params, token_ids, start + 1, *args)
+
+
+@fault("a window is ignored", "lm.models.block:BlockHeadConfig.window", "drafting/test_block.py")
+def _(right, self, index):
+    return None
+
+
+@fault(
+    "a window begins one position late",
+    "lm.models.block:BlockHeadConfig.window",
+    "models/test_block.py",
+)
+def _(right, self, index):
+    window = right(self, index)
+    return window if window is None else window - 1
+
+
+@fault(
+    "a Markov bias is that of token 0 for all drafts",
+    "lm.models.block:BlockHead.bias",
+    "drafting/test_block.py",
+)
+def _(right, self, params, token_ids, columns=None):
+    return right(self, params, jnp.zeros_like(token_ids), columns)
+
+
+@fault(
+    "layers that are counted after a layer are read before it",
+    "lm.models.block_files:_feature_layers",
+    "models/test_block_files.py",
+)
+def _(right, raw, own, depth, target):
+    return tuple(max(layer - 1, 0) for layer in right(raw, own, depth, target))
+
+
+@fault(
+    "a confidence looks at its draft",
+    "lm.models.block:BlockHead.confidences",
+    "drafting/test_block.py",
+)
+def _(right, self, params, states, token_ids):
+    return right(self, params, states, jnp.roll(token_ids, -1, axis=-1))
+
+
 # Serving
 
 

@@ -593,7 +593,8 @@ def decode_attention(
     """Returns ``[B, S, N, D]`` float64, what each new row reads of its request's cache.
 
     Row s sees position t if ``t < start``, or if t holds new row ``j = t - start`` and bit j of its
-    words is set (for a chain, ``j <= s``), and if ``t > start + s - window``. It reads
+    words is set (for a chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start
+    + s - window``). It reads
     ``sum_t softmax_t(q k_t / sqrt(D)) v_t`` over the positions that it sees.
 
     Args:
@@ -613,7 +614,8 @@ def decode_attention(
         first, seen = int(np.asarray(start)[b]), []
         for t in range(room):
             j = t - first
-            if j >= num_rows or (window is not None and t <= first + s - window):
+            newest = s if words is None else 0
+            if j >= num_rows or (window is not None and j <= newest - window):
                 continue
             if words is None:
                 is_seen = j <= s

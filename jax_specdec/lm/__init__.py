@@ -28,18 +28,25 @@ from jax_specdec.lm.decoding.packing import OptionSizes
 from jax_specdec.lm.decoding.programs import measure_steps
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.drafting.block import BlockDrafter
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.models.block import BlockHead, BlockHeadConfig
+from jax_specdec.lm.models.block_files import load_block_head
 from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec.lm.models.checkpoint import load_embedded_pair, load_huggingface
-from jax_specdec.lm.models.eagle3_files import load_eagle3, load_embedded_head
+from jax_specdec.lm.models.eagle3_files import load_eagle3
+from jax_specdec.lm.models.embedded_heads import load_embedded_head
 from jax_specdec.lm.models.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 __all__ = [
     "DOCUMENT_SEPARATOR",
+    "BlockDrafter",
+    "BlockHead",
+    "BlockHeadConfig",
     "DecodeState",
     "DraftChoice",
     "DraftContext",
@@ -68,6 +75,7 @@ __all__ = [
     "generate_plain",
     "generate_stream",
     "greedy_differences",
+    "load_block_head",
     "load_eagle3",
     "load_embedded_head",
     "load_embedded_pair",

@@ -32,11 +32,12 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a tree of two words": (1, 40, 1, 4, 64, 128, (60,), None, "tree", None),
     "a tree, split": (1, 12, 2, 4, 64, 192, (60,), None, "tree", 2),
     "a block that sees all of itself": (1, 7, 1, 1, 64, 64, (20,), None, "block", None),
+    "a block in a window": (2, 6, 1, 2, 64, 256, (150, 10), 20, "block", 2),
     "several blocks of rows": (2, 70, 1, 2, 64, 256, (0, 100), None, "chain", 2),
     "one row at the end of its cache": (1, 1, 1, 8, 64, 64, (63,), None, "chain", None),
 }
 INTERPRETED = [
-    pytest.param(name, marks=() if i in (1, 2, 3) else pytest.mark.long)
+    pytest.param(name, marks=() if i in (1, 2, 3, 6) else pytest.mark.long)
     for i, name in enumerate(CASES)
 ]
 ON_GPU: dict[str, tuple[Any, ...]] = CASES | {

@@ -10,19 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.weights import random_weights, sizes
+from models.weights import random_weights
 
 import jax_specdec as sd
 from jax_specdec import lm
 
+from . import loops
+from .loops import CONFIG, PARAMS, SIZES, TARGET, VOCAB, K
+
 pytestmark = pytest.mark.newest
 
-VOCAB, K, SLOTS, LONGEST, CHUNK = 11, 3, 5, 32, 8
 LAYERS = (0, 1, 2)  # the last one is the stream that leaves the target
 IDS = [7, 2, 9, 4, 0]
-SIZES = sizes(VOCAB, 16, 24, 2, (2, 1, 8))
-TARGET = lm.models.Llama(SIZES)
-PARAMS = random_weights(TARGET, 0, 4.0)  # fourfold, or every token follows every other alike
 HEAD = lm.models.Eagle3Head(
     lm.models.Eagle3Config(
         layer=dataclasses.replace(SIZES, num_hidden_layers=1),
@@ -37,43 +36,8 @@ HEAD_PARAMS = random_weights(HEAD, 1) | {
     "target_ids": jnp.asarray(np.array(IDS, np.int32)),
 }
 DRAFTER = lm.Eagle3Drafter(HEAD)
-CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
-ENGINE = lm.Engine(
-    TARGET, DRAFTER, CONFIG, num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(CHUNK,)
-)
-PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9, 1] * 8, [3] * 8 + [5]]  # two are long
-BUDGET = 12
-
-admit = jax.jit(functools.partial(ENGINE.admit, PARAMS, HEAD_PARAMS))
-prefill_chunk = jax.jit(functools.partial(ENGINE.prefill_chunk, PARAMS, HEAD_PARAMS))
-insert = jax.jit(ENGINE.insert)
-draft = jax.jit(functools.partial(ENGINE.draft, HEAD_PARAMS))
-verify = jax.jit(functools.partial(ENGINE.verify, PARAMS))
-
-
-def read(state: lm.DecodeState, slot: int, text: list[int]) -> lm.DecodeState:
-    """A request comes into a slot; its text is read whole, or in chunks as a driver does.
-
-    It is one that had left, by one token at least: an engine drops a new one's first drafts.
-    """
-    prompt = ENGINE.pad_prompt(text)
-    options = lm.RequestOptions(max_new_tokens=len(PROMPTS[slot]) + BUDGET)
-    requests = lm.NewRequests(
-        slots=np.array([slot]),
-        prompts=prompt[None],
-        lengths=np.array([len(text)]),
-        keys=np.array([slot], np.uint32),
-        options=ENGINE.options_of([options], [0]),
-    )
-    if len(text) <= CHUNK:
-        return admit(state, requests)
-    caches = ENGINE.init_caches(params=PARAMS)
-    for start in range(0, len(text), CHUNK):
-        start = min(start, len(prompt) - CHUNK)
-        end = start + CHUNK
-        following = prompt[end] if end < len(prompt) else 0
-        caches = prefill_chunk(caches, prompt[start:end], start, len(text), following)
-    return insert(state, caches, requests)
+LOOP = loops.Loop(DRAFTER, HEAD_PARAMS)
+ENGINE = LOOP.engine
 
 
 @jax.jit
@@ -97,72 +61,12 @@ def one_pass(text: jax.Array, length: jax.Array, drafts: jax.Array) -> jax.Array
     return jnp.stack(rows)
 
 
-def greedy(prompts: list[list[int]]) -> list[list[int]]:
-    """Whole texts of plain decoding, each token from a pass over all before it."""
-    texts, start = [[*prompt] for prompt in prompts], jnp.zeros(len(prompts), jnp.int32)
-    cache = TARGET.init_cache(len(prompts), LONGEST)
-    score = jax.jit(lambda ids: TARGET.apply(PARAMS, ids, start, cache).logits.argmax(axis=2))
-    for _ in range(BUDGET):
-        best = score(np.array([np.resize(text, LONGEST) for text in texts], np.int32))
-        for text, row in zip(texts, best.tolist(), strict=True):
-            text.append(row[len(text) - 1])
-    return texts
-
-
 def test_drafts_are_those_of_one_pass_over_the_text() -> None:
-    texts, rng = greedy(PROMPTS), np.random.default_rng(0)
-    state = ENGINE.init_state(HEAD_PARAMS, PARAMS)
-    for slot, prompt in enumerate(PROMPTS):
-        state = read(state, slot, prompt)
-    compared = np.zeros(K + 1, int)  # how often, by drafts accepted before
-    accepted = np.full(SLOTS, -1)
-    for step in range(7):
-        drafted = draft(state)
-        rows = np.asarray(drafted.store.logits).reshape(K, SLOTS, -1)
-        lengths, token_ids = np.asarray(state.batch.lengths), np.asarray(state.batch.token_ids)
-        proposed = np.asarray(drafted.draft_token_ids)
-        told = np.full((SLOTS, K), -1, np.int32)
-        for slot, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
-            assert token_ids[slot, :length].tolist() == text[:length]
-            ids = proposed[slot]
-            if length == len(text) or length == 1:  # done, or no row that has a next token
-                assert (ids < 0).all()
-                continue
-            drawn = np.array([IDS[i] for i in rows[:, slot].argmax(axis=1)], np.int32)
-            assert ids.tolist() == drawn.tolist()
-            padded = np.resize(text, LONGEST).astype(np.int32)
-            expected = one_pass(padded, np.int32(length), drawn)
-            np.testing.assert_allclose(rows[:, slot], expected, rtol=2e-4, atol=2e-4)
-            if accepted[slot] >= 0:
-                compared[accepted[slot]] += 1
-            # In place of the head's drafts: some right ones and a wrong one, or none at all.
-            count = int(rng.integers(-1, K + 1))
-            right = text[length:][: max(count, 0)]
-            wrong = (text + [0])[length + len(right)] + 1
-            told[slot] = [*right, wrong % VOCAB, *[0] * K][:K] if count >= 0 else -1
-        drafted = dataclasses.replace(drafted, draft_token_ids=jnp.asarray(told))
-        state, record = verify(drafted)
-        record = jax.device_get(record)
-        accepted = np.where(record.num_kept > 0, record.num_accepted, -1)
-        if step == 2:  # this one leaves its slot, and comes back
-            length = int(state.batch.lengths[2])
-            state = read(state, 2, np.asarray(state.batch.token_ids)[2, :length].tolist())
-    assert (compared > 0).all() and compared.sum() > 12
+    loops.check(LOOP, one_pass, IDS)
 
 
 def test_nothing_reaches_the_next_request_of_a_slot() -> None:
-    state = read(ENGINE.init_state(HEAD_PARAMS, PARAMS), 0, [7, 2, 3])
-    spoiled = jax.tree.map(
-        lambda x: jnp.asarray(np.full(x.shape, np.nan, x.dtype)) if x.dtype == jnp.float32 else x,
-        (state.features, state.draft_cache, state.target_cache),
-    )
-    names = ("features", "draft_cache", "target_cache")
-    spoiled = dataclasses.replace(state, **dict(zip(names, spoiled, strict=True)))
-    for prompt in PROMPTS[1], PROMPTS[4]:
-        stores = [draft(read(one, 0, prompt)).store for one in (state, spoiled)]
-        rows = [np.asarray(store.logits)[::SLOTS] for store in stores]
-        np.testing.assert_array_equal(*rows)
-        assert np.isfinite(rows[1]).all()
+    loops.check_next_request(LOOP)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,6 +117,26 @@ def test_drafts_without_a_distribution_have_the_rates_of_their_history():
     np.testing.assert_array_equal(estimator.intercepts, first.intercepts)
 
 
+def test_a_drafters_own_confidences_take_the_place_of_what_was_accepted():
+    own = np.array([[0.5, 0.25, 0.8], [0.9, np.nan, np.nan], [np.nan] * K], np.float32)
+    offered, accepted = jnp.array([0, 3, 2]), jnp.array([0, 1, 2])
+    estimator = UPDATE(
+        sd.AcceptanceEstimator.create(K),
+        num_drafts=offered,
+        num_accepted=accepted,
+        confidences=own,
+    )
+    # Expected visits: 1, 1 and 1; then 0.5 beside what was seen of the others; then 0.125.
+    np.testing.assert_allclose(estimator.visited, [3, 0.5 + 1 + 1, 0.125 + 0 + 0])
+    np.testing.assert_allclose(estimator.accepted, [0.5 + 0.9 + 1, 0.125 + 0 + 1, 0.1], rtol=1e-6)
+    known = np.full((1, K), 0.6, np.float32)
+    for _ in range(300):
+        estimator = UPDATE(
+            estimator, num_drafts=offered[:1], num_accepted=accepted[:1], confidences=known
+        )
+    np.testing.assert_allclose(rates(estimator), 0.6, atol=0.01)
+
+
 def test_an_unvisited_position_has_the_rate_before_it():
     new = sd.AcceptanceEstimator.create(K)
     estimator = UPDATE(new, num_drafts=jnp.array([1]), num_accepted=jnp.array([0]))
@@ -160,6 +180,8 @@ ROW = ones((1, K))
             "log_normalizer",
             dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=ones((2, K))),
         ),
+        (TypeError, "confidences", dict(num_drafts=ONE, num_accepted=ONE, confidences=ONE)),
+        (ValueError, "confidences", dict(num_drafts=ONE, num_accepted=ONE, confidences=ROW[0])),
     ],
 )
 def test_mistakes_are_named(error, name, given):

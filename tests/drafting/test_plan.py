@@ -129,11 +129,12 @@ Plan = Callable[[np.ndarray, np.ndarray], list[int]]
 
 def plain(p: Tables, prefix: tuple[int, ...], length: int) -> np.ndarray:
     """The law of sequences of `length` tokens that begin with `prefix`, sampled one by one."""
+    size = len(p[()])
     if len(prefix) == length:
-        law = np.zeros((2,) * length)
+        law = np.zeros((size,) * length)
         law[prefix] = 1
         return law
-    return sum(p[prefix][x] * plain(p, (*prefix, x), length) for x in range(2))
+    return sum(p[prefix][x] * plain(p, (*prefix, x), length) for x in range(size))
 
 
 def speculative(p: Tables, q: Tables, drafts: tuple[int, ...], count: int) -> np.ndarray:
@@ -141,11 +142,11 @@ def speculative(p: Tables, q: Tables, drafts: tuple[int, ...], count: int) -> np
     length, law, weight = len(drafts) + 1, 0.0, 1.0
     for i in range(count):
         prefix, x = drafts[:i], drafts[i]
-        accept = min(1.0, p[prefix][x] / q[prefix][x])
+        accept = 1.0 if p[prefix][x] >= q[prefix][x] else p[prefix][x] / q[prefix][x]
         residual = np.maximum(p[prefix] - q[prefix], 0)
         if accept < 1:
             residual /= residual.sum()
-            for y in range(2):
+            for y in range(len(residual)):
                 rejected = weight * (1 - accept) * residual[y]
                 law = law + rejected * plain(p, (*prefix, y), length)
         weight *= accept

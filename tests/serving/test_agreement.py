@@ -17,7 +17,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.testing import reference
 
-from . import engines, test_eagle3, tiny
+from . import engines, test_block, test_eagle3, tiny
 from .test_draft_budget import Cycling
 
 MAX_MARGIN = 1e-4
@@ -48,6 +48,7 @@ SCRIPT = _rng.integers(-1, VOCAB + 1, (B, 64)).astype(np.int32)
 DRAFTERS: dict[str, Any] = {
     "model": lm.ModelDrafter(engines.llama(8)),
     "few candidates": lm.ModelDrafter(engines.llama(8), num_candidates=2),
+    "block": lm.BlockDrafter(test_block.HEAD, num_candidates=2),
     "own": tiny.Scripted(),
 }
 
@@ -62,6 +63,8 @@ def draft_params(name: str) -> Any:
     if name == "own":
         return jnp.asarray(SCRIPT)
     engine, of = engines.LLAMA, engines
+    if name == "block":
+        return test_block.weights_of(test_block.ENGINE)[1]
     if name == "eagle3":
         engine, of = test_eagle3.ENGINE, test_eagle3
     return of.weights_of(engine)[1]
@@ -126,6 +129,8 @@ def check_texts(texts: list[list[int]]) -> None:
             "few candidates", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.long
         ),
         ("own", 5, {}),
+        ("block", 3, {}),
+        pytest.param("block", 3, dict(draft_sample_method="greedy"), marks=pytest.mark.long),
     ],
 )
 def test_generate_gives_the_text_of_plain_decoding(name, k, fields):

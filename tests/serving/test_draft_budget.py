@@ -15,7 +15,7 @@ from upper_floor import programs
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import engines, test_eagle3, tiny
+from . import engines, test_block, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 from .engines import TARGET, VOCAB
 
@@ -154,8 +154,9 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             False,
             marks=pytest.mark.long,
         ),
+        (dataclasses.replace(test_block.ENGINE, **SIZES), test_block.weights_of, False),
     ],
-    ids=["model", "control", "eagle3"],
+    ids=["model", "control", "eagle3", "block"],
 )
 def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weights_of, has_holes):
     """The drafter's logits are those of one that has read the same tokens at once."""

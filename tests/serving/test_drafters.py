@@ -79,6 +79,12 @@ CASES: dict[str, tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] =
         TypeError,
         "the proposal of Returning.propose must ",
     ),
+    "confidences of another shape": (
+        lambda store, cache: (lm.Proposal(GOOD, store, zeros((B,))), cache),
+        False,
+        ValueError,
+        "the confidences of Returning.propose must ",
+    ),
     "no cache": (
         lambda store, cache: (lm.Proposal(GOOD, store), None),
         False,

@@ -52,11 +52,21 @@ def weights_of(engine: lm.Engine) -> tuple[Any, Any]:
 
 
 def test_neither_traffic_nor_chunks_nor_leaving_change_a_request() -> None:
+    check_traffic(ENGINE, weights_of(ENGINE))
+
+
+def check_traffic(engine: lm.Engine, weights: tuple[Any, Any]) -> None:
+    """Compares requests in traffic, some of which leave, with each of them alone.
+
+    Args:
+      engine: with the target of `engines.LLAMA`.
+      weights: of the target and of the drafter.
+    """
     rng = np.random.default_rng(3)
     requests = [engines.random_request(rng, [0.0, 1.0]) for _ in range(10)]
-    driver = engines.driver_of(ENGINE, *weights_of(ENGINE))
+    driver = engines.driver_of(engine, *weights)
     alone = [engines.alone(driver, request) for request in requests]
-    busy = engines.driver_of(ENGINE, *weights_of(ENGINE), max_steps_ahead=2, max_prefills=1)
+    busy = engines.driver_of(engine, *weights, max_steps_ahead=2, max_prefills=1)
     ids = [busy.submit(**request) for request in requests]
     cancelled = busy.submit([1] * 12, max_new_tokens=20)
     updates = []
@@ -162,10 +172,10 @@ class Rolling(lm.Eagle3Drafter):
         return super().prefill(params[0], *args, **given)
 
     def propose(self, params: Any, *args: Any) -> tuple[lm.Proposal, Any]:
-        (ids, store), cache = super().propose(params[0], *args)
-        names = ("logits", "log_normalizer")
+        proposal, cache = super().propose(params[0], *args)
+        store, names = proposal.store, ("logits", "log_normalizer")
         rows = {name: jnp.roll(getattr(store, name), params[1], axis=0) for name in names}
-        return lm.Proposal(ids, dataclasses.replace(store, **rows)), cache
+        return proposal._replace(store=dataclasses.replace(store, **rows)), cache
 
 
 def sampled(roll: int = 0, **changes: Any) -> lm.GenerateOutput:

@@ -70,6 +70,27 @@ def test_greedy_tokens_are_those_of_the_whole_model() -> None:
 
 
 @pytest.mark.slow
+def test_greedy_tokens_with_a_block_head_are_those_of_the_whole_model() -> None:
+    config = lm.BlockHeadConfig(
+        layer=MODEL.config,
+        draft_vocab_size=VOCAB,
+        feature_layers=(0, 1),
+        target_hidden_size=16,
+        block_size=5,
+        mask_token_id=VOCAB - 1,
+        sample_from_anchor=True,
+        markov_rank=3,
+    )
+    head = lm.BlockHead(config)
+    shared = {name: PARAMS[name] for name in ("embed_tokens", "lm_head")}
+    given = on_eight(split_drafter=False)
+    given |= dict(drafter=lm.BlockDrafter(head), draft_params=random_weights(head, 1) | shared)
+    output = lm.generate(**given, prompts=PROMPTS, config=CONFIG, max_new_tokens=NEW)
+    assert_argmaxes(output, [0, 1, 2, 3])
+    assert output.steps.num_accepted.sum() > 0
+
+
+@pytest.mark.slow
 def test_options_of_sampled_requests_hold() -> None:
     given = on_eight(split_drafter=False) | dict(drafter=lm.NGramDrafter(1), draft_params=None)
     output = lm.generate(

@@ -45,7 +45,7 @@ class AttentionStatic(NamedTuple):
     """What a call settles before it is traced.
 
     Attributes:
-      window: positions that a row sees, its own included; None for all.
+      window: positions that a row of a chain sees, its own included; None for all.
       finite_cache: whether no value of the cache is NaN or infinite.
       implementation: that was named.
     """
@@ -91,8 +91,8 @@ def decode_attention(
         and its own, a block that sees all of itself sets S bits. None for a chain.
       layer: ``[]`` int32. Keys and values then have a leading axis of layers, of which this one is
         read, in place where the kernel serves the call.
-      window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``.
-        None for all positions.
+      window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
+        with `visible`, no row sees one up to ``start[b] - window``. None for all positions.
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
         check; a row that is may then make others NaN.
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens

@@ -269,7 +269,8 @@ class Block(NamedTuple):
         # Tiles begin..end-1 hold what some row sees; each split has `share` of them.
         begin = jnp.int32(0)
         if shape.window is not None:
-            begin = jnp.clip(start + first_new + (1 - shape.window), 0, shape.room)
+            begin = start + (0 if shape.has_words else first_new)
+            begin = jnp.clip(begin + (1 - shape.window), 0, shape.room)
             begin = lax.div(begin, jnp.int32(TILE))
         most = shape.num_new if shape.has_words else last_new + 1
         end = jnp.clip(start + most, 0, shape.room)
@@ -280,7 +281,8 @@ class Block(NamedTuple):
         # All rows see the tiles up to the first row, from where the last row's window begins.
         first_whole = jnp.int32(0)
         if shape.window is not None:
-            least = jnp.clip(start + last_new + (TILE - shape.window), 0, shape.room)
+            least = start + (0 if shape.has_words else last_new)
+            least = jnp.clip(least + (TILE - shape.window), 0, shape.room)
             first_whole = jnp.clip(lax.div(least, jnp.int32(TILE)) - tile, 0, num_tiles)
         seen_by_all = start if shape.has_words else start + first_new + 1
         end_whole = lax.div(jnp.clip(seen_by_all, 0, shape.room), jnp.int32(TILE)) - tile
@@ -424,7 +426,7 @@ def _masked(
     else:
         seen = new <= row
     if shape.window is not None:
-        seen = seen & (new > row - shape.window)
+        seen = seen & (new > (0 if shape.has_words else row) - shape.window)
     return jnp.where(seen, scores, -jnp.inf)
 
 

@@ -76,4 +76,7 @@ def _seen(
         word = jnp.where(new < 32, low, high)
         bit = (word >> (new & 31).astype(jnp.uint32)) & 1
         seen = (new < 0) | (is_new & (bit == 1))
-    return seen if window is None else seen & (position > start + row - window)
+    if window is None:
+        return seen
+    newest = start + row if visible is None else start
+    return seen & (position > newest - window)

@@ -45,7 +45,9 @@ class AcceptanceEstimator:
     such as one by lookup, ``c_k`` is how often draft k was accepted before (`rates`).
 
     Only positions that the verification visited teach anything: those up to the first rejection.
-    Whether later drafts would have been accepted is not known, so they are left out.
+    Whether later drafts would have been accepted is not known, so they are left out. A drafter that
+    says how likely its drafts are to be accepted is believed: what it expects is then counted, of
+    all drafts, in place of what was accepted.
 
     Attributes:
       slope: ``[]`` float32, shared by all positions; 0.5 at first.
@@ -138,6 +140,7 @@ class AcceptanceEstimator:
         num_drafts: Integers,
         num_accepted: Integers,
         log_normalizer: ArrayLike | None = None,
+        confidences: ArrayLike | None = None,
     ) -> AcceptanceEstimator:
         """Learn from one verification of a batch. Pure; for use inside jit.
 
@@ -145,13 +148,16 @@ class AcceptanceEstimator:
           num_drafts: ``[B]`` integers, drafts offered to each request; 0 for one to leave out.
           num_accepted: ``[B]`` integers, as `rejection_sample` returns it.
           log_normalizer: ``[B, K]`` as for `confidences`; None if no draft has a distribution.
+          confidences: ``[B, K]`` floating point, the drafter's own: the chance that each draft is
+            accepted if those before it were, for all that it drafted, verified or not. NaN where it
+            says none; None if it says none at all.
 
         Returns:
           The new estimator.
 
         Raises:
-          TypeError: `num_drafts` or `num_accepted` do not hold integers, or `log_normalizer` is
-            not floating point.
+          TypeError: `num_drafts` or `num_accepted` do not hold integers, or `log_normalizer` or
+            `confidences` are not floating point.
           ValueError: shapes that do not fit.
         """
         sizes: Sizes = {}
@@ -161,11 +167,19 @@ class AcceptanceEstimator:
         offered = position < num_drafts[:, None]
         visited = offered & (position <= num_accepted[:, None])
         accepted = offered & (position < num_accepted[:, None])
-        decay = jnp.where(visited.any(axis=0), _DECAY, 1.0)
+        visits, successes = visited.astype(jnp.float32), accepted.astype(jnp.float32)
+        if confidences is not None:
+            sizes = sizes | {"K": position.shape[1]}
+            c = as_float32("confidences", confidences, "[B, K]", sizes)
+            survival = jnp.cumprod(c, axis=1)
+            reached = jnp.concatenate([jnp.ones_like(c[:, :1]), survival[:, :-1]], axis=1)
+            visits = jnp.where(jnp.isnan(survival), visits, reached)
+            successes = jnp.where(jnp.isnan(survival), successes, survival)
+        decay = jnp.where((visits > 0).any(axis=0), _DECAY, 1.0)
         new = dataclasses.replace(
             self,
-            visited=decay * self.visited + visited.sum(axis=0, dtype=jnp.float32),
-            accepted=decay * self.accepted + accepted.sum(axis=0, dtype=jnp.float32),
+            visited=decay * self.visited + visits.sum(axis=0),
+            accepted=decay * self.accepted + successes.sum(axis=0),
         )
         if log_normalizer is None:
             return new

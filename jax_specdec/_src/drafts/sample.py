@@ -80,7 +80,7 @@ def sample_draft_tokens(
       sampling: per-request parameters.
       keys: ``[B]`` typed keys of two or four words, those that `rejection_sample` gets.
       positions: ``[B]`` int32, position of the step's first draft, as `rejection_sample` gets it.
-      offset: ``[]`` int32, index of this draft in the step, from 0 on.
+      offset: ``[]`` or ``[B]`` int32, index of this draft in the step, from 0 on.
       config: static settings; None for ``draft_sample_method="probabilistic"``.
       sharding: how `logits` are split, as for `rejection_sample`. They stay where they are.
       ids: the target ids that the columns of `logits` stand for: ``[Vd]`` int32 for all requests,

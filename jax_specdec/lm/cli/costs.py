@@ -99,7 +99,7 @@ def _repeat(
         if drafts:
             new = decoder.draft(draft_params, state)
             new = dataclasses.replace(  # a pass of the target would bring them
-                new, features=state.features, num_features=state.num_features
+                new, features=state.features, num_features=state.num_features, confidences=None
             )
             newest = new.draft_token_ids[:, 0]
         else:

@@ -8,16 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, HEAD_PREFIX, Options
+from jax_specdec._src.arrays import require
+from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, HEAD_PREFIXES, Options
 from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.drafting.block import BlockDrafter
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.models.block_files import load_block_head
 from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec.lm.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
 from jax_specdec.lm.models.config_json import CONFIG_FILE, read_config
-from jax_specdec.lm.models.eagle3_files import load_eagle3, load_embedded_head
+from jax_specdec.lm.models.eagle3_files import load_eagle3
+from jax_specdec.lm.models.embedded_heads import load_embedded_head
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
@@ -85,7 +89,7 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
     assert options.target is not None
     config = read_config(options.target / CONFIG_FILE)
     tokenizer = load_tokenizer(options.target)
-    names = [x for x in options.drafters if x != "ngram" and not x.startswith(HEAD_PREFIX)]
+    names = [x for x in options.drafters if x != "ngram" and not x.startswith(HEAD_PREFIXES)]
     for name in names:
         read_config(Path(name) / CONFIG_FILE)
         tokenizer.check_same_vocabulary(load_tokenizer(name))
@@ -105,7 +109,7 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
 def _load_drafters(
     options: Options, target: LoadedModel[Llama], models: dict[str, LoadedModel[Llama]]
 ) -> dict[str, Draft]:
-    """The drafters by their names: models, lookup, and EAGLE-3 heads."""
+    """The drafters by their names: models, lookup, and heads."""
     found = {}
     for name in options.drafters:
         if name in models:
@@ -113,10 +117,25 @@ def _load_drafters(
         elif name == "ngram":
             found[name] = Draft(NGramDrafter())
         else:
-            is_embedded, directory = name == "eagle3", name.removeprefix(HEAD_PREFIX)
-            head = load_embedded_head(target) if is_embedded else load_eagle3(directory, target)
-            found[name] = Draft(Eagle3Drafter(head.model), head.params)
+            found[name] = _load_head(name, target, options)
     return found
+
+
+def _load_head(name: str, target: LoadedModel[Llama], options: Options) -> Draft:
+    """A head of the embedded target, or one in a directory."""
+    kind, _, directory = name.partition(":")
+    if kind == "eagle3":
+        head = load_eagle3(directory, target) if directory else load_embedded_head(target)
+        return Draft(Eagle3Drafter(head.model), head.params)
+    if directory:
+        block = load_block_head(directory, target)
+    else:
+        block = load_embedded_head(target, "dspark" if kind == "dspark" else "dflash")
+    most = block.model.config.max_drafts
+    for config in options.configs:
+        k, must = config.num_speculative_tokens, f"be at most {most} with --draft {name}"
+        require(k <= most, "--num-speculative-tokens", must, k)
+    return Draft(BlockDrafter(block.model), block.params)
 
 
 def _encode(

@@ -27,15 +27,17 @@ DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = 6
 LOOKUP_K = 4
 """The default for ngram: on a CPU, more drafts cost more than a lookup usually gains."""
-HEAD_PREFIX = "eagle3:"
-"""What stands before the directory of an EAGLE-3 head."""
+HEAD_PREFIXES = ("eagle3:", "block:")
+"""What stands before the directory of a head."""
+EMBEDDED_HEADS = ("eagle3", "dflash", "dspark")
+"""Heads of the embedded target."""
 SERVED_LENGTH = 2048
 """Of a request to `serve`: the caches of all slots are this long."""
 API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 DEFAULT_REPEATS = 5
 
 _Made = TypeVar("_Made")
-_DRAFT = "DIR|eagle3[:DIR]|ngram|model"
+_DRAFT = "DIR|eagle3:DIR|block:DIR|ngram|model|eagle3|dflash|dspark"
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
 _RANGES = {
     "max_new_tokens": (1, None),
@@ -264,9 +266,9 @@ _HELP = {
     "--draft-sample-method": "how the draft model picks tokens at temperature > 0",
     "--no-compilation-cache": """do not keep compiled programs for the next run; by default they go
         to the user's cache directory, or to $JAX_COMPILATION_CACHE_DIR""",
-    "--draft": """where drafts come from: a checkpoint, an EAGLE-3 head (the embedded target's if no
-        DIR is given), a lookup in the text so far (default with --target), or the embedded draft
-        model (default without)""",
+    "--draft": """where drafts come from: a checkpoint, an EAGLE-3 head, a DFlash or DSpark head
+        (block:), a lookup in the text so far (default with --target), the embedded draft model
+        (default without), or a head of the embedded target""",
     "--num-speculative-tokens": f"""drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with
         --draft ngram)""",
     "--no-prompt": "print the text without its prompt, as --chat does",
@@ -363,18 +365,19 @@ def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
     default = ("model", "ngram") if given["command"] == "bench" else ("model",)
     drafters = tuple(dict.fromkeys(given.get("drafters", ("ngram",) if has_target else default)))
     for draft in drafters:
-        is_head = draft.startswith(HEAD_PREFIX)
-        if not has_target and not (is_head or draft in ("model", "ngram", "eagle3")):
+        is_head = draft.startswith(HEAD_PREFIXES)
+        if not has_target and not (is_head or draft in ("model", "ngram", *EMBEDDED_HEADS)):
             raise ValueError(
-                "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but it is "
+                f"--draft must be model, ngram, {', '.join(EMBEDDED_HEADS)}, eagle3:DIR or "
+                f"block:DIR without --target, but it is {draft!r}"
+            )
+        if has_target and draft in ("model", *EMBEDDED_HEADS):
+            raise ValueError(
+                "--draft must be DIR, eagle3:DIR, block:DIR or ngram with --target, but it is "
                 f"{draft!r}"
             )
-        if has_target and draft in ("model", "eagle3"):
-            raise ValueError(
-                f"--draft must be DIR, eagle3:DIR or ngram with --target, but it is {draft!r}"
-            )
-        if draft == HEAD_PREFIX:
-            raise ValueError("--draft eagle3: must be followed by the directory of a head")
+        if draft in HEAD_PREFIXES:
+            raise ValueError(f"--draft {draft} must be followed by the directory of a head")
     return drafters
 
 

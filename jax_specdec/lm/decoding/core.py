@@ -37,6 +37,7 @@ PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
     counters=(AcceptanceCounters,),
     features="[B, K+1, A*H]",
     num_features="[B] int32",
+    confidences="[B, C] float32",
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -55,6 +56,8 @@ class DecodeState:
       num_features: ``[B]`` int32, as in `DraftContext`; None without `features`.
       estimator: what verifications have shown of acceptance; None unless the `Engine` has a
         `draft_budget`.
+      confidences: ``[B, C]`` float32, as in `Proposal`, of the C drafts that were made; for
+        `plan_drafts`. Only between `draft` and `verify`, and None if the drafter says none.
 
     Example:
       >>> import jax_specdec as sd
@@ -77,6 +80,7 @@ class DecodeState:
     features: jax.Array | None = None
     num_features: jax.Array | None = None
     estimator: AcceptanceEstimator | None = None
+    confidences: jax.Array | None = None
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """The state without the drafts, and rows of the store, of some requests, ``[B]`` bool."""
@@ -268,6 +272,7 @@ class Decoder:
             store=proposal.store,
             features=None,
             num_features=None,
+            confidences=proposal.confidences,
         )
         return state.without_drafts(most == 0)
 
@@ -335,14 +340,17 @@ class Decoder:
         estimator = state.estimator
         if estimator is not None:
             offered = jnp.minimum(self._most_drafts(batch), ids.shape[1])
+            offered = jnp.where(has_own_drafts, offered, 0)
             estimator = estimator.update(
-                num_drafts=jnp.where(has_own_drafts, offered, 0),
+                num_drafts=offered,
                 num_accepted=output.num_accepted,
                 log_normalizer=_log_normalizers(state.store, batch.lengths),
+                confidences=_all_drafts(state.confidences, offered > 0, self.num_drafts),
             )
         state = dataclasses.replace(
             state,
             estimator=estimator,
+            confidences=None,
             batch=new,
             target_cache=target_cache,
             features=features,
@@ -437,6 +445,17 @@ def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Arra
     return jnp.where(store.positions == positions[None, :], normalizers, jnp.nan).T
 
 
+def _all_drafts(
+    confidences: jax.Array | None, is_counted: jax.Array, num_drafts: int
+) -> jax.Array | None:
+    """``[B, K]``, the confidences of the requests that are counted; NaN for drafts not made."""
+    if confidences is None:
+        return None
+    missing = num_drafts - confidences.shape[1]
+    counted = jnp.where(is_counted[:, None], confidences, jnp.nan)
+    return jnp.pad(counted, ((0, 0), (0, missing)), constant_values=jnp.nan)
+
+
 def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_drafts: int) -> None:
     """Check what `drafter.propose` returned for the cache and the store of `state`."""
     name = f"{type(drafter).__name__}.propose"
@@ -447,6 +466,8 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
     check_type(f"the proposal of {name}", proposal, Proposal)
     sizes = {"B": state.batch.lengths.shape[0], "K": num_drafts}
     check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
+    if proposal.confidences is not None:
+        check_array(f"the confidences of {name}", proposal.confidences, "[B, K] float32", sizes)
     pairs = ("store", state.store, proposal.store), ("cache", state.draft_cache, cache)
     for what, given, new in pairs:
         given, new = (

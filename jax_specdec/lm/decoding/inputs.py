@@ -14,6 +14,7 @@ import numpy as np
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec.lm.drafting.drafter import Drafter, feature_layers_of
+from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.protocol import is_loaded_model
 
 _FEATURES = dict(features=None, next_token_ids=None)
@@ -83,6 +84,8 @@ def _takes(function: Callable[..., Any], *args: None, **named: None) -> bool:
 
 
 def _wrapper(model: Any) -> str:
+    if isinstance(model, BlockHead):
+        return "BlockDrafter"
     return "Eagle3Drafter" if feature_layers_of(model) else "ModelDrafter"
 
 

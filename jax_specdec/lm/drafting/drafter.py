@@ -17,6 +17,9 @@ class Proposal(NamedTuple):
     Attributes:
       token_ids: ``[B, K]`` int32, -1 from the first position without a proposal on.
       store: what they were drawn from; None for drafts without a distribution.
+      confidences: ``[B, K]`` float32, the chance that each draft is accepted if those before it
+        were, as `plan_drafts` takes it: draft k and those after it must not have been looked at.
+        NaN where it is not known; None for a drafter that knows none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -26,6 +29,7 @@ class Proposal(NamedTuple):
 
     token_ids: jax.Array
     store: DraftStore | None = None
+    confidences: jax.Array | None = None
 
 
 # Any class with the four methods is a `Drafter`: these attributes it may lack. Only these

@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import check_type
-from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.models.eagle3 import Eagle3Head
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Drafter:
+class Eagle3Drafter(HeadDrafter[Eagle3Head]):
     """Drafts a chain of K tokens with an EAGLE-3 head.
 
     With t_i the token at position i, t_n the newest, and g_i the target's features there:
@@ -54,39 +54,8 @@ class Eagle3Drafter:
       Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840
     """
 
-    head: Eagle3Head
-    store_dtype: Any = None
-
     def __post_init__(self) -> None:
         check_type("head", self.head, Eagle3Head)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers that the head reads; see `Drafter`."""
-        return self.head.feature_layers
-
-    def check_params(self, name: str, params: Any) -> None:
-        """Check the head's weights."""
-        self.head.check_params(name, params)
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """The head's cache."""
-        return self.head.init_cache(batch_size, max_length)
-
-    def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
-    ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if none is read."""
-        if not config.keeps_draft_distribution:
-            return None
-        ids = params.get("target_ids")
-        return DraftStore.create(
-            batch_size,
-            config.num_speculative_tokens,
-            self.head.vocab_size,
-            self.head.dtype if self.store_dtype is None else self.store_dtype,
-            ids=None if ids is None else jnp.array(ids),  # a copy: a state is donated, weights not
-        )
 
     def prefill(
         self,
@@ -119,9 +88,7 @@ class Eagle3Drafter:
         Raises:
           ValueError: the context has no features.
         """
-        features, num_features = context.features, context.num_features
-        if features is None or num_features is None:
-            raise ValueError("context must have features and num_features, but it has none")
+        features, num_features = features_of(context)
         lengths, longest = context.lengths, context.token_ids.shape[1]
 
         def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:

@@ -1,6 +1,8 @@
 """Models and their files: what a target or a draft model is, and the models of this package."""
 
 from jax_specdec.lm.models import foreign
+from jax_specdec.lm.models.block import BlockOutput
+from jax_specdec.lm.models.block_files import save_block_head
 from jax_specdec.lm.models.checkpoint import LoadedModel, load_checkpoint, save_checkpoint
 from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
 from jax_specdec.lm.models.eagle3_files import save_eagle3
@@ -11,6 +13,7 @@ from jax_specdec.lm.models.rotary import RopeScaling
 from jax_specdec.lm.models.tensor_parallel import TensorParallelLlama
 
 __all__ = [
+    "BlockOutput",
     "CausalModel",
     "Eagle3Config",
     "Eagle3Head",
@@ -22,6 +25,7 @@ __all__ = [
     "TensorParallelLlama",
     "foreign",
     "load_checkpoint",
+    "save_block_head",
     "save_checkpoint",
     "save_eagle3",
     "stack_layers",

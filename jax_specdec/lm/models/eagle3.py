@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import check_array, checked_dtype, require
-from jax_specdec.lm.models.fields import check_fields
+from jax_specdec.lm.models.heads import HeadConfig, common_shapes, head_logits, random_head
 from jax_specdec.lm.models.layers import (
     Attend,
     cached_attention,
@@ -28,18 +28,16 @@ from jax_specdec.lm.models.layers import (
     check_params,
     embed_tokens,
     feed_forward,
-    output_logits,
-    random_weights,
     rms_norm,
     self_attention,
 )
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
+from jax_specdec.lm.models.llama_config import param_shapes
 from jax_specdec.lm.models.rotary import rotation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
+class Eagle3Config(HeadConfig):
     """Sizes and switches of an `Eagle3Head`.
 
     Attributes:
@@ -74,47 +72,17 @@ class Eagle3Config:
       96
     """
 
-    layer: LlamaConfig
-    draft_vocab_size: int
-    feature_layers: tuple[int, ...]
-    target_hidden_size: int
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
-    o_proj_bias: bool = False
-    own_embedding: bool = False
-    own_lm_head: bool = False
-    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        ids, c = self.feature_layers, self.layer
-        are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
-        ascend = are_ids and ids and list(ids) == sorted({*ids})
-        require(ascend, "feature_layers", "be different layer ids from 0 on, ascending", ids)
+        super().__post_init__()
         name, hint = "num_hidden_layers", "systems differ in what more layers of a head compute"
-        require(c.num_hidden_layers == 1, name, "be 1", c.num_hidden_layers, hint)
-        size, most = self.draft_vocab_size, c.vocab_size
-        require(size <= most, "draft_vocab_size", f"be at most vocab_size = {most}", size)
-        must = f"be true with draft_vocab_size = {size}, less than vocab_size = {most}"
-        require(size == most or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
+        require(self.layer.num_hidden_layers == 1, name, "be 1", self.layer.num_hidden_layers, hint)
         norms = self.norm_before_fc, self.fc_norm
         require(not all(norms), "norm_before_fc and fc_norm", "not both be true", norms)
-        fits = self.target_hidden_size == c.hidden_size
-        must = f"be hidden_size = {c.hidden_size} where the embedding or output is the target's"
-        is_own = self.own_embedding and self.own_lm_head
-        require(fits or is_own, "target_hidden_size", must, self.target_hidden_size)
-
-    @property
-    def num_features(self) -> int:
-        """Size A * H_target of the feature axis, of A layers."""
-        return len(self.feature_layers) * self.target_hidden_size
-
-    @property
-    def output_is_embedding(self) -> bool:
-        """Whether the output matrix is the target's embedding."""
-        return self.layer.tie_word_embeddings and not self.own_lm_head
 
 
 def head_shapes(config: Eagle3Config) -> dict[str, Any]:
@@ -127,26 +95,16 @@ def head_shapes(config: Eagle3Config) -> dict[str, Any]:
     there is `fc_norm`, both ``[A * H_target]``. With Vd < V there is ``target_ids [Vd]`` int32, the
     target's id of each of the head's.
     """
-    c, size = config.layer, config.layer.hidden_size
-    whole = param_shapes(dataclasses.replace(c, tie_word_embeddings=False))
-    (layer,) = whole["layers"]
+    size = config.layer.hidden_size
+    (layer,) = param_shapes(config.layer)["layers"]
     layer |= {"qkv_proj": (2 * size, layer["qkv_proj"][1]), "hidden_norm": (size,)}
     if config.o_proj_bias:
         layer["o_bias"] = (size,)
-    lm_head = (size, config.draft_vocab_size)
-    shapes = {
-        "embed_tokens": whole["embed_tokens"],
-        "fc": (config.num_features, size),
-        "layer": layer,
-        "norm": (size,),
-        "lm_head": whole["embed_tokens"] if config.output_is_embedding else lm_head,
-    }
+    shapes = common_shapes(config) | {"layer": layer}
     if config.norm_before_fc:
         shapes["input_norm"] = (config.num_features,)
     if config.fc_norm:
         shapes["fc_norm"] = (config.num_features,)
-    if config.draft_vocab_size < c.vocab_size:
-        shapes["target_ids"] = (config.draft_vocab_size,)
     return shapes
 
 
@@ -236,13 +194,7 @@ class Eagle3Head:
         Returns:
           A dict; see `head_shapes`. `target_ids` are the first Vd.
         """
-        c = self.config
-        params = random_weights(self.weight_shapes, key, self.dtype, 1)
-        if target_params is not None:
-            params |= shared_params(c, target_params)
-        if "target_ids" in params:
-            params["target_ids"] = jnp.arange(c.draft_vocab_size, dtype=jnp.int32)
-        return params
+        return random_head(self.config, self.weight_shapes, key, self.dtype, target_params)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache for B = batch_size requests of at most T = max_length positions."""
@@ -355,27 +307,10 @@ class Eagle3Head:
         h = jnp.concatenate([rms_norm(embedded, layer["input_layernorm"], eps), normed], axis=-1)
         cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         branch = self_attention(c, layer, h, cos_sin, attend)
-        if config.o_proj_bias:
-            branch = branch + layer["o_bias"][None, None, :]
         x = (normed if config.norm_before_residual else states) + branch
         if row is not None:
             x = jnp.take_along_axis(x, row[:, None, None], axis=1)
         x = x + feed_forward(layer, rms_norm(x, layer["post_attention_layernorm"], eps))
         output = rms_norm(x, params["norm"], eps)
-        num_token_ids = c.num_token_ids if config.draft_vocab_size == c.vocab_size else None
-        tied, lm_head = config.output_is_embedding, params["lm_head"]
-        logits = output_logits(output, lm_head, tied, num_token_ids)
-        if config.logit_scale != 1:
-            logits = logits * config.logit_scale
+        logits = head_logits(config, params, output)
         return logits, output if config.norm_output else x
-
-
-def shared_params(config: Eagle3Config, target_params: dict[str, Any]) -> dict[str, Any]:
-    """The target's arrays that a head uses, under the head's names."""
-    shared = {}
-    if not config.own_embedding:
-        shared["embed_tokens"] = target_params["embed_tokens"]
-    if not config.own_lm_head:
-        name = "embed_tokens" if config.output_is_embedding else "lm_head"
-        shared["lm_head"] = target_params[name]
-    return shared

@@ -6,27 +6,32 @@ that of speculators has the sizes in ``transformer_layer_config``, and is the on
 """
 
 import dataclasses
-import importlib.resources
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_specdec._src.arrays import (
     LOGITS,
-    check_choice,
-    check_listed,
     check_type,
     checked_dtype,
-    require,
 )
 from jax_specdec.lm.models.checkpoint import LoadedModel, stored_tensors, write_files
-from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json, parse_config
-from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head, head_shapes, shared_params
+from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head, head_shapes
 from jax_specdec.lm.models.fields import is_token_id, quoted, shown
-from jax_specdec.lm.models.files import JsonObject, errors_name, is_there, path_of, read_json
+from jax_specdec.lm.models.files import JsonObject, errors_name, is_there, path_of
+from jax_specdec.lm.models.head_files import (
+    common_fields,
+    common_tensors,
+    layer_json,
+    open_head,
+    read_target_ids,
+    shared_again,
+    speculators_json,
+    stored_lm_head,
+    target_id_tensors,
+)
+from jax_specdec.lm.models.heads import shared_params
 from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
@@ -36,13 +41,11 @@ from jax_specdec.lm.models.tensors import (
     Tensors,
     check_tensors,
     layer_tensors,
-    open_files,
     part_sizes,
     stored_shapes,
     unfuse_arrays,
 )
 
-_EmbeddedHead = Literal["eagle3", "eagle3-64"]
 _TORCH_FILE = "pytorch_model.bin"
 _LEGACY_NORMS = tuple(f"aux_norm_{place}.weight" for place in ("low", "mid", "high"))
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -89,48 +92,19 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
       >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
       (True, True)
     """
-    is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
-    require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
-    directory = path_of(directory)
-    raw = read_json(directory / CONFIG_FILE)
-    weights = directory / WEIGHTS_FILE
-    only_torch = is_there(directory / _TORCH_FILE) and not is_there(directory / INDEX_FILE)
-    if only_torch and not is_there(weights):
+    weights = path_of(directory) / WEIGHTS_FILE
+    torch = weights.with_name(_TORCH_FILE)
+    if is_there(torch) and not (is_there(weights) or is_there(weights.with_name(INDEX_FILE))):
         raise FileNotFoundError(
             f"{shown(weights)} does not exist; tools/convert_eagle3.py of the project makes it "
             f"from {_TORCH_FILE}."
         )
-    with open_files(directory) as tensors:
+    with open_head(directory, target) as (raw, tensors):
         config = _read_config(raw, tensors, target.model.config)
         head = Eagle3Head(config, target.model.dtype)
-        return _shared_again(tensors, head, _read_params(tensors, head, target.params), target)
-
-
-def load_embedded_head(
-    target: LoadedModel[Llama], name: _EmbeddedHead = "eagle3"
-) -> LoadedModel[Eagle3Head]:
-    """An EAGLE-3 head for the embedded target, which ships with the package.
-
-    Args:
-      target: the first of `load_embedded_pair`.
-      name: "eagle3" scores all 256 bytes, "eagle3-64" the 64 most frequent ones.
-
-    Returns:
-      The head and its weights, in the target's dtype.
-
-    Raises:
-      ValueError: no head has this name, or the target is another model.
-
-    Example:
-      >>> from jax_specdec import lm
-      >>> target, _ = lm.load_embedded_pair()
-      >>> lm.load_embedded_head(target, "eagle3-64").params["target_ids"].shape
-      (64,)
-    """
-    check_choice("name", name, get_args(_EmbeddedHead))
-    weights = importlib.resources.files("jax_specdec.lm") / "weights" / name
-    with importlib.resources.as_file(weights) as directory:
-        return load_eagle3(directory, target)
+        params = _read_params(tensors, head, target.params)
+        config, params = shared_again(tensors, config, params, target)
+    return LoadedModel(Eagle3Head(config, head.dtype), params)
 
 
 def save_eagle3(
@@ -174,47 +148,23 @@ def save_eagle3(
     stored = checked_dtype(dtype, LOGITS)
     check_params("params", model.weight_shapes, params)
     c, arrays = model.config, _flat(params)
-    if c.output_is_embedding:
-        arrays["lm_head"] = arrays["lm_head"].T
+    arrays["lm_head"] = stored_lm_head(c, arrays["lm_head"])
     whole = dataclasses.replace(c, own_embedding=True, own_lm_head=True)
     tensors = unfuse_arrays(_tensor_names(whole, "layers.0"), arrays, _part_sizes(c))
-    tensors = stored_tensors(tensors, stored)
-    if "target_ids" in params:
-        ids = np.asarray(params["target_ids"], np.int64)
-        check_listed("params['target_ids']", ids, c.layer.vocab_size)
-        tensors["d2t"] = ids - np.arange(len(ids))
-        tensors["t2d"] = np.isin(np.arange(c.layer.vocab_size), ids)
-    raw = _config_json(c, stored.name, target_name, num_speculative_tokens)
-    write_files(directory, raw, tensors)
-
-
-def _config_json(
-    config: Eagle3Config, dtype: str, target_name: str | None, drafts: int
-) -> dict[str, Any]:
-    c = config
+    tensors = stored_tensors(tensors, stored) | target_id_tensors(c, params)
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    # Biases and norms of queries and keys are both there in a qwen3 layer with attention_bias.
-    plain = dataclasses.replace(c.layer, qkv_bias=False, tie_word_embeddings=False)
-    return {
+    raw = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "torch_dtype": dtype,
+        "torch_dtype": stored.name,
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
         _LAYER_IDS: list(c.feature_layers),
         **{name: getattr(c, name) for name in switches},
-        "transformer_layer_config": {
-            **config_json(plain, dtype),
-            "attention_bias": c.layer.qkv_bias,
-            "logit_scale": c.logit_scale,
-        },
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-            "verifier": {"name_or_path": target_name, "architectures": []},
-        },
+        "transformer_layer_config": layer_json(c, stored.name),
+        "speculators_config": speculators_json("eagle3", target_name, num_speculative_tokens),
     }
+    write_files(directory, raw, tensors)
 
 
 def _read_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagle3Config:
@@ -229,46 +179,24 @@ def _read_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagl
         raw.require(raw[kind] == "eagle3", kind, "but only 'eagle3' is supported")
         raw.needed("transformer_layer_config")
         layer_raw = raw.nested("transformer_layer_config")
-    bias = layer_raw.given("attention_bias", False)
-    layer_raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
-    layer = parse_config(JsonObject({**layer_raw, "attention_bias": None}, layer_raw.where))
-    wanted = f"but the target's is {target.vocab_size}"
-    layer_raw.require(layer.vocab_size == target.vocab_size, "vocab_size", wanted)
     prefix = _prefix(tensors)
-    attention = f"{prefix}.self_attn"
-    layer = dataclasses.replace(
-        layer,
-        tie_word_embeddings=target.tie_word_embeddings,
-        num_token_ids=target.num_token_ids,
-        qkv_bias=bias or f"{attention}.q_proj.bias" in names,
-        qk_norm=layer.qk_norm or f"{attention}.q_norm.weight" in names,
-    )
-    key, width = "target_hidden_size", target.hidden_size
-    fits = raw.given(key, width) == width
-    raw.require(fits, key, f"but the target's hidden_size is {width}")
+    fields = common_fields(raw, layer_raw, tensors, target, prefix)
     norm_output = raw.given("norm_output", False)
     # Without speculators' fields it says whether a norm comes before lm_head. vLLM gives it another
     # meaning; a head that means that is read like the others, which costs acceptance alone.
     if not is_speculators:
         raw.require(raw.given("norm_output", True) is True, "norm_output", "but only True")
         norm_output = False
-    scale = layer_raw.get("logit_scale", raw.get("logit_scale"))
     has_norms = bool({"fc_norm.0.weight", _LEGACY_NORMS[0]} & names.keys())
     feature_layers = _feature_layers(raw, target.num_hidden_layers)
     with errors_name(raw.where):
         config = Eagle3Config(
-            layer=layer,
-            draft_vocab_size=raw.given("draft_vocab_size", target.vocab_size),
+            **fields,
             feature_layers=feature_layers,
-            target_hidden_size=width,
             norm_before_fc=raw.given("norm_before_fc", "input_norm.weight" in names),
             fc_norm=raw.given("fc_norm", has_norms),
             norm_before_residual=raw.given("norm_before_residual", False),
             norm_output=norm_output,
-            o_proj_bias=f"{attention}.o_proj.bias" in names,
-            own_embedding="embed_tokens.weight" in names,
-            own_lm_head="lm_head.weight" in names,
-            logit_scale=1.0 if scale is None else scale,
         )
     tensor_names = _tensor_names(config, prefix, tensors)
     # fc.weight first: there, other kinds of heads differ from EAGLE-3's.
@@ -321,8 +249,7 @@ def _tensor_names(
     if num_layers == 3 and tensors is not None and _LEGACY_NORMS[0] in tensors.files:
         norms = list(_LEGACY_NORMS)
     names = {
-        "fc": ["fc.weight"],
-        "norm": ["norm.weight"],
+        **common_tensors(c),
         "hidden_norm": [f"{prefix}.hidden_norm.weight"],
         **layer_tensors(c.layer, prefix),
     }
@@ -330,10 +257,6 @@ def _tensor_names(
         names["input_norm"] = ["input_norm.weight"]
     if c.fc_norm:
         names["fc_norm"] = norms
-    if c.own_embedding:
-        names["embed_tokens"] = ["embed_tokens.weight"]
-    if c.own_lm_head:
-        names["lm_head"] = ["lm_head.weight"]
     if c.o_proj_bias:
         names["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
     return names
@@ -349,58 +272,7 @@ def _read_params(
     tensors: Tensors, head: Eagle3Head, target_params: dict[str, Any]
 ) -> dict[str, Any]:
     c, names = head.config, _tensor_names(head.config, _prefix(tensors), tensors)
-    ids = _read_target_ids(tensors, c)
+    ids = read_target_ids(tensors, c)
     read = {name: tensors.fused(name, parts, head.dtype) for name, parts in names.items()}
     layer = {name: read.pop(name) for name in head.weight_shapes["layer"]}
-    params = {**shared_params(c, target_params), **read, "layer": layer}
-    if "target_ids" in head.weight_shapes:
-        params["target_ids"] = jnp.asarray(ids, jnp.int32)
-    return params
-
-
-def _shared_again(
-    tensors: Tensors, head: Eagle3Head, params: dict[str, Any], target: LoadedModel[Llama]
-) -> LoadedModel[Eagle3Head]:
-    """The head, with the target's own arrays in place of those that are equal to them."""
-    c, embedding = head.config, target.params["embed_tokens"]
-    lm_head = embedding.T if c.layer.tie_word_embeddings else target.params["lm_head"]
-
-    def is_own(array: str, whole: jax.Array) -> bool:
-        stored = tensors.dtype(f"{array}.weight")
-        return not jnp.array_equal(params[array], whole.astype(stored).astype(head.dtype))
-
-    config = dataclasses.replace(
-        c,
-        own_embedding=c.own_embedding and is_own("embed_tokens", embedding),
-        own_lm_head=c.own_lm_head and is_own("lm_head", lm_head),
-    )
-    params = {**params, **shared_params(config, target.params)}
-    return LoadedModel(Eagle3Head(config, head.dtype), params)
-
-
-def _read_target_ids(tensors: Tensors, config: Eagle3Config) -> np.ndarray:
-    """The target's ids of the head's, ``[Vd]``, as d2t says and t2d, if it is there, too."""
-    size, whole, where = config.draft_vocab_size, config.layer.vocab_size, shown(tensors.origin)
-    ids = np.arange(size)
-    if "d2t" in tensors.files:
-        where, (shape, kind) = shown(tensors.files["d2t"][0]), tensors.form("d2t")
-        if kind not in ("I64", "I32") or shape != (size,):
-            raise ValueError(
-                f"{where} has d2t of dtype {kind} and shape {quoted(shape)}, but it must be I64 or "
-                f"I32 of shape {(size,)}."
-            )
-        # Clipped, because a sum may not fit into 64 bits.
-        ids = ids + np.clip(tensors.read("d2t").astype(np.int64), -(2**62), 2**62)
-        with errors_name(where):
-            check_listed("ids of d2t", ids, whole)
-        if size == whole and ids.tolist() != list(range(size)):
-            rule = "draft_vocab_size is vocab_size"
-            raise ValueError(f"{where} has a d2t that is not zero, but {rule}.")
-    elif size < whole:
-        raise ValueError(f"{where} lacks the tensor d2t.")
-    if "t2d" in tensors.files:
-        fits = tensors.form("t2d") == ((whole,), "BOOL")
-        if not fits or not np.array_equal(tensors.read("t2d").nonzero()[0], np.sort(ids)):
-            where = shown(tensors.files["t2d"][0])
-            raise ValueError(f"{where} has a t2d that is not the mask of the ids that d2t lists.")
-    return ids
+    return {**shared_params(c, target_params), **read, "layer": layer, **ids}

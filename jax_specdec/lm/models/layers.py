@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_specdec._src.arrays import refuse, require
 from jax_specdec._src.attention.api import decode_attention
@@ -14,6 +15,30 @@ from jax_specdec.lm.models.rotary import rotate
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`attend(query, key, value)`: what the heads of a layer read. query ``[B, S, N, D]``, key and
 value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
+
+
+def decoder_layer(
+    config: LlamaConfig,
+    layer: dict[str, jax.Array],
+    x: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
+) -> jax.Array:
+    """The residual stream ``[B, S, H]`` after one more layer.
+
+    Args:
+      config: as for `self_attention`.
+      layer: the layer's weights.
+      x: ``[B, S, H]``, the residual stream before it.
+      cos_sin: as for `self_attention`.
+      attend: as for `self_attention`.
+      regularize: applied to what each half of the layer adds.
+    """
+    h = rms_norm(x, layer["input_layernorm"], config.rms_norm_eps)
+    x = x + regularize(self_attention(config, layer, h, cos_sin, attend))
+    h = rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
+    return x + regularize(feed_forward(layer, h))
 
 
 def self_attention(
@@ -32,6 +57,18 @@ def self_attention(
       cos_sin: of `rotation`, at the positions of the tokens.
       attend: what the heads read.
     """
+    read = attend(*rotated_heads(config, layer, h, cos_sin))
+    branch = read.reshape(*h.shape[:2], -1) @ layer["o_proj"]
+    return branch + layer["o_bias"][None, None, :] if "o_bias" in layer else branch
+
+
+def rotated_heads(
+    config: LlamaConfig,
+    layer: dict[str, jax.Array],
+    h: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`."""
     c = config
     num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
     leading = h.shape[:2]
@@ -43,8 +80,7 @@ def self_attention(
     if c.qk_norm:
         query = rms_norm(query, layer["q_norm"], c.rms_norm_eps)
         key = rms_norm(key, layer["k_norm"], c.rms_norm_eps)
-    read = attend(rotate(query, cos_sin), rotate(key, cos_sin), value)
-    return read.reshape(*leading, num_query * c.head_dim) @ layer["o_proj"]
+    return rotate(query, cos_sin), rotate(key, cos_sin), value
 
 
 def feed_forward(layer: dict[str, jax.Array], h: jax.Array) -> jax.Array:
@@ -119,17 +155,28 @@ def cached_attention(
     cache: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     layer: jax.Array | None = None,
+    visible: np.ndarray | None = None,
+    window: int | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns what an `Attend` reads of a cache, and the cache, into which it writes first.
 
     It is softmax(q k / sqrt(D)) v over the positions that are <= the query's own, ``[B, S]``, which
-    follow one another. The cache is one layer's, or has an axis of layers, of which `layer` is one.
+    follow one another, or as `visible` and `window` say; see `decode_attention`. The cache is one
+    layer's, or has an axis of layers, of which `layer` is one.
     """
     cache = write_cache(*cache, key, value, positions, layer)
     if layer is not None:
         # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
         cache = jax.lax.optimization_barrier(cache)
-    read = decode_attention(query, *cache, positions[:, 0], layer=layer, finite_cache=True)
+    read = decode_attention(
+        query,
+        *cache,
+        positions[:, 0],
+        visible=visible,
+        layer=layer,
+        window=window,
+        finite_cache=True,
+    )
     return read, cache
 
 

@@ -29,16 +29,14 @@ from jax_specdec._src.arrays import (
     checked_dtype,
 )
 from jax_specdec.lm.models.layers import (
-    Attend,
     cached_attention,
     check_length,
     check_params,
+    decoder_layer,
     embed_tokens,
-    feed_forward,
     output_logits,
     random_weights,
     rms_norm,
-    self_attention,
 )
 from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes, stacked_shapes
 from jax_specdec.lm.models.protocol import TargetOutput
@@ -229,7 +227,7 @@ class Llama:
                 read, cache = cached_attention(query, key, value, cache, positions, index)
                 return read
 
-            x = self._layer(layer, x, cos_sin, attend, regularize)
+            x = decoder_layer(self.config, layer, x, cos_sin, attend, regularize)
             return (x, cache, streams), None
 
         indices = jnp.arange(num_layers, dtype=jnp.int32)
@@ -269,7 +267,8 @@ class Llama:
         streams = [embedded]  # that enter each layer, and that leaves the last one
         for index, layer in enumerate(params["layers"]):
             one = functools.partial(attend, index)
-            streams.append(self._layer(layer, streams[-1], cos_sin, one, regularize))
+            x = decoder_layer(self.config, layer, streams[-1], cos_sin, one, regularize)
+            streams.append(x)
         chosen = [streams[i] for i in feature_layers]
         features = jnp.concatenate(chosen, axis=2) if chosen else None
         return self._logits(params, streams[-1]), features
@@ -277,21 +276,6 @@ class Llama:
     def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
         return rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-
-    def _layer(
-        self,
-        layer: dict[str, jax.Array],
-        x: jax.Array,
-        cos_sin: tuple[jax.Array, jax.Array],
-        attend: Attend,
-        regularize: Callable[[jax.Array], jax.Array],
-    ) -> jax.Array:
-        """The residual stream ``[B, S, H]`` after one more layer."""
-        c = self.config
-        h = rms_norm(x, layer["input_layernorm"], c.rms_norm_eps)
-        x = x + regularize(self_attention(c, layer, h, cos_sin, attend))
-        h = rms_norm(x, layer["post_attention_layernorm"], c.rms_norm_eps)
-        return x + regularize(feed_forward(layer, h))
 
     def _logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """Logits ``[B, S, V]`` of the residual stream after the last layer."""

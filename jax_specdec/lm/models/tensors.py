@@ -22,6 +22,8 @@ from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_BY_ID = ("embed_tokens", "markov_w1", "markov_w2")
+"""Arrays that have a row for each id here, as in the file; others are transposed."""
 _ROWS = 1024
 """Rows of a large matrix that are in memory at once, where two of them are compared."""
 
@@ -36,18 +38,25 @@ class Tensors:
     Attributes:
       origin: the file that names all tensors.
       files: which file holds a tensor, with its path.
+      names: what the files call tensors that have another name here.
     """
 
     origin: Path
     files: dict[str, tuple[Path, Any]]
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def without(self, prefix: str) -> "Tensors":
+        """The tensors, those whose names begin with a prefix without it."""
+        names = {name.removeprefix(prefix): name for name in self.files}
+        return Tensors(self.origin, {new: self.files[old] for new, old in names.items()}, names)
 
     def read(self, name: str) -> np.ndarray:
         """One tensor, from disk."""
-        return self.files[name][1].get_tensor(name)
+        return self.files[name][1].get_tensor(self.names.get(name, name))
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
         """The shape of a tensor, and its dtype as the file calls it."""
-        stored = self.files[name][1].get_slice(name)
+        stored = self.files[name][1].get_slice(self.names.get(name, name))
         return tuple(stored.get_shape()), stored.get_dtype()
 
     def dtype(self, name: str) -> str:
@@ -72,7 +81,7 @@ class Tensors:
         """An array of params, of the tensors that make it up; the rest is as for `load`."""
         parts = [self.load(name, dtype, **how) for name in names]
         whole = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-        return whole if array == "embed_tokens" else whole.T  # XLA transposes faster than NumPy
+        return whole if array in _BY_ID else whole.T  # XLA transposes faster than NumPy
 
 
 @contextlib.contextmanager
@@ -281,7 +290,7 @@ def unfuse_arrays(
         ends = np.cumsum(sizes.get(array, []))[:-1]
         pieces = np.split(np.asarray(arrays[array]), ends, axis=-1)
         for part, piece in zip(parts, pieces, strict=True):
-            tensors[part] = piece if array == "embed_tokens" else piece.T
+            tensors[part] = piece if array in _BY_ID else piece.T
     return tensors
 
 
@@ -292,7 +301,7 @@ def stored_shapes(
     for array, parts in names.items():
         *inner, last = shapes[array]
         for part, size in zip(parts, sizes.get(array, [last]), strict=True):
-            yield part, shapes[array] if array == "embed_tokens" else (size, *inner)
+            yield part, shapes[array] if array in _BY_ID else (size, *inner)
 
 
 def _prefix(index: int) -> str:

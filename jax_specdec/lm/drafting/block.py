@@ -1,0 +1,153 @@
+"""Drafting a whole block in one pass, with a DFlash or DSpark head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_specdec._src.arrays import check_int, check_type, require
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.drafting.drafter import Proposal
+from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
+from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
+from jax_specdec.lm.models.block import BlockHead
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDrafter(HeadDrafter[BlockHead]):
+    """Drafts K tokens in one pass of a DFlash or DSpark head.
+
+    With t_n the newest token, and g_i the target's features at position i:
+
+    1. The keys and values of g_i, for the tokens that the target has run since the last call, go
+       into the head's cache. They overwrite what the last block left there.
+    2. The head runs its whole block, of which K rows are used: it was trained with all of them.
+    3. Drafts are drawn from these rows, all at once. For a head with a Markov bias (DSpark), which
+       adds to each row what the draft before it says, they are drawn one after another.
+
+    With ``draft_sample_method="probabilistic"``, drafts are sampled under each request's sampling
+    parameters. What they were sampled from is stored and verified. With "greedy" they are argmaxes,
+    verified one-hot. A prompt of one token has no features, so its first step has no drafts. If
+    the head says how likely drafts are to be accepted, the proposal does.
+
+    Attributes:
+      head: static; its weights are the `draft_params`. In the target's dtype.
+      store_dtype: dtype that logits are sampled from and stored in; None for that of the head.
+      num_candidates: C, or None. If given, each draft is one of the C likeliest ids of its row,
+        chosen before the bias is added, and the store holds C logits per draft. This saves memory
+        and the reading of most of the bias, and costs acceptance.
+
+    Raises:
+      TypeError: `head` is not a `BlockHead`, or `num_candidates` not an int.
+      ValueError: `num_candidates` is below 1 or more than the ids of the head.
+
+    Example:
+      >>> import jax
+      >>> from jax_specdec import lm
+      >>> target, _ = lm.load_embedded_pair()
+      >>> head = lm.BlockHead(lm.BlockHeadConfig(
+      ...     layer=target.model.config, draft_vocab_size=256, feature_layers=(2, 4, 5),
+      ...     target_hidden_size=256, block_size=8, mask_token_id=255))
+      >>> drafter = lm.BlockDrafter(head)  # for `generate`, with the head's draft_params
+      >>> drafter.feature_layers, drafter.head.config.max_drafts
+      ((2, 4, 5), 7)
+
+    References:
+      DFlash, 2026, https://arxiv.org/abs/2602.06036
+      DSpark, 2026, https://arxiv.org/abs/2607.05147
+    """
+
+    num_candidates: int | None = None
+
+    def __post_init__(self) -> None:
+        check_type("head", self.head, BlockHead)
+        if self.num_candidates is not None:
+            check_int("num_candidates", self.num_candidates, 1, self.head.vocab_size)
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """An empty store for the logits of K drafts per request; None if none is read.
+
+        Raises:
+          ValueError: K is more than the drafts of a block.
+        """
+        c, k = self.head.config, config.num_speculative_tokens
+        must = f"be at most {c.max_drafts}, the drafts of a block of {c.block_size}"
+        require(k <= c.max_drafts, "num_speculative_tokens", must, k)
+        return self.make_store(params, batch_size, config, self.num_candidates)
+
+    def prefill(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        cache: Any,
+        start: jax.Array | None = None,
+        *,
+        features: jax.Array | None = None,
+        next_token_ids: jax.Array | None = None,
+    ) -> Any:
+        """Put the context of the prompts, or a chunk of them, into the cache.
+
+        See `Drafter.prefill`; tokens are not looked at.
+
+        Raises:
+          ValueError: there are no features.
+        """
+        if features is None:
+            raise ValueError("prefill must get features and next_token_ids, but it got none")
+        if start is None:
+            start = jnp.zeros((token_ids.shape[0],), jnp.int32)
+        return self.head.write_context(params, features, start, cache)
+
+    def propose(
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
+    ) -> tuple[Proposal, Any]:
+        """Draft K tokens; see `Drafter.propose`.
+
+        Raises:
+          ValueError: the context has no features.
+        """
+        features, num_features = features_of(context)
+        head, last = self.head, context.lengths - 1
+        newest = jnp.take_along_axis(context.token_ids, last[:, None], axis=1)[:, 0]
+        # Rows of rejected drafts lie where the block is written next.
+        cache = head.write_context(params, features, last - num_features, cache)
+        wanted = context.config.num_speculative_tokens
+        logits, states, cache = head.apply(params, newest, last, cache, wanted)
+        ids, columns = params.get("target_ids"), None
+        if self.num_candidates is not None:
+            logits, columns = lax.top_k(logits, self.num_candidates)
+            ids = columns if ids is None else ids[columns]
+
+        size = head.config.layer.vocab_size
+
+        def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
+            row = logits[:, offset]
+            if head.config.markov_rank is not None:
+                own = None if columns is None else columns[:, offset]
+                row = row + head.bias(params, last, own)
+            return row, carry
+
+        # Rows depend on drafts, or are not all of the store.
+        is_chain = head.config.markov_rank is not None or context.processors is not None
+        if is_chain or (store is not None and len(store.positions) > wanted):
+            first, _ = forward((), newest, jnp.int32(0))
+            proposal, _ = draft_chain(first, (), forward, context, store, ids=ids, vocab_size=size)
+        else:
+            proposal = draft_at_once(logits, context, store, ids=ids, vocab_size=size)
+        is_read, drafts = (num_features > 0)[:, None], proposal.token_ids
+        confidences = None
+        if head.config.enable_confidence_head:
+            before = jnp.concatenate([newest[:, None], drafts[:, :-1]], axis=1)
+            confidences = head.confidences(params, states, before)
+            confidences = jnp.where(is_read, confidences, jnp.nan)
+        drafts = jnp.where(is_read, drafts, PLACEHOLDER_TOKEN_ID)
+        return Proposal(drafts, proposal.store, confidences), cache

@@ -1,0 +1,71 @@
+"""What drafters with heads have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.models.block import BlockHead
+from jax_specdec.lm.models.eagle3 import Eagle3Head
+
+Head = TypeVar("Head", Eagle3Head, BlockHead)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadDrafter(Generic[Head]):
+    """A `Drafter` with a head; see `Eagle3Drafter` and `BlockDrafter`."""
+
+    head: Head
+    store_dtype: Any = None
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The target's layers that the head reads; see `Drafter`."""
+        return self.head.feature_layers
+
+    def check_params(self, name: str, params: Any) -> None:
+        """Check the head's weights."""
+        self.head.check_params(name, params)
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """The head's cache."""
+        return self.head.init_cache(batch_size, max_length)
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """An empty store for the logits of K drafts per request; None if none is read."""
+        return self.make_store(params, batch_size, config, None)
+
+    def make_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig, num_candidates: int | None
+    ) -> DraftStore | None:
+        """`init_store` for rows of all ids of the head, or of so many candidates."""
+        if not config.keeps_draft_distribution:
+            return None
+        ids = None if num_candidates is not None else params.get("target_ids")
+        return DraftStore.create(
+            batch_size,
+            config.num_speculative_tokens,
+            num_candidates or self.head.vocab_size,
+            self.head.dtype if self.store_dtype is None else self.store_dtype,
+            ids=None if ids is None else jnp.array(ids),  # a copy: a state is donated, weights not
+            own_ids=num_candidates is not None,
+        )
+
+
+def features_of(context: DraftContext) -> tuple[jax.Array, jax.Array]:
+    """The features of a context, and how many there are.
+
+    Raises:
+      ValueError: there are none.
+    """
+    if context.features is None or context.num_features is None:
+        raise ValueError("context must have features and num_features, but it has none")
+    return context.features, context.num_features

@@ -1,0 +1,455 @@
+"""A head that drafts a whole block in one pass: DFlash and DSpark.
+
+With g_i the target's residual streams before some of its layers at position i, one after another,
+and t_n the newest token, which the target has not run:
+
+    c_i  = hidden_norm(fc(g_i))                 i < n: keys and values of every layer, no queries
+    x    = embed([t_n, mask, ..., mask])        the block, at positions n .. n + S - 1
+    x    = layer(x), for each layer             every row sees the c_i, and the other rows
+    h    = norm(x)
+    l    = lm_head(h)
+
+DFlash leaves out row 0; its row j is about position n + j. DSpark (`sample_from_anchor`) uses it:
+its row j is about n + j + 1. So here, and in the shapes below, row j is always the one about
+position n + 1 + j, of draft j. DSpark then adds to each row a bias that depends on the token before
+its position, x_{j-1} (x_{-1} = t_n), and says how likely the draft is to be accepted:
+
+    l_j  = l_j + W2 W1[x_{j-1}]
+    a_j  = sigmoid(w . [h_j, W1[x_{j-1}]] + b)
+
+References:
+  DFlash, 2026, https://arxiv.org/abs/2602.06036
+  DSpark, 2026, https://arxiv.org/abs/2607.05147
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_specdec._src.arrays import check_array, check_int, checked_dtype, require
+from jax_specdec._src.attention.api import MAX_VISIBLE
+from jax_specdec.lm.models.heads import HeadConfig, common_shapes, head_logits, random_head
+from jax_specdec.lm.models.layers import (
+    cached_attention,
+    check_length,
+    check_params,
+    decoder_layer,
+    embed_tokens,
+    rms_norm,
+    rotated_heads,
+    write_cache,
+)
+from jax_specdec.lm.models.llama import Llama
+from jax_specdec.lm.models.llama_config import param_shapes
+from jax_specdec.lm.models.rotary import rotation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockHeadConfig(HeadConfig):
+    """Sizes and switches of a `BlockHead`.
+
+    Attributes:
+      layer: sizes of the layers, N = `num_hidden_layers` of them. Its `vocab_size` is the target's
+        V, `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output
+        matrix is its embedding.
+      draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
+        target's ids, and the head has an output matrix of its own.
+      feature_layers: ids of the target's layers before which the residual stream is read, 0-based
+        and ascending; L, the number of layers, is after the last one.
+      target_hidden_size: width of the target's residual stream.
+      o_proj_bias: the output of attention has a bias.
+      own_embedding: the head has an embedding of its own; otherwise the target's.
+      own_lm_head: the head has an output matrix of its own; otherwise the target's.
+      logit_scale: multiplies the logits, and the bias with them.
+      block_size: S, rows of the block, at most 64. All are run, however many drafts are wanted.
+      mask_token_id: id in all rows but the first, below V. It may be one that is no token.
+      sample_from_anchor: the first row gives a draft too, of the position after its own.
+      sliding_window: W: rows of sliding layers see the context from position n - W on. Both
+        this and `sliding_layers` are there, or neither is.
+      sliding_layers: which layers slide, 0-based and ascending.
+      sliding_window_non_causal: a row of a sliding layer sees the whole block, as one of the other
+        layers does; otherwise the rows up to itself.
+      markov_rank: r, of the bias that depends on the token before; None without one.
+      enable_confidence_head: the head says how likely its drafts are to be accepted.
+      confidence_head_with_markov: it looks at the token before for that.
+
+    Raises:
+      ValueError: a field is out of range, or fields contradict one another.
+
+    Example:
+      >>> from jax_specdec.lm.models import LlamaConfig
+      >>> layer = LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True)
+      >>> config = BlockHeadConfig(
+      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4), target_hidden_size=32,
+      ...     block_size=8, mask_token_id=255)
+      >>> config.max_drafts
+      7
+    """
+
+    block_size: int
+    mask_token_id: Annotated[int, "from 0 on"]
+    sample_from_anchor: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    sliding_window_non_causal: bool = False
+    markov_rank: int | None = None
+    enable_confidence_head: bool = False
+    confidence_head_with_markov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = 1 if self.sample_from_anchor else 2
+        must = f"be in [{least}, {MAX_VISIBLE}]"
+        require(least <= self.block_size <= MAX_VISIBLE, "block_size", must, self.block_size)
+        mask, most, number = self.mask_token_id, self.layer.vocab_size, self.layer.num_hidden_layers
+        is_id = type(mask) is int and 0 <= mask < most
+        require(is_id, "mask_token_id", f"be an id in [0, {most})", mask)
+        for name in ("sliding_window", "markov_rank"):
+            value = getattr(self, name)
+            is_size = value is None or (type(value) is int and 0 < value < 2**31)
+            require(is_size, name, "be a positive integer or None", value)
+        layers = self.sliding_layers
+        are_ids = isinstance(layers, tuple) and all(type(i) is int for i in layers)
+        are_ids = are_ids and sorted({*layers}) == [*layers]
+        are_ids = are_ids and (not layers or 0 <= layers[0] <= layers[-1] < number)
+        require(are_ids, "sliding_layers", f"be ids in [0, {number}), ascending", layers)
+        both = (self.sliding_window is None) == (not layers)
+        require(both, "sliding_window", "be there if and only if layers slide", self.sliding_window)
+        fits = self.enable_confidence_head and self.markov_rank is not None
+        name, with_markov = "confidence_head_with_markov", self.confidence_head_with_markov
+        must = "be false without a confidence head and a markov_rank"
+        require(fits or not with_markov, name, must, with_markov)
+
+    @property
+    def max_drafts(self) -> int:
+        """The most drafts of a block."""
+        return self.block_size - (not self.sample_from_anchor)
+
+    def visible(self, index: int) -> np.ndarray:
+        """``[S, 2]`` uint32, which rows of the block each row sees in a layer."""
+        size = self.block_size
+        is_causal = index in self.sliding_layers and not self.sliding_window_non_causal
+        words = [(1 << (row + 1 if is_causal else size)) - 1 for row in range(size)]
+        return np.array([[word & 0xFFFFFFFF, word >> 32] for word in words], np.uint32)
+
+    def window(self, index: int) -> int | None:
+        """`window` of `decode_attention` in a layer: the anchor and the W positions before it."""
+        if self.sliding_window is None or index not in self.sliding_layers:
+            return None
+        return self.sliding_window + 1
+
+
+def block_shapes(config: BlockHeadConfig) -> dict[str, Any]:
+    """The params pytree of a config, with a shape in place of each array.
+
+    A dict with ``embed_tokens [V, H]``, ``fc [A * H_target, H]``, ``hidden_norm [H]``, ``norm
+    [H]``, ``lm_head [H, Vd]`` (the target's embedding ``[V, H]`` if that is its output matrix and
+    shared), and ``layers``, as in `param_shapes`; with `o_proj_bias` also ``o_bias [H]`` in each.
+    With `markov_rank` there are ``markov_w1 [V, r]`` and ``markov_w2 [Vd, r]``, with a confidence
+    head ``confidence_proj [H, 1]``, or ``[H + r, 1]``, and ``confidence_bias [1]``. With Vd < V
+    there is ``target_ids [Vd]`` int32, the target's id of each of the head's.
+    """
+    c, rank = config.layer, config.markov_rank
+    layers = param_shapes(c)["layers"]
+    if config.o_proj_bias:
+        layers = [layer | {"o_bias": (c.hidden_size,)} for layer in layers]
+    shapes = common_shapes(config) | {"layers": layers, "hidden_norm": (c.hidden_size,)}
+    if rank is not None:
+        shapes["markov_w1"] = (c.vocab_size, rank)
+        shapes["markov_w2"] = (config.draft_vocab_size, rank)
+    if config.enable_confidence_head:
+        width = c.hidden_size
+        if rank is not None and config.confidence_head_with_markov:
+            width += rank
+        shapes |= {"confidence_proj": (width, 1), "confidence_bias": (1,)}
+    return shapes
+
+
+class BlockOutput(NamedTuple):
+    """What a head computes for a block of each request; row j is about position n + 1 + j.
+
+    Attributes:
+      logits: ``[B, K, Vd]`` in the compute dtype, without the bias of the token before.
+      states: ``[B, K, H]`` in the compute dtype, for `BlockHead.confidences`.
+      cache: of the structure of the one passed in.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> BlockOutput(jnp.zeros((1, 7, 256)), jnp.zeros((1, 7, 32)), []).logits.shape
+      (1, 7, 256)
+    """
+
+    logits: jax.Array
+    states: jax.Array
+    cache: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockHead:
+    """A DFlash or DSpark head: drafts a block of tokens in one pass over features of the target.
+
+    The cache is that of a `Llama` with the head's layers, addressed by absolute position: below n
+    an entry belongs to the features there, at n and after it to a row of the block.
+
+    Attributes:
+      config: the sizes.
+      dtype: compute dtype of matrix products, states, cache and logits, the target's. Norms, rotary
+        angles, the attention softmax and confidences are float32 whatever it is.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_specdec.lm import BlockHeadConfig
+      >>> from jax_specdec.lm.models import LlamaConfig
+      >>> layer = LlamaConfig(
+      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True)
+      >>> head = BlockHead(BlockHeadConfig(
+      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4), target_hidden_size=32,
+      ...     block_size=8, mask_token_id=255, sample_from_anchor=True, markov_rank=4))
+      >>> params = jax.jit(head.init_params)(jax.random.key(0))
+      >>> cache = head.init_cache(batch_size=1, max_length=16)
+      >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
+      >>> cache = head.write_context(params, features, jnp.array([0]), cache)
+      >>> newest = jnp.array([105])  # at position 3
+      >>> output = jax.jit(head.apply)(params, newest, jnp.array([3]), cache)
+      >>> output.logits.shape  # of positions 4 to 11
+      (1, 8, 256)
+      >>> logits = output.logits[:, 0] + head.bias(params, newest)  # of position 4
+    """
+
+    config: BlockHeadConfig
+    dtype: Any = jnp.dtype("float32")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
+
+    @property
+    def vocab_size(self) -> int:
+        """Size Vd of the vocabulary axis of the logits."""
+        return self.config.draft_vocab_size
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Ids of the target's layers before which the residual stream is read, ascending."""
+        return self.config.feature_layers
+
+    @property
+    def num_features(self) -> int:
+        """Size A * H_target of the feature axis."""
+        return self.config.num_features
+
+    @property
+    def weight_shapes(self) -> dict[str, Any]:
+        """The structure of the params, with a shape in place of each array."""
+        return block_shapes(self.config)
+
+    def check_params(self, name: str, params: Any) -> None:
+        """Check weights; see `CausalModel`."""
+        check_params(name, self.weight_shapes, params, self.dtype)
+
+    def init_params(
+        self, key: jax.Array, target_params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Random weights in the compute dtype, as those of `Llama.init_params`.
+
+        Args:
+          key: a typed PRNG key.
+          target_params: weights of the target, whose embedding and output matrix are shared where
+            the head has none of its own; without it those are random too.
+
+        Returns:
+          A dict; see `block_shapes`. `target_ids` are the first Vd.
+        """
+        return random_head(self.config, self.weight_shapes, key, self.dtype, target_params)
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """An empty cache for requests of at most T = max_length positions, and a block after them.
+
+        Args:
+          batch_size: B.
+          max_length: T; the cache has T + S positions.
+        """
+        size = max_length + self.config.block_size
+        return Llama(self.config.layer, self.dtype).init_cache(batch_size, size)
+
+    def context(
+        self, params: dict[str, Any], features: jax.Array, positions: jax.Array
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """Keys and values of features of the target, for each layer.
+
+        Args:
+          params: weights of the structure and shapes of `block_shapes`, in the compute dtype.
+          features: ``[B, S, A * H_target]`` in the compute dtype, the target's residual streams
+            before the layers of `feature_layers`, one after another.
+          positions: ``[B, S]`` int32.
+
+        Returns:
+          Key and value ``[B, S, N_kv, D]`` of each layer, rotated.
+
+        Raises:
+          ValueError: an argument has another shape.
+          TypeError: features are not of the compute dtype, or positions not int32.
+        """
+        c, sizes = self.config.layer, {"A*H": self.num_features}
+        check_array("features", features, f"[B, S, A*H] {self.dtype}", sizes)
+        check_array("positions", positions, "[B, S] int32", sizes)
+        rows = rms_norm(features @ params["fc"], params["hidden_norm"], c.rms_norm_eps)
+        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        return [rotated_heads(c, layer, rows, cos_sin)[1:] for layer in params["layers"]]
+
+    def write_context(
+        self, params: dict[str, Any], features: jax.Array, start: jax.Array, cache: Any
+    ) -> Any:
+        """Write S consecutive positions of each request into the cache.
+
+        Args:
+          params: as for `context`.
+          features: as for `context`; row s of request b is at position start[b] + s.
+          start: ``[B]`` int32.
+          cache: from `init_cache` or a previous call.
+
+        Returns:
+          The cache.
+
+        Raises:
+          ValueError: as for `context`, or the cache has fewer positions.
+          TypeError: as for `context`.
+        """
+        check_array("start", start, "[B] int32", {})
+        check_length(features.shape[1], cache)
+        positions = start[:, None] + jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
+        rows = self.context(params, features, positions)
+        return [
+            write_cache(keys, values, key, value, positions)
+            for (keys, values), (key, value) in zip(cache, rows, strict=True)
+        ]
+
+    def apply(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        num_drafts: int | None = None,
+    ) -> BlockOutput:
+        """Run a block of each request, after its newest token.
+
+        All S rows are run and written to the cache, at positions ``start[b]`` to ``start[b] + S -
+        1``; none sees what lies after them. Weights are not checked; `check_params` does that.
+
+        Args:
+          params: as for `context`.
+          token_ids: ``[B]`` int32, the newest token of each request, as an id of the target.
+          start: ``[B]`` int32, its position n; the cache has the context of positions 0 to n - 1.
+          cache: from `write_context` or a previous call.
+          num_drafts: K, how many rows to return; None for all that give a draft.
+
+        Returns:
+          Logits, states and the cache; see `BlockOutput`.
+
+        Raises:
+          ValueError: an argument has another shape, the cache has fewer positions than a block, or
+            `num_drafts` is out of range.
+          TypeError: ids or positions are not int32.
+        """
+        config, sizes = self.config, dict[str, int]()
+        check_array("token_ids", token_ids, "[B] int32", sizes)
+        check_array("start", start, "[B] int32", sizes)
+        most = config.max_drafts
+        count = most if num_drafts is None else check_int("num_drafts", num_drafts, 1, most)
+        check_length(config.block_size, cache)
+        positions = start[:, None] + jnp.arange(config.block_size, dtype=jnp.int32)[None, :]
+        masks = jnp.full((start.shape[0], config.block_size - 1), config.mask_token_id, jnp.int32)
+        ids = jnp.concatenate([token_ids[:, None], masks], axis=1)
+        new_cache = list(cache)
+
+        def attend(index: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            read, new_cache[index] = cached_attention(
+                query,
+                key,
+                value,
+                cache[index],
+                positions,
+                visible=config.visible(index),
+                window=config.window(index),
+            )
+            return read
+
+        embedded = embed_tokens(params["embed_tokens"], ids)
+        states = self.run(params, embedded, positions, attend)
+        first = config.block_size - most
+        states = states[:, first : first + count]
+        return BlockOutput(head_logits(config, params, states), states, new_cache)
+
+    def run(
+        self,
+        params: dict[str, Any],
+        embedded: jax.Array,
+        positions: jax.Array,
+        attend: Callable[..., jax.Array],
+    ) -> jax.Array:
+        """The layers around a given attention: what `apply` and training share.
+
+        Args:
+          params: as for `context`.
+          embedded: ``[B, R, H]``, rows of the embedding of blocks, in the compute dtype.
+          positions: ``[B, R]`` int32, for the rotary embedding.
+          attend: an `Attend` whose first argument is the index of the layer, called once for each.
+
+        Returns:
+          The states h ``[B, R, H]`` of all rows; `head_logits` gives their logits.
+        """
+        c, x = self.config.layer, embedded
+        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        for index, layer in enumerate(params["layers"]):
+            x = decoder_layer(c, layer, x, cos_sin, functools.partial(attend, index))
+        return rms_norm(x, params["norm"], c.rms_norm_eps)
+
+    def bias(
+        self, params: dict[str, Any], token_ids: jax.Array, columns: jax.Array | None = None
+    ) -> jax.Array:
+        """The part of logits that depends on the token before; for a head with a `markov_rank`.
+
+        Args:
+          params: as for `context`.
+          token_ids: ``[...]`` int32, the token before each row, as an id of the target.
+          columns: ``[..., C]`` int32, of the logits; None for all Vd of them.
+
+        Returns:
+          ``[..., Vd]`` or ``[..., C]`` in the compute dtype.
+        """
+        before, after = embed_tokens(params["markov_w1"], token_ids), params["markov_w2"]
+        if columns is None:
+            bias = jnp.einsum("vr,...r->...v", after, before)
+        else:
+            bias = jnp.einsum("...cr,...r->...c", after[columns], before)
+        return bias if self.config.logit_scale == 1 else bias * self.config.logit_scale
+
+    def confidences(
+        self, params: dict[str, Any], states: jax.Array, token_ids: jax.Array
+    ) -> jax.Array:
+        """How likely drafts are to be accepted if those before them are, for a head that says so.
+
+        A draft itself is not looked at, nor those after it.
+
+        Args:
+          params: as for `context`.
+          states: ``[..., H]`` of `apply`.
+          token_ids: ``[...]`` int32, the token before each draft, as an id of the target.
+
+        Returns:
+          ``[...]`` float32 in [0, 1].
+        """
+        rows = states.astype(jnp.float32)
+        if self.config.confidence_head_with_markov:
+            before = embed_tokens(params["markov_w1"], token_ids).astype(jnp.float32)
+            rows = jnp.concatenate([rows, before], axis=-1)
+        weights, bias = (params[f"confidence_{x}"].astype(jnp.float32) for x in ("proj", "bias"))
+        return jax.nn.sigmoid((rows @ weights)[..., 0] + bias[0])

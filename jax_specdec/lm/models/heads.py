@@ -1,0 +1,102 @@
+"""What draft heads have in common: layers that read features of the target, and its embedding."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.arrays import require
+from jax_specdec.lm.models.fields import check_fields
+from jax_specdec.lm.models.layers import output_logits, random_weights
+from jax_specdec.lm.models.llama_config import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """Sizes and switches of a head; `Eagle3Config` and `BlockHeadConfig` say what they are."""
+
+    layer: LlamaConfig
+    draft_vocab_size: int
+    feature_layers: tuple[int, ...]
+    target_hidden_size: int
+    o_proj_bias: bool = False
+    own_embedding: bool = False
+    own_lm_head: bool = False
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        ids, c = self.feature_layers, self.layer
+        are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
+        ascend = are_ids and ids and list(ids) == sorted({*ids})
+        require(ascend, "feature_layers", "be different layer ids from 0 on, ascending", ids)
+        size, most = self.draft_vocab_size, c.vocab_size
+        require(size <= most, "draft_vocab_size", f"be at most vocab_size = {most}", size)
+        must = f"be true with draft_vocab_size = {size}, less than vocab_size = {most}"
+        require(size == most or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
+        fits = self.target_hidden_size == c.hidden_size
+        must = f"be hidden_size = {c.hidden_size} where the embedding or output is the target's"
+        is_own = self.own_embedding and self.own_lm_head
+        require(fits or is_own, "target_hidden_size", must, self.target_hidden_size)
+
+    @property
+    def num_features(self) -> int:
+        """Size A * H_target of the feature axis, of A layers."""
+        return len(self.feature_layers) * self.target_hidden_size
+
+    @property
+    def output_is_embedding(self) -> bool:
+        """Whether the output matrix is the target's embedding."""
+        return self.layer.tie_word_embeddings and not self.own_lm_head
+
+
+def common_shapes(config: HeadConfig) -> dict[str, Any]:
+    """Shapes of the arrays that every head has, beside those of its layers."""
+    c = config.layer
+    embedding, lm_head = (c.vocab_size, c.hidden_size), (c.hidden_size, config.draft_vocab_size)
+    shapes: dict[str, Any] = {
+        "embed_tokens": embedding,
+        "fc": (config.num_features, c.hidden_size),
+        "norm": (c.hidden_size,),
+        "lm_head": embedding if config.output_is_embedding else lm_head,
+    }
+    if config.draft_vocab_size < c.vocab_size:
+        shapes["target_ids"] = (config.draft_vocab_size,)
+    return shapes
+
+
+def random_head(
+    config: HeadConfig,
+    shapes: dict[str, Any],
+    key: jax.Array,
+    dtype: Any,
+    target_params: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Random weights of a head, `random_weights`, with what it shares of its target's."""
+    params = random_weights(shapes, key, dtype, config.layer.num_hidden_layers)
+    if target_params is not None:
+        params |= shared_params(config, target_params)
+    if "target_ids" in params:
+        params["target_ids"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+    return params
+
+
+def shared_params(config: HeadConfig, target_params: dict[str, Any]) -> dict[str, Any]:
+    """The target's arrays that a head uses, under the head's names."""
+    shared = {}
+    if not config.own_embedding:
+        shared["embed_tokens"] = target_params["embed_tokens"]
+    if not config.own_lm_head:
+        name = "embed_tokens" if config.output_is_embedding else "lm_head"
+        shared["lm_head"] = target_params[name]
+    return shared
+
+
+def head_logits(config: HeadConfig, params: dict[str, Any], output: jax.Array) -> jax.Array:
+    """Logits ``[B, S, Vd]`` of normed states ``[B, S, H]``, scaled."""
+    c = config.layer
+    num_token_ids = c.num_token_ids if config.draft_vocab_size == c.vocab_size else None
+    tied, lm_head = config.output_is_embedding, params["lm_head"]
+    logits = output_logits(output, lm_head, tied, num_token_ids)
+    return logits if config.logit_scale == 1 else logits * config.logit_scale

@@ -1,0 +1,153 @@
+"""A head in the loop of an engine, told what to draft, against one pass over the whole text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from models.weights import random_weights, sizes
+
+import jax_specdec as sd
+from jax_specdec import lm
+
+VOCAB, K, SLOTS, LONGEST, CHUNK = 11, 3, 5, 32, 8
+SIZES = sizes(VOCAB, 16, 24, 2, (2, 1, 8))
+TARGET = lm.models.Llama(SIZES)
+PARAMS = random_weights(TARGET, 0, 4.0)  # fourfold, or every token follows every other alike
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
+PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9, 1] * 8, [3] * 8 + [5]]  # two are long
+BUDGET = 12
+
+OnePass = Callable[[np.ndarray, int, np.ndarray], Any]
+"""Rows ``[K, Vd]`` that drafts after the first `length` tokens of a text are drawn from."""
+
+
+class Loop:
+    """An engine whose requests come, leave and come back, each part compiled once."""
+
+    def __init__(self, drafter: Any, params: Any) -> None:
+        self.params = params
+        self.engine = lm.Engine(
+            TARGET, drafter, CONFIG, num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(CHUNK,)
+        )
+        self.admit = jax.jit(functools.partial(self.engine.admit, PARAMS, params))
+        self.chunk = jax.jit(functools.partial(self.engine.prefill_chunk, PARAMS, params))
+        self.insert = jax.jit(self.engine.insert)
+        draft = functools.partial(self.engine.draft, params)
+        self.draft = jax.jit(draft, static_argnames="num_drafts")
+        self.verify = jax.jit(functools.partial(self.engine.verify, PARAMS))
+
+    def start(self) -> lm.DecodeState:
+        """Empty slots."""
+        return self.engine.init_state(self.params, PARAMS)
+
+    def read(self, state: lm.DecodeState, slot: int, text: list[int]) -> lm.DecodeState:
+        """A request comes into a slot; its text is read whole, or in chunks as a driver does.
+
+        It is one that had left, by one token at least: an engine drops a new one's first drafts.
+        """
+        prompt = self.engine.pad_prompt(text)
+        options = lm.RequestOptions(max_new_tokens=len(PROMPTS[slot]) + BUDGET)
+        requests = lm.NewRequests(
+            slots=np.array([slot]),
+            prompts=prompt[None],
+            lengths=np.array([len(text)]),
+            keys=np.array([slot], np.uint32),
+            options=self.engine.options_of([options], [0]),
+        )
+        if len(text) <= CHUNK:
+            return self.admit(state, requests)
+        caches = self.engine.init_caches(params=PARAMS)
+        for start in range(0, len(text), CHUNK):
+            start = min(start, len(prompt) - CHUNK)
+            end = start + CHUNK
+            following = prompt[end] if end < len(prompt) else 0
+            caches = self.chunk(caches, prompt[start:end], start, len(text), following)
+        return self.insert(state, caches, requests)
+
+
+@functools.cache
+def greedy() -> list[list[int]]:
+    """Whole texts of plain decoding, each token from a pass over all before it."""
+    texts, start = [[*prompt] for prompt in PROMPTS], jnp.zeros(len(PROMPTS), jnp.int32)
+    cache = TARGET.init_cache(len(PROMPTS), LONGEST)
+    score = jax.jit(lambda ids: TARGET.apply(PARAMS, ids, start, cache).logits.argmax(axis=2))
+    for _ in range(BUDGET):
+        best = score(np.array([np.resize(text, LONGEST) for text in texts], np.int32))
+        for text, row in zip(texts, best.tolist(), strict=True):
+            text.append(row[len(text) - 1])
+    return texts
+
+
+def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1) -> None:
+    """Compares every row that is drafted from, after any acceptances.
+
+    Args:
+      loop: of a drafter.
+      one_pass: that the rows must agree with.
+      ids: target ids of the columns.
+      plain_step: a step that has no drafts.
+    """
+    texts, rng = greedy(), np.random.default_rng(0)
+    state = loop.start()
+    for slot, prompt in enumerate(PROMPTS):
+        state = loop.read(state, slot, prompt)
+    compared = np.zeros(K + 1, int)  # how often, by drafts accepted before
+    accepted = np.full(SLOTS, -1)
+    for step in range(7):
+        if step == plain_step:
+            state, record = loop.verify(loop.draft(state, num_drafts=0))
+            accepted = np.where(np.asarray(record.num_kept) > 0, 0, -1)
+            continue
+        drafted = loop.draft(state)
+        rows = np.asarray(drafted.store.logits).reshape(K, SLOTS, -1)
+        lengths, token_ids = np.asarray(state.batch.lengths), np.asarray(state.batch.token_ids)
+        proposed = np.asarray(drafted.draft_token_ids)
+        told = np.full((SLOTS, K), -1, np.int32)
+        for slot, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
+            assert token_ids[slot, :length].tolist() == text[:length]
+            found = proposed[slot]
+            if length == len(text) or length == 1:  # done, or no row that has a next token
+                assert (found < 0).all()
+                continue
+            drawn = np.array([ids[i] for i in rows[:, slot].argmax(axis=1)], np.int32)
+            assert found.tolist() == drawn.tolist()
+            padded = np.resize(text, LONGEST).astype(np.int32)
+            expected = one_pass(padded, np.int32(length), drawn)
+            np.testing.assert_allclose(rows[:, slot], expected, rtol=2e-4, atol=2e-4)
+            if accepted[slot] >= 0:
+                compared[accepted[slot]] += 1
+            # In place of the head's drafts: some right ones and a wrong one, or none at all.
+            count = int(rng.integers(-1, K + 1))
+            right = text[length:][: max(count, 0)]
+            wrong = (text + [0])[length + len(right)] + 1
+            told[slot] = [*right, wrong % VOCAB, *[0] * K][:K] if count >= 0 else -1
+        drafted = dataclasses.replace(drafted, draft_token_ids=jnp.asarray(told))
+        state, record = loop.verify(drafted)
+        record = jax.device_get(record)
+        accepted = np.where(record.num_kept > 0, record.num_accepted, -1)
+        if step == 2:  # this one leaves its slot, and comes back
+            length = int(state.batch.lengths[2])
+            state = loop.read(state, 2, np.asarray(state.batch.token_ids)[2, :length].tolist())
+    assert (compared > 0).all() and compared.sum() > 12
+
+
+def check_next_request(loop: Loop) -> None:
+    """Nothing reaches the next request of a slot, not even NaN."""
+    state = loop.read(loop.start(), 0, [7, 2, 3])
+    spoiled = jax.tree.map(
+        lambda x: jnp.asarray(np.full(x.shape, np.nan, x.dtype)) if x.dtype == jnp.float32 else x,
+        (state.features, state.draft_cache, state.target_cache),
+    )
+    names = ("features", "draft_cache", "target_cache")
+    spoiled = dataclasses.replace(state, **dict(zip(names, spoiled, strict=True)))
+    for prompt in PROMPTS[1], PROMPTS[4]:
+        stores = [loop.draft(loop.read(one, 0, prompt)).store for one in (state, spoiled)]
+        rows = [np.asarray(store.logits)[::SLOTS] for store in stores]
+        np.testing.assert_array_equal(*rows)
+        assert np.isfinite(rows[1]).all()

@@ -1,0 +1,291 @@
+"""DFlash and DSpark heads against NumPy, with every option, and against `speculators`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_specdec import lm
+
+from . import reference_block as reference
+from .weights import random_weights, sizes
+
+SPECULATORS = Path(__file__).parent / "speculators"
+LAYER = sizes(40, 16, 24, 2, (4, 2, 6), qk_norm=True)
+CONFIG = lm.BlockHeadConfig(
+    layer=LAYER,
+    draft_vocab_size=40,
+    feature_layers=(1, 2, 4),
+    target_hidden_size=16,
+    block_size=5,
+    mask_token_id=39,
+)
+NARROW = {"draft_vocab_size": 12, "own_lm_head": True}
+DSPARK = {
+    "sample_from_anchor": True,
+    "markov_rank": 3,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "DFlash": {},
+    "DSpark": DSPARK,
+    "anchor first without a bias": {"sample_from_anchor": True},
+    "bias and confidence after the anchor": {"markov_rank": 2, "enable_confidence_head": True},
+    "a window": {"sliding_window": 3, "sliding_layers": (1,)},
+    "a window in which the block sees itself": {
+        "sliding_window": 2,
+        "sliding_layers": (0, 1),
+        "sliding_window_non_causal": True,
+    },
+    "a block of one": {"sample_from_anchor": True, "block_size": 1},
+    "tied output": {"layer": dataclasses.replace(LAYER, tie_word_embeddings=True)},
+    "no norms of heads": {"layer": dataclasses.replace(LAYER, qk_norm=False, rope_theta=1e6)},
+    "list of ids": NARROW,
+    "all together": {
+        **NARROW,
+        **DSPARK,
+        "layer": dataclasses.replace(LAYER, qkv_bias=True, tie_word_embeddings=True),
+        "feature_layers": (0, 8),
+        "target_hidden_size": 10,
+        "own_embedding": True,
+        "o_proj_bias": True,
+        "logit_scale": 2.0,
+        "sliding_window": 4,
+        "sliding_layers": (0,),
+    },
+}
+LONG = [pytest.param(x, marks=pytest.mark.long) for x in OPTIONS if x not in ("DFlash", "DSpark")]
+
+
+def head_of(**changes: Any) -> lm.BlockHead:
+    return lm.BlockHead(dataclasses.replace(CONFIG, **changes))
+
+
+def random_params(head: lm.BlockHead, seed: int = 0) -> dict[str, Any]:
+    """Weights of which none is one or zero."""
+    return random_weights(head, seed, moved=0.2)
+
+
+def blocks(
+    head: lm.BlockHead, params: Any, features: Any, newest: Any, start: Any
+) -> lm.models.BlockOutput:
+    """A block of each request after all of its context, in a new cache."""
+    cache = head.init_cache(len(newest), features.shape[1])
+    cache = head.write_context(params, features, jnp.zeros_like(start), cache)
+    return head.apply(params, newest, start, cache)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("option", ["DFlash", "DSpark", *LONG])
+def test_a_block_is_that_of_numpy(option: str) -> None:
+    head = head_of(**OPTIONS[option])
+    params, rng = random_params(head), np.random.default_rng(1)
+    features = rng.normal(size=(2, 7, head.num_features)).astype(np.float32)
+    newest, start = np.array([3, 11], np.int32), np.array([6, 1], np.int32)
+    found = jax.jit(blocks, static_argnums=0)(head, params, features, newest, start)
+    before = rng.integers(0, 40, (2, head.config.max_drafts), np.int32)
+    if head.config.markov_rank is not None:
+        biases = head.bias(params, before)
+        columns = np.array([[[4, 0, 11]] * head.config.max_drafts] * 2)
+        assert_close(head.bias(params, before, columns), np.take_along_axis(biases, columns, 2))
+    for b in range(2):
+        wanted = reference.forward(head.config, params, features[b, : start[b]], newest[b])
+        assert_close(found.logits[b], wanted[0])
+        assert_close(found.states[b], wanted[1])
+        for j in range(head.config.max_drafts):
+            if head.config.markov_rank is not None:
+                assert_close(biases[b, j], reference.bias(head.config, params, before[b, j]))
+            if head.config.enable_confidence_head:
+                likely = head.confidences(params, found.states[b, j], before[b, j])
+                given = head.config, params, wanted[1][j], before[b, j]
+                assert_close(likely, reference.confidence(*given))
+
+
+# Faults that the comparison must find
+
+
+def shifted(head: lm.BlockHead, params: Any, features: Any, newest: Any, start: Any) -> Any:
+    """Positions off by one."""
+    cache = head.init_cache(len(newest), features.shape[1] + 1)
+    cache = head.write_context(params, features, jnp.zeros_like(start), cache)
+    return head.apply(params, newest, start + 1, cache)
+
+
+FAULTS: dict[str, Any] = {
+    "layer ids off by one": lambda *a: blocks(*a[:2], jnp.roll(a[2], 16, axis=2), *a[3:]),
+    "the mask in slot 0": lambda *a: blocks(*a[:3], jnp.full_like(a[3], 39), a[4]),
+    "the window ignored": lambda head, *a: blocks(
+        head_of(sliding_window=99, sliding_layers=(1,)), *a
+    ),
+    "the window of the last row": lambda head, *a: blocks(
+        head_of(sliding_window=7, sliding_layers=(1,)), *a
+    ),
+    "the block shortened": lambda head, *a: blocks(
+        head_of(sliding_window=3, sliding_layers=(1,), block_size=4), *a
+    ),
+    "positions off by one": shifted,
+}
+
+
+def test_the_comparison_finds_faults() -> None:
+    head = head_of(sliding_window=3, sliding_layers=(1,), sliding_window_non_causal=True)
+    params, rng = random_params(head), np.random.default_rng(1)
+    features = rng.normal(size=(1, 7, head.num_features)).astype(np.float32)
+    arrays = params, jnp.asarray(features), jnp.array([3], jnp.int32), jnp.array([6], jnp.int32)
+    wanted = reference.forward(head.config, params, features[0, :6], 3)[0]
+    assert_close(blocks(head, *arrays).logits[0], wanted)
+    for name, fault in FAULTS.items():
+        found = np.asarray(fault(head, *arrays).logits[0])
+        assert np.abs(found[:3] - wanted[:3]).max() > 1e-3, name
+
+
+# Against speculators
+
+
+def tiny_target(expected: Any) -> lm.models.LoadedModel:
+    """The target that the heads of `speculators/make.py` belong to; only what they share counts."""
+    model = lm.models.Llama(sizes(24, 16, 8, 4, (2, 2, 4)))
+    shared = {"embed_tokens": expected["embed_tokens"], "lm_head": expected["lm_head"].T}
+    return lm.models.LoadedModel(model, random_weights(model, 0) | jax.device_put(shared))
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_block_is_that_of_speculators(name: str) -> None:
+    with np.load(SPECULATORS / name / "expected.npz") as arrays:
+        expected = {key: arrays[key] for key in arrays}
+    head, params = lm.load_block_head(SPECULATORS / name, tiny_target(expected))
+    assert head.config.sample_from_anchor == (name == "dspark")
+    tokens, anchors = expected["tokens"].astype(np.int32), expected["anchors"].astype(np.int32)
+    features = np.repeat(expected["features"][None], len(anchors), axis=0)
+    found = blocks(head, params, features, tokens[anchors], anchors)
+    first = head.config.block_size - head.config.max_drafts
+    assert_close(found.logits, expected["logits"][:, first:])
+    if name == "dspark":
+        before = tokens[anchors[:, None] + np.arange(head.config.block_size)]
+        assert_close(found.logits + head.bias(params, before), expected["biased"])
+        likely = head.confidences(params, found.states, before)
+        assert_close(likely, 1 / (1 + np.exp(-expected["confidence_logits"])))
+        assert params["target_ids"].tolist() == [*range(0, 24, 3)]
+
+
+# Incremental
+
+
+@pytest.mark.newest
+def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it() -> None:
+    head = head_of(**DSPARK, sliding_window=3, sliding_layers=(1,))
+    params, rng = random_params(head), np.random.default_rng(2)
+    features = rng.normal(size=(2, 12, head.num_features)).astype(np.float32)
+    newest, start = np.array([3, 5], np.int32), np.array([9, 4], np.int32)
+    whole = blocks(head, params, features, newest, start)
+    write, apply = jax.jit(head.write_context), jax.jit(head.apply)
+    # `write_cache` keeps values finite, and keys of those that are not are NaN.
+    cache = [
+        (jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9))
+        for keys, values in head.init_cache(2, 12)
+    ]
+    place = np.zeros(2, np.int32)
+    # Pieces of three rows, of which one request keeps some; what it does not keep is NaN.
+    for kept in ([3, 1], [1, 3], [2, 0], [3, 0]):
+        rows = np.stack([features[b, place[b] : place[b] + 3] for b in range(2)])
+        rows[np.arange(3)[None, :] >= np.array(kept)[:, None]] = np.nan
+        cache = write(params, rows, place, cache)
+        place = place + np.array(kept, np.int32)
+        cache = apply(params, newest + 1, place, cache).cache  # drafts that are rejected
+    assert place.tolist() == start.tolist()
+    found = apply(params, newest, start, cache)
+    assert_close(found.logits, whole.logits)
+    few = head.apply(params, newest, start, cache, num_drafts=2)
+    assert_close(few.states, found.states[:, :2])
+    assert few.logits.shape == (2, 2, 40)
+
+
+# Sizes and weights
+
+
+def test_ids_that_are_no_tokens_are_never_drafted_but_may_be_the_mask() -> None:
+    head = head_of(layer=dataclasses.replace(LAYER, num_token_ids=33))
+    params, zero = random_params(head), np.zeros(1, np.int32)
+    logits = np.asarray(head.apply(params, zero, zero, head.init_cache(1, 4)).logits)
+    assert np.isneginf(logits[..., 33:]).all() and np.isfinite(logits[..., :33]).all()
+
+
+def test_params_share_what_is_the_targets() -> None:
+    target = lm.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
+    weights = random_weights(target, 0)
+    shared = head_of().init_params(jax.random.key(1), weights)
+    assert shared["embed_tokens"] is weights["embed_tokens"]
+    assert shared["lm_head"] is weights["lm_head"]
+    params = head_of(**NARROW, **DSPARK).init_params(jax.random.key(1), weights)
+    assert params["lm_head"].shape == (16, 12) and params["target_ids"].tolist() == [*range(12)]
+    assert params["markov_w2"].shape == (12, 3) and params["confidence_proj"].shape == (19, 1)
+
+
+def test_a_head_is_compared_by_value() -> None:
+    assert head_of() == lm.BlockHead(CONFIG, jnp.float32)
+    assert hash(head_of()) == hash(lm.BlockHead(CONFIG, jnp.float32))
+    assert head_of() != lm.BlockHead(CONFIG, jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"block_size": 1}, r"block_size must be in \[2, 64\]"),
+        ({"block_size": 65}, r"block_size must be in \[2, 64\]"),
+        ({"block_size": 0, "sample_from_anchor": True}, "block_size must be a positive integer"),
+        ({"mask_token_id": 40}, r"mask_token_id must be an id in \[0, 40\)"),
+        ({"mask_token_id": None}, "mask_token_id must be an id"),
+        ({"sliding_window": 3}, "sliding_window must be there if and only if layers slide"),
+        ({"sliding_layers": (0,)}, "sliding_window must be there if and only if"),
+        ({"sliding_window": 0, "sliding_layers": (0,)}, "sliding_window must be a positive"),
+        ({"sliding_window": 3, "sliding_layers": (0, 2)}, r"sliding_layers must be ids in \[0, 2"),
+        ({"sliding_window": 3, "sliding_layers": (1, 0)}, "sliding_layers must be ids"),
+        ({"sliding_window": 3, "sliding_layers": [0]}, "sliding_layers must be ids"),
+        ({"markov_rank": 0}, "markov_rank must be a positive integer"),
+        ({"confidence_head_with_markov": True}, "confidence_head_with_markov must be false"),
+        ({"feature_layers": (2, 1)}, "feature_layers must be"),
+        ({"draft_vocab_size": 8}, "own_lm_head must be true"),
+        ({"target_hidden_size": 20}, "target_hidden_size must be"),
+        ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false"),
+    ],
+)
+def test_what_a_config_cannot_have_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        head_of(**changes)
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    head = head_of()
+    params = random_params(head)
+    ids, cache, features = jnp.zeros(2, jnp.int32), head.init_cache(2, 8), jnp.zeros((2, 3, 48))
+
+    def apply(ids: Any = ids, start: Any = ids, cache: Any = cache, **count: Any) -> Any:
+        return lambda: head.apply(params, ids, start, cache, **count)
+
+    def write(features: Any = features, start: Any = ids) -> Any:
+        return lambda: head.write_context(params, features, start, cache)
+
+    wrong = {**params, "fc": params["norm"]}
+    for error, says, call in (
+        (TypeError, "token_ids must", apply(ids=ids.astype(float))),
+        (ValueError, "start must", apply(start=ids[:1])),
+        (ValueError, "num_drafts must", apply(num_drafts=5)),
+        (ValueError, "token_ids must have", apply(cache=head_of(block_size=2).init_cache(2, 1))),
+        (ValueError, "features must", write(features=features[..., :9])),
+        (TypeError, "features must", write(features=features.astype(jnp.bfloat16))),
+        (ValueError, "token_ids must have", write(features=jnp.zeros((2, 20, 48)))),
+        (TypeError, "start must", write(start=ids.astype(float))),
+        (ValueError, "positions must", lambda: head.context(params, features, ids[None])),
+        (ValueError, r"params\['fc'\] must", lambda: head.check_params("params", wrong)),
+        (TypeError, "dtype must", lambda: lm.BlockHead(CONFIG, jnp.int32)),
+    ):
+        with pytest.raises(error, match=f"^{says}"):
+            call()
