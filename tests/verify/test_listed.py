@@ -287,4 +287,4 @@ def test_no_q_of_the_vocabulary_is_written(ids, length, form, method):
         temporary_rows(8, "float32", distribution, config, form) for distribution in (listed, None)
     )
     print(f"{used - without:.2f} rows of {VOCAB} ids")
-    assert used - without < 3  # a map's columns, and one request at a time
+    assert used - without < 4  # a map's columns, and one request at a time or a few tiles

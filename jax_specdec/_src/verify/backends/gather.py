@@ -274,6 +274,7 @@ class Gather(Backend):
         inv_temperature: jax.Array,
     ) -> jax.Array:
         """Returns the thresholds of rows that are `limited`; of others anything."""
+        # The copy with the bitmask is made where it is read: it is not where nothing is limited.
         masked = rows.part.is_split and rows.token_bitmask is not None
         return find_thresholds(
             filter,
@@ -414,6 +415,7 @@ class Gather(Backend):
         # [n, 2, L]: the weights of that tile, read once more
         tile = source.token_id // TILE
         _, inside = rows.alone().in_tile(source, tile)
+        # [n, T]: the tile that the draft is in
         is_its = source.is_one_hot[:, None] & (rows.tile_ids()[None, :] == tile[:, None])
         return jnp.where(is_its, jnp.sum(inside[:, 0], axis=1)[:, None], p_masses)
 
@@ -427,6 +429,7 @@ class Gather(Backend):
         """
         ids, q_entries = q.listed(source.draft_row)  # [n, C]
         p_entries = rows.target.at(source.row[:, None], ids)
+        # What each listed id takes off `weight * p`: the smaller one of that and q.
         left, p = rows.weights(source, ids, p_entries, q_entries)
         taken = source.weight[:, None] * p - left
         # [n, T, C]: what the listed ids take from each tile

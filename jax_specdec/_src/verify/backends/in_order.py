@@ -46,6 +46,7 @@ class InOrder(Gather):
         rule: Rule,
         samples: bool = True,
     ) -> Position:
+        # Every row of a part is an exchange, which all devices must come to.
         if rows.part.is_split:
             return self.read_ahead(rows, requests, positions, rule, samples)
         given = [getattr(positions, name) for name in _GIVEN]
@@ -118,6 +119,7 @@ class InOrder(Gather):
     def max_and_place(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
         peak = jnp.max(x, axis=1)
+        # Two plain reductions: faster on a CPU than one of pairs.
         return peak, jnp.min(jnp.where(x == peak[:, None], index, x.shape[1]), axis=1)
 
     def in_tiles(
@@ -128,6 +130,7 @@ class InOrder(Gather):
         by_first_id: bool = True,
         by_lanes: bool = False,
     ) -> Tiles:
+        # Whole tiles are where they lie; the last one by itself saves a copy of the rows.
         if by_first_id and has_cut_tiles(rows):
             return super().in_tiles(rows, matrices, count, by_first_id, by_lanes)
         return [*whole_and_cut(matrices)]
@@ -142,7 +145,7 @@ class InOrder(Gather):
         self, q: Listed, index: jax.Array, first: jax.Array, length: int
     ) -> jax.Array:
         # By n * C writes: faster on a CPU than n * length * C comparisons.
-        listed, entries = q.listed(index)
+        listed, entries = q.listed(index)  # [n, C]
         place = listed - first[:, None]
         place = jnp.where(place < 0, length, place)  # dropped
         found = jnp.full((index.shape[0], length), q.storage.fill, jnp.float32)

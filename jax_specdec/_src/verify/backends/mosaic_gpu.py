@@ -122,6 +122,7 @@ class MosaicParts(Gather):
         # [B, P] again
         least = least.at[place].get(mode="fill", fill_value=-jnp.inf)
         kept = self._read(target, requests, index, greedy, least)._replace(argmax=partials.argmax)
+        # What was read once stands for rows that no filter limits.
         partials = jax.tree.map(lambda x, y: jnp.where(index < 0, x, y), partials, kept)
         return TargetStatistics(partials, least, None)
 
@@ -147,6 +148,7 @@ class MosaicParts(Gather):
         """Returns the partials of the rows ``[B, n]`` that are not negative, from `least` on."""
         from jax_specdec._src.verify.mosaic_gpu import phases
 
+        # [B * n]: rows one after another
         index = jnp.minimum(index, rows.matrix.shape[0] - 1)
         found = phases.row_statistics(
             rows,
@@ -176,6 +178,7 @@ class MosaicParts(Gather):
         pieces = pieces_of_tiles(rows.target.width, rows.part.num_parts, rows.num_tiles)
         if isinstance(rows.q, Listed) or pieces.shape[1] > MAX_PIECES:
             return super().token(rows, source, masses, recover)
+        # 0 from all devices but the one that holds the token
         token_id, bad_draft = phases.part_draw(rows, source, recover, masses.both)
         bad_draft = source.uses_q & (bad_draft | source.draft_scale.bad)
         return rows.part.sum(token_id), bad_draft

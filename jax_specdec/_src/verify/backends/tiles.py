@@ -118,6 +118,7 @@ class Tiles(Gather):
     def draft_partials(
         self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
+        # [B * P]: rows one after another, which a tile of all rows is taken for
         flat = index.reshape(-1)
         inv = inv_temperature[:, : index.shape[1]].reshape(-1)
         partials, _ = by_tile(q.storage, flat, inv, jnp.bool_(False))
@@ -129,6 +130,7 @@ class Tiles(Gather):
     def largest_of(
         self, rows: Rows, x: jax.Array, index: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
+        # One reduction of the whole row: a second look into one tile would copy eight rows.
         peak, place = self.max_and_place(x)
         return peak, rows.part.ids(place)
 
@@ -214,6 +216,7 @@ class Tiles(Gather):
     def reads_tiles(self, rows: LocalRows) -> bool:
         """Whether many rows are read by tiles of all rows, as a TPU reads them best."""
         target = rows.target
+        # A tile of the target's columns must be one of the draft rows', without a bitmask.
         is_whole = not target.part.is_split and target.token_bitmask is None
         same_ids = rows.q.is_one_hot or (
             isinstance(rows.q, Dense) and rows.q.storage.width == target.width
@@ -230,11 +233,13 @@ class Tiles(Gather):
         )
 
     def masses(self, rows: LocalRows, source: Source) -> TileMasses:
+        # Summed apart, if the block rule has not summed them before.
         if source.residual_masses is None and self.sums_apart(rows, source):
             source = source._replace(residual_masses=self.residual_masses(rows, source))
         return super().masses(rows, source)
 
     def own_masses(self, rows: LocalRows, source: Source) -> jax.Array:
+        # In blocks of rows, each block would copy all rows.
         if self.reads_tiles(rows):
             return self.masses_of(rows, source)
         return super().own_masses(rows, source)
