@@ -33,6 +33,7 @@ from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.drafting.suffix import SuffixDrafter
 from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec.lm.models.checkpoint import load_embedded_pair, load_huggingface
 from jax_specdec.lm.models.eagle3_files import load_eagle3, load_embedded_head
@@ -60,6 +61,7 @@ __all__ = [
     "RequestUpdate",
     "ServingStats",
     "StepCosts",
+    "SuffixDrafter",
     "TextStream",
     "Tokenizer",
     "decode_bytes",

@@ -34,6 +34,7 @@ from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.drafting.drafter import has_history
 from jax_specdec.lm.models.protocol import check_params
 
 Requests = Iterable[ServedRequest]
@@ -282,6 +283,8 @@ class EngineDriver:
         calls.append(functools.partial(self._empty, nowhere))
         chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
         calls += [functools.partial(step, self._dispatch_whole, *one) for one in chosen]
+        if has_history(engine.drafter):
+            calls.append(functools.partial(self._remember, [[]]))
         return calls + [functools.partial(step, self._dispatch_masked)] * grammars
 
     def submit(
@@ -585,7 +588,7 @@ class EngineDriver:
         now = time.perf_counter()
         if self.draft_choice is not None:
             self.draft_choice.rates = rates
-        slots, updates, grown = dict(host.slots), [*host.updates], []
+        slots, updates, grown, ended = dict(host.slots), [*host.updates], [], []
         rows = numbers.tolist()
         for slot, request_id in sorted(request_ids.items()):
             request = slots.get(slot)
@@ -598,6 +601,7 @@ class EngineDriver:
                 slots[slot] = request.after(update.token_ids, now)
             else:
                 del slots[slot]
+                ended.append(request.token_ids[request.prompt_length :] + update.token_ids)
         new = [(request, n) for request, n in grown if request.last_read is None]
         stats = host.stats.after_step(
             num_busy=len(request_ids),
@@ -610,6 +614,16 @@ class EngineDriver:
         learned = result.counters, result.estimator, stats
         self._host = HostState(slots, host.returning, tuple(updates), *learned)
         del self._ahead[0]
+        if has_history(self.engine.drafter):
+            self._remember(ended)
+
+    def _remember(self, texts: list[list[int]]) -> None:
+        """Let the drafter search what requests have generated; steps ahead do not do so yet."""
+        params, draft_params = self._weights
+        for text in texts:
+            token_ids = np.array(text + [-1] * (self.engine.max_length - len(text)), np.int32)
+            draft_params = self._call((), programs.remember, draft_params, token_ids)
+        self._weights = params, draft_params
 
     def _empty(self, slot: int) -> None:
         """Empty a slot on the device; its request has not ended, and has left it on the host."""

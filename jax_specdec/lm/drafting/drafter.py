@@ -17,6 +17,8 @@ class Proposal(NamedTuple):
     Attributes:
       token_ids: ``[B, K]`` int32, -1 from the first position without a proposal on.
       store: what they were drawn from; None for drafts without a distribution.
+      confidences: ``[B, K]`` float32, how likely each draft is to be accepted if those before it
+        were, for `plan_drafts`; 0 where there is none. None if the drafter does not say.
 
     Example:
       >>> import jax.numpy as jnp
@@ -26,6 +28,7 @@ class Proposal(NamedTuple):
 
     token_ids: jax.Array
     store: DraftStore | None = None
+    confidences: jax.Array | None = None
 
 
 # Any class with the four methods is a `Drafter`: these attributes it may lack. Only these
@@ -40,6 +43,11 @@ def feature_layers_of(drafter: Drafter | None) -> tuple[int, ...]:
 def may_abstain(drafter: Drafter | None) -> bool:
     """Whether a drafter often proposes nothing."""
     return getattr(drafter, "may_abstain", False)
+
+
+def has_history(drafter: Drafter | None) -> bool:
+    """Whether a drafter reads what other requests generated."""
+    return getattr(drafter, "has_history", False)
 
 
 class Drafter(Protocol):
@@ -59,6 +67,11 @@ class Drafter(Protocol):
     `generate` of one request then compiles a second target pass, over one token, for steps without
     a proposal; on other devices a pass over K + 1 tokens takes no longer. Float32 sums in passes of
     different widths differ in their last bits, so a tie may go the other way.
+
+    A drafter that reads what other requests generated has the attribute ``has_history = True``, and
+    a method ``add(params, token_ids)`` that returns params of the same shapes with one more text,
+    ``[A]`` int32 and padded with -1. An `EngineDriver` calls it when a request has ended. An
+    `Engine` then serves only requests whose text does not depend on drafts.
 
     A drafter that reads what the target computes inside names layers in the attribute
     ``feature_layers``, a static tuple as `CausalModel` has it. `prefill` then gets features, and so
