@@ -28,6 +28,7 @@ from jax_specdec.lm.decoding.packing import OptionSizes
 from jax_specdec.lm.decoding.programs import measure_steps
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.drafting.combined import Chain, FirstOf
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter, Proposal
@@ -41,6 +42,7 @@ from jax_specdec.lm.models.tokenizer import TextStream, Tokenizer, load_tokenize
 
 __all__ = [
     "DOCUMENT_SEPARATOR",
+    "Chain",
     "DecodeState",
     "DraftChoice",
     "DraftContext",
@@ -48,6 +50,7 @@ __all__ = [
     "Eagle3Drafter",
     "Engine",
     "EngineDriver",
+    "FirstOf",
     "GenerateOutput",
     "GreedyDifference",
     "Histogram",

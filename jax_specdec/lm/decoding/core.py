@@ -23,6 +23,7 @@ from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
+from jax_specdec.lm.drafting.context import with_fewer_drafts
 from jax_specdec.lm.drafting.drafter import Drafter, Proposal, feature_layers_of, may_abstain
 from jax_specdec.lm.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
 
@@ -249,7 +250,7 @@ class Decoder:
             return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
         size, config = max(wanted, 1), self.config
         if size < self.num_drafts:
-            config = _with_fewer_drafts(self.config, size)
+            config = with_fewer_drafts(self.config, size)
         context = dataclasses.replace(
             state.batch.context(config), features=state.features, num_features=state.num_features
         )
@@ -398,16 +399,6 @@ def _run_as_wide_as_needed(
 
     output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
     return output
-
-
-def _with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:
-    rates = config.unconditional_rates
-    return dataclasses.replace(
-        config,
-        num_speculative_tokens=num_drafts,
-        synthetic_acceptance_rates=None if rates is None else rates[:num_drafts],
-        synthetic_acceptance_length=None,
-    )
 
 
 def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Array | None:
