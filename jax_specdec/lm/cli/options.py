@@ -25,16 +25,19 @@ from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = 6
 LOOKUP_K = 4
-"""The default for ngram: on a CPU, more drafts cost more than a lookup usually gains."""
+"""The default for ngram and suffix: on a CPU, more drafts cost more than a lookup usually gains."""
 HEAD_PREFIX = "eagle3:"
 """What stands before the directory of an EAGLE-3 head."""
+SUFFIX_PREFIX = "suffix+"
+"""What stands before a drafter that has a lookup beside it."""
+LOOKUPS = ("ngram", "suffix")
 SERVED_LENGTH = 2048
 """Of a request to `serve`: the caches of all slots are this long."""
 API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 DEFAULT_REPEATS = 5
 
 _Made = TypeVar("_Made")
-_DRAFT = "DIR|eagle3[:DIR]|ngram|model"
+_DRAFT = "[suffix+]DIR|[suffix+]eagle3[:DIR]|[suffix+]model|suffix|ngram"
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
 _RANGES = {
     "max_new_tokens": (1, None),
@@ -46,6 +49,7 @@ _RANGES = {
     "max_length": (2, 2**20),
     "max_queue": (1, 2**20),
     "max_logprobs": (0, 20),
+    "history": (0, 2**24),
 }
 """The least and the largest value of each integer."""
 
@@ -83,6 +87,7 @@ class Options:
     max_length: int | None = None
     max_queue: int = 64
     max_logprobs: int = 5
+    history: int = 0
     model_name: str | None = None
     api_key_file: Path | None = None
 
@@ -226,6 +231,7 @@ def _add_serve(parser: _Parser) -> None:
     parser.add("--max-length", type=int, metavar="N")
     parser.add("--max-queue", type=int, default=Options.max_queue, metavar="N")
     parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
+    parser.add("--history", type=int, default=Options.history, metavar="N")
     parser.add("--model-name", metavar="NAME")
     parser.add("--api-key-file", type=Path, metavar="FILE")
 
@@ -252,10 +258,11 @@ _HELP = {
     "--no-compilation-cache": """do not keep compiled programs for the next run; by default they go
         to the user's cache directory, or to $JAX_COMPILATION_CACHE_DIR""",
     "--draft": """where drafts come from: a checkpoint, an EAGLE-3 head (the embedded target's if no
-        DIR is given), a lookup in the text so far (default with --target), or the embedded draft
-        model (default without)""",
+        DIR is given), a lookup in the text so far (ngram, default with --target, or suffix, with
+        counts), or the embedded draft model (default without); suffix+ before a head or a model
+        takes, in each step, what is likely to have more drafts accepted""",
     "--num-speculative-tokens": f"""drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with
-        --draft ngram)""",
+        --draft ngram or suffix)""",
     "--no-prompt": "print the text without its prompt, as --chat does",
     "--temperature": "0 is greedy",
     "--compare": f"""afterwards, time speculative against plain decoding, REPEATS runs of each
@@ -269,6 +276,8 @@ _HELP = {
     "--max-queue": "requests that may wait; more are answered with status 429",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns
         log-probabilities off, which makes steps faster""",
+    "--history": """tokens of earlier answers in which --draft suffix looks, too; then all requests
+        have to be greedy, unless --method is agreement, and clients must be of one tenant""",
     "--model-name": "what clients call the model (default: the name of the target's directory)",
     "--api-key-file": f"""holds the key that clients have to send (default: ${API_KEY_VARIABLE} if
         it is set)""",
@@ -315,7 +324,7 @@ def _check(given: dict[str, Any]) -> Options:
         if name in given and not has_target:
             raise ValueError(f"{_flag(name)} needs --target")
     drafters = _drafters(given, has_target)
-    default_k = LOOKUP_K if drafters == ("ngram",) else DEFAULT_K
+    default_k = LOOKUP_K if set(drafters) <= set(LOOKUPS) else DEFAULT_K
     ks = given.get("num_speculative_tokens", (default_k,))
     made = given | dict(
         prompts=tuple(given.get("prompts", ())),
@@ -340,18 +349,27 @@ def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
     default = ("model", "ngram") if given["command"] == "bench" else ("model",)
     drafters = tuple(dict.fromkeys(given.get("drafters", ("ngram",) if has_target else default)))
     for draft in drafters:
-        is_head = draft.startswith(HEAD_PREFIX)
-        if not has_target and not (is_head or draft in ("model", "ngram", "eagle3")):
+        name = draft.removeprefix(SUFFIX_PREFIX)
+        if name != draft and name in ("", *LOOKUPS):
             raise ValueError(
-                "--draft must be model, ngram, eagle3 or eagle3:DIR without --target, but it is "
+                "--draft suffix+ must be followed by a head or a model, as in suffix+eagle3, but "
+                f"it is {draft!r}"
+            )
+        is_head = name.startswith(HEAD_PREFIX)
+        if not has_target and not (is_head or name in ("model", *LOOKUPS, "eagle3")):
+            raise ValueError(
+                "--draft must be model, ngram, suffix, eagle3 or eagle3:DIR without --target, but "
+                f"it is {draft!r}"
+            )
+        if has_target and name in ("model", "eagle3"):
+            raise ValueError(
+                "--draft must be DIR, eagle3:DIR, ngram or suffix with --target, but it is "
                 f"{draft!r}"
             )
-        if has_target and draft in ("model", "eagle3"):
-            raise ValueError(
-                f"--draft must be DIR, eagle3:DIR or ngram with --target, but it is {draft!r}"
-            )
-        if draft == HEAD_PREFIX:
+        if name == HEAD_PREFIX:
             raise ValueError("--draft eagle3: must be followed by the directory of a head")
+    if given.get("history") and not all(draft.startswith("suffix") for draft in drafters):
+        raise ValueError("--history needs --draft suffix, or suffix+ before a head or a model")
     return drafters
 
 
