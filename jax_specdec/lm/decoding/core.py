@@ -369,9 +369,10 @@ class Decoder:
         last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
         arrays = params, tokens, start, state.target_cache
-        # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
-        # would depend on a request's neighbours.
-        if may_abstain(self.drafter) and ids.size and tokens.shape[0] == 1:
+        # Only for a batch of one, or with a draft budget, whose widths depend on the load.
+        # Otherwise the last bits of float32 sums would depend on a request's neighbours.
+        is_free = tokens.shape[0] == 1 or state.estimator is not None
+        if may_abstain(self.drafter) and ids.size and is_free:
             output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
             return output
         return self._run(*arrays)
@@ -380,7 +381,7 @@ class Decoder:
 def _run_as_wide_as_needed(
     arrays: tuple[jax.Array, ...], decoder: Decoder, platform: Platform
 ) -> TargetOutput:
-    """The target over one request's last token, and its drafts if there are any.
+    """The target over each request's last token, and the drafts if any request has some.
 
     Only on CPUs: elsewhere a narrow pass takes as long, because it reads the same weights, and on a
     GPU the host waits for the condition.
@@ -397,7 +398,7 @@ def _run_as_wide_as_needed(
         )
         return TargetOutput(logits, cache, features)
 
-    output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
+    output: TargetOutput = lax.cond(jnp.any(ids[:, 0] >= 0), wide, narrow, cache)
     return output
 
 

@@ -64,9 +64,10 @@ class Drafter(Protocol):
     A drafter may have a method ``check_params(name, params)``, as a model may (see `CausalModel`).
 
     A drafter that often proposes nothing may have the attribute ``may_abstain = True``. On CPUs,
-    `generate` of one request then compiles a second target pass, over one token, for steps without
-    a proposal; on other devices a pass over K + 1 tokens takes no longer. Float32 sums in passes of
-    different widths differ in their last bits, so a tie may go the other way.
+    `generate` of one request, and an `Engine` with one slot or a `draft_budget`, then compile a
+    second target pass, over one token, for steps without a proposal; on other devices a pass over K
+    + 1 tokens takes no longer. Float32 sums in passes of different widths differ in their last
+    bits, so a tie may go the other way.
 
     A drafter that reads what other requests generated has the attribute ``has_history = True``, and
     a method ``add(params, token_ids)`` that returns params of the same shapes with one more text,
