@@ -313,9 +313,9 @@ def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
     for j in range(longest):
         token = following[:, j]
         is_same = (token[:, None] == token[None, :]) & (token >= 0)[None, :]
-        # [M, E]: how many places have the token of this one next. Exact: they are few.
-        counts = alive.astype(jnp.float32) @ is_same.astype(jnp.float32)
-        counts = jnp.where(alive, counts, 0).astype(jnp.int32)
+        # [M, E]: how many places have the token of this one next.
+        counts = jnp.sum(alive[:, :, None] & is_same[None, :, :], axis=1, dtype=jnp.int32)
+        counts = jnp.where(alive, counts, 0)
         chosen = jnp.argmax(counts * size + age[None, :], axis=1)
         count = jnp.take_along_axis(counts, chosen[:, None], axis=1)[:, 0]
         probability *= count / total
