@@ -287,6 +287,7 @@ def test_an_empty_text_changes_nothing() -> None:
         (dict(history=-1), ValueError, r"history must be in \[0, 16777216\], but it is -1"),
         (dict(spec_factor="1"), TypeError, "spec_factor must be a number, but it is '1'"),
         (dict(spec_factor=0), ValueError, r"spec_factor must be in \(0, 127\], but it is 0"),
+        (dict(spec_factor=0.1, max_match=10), ValueError, "spec_factor must give a match of max_m"),
         (dict(min_probability=2), ValueError, r"min_probability must be in \(0, 1\], but it is 2"),
         (dict(min_probability=np.nan), ValueError, "min_probability must be in"),
     ],

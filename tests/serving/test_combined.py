@@ -138,6 +138,22 @@ def test_the_law_of_one_or_the_other_is_the_targets() -> None:
     assert ids[1].tolist() == ids[2].tolist() == [list(x) for x in sampled]  # by the head
 
 
+class Sideways(Forced):
+    """Its cache holds the requests along the second axis."""
+
+    cache_batch_axis = 1
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return jnp.zeros((2, batch_size))
+
+
+def test_requests_are_along_the_axis_of_the_heads_cache() -> None:
+    drafter = lm.FirstOf(LOOKUP, Sideways())
+    assert {x.shape[:2] for x in jax.tree.leaves(drafter.init_cache(5, 8)[1])} == {(1, 5)}
+    distances, ids = laws(drafter, [COPIES])
+    assert max(distances) < 1e-6 and (ids[0] == [2, 0]).all()
+
+
 @pytest.mark.parametrize("fault", ["rows that stay valid", "a look at the drafts"])
 def test_a_wrong_choice_changes_the_law(fault: str, monkeypatch) -> None:
     if fault == "rows that stay valid":
@@ -233,3 +249,38 @@ def test_one_after_the_other_drafts_what_both_do() -> None:
     assert tokens_per_pass(chain, (None, params), engines.TARGET, budget) > 4
     wrong = tokens_per_pass(chain, (None, -params), engines.TARGET, budget)
     assert wrong == 1  # the lookup goes on from drafts that are wrong
+
+
+MODEL = lm.ModelDrafter(tiny.Trigram(V))
+FEW = lm.ModelDrafter(tiny.Trigram(V), num_candidates=2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: lm.FirstOf(lm.NGramDrafter(), MODEL), TypeError, "lookup must be a SuffixDrafter"),
+        (lambda: lm.FirstOf(LOOKUP, tiny.Trigram(V)), TypeError, "head must be a Drafter"),
+        (lambda: lm.Chain(LOOKUP, MODEL, 0), ValueError, "num_head_drafts must be at least 1"),
+        (lambda: lm.Chain(LOOKUP, MODEL, 1.5), TypeError, "num_head_drafts must be an int"),
+        (
+            lambda: plain_text(lm.FirstOf(LOOKUP, MODEL), None),
+            ValueError,
+            "must be a pair, the par",
+        ),
+        (
+            lambda: plain_text(lm.Chain(LOOKUP, FEW), (None, jnp.zeros((V, V, V)))),
+            ValueError,
+            "head must have rows that share their ids",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(call, error, message) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def plain_text(drafter: Any, draft_params: Any) -> lm.GenerateOutput:
+    config = sd.SpecDecodeConfig(num_speculative_tokens=K)
+    model, params = tiny.Trigram(V), jnp.zeros((V, V, V))
+    given: dict[str, Any] = dict(drafter=drafter, draft_params=draft_params, config=config)
+    return lm.generate(model, params, [[1]], max_new_tokens=2, **given)

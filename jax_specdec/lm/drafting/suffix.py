@@ -112,6 +112,9 @@ class SuffixDrafter:
             require(is_number, name, "be a number", value, error=TypeError)
             require(0 < value <= most, name, f"be in (0, {most:g}]", value)
             object.__setattr__(self, name, float(value))
+        most = self.max_match - 1
+        must = f"give a match of max_match - 1 = {most} tokens a draft"
+        require(most * self.spec_factor >= 1, "spec_factor", must, self.spec_factor)
 
     @property
     def may_abstain(self) -> bool:
