@@ -20,8 +20,9 @@ from jax_specdec.lm.models.protocol import cache_batch_axis_of, check_params
 _FADE = 0.9
 """What remains of a request's past after a step that teaches something."""
 
-_FIRST_SCALE, _FIRST_RATE, _WEIGHT = 1.5, 0.7, 2.0
-"""What is expected before any step, and the weight of it, in drafts."""
+_FIRST_RATE, _WEIGHT = 0.7, 2.0
+"""How many of the head's drafts are expected to be accepted before any step, and the weight of
+what is expected, in drafts. Of a lookup, what its counts say is expected."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ class _Memory(NamedTuple):
         So they are scaled by what came true of them.
         """
         right, due = self.lookup.T
-        scale = (right + _WEIGHT * _FIRST_SCALE) / (due + _WEIGHT)
+        scale = (right + _WEIGHT) / (due + _WEIGHT)
         by_lookup = jnp.sum(jnp.minimum(scale[:, None] * found.probabilities, 1.0), axis=1)
         accepted, visited = self.head.T
         rate = (accepted + _WEIGHT * _FIRST_RATE) / (visited + _WEIGHT)
