@@ -71,6 +71,7 @@ def main(command_line: list[str] | None = None) -> None:
     parser.add_argument("--target", type=pathlib.Path, help="a checkpoint")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--texts", nargs="*", default=list(TEXTS), choices=TEXTS)
+    parser.add_argument("--drafters", nargs="*", help="some of them (default: all)")
     parser.add_argument("-k", type=int, default=6, help="drafts")
     options = parser.parse_args(command_line)
     config = sd.SpecDecodeConfig(num_speculative_tokens=options.k)
@@ -88,12 +89,14 @@ def main(command_line: list[str] | None = None) -> None:
         target = lm.load_huggingface(options.target)
         encode = lm.load_tokenizer(options.target).encode
     name = "lookup_cpu" if options.target is None else f"lookup_cpu_{options.target.name}"
-    results = measure.Results(name, k=options.k, new_tokens=options.max_new_tokens)
+    drafts = {x: one for x, one in drafts.items() if x in (options.drafters or drafts)}
+    about = dict(k=options.k, new_tokens=options.max_new_tokens)
+    results = measure.Results(name, ("text", "drafter"), **about)
     for text in options.texts:
         prompt, temperature = encode(TEXTS[text][0]), TEXTS[text][1]
         common = dict(max_new_tokens=options.max_new_tokens, temperature=temperature)
         results.add(in_turn(target, prompt, drafts, config, options.repeats, text, common))
-    if "agent" in options.texts:
+    if "agent" in options.texts and "suffix" in drafts:
         prompts = [encode(AGENT.format(x)) for x in ("orders", "users", "items", "events")]
         for history in (0, 8192):
             results.add([after_others(target, prompts, config, history, options.max_new_tokens)])
