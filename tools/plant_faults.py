@@ -281,6 +281,27 @@ def _(right, self, tokens, length, k):
 
 
 @fault(
+    "a history has no seam after a text",
+    "lm.drafting.suffix:_added",
+    "drafting/test_suffix.py",
+)
+def _(right, history, token_ids):
+    new = right(history, token_ids)
+    return new | {"next": (new["next"] - 1) % history["token_ids"].shape[0]}
+
+
+@fault(
+    "drafts by lookup are verified with the rows of the head",
+    "lm.drafting.combined:FirstOf.propose",
+    "serving/test_combined.py",
+)
+def _(right, self, params, context, cache, store):
+    proposal, new = right(self, params, context, cache, store)
+    by_head, _ = self.head.propose(params[1], context, cache[0], store)
+    return proposal._replace(store=by_head.store), new
+
+
+@fault(
     "a drafter forgets its drafts where bad words and penalties count them",
     "lm.drafting.context:DraftContext.append",
     "serving/test_options.py",

@@ -29,11 +29,13 @@ from jax_specdec.lm.decoding.programs import measure_steps
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.drafting.block import BlockDrafter
+from jax_specdec.lm.drafting.combined import Chain, FirstOf
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.drafting.suffix import SuffixDrafter
 from jax_specdec.lm.models.block import BlockHead, BlockHeadConfig
 from jax_specdec.lm.models.block_files import load_block_head
 from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
@@ -47,6 +49,7 @@ __all__ = [
     "BlockDrafter",
     "BlockHead",
     "BlockHeadConfig",
+    "Chain",
     "DecodeState",
     "DraftChoice",
     "DraftContext",
@@ -54,6 +57,7 @@ __all__ = [
     "Eagle3Drafter",
     "Engine",
     "EngineDriver",
+    "FirstOf",
     "GenerateOutput",
     "GreedyDifference",
     "Histogram",
@@ -67,6 +71,7 @@ __all__ = [
     "RequestUpdate",
     "ServingStats",
     "StepCosts",
+    "SuffixDrafter",
     "TextStream",
     "Tokenizer",
     "decode_bytes",

@@ -103,11 +103,23 @@ def test_tokens_and_log_probabilities_are_those_of_wide_passes() -> None:
     assert (proposed == 0).any() and (proposed > 0).any()
 
 
-def test_an_engine_of_one_slot_makes_narrow_passes_too() -> None:
-    engine = lm.Engine(EmitsWidth(VOCAB), Abstaining(), CONFIG, num_slots=1, max_length=16)
-    driver = lm.EngineDriver(engine, None, jnp.array([SOME], jnp.int32))
-    driver.submit([0], max_new_tokens=4)
-    tokens: list[int] = []
+@pytest.mark.parametrize(
+    ("scripts", "budget", "wanted"),
+    [
+        ([SOME], None, [1, 4, 1, 1]),  # drafts of position 2, and none before the first token
+        ([SOME, NONE], (K,), [1, 4, 1, 1]),  # one that drafts makes all passes wide
+        ([NONE, NONE], (K,), [1, 1, 1, 1]),
+        ([NONE, NONE], None, [4, 4, 4, 4]),  # without a budget, no neighbour changes a pass
+    ],
+)
+def test_an_engine_makes_narrow_passes_where_none_drafts(scripts, budget, wanted) -> None:
+    sizes = dict(num_slots=len(scripts), max_length=16, draft_budget=budget)
+    engine = lm.Engine(EmitsWidth(VOCAB), Abstaining(), CONFIG, **sizes)
+    params = jnp.array(scripts, jnp.int32)
+    driver = lm.EngineDriver(engine, None, params, max_prefills=None)
+    ids = [driver.submit([0], max_new_tokens=4) for _ in scripts]
+    texts: dict[int, list[int]] = {i: [] for i in ids}
     while not driver.is_idle:
-        tokens += driver.step()[0].token_ids
-    assert tokens == [1, 4, 1, 1]  # drafts of positions 2 and on, and none before the first token
+        for update in driver.step():
+            texts[update.request_id] += update.token_ids
+    assert [*texts.values()] == [wanted] * len(scripts)

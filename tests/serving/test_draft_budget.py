@@ -155,8 +155,19 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             marks=pytest.mark.long,
         ),
         (dataclasses.replace(test_block.ENGINE, **SIZES), test_block.weights_of, False),
+        pytest.param(  # the head drafts where its drafts are not taken, too
+            dataclasses.replace(
+                LLAMA,
+                drafter=lm.FirstOf(
+                    lm.SuffixDrafter(min_match=1), lm.ModelDrafter(engines.llama(8))
+                ),
+            ),
+            lambda _: ((weights := engines.weights_of(LLAMA))[0], (None, weights[1])),
+            False,
+            marks=pytest.mark.long,
+        ),
     ],
-    ids=["model", "control", "eagle3", "block"],
+    ids=["model", "control", "eagle3", "block", "lookup beside a model"],
 )
 def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weights_of, has_holes):
     """The drafter's logits are those of one that has read the same tokens at once."""

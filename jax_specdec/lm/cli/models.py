@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_specdec._src.arrays import require
-from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, HEAD_PREFIXES, Options
+from jax_specdec.lm.cli.options import (
+    DEFAULT_MAX_NEW_TOKENS,
+    HEAD_PREFIXES,
+    LOOKUPS,
+    SUFFIX_PREFIX,
+    Options,
+)
 from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.drafting.block import BlockDrafter
+from jax_specdec.lm.drafting.combined import FirstOf
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.drafting.suffix import SuffixDrafter
 from jax_specdec.lm.models.block_files import load_block_head
 from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec.lm.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
@@ -89,7 +97,8 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
     assert options.target is not None
     config = read_config(options.target / CONFIG_FILE)
     tokenizer = load_tokenizer(options.target)
-    names = [x for x in options.drafters if x != "ngram" and not x.startswith(HEAD_PREFIXES)]
+    names = [x.removeprefix(SUFFIX_PREFIX) for x in options.drafters]
+    names = [x for x in names if x not in LOOKUPS and not x.startswith(HEAD_PREFIXES)]
     for name in names:
         read_config(Path(name) / CONFIG_FILE)
         tokenizer.check_same_vocabulary(load_tokenizer(name))
@@ -109,16 +118,19 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
 def _load_drafters(
     options: Options, target: LoadedModel[Llama], models: dict[str, LoadedModel[Llama]]
 ) -> dict[str, Draft]:
-    """The drafters by their names: models, lookup, and heads."""
-    found = {}
-    for name in options.drafters:
-        if name in models:
-            found[name] = Draft(ModelDrafter(models[name].model), models[name].params)
-        elif name == "ngram":
-            found[name] = Draft(NGramDrafter())
-        else:
+    """The drafters by their names: models, lookup, heads, and lookup beside one of them."""
+    suffix = SuffixDrafter(history=options.history)
+    lookup = Draft(suffix, suffix.init_params())
+    found = {"ngram": Draft(NGramDrafter()), "suffix": lookup}
+    found |= {name: Draft(ModelDrafter(one.model), one.params) for name, one in models.items()}
+    for given in options.drafters:
+        name = given.removeprefix(SUFFIX_PREFIX)
+        if name not in found:
             found[name] = _load_head(name, target, options)
-    return found
+        if name != given:
+            both = FirstOf(suffix, found[name].drafter)
+            found[given] = Draft(both, (lookup.params, found[name].params))
+    return {name: found[name] for name in options.drafters}
 
 
 def _load_head(name: str, target: LoadedModel[Llama], options: Options) -> Draft:

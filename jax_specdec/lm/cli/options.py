@@ -26,7 +26,10 @@ from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = 6
 LOOKUP_K = 4
-"""The default for ngram: on a CPU, more drafts cost more than a lookup usually gains."""
+"""The default for ngram and suffix: on a CPU, more drafts cost more than a lookup usually gains."""
+LOOKUPS = ("ngram", "suffix")
+SUFFIX_PREFIX = "suffix+"
+"""What stands before a drafter that has a lookup beside it."""
 HEAD_PREFIXES = ("eagle3:", "block:")
 """What stands before the directory of a head."""
 EMBEDDED_HEADS = ("eagle3", "dflash", "dspark")
@@ -37,7 +40,7 @@ API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 DEFAULT_REPEATS = 5
 
 _Made = TypeVar("_Made")
-_DRAFT = "DIR|eagle3:DIR|block:DIR|ngram|model|eagle3|dflash|dspark"
+_DRAFT = "[suffix+]DIR|eagle3:DIR|block:DIR|ngram|suffix|model|eagle3|dflash|dspark"
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
 _RANGES = {
     "max_new_tokens": (1, None),
@@ -50,6 +53,7 @@ _RANGES = {
     "max_queue": (1, 2**20),
     "chunk_size": (1, 2**20),
     "max_logprobs": (0, 20),
+    "history": (0, 2**24),
 }
 """The least and the largest value of each integer."""
 
@@ -89,6 +93,7 @@ class Options:
     chunk_size: int | None = None
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     max_logprobs: int = 5
+    history: int = 0
     model_name: str | None = None
     api_key_file: Path | None = None
 
@@ -241,6 +246,7 @@ def _add_serve(parser: _Parser) -> None:
     pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
     parser.add("--max-drafts-by-length", type=pairs, metavar="LENGTH:N,...")
     parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
+    parser.add("--history", type=int, default=Options.history, metavar="N")
     parser.add("--model-name", metavar="NAME")
     parser.add("--api-key-file", type=Path, metavar="FILE")
 
@@ -267,10 +273,12 @@ _HELP = {
     "--no-compilation-cache": """do not keep compiled programs for the next run; by default they go
         to the user's cache directory, or to $JAX_COMPILATION_CACHE_DIR""",
     "--draft": """where drafts come from: a checkpoint, an EAGLE-3 head, a DFlash or DSpark head
-        (block:), a lookup in the text so far (default with --target), the embedded draft model
-        (default without), or a head of the embedded target""",
+        (block:), a lookup in the text so far (ngram, default with --target, or suffix, with
+        counts), the embedded draft model (default without), or a head of the embedded target;
+        suffix+ before a head or a model takes, in each step, what is likely to have more drafts
+        accepted""",
     "--num-speculative-tokens": f"""drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with
-        --draft ngram)""",
+        --draft ngram or suffix)""",
     "--no-prompt": "print the text without its prompt, as --chat does",
     "--max-drafts": """the most drafts that a step verifies, at most K; 0 for none, which is plain
         decoding (default: K)""",
@@ -290,6 +298,8 @@ _HELP = {
         4096:2,16384:0 there are none from 16384 tokens on (default: K at every length)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns
         log-probabilities off, which makes steps faster""",
+    "--history": """tokens of earlier answers in which --draft suffix looks, too; then all requests
+        have to be greedy, unless --method is agreement, and clients must be of one tenant""",
     "--model-name": "what clients call the model (default: the name of the target's directory)",
     "--api-key-file": f"""holds the key that clients have to send (default: ${API_KEY_VARIABLE} if
         it is set)""",
@@ -336,7 +346,7 @@ def _check(given: dict[str, Any]) -> Options:
         if name in given and not has_target:
             raise ValueError(f"{_flag(name)} needs --target")
     drafters = _drafters(given, has_target)
-    default_k = LOOKUP_K if drafters == ("ngram",) else DEFAULT_K
+    default_k = LOOKUP_K if set(drafters) <= set(LOOKUPS) else DEFAULT_K
     ks = given.get("num_speculative_tokens", (default_k,))
     if "max_drafts" in given:
         check_int("--max-drafts", given["max_drafts"], 0, ks[0])
@@ -365,19 +375,27 @@ def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
     default = ("model", "ngram") if given["command"] == "bench" else ("model",)
     drafters = tuple(dict.fromkeys(given.get("drafters", ("ngram",) if has_target else default)))
     for draft in drafters:
-        is_head = draft.startswith(HEAD_PREFIXES)
-        if not has_target and not (is_head or draft in ("model", "ngram", *EMBEDDED_HEADS)):
+        name = draft.removeprefix(SUFFIX_PREFIX)
+        if name != draft and name in ("", *LOOKUPS):
             raise ValueError(
-                f"--draft must be model, ngram, {', '.join(EMBEDDED_HEADS)}, eagle3:DIR or "
+                "--draft suffix+ must be followed by a head or a model, as in suffix+eagle3, but "
+                f"it is {draft!r}"
+            )
+        is_head = name.startswith(HEAD_PREFIXES)
+        if not has_target and not (is_head or name in ("model", *LOOKUPS, *EMBEDDED_HEADS)):
+            raise ValueError(
+                f"--draft must be model, {', '.join((*LOOKUPS, *EMBEDDED_HEADS))}, eagle3:DIR or "
                 f"block:DIR without --target, but it is {draft!r}"
             )
-        if has_target and draft in ("model", *EMBEDDED_HEADS):
+        if has_target and name in ("model", *EMBEDDED_HEADS):
             raise ValueError(
-                "--draft must be DIR, eagle3:DIR, block:DIR or ngram with --target, but it is "
-                f"{draft!r}"
+                "--draft must be DIR, eagle3:DIR, block:DIR, ngram or suffix with --target, but "
+                f"it is {draft!r}"
             )
-        if draft in HEAD_PREFIXES:
-            raise ValueError(f"--draft {draft} must be followed by the directory of a head")
+        if name in HEAD_PREFIXES:
+            raise ValueError(f"--draft {name} must be followed by the directory of a head")
+    if given.get("history") and not all(draft.startswith("suffix") for draft in drafters):
+        raise ValueError("--history needs --draft suffix, or suffix+ before a head or a model")
     return drafters
 
 

@@ -23,6 +23,7 @@ from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
+from jax_specdec.lm.drafting.context import with_fewer_drafts
 from jax_specdec.lm.drafting.drafter import Drafter, Proposal, feature_layers_of, may_abstain
 from jax_specdec.lm.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
 
@@ -255,7 +256,7 @@ class Decoder:
             return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
         size, config = max(wanted, 1), self.config
         if size < self.num_drafts:
-            config = _with_fewer_drafts(self.config, size)
+            config = with_fewer_drafts(self.config, size)
         context = dataclasses.replace(
             state.batch.context(config), features=state.features, num_features=state.num_features
         )
@@ -392,9 +393,10 @@ class Decoder:
         last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
         arrays = params, tokens, start, state.target_cache
-        # Only for a batch of one: otherwise the width, and with it the last bits of float32 sums,
-        # would depend on a request's neighbours.
-        if may_abstain(self.drafter) and ids.size and tokens.shape[0] == 1:
+        # Only for a batch of one, or with a draft budget, whose widths depend on the load.
+        # Otherwise the last bits of float32 sums would depend on a request's neighbours.
+        is_free = tokens.shape[0] == 1 or state.estimator is not None
+        if may_abstain(self.drafter) and ids.size and is_free:
             output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
             return output
         return self._run(*arrays)
@@ -403,7 +405,7 @@ class Decoder:
 def _run_as_wide_as_needed(
     arrays: tuple[jax.Array, ...], decoder: Decoder, platform: Platform
 ) -> TargetOutput:
-    """The target over one request's last token, and its drafts if there are any.
+    """The target over each request's last token, and the drafts if any request has some.
 
     Only on CPUs: elsewhere a narrow pass takes as long, because it reads the same weights, and on a
     GPU the host waits for the condition.
@@ -420,18 +422,8 @@ def _run_as_wide_as_needed(
         )
         return TargetOutput(logits, cache, features)
 
-    output: TargetOutput = lax.cond(ids[0, 0] >= 0, wide, narrow, cache)
+    output: TargetOutput = lax.cond(jnp.any(ids[:, 0] >= 0), wide, narrow, cache)
     return output
-
-
-def _with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:
-    rates = config.unconditional_rates
-    return dataclasses.replace(
-        config,
-        num_speculative_tokens=num_drafts,
-        synthetic_acceptance_rates=None if rates is None else rates[:num_drafts],
-        synthetic_acceptance_length=None,
-    )
 
 
 def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Array | None:

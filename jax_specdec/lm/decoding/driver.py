@@ -34,6 +34,7 @@ from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.prompts import ChunkedPrefill, ReadingLoad, new_requests, next_group
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.drafting.drafter import has_history
 from jax_specdec.lm.models.protocol import check_params
 
 Requests = Iterable[ServedRequest]
@@ -94,29 +95,6 @@ class EngineDriver:
       ...         texts[update.request_id] += update.token_ids
       >>> [len(text) for text in texts.values()]
       [8, 8]
-
-      A request with a grammar, here of one token, again and again:
-
-      >>> class Only:
-      ...     def __init__(self, token_id):
-      ...         self.token_id = token_id
-      ...     def fill_next_token_bitmask(self, bitmask, index):
-      ...         bitmask[index] = 0
-      ...         bitmask[index, self.token_id // 32] = 1 << self.token_id % 32
-      ...     def accept_token(self, token_id):
-      ...         return token_id == self.token_id
-      ...     def rollback(self, num_tokens):
-      ...         pass
-      ...     def is_terminated(self):
-      ...         return False
-      >>> new = []
-      >>> with driver:
-      ...     _ = driver.submit(lm.encode_bytes("x = "), max_new_tokens=4, matcher=Only(49))
-      ...     while not driver.is_idle:
-      ...         for update in driver.step():
-      ...             new += update.token_ids
-      >>> lm.decode_bytes(new)
-      '1111'
     """
 
     def __init__(
@@ -315,6 +293,8 @@ class EngineDriver:
         calls += [functools.partial(step, self._dispatch_whole, *one) for one in each]
         masked = [functools.partial(step, self._dispatch_masked, {nowhere: n}) for n in (0, 1)]
         calls += masked * grammars
+        if has_history(engine.drafter):
+            calls.append(functools.partial(self._remember, [[]]))
         if self._chooses_chunk_size or self.chunk_size < engine.max_length:
             calls.append(choose)
             calls += [lambda: chunk(self.busy_chunk_size)] * self._chooses_chunk_size
@@ -596,7 +576,7 @@ class EngineDriver:
         now = time.perf_counter()
         if self.draft_choice is not None:
             self.draft_choice.rates = rates
-        slots, updates, grown = dict(host.slots), [*host.updates], []
+        slots, updates, grown, ended = dict(host.slots), [*host.updates], [], []
         rows = numbers.tolist()
         for slot, request_id in sorted(request_ids.items()):
             request = slots.get(slot)
@@ -609,6 +589,7 @@ class EngineDriver:
                 slots[slot] = request.after(update.token_ids, now)
             else:
                 del slots[slot]
+                ended.append(request.token_ids[request.prompt_length :] + update.token_ids)
         new = [(request, n) for request, n in grown if request.last_read is None]
         stats = host.stats.after_step(
             num_busy=len(request_ids),
@@ -621,6 +602,16 @@ class EngineDriver:
         learned = result.counters, result.estimator, stats
         self._host = HostState(slots, host.returning, tuple(updates), *learned)
         del self._ahead[0]
+        if has_history(self.engine.drafter):
+            self._remember(ended)
+
+    def _remember(self, texts: list[list[int]]) -> None:
+        """Let the drafter search what requests have generated; steps ahead do not do so yet."""
+        params, draft_params = self._weights
+        for text in texts:
+            token_ids = np.array(text + [-1] * (self.engine.max_length - len(text)), np.int32)
+            draft_params = self._call((), programs.remember, draft_params, token_ids)
+        self._weights = params, draft_params
 
     def _empty(self, slot: int) -> None:
         """Empty a slot on the device; its request has not ended, and has left it on the host."""

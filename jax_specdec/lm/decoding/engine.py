@@ -25,7 +25,7 @@ from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import Caches, Decoder, DecodeState
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
-from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.drafting.drafter import Drafter, has_history
 from jax_specdec.lm.models.protocol import (
     CausalModel,
     cache_batch_axis_of,
@@ -174,6 +174,10 @@ class Engine:
         check_model("model", self.model)
         inputs.check_drafter(self.drafter, self.config)
         check_batch_axis("drafter", self.drafter)
+        method = self.config.rejection_sample_method
+        depends = has_history(self.drafter) and method == "synthetic"
+        must = "be a rule whose text does not depend on drafts, because the drafter has a history"
+        require(not depends, "config.rejection_sample_method", must, method)
         check_type("logprobs", self.logprobs, LogprobsConfig, None)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
@@ -275,7 +279,8 @@ class Engine:
 
         Raises:
           ValueError: an id outside the vocabulary, more of something than there is room for, more
-            drafts than K, or options that need `request_options` in an engine without them.
+            drafts than K, options that need `request_options` in an engine without them, or a
+            temperature above 0 where the drafter has a history and the rule is not agreement.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
@@ -285,6 +290,13 @@ class Engine:
         options.check(self.model.vocab_size)
         options.check_drafts(self.config.num_speculative_tokens)
         self.option_sizes.check(options)
+        if has_history(self.drafter):
+            is_free = self.config.rejection_sample_method == "agreement"  # its text, of drafts
+            must = 'be 0 unless rejection_sample_method is "agreement"'
+            hint = "the drafter has a history, so other requests would change what is sampled"
+            require(
+                is_free or options.temperature == 0, "temperature", must, options.temperature, hint
+            )
         count, most = len(options.stop_token_ids), self.max_stop_tokens
         must = f"be at most max_stop_tokens = {most}"
         require(count <= most, "stop_token_ids, counted,", must, count)

@@ -55,6 +55,15 @@ class StepResult(NamedTuple):
         return self.numbers, self.logprobs, self.rates
 
 
+def remember(engine: Engine, draft_params: Any, token_ids: Any) -> Any:
+    """The drafter's params, with what a request generated, padded with -1 to `max_length`.
+
+    Not one program, which would copy the weights that do not change: the drafter has its own.
+    """
+    drafter: Any = engine.drafter
+    return drafter.add(draft_params, token_ids)
+
+
 def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, StepResult]:
     batch, estimator = state.batch, state.estimator
     columns = (

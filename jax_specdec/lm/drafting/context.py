@@ -117,3 +117,14 @@ class DraftContext:
             lambda carry: (jnp.bool_(False), process(carry[1])),
             (jnp.bool_(True) if changes is None else changes, logits.astype(jnp.float32)),
         )[1]
+
+
+def with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:
+    """The config of a step with fewer drafts."""
+    rates = config.unconditional_rates
+    return dataclasses.replace(
+        config,
+        num_speculative_tokens=num_drafts,
+        synthetic_acceptance_rates=None if rates is None else rates[:num_drafts],
+        synthetic_acceptance_length=None,
+    )

@@ -18,8 +18,8 @@ class Proposal(NamedTuple):
       token_ids: ``[B, K]`` int32, -1 from the first position without a proposal on.
       store: what they were drawn from; None for drafts without a distribution.
       confidences: ``[B, K]`` float32, the chance that each draft is accepted if those before it
-        were, as `plan_drafts` takes it: draft k and those after it must not have been looked at.
-        NaN where it is not known; None for a drafter that knows none.
+        were, as `plan_drafts` takes it: draft k and those after it must not have been looked at. 0
+        where there is no draft, NaN where it is not known; None for a drafter that knows none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -46,6 +46,11 @@ def may_abstain(drafter: Drafter | None) -> bool:
     return getattr(drafter, "may_abstain", False)
 
 
+def has_history(drafter: Drafter | None) -> bool:
+    """Whether a drafter reads what other requests generated."""
+    return getattr(drafter, "has_history", False)
+
+
 class Drafter(Protocol):
     """Proposes up to K tokens per request. Static and hashable; weights are passed as `params`.
 
@@ -60,9 +65,15 @@ class Drafter(Protocol):
     A drafter may have a method ``check_params(name, params)``, as a model may (see `CausalModel`).
 
     A drafter that often proposes nothing may have the attribute ``may_abstain = True``. On CPUs,
-    `generate` of one request then compiles a second target pass, over one token, for steps without
-    a proposal; on other devices a pass over K + 1 tokens takes no longer. Float32 sums in passes of
-    different widths differ in their last bits, so a tie may go the other way.
+    `generate` of one request, and an `Engine` with one slot or a `draft_budget`, then compile a
+    second target pass, over one token, for steps without a proposal; on other devices a pass over K
+    + 1 tokens takes no longer. Float32 sums in passes of different widths differ in their last
+    bits, so a tie may go the other way.
+
+    A drafter that reads what other requests generated has the attribute ``has_history = True``, and
+    a method ``add(params, token_ids)`` that returns params of the same shapes with one more text,
+    ``[A]`` int32 and padded with -1. An `EngineDriver` calls it when a request has ended. An
+    `Engine` then serves only requests whose text does not depend on drafts.
 
     A drafter that reads what the target computes inside names layers in the attribute
     ``feature_layers``, a static tuple as `CausalModel` has it. `prefill` then gets features, and so

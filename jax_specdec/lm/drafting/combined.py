@@ -1,0 +1,358 @@
+"""Lookup together with a drafter that runs a model: one or the other, or one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.arrays import check_int, check_type, require
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec.lm.drafting.context import DraftContext, with_fewer_drafts
+from jax_specdec.lm.drafting.drafter import Drafter, Proposal, feature_layers_of
+from jax_specdec.lm.drafting.suffix import Lookup, SuffixDrafter
+from jax_specdec.lm.models.protocol import cache_batch_axis_of, check_params
+
+_FADE = 0.9
+"""What remains of a request's past after a step that teaches something."""
+
+_FIRST_RATE, _WEIGHT = 0.7, 2.0
+"""How many of the head's drafts are expected to be accepted before any step, and the weight of
+what is expected, in drafts. Of a lookup, what its counts say is expected."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """What the two forms have in common: a lookup, and a drafter that runs in every step."""
+
+    lookup: SuffixDrafter
+    head: Drafter
+
+    def __post_init__(self) -> None:
+        check_type("lookup", self.lookup, SuffixDrafter)
+        is_drafter = callable(getattr(self.head, "propose", None))
+        require(is_drafter, "head", "be a Drafter", self.head, error=TypeError)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Those of the head; see `Drafter`."""
+        return feature_layers_of(self.head)
+
+    @property
+    def cache_batch_axis(self) -> int:
+        """That of the head."""
+        return cache_batch_axis_of(self.head)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether the lookup has one; see `Drafter`."""
+        return self.lookup.has_history
+
+    def add(self, params: Any, token_ids: Any) -> Any:
+        """The params with one more text in the history; see `SuffixDrafter.add`."""
+        return self.lookup.add(params[0], token_ids), params[1]
+
+    def check_params(self, name: str, params: Any) -> None:
+        """Check both.
+
+        Raises:
+          ValueError: they are no pair.
+        """
+        is_pair = isinstance(params, (tuple, list)) and len(params) == 2
+        must = "be a pair, the params of the lookup (None without a history) and of the head"
+        require(is_pair, name, must, params)
+        check_params(f"{name}[0]", self.lookup, params[0])
+        check_params(f"{name}[1]", self.head, params[1])
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """That of the head."""
+        return self.head.init_store(params[1], batch_size, config)
+
+
+class _Memory(NamedTuple):
+    """What `FirstOf` knows of each request; all zero before its first drafts.
+
+    Attributes:
+      length: ``[B]`` int32, of the text when it last drafted; 0 if it did not.
+      first: ``[B, 2]`` int32, what the lookup and the head then drafted first; -1 for nothing.
+      expected: ``[B, 2]`` float32, the probability of the lookup's first draft, and its score.
+      num_drafts: ``[B]`` int32, how many drafts the head had.
+      is_lookup: ``[B]`` bool, whether the drafts were those of the lookup.
+      lookup: ``[B, 2]`` float32, how many of its drafts came true, and how many had to by counts.
+      head: ``[B, 2]`` float32, how many of its drafts were accepted, and how many were verified.
+    """
+
+    length: jax.Array
+    first: jax.Array
+    expected: jax.Array
+    num_drafts: jax.Array
+    is_lookup: jax.Array
+    lookup: jax.Array
+    head: jax.Array
+
+    @classmethod
+    def create(cls, batch_size: int) -> _Memory:
+        """Of requests that have had no drafts."""
+        zero = jnp.zeros((batch_size,), jnp.int32)
+        pair = jnp.zeros((batch_size, 2), jnp.float32)
+        return cls(zero, pair.astype(jnp.int32), pair, zero, zero > 0, pair, pair)
+
+    def after(self, context: DraftContext) -> _Memory:
+        """With what became of the last drafts, as far as the text tells.
+
+        All new tokens but the last were drafts that were accepted. A first draft that equals the
+        only new token was not verified: nobody wanted drafts, or others were verified.
+        """
+        num_new = context.lengths - self.length
+        came = jnp.take_along_axis(context.token_ids, self.length[:, None], axis=1, mode="clip")
+        is_right = (self.first == came).astype(jnp.int32)
+        num_right = jnp.maximum(num_new[:, None] - 1, is_right)
+        is_known = (self.length > 0) & (num_new > 0)
+        was_verified = self.is_lookup & ((num_new > 1) | (is_right[:, 0] == 0))
+        lookup = jnp.where(
+            was_verified[:, None],
+            jnp.stack([num_right[:, 0].astype(jnp.float32), self.expected[:, 1]], axis=1),
+            jnp.stack([is_right[:, 0].astype(jnp.float32), self.expected[:, 0]], axis=1),
+        )
+        visited = jnp.minimum(num_right[:, 1] + 1, self.num_drafts)
+        head = jnp.stack([num_right[:, 1], visited], axis=1).astype(jnp.float32)
+        taught = (
+            is_known[:, None]
+            & (self.first >= 0)
+            & jnp.stack([jnp.ones_like(self.is_lookup), ~self.is_lookup], axis=1)
+        )
+        return self._replace(
+            lookup=jnp.where(taught[:, :1], _FADE * self.lookup + lookup, self.lookup),
+            head=jnp.where(taught[:, 1:], _FADE * self.head + head, self.head),
+        )
+
+    def prefers_lookup(self, found: Lookup, k: int) -> jax.Array:
+        """``[B]`` bool, whether more of its drafts are likely to be accepted than of the head's K.
+
+        The counts of a lookup are careful: one occurrence is a half, whatever came of those before.
+        So they are scaled by what came true of them.
+        """
+        right, due = self.lookup.T
+        scale = (right + _WEIGHT) / (due + _WEIGHT)
+        by_lookup = jnp.sum(jnp.minimum(scale[:, None] * found.probabilities, 1.0), axis=1)
+        accepted, visited = self.head.T
+        rate = (accepted + _WEIGHT * _FIRST_RATE) / (visited + _WEIGHT)
+        by_head = jnp.sum(jnp.cumprod(jnp.broadcast_to(rate[:, None], (rate.size, k)), 1), axis=1)
+        return by_lookup > by_head
+
+    def with_drafts(
+        self, context: DraftContext, found: Lookup, drafts: jax.Array, is_lookup: jax.Array
+    ) -> _Memory:
+        """With the drafts of this step: those of the lookup, and those of the head."""
+        return self._replace(
+            length=context.lengths,
+            first=jnp.stack([found.token_ids[:, 0], drafts[:, 0]], axis=1),
+            expected=jnp.stack([found.probabilities[:, 0], found.scores], axis=1),
+            num_drafts=jnp.cumprod((drafts >= 0).astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32),
+            is_lookup=is_lookup,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstOf(_Pair):
+    """Drafts by lookup where that is likely to have more drafts accepted, else with a head.
+
+    Each request, in each step, has the drafts of the one or of the other. How many drafts of the
+    head are likely to be accepted is taken from its earlier drafts for this request; for the lookup
+    it is the score, scaled by what came true of earlier scores. Neither depends on what is drafted
+    in this step, so the head's drafts have the distribution that they are verified with. A request
+    that drafts by lookup is verified one-hot. The head drafts in every step all the same, which
+    keeps its cache whole.
+
+    A request that comes back after a preemption begins to learn anew.
+
+    Attributes:
+      lookup: what looks up.
+      head: any other `Drafter`, such as an `Eagle3Drafter` or a `ModelDrafter`. The `draft_params`
+        are a pair: those of the lookup (None without a history), and those of the head.
+
+    Raises:
+      TypeError: `lookup` is no `SuffixDrafter`, or `head` no `Drafter`.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> (target, params), (draft, draft_params) = lm.load_embedded_pair()
+      >>> output = lm.generate(
+      ...     target, params, [lm.encode_bytes("def quicksort(items):")],
+      ...     drafter=lm.FirstOf(lm.SuffixDrafter(), lm.ModelDrafter(draft)),
+      ...     draft_params=(None, draft_params),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=4), max_new_tokens=60)
+      >>> len(output.completions[0])
+      60
+    """
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """The head's cache, and what is known of each request."""
+        memory = _with_batch_axis(_Memory.create(batch_size), self.cache_batch_axis)
+        return self.head.init_cache(batch_size, max_length), memory
+
+    def prefill(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        cache: Any,
+        start: jax.Array | None = None,
+        **features: Any,
+    ) -> Any:
+        """Read the prompts with the head; see `Drafter.prefill`."""
+        given = features if start is None else features | {"start": start}
+        return self.head.prefill(params[1], token_ids, cache[0], **given), cache[1]
+
+    def propose(
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
+    ) -> tuple[Proposal, Any]:
+        """Draft with both, and choose; see `Drafter.propose`."""
+        memory: _Memory = _without_batch_axis(cache[1], self.cache_batch_axis).after(context)
+        found = self.lookup.lookup(params[0], context)
+        (drafts, store, _), head_cache = self.head.propose(params[1], context, cache[0], store)
+        k = context.config.num_speculative_tokens
+        is_lookup = (found.token_ids[:, 0] >= 0) & (
+            memory.prefers_lookup(found, k) | (drafts[:, 0] < 0)
+        )
+        memory = memory.with_drafts(context, found, drafts, is_lookup)
+        token_ids = jnp.where(is_lookup[:, None], found.token_ids, drafts)
+        if store is not None:
+            store = store.evict(is_lookup)
+        memory = _with_batch_axis(memory, self.cache_batch_axis)
+        return Proposal(token_ids, store), (head_cache, memory)
+
+
+def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
+    """Arrays whose axis `axis` holds the requests, as that of the head's cache does."""
+    return jax.tree.map(lambda x: x.reshape((1,) * axis + x.shape), memory)
+
+
+def _without_batch_axis(memory: _Memory, axis: int) -> _Memory:
+    """The memory whose first axes hold the requests."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain(_Pair):
+    """Drafts with a head first, then goes on by lookup of the text and these drafts.
+
+    The head drafts k tokens. The lookup then searches for the last tokens with these among them,
+    and proposes what follows, as far as its counts go. Those drafts are one-hot: what the head
+    leaves open, it has decided. They are stored as rows with all weight on one id, after the rows
+    of the head, so that each draft is verified with what it came from. A token that the head does
+    not score ends the drafts.
+
+    Attributes:
+      lookup: what looks up.
+      head: any other `Drafter` whose rows do not list ids of their own. The `draft_params` are a
+        pair: those of the lookup (None without a history), and those of the head.
+      num_head_drafts: k, at least 1.
+
+    Raises:
+      TypeError: `lookup` is no `SuffixDrafter`, `head` no `Drafter`, or k no int.
+      ValueError: k is below 1.
+
+    Example:
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> (target, params), (draft, draft_params) = lm.load_embedded_pair()
+      >>> output = lm.generate(
+      ...     target, params, [lm.encode_bytes("def quicksort(items):")],
+      ...     drafter=lm.Chain(lm.SuffixDrafter(), lm.ModelDrafter(draft), num_head_drafts=2),
+      ...     draft_params=(None, draft_params),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=6), max_new_tokens=60)
+      >>> len(output.completions[0])
+      60
+    """
+
+    num_head_drafts: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int("num_head_drafts", self.num_head_drafts)
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """That of the head."""
+        return self.head.init_cache(batch_size, max_length)
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """That of the head.
+
+        Raises:
+          ValueError: its rows list ids of their own.
+        """
+        store = super().init_store(params, batch_size, config)
+        lists_ids = store is not None and store.has_own_ids
+        must = "have rows that share their ids, because drafts by lookup are stored in such rows"
+        require(not lists_ids, "head", must, self.head)
+        return store
+
+    def prefill(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        cache: Any,
+        start: jax.Array | None = None,
+        **features: Any,
+    ) -> Any:
+        """Read the prompts with the head; see `Drafter.prefill`."""
+        given = features if start is None else features | {"start": start}
+        return self.head.prefill(params[1], token_ids, cache, **given)
+
+    def propose(
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
+    ) -> tuple[Proposal, Any]:
+        """Draft with the head, then look up; see `Drafter.propose`."""
+        config = context.config
+        k = min(self.num_head_drafts, config.num_speculative_tokens)
+        first = dataclasses.replace(context, config=with_fewer_drafts(config, k))
+        (drafts, store, _), cache = self.head.propose(params[1], first, cache, store)
+        num_left = config.num_speculative_tokens - k
+        if not num_left:
+            return Proposal(drafts, store), cache
+        now = dataclasses.replace(
+            context, config=with_fewer_drafts(config, num_left), processors=None
+        )
+        for offset in range(k):
+            now = now.append(jnp.maximum(drafts[:, offset], 0))
+        found = self.lookup.lookup(params[0], now).token_ids
+        found = jnp.where(drafts[:, -1:] >= 0, found, PLACEHOLDER_TOKEN_ID)
+        if store is not None:
+            found, store = _stored_one_hot(store, found, k, context)
+        return Proposal(jnp.concatenate([drafts, found], axis=1), store), cache
+
+
+def _stored_one_hot(
+    store: DraftStore, token_ids: jax.Array, first: int, context: DraftContext
+) -> tuple[jax.Array, DraftStore]:
+    """Drafts ``[B, n]`` from offset `first` on, with rows that have all weight on each of them.
+
+    A draft without a column, and those after it, are left out.
+    """
+    size = store.logits.shape[1]
+    columns = jnp.arange(size, dtype=jnp.int32) if store.ids is None else store.ids
+    is_kept = jnp.ones((token_ids.shape[0],), bool)
+    none = jnp.zeros(is_kept.shape, jnp.float32)
+    kept = []
+    for j in range(token_ids.shape[1]):
+        hot = columns[None, :] == token_ids[:, j, None]  # [B, Vd]
+        is_kept &= jnp.any(hot, axis=1)
+        kept.append(jnp.where(is_kept, token_ids[:, j], PLACEHOLDER_TOKEN_ID))
+        store = store.write(
+            first + j,
+            jnp.where(hot, 0, -jnp.inf).astype(store.logits.dtype),
+            none,  # the logarithm of the row's sum, relative to its maximum
+            none,
+            positions=context.lengths,
+            sampling=context.sampling,
+        )
+    return jnp.stack(kept, axis=1), store

@@ -1,0 +1,340 @@
+"""Lookup of the longest matches with counts, in the text so far and in a history of others."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.arrays import as_int32, check_array, check_int, require
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Integers
+from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.drafting.drafter import Proposal
+
+_MOST_HISTORY = 2**24
+"""Up to 127 tokens or occurrences, times places, are numbered in int32."""
+
+_NO_TOKEN = -2
+"""Stands before the first token of a text: nothing in a corpus equals it."""
+
+
+class Lookup(NamedTuple):
+    """What a lookup found for B requests.
+
+    Attributes:
+      token_ids: ``[B, K]`` int32, -1 from the first position without a draft on.
+      probabilities: ``[B, K]`` float32, how likely drafts 0 .. i are all accepted, by the counts;
+        0 where there is no draft.
+      scores: ``[B]`` float32, the sum of them: how many drafts are likely to be accepted.
+    """
+
+    token_ids: jax.Array
+    probabilities: jax.Array
+    scores: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SuffixDrafter:
+    """Drafts by lookup of the last tokens, for matches of every length, with counts; no weights.
+
+    For each m, the places before which the last m tokens occurred say what may follow. The draft
+    goes on with the token that most of them have next (the latest, if two are equally frequent),
+    and with the places that agree. With c of n places in agreement, the token has a probability of
+    c / (n + 1), and c' / c after the next one: the end of the text is a place, too. So one earlier
+    occurrence gives 1/2, two that agree 2/3, and a draft that many places share is trusted most.
+
+    The score of a draft is the sum of the probabilities along it, that is, how many of its tokens
+    are likely to be accepted. The m with the largest score is taken, the longest of equals. A match
+    of m tokens gives at most ``m * spec_factor`` drafts, and none that is less probable than
+    `min_probability`. So each request has as many drafts as the text lets one expect, and none
+    where nothing matches.
+
+    **History.** With `history`, texts of other requests are searched, too. They are an array in the
+    drafter's `params` (see `init_params`), to which `add` writes and in which the oldest are
+    overwritten; an `EngineDriver` adds what each request generated when it ends. What a request
+    drafts then depends on other requests. Its text does not if it is greedy or verified by
+    agreement, so an `Engine` refuses all others.
+
+    Attributes:
+      max_match: D. Match and draft together have at most D tokens, so a step has at most D / 2
+        drafts; 2 to 127.
+      min_match: the shortest match that counts; short ones pay where a wide pass is not slower than
+        a narrow one, as on GPUs.
+      spec_factor: the most drafts for each token of a match.
+      min_probability: of the least probable draft.
+      max_occurrences: E, how many places are looked at, 1 to 127: those of the longest matches, the
+        latest of equals. Counts are exact where a match occurs at most so often.
+      history: N, how many tokens of other texts are kept; 0 for none.
+
+    Raises:
+      TypeError: a field is not a number of its type.
+      ValueError: a field is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> from jax_specdec import lm
+      >>> context = lm.DraftContext(
+      ...     token_ids=jnp.array([[1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2, 3, 0]]),
+      ...     lengths=jnp.array([13]), sampling=sd.SamplingParams(jnp.zeros(1)),
+      ...     keys=jax.random.split(jax.random.key(0), 1),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=4))
+      >>> proposal, _ = jax.jit(lm.SuffixDrafter().propose)(None, context, (), None)
+      >>> proposal.token_ids.tolist()  # 9 1 2 3 occurred once: as many drafts
+      [[5, 9, 1, 2]]
+
+    References:
+      Oliaro et al., 2024, "SuffixDecoding", https://arxiv.org/abs/2411.04975
+    """
+
+    max_match: int = 24
+    min_match: int = 3
+    spec_factor: float = 1.0
+    min_probability: float = 0.1
+    max_occurrences: int = 16
+    history: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("max_match", self.max_match, 2, 127)
+        check_int("min_match", self.min_match, 1, self.max_match - 1)
+        check_int("max_occurrences", self.max_occurrences, 1, 127)
+        check_int("history", self.history, 0, _MOST_HISTORY)
+        for name, most in (("spec_factor", 127.0), ("min_probability", 1.0)):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            require(is_number, name, "be a number", value, error=TypeError)
+            require(0 < value <= most, name, f"be in (0, {most:g}]", value)
+            object.__setattr__(self, name, float(value))
+        most = self.max_match - 1
+        must = f"give a match of max_match - 1 = {most} tokens a draft"
+        require(most * self.spec_factor >= 1, "spec_factor", must, self.spec_factor)
+
+    @property
+    def may_abstain(self) -> bool:
+        """Often nothing matches; see `Drafter`."""
+        return True
+
+    @property
+    def has_history(self) -> bool:
+        """Whether texts of other requests are searched; see `Drafter`."""
+        return self.history > 0
+
+    def init_params(self) -> Any:
+        """An empty history; None without one."""
+        if not self.history:
+            return None
+        token_ids = jnp.full((self.history,), PLACEHOLDER_TOKEN_ID, jnp.int32)
+        return {"token_ids": token_ids, "next": jnp.int32(0)}
+
+    def check_params(self, name: str, params: Any) -> None:
+        """Check the history.
+
+        Raises:
+          ValueError: it is none, or has another size.
+        """
+        if not self.history:
+            return
+        is_history = isinstance(params, dict) and params.keys() == {"token_ids", "next"}
+        must = "be a history"
+        require(is_history, name, must, params, "SuffixDrafter.init_params makes one")
+        sizes = {"N": self.history}
+        check_array(f"{name}['token_ids']", params["token_ids"], "[N] int32", sizes)
+        check_array(f"{name}['next']", params["next"], "[] int32", sizes)
+
+    def add(self, params: Any, token_ids: Integers) -> Any:
+        """The history with one more text, in place of the oldest if there is no room.
+
+        Args:
+          params: from `init_params`, or from the last call.
+          token_ids: ``[A]`` integers, followed by any number of -1. Of a text with N tokens or
+            more, the last N - 1 are kept.
+
+        Returns:
+          The new `params`, of the same shapes; `params` without a history.
+        """
+        if not self.history:
+            return params
+        return _added(params, as_int32("token_ids", token_ids, "[A]"))
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """Nothing: the texts are all that the drafter reads."""
+        del batch_size, max_length
+        return ()
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """None: the drafts have no distribution."""
+        del params, batch_size, config
+        return None
+
+    def prefill(
+        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
+    ) -> Any:
+        """Nothing to read ahead."""
+        del params, token_ids, start
+        return cache
+
+    def propose(
+        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
+    ) -> tuple[Proposal, Any]:
+        """Look up; see `Drafter.propose`. All -1 where nothing matches."""
+        del store
+        found = self.lookup(params, context)
+        before = jnp.pad(found.probabilities[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
+        confidences = found.probabilities / jnp.where(before > 0, before, 1.0)
+        return Proposal(found.token_ids, confidences=confidences), cache
+
+    def lookup(self, params: Any, context: DraftContext) -> Lookup:
+        """The drafts, and how likely they are.
+
+        Args:
+          params: from `init_params`.
+          context: of the step; its token ids, lengths and number of drafts are read.
+        """
+        history = params if self.history else None
+        arrays = context.token_ids, context.lengths, history
+        found: Lookup = traced_for_platform(
+            _lookup, arrays, self, context.config.num_speculative_tokens
+        )
+        return found
+
+
+@jax.jit
+def _added(history: dict[str, jax.Array], token_ids: jax.Array) -> dict[str, jax.Array]:
+    """The history with a text that is padded with -1."""
+    size, first = history["token_ids"].shape[0], history["next"]
+    text = jnp.pad(token_ids, (0, 1), constant_values=PLACEHOLDER_TOKEN_ID)
+    count = jnp.sum(text >= 0, dtype=jnp.int32)
+    offset = jnp.arange(text.shape[0], dtype=jnp.int32)
+    # With the -1 after it, which no match and no draft goes over.
+    is_kept = (offset <= count) & (offset > count - size) & (count > 0)
+    place = jnp.where(is_kept, (first + offset) % size, size)  # others are dropped
+    following = first + jnp.where(count > 0, count + 1, 0)
+    return {
+        "token_ids": history["token_ids"].at[place].set(text, mode="drop"),
+        "next": following % size,
+    }
+
+
+class _Corpus(NamedTuple):
+    """Places where the last tokens of a text may have occurred before.
+
+    Attributes:
+      token_ids: ``[N]`` int32, a ring: texts, each followed by a -1.
+      first: ``[]`` int32, where the oldest begins.
+      matches: ``[N]`` int32, how many tokens before each place equal the last ones of the text;
+        0 for a place without a token, or with too short a match.
+    """
+
+    token_ids: jax.Array
+    first: jax.Array
+    matches: jax.Array
+
+    @classmethod
+    def of(cls, token_ids: jax.Array, first: jax.Array, last: jax.Array, min_match: int) -> _Corpus:
+        """The corpus with its matches of the tokens `last`, the newest first."""
+        size, most = token_ids.shape[0], last.shape[0]
+        ring = jnp.pad(token_ids, (most, 0), mode="wrap")
+        matches, run = jnp.zeros((size,), jnp.int32), token_ids >= 0
+        for back in range(most):
+            run &= ring[most - 1 - back : most - 1 - back + size] == last[back]
+            matches += run.astype(jnp.int32)
+        return cls(token_ids, first, jnp.where(matches >= min_match, matches, 0))
+
+
+def _lookup(
+    arrays: tuple[jax.Array, jax.Array, Any], drafter: SuffixDrafter, k: int, platform: Platform
+) -> Lookup:
+    """`SuffixDrafter.lookup` of B requests.
+
+    On CPUs, nothing more is computed where nothing matches. Elsewhere that would make the host
+    wait.
+    """
+    token_ids, lengths, history = arrays
+    back = jnp.arange(1, drafter.max_match, dtype=jnp.int32)
+
+    def corpora_of(text: jax.Array, length: jax.Array) -> list[_Corpus]:
+        place = length - back
+        last = jnp.where(place >= 0, text[jnp.maximum(place, 0)], _NO_TOKEN)
+        is_text = jnp.arange(text.shape[0] + 1, dtype=jnp.int32) < length
+        own = jnp.where(is_text, jnp.pad(text, (0, 1)), PLACEHOLDER_TOKEN_ID)
+        found = [_Corpus.of(own, jnp.int32(0), last, drafter.min_match)]
+        if history is not None:
+            given = history["token_ids"], history["next"], last, drafter.min_match
+            found.append(_Corpus.of(*given))
+        return found
+
+    def best(corpora: list[_Corpus]) -> Lookup:
+        own, *others = (_draft(corpus, drafter, k) for corpus in corpora)
+        for other in others:
+            is_better = other.scores > own.scores
+            own = jax.tree.map(lambda x, y, better=is_better: jnp.where(better, y, x), own, other)
+        return own
+
+    corpora = jax.vmap(corpora_of)(token_ids, lengths)
+    size = lengths.shape[0]
+    nothing = Lookup(
+        jnp.full((size, k), PLACEHOLDER_TOKEN_ID, jnp.int32),
+        jnp.zeros((size, k), jnp.float32),
+        jnp.zeros((size,), jnp.float32),
+    )
+    if platform != "cpu":
+        return jax.vmap(best)(corpora)
+    is_found = jnp.any(jnp.stack([jnp.any(corpus.matches > 0) for corpus in corpora]))
+    found: Lookup = lax.cond(is_found, jax.vmap(best), lambda _: nothing, corpora)
+    return found
+
+
+def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
+    """The draft with the largest score, of those for each number m of tokens that match."""
+    depth, size = drafter.max_match, corpus.token_ids.shape[0]
+    m = np.arange(drafter.min_match, depth)
+    limits = np.minimum(np.floor(m * drafter.spec_factor + 1e-6), depth - m)
+    longest = min(k, int(limits.max()))
+
+    # The E places with the longest matches, the latest first among equals; age 0 is the oldest.
+    age = (jnp.arange(size, dtype=jnp.int32) - corpus.first) % size
+    ranked = jnp.where(corpus.matches > 0, corpus.matches * size + age, 0)
+    ranked = lax.top_k(ranked, min(drafter.max_occurrences, size))[0]
+    matches, age = ranked // size, ranked % size  # [E]
+    offset = jnp.arange(longest, dtype=jnp.int32)
+    place = (age[:, None] + corpus.first + offset[None, :]) % size
+    following = corpus.token_ids[place]  # [E, longest]
+
+    alive = matches[None, :] >= m[:, None]  # [M, E]: the places that agree with the draft so far
+    total = jnp.sum(alive, axis=1, dtype=jnp.int32) + 1
+    probability = jnp.ones((m.size,), jnp.float32)
+    ids, probabilities = [], []
+    for j in range(longest):
+        token = following[:, j]
+        is_same = (token[:, None] == token[None, :]) & (token >= 0)[None, :]
+        # [M, E]: how many places have the token of this one next.
+        counts = jnp.sum(alive[:, :, None] & is_same[None, :, :], axis=1, dtype=jnp.int32)
+        counts = jnp.where(alive, counts, 0)
+        chosen = jnp.argmax(counts * size + age[None, :], axis=1)
+        count = jnp.take_along_axis(counts, chosen[:, None], axis=1)[:, 0]
+        probability *= count / total
+        goes_on = (probability >= drafter.min_probability) & (j < limits)
+        probability = jnp.where(goes_on, probability, 0)
+        alive &= token[None, :] == token[chosen][:, None]
+        total = jnp.maximum(count, 1)
+        ids.append(token[chosen])
+        probabilities.append(probability)
+    scores = sum(probabilities, start=jnp.zeros((m.size,), jnp.float32))
+    best = m.size - 1 - jnp.argmax(scores[::-1])  # the longest of equals
+    probabilities_ = jnp.stack(probabilities)[:, best]
+    token_ids = jnp.where(probabilities_ > 0, jnp.stack(ids)[:, best], PLACEHOLDER_TOKEN_ID)
+    rest = (0, k - longest)
+    return Lookup(
+        jnp.pad(token_ids, rest, constant_values=PLACEHOLDER_TOKEN_ID),
+        jnp.pad(probabilities_, rest),
+        scores[best],
+    )
