@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 collect_ignore = [
     "models/huggingface/make.py",  # they want torch, which no test needs
     "models/smollm2/make.py",
+    "models/speculators/make.py",
     "integrations/test_real_models.py",  # other projects' packages: `make test-models` names it
 ]
 
