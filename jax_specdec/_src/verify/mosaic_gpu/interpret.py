@@ -25,11 +25,11 @@ class ExchangeBarriers(NamedTuple):
     """Replaces the mbarriers of exchanges.
 
     Attributes:
-      cluster: the barrier of all blocks, or None if there is one block.
+      cluster: the barrier of all CTAs; () if there is one.
       completed: int32 ref in shared memory, how many phases of each mbarrier are complete.
     """
 
-    cluster: Ref | None
+    cluster: tuple[Any, ...]
     completed: Ref
 
 
@@ -89,7 +89,7 @@ class InterpretedThreads:
     def sync(self) -> None:
         plgpu.commit_smem()
 
-    def sync_block(self, warpgroups: int, barrier: Any) -> None:
+    def sync_cta(self, warpgroups: int, barrier: Any) -> None:
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
 
@@ -124,9 +124,9 @@ class InterpretedThreads:
         barriers.completed[barrier] = completed + 1
         by_warp = jnp.stack([x[::WARP] for x in values], axis=1)  # of neighbours in memory
         memory[pl.ds(place[0], by_warp.size)] = jnp.where(right, by_warp, jnp.nan).reshape(-1)
-        if barriers.cluster is not None:
-            plgpu.barrier_arrive(barriers.cluster)
-            plgpu.barrier_wait(barriers.cluster)
+        for of_cluster in barriers.cluster:  # one, or none
+            plgpu.barrier_arrive(of_cluster)
+            plgpu.barrier_wait(of_cluster)
 
     # Copies.
 

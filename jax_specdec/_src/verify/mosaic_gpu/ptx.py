@@ -121,7 +121,7 @@ class GpuThreads:
     def sync(self) -> None:
         _inline(lambda: utils.warpgroup_barrier())
 
-    def sync_block(self, warpgroups: int, barrier: Ref | None) -> None:
+    def sync_cta(self, warpgroups: int, barrier: Ref | None) -> None:
         del barrier  # on a GPU, number 15 of the hardware's: warpgroups use the lower numbers
         text = f"bar.sync 15, {THREADS * warpgroups};"
         _inline(lambda: _ptx(text, "~{memory}"))

@@ -14,6 +14,7 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_CLUSTER,
     MAX_MAPPED,
     SHARED_BYTES,
+    DraftLayout,
     KernelConfig,
     SharedMemory,
 )
@@ -123,7 +124,7 @@ def unsupported(
         )
     shared = SharedMemory.of(
         target_logits,
-        distribution,
+        DraftLayout.of(distribution),
         num_requests=num_requests,
         size=size,
         config=config,

@@ -101,7 +101,7 @@ class Threads(Protocol):
     def sync(self) -> None:
         """Wait for the whole warpgroup. Its writes to shared memory are then visible to all."""
 
-    def sync_block(self, warpgroups: int, barrier: Ref | None) -> None:
+    def sync_cta(self, warpgroups: int, barrier: Ref | None) -> None:
         """Wait for all warpgroups of the block. `barrier` is for interpret mode."""
 
     def fence_copies(self) -> None:
