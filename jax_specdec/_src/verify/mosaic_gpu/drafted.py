@@ -236,7 +236,7 @@ class DraftedTokens:
         is_outside = (request.draft_rows < 0) | (request.draft_rows >= num_rows)
         numbers = loads.numbers
         if not isinstance(numbers, NoNumbers):
-            # A normalizer that is too large marks a row as not stored: its draft is one-hot.
+            # By a normalizer as large as this q would not be exact: the draft is one-hot.
             size = jnp.abs(numbers.log_normalizer)
             is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)
             self.uses_q = self.uses_q & (is_outside | ~is_large)

@@ -17,15 +17,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, sums_by_lane, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.cluster import Masses, sums_by_lane, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.drafted import Work
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
+from jax_specdec._src.verify.mosaic_gpu.reader import PositionResult
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, NoDraftRows
 from jax_specdec._src.verify.mosaic_gpu.statistics import (
     Exponent,
     Given,
-    Normalizer,
     Probability,
     TileSums,
     excess,
@@ -36,42 +36,6 @@ from jax_specdec._src.verify.tiles import TILE
 
 NONE = 2**24
 """Greater than any place."""
-
-
-class PositionResult(NamedTuple):
-    """What the rows of a position gave: the kernel's share of `position.Position`.
-
-    Every warp of the cluster has the same.
-
-    Attributes:
-      accepted: ``[]`` int32, 0 or 1.
-      status: ``[]`` int32.
-      target: normalizer of the target row; of a sampled request.
-      draft: normalizer of the draft row; where normalizers are not stored.
-      argmax: ``[]`` int32, of the target row; of a greedy request.
-      p_masses: of the target row's tiles, where they were summed; else their total is 0.
-    """
-
-    accepted: jax.Array
-    status: jax.Array
-    target: Normalizer
-    draft: Normalizer
-    argmax: jax.Array
-    p_masses: Masses
-
-    @classmethod
-    def nothing(cls, cluster: Cluster) -> PositionResult:
-        """Returns what stands for a position not visited."""
-        zero = jnp.int32(0)
-        unit = Normalizer.of(jnp.float32(0), jnp.float32(1))
-        return cls(
-            accepted=zero,
-            status=jnp.int32(Status.OK),
-            target=unit,
-            draft=unit,
-            argmax=zero,
-            p_masses=cluster.no_masses(),
-        )
 
 
 class TileWeights(NamedTuple):

@@ -22,6 +22,7 @@ from jax_specdec._src.types import (
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, OneWarpgroup, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.drafted import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
+from jax_specdec._src.verify.mosaic_gpu.kernel import verify_request
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     NO_DRAFT,
@@ -60,7 +61,6 @@ from jax_specdec._src.verify.mosaic_gpu.rows import (
     words_of,
 )
 from jax_specdec._src.verify.mosaic_gpu.threads import Ref, Threads
-from jax_specdec._src.verify.mosaic_gpu.walk import verify_request
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule, Standard

@@ -157,7 +157,7 @@ def row_statistics(
         cluster=slices.cluster,
         interpret=interpret,
     )
-    # [warps, G]: XLA joins what the warps found, instead of an exchange and a second wait.
+    # [warps, G]: XLA joins what the warps found.
     peaks, others = [x.reshape(num_rows, slices.warps).T for x in found]
     argmaxes = first_id + lax.bitcast_convert_type(others, jnp.int32)
     parts = Partials(peaks, others, argmaxes)

@@ -416,7 +416,7 @@ class Plan:
                 num_requests=num_requests,
                 size=size,
                 config=config,
-                # Where the standard rule stops is not known; the others read one after another.
+                # Only the walk of the standard rule reads several rows at once.
                 most_rows=k + 1 if type(rule) is Standard else 1,
                 is_plain=is_plain,
             ),

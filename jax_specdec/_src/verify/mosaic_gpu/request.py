@@ -257,7 +257,7 @@ class RequestLoads:
         """
 
         def flag(ref: Ref) -> jax.Array:
-            # Pallas loads no scalar of a boolean array.
+            # A byte, which a gather widens.
             return threads.scalar(threads.gather(ref, threads.filled(0, jnp.int32) + index))
 
         lane = threads.lane

@@ -473,7 +473,7 @@ class DraftSlice(RowSlice):
             return state
 
         def by_piece(tile: jax.Array, state: Any) -> Any:
-            # A loop: tiles with padding are few, and copies of the code are not.
+            # The last tiles have padding. A loop, so that their code is there once.
             def run(i: jax.Array, state: Any) -> Any:
                 words = self._words(row, tile, i, is_full=False)
                 return step(tile, 0, i, self._numbers(row, tile, i, words, is_full=False), state)

@@ -155,7 +155,7 @@ def excess(p: Iterable[jax.Array], drafts: Chunk, q: Probability) -> Chunk:
 
 
 def is_finite(x: jax.Array) -> jax.Array:
-    """Returns whether x is neither NaN nor infinite; Pallas lowers no `jnp.isfinite`."""
+    """Returns whether x is neither NaN nor infinite."""
     return (x > -jnp.inf) & (x < jnp.inf)
 
 
@@ -188,8 +188,8 @@ def weight_function(base: jax.Array, factor: jax.Array, size: int) -> Callable[[
     def weights(entries: Chunk) -> Chunk:
         if size == 4:
             return [jnp.exp2((x - base) * factor) for x in entries]
-        # One instruction, a fused multiply-add. What its shift loses to rounding is less than what
-        # entries of two bytes have lost already.
+        # One fused multiply-add. Rounding the shift costs 2**-14 of a mass, see _LARGEST_SHIFT: too
+        # much for entries of four bytes.
         return [jnp.exp2(x * factor - shift) for x in entries]
 
     return weights
@@ -268,7 +268,7 @@ def base_and_sum(
         return total + tree_sum(weights(tiles.of_tile(row, tile)))
 
     total = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
-    # A mass that is too small shows only in the sum over all warps: here the first tile has one.
+    # It is not too small: the base is an entry of this part, whose own weight is 1.
     usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(base * factor) < _LARGEST_SHIFT)
     return threads.cond(usable, lambda: (base, total), lambda: max_and_sum(tiles, row, factor))
 
