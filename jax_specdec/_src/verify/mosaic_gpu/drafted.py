@@ -172,6 +172,8 @@ class DraftLoads:
         operands = request.operands.draft
         self.request = request
         self.draft = draft
+        # One entry of each position's target row, from global memory, whether or not the row will
+        # be visited. It is what masses of that row are relative to.
         self.place = jnp.where(request.proposed, request.token_ids, 0)
         row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
         self.logit = target.entry(row, self.place)
@@ -183,6 +185,7 @@ class DraftLoads:
         self.numbers: Numbers = NoNumbers()
         if not isinstance(operands, DraftOperands):
             return
+        # A row out of range is read somewhere; `DraftedTokens` finds it bad.
         self.draft_row = jnp.clip(request.draft_rows, 0, plan.num_draft_rows - 1)
         match draft:
             case Candidates():
@@ -205,6 +208,7 @@ class DraftLoads:
 
     def load_lists(self, draft: Candidates, first: jax.Array | int, count: int) -> list[Listed]:
         """Begin to load the lists of positions from `first` on; undefined past the last one."""
+        # Each list is loaded by all lanes of a warp: the row of its position is a scalar.
         places = [jnp.minimum(first + i, WARP - 1) for i in range(count)]
         return [draft.load(self.request.threads.at(self.draft_row, place)) for place in places]
 
@@ -241,13 +245,14 @@ class DraftedTokens:
             is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)
             self.uses_q = self.uses_q & (is_outside | ~is_large)
         self.bad = self.uses_q & is_outside
-        for limit in loads.limits:
+        for limit in loads.limits:  # a threshold of NaN
             self.bad = self.bad | (self.uses_q & (limit.threshold != limit.threshold))
         if isinstance(loads.draft, Candidates):
             self.q, is_bad = _find_listed(loads, loads.draft)
             self.bad = self.bad | (self.uses_q & is_bad)
         else:
             self.q = self._of_entry(loads.entry[0], operands)
+        # What is stored and not finite, of a row that is used.
         if isinstance(numbers, RelativeRowNumbers):
             self.bad = self.bad | (self.uses_q & ~is_finite(numbers.row_max))
         if not isinstance(numbers, NoNumbers):
@@ -284,6 +289,7 @@ class DraftedTokens:
         request = self.request
         plan = request.plan
         logit = self.loads.logit
+        # p = exp((logit - peak) / temperature) / total, and 0 of what the filter left out.
         p = jnp.exp2((logit - target.peak) * request.factor) / target.total
         if plan.has_filter:
             p = jnp.where(logit >= target.threshold, p, 0.0)
@@ -296,7 +302,7 @@ class DraftedTokens:
     def has_q(self, position: jax.Array) -> jax.Array:
         """Returns whether a draft of a sampled request has a draft distribution: else one-hot."""
         if isinstance(self.loads.numbers, NoNumbers):
-            return self.request.stored
+            return self.request.stored  # of all its drafts, or of none
         return self.request.threads.at(self.uses_q, position)
 
 
@@ -312,6 +318,7 @@ def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Arra
     count = len(loads.lists)
 
     def search(first: jax.Array | int, lists: list[Listed], found: Any) -> list[jax.Array]:
+        # Each warp looks for one draft after another, and the draft's lane keeps what is found.
         for i, listed in enumerate(lists):
             here = request.lane == first + i
             token_id = threads.at(loads.place, jnp.minimum(first + i, WARP - 1))
@@ -330,13 +337,14 @@ def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Arra
     if draft.sums:
         found += [threads.filled(0.0)] * 2
     found = search(0, loads.lists, found)
-    if k > count:
+    if k > count:  # the others, as many at a time
         last = jnp.int32(-(-k // count))
         found = lax.fori_loop(jnp.int32(1), last, load_and_search, found)
     entry = found[0]
     is_bad = found[1] != 0
     if request.plan.entries == "probs":
         return GivenQ(entry), is_bad
+    # [128] by lane: what the mass of each row is relative to, and log2 of that mass.
     match loads.numbers:
         case NoNumbers():
             peak = found[2]

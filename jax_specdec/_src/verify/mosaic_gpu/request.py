@@ -265,6 +265,8 @@ class RequestLoads:
         guess = jnp.minimum(index * plan.k + lane, operands.token_ids.shape[0] - 1)
         token_ids = threads.gather(operands.token_ids, guess)
         loaded_rows = jax.tree.map(lambda ref: threads.gather(ref, guess), operands.draft.rows)
+        # Rounds of 32 requests before this one, whose offsets are loaded at once; if there are more
+        # requests, `_reached` loads the others later.
         start = jnp.int32(0)
         end = start
         num_before = 0
@@ -272,6 +274,7 @@ class RequestLoads:
             start = operands.offsets[index]
             end = operands.offsets[index + 1]
             num_before = min(-(-operands.temperature.shape[0] // WARP), _ROUNDS)
+        # Scalars [], the same in all threads.
         temperature = operands.temperature[index]
         limits = jax.tree.map(lambda ref: ref[index], operands.filter)
         source: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
@@ -328,6 +331,7 @@ class OffsetsBefore(NamedTuple):
         cls, threads: Threads, offsets: Any, index: jax.Array, round: jax.Array | int
     ) -> OffsetsBefore:
         """Begin to load the offsets of requests ``32 * round`` and after, before `index`."""
+        # [128]: request 32 * round + lane, or the last one before this.
         other = jnp.minimum(round * WARP + threads.lane, jnp.maximum(index - 1, 0))
         start = threads.gather(offsets, other)
         end = threads.gather(offsets, other + 1)
@@ -402,6 +406,7 @@ class KernelRequest:
             reached = _reached(plan, threads, operands, index, loads.before)
             # No draft has two owners: its drafts begin where those before it have ended.
             in_bounds &= start >= reached
+        # A request before it that owns a bonus row moves its rows by one.
         first_row = start + index if plan.has_bonus_rows else start
         num_rows = num_drafts + (1 if plan.has_bonus_rows else 0)
 
@@ -411,12 +416,13 @@ class KernelRequest:
             is_valid &= sampling_lib.is_valid(sampling)
         if isinstance(loads.noise, LoadedKey):
             is_valid &= loads.noise.position >= 0
-        if operands.target.shape[0] < plan.num_rows:
+        if operands.target.shape[0] < plan.num_rows:  # rows were left out at the end
             is_valid &= first_row + num_rows <= operands.target.shape[0]
         status = jnp.where(is_valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
         if loads.active is not None:
             status = jnp.where(loads.active == 0, jnp.int32(Status.INACTIVE), status)
 
+        # How it samples. All numbers are [], the same in all threads.
         greedy = sampling.temperature == 0
         stored = jnp.bool_(plan.has_draft_rows)
         if loads.valid is not None:
@@ -482,6 +488,7 @@ class KernelRequest:
             position = self.noise.position + jnp.zeros_like(lane)
             first, second = noise.threefry_bits(self.noise.words, position, place)
             return noise.to_uniform(jnp.where(lane == k + 1, second, first))
+        # Loaded: each lane one of K, or one of two.
         threads = self.threads
         row = self.index + jnp.zeros_like(lane)
         if isinstance(self.noise, DraftingNoise):
@@ -515,6 +522,7 @@ class KernelRequest:
         """
         lane = self.lane
         ok = status == Status.OK
+        # By lane, [128]: the accepted drafts, the last token, then nothing; K + 1 lanes write.
         emitted = jnp.where(lane == num_accepted, token_id, self.token_ids)
         nothing = 0 if self.samples_draft else PLACEHOLDER_TOKEN_ID
         token_ids = jnp.where(ok & (lane <= num_accepted), emitted, nothing)
@@ -549,6 +557,7 @@ class KernelRequest:
 
     def _write_number(self, ref: Ref, value: jax.Array, is_writer: jax.Array) -> None:
         """Write a number ``[]`` of this request, by one thread."""
+        # A scatter takes arrays [128]; lane 0 of the warp that writes stores.
         everywhere = jnp.zeros_like(self.lane)
         once = is_writer & (self.lane == 0)
         value = everywhere.astype(value.dtype) + value
@@ -573,8 +582,9 @@ def _reached(
         offsets = OffsetsBefore.begin(threads, operands.offsets, index, i)
         return jnp.maximum(reached, end(offsets))
 
+    # [128], by lane: the largest end among its requests of all rounds.
     reached = functools.reduce(jnp.maximum, [end(offsets) for offsets in before])
     if operands.temperature.shape[0] > _ROUNDS * WARP:
-        last = lax.div(index + WARP - 1, WARP)
+        last = lax.div(index + WARP - 1, WARP)  # rounds up to this request
         reached = lax.fori_loop(_ROUNDS, last, end_of_round, reached)
     return -threads.scalar(threads.warp_min(-reached))  # the maximum over the lanes

@@ -138,6 +138,7 @@ class ForbiddenInPart(NamedTuple):
 
 def _bits(threads: Threads, words: Ref, row: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns the bits of a bitmask from `ids` on, as far as their word goes."""
+    # Padding past the last id may have no word.
     word = jnp.minimum(lax.shift_right_logical(ids, 5), words.shape[1] - 1)
     found = threads.gather(words, row + jnp.zeros_like(ids), word)
     return lax.shift_right_logical(found, ids & 31)
@@ -244,6 +245,7 @@ class TargetSlice(RowSlice):
 
     def copy(self, row: jax.Array) -> None:
         """Begin to copy the slice of a row. All threads must have read what it replaces."""
+        # Nothing says here that they have: an exchange comes between, which waits for all warps.
         self.threads.copy_tiles(
             self.matrix,
             row,
@@ -259,6 +261,7 @@ class TargetSlice(RowSlice):
     def fill_end(self) -> None:
         """Fill the end of the last tile, which no copy reaches; once, before the first row."""
         if self._fills_once:
+            # Only the CTA that has the row's last tile writes, and only if that is not full.
             last = self.count() - 1
             count = self.size - self.first - last * TILE
             pl.when((count < TILE) & (last >= 0))(lambda: self._fill(count, jnp.int32(0), last))
@@ -266,6 +269,8 @@ class TargetSlice(RowSlice):
     @property
     def _fills_once(self) -> bool:
         """Returns whether copies and fill never overlap, so that one fill lasts for all rows."""
+        # A copy of whole units would overwrite what was filled in the last unit of a row that ends
+        # within one. In interpret mode a copy overwrites the whole tile.
         ends_with_a_unit = self.size * self.entry_size % COPIED == 0 and isinstance(self.end, int)
         return ends_with_a_unit and self.stride == TILE and not self.threads.interpreted
 
@@ -279,9 +284,10 @@ class TargetSlice(RowSlice):
             phase of every barrier: the parity of this row's is that of their number.
         """
         self.threads.wait(self.barriers, self.first_barrier + tile, rows_before & 1)
+        # What is hidden is written over where it lies, so that all who read the row find it so.
         for limit in self.limits:
             self.hide(limit, row, tile)
-        if not self._fills_once:
+        if not self._fills_once:  # count: entries of this tile that are not padding
             count = jnp.clip(self.end - self.first - tile * TILE, 0, TILE)
             pl.when(count < TILE)(lambda: self._fill(count, row, tile))
 
@@ -301,6 +307,7 @@ class TargetSlice(RowSlice):
         """
         nothing = self.threads.filled(-jnp.inf)
         begin = self.begin(row, tile)
+        # One chunk after another; a thread stores only where something is hidden.
         for i, offset in enumerate(self.offsets):
             first = begin + offset + self.threads.index * self.each
             hidden = limit.hidden(self, row, tile, i, self.entries(begin, offset))
@@ -314,6 +321,7 @@ class TargetSlice(RowSlice):
         threads = self.threads
         begin = self.begin(row, tile)
 
+        # From the 128 entries that hold the first one past the end to the end of the tile.
         def run(i: jax.Array, _: None) -> None:
             place = i * THREADS + threads.index
             threads.scatter(self.buffer, begin + place, threads.filled(-jnp.inf), place >= count)
@@ -333,7 +341,7 @@ class TargetSlice(RowSlice):
         """
 
         def run(tile: jax.Array, state: Any) -> Any:
-            if rows_before is not None:
+            if rows_before is not None:  # the first to read it: tiles arrive one after another
                 self.ready(row, tile, rows_before)
             return step(tile, self.of_tile(row, tile), state)
 
@@ -370,6 +378,7 @@ class TargetSlice(RowSlice):
 
     def begin(self, row: jax.Array, tile: jax.Array) -> jax.Array:
         """Returns where a tile begins in `buffer`."""
+        # An unaligned copy has up to fifteen bytes before the first entry.
         shift: jax.Array | int = 0
         if self.stride != TILE:
             shift = self.threads.copy_shift(self.matrix, row)
@@ -445,9 +454,13 @@ class DraftSlice(RowSlice):
     ) -> Any:
         """Returns what `TargetSlice.fold` does; nothing is waited for, and tiles come in pieces."""
         del rows_before
-        return self.fold_pieces(
-            row, lambda tile, _, __, chunks, state: step(tile, sum(chunks, []), state), state
-        )
+
+        def by_tile(
+            tile: jax.Array, _: int, __: jax.Array | int, chunks: list[Chunk], state: Any
+        ) -> Any:
+            return step(tile, sum(chunks, []), state)  # the entries of all chunks of the piece
+
+        return self.fold_pieces(row, by_tile, state)
 
     def fold_pieces(
         self, row: jax.Array, step: PieceStep, state: Any, *, masked: bool = False
@@ -457,12 +470,14 @@ class DraftSlice(RowSlice):
         A `masked` step must ignore everything past the end of the target row: it may be given tiles
         there that do not exist, with undefined entries.
         """
+        # Tiles without padding come first, in groups; where padding does not matter, all do.
         masked &= self._is_whole
         full = self.count() if masked else self.full()
         count = self.together if masked else 1
 
         def by_group(group: jax.Array, state: Any) -> Any:
-            # All loads of `count` tiles begin before the first of them is used.
+            # All loads of `count` tiles begin before the first of them is used. A piece is a tile,
+            # its index in the group, and which half of the tile.
             pieces = [
                 (group * count + i, i, piece) for i in range(count) for piece in range(PIECES)
             ]
@@ -484,6 +499,7 @@ class DraftSlice(RowSlice):
         return lax.fori_loop(full, self.count(), by_piece, state)
 
     def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
+        # Both halves are in flight at once: the draw reads one tile, and waits for it.
         loaded = [self._words(row, tile, i, is_full=False) for i in range(PIECES)]
         pieces = [self._numbers(row, tile, i, x, is_full=False) for i, x in enumerate(loaded)]
         return [chunk for chunks in pieces for chunk in chunks]
@@ -512,11 +528,13 @@ class DraftSlice(RowSlice):
         first = self._first(tile, piece)
         row = row + jnp.zeros_like(first)  # [128], as the indices of a load must be
         last = self.matrix.shape[1] - 1
+        # [chunks, words or entries, 128]. Aligned: a vector load for each chunk, kept in the row.
         if self.aligned:
             firsts = [jnp.minimum(first + i, last + 1 - self.each) for i in self._offsets]
             return [threads.row_words(self.matrix, row, x, self.each) for x in firsts]
-        if is_full:
+        if is_full:  # at any address, one entry at a time
             return [threads.row_run(self.matrix, row, first, i, self.each) for i in self._offsets]
+        # Each entry at its own address, kept in the row.
         return [
             [
                 threads.gather(self.matrix, row, jnp.minimum(first + i + j, last))
@@ -537,6 +555,7 @@ class DraftSlice(RowSlice):
         """Returns the chunks of a piece as numbers; `is_full` if it has no padding."""
         first = self._first(tile, piece)
         row = row + jnp.zeros_like(first)
+        # [chunks, each, 128]
         chunks = words
         if self.aligned:
             chunks = [self.threads.numbers(of_chunk, self.matrix.dtype) for of_chunk in words]
@@ -602,6 +621,7 @@ class WarpRow:
     def _stored(self, ids: jax.Array) -> Chunk:
         """Returns what `entries` does, before anything is hidden."""
         width = self.matrix.shape[1]
+        # [128]: the column of each thread's first id, moved into the row to be loaded from there.
         start = ids - self.first
         end = jnp.clip(self.size - self.first, 0, width)
         inside = jnp.clip(start, 0, width - self.each)
@@ -625,6 +645,7 @@ class MappedWarpRow(WarpRow):
         threads = self.threads
         width = self.matrix.shape[1]
         found = list[jax.Array]()
+        # Two loads for each id: its column, then the entry there.
         for j in range(self.each):
             column = threads.gather(self.columns, jnp.minimum(ids + j, self.size - 1))
             entry = threads.gather(self.matrix, self.row, jnp.minimum(column, width - 1))
