@@ -78,6 +78,7 @@ class BlockRuleWalk:
 
     def run(self, round: jax.Array) -> None:
         """Walk, draw the last token, write the output."""
+        # Rows are read in order, and the best prefix so far is kept with what is needed to draw.
         state = lax.while_loop(lambda state: state.going == 1, self.step, self.start(round))
         ok = state.status == OK
         position = state.position
@@ -126,6 +127,8 @@ class BlockRuleWalk:
         drafted = self.drafted
         position = state.position
         weight = state.weight
+        # The residual reads the draft row after the target row: it is fetched meanwhile. A row that
+        # must be summed is fetched by the reader.
         if self.plan.has_draft_rows and not self.plan.sums_draft_rows:
             pl.when(drafted.has_q(position))(lambda: drafted.loads.prefetch(position))
         result, round = walk.visit(position, state.round)
@@ -152,6 +155,7 @@ class BlockRuleWalk:
         # Does the prefix before this position pass? By the uniform of its last draft.
         last = self.threads.at(drafted.uniforms, jnp.maximum(position - 1, 0))
         passes = (position == 0) | rules.passes(last, weight, mass)
+        # What is known of the prefix before this position, should it be the longest.
         now = Prefix(
             length=position,
             weight=weight,
@@ -167,7 +171,9 @@ class BlockRuleWalk:
         proposed = request.is_proposed(position + 1)
         going = ok & proposed & (following_weight > 0)
         own = self.threads.at(drafted.uniforms, position)
+        # After the last draft q = 0, so S is the joint weight itself.
         ends = ok & ~proposed & rules.passes(own, following_weight, following_weight)
+        # The next row, of a draft or of the bonus token, takes this one's place.
         pl.when((going | ends) & (position + 1 < request.num_rows))(
             lambda: copy_row(request, self.target, position + 1)
         )
@@ -189,6 +195,7 @@ class BlockRuleWalk:
 
         @pl.when(kept.length != state.position - 1)  # else the row is there
         def _() -> None:
+            # That row was overwritten since. It is copied again, and filtered as it was.
             target.copy_again(row, rows_before=state.position)
             if self.plan.has_filter:
                 limit = Below(kept.target.threshold)

@@ -127,12 +127,14 @@ class Cluster:
         threads = self.threads
         slices = self.memory.slices
         stride = self.memory.masses_per_warp
+        # Computed anew: nothing made of it is kept in registers while rows are read.
         thread = threads.index_anew()
         padding = [threads.filled(0.0)] * (stride - len(masses))
         slot = self._exchange(round, [*masses, *padding], thread)
         # The slot is [CTAs, 4 warps, stride], with the tiles of a CTA's slice along the last axis.
         count = slices.row_tiles
         found = []
+        # Each lane gathers the four warps' parts of a tile, wherever they lie, and adds them.
         for tile in _by_lane(thread, count):
             place = jnp.minimum(tile, count - 1)
             first = lax.div(place, slices.tiles) * (WARPS * stride) + lax.rem(place, slices.tiles)
@@ -149,6 +151,7 @@ class Cluster:
         """Store `values`, wait for those of all warps, and return the slot that has them."""
         slot = slot_of(round)
         memory: Ref = self.slots.at[slot]
+        # A slot has a place for each warp of the cluster, in order.
         warp = self.cta * WARPS + lax.div(thread, WARP)
         self.threads.exchange(
             memory,
@@ -174,6 +177,7 @@ class Cluster:
         count = len(values) * WARPS
         warp = lax.div(threads.index, WARP)
         lane = threads.index & (WARP - 1)
+        # The first lane of each warp stores, and each lane reads one: scratch is [values, 4 warps].
         for i, value in enumerate(values):
             threads.scatter(self.scratch, i * WARPS + warp, value, lane == 0)
         threads.sync()
@@ -241,6 +245,7 @@ class Warpgroups:
         place = jnp.zeros_like(thread) + slot
         self.threads.scatter(self.flags.at[self.index], place, flag, thread == 0)
         self.threads.sync_cta(self.count, self.barrier)
+        # From the last to the first, so that the first one stays.
         found = jnp.int32(self.count)
         for warpgroup in reversed(range(self.count)):
             found = jnp.where(self.flags[warpgroup, slot] == 1, warpgroup, found)

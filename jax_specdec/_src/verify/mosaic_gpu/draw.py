@@ -105,6 +105,8 @@ class Draw:
 
     def run(self, round: jax.Array) -> None:
         """Sum the tiles' weights, draw and write."""
+        # Masses by p, if the row was read for them: then nothing is left to sum, unless the token
+        # is drawn from the residual.
         masses = self.result.p_masses
         has_masses = self.from_residual | (masses.total > 0)
         # Outside the loop of `finish`, whose state would take registers.
@@ -117,6 +119,8 @@ class Draw:
         # Where the draft was one-hot, p without it: its logit becomes -inf in shared memory.
         pl.when(self._is_without_token)(lambda: self._set_logit(self.threads.filled(-jnp.inf)))
 
+        # At most two rounds: one where nothing was summed yet, and one by p where all that was
+        # summed is 0, as it is for p = q.
         def again(weights: TileWeights) -> jax.Array:
             return (weights.tries == 0) | ((weights.masses.total == 0) & (weights.tries == 1))
 
@@ -137,6 +141,7 @@ class Draw:
 
     def _set_logit(self, value: jax.Array) -> None:
         """Write the rejected token's logit in the row in shared memory."""
+        # By one thread of the CTA that has it; the others of its warpgroup wait to read it.
         place, _, is_here = self.target.place_of(self.row, self.token_id)
         where = jnp.zeros_like(self.threads.index) + place
         self.threads.scatter(self.target.buffer, where, value, is_here & (self.threads.index == 0))
@@ -144,6 +149,7 @@ class Draw:
 
     def _sum_by_p(self, weights: TileWeights) -> TileWeights:
         """Returns masses by ``p``: without the rejected token, or, where that is empty, of all."""
+        # The second time even the rejected token may be drawn: it is all that has weight.
         pl.when((weights.tries == 1) & self._is_without_token)(
             lambda: self._set_logit(self.threads.filled(0.0) + self.logit)
         )
@@ -155,11 +161,13 @@ class Draw:
 
     def _pick(self, weights: TileWeights) -> None:
         """Pick the tile, then the token in it, by the CTA that has the tile."""
+        # Every warp of the cluster finds the same tile; `place` is its index in this CTA's slice.
         tile = self._place_in(weights.masses, 0)[0]
         place = tile - self.cluster.cta * self.target.per_slice
 
         @pl.when((place >= 0) & (place < self.target.per_slice))
         def _() -> None:
+            # [chunks, each, 128]: the weights of the tile's ids, computed again.
             def plain() -> list[Chunk]:
                 targets = self.target.chunks(self.row, place)
                 return [self.p.of_chunk(chunk) for chunk in targets]
@@ -178,6 +186,7 @@ class Draw:
           ``[]`` int32, and the uniform's share of the total.
         """
         threads = self.threads
+        # Lanes K and K + 1 hold the uniforms to recover with.
         past = threads.at(self.drafted.uniforms, self.request.plan.k + which) * masses.total
         return threads.scalar(first_past(threads, masses.of_tiles, masses.sums, past)), past
 
@@ -204,6 +213,7 @@ class Draw:
         chunk = lax.div(part, WARPS)
         warp = lax.rem(part, WARPS)
 
+        # Registers have no index: the chunk is selected by comparisons.
         def of_chunk(values: list[jax.Array]) -> jax.Array:
             found = values[0]
             for i, value in enumerate(values[1:], start=1):
@@ -290,6 +300,7 @@ class RowResidual:
         threads = self.work.request.threads
         target = self.work.target
         draft = self.draft
+        # Tiles of a group, loaded at once; a group may go past the end of the slice.
         size = draft.together
         count = target.count()
         passes_end = target.per_slice % size > 0
@@ -303,8 +314,9 @@ class RowResidual:
             chunks = zip(targets, drafts, strict=True)
             left = [x for of_p, of_q in chunks for x in self._weights(of_p, of_q)]
             mass = tree_sum(left)
-            if size > 1:
+            if size > 1:  # what was read in place of a tile that is not there
                 mass = jnp.where(tile < count, mass, 0.0)
+            # A piece is the first of its tile, or is added to it.
             put = functools.partial(sums.put, threads, lax.div(tile, size), place, mass)
             if isinstance(piece, int):
                 return put(begins=piece == 0)
@@ -320,6 +332,7 @@ class RowResidual:
     ) -> list[Chunk]:
         """Returns the weights of a tile where they are wanted, else what `other` gives."""
 
+        # Loads of the draft row begin first: the target row is in shared memory.
         def of_tile() -> list[Chunk]:
             drafts = self.draft.chunks(self.draft_row, tile)
             targets = self.work.target.chunks(self.row, tile)
@@ -456,6 +469,7 @@ def pick(
     sums, total = sums_by_lane(threads, masses)
     past = aim * total if is_share else aim
     place = first_past(threads, masses, sums, past)
+    # The sum before the place, from the lane and the array that have it.
     before = threads.filled(0.0)
     for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
         up_to = threads.shuffle(inclusive - mass, place & (WARP - 1))

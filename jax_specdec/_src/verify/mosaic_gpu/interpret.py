@@ -1,6 +1,6 @@
 """`threads.Threads` in jnp, for GPU interpret mode.
 
-Exchanges between blocks go through global memory and a barrier of the cluster. They take the same
+Exchanges between CTAs go through global memory and a barrier of the cluster. They take the same
 slots, phases and parities as on a GPU, and check them: if a GPU would wait for the wrong phase, NaN
 is read here.
 """
@@ -50,6 +50,7 @@ class InterpretedThreads:
     # Within a warp.
 
     def _per_warp(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        # [4 warps, 32 lanes], and what `fn` gives of each warp for all of its lanes.
         return jnp.broadcast_to(fn(x.reshape(WARPS, WARP)), (WARPS, WARP)).reshape(THREADS)
 
     def warp_max(self, x: jax.Array) -> jax.Array:
@@ -59,6 +60,7 @@ class InterpretedThreads:
         return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
 
     def has_twin(self, x: jax.Array) -> jax.Array:
+        # [warps, lanes, lanes]: each lane equals itself, and its twins.
         x = x.reshape(WARPS, WARP)
         return ((x[:, :, None] == x[:, None, :]).sum(axis=2) > 1).reshape(THREADS)
 
@@ -73,7 +75,7 @@ class InterpretedThreads:
             lane = self.lane ^ lane
         elif how == "up":
             lane = jnp.where(self.lane < lane, self.lane, self.lane - lane)
-        return x[self.index - self.lane + lane % WARP]
+        return x[self.index - self.lane + lane % WARP]  # in the thread's own warp
 
     def scalar(self, x: jax.Array) -> jax.Array:
         return x[0]
@@ -82,6 +84,7 @@ class InterpretedThreads:
         return self.scalar(self.shuffle(x, lane))
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
+        # Both are computed, and each thread keeps its own.
         return jax.tree.map(lambda a, b: jnp.where(which, a, b), true(), false())
 
     # Barriers.
@@ -149,6 +152,7 @@ class InterpretedThreads:
                 barriers.at[first_barrier + tile],
             )
 
+        # A copy has a static length here: that of a whole tile, or of the last one of the row.
         for tile in range(count):
             rest = size - (first + tile * TILE)
             pl.when(rest >= TILE)(functools.partial(copy, tile, TILE))
@@ -167,6 +171,7 @@ class InterpretedThreads:
     # Reading and writing.
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
+        # The whole ref is loaded: interpret mode knows no indices that differ between threads.
         values = ref[...][indices]
         if jnp.issubdtype(values.dtype, jnp.floating):
             return values.astype(jnp.float32)
@@ -182,9 +187,10 @@ class InterpretedThreads:
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
     ) -> list[jax.Array]:
         start = start + offset
-        if start.ndim:
+        if start.ndim:  # a start for each thread
             place = start + self.index * each
             return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
+        # [128 * each] -> [128, each], a row for each thread.
         loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
         return [loaded[:, j] for j in range(each)]
 
@@ -192,7 +198,7 @@ class InterpretedThreads:
         return self.row_run(ref, row, start, 0, each)
 
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        return [ref[...][row, start + j] for j in range(each)]
+        return [ref[...][row, start + j] for j in range(each)]  # entries stand for words
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
         return [x.astype(jnp.float32) for x in words]

@@ -107,6 +107,7 @@ def verify(
         has_bitmask=arrays.token_bitmask is not None,
         config=config,
     )
+    # Flat, [B * (K+1)]: a lane stores at one index.
     number = jax.ShapeDtypeStruct((num_requests,), jnp.int32)
     outputs = Outputs[Any](
         token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
@@ -202,10 +203,12 @@ def _run(
     else:
         scratch = GpuScratch.of(plan, operands.target.dtype)
 
+    # What each warpgroup does for one request: it takes up what it has, then verifies.
     def verify_drafts(place: Place, operands: Operands[Ref], out: Any, scratch: Any) -> None:
         outputs, shared = out
         own = scratch.of_warpgroup(plan, place, *shared)
         first = place.cta * memory.slices.ids
+        # Its slice of every row begins at the same id.
         limits: tuple[Limit, ...] = ()
         if operands.bitmask is not None:
             limits = (Forbidden(operands.bitmask),)
@@ -266,6 +269,7 @@ def _operands_of(arrays: CallArrays, size: int) -> Operands[jax.Array]:
     sampling = arrays.sampling
     randomness = arrays.randomness
     assert not isinstance(randomness, RaceNoise)
+    # Uniforms that are given, or that the kernel draws itself from the words of keys.
     noise: GivenNoise[jax.Array] | KeyNoise[jax.Array]
     if isinstance(randomness, Noise):
         noise = GivenNoise(randomness.accept, randomness.recover)
@@ -292,6 +296,7 @@ def _draft_of(
     """Returns the arrays that a draft distribution has."""
     if distribution is None:
         return OneHotOperands()
+    # Which ids the columns stand for. A map is turned round once for the whole batch.
     ids = distribution.ids
     listing: InOrder | MapOperands[jax.Array] | CandidateOperands[jax.Array] = InOrder()
     if ids is not None and ids.ndim == 2:
@@ -299,6 +304,7 @@ def _draft_of(
     elif ids is not None:
         columns, bad = columns_of_map(ids, size)
         listing = MapOperands(columns, bad)
+    # What the drafter stored beside each row.
     numbers: NoNumbers | RowNumbers[jax.Array] | RelativeRowNumbers[jax.Array] = NoNumbers()
     thresholds: Thresholds | NoThresholds = NoThresholds()
     if isinstance(distribution, DraftLogits):
@@ -334,6 +340,7 @@ def draft_rows_of(
         return NoDraftRows()
     memory = plan.memory
     matrix = operands.matrix
+    # The probability of an id that the drafter could not draw is 0: fill is its entry.
     fill = 0.0 if plan.entries == "probs" else -jnp.inf
     if isinstance(operands.listing, CandidateOperands):
         return Candidates(
@@ -348,6 +355,8 @@ def draft_rows_of(
             thresholds=operands.thresholds,
         )
     width = matrix.shape[1]
+    # In the order of ids, or of the columns that a map gives them. The sum of a row needs no map:
+    # `storage` is read in the order of columns, by as many CTAs.
     common: dict[str, Any] = dict(
         threads=threads,
         matrix=matrix,
@@ -358,6 +367,7 @@ def draft_rows_of(
         at_once=memory.tiles_at_once,
         thresholds=operands.thresholds,
     )
+    # Whether a thread may load `each` entries of a row at once.
     aligned = is_aligned(matrix) and width >= memory.each
     if isinstance(operands.listing, InOrder):
         return DraftSlice(size=plan.size, draft_size=plan.draft_size, aligned=aligned, **common)
@@ -424,12 +434,13 @@ class GpuScratch(NamedTuple, Generic[X]):
             floats=smem((count, memory.scratch), jnp.float32),
             flags=(smem((count, SLOTS), jnp.int32),) if count > 1 else (),
             slots=smem((count, SLOTS, memory.slot), jnp.float32),
-            barriers=smem((count, 2 * memory.barriers), jnp.int32),
+            barriers=smem((count, 2 * memory.barriers), jnp.int32),  # 64 bits each
         )
 
     def of_warpgroup(self, plan: Plan, place: Place) -> OfWarpgroup:
         """Returns what a warpgroup has of it."""
         refs: GpuScratch[Any] = self
+        # Barriers of the two slots come first, then those of tiles.
         barriers = refs.barriers.at[place.warpgroup]
         return OfWarpgroup(
             tiles=refs.tiles.at[place.warpgroup],
@@ -469,6 +480,7 @@ class InterpretScratch(NamedTuple, Generic[X]):
         memory = plan.memory
         count = memory.warpgroups
         smem = plgpu.SMEM
+        # Arrivals of all CTAs, one barrier for each of their warpgroups.
         of_cluster: tuple[Any, ...] = ()
         if memory.slices.cluster > 1:
             barrier = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=count)
@@ -486,9 +498,10 @@ class InterpretScratch(NamedTuple, Generic[X]):
     def of_warpgroup(self, plan: Plan, place: Place, shared: Ref) -> OfWarpgroup:
         """Returns what a warpgroup has of it; `shared` are the slots of all clusters."""
         refs: InterpretScratch[Any] = self
+        # A CTA cannot store in another's shared memory here: all of a cluster share its slots.
         slots = shared.at[place.cluster]
         completed = refs.completed.at[place.warpgroup]
-        completed[...] = jnp.zeros((SLOTS,), jnp.int32)
+        completed[...] = jnp.zeros((SLOTS,), jnp.int32)  # shared memory begins with rubbish
         of_cluster = tuple([x.at[place.warpgroup] for x in refs.of_cluster])
         return OfWarpgroup(
             tiles=refs.tiles.at[place.warpgroup],
@@ -561,11 +574,13 @@ def launch(
     Returns:
       The outputs, in the structure of `out`.
     """
+    # An axis for what there is more than one of; indices of the others are 0.
     axes: dict[str, Any] = {}
     if cluster > 1:
         axes |= dict(cluster=(cluster,), cluster_names=("block",))
     if warpgroups > 1:
         axes |= dict(num_threads=warpgroups, thread_name="warpgroup")
+    # A kernel takes flat lists of refs. Fields that are absent have no leaf, and take no parameter.
     structure = jax.tree.structure((operands, out, scratch))
 
     def run(*refs: Ref) -> None:
@@ -583,9 +598,9 @@ def launch(
         out_type=tuple(jax.tree.leaves(out)),
         scratch_types=tuple(jax.tree.leaves(scratch)),
         grid=(grid,),
-        grid_names=("cluster",),
+        grid_names=("cluster",),  # a request each
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=True,  # exp2, log2 and divisions by the hardware's instructions
             # All barriers are set by hand: between two, threads touch different entries.
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -104,6 +104,7 @@ def row_statistics(
         request = lax.div(place.cluster, per_request)
         row = rows_of_index[place.cluster]
         threads.init_barriers(barriers, slices.tiles)
+        # Ids count from the part's first one here; all of V has a bitmask, and an end.
         first = place.cta * slices.ids
         first_of_part = first_id[0]
         end = jnp.clip(rows.size - first_id[0], 0, slices.size)
@@ -126,6 +127,7 @@ def row_statistics(
             limits=limits,
             end=end,
         )
+        # A row that is not wanted is not copied; its CTAs write that there is nothing.
         pl.when(row >= 0)(lambda: target.copy(row))
         target.fill_end()
         threads.cluster_wait()
@@ -304,6 +306,7 @@ class PartWeights:
           operands: refs.
           item: ``[128]`` int32, index of the source, the same in all threads of a warp.
         """
+        # [128] each: the fields of each warp's source, loaded; what is absent stays so.
         source = jax.tree.map(lambda ref: threads.gather(ref, item), operands.source)
         first_id = operands.first_id[0]
         factor = jnp.minimum(source.inv_temperature * LOG2E, LARGEST)
@@ -340,6 +343,7 @@ class PartWeights:
         )
         if operands.draft is None or rows.draft is None:
             return PartWeights(**of_target)
+        # The draft row, whole or in the same parts, and what turns its entries into q.
         q: Probability = Given()
         if source.draft_scale is not None:
             q = _exponent(source.draft_scale, factor)
@@ -467,12 +471,14 @@ def part_masses(rows: LocalRows, source: Position, *, interpret: Any = False) ->
         def add(read: Read) -> tuple[jax.Array, jax.Array]:
             whole_tile = lax.div(weights.first_id, TILE) + tile  # counted from id 0
 
+            # Several reads of 32 * each ids at a time, whose loads are in flight together.
             def step(i: jax.Array, sums: tuple[jax.Array, jax.Array]) -> Any:
                 firsts = [weights.ids(whole_tile, i * at_once + j) for j in range(at_once)]
                 of_weights, of_p = zip(*read(firsts), strict=True)
                 mass, p = sums
                 return mass + tree_sum(sum(of_weights, [])), p + tree_sum(sum(of_p, []))
 
+            # [128], a sum for each thread, then for each warp.
             mass, p = lax.fori_loop(0, weights.groups // at_once, step, nothing)
             return threads.warp_sum(mass), threads.warp_sum(p)
 
@@ -575,17 +581,20 @@ class PartDraw:
         # By lane, an array for every 32 tiles of the whole vocabulary.
         by_weight = self._by_tile(0)
         by_p = self._by_tile(1)
+        # By p, where nothing has weight by any part.
         mass = threads.warp_sum(tree_sum(by_weight))
         has_mass = mass > 0
         masses = [
             jnp.where(has_mass, of_weight, of_p)
             for of_weight, of_p in zip(by_weight, by_p, strict=True)
         ]
+        # The first uniform picks the tile: every part finds the same one.
         uniform = threads.gather(self.recover, self.item * 2)
         tile, _ = pick(threads, masses, uniform, is_share=True)
 
         # An edge between parts may cut the tile: which piece of it? By lane, the piece of a part.
         held = self._mass(tile, threads.lane, jnp.where(has_mass, 0, 1))
+        # The second picks the piece, and with what is left of it the id, by the part that has it.
         uniform = threads.gather(self.recover, self.item * 2 + 1)
         piece, past = pick(threads, [held], uniform, is_share=True)
         zero = threads.filled(0, jnp.int32)
@@ -618,6 +627,7 @@ class PartDraw:
         most = pieces_of_tiles(rows.target.width, rows.num_parts, rows.num_tiles).shape[1]
         count = num_tiles(rows.target.width * rows.num_parts)
         found = []
+        # A tile lies in one part, or a few: where parts are narrower than a tile, in many.
         for i in range(0, count, WARP):
             tile = self.weights.threads.lane + i
             inside = jnp.minimum(tile, count - 1)

@@ -158,6 +158,7 @@ class Reader:
         """Returns the masses of all tiles of the row, and the next round."""
         target = self.work.target
         factor = self.work.request.factor
+        # While tiles arrive: each warp's part of each tile, then of all warps the sum.
         weights = statistics.weight_function(self.base, factor, target.entry_size)
         mine = statistics.tile_masses(target, self.row, self.rows_before, weights)
         return self.work.cluster.gather_masses(round, mine)
@@ -222,6 +223,7 @@ class Reader:
         """Returns normalizers by the largest entries, and the next round; the rows are there."""
         factor = self.work.request.factor
         cluster = self.work.cluster
+        # Each warp by its own maximum, in one pass; the maxima are compared after the exchange.
         mine = statistics.max_and_sum(self.work.target, self.row, factor)
         of_draft = self.draft.max_and_sum()
         found, round = cluster.all_gather(round, *mine, *of_draft)
@@ -403,6 +405,7 @@ class RowFilter:
             inv_temperature=self.request.inv_temperature,
         )
 
+        # The last pass hides what is below the threshold, and sums the rest.
         def hide(tile: jax.Array, _: list[jax.Array], total: jax.Array) -> jax.Array:
             self.target.hide(Below(least), self.row, tile)
             # Read again: entries from before would be kept in registers over the writes.
@@ -417,8 +420,9 @@ class RowFilter:
         self, candidate: threshold.Candidate, goal: jax.Array, round: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns whether enough entries reach the candidate; exact up to 2**24 ids per thread."""
-        least = candidate(1)
+        least = candidate(1)  # one candidate at a time is tested
 
+        # Counted in float32, which all exchanges send.
         def add(_: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
             return total + tree_sum([jnp.where(x >= least, 1.0, 0.0) for x in entries])
 
@@ -453,6 +457,7 @@ class RowFilter:
 
     def everywhere(self, add: TileStep, round: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns a sum over the tiles of the whole row, ``[]``, and the next round."""
+        # A sum for each thread, for each warp, then for the cluster: every warp has it.
         mine = self.target.fold(self.row, None, add, self.threads.filled(0.0))
         (sums,), round = self.cluster.all_gather(round, self.threads.warp_sum(mine))
         return self.cluster.sum(sums), round

@@ -277,6 +277,7 @@ class RequestLoads:
         # Scalars [], the same in all threads.
         temperature = operands.temperature[index]
         limits = jax.tree.map(lambda ref: ref[index], operands.filter)
+        # Given uniforms are loaded later, by `uniforms`; a key now, since hashing it takes a while.
         source: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
         if isinstance(operands.noise, KeyNoise):
             keys = operands.noise.keys
@@ -420,6 +421,7 @@ class KernelRequest:
             is_valid &= first_row + num_rows <= operands.target.shape[0]
         status = jnp.where(is_valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
         if loads.active is not None:
+            # An empty slot is no error, whatever else it holds.
             status = jnp.where(loads.active == 0, jnp.int32(Status.INACTIVE), status)
 
         # How it samples. All numbers are [], the same in all threads.
@@ -430,6 +432,7 @@ class KernelRequest:
         inv_temperature = sampling_lib.inverse_temperature(sampling.temperature)
         factor = jnp.minimum(inv_temperature * LOG2E, LARGEST)
         filter = Filter(sampling.min_p, sampling.top_k, sampling.top_p)
+        # A filter that leaves out nothing is not searched for.
         is_filtered = jnp.bool_(False)
         if plan.has_filter:
             is_filtered = ~greedy & filter.limits(plan.size)

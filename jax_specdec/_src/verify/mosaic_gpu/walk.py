@@ -82,6 +82,7 @@ class Walk:
 
         def step(state: WalkState) -> WalkState:
             result, round = self.visit(state.position, state.round)
+            # Does the walk end at one of the positions that were visited at once? At the first.
             first = warpgroups.first(result.accepted == 0, state.position)
             # All warps of the CTA have read the row: `visit` ends with an exchange.
             pl.when(first == count)(
@@ -130,6 +131,7 @@ class Walk:
         if not by_rate:
             p, q = drafted.probabilities(result.target, result.draft)
             bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
+            # The rule, by every lane for its own draft: the greedy one, or u q < p.
             is_best = rules.accepts_greedy(request.token_ids, result.argmax)
             by_rule = (request.greedy & is_best) | (
                 ~request.greedy & rules.accepts(drafted.uniforms, p, q)
@@ -149,6 +151,7 @@ class Walk:
         visited = num_accepted < request.num_rows  # else the bonus token is given
         draws = visited & (result.status == OK) & ~request.greedy
 
+        # Nothing to draw: the argmax of a greedy request, a given bonus token, or a bad row.
         @pl.when(~draws)
         def _() -> None:
             token_id = jnp.where(visited, result.argmax, request.bonus)
