@@ -6,7 +6,7 @@ tests whether the entries from a candidate on are as many, or have as much mass,
 round may test several candidates, because each costs an exchange if the row is on many devices.
 
 `search` is this, by whatever reads the rows: `find_thresholds` does in XLA, for many rows at once,
-and `mosaic_gpu.walk.RowFilter` for one row that a cluster has in shared memory.
+and `mosaic_gpu.reader.RowFilter` for one row that a cluster has in shared memory.
 """
 
 from __future__ import annotations
