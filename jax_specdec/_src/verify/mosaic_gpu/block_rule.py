@@ -22,43 +22,25 @@ from jax_specdec._src.verify.mosaic_gpu.walk import OK, Walk, copy_row
 
 
 class Prefix(NamedTuple):
-    """The longest prefix that has passed the block rule so far.
+    """The longest prefix that has passed the block rule so far."""
 
-    Attributes:
-      length: ``[]`` int32.
-      weight: ``[]`` float32, its joint weight.
-      target: normalizer of the target row after it.
-      draft: normalizer of the draft row after it.
-      masses: of the residual there.
-    """
-
-    length: jax.Array
-    weight: jax.Array
-    target: Normalizer
-    draft: Normalizer
-    masses: Masses
+    length: jax.Array  # [] int32
+    weight: jax.Array  # [] float32, its joint weight
+    target: Normalizer  # normalizer of the target row after it
+    draft: Normalizer  # normalizer of the draft row after it
+    masses: Masses  # of the residual there
 
 
 class BlockRuleState(NamedTuple):
-    """Where the block rule's walk stands.
+    """Where the block rule's walk stands."""
 
-    Attributes:
-      position: ``[]`` int32, rows read.
-      weight: ``[]`` float32, joint weight of all drafts before it.
-      going: ``[]`` int32, whether the draft at `position` is to be looked at.
-      ends: ``[]`` int32, whether all drafts were and pass.
-      status: ``[]`` int32.
-      round: ``[]`` int32, of the next exchange.
-      kept: the longest prefix that passed.
-    """
-
-    position: jax.Array
-    weight: jax.Array
-    going: jax.Array
-    ends: jax.Array
-    status: jax.Array
-    round: jax.Array
-    kept: Prefix
+    position: jax.Array  # [] int32, rows read
+    weight: jax.Array  # [] float32, joint weight of all drafts before it
+    going: jax.Array  # [] int32, whether the draft at `position` is to be looked at
+    ends: jax.Array  # [] int32, whether all drafts were and pass
+    status: jax.Array  # [] int32
+    round: jax.Array  # [] int32, of the next exchange
+    kept: Prefix  # the longest prefix that passed
 
 
 class BlockRuleWalk:

@@ -35,17 +35,11 @@ def parity_of(round: Count, slots: int = SLOTS) -> Count:
 
 
 class Masses(NamedTuple):
-    """Masses of all tiles of a row, by lane: lane i of array r has that of tile ``32 r + i``.
+    """Masses of all tiles of a row, by lane: lane i of array r has that of tile ``32 r + i``."""
 
-    Attributes:
-      of_tiles: float32 ``[128]`` each, 0 past the last tile.
-      sums: their inclusive sums.
-      total: ``[]`` float32.
-    """
-
-    of_tiles: list[jax.Array]
-    sums: list[jax.Array]
-    total: jax.Array
+    of_tiles: list[jax.Array]  # float32 [128] each, 0 past the last tile
+    sums: list[jax.Array]  # their inclusive sums
+    total: jax.Array  # [] float32
 
     @classmethod
     def of(cls, threads: Threads, of_tiles: list[jax.Array]) -> Masses:
@@ -56,24 +50,16 @@ class Masses(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The CTAs that verify one request, for one warpgroup of one of them.
+    """The CTAs that verify one request, for one warpgroup of one of them."""
 
-    Attributes:
-      threads: the operations of the warpgroup.
-      memory: where the slots are.
-      slots: float32 ref ``[2, floats of a slot]`` in shared memory; in interpret mode in global
-        memory, and of the whole cluster.
-      barriers: mbarriers, first those of the slots; in interpret mode `ExchangeBarriers`.
-      scratch: float32 ref in shared memory, for `gather_in_cta`.
-      cta: ``[]`` int32, index of this CTA in the cluster.
-    """
-
-    threads: Threads
-    memory: SharedMemory
+    threads: Threads  # the operations of the warpgroup
+    memory: SharedMemory  # where the slots are
+    # float32 ref [2, floats of a slot] in shared memory; in interpret mode in global memory, and of
+    # the whole cluster
     slots: Ref
-    barriers: Any
-    scratch: Ref
-    cta: jax.Array
+    barriers: Any  # mbarriers, first those of the slots; in interpret mode `ExchangeBarriers`
+    scratch: Ref  # float32 ref in shared memory, for `gather_in_cta`
+    cta: jax.Array  # [] int32, index of this CTA in the cluster
 
     def is_first_warp(self) -> jax.Array:
         """Returns whether a thread is in the first warp of the cluster, ``[128]`` bool."""
@@ -212,20 +198,13 @@ class Warpgroups:
     """Warpgroups of a CTA, each of which reads another position of the request.
 
     Each has its own rows, slots and barriers; together they find where the walk ends.
-
-    Attributes:
-      threads: the operations of a warpgroup.
-      count: warpgroups of a CTA.
-      index: ``[]`` int32, index of this one.
-      flags: int32 ref ``[count, 2]`` in shared memory.
-      barrier: the barrier of all warpgroups in interpret mode; elsewhere the hardware has one.
     """
 
-    threads: Threads
-    count: int
-    index: jax.Array
-    flags: Ref
-    barrier: Any
+    threads: Threads  # the operations of a warpgroup
+    count: int  # warpgroups of a CTA
+    index: jax.Array  # [] int32, index of this one
+    flags: Ref  # int32 ref [count, 2] in shared memory
+    barrier: Any  # the barrier of all warpgroups in interpret mode; elsewhere the hardware has one
 
     def rows_before(self, position: jax.Array) -> jax.Array:
         """Returns how many rows one copies before that of `position`, if it leaves out none."""

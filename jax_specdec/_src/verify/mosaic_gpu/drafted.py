@@ -55,13 +55,9 @@ Numbers = NoNumbers | RowNumbers[jax.Array] | RelativeRowNumbers[jax.Array]
 
 
 class GivenQ(NamedTuple):
-    """Draft probabilities that are known as they are.
+    """Draft probabilities that are known as they are."""
 
-    Attributes:
-      q: ``[128]`` float32.
-    """
-
-    q: jax.Array
+    q: jax.Array  # [128] float32
 
     def by_lane(self, row: Normalizer, factor: jax.Array) -> jax.Array:
         """Returns q of every lane; the row of the position that is visited is not needed."""
@@ -75,13 +71,9 @@ class GivenQ(NamedTuple):
 
 
 class SummedQ(NamedTuple):
-    """Drafts whose rows must be read to normalize them.
+    """Drafts whose rows must be read to normalize them."""
 
-    Attributes:
-      entry: ``[128]`` float32, each draft's logit in its row.
-    """
-
-    entry: jax.Array
+    entry: jax.Array  # [128] float32, each draft's logit in its row
 
     def by_lane(self, row: Normalizer, factor: jax.Array) -> jax.Array:
         """Returns q of every lane, right in that of the position whose row was read."""
@@ -95,15 +87,10 @@ class SummedQ(NamedTuple):
 
 
 class StoredQ(NamedTuple):
-    """Drafts whose rows have a stored log-normalizer.
+    """Drafts whose rows have a stored log-normalizer."""
 
-    Attributes:
-      q: ``[128]`` float32.
-      numbers: what is stored.
-    """
-
-    q: jax.Array
-    numbers: RowNumbers[jax.Array] | RelativeRowNumbers[jax.Array]
+    q: jax.Array  # [128] float32
+    numbers: RowNumbers[jax.Array] | RelativeRowNumbers[jax.Array]  # what is stored
 
     def by_lane(self, row: Normalizer, factor: jax.Array) -> jax.Array:
         """Returns q of every lane; the row of the position that is visited is not needed."""
@@ -121,17 +108,11 @@ class StoredQ(NamedTuple):
 
 
 class ListedQ(NamedTuple):
-    """Drafts from rows of candidates' logits.
+    """Drafts from rows of candidates' logits."""
 
-    Attributes:
-      q: ``[128]`` float32.
-      log: ``[128]`` float32, log2 of each row's mass relative to `peak`.
-      peak: ``[128]`` float32, each row's largest entry, or what stands for it.
-    """
-
-    q: jax.Array
-    log: jax.Array
-    peak: jax.Array
+    q: jax.Array  # [128] float32
+    log: jax.Array  # [128] float32, log2 of each row's mass relative to `peak`
+    peak: jax.Array  # [128] float32, each row's largest entry, or what stands for it
 
     def by_lane(self, row: Normalizer, factor: jax.Array) -> jax.Array:
         """Returns q of every lane; the row of the position that is visited is not needed."""
@@ -360,18 +341,10 @@ def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Arra
 
 
 class Work(NamedTuple):
-    """The objects that one warpgroup works with, while the kernel is traced.
+    """The objects that one warpgroup works with, while the kernel is traced."""
 
-    Attributes:
-      request: the request.
-      target: target rows.
-      draft: draft rows.
-      drafted: the drafted tokens.
-      cluster: the CTAs that verify the request.
-    """
-
-    request: KernelRequest
-    target: TargetSlice
-    draft: DraftRows
-    drafted: DraftedTokens
-    cluster: Cluster
+    request: KernelRequest  # the request
+    target: TargetSlice  # target rows
+    draft: DraftRows  # draft rows
+    drafted: DraftedTokens  # the drafted tokens
+    cluster: Cluster  # the CTAs that verify the request

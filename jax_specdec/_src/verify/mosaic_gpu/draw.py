@@ -39,20 +39,14 @@ NONE = 2**24
 
 
 class TileWeights(NamedTuple):
-    """The masses to draw a tile by.
+    """The masses to draw a tile by."""
 
-    Attributes:
-      tries: ``[]`` int32, how often they have been summed: 0, or 1 by the weights of the position,
-        or 2 by ``p``, because those were 0 everywhere.
-      from_residual: ``[]`` bool, whether by ``(p - q)+``; else by ``p``.
-      masses: of the tiles.
-      round: ``[]`` int32, of the next exchange.
-    """
-
+    # [] int32, how often they have been summed: 0, or 1 by the weights of the position, or 2 by p,
+    # because those were 0 everywhere
     tries: jax.Array
-    from_residual: jax.Array
-    masses: Masses
-    round: jax.Array
+    from_residual: jax.Array  # [] bool, whether by (p - q)+; else by p
+    masses: Masses  # of the tiles
+    round: jax.Array  # [] int32, of the next exchange
 
 
 class Draw:
@@ -238,13 +232,9 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class NoResidual:
-    """Stands for the residual where a call has no draft rows.
+    """Stands for the residual where a call has no draft rows."""
 
-    Attributes:
-      work: what the warpgroup has in hand.
-    """
-
-    work: Work
+    work: Work  # what the warpgroup has in hand
 
     def masses_if(
         self, wanted: jax.Array, other: Masses, round: jax.Array
@@ -265,23 +255,14 @@ class NoResidual:
 
 @dataclasses.dataclass(frozen=True)
 class RowResidual:
-    """``(weight * p - q)+``, of a target row in shared memory and a draft row.
+    """``(weight * p - q)+``, of a target row in shared memory and a draft row."""
 
-    Attributes:
-      work: what the warpgroup has in hand.
-      row: ``[]`` int32, target row.
-      draft_row: ``[]`` int32.
-      weighted: from entries of the target row to ``weight * p``.
-      draft: draft rows.
-      q: from entries of the draft row to ``q``.
-    """
-
-    work: Work
-    row: jax.Array
-    draft_row: jax.Array
-    weighted: Exponent
-    draft: DraftSlice
-    q: Probability
+    work: Work  # what the warpgroup has in hand
+    row: jax.Array  # [] int32, target row
+    draft_row: jax.Array  # [] int32
+    weighted: Exponent  # from entries of the target row to weight * p
+    draft: DraftSlice  # draft rows
+    q: Probability  # from entries of the draft row to q
 
     def masses_if(
         self, wanted: jax.Array, other: Masses, round: jax.Array
@@ -348,21 +329,13 @@ class RowResidual:
 
 @dataclasses.dataclass(frozen=True)
 class ListedResidual:
-    """``(weight * p - q)+``, where few ids have a ``q``: the candidates of a draft row.
+    """``(weight * p - q)+``, where few ids have a ``q``: the candidates of a draft row."""
 
-    Attributes:
-      work: what the warpgroup has in hand.
-      row: ``[]`` int32, target row.
-      draft_row: ``[]`` int32.
-      weighted: from entries of the target row to ``weight * p``.
-      draft: draft rows, with what gives ``q`` of this one.
-    """
-
-    work: Work
-    row: jax.Array
-    draft_row: jax.Array
-    weighted: Exponent
-    draft: Candidates
+    work: Work  # what the warpgroup has in hand
+    row: jax.Array  # [] int32, target row
+    draft_row: jax.Array  # [] int32
+    weighted: Exponent  # from entries of the target row to weight * p
+    draft: Candidates  # draft rows, with what gives q of this one
 
     def masses_if(
         self, wanted: jax.Array, other: Masses, round: jax.Array

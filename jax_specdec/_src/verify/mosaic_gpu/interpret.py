@@ -22,15 +22,10 @@ from jax_specdec._src.verify.tiles import TILE
 
 
 class ExchangeBarriers(NamedTuple):
-    """Replaces the mbarriers of exchanges.
+    """Replaces the mbarriers of exchanges."""
 
-    Attributes:
-      cluster: the barrier of all CTAs; () if there is one.
-      completed: int32 ref in shared memory, how many phases of each mbarrier are complete.
-    """
-
-    cluster: tuple[Any, ...]
-    completed: Ref
+    cluster: tuple[Any, ...]  # the barrier of all CTAs; () if there is one
+    completed: Ref  # int32 ref in shared memory, how many phases of each mbarrier are complete
 
 
 class InterpretedThreads:

@@ -385,43 +385,25 @@ def draft_rows_of(
 
 
 class OfWarpgroup(NamedTuple):
-    """What a warpgroup has in shared memory.
+    """What a warpgroup has in shared memory."""
 
-    Attributes:
-      tiles: flat ref, of the target's dtype, for a slice of a target row.
-      floats: float32 ref, for exchanges in a CTA.
-      slots: float32 ref ``[2, floats of a slot]``, for exchanges in the cluster.
-      barriers: of the slots.
-      tile_barriers: of the tiles.
-      first_barrier: the first of these.
-      warpgroups: those of the CTA.
-    """
-
-    tiles: Ref
-    floats: Ref
-    slots: Ref
-    barriers: Any
-    tile_barriers: Any
-    first_barrier: jax.Array | int
-    warpgroups: OneWarpgroup | Warpgroups
+    tiles: Ref  # flat ref, of the target's dtype, for a slice of a target row
+    floats: Ref  # float32 ref, for exchanges in a CTA
+    slots: Ref  # float32 ref [2, floats of a slot], for exchanges in the cluster
+    barriers: Any  # of the slots
+    tile_barriers: Any  # of the tiles
+    first_barrier: jax.Array | int  # the first of these
+    warpgroups: OneWarpgroup | Warpgroups  # those of the CTA
 
 
 class GpuScratch(NamedTuple, Generic[X]):
-    """Shared memory and barriers of a CTA: their types, or refs. Each warpgroup has its own.
+    """Shared memory and barriers of a CTA: their types, or refs. Each warpgroup has its own."""
 
-    Attributes:
-      tiles: of the target's dtype ``[warpgroups, entries of a slice]``.
-      floats: float32 ``[warpgroups, scratch]``.
-      flags: int32 ``[warpgroups, 2]``; () if there is one warpgroup.
-      slots: float32 ``[warpgroups, 2, floats of a slot]``.
-      barriers: mbarriers, int32 ``[warpgroups, two of each]``: of slots, then of tiles.
-    """
-
-    tiles: X
-    floats: X
-    flags: tuple[X, ...]
-    slots: X
-    barriers: X
+    tiles: X  # of the target's dtype [warpgroups, entries of a slice]
+    floats: X  # float32 [warpgroups, scratch]
+    flags: tuple[X, ...]  # int32 [warpgroups, 2]; () if there is one warpgroup
+    slots: X  # float32 [warpgroups, 2, floats of a slot]
+    barriers: X  # mbarriers, int32 [warpgroups, two of each]: of slots, then of tiles
 
     @classmethod
     def of(cls, plan: Plan, target_dtype: Any) -> GpuScratch[Any]:
@@ -454,25 +436,15 @@ class GpuScratch(NamedTuple, Generic[X]):
 
 
 class InterpretScratch(NamedTuple, Generic[X]):
-    """What stands for `GpuScratch` in interpret mode; slots are in global memory there.
+    """What stands for `GpuScratch` in interpret mode; slots are in global memory there."""
 
-    Attributes:
-      tiles: as there, and so are the next two.
-      floats: see there.
-      flags: see there.
-      tile_barriers: barriers of all warpgroups' tiles.
-      completed: int32 ``[warpgroups, 2]``, phases of the slots' barriers.
-      of_cluster: the barrier of all CTAs; () if there is one.
-      of_cta: that of all warpgroups; likewise.
-    """
-
-    tiles: X
-    floats: X
-    flags: tuple[X, ...]
-    tile_barriers: X
-    completed: X
-    of_cluster: tuple[X, ...]
-    of_cta: tuple[X, ...]
+    tiles: X  # as there, and so are the next two
+    floats: X  # see there
+    flags: tuple[X, ...]  # see there
+    tile_barriers: X  # barriers of all warpgroups' tiles
+    completed: X  # int32 [warpgroups, 2], phases of the slots' barriers
+    of_cluster: tuple[X, ...]  # the barrier of all CTAs; () if there is one
+    of_cta: tuple[X, ...]  # that of all warpgroups; likewise
 
     @classmethod
     def of(cls, plan: Plan, target_dtype: Any) -> InterpretScratch[Any]:
@@ -533,19 +505,12 @@ def _warpgroups_of(
 
 
 class Place(NamedTuple):
-    """Where a kernel's program runs, while it is traced.
+    """Where a kernel's program runs, while it is traced."""
 
-    Attributes:
-      cluster: ``[]`` int32, index of the cluster.
-      cta: ``[]`` int32, index of the CTA in its cluster.
-      warpgroup: ``[]`` int32, index of the warpgroup in its CTA.
-      threads: the operations of the warpgroup.
-    """
-
-    cluster: jax.Array
-    cta: jax.Array
-    warpgroup: jax.Array
-    threads: Threads
+    cluster: jax.Array  # [] int32, index of the cluster
+    cta: jax.Array  # [] int32, index of the CTA in its cluster
+    warpgroup: jax.Array  # [] int32, index of the warpgroup in its CTA
+    threads: Threads  # the operations of the warpgroup
 
 
 def launch(

@@ -50,15 +50,10 @@ def columns_of_map(ids: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedSlice(DraftSlice):
-    """A CTA's slice of draft rows that share a map of ids: in the order of ids.
+    """A CTA's slice of draft rows that share a map of ids: in the order of ids."""
 
-    Attributes, besides those of `DraftSlice`:
-      columns: ref ``[1, W]`` int32, the column of each id; see `columns_of_map`.
-      storage: a CTA's slice of the rows as they are stored, in the order of columns.
-    """
-
-    columns: Ref
-    storage: DraftSlice
+    columns: Ref  # ref [1, W] int32, the column of each id; see `columns_of_map`
+    storage: DraftSlice  # a CTA's slice of the rows as they are stored, in the order of columns
 
     @property
     def by_column(self) -> DraftSlice:
@@ -107,44 +102,28 @@ def _upper_half(word: jax.Array) -> jax.Array:
 
 
 class Listed(NamedTuple):
-    """Candidates of a row, by lane of a warp: lane i has candidates i, 32 + i, and so on.
+    """Candidates of a row, by lane of a warp: lane i has candidates i, 32 + i, and so on."""
 
-    Attributes:
-      ids: int32 ``[128]`` each; those past the last candidate are negative, no two the same.
-      entries: float32 ``[128]`` each, likewise -inf; 0 of probabilities.
-    """
-
+    # int32 [128] each; those past the last candidate are negative, no two the same
     ids: list[jax.Array]
-    entries: list[jax.Array]
+    entries: list[jax.Array]  # float32 [128] each, likewise -inf; 0 of probabilities
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """Draft rows of at most a candidate for each thread of a warpgroup, in global memory.
+    """Draft rows of at most a candidate for each thread of a warpgroup, in global memory."""
 
-    Attributes:
-      threads: the operations of the warpgroup.
-      matrix: ref ``[R, C]``.
-      ids: ref ``[R, C]`` int32, what the entries of `matrix` stand for.
-      first: ``[]`` int32, the first id of this CTA's slice of the target row.
-      size: ids of the target row that count.
-      fill: the entry of an id that is not listed.
-      each: consecutive ids per thread of a target row.
-      sums: whether a row must be summed to normalize it.
-      thresholds: of the rows.
-      q: from an entry of a row to its probability. Only that of the row that is drawn from is
-        needed, and set there; until then, it stands for none.
-    """
-
-    threads: Threads
-    matrix: Ref
-    ids: Ref
-    first: jax.Array
-    size: int
-    fill: float
-    each: int
-    sums: bool
-    thresholds: Thresholds | NoThresholds
+    threads: Threads  # the operations of the warpgroup
+    matrix: Ref  # ref [R, C]
+    ids: Ref  # ref [R, C] int32, what the entries of `matrix` stand for
+    first: jax.Array  # [] int32, the first id of this CTA's slice of the target row
+    size: int  # ids of the target row that count
+    fill: float  # the entry of an id that is not listed
+    each: int  # consecutive ids per thread of a target row
+    sums: bool  # whether a row must be summed to normalize it
+    thresholds: Thresholds | NoThresholds  # of the rows
+    # from an entry of a row to its probability. Only that of the row that is drawn from is needed,
+    # and set there; until then, it stands for none.
     q: Probability = Given()
 
     def prefetch(self, row: jax.Array) -> None:

@@ -172,64 +172,39 @@ def row_statistics(
 
 
 class TargetSource(NamedTuple, Generic[X]):
-    """What is drawn from where a call has no draft rows, ``[G]`` each; see `position.Position`.
+    """What is drawn from where a call has no draft rows, ``[G]`` each; see `position.Position`."""
 
-    Attributes:
-      row: int32, target row; nothing is drawn if it is negative.
-      token_id: int32, the id that has no weight; no id of the vocabulary where all have.
-      inv_temperature: float32.
-      scale: normalizer of the target row.
-      threshold: float32, target logits below it were filtered out; None if none can be.
-    """
-
-    row: X
-    token_id: X
-    inv_temperature: X
-    scale: Scale
-    threshold: X | None
+    row: X  # int32, target row; nothing is drawn if it is negative
+    token_id: X  # int32, the id that has no weight; no id of the vocabulary where all have
+    inv_temperature: X  # float32
+    scale: Scale  # normalizer of the target row
+    threshold: X | None  # float32, target logits below it were filtered out; None if none can be
 
 
 class ResidualSource(NamedTuple, Generic[X]):
-    """What is drawn from where a call has draft rows.
-
-    Attributes, besides those of `TargetSource`:
-      draft_row: int32.
-      uses_q: bool, whether the weights are the residual; else as without draft rows.
-      draft_scale: normalizer of the draft row; None of probabilities.
-      weight: float32, joint weight of the drafts before.
-    """
+    """What is drawn from where a call has draft rows."""
 
     row: X
-    draft_row: X
+    draft_row: X  # int32
     token_id: X
-    uses_q: X
+    uses_q: X  # bool, whether the weights are the residual; else as without draft rows
     inv_temperature: X
     scale: Scale
     threshold: X | None
-    draft_scale: Scale | None
-    weight: X
+    draft_scale: Scale | None  # normalizer of the draft row; None of probabilities
+    weight: X  # float32, joint weight of the drafts before
 
 
 class PartOperands(NamedTuple, Generic[X]):
-    """The operands of the kernels that draw.
+    """The operands of the kernels that draw."""
 
-    Attributes:
-      source: what is drawn from.
-      first_id: ``[1]`` int32, the part's first id.
-      target: ``[M, width]`` target logits of the part.
-      bitmask: ``[M, words]`` int32, the ids that are allowed, or None.
-      draft: ``[R, Vd]`` draft rows, or None, as all that follows.
-      columns: ``[size]`` int32, the column of each id, of a map.
-      thresholds: ``[R]`` float32.
-    """
-
-    source: TargetSource[X] | ResidualSource[X]
-    first_id: X
-    target: X
-    bitmask: X | None
-    draft: X | None = None
-    columns: X | None = None
-    thresholds: X | None = None
+    source: TargetSource[X] | ResidualSource[X]  # what is drawn from
+    first_id: X  # [1] int32, the part's first id
+    target: X  # [M, width] target logits of the part
+    bitmask: X | None  # [M, words] int32, the ids that are allowed, or None
+    draft: X | None = None  # [R, Vd] draft rows, or None, as all that follows
+    columns: X | None = None  # [size] int32, the column of each id, of a map
+    thresholds: X | None = None  # [R] float32
 
     @classmethod
     def of(cls, rows: LocalRows, source: Position) -> PartOperands[jax.Array]:
@@ -275,24 +250,16 @@ class PartWeights:
     """Weights of ids of the part, while a kernel is traced: ``p`` without one id.
 
     Each warp has its own source.
-
-    Attributes:
-      threads: the operations of the warpgroup.
-      each: consecutive ids that a thread reads at once.
-      first_id: ``[]`` int32, the part's first id.
-      is_wanted: ``[128]`` bool, whether the source is.
-      without: ``[128]`` int32, the id that has no weight: the draft, or no id of the vocabulary.
-      target: the target row.
-      p: from its entries to ``p``.
     """
 
-    threads: Threads
-    each: int
-    first_id: jax.Array
-    is_wanted: jax.Array
+    threads: Threads  # the operations of the warpgroup
+    each: int  # consecutive ids that a thread reads at once
+    first_id: jax.Array  # [] int32, the part's first id
+    is_wanted: jax.Array  # [128] bool, whether the source is
+    # [128] int32, the id that has no weight: the draft, or no id of the vocabulary
     without: jax.Array
-    target: WarpRow
-    p: Exponent
+    target: WarpRow  # the target row
+    p: Exponent  # from its entries to p
 
     @staticmethod
     def of(
@@ -398,19 +365,12 @@ class PartWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualWeights(PartWeights):
-    """Weights of ids of the part: ``(weight * p - q)+``, or for some warps ``p`` without one id.
+    """Weights of ids of the part: ``(weight * p - q)+``, or for some warps ``p`` without one id."""
 
-    Attributes, besides those of `PartWeights`:
-      draft: the draft row.
-      uses_q: ``[128]`` bool, whether the weights are the residual.
-      weight: ``[128]`` float32, the joint weight of the drafts before.
-      q: from entries of the draft row to ``q``.
-    """
-
-    draft: WarpRow
-    uses_q: jax.Array
-    weight: jax.Array
-    q: Probability
+    draft: WarpRow  # the draft row
+    uses_q: jax.Array  # [128] bool, whether the weights are the residual
+    weight: jax.Array  # [128] float32, the joint weight of the drafts before
+    q: Probability  # from entries of the draft row to q
 
     def by_residual(self, firsts: list[jax.Array]) -> list[tuple[Chunk, Chunk]]:
         """Returns the residual, and ``p``; see `Read`."""
@@ -564,22 +524,14 @@ class PartDraw:
     parts of a tile, which is two ids per thread, but rows that are not aligned are read an id at a
     time: 64 parts. And it adds in another order, so that tokens change where float32 sums are close
     to the uniform. What both draws share is `pick`, `pick_of` and what they are made of.
-
-    Attributes:
-      weights: of the ids of the part.
-      rows: the static side of the part.
-      recover: ref ``[B * 2]`` float32.
-      masses: ref ``[num_parts * B * 2 * n]`` float32.
-      batch: B.
-      item: ``[128]`` int32, index of the request.
     """
 
-    weights: PartWeights
-    rows: LocalRows
-    recover: Ref
-    masses: Ref
-    batch: int
-    item: jax.Array
+    weights: PartWeights  # of the ids of the part
+    rows: LocalRows  # the static side of the part
+    recover: Ref  # ref [B * 2] float32
+    masses: Ref  # ref [num_parts * B * 2 * n] float32
+    batch: int  # B
+    item: jax.Array  # [128] int32, index of the request
 
     def run(self) -> tuple[jax.Array, jax.Array]:
         """Returns the token, or 0 if it is another part's; and 1 if a weight is NaN, else 0."""

@@ -158,23 +158,14 @@ def power_of_two(count: int) -> int:
 
 
 class Slices(NamedTuple):
-    """A row of `size` ids cut among the CTAs of a cluster, in whole tiles.
+    """A row of `size` ids cut among the CTAs of a cluster, in whole tiles."""
 
-    Attributes:
-      size: ids of the row, without padding.
-      tiles: tiles of a slice; the last slices of a row may have fewer.
-      ids: ids of a slice.
-      cluster: CTAs, a power of two; those past the end of the row have nothing to do.
-      warps: warps of the whole cluster.
-      row_tiles: tiles of the row.
-    """
-
-    size: int
-    tiles: int
-    ids: int
-    cluster: int
-    warps: int
-    row_tiles: int
+    size: int  # ids of the row, without padding
+    tiles: int  # tiles of a slice; the last slices of a row may have fewer
+    ids: int  # ids of a slice
+    cluster: int  # CTAs, a power of two; those past the end of the row have nothing to do
+    warps: int  # warps of the whole cluster
+    row_tiles: int  # tiles of the row
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
@@ -196,23 +187,14 @@ class Slices(NamedTuple):
 
 
 class DraftLayout(NamedTuple):
-    """How the draft distribution of a call is stored.
+    """How the draft distribution of a call is stored."""
 
-    Attributes:
-      entries: what draft rows hold.
-      ids: which ids their columns stand for.
-      num_rows: R.
-      num_columns: Vd.
-      entry_size: bytes of an entry; 0 without draft rows.
-      is_aligned: whether every row begins at a multiple of sixteen bytes.
-    """
-
-    entries: Entries
-    ids: Ids
-    num_rows: int
-    num_columns: int
-    entry_size: int
-    is_aligned: bool
+    entries: Entries  # what draft rows hold
+    ids: Ids  # which ids their columns stand for
+    num_rows: int  # R
+    num_columns: int  # Vd
+    entry_size: int  # bytes of an entry; 0 without draft rows
+    is_aligned: bool  # whether every row begins at a multiple of sixteen bytes
 
     @classmethod
     def of(cls, distribution: DraftDistribution | None) -> DraftLayout:
@@ -242,31 +224,20 @@ NO_DRAFT = DraftLayout("none", "in order", 0, 0, entry_size=0, is_aligned=True)
 
 
 class SharedMemory(NamedTuple):
-    """What a CTA holds in shared memory, in entries of its refs.
+    """What a CTA holds in shared memory, in entries of its refs."""
 
-    Attributes:
-      slices: how rows are cut into slices.
-      stride: distance from one tile to the next. Copies of unaligned rows begin a little earlier.
-      each: consecutive ids per thread, the same for target and draft rows of any dtype.
-      masses_per_warp: masses of a warp's tiles, padded to a multiple of what is sent at once.
-      slot: floats of a slot: the masses that all warps send, or up to four other values of each.
-      scratch: floats for exchanges between the warps of a CTA.
-      barriers: number of barriers: one for each slot, then one for each tile.
-      warpgroups: warpgroups of a CTA, each of which has its own copy of all of this.
-      tiles_at_once: tiles of a slice whose draft entries are loaded at once.
-      bytes: shared memory of a CTA, with a margin for the compiler's rounding.
-    """
-
-    slices: Slices
+    slices: Slices  # how rows are cut into slices
+    # distance from one tile to the next. Copies of unaligned rows begin a little earlier.
     stride: int
-    each: int
-    masses_per_warp: int
+    each: int  # consecutive ids per thread, the same for target and draft rows of any dtype
+    masses_per_warp: int  # masses of a warp's tiles, padded to a multiple of what is sent at once
+    # floats of a slot: the masses that all warps send, or up to four other values of each
     slot: int
-    scratch: int
-    barriers: int
-    warpgroups: int
-    tiles_at_once: int
-    bytes: int
+    scratch: int  # floats for exchanges between the warps of a CTA
+    barriers: int  # number of barriers: one for each slot, then one for each tile
+    warpgroups: int  # warpgroups of a CTA, each of which has its own copy of all of this
+    tiles_at_once: int  # tiles of a slice whose draft entries are loaded at once
+    bytes: int  # shared memory of a CTA, with a margin for the compiler's rounding
 
     @classmethod
     def of(
@@ -332,38 +303,23 @@ class SharedMemory(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The static side of a launch that verifies a batch.
+    """The static side of a launch that verifies a batch."""
 
-    Attributes:
-      k: K.
-      n: N.
-      size: ids of a row, without padding.
-      has_bonus_rows: whether each request owns a bonus row.
-      num_rows: target rows if none is left out.
-      rule: the rule that sampled requests follow.
-      has_filter: whether the call has min-p, top-k or top-p.
-      is_plain: whether there is no mask, no filter and no block rule. Then there are enough
-        registers to sum masses of tiles while a row is read, and to load several tiles at once.
-      entries: what draft rows hold.
-      ids: which ids their columns stand for.
-      num_draft_rows: R.
-      draft_size: ids that the drafter could draw.
-      memory: how rows are cut into slices, and what shared memory holds.
-    """
-
-    k: int
-    n: int
-    size: int
-    has_bonus_rows: bool
-    num_rows: int
-    rule: Rule
-    has_filter: bool
+    k: int  # K
+    n: int  # N
+    size: int  # ids of a row, without padding
+    has_bonus_rows: bool  # whether each request owns a bonus row
+    num_rows: int  # target rows if none is left out
+    rule: Rule  # the rule that sampled requests follow
+    has_filter: bool  # whether the call has min-p, top-k or top-p
+    # whether there is no mask, no filter and no block rule. Then there are enough registers to sum
+    # masses of tiles while a row is read, and to load several tiles at once.
     is_plain: bool
-    entries: Entries
-    ids: Ids
-    num_draft_rows: int
-    draft_size: int
-    memory: SharedMemory
+    entries: Entries  # what draft rows hold
+    ids: Ids  # which ids their columns stand for
+    num_draft_rows: int  # R
+    draft_size: int  # ids that the drafter could draw
+    memory: SharedMemory  # how rows are cut into slices, and what shared memory holds
 
     @classmethod
     def of(

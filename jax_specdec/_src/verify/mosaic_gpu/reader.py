@@ -29,22 +29,14 @@ class PositionResult(NamedTuple):
     """What the rows of a position gave: the kernel's share of `position.Position`.
 
     Every warp of the cluster has the same.
-
-    Attributes:
-      accepted: ``[]`` int32, 0 or 1.
-      status: ``[]`` int32.
-      target: normalizer of the target row; of a sampled request.
-      draft: normalizer of the draft row; where normalizers are not stored.
-      argmax: ``[]`` int32, of the target row; of a greedy request.
-      p_masses: of the target row's tiles, where they were summed; else their total is 0.
     """
 
-    accepted: jax.Array
-    status: jax.Array
-    target: Normalizer
-    draft: Normalizer
-    argmax: jax.Array
-    p_masses: Masses
+    accepted: jax.Array  # [] int32, 0 or 1
+    status: jax.Array  # [] int32
+    target: Normalizer  # normalizer of the target row; of a sampled request
+    draft: Normalizer  # normalizer of the draft row; where normalizers are not stored
+    argmax: jax.Array  # [] int32, of the target row; of a greedy request
+    p_masses: Masses  # of the target row's tiles, where they were summed; else their total is 0
 
     @classmethod
     def nothing(cls, cluster: Cluster) -> PositionResult:
@@ -71,29 +63,18 @@ class Reader:
 
     From a row without a draft the last token is drawn, by the target alone: the masses of its tiles
     are summed while it is read.
-
-    Attributes:
-      work: what the warpgroup has in hand.
-      nothing: stands for a position not visited.
-      row: ``[]`` int32, the target row, whose copy is under way.
-      rows_before: ``[]`` int32, rows that were copied before it.
-      base: ``[]`` float32, what masses of the target row are relative to.
-      needs_peak: ``[]`` bool, whether the row's largest entry is wanted: for the argmax, a filter,
-        or an output.
-      may_sum_masses: whether the masses of tiles are summed at once where that serves.
-      sums_masses: ``[]`` bool, whether it serves here.
-      draft: the draft row, if it is read too.
     """
 
-    work: Work
-    nothing: PositionResult
-    row: jax.Array
-    rows_before: jax.Array
-    base: jax.Array
+    work: Work  # what the warpgroup has in hand
+    nothing: PositionResult  # stands for a position not visited
+    row: jax.Array  # [] int32, the target row, whose copy is under way
+    rows_before: jax.Array  # [] int32, rows that were copied before it
+    base: jax.Array  # [] float32, what masses of the target row are relative to
+    # [] bool, whether the row's largest entry is wanted: for the argmax, a filter, or an output
     needs_peak: jax.Array
-    may_sum_masses: bool
-    sums_masses: jax.Array
-    draft: NoDraftRow | DraftRow
+    may_sum_masses: bool  # whether the masses of tiles are summed at once where that serves
+    sums_masses: jax.Array  # [] bool, whether it serves here
+    draft: NoDraftRow | DraftRow  # the draft row, if it is read too
 
     @classmethod
     def of(
@@ -260,21 +241,13 @@ class NoDraftRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftRow:
-    """The draft row of a position, which is read beside the target row to normalize it.
+    """The draft row of a position, which is read beside the target row to normalize it."""
 
-    Attributes:
-      work: what the warpgroup has in hand.
-      slice: draft rows, in the order of columns.
-      row: ``[]`` int32.
-      is_used: ``[]`` bool; if not, nothing is read and its mass is 1.
-      base: ``[]`` float32, what its mass is relative to.
-    """
-
-    work: Work
-    slice: DraftSlice
-    row: jax.Array
-    is_used: jax.Array
-    base: jax.Array
+    work: Work  # what the warpgroup has in hand
+    slice: DraftSlice  # draft rows, in the order of columns
+    row: jax.Array  # [] int32
+    is_used: jax.Array  # [] bool; if not, nothing is read and its mass is 1
+    base: jax.Array  # [] float32, what its mass is relative to
 
     def prefetch(self) -> None:
         """Begin to fetch it into the L2 cache."""

@@ -34,37 +34,23 @@ X = TypeVar("X")
 
 
 class GivenNoise(NamedTuple, Generic[X]):
-    """Uniforms that the caller gives.
+    """Uniforms that the caller gives."""
 
-    Attributes:
-      accept: ``[B, K]`` float32.
-      recover: ``[B, 2]`` float32.
-    """
-
-    accept: X
-    recover: X
+    accept: X  # [B, K] float32
+    recover: X  # [B, 2] float32
 
 
 class DraftingNoise(NamedTuple, Generic[X]):
-    """Uniforms to sample a draft token with: none is to be accepted, for K is 0.
+    """Uniforms to sample a draft token with: none is to be accepted, for K is 0."""
 
-    Attributes:
-      recover: ``[B, 2]`` float32.
-    """
-
-    recover: X
+    recover: X  # [B, 2] float32
 
 
 class KeyNoise(NamedTuple, Generic[X]):
-    """What uniforms are drawn from.
+    """What uniforms are drawn from."""
 
-    Attributes:
-      keys: ``[B, 2]`` uint32, the words of each key.
-      positions: ``[B]`` int32.
-    """
-
-    keys: X
-    positions: X
+    keys: X  # [B, 2] uint32, the words of each key
+    positions: X  # [B] int32
 
 
 class InOrder(NamedTuple):
@@ -72,25 +58,16 @@ class InOrder(NamedTuple):
 
 
 class MapOperands(NamedTuple, Generic[X]):
-    """A map of ids that all draft rows share.
+    """A map of ids that all draft rows share."""
 
-    Attributes:
-      columns: ``[1, W]`` int32; see `lists.columns_of_map`.
-      bad: ``[1]`` int32, 1 if the map lists an id twice or one that is out of range.
-    """
-
-    columns: X
-    bad: X
+    columns: X  # [1, W] int32; see `lists.columns_of_map`
+    bad: X  # [1] int32, 1 if the map lists an id twice or one that is out of range
 
 
 class CandidateOperands(NamedTuple, Generic[X]):
-    """Ids that each draft row lists.
+    """Ids that each draft row lists."""
 
-    Attributes:
-      ids: ``[R, C]`` int32.
-    """
-
-    ids: X
+    ids: X  # [R, C] int32
 
 
 class NoNumbers(NamedTuple):
@@ -98,25 +75,16 @@ class NoNumbers(NamedTuple):
 
 
 class RowNumbers(NamedTuple, Generic[X]):
-    """What the drafter stored beside rows of logits.
+    """What the drafter stored beside rows of logits."""
 
-    Attributes:
-      log_normalizer: ``[R]`` float32, natural logarithm.
-    """
-
-    log_normalizer: X
+    log_normalizer: X  # [R] float32, natural logarithm
 
 
 class RelativeRowNumbers(NamedTuple, Generic[X]):
-    """What the drafter stored beside rows of logits, relative to their maximum.
+    """What the drafter stored beside rows of logits, relative to their maximum."""
 
-    Attributes:
-      log_normalizer: ``[R]`` float32, natural logarithm, relative to `row_max`.
-      row_max: ``[R]`` float32.
-    """
-
-    log_normalizer: X
-    row_max: X
+    log_normalizer: X  # [R] float32, natural logarithm, relative to `row_max`
+    row_max: X  # [R] float32
 
 
 class OneHotOperands(NamedTuple):
@@ -132,51 +100,30 @@ class OneHotOperands(NamedTuple):
 
 
 class DraftOperands(NamedTuple, Generic[X]):
-    """The draft distribution of a call.
+    """The draft distribution of a call."""
 
-    Attributes:
-      matrix: ``[R, Vd]`` probabilities or logits.
-      listing: which ids its columns stand for.
-      numbers: what is stored beside each row.
-      thresholds: ``[R]`` float32, or none.
-      rows: ``[N]`` int32, the row of each draft; None: draft n has row n.
-      valid: ``[B]`` bool, whether the request's rows are stored; None: all are.
-    """
-
-    matrix: X
-    listing: InOrder | MapOperands[X] | CandidateOperands[X]
-    numbers: NoNumbers | RowNumbers[X] | RelativeRowNumbers[X]
-    thresholds: Thresholds | NoThresholds
-    rows: X | None
-    valid: X | None
+    matrix: X  # [R, Vd] probabilities or logits
+    listing: InOrder | MapOperands[X] | CandidateOperands[X]  # which ids its columns stand for
+    numbers: NoNumbers | RowNumbers[X] | RelativeRowNumbers[X]  # what is stored beside each row
+    thresholds: Thresholds | NoThresholds  # [R] float32, or none
+    rows: X | None  # [N] int32, the row of each draft; None: draft n has row n
+    valid: X | None  # [B] bool, whether the request's rows are stored; None: all are
 
 
 class Operands(NamedTuple, Generic[X]):
-    """What a call gives the kernel.
+    """What a call gives the kernel."""
 
-    Attributes:
-      target: ``[M, V]`` target logits.
-      token_ids: ``[N]`` int32, at least one.
-      temperature: ``[B]`` float32.
-      offsets: ``[B+1]`` int32; None if draft tokens are sampled: there are no drafts and K is 0.
-      noise: uniforms, or what to draw them from.
-      draft: the draft distribution.
-      bonus: ``[B]`` int32, bonus tokens; None if requests own bonus rows.
-      active: ``[B]`` bool; None: all are.
-      bitmask: ``[M, words]`` int32; None: all ids are allowed.
-      filter: min-p, top-k and top-p, ``[B]`` each, None for those that the call does not have.
-    """
-
-    target: X
-    token_ids: X
-    temperature: X
+    target: X  # [M, V] target logits
+    token_ids: X  # [N] int32, at least one
+    temperature: X  # [B] float32
+    # [B+1] int32; None if draft tokens are sampled: there are no drafts and K is 0
     offsets: X | None
-    noise: GivenNoise[X] | DraftingNoise[X] | KeyNoise[X]
-    draft: OneHotOperands | DraftOperands[X]
-    bonus: X | None
-    active: X | None
-    bitmask: X | None
-    filter: Filter
+    noise: GivenNoise[X] | DraftingNoise[X] | KeyNoise[X]  # uniforms, or what to draw them from
+    draft: OneHotOperands | DraftOperands[X]  # the draft distribution
+    bonus: X | None  # [B] int32, bonus tokens; None if requests own bonus rows
+    active: X | None  # [B] bool; None: all are
+    bitmask: X | None  # [M, words] int32; None: all ids are allowed
+    filter: Filter  # min-p, top-k and top-p, [B] each, None for those that the call does not have
 
 
 # What the kernel writes: arrays, their types, or refs of them in global memory.
@@ -191,60 +138,37 @@ class Verdict(NamedTuple, Generic[X]):
 
 
 class SampledRow(NamedTuple, Generic[X]):
-    """What the row that a draft token is sampled from amounts to, ``[B]`` float32 each.
+    """What the row that a draft token is sampled from amounts to, ``[B]`` float32 each."""
 
-    Attributes:
-      log_normalizer: relative to `row_max`.
-      row_max: its maximum.
-      threshold: one array, below which its filter keeps no entry; without a filter none.
-    """
-
-    log_normalizer: X
-    row_max: X
+    log_normalizer: X  # relative to `row_max`
+    row_max: X  # its maximum
+    # one array, below which its filter keeps no entry; without a filter none
     threshold: tuple[X, ...]
 
 
 class Outputs(NamedTuple, Generic[X]):
-    """What the kernel writes.
+    """What the kernel writes."""
 
-    Attributes:
-      token_ids: ``[B * (K+1)]`` int32.
-      numbers: of each request.
-    """
-
-    token_ids: X
-    numbers: Verdict[X] | SampledRow[X]
+    token_ids: X  # [B * (K+1)] int32
+    numbers: Verdict[X] | SampledRow[X]  # of each request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLoads:
-    """The loads of a request that depend on nothing else; all of them begin at once.
+    """The loads of a request that depend on nothing else; all of them begin at once."""
 
-    Attributes:
-      lane: ``[128]`` int32, the index of each thread in its warp.
-      token_ids: ``[128]`` by lane, the drafts if all requests before have K drafts.
-      rows: ``[128]`` by lane, their draft rows; None if draft n has row n.
-      start: ``[]`` int32, where its drafts begin.
-      end: ``[]`` int32.
-      sampling: ``[]`` each.
-      noise: the refs of given uniforms, or two words ``[]`` of the key and the position ``[]``.
-      active: ``[]`` int32; None: it is.
-      valid: ``[]`` int32; None: its draft rows are stored, if there are any.
-      before: offsets of up to 256 requests before it, by lane.
-      bonus: ``[]`` int32, the bonus token that the caller gave, else 0.
-    """
-
-    lane: jax.Array
-    token_ids: jax.Array
-    rows: jax.Array | None
-    start: jax.Array
-    end: jax.Array
-    sampling: SamplingParams
+    lane: jax.Array  # [128] int32, the index of each thread in its warp
+    token_ids: jax.Array  # [128] by lane, the drafts if all requests before have K drafts
+    rows: jax.Array | None  # [128] by lane, their draft rows; None if draft n has row n
+    start: jax.Array  # [] int32, where its drafts begin
+    end: jax.Array  # [] int32
+    sampling: SamplingParams  # [] each
+    # the refs of given uniforms, or two words [] of the key and the position []
     noise: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
-    active: jax.Array | None
-    valid: jax.Array | None
-    before: list[OffsetsBefore]
-    bonus: jax.Array
+    active: jax.Array | None  # [] int32; None: it is
+    valid: jax.Array | None  # [] int32; None: its draft rows are stored, if there are any
+    before: list[OffsetsBefore]  # offsets of up to 256 requests before it, by lane
+    bonus: jax.Array  # [] int32, the bonus token that the caller gave, else 0
 
     @classmethod
     def begin(
@@ -303,29 +227,18 @@ class RequestLoads:
 
 
 class LoadedKey(NamedTuple):
-    """What a request's uniforms are drawn from.
+    """What a request's uniforms are drawn from."""
 
-    Attributes:
-      words: ``[]`` uint32 each.
-      position: ``[]`` int32.
-    """
-
-    words: tuple[jax.Array, jax.Array]
-    position: jax.Array
+    words: tuple[jax.Array, jax.Array]  # [] uint32 each
+    position: jax.Array  # [] int32
 
 
 class OffsetsBefore(NamedTuple):
-    """Offsets of 32 requests before one, by lane; if there are fewer, the last is repeated.
+    """Offsets of 32 requests before one, by lane; if there are fewer, the last is repeated."""
 
-    Attributes:
-      other: ``[128]`` int32, index of the request.
-      start: ``[128]`` int32, where its drafts begin.
-      end: ``[128]`` int32, where they end.
-    """
-
-    other: jax.Array
-    start: jax.Array
-    end: jax.Array
+    other: jax.Array  # [128] int32, index of the request
+    start: jax.Array  # [128] int32, where its drafts begin
+    end: jax.Array  # [128] int32, where they end
 
     @classmethod
     def begin(
@@ -341,53 +254,30 @@ class OffsetsBefore(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelRequest:
-    """One request, while the kernel is traced.
+    """One request, while the kernel is traced."""
 
-    Attributes:
-      plan: the static side of the launch.
-      threads: the operations of the warpgroup.
-      operands: refs of what the call gives.
-      outputs: refs of what is written.
-      index: ``[]`` int32, of the request.
-      lane: ``[128]`` int32, the index of each thread in its warp.
-      status: ``[]`` int32. If it is not OK, none of the request's rows may be read.
-      first_row: ``[]`` int32.
-      num_drafts: ``[]`` int32.
-      num_rows: ``[]`` int32, target rows that it owns.
-      greedy: ``[]`` bool.
-      stored: ``[]`` bool, whether its draft distribution is stored.
-      inv_temperature: ``[]`` float32.
-      factor: ``[]`` float32, the same for exponentials of base two: log2(e) / temperature.
-      bonus: ``[]`` int32, the bonus token that the caller gave.
-      filter: its min-p, top-k and top-p, None for those that the call does not have.
-      is_filtered: ``[]`` bool, whether its filter may leave out anything.
-      noise: given uniforms, or what to draw them from.
-      token_ids: ``[128]`` int32 by lane, -1 for lanes without a draft.
-      proposed: ``[128]`` bool by lane, whether the id is in range.
-      draft_rows: ``[128]`` int32 by lane.
-    """
-
-    plan: Plan
-    threads: Threads
-    operands: Operands[Ref]
-    outputs: Outputs[Ref]
-    index: jax.Array
-    lane: jax.Array
-    status: jax.Array
-    first_row: jax.Array
-    num_drafts: jax.Array
-    num_rows: jax.Array
-    greedy: jax.Array
-    stored: jax.Array
-    inv_temperature: jax.Array
-    factor: jax.Array
-    bonus: jax.Array
-    filter: Filter
-    is_filtered: jax.Array
+    plan: Plan  # the static side of the launch
+    threads: Threads  # the operations of the warpgroup
+    operands: Operands[Ref]  # refs of what the call gives
+    outputs: Outputs[Ref]  # refs of what is written
+    index: jax.Array  # [] int32, of the request
+    lane: jax.Array  # [128] int32, the index of each thread in its warp
+    status: jax.Array  # [] int32. If it is not OK, none of the request's rows may be read.
+    first_row: jax.Array  # [] int32
+    num_drafts: jax.Array  # [] int32
+    num_rows: jax.Array  # [] int32, target rows that it owns
+    greedy: jax.Array  # [] bool
+    stored: jax.Array  # [] bool, whether its draft distribution is stored
+    inv_temperature: jax.Array  # [] float32
+    factor: jax.Array  # [] float32, the same for exponentials of base two: log2(e) / temperature
+    bonus: jax.Array  # [] int32, the bonus token that the caller gave
+    filter: Filter  # its min-p, top-k and top-p, None for those that the call does not have
+    is_filtered: jax.Array  # [] bool, whether its filter may leave out anything
+    # given uniforms, or what to draw them from
     noise: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
-    token_ids: jax.Array
-    proposed: jax.Array
-    draft_rows: jax.Array
+    token_ids: jax.Array  # [128] int32 by lane, -1 for lanes without a draft
+    proposed: jax.Array  # [128] bool by lane, whether the id is in range
+    draft_rows: jax.Array  # [128] int32 by lane
 
     @classmethod
     def of(

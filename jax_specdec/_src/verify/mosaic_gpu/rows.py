@@ -53,13 +53,9 @@ class Limit(Protocol):
 
 
 class Below(NamedTuple):
-    """Hides entries that are less than a threshold.
+    """Hides entries that are less than a threshold."""
 
-    Attributes:
-      threshold: ``[]`` or ``[128]`` float32.
-    """
-
-    threshold: jax.Array
+    threshold: jax.Array  # [] or [128] float32
 
     def hidden(
         self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
@@ -77,12 +73,9 @@ class Forbidden(NamedTuple):
 
     The ids of a thread are in one word, since words have 32 bits and a thread begins at a multiple
     of its ids.
-
-    Attributes:
-      words: ref ``[R, words]`` int32.
     """
 
-    words: Ref
+    words: Ref  # ref [R, words] int32
 
     def hidden(
         self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
@@ -104,14 +97,10 @@ class ForbiddenInPart(NamedTuple):
 
     A part may begin anywhere if its rows are not aligned: then two ids of a thread may be in
     different words. A thread has two ids, or one, only there.
-
-    Attributes:
-      words: ref ``[R, words]`` int32.
-      first_id: ``[]`` int32, the part's first id.
     """
 
-    words: Ref
-    first_id: jax.Array
+    words: Ref  # ref [R, words] int32
+    first_id: jax.Array  # [] int32, the part's first id
 
     def hidden(
         self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
@@ -150,13 +139,9 @@ def words_of(token_bitmask: jax.Array) -> jax.Array:
 
 
 class Thresholds(NamedTuple):
-    """Thresholds of draft rows, which the drafter's filter left behind.
+    """Thresholds of draft rows, which the drafter's filter left behind."""
 
-    Attributes:
-      of_rows: ref ``[R]`` float32, the least entry of each row that was kept.
-    """
-
-    of_rows: Ref
+    of_rows: Ref  # ref [R] float32, the least entry of each row that was kept
 
     def limits(self, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
         """Returns what hides entries of the row that each thread reads."""
@@ -176,23 +161,14 @@ class NoThresholds(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSlice:
-    """A CTA's slice of target or draft rows: what both kinds have in common.
+    """A CTA's slice of target or draft rows: what both kinds have in common."""
 
-    Attributes:
-      threads: the operations of the warpgroup.
-      matrix: ref ``[R, columns]`` in global memory.
-      per_slice: tiles of a slice; the last slices of a row may have fewer.
-      first: ``[]`` int32, the first id of this CTA's slice.
-      size: ids of a target row, without padding.
-      each: consecutive ids per thread.
-    """
-
-    threads: Threads
-    matrix: Ref
-    per_slice: int
-    first: jax.Array
-    size: int
-    each: int
+    threads: Threads  # the operations of the warpgroup
+    matrix: Ref  # ref [R, columns] in global memory
+    per_slice: int  # tiles of a slice; the last slices of a row may have fewer
+    first: jax.Array  # [] int32, the first id of this CTA's slice
+    size: int  # ids of a target row, without padding
+    each: int  # consecutive ids per thread
 
     def count(self) -> jax.Array:
         """Returns how many tiles this slice has."""
@@ -223,22 +199,16 @@ class TargetSlice(RowSlice):
 
     Ids that are padding, and entries that a limit hides, read as -inf: once a tile has arrived,
     -inf is written over them.
-
-    Attributes, besides those of `RowSlice`:
-      buffer: ref of shared memory, flat.
-      barriers: mbarriers, which complete with the copies; in interpret mode `plgpu.Barrier`.
-      stride: distance from one tile to the next in `buffer`. Where rows are not aligned, copies
-        begin a little early, and tiles lie a little apart.
-      first_barrier: the barrier of the first tile; the next tiles have the next.
-      limits: what hides entries of every row.
-      end: columns from it on are padding: `size`, or ``[]`` int32 for a part of the vocabulary.
     """
 
-    buffer: Ref
-    barriers: Ref
+    buffer: Ref  # ref of shared memory, flat
+    barriers: Ref  # mbarriers, which complete with the copies; in interpret mode `plgpu.Barrier`
+    # distance from one tile to the next in `buffer`. Where rows are not aligned, copies begin a
+    # little early, and tiles lie a little apart.
     stride: int
-    first_barrier: jax.Array | int
-    limits: tuple[Limit, ...]
+    first_barrier: jax.Array | int  # the barrier of the first tile; the next tiles have the next
+    limits: tuple[Limit, ...]  # what hides entries of every row
+    # columns from it on are padding: `size`, or [] int32 for a part of the vocabulary
     end: jax.Array | int
 
     # Copying.
@@ -411,20 +381,13 @@ class DraftSlice(RowSlice):
     """A CTA's slice of draft rows, read from global memory each time.
 
     Ids that are padding read as `fill`, entries below the threshold as -inf.
-
-    Attributes, besides those of `RowSlice`:
-      draft_size: ids that the drafter could draw.
-      fill: the entry of an id that the drafter could not draw.
-      aligned: whether every row begins at a multiple of sixteen bytes.
-      at_once: `together` for aligned rows.
-      thresholds: of the rows.
     """
 
-    draft_size: int
-    fill: float
-    aligned: bool
-    at_once: int
-    thresholds: Thresholds | NoThresholds
+    draft_size: int  # ids that the drafter could draw
+    fill: float  # the entry of an id that the drafter could not draw
+    aligned: bool  # whether every row begins at a multiple of sixteen bytes
+    at_once: int  # `together` for aligned rows
+    thresholds: Thresholds | NoThresholds  # of the rows
 
     @property
     def by_column(self) -> DraftSlice:
@@ -589,27 +552,16 @@ class NoDraftRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarpRow:
-    """A row for each warp, in global memory, read by id: all of a row, or a part with a first id.
+    """A row for each warp, in global memory, read by id: a whole row, or a part with a first id."""
 
-    Attributes:
-      threads: the operations of the warpgroup.
-      matrix: ref ``[R, columns]``.
-      row: ``[128]`` int32, in range.
-      each: consecutive ids per thread; if not 1, aligned pieces of every row.
-      first: ``[]`` int32, the id of the first column.
-      size: ids from it on are padding.
-      fill: the entry of padding, and of ids that are not here.
-      limits: what hides entries.
-    """
-
-    threads: Threads
-    matrix: Ref
-    row: jax.Array
-    each: int
-    first: jax.Array
-    size: int
-    fill: float
-    limits: tuple[Limit, ...]
+    threads: Threads  # the operations of the warpgroup
+    matrix: Ref  # ref [R, columns]
+    row: jax.Array  # [128] int32, in range
+    each: int  # consecutive ids per thread; if not 1, aligned pieces of every row
+    first: jax.Array  # [] int32, the id of the first column
+    size: int  # ids from it on are padding
+    fill: float  # the entry of padding, and of ids that are not here
+    limits: tuple[Limit, ...]  # what hides entries
 
     def entries(self, ids: jax.Array) -> Chunk:
         """Returns the entries of the ids from `ids` on, which are multiples of `each`."""
@@ -633,13 +585,9 @@ class WarpRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedWarpRow(WarpRow):
-    """A row for each warp whose columns stand for the ids of a map.
+    """A row for each warp whose columns stand for the ids of a map."""
 
-    Attributes, besides those of `WarpRow`:
-      columns: ref ``[size]`` int32, the column of each id; past the last column if it has none.
-    """
-
-    columns: Ref
+    columns: Ref  # ref [size] int32, the column of each id; past the last column if it has none
 
     def _stored(self, ids: jax.Array) -> Chunk:
         threads = self.threads

@@ -46,16 +46,11 @@ class Normalizer(NamedTuple):
 
     ``p = exp2((entry - peak) * factor) / total``, with the factor of the request, for entries that
     are not below `threshold`. The peak is the largest entry, or one of the same order.
-
-    Attributes:
-      peak: ``[]`` float32, not finite for a bad row.
-      total: ``[]`` float32, the mass of the row relative to the peak.
-      threshold: ``[]`` float32, entries below it were filtered out; -inf if none were.
     """
 
-    peak: jax.Array
-    total: jax.Array
-    threshold: jax.Array
+    peak: jax.Array  # [] float32, not finite for a bad row
+    total: jax.Array  # [] float32, the mass of the row relative to the peak
+    threshold: jax.Array  # [] float32, entries below it were filtered out; -inf if none were
 
     @classmethod
     def of(cls, peak: jax.Array, total: jax.Array) -> Normalizer:
@@ -94,15 +89,10 @@ class Given(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exponent:
-    """For rows of logits: log2 of a probability is ``entry * factor - shift``.
+    """For rows of logits: log2 of a probability is ``entry * factor - shift``."""
 
-    Attributes:
-      factor: ``[]`` or ``[128]`` float32, log2(e) / temperature.
-      shift: of the same shape, log2 of the row's mass.
-    """
-
-    factor: jax.Array
-    shift: jax.Array
+    factor: jax.Array  # [] or [128] float32, log2(e) / temperature
+    shift: jax.Array  # of the same shape, log2 of the row's mass
 
     def log2_of(self, entry: jax.Array) -> jax.Array:
         """Returns log2 of the probability of an entry."""
@@ -132,11 +122,9 @@ class RelativeExponent(Exponent):
 
     In one step, ``entry * factor - (peak * factor + shift)``, the last sum would be rounded, and it
     is as large as the largest entry over the temperature.
-
-    Attributes, besides those of `Exponent`:
-      peak: float32 of the same shape, the largest entry of the row or one of the same order.
     """
 
+    # float32 of the same shape, the largest entry of the row or one of the same order
     peak: jax.Array
 
     def log2_of(self, entry: jax.Array) -> jax.Array:
@@ -334,17 +322,13 @@ class TileSums(NamedTuple):
     Tiles come in groups of n, a power of two. A sum over the threads of a warp takes five
     shuffles, one waiting for another. So those of a group are made while the next group is read,
     and n sums share most of their shuffles.
-
-    Attributes:
-      found: ``[128]`` by lane, the sums over the warp. Those of group g are in the lanes whose
-        index modulo ``32 / n`` is g; `_part_of` says which of them has which tile.
-      last: ``[128]`` each, each thread's part of the tiles of the latest group.
-      group: ``[]`` int32, the index of that group.
     """
 
+    # [128] by lane, the sums over the warp. Those of group g are in the lanes whose index modulo 32
+    # / n is g; `_part_of` says which of them has which tile.
     found: jax.Array
-    last: tuple[jax.Array, ...]
-    group: jax.Array
+    last: tuple[jax.Array, ...]  # [128] each, each thread's part of the tiles of the latest group
+    group: jax.Array  # [] int32, the index of that group
 
     @classmethod
     def start(cls, threads: Threads, size: int = 1) -> TileSums:

@@ -27,19 +27,12 @@ _NO_REQUESTS = "implementation='mosaic_gpu' needs at least one request, but B is
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What is known of the GPUs of one compute capability.
+    """What is known of the GPUs of one compute capability."""
 
-    Attributes:
-      name: of the GPUs.
-      has_run: whether the kernel has run on one; if not, it only compiles for them.
-      shared_bytes: the most shared memory of a CTA.
-      max_cluster: the most CTAs of a cluster.
-    """
-
-    name: str
-    has_run: bool
-    shared_bytes: int = SHARED_BYTES
-    max_cluster: int = MAX_CLUSTER
+    name: str  # of the GPUs
+    has_run: bool  # whether the kernel has run on one; if not, it only compiles for them
+    shared_bytes: int = SHARED_BYTES  # the most shared memory of a CTA
+    max_cluster: int = MAX_CLUSTER  # the most CTAs of a cluster
 
 
 GENERATIONS = {

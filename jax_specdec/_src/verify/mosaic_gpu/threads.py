@@ -45,17 +45,11 @@ class Ref(Protocol):
 
 
 class Threads(Protocol):
-    """A warpgroup's operations.
+    """A warpgroup's operations."""
 
-    Attributes:
-      interpreted: whether this is interpret mode.
-      index: each thread's index in the warpgroup, ``[128]`` int32.
-      lane: its index in its warp, ``[128]`` int32.
-    """
-
-    interpreted: bool
-    index: jax.Array
-    lane: jax.Array
+    interpreted: bool  # whether this is interpret mode
+    index: jax.Array  # each thread's index in the warpgroup, [128] int32
+    lane: jax.Array  # its index in its warp, [128] int32
 
     def index_anew(self) -> jax.Array:
         """Returns `index`, computed again: values made from it are not kept in registers."""
