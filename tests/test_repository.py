@@ -35,10 +35,10 @@ MAX_NAMES = 45  # of `import jax_specdec`
 # Lines of what is read together, by folders. A feature that comes in pays by what it replaces, or
 # the limit is argued for.
 MOST_LINES = {
-    # 4,440, where the limit was 5,500 with comments. Comments came to stand at every step and behind
-    # every field, and are not counted. What a call does not have became an object (noise, draft rows, limits of a row,
-    # scratch memory) in place of None, which was asked for 144 times and is 45 times now; records
-    # are made field by field, one assignment a line.
+    # 4,440, where the limit was 5,500 with comments. Comments came to stand at every step and
+    # behind every field; they are not counted. What a call does not have became an object (noise,
+    # draft rows, limits of a row, scratch memory) in place of None, which was asked for 144 times
+    # and is 45 times now; records are made field by field, one assignment a line.
     "_src/verify/mosaic_gpu without comments": 5_300,
     "_src/verify/mosaic_tpu": 1_000,
     "_src/attention": 800,  # XLA and the kernel

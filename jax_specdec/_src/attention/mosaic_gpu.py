@@ -41,40 +41,28 @@ _LEAST = -1e30
 
 
 class Shape(NamedTuple):
-    """The sizes of a launch.
+    """The sizes of a launch."""
 
-    Attributes:
-      num_kv: heads of keys of a request.
-      group: query heads that share one.
-      num_new: S.
-      padded: rows, S * group, rounded up to a multiple of 8, or of 64 if there are more than 64.
-      head_dim: D.
-      room: T.
-      splits: parts of each request's positions.
-      window: see `api.decode_attention`.
-      finite_cache: likewise.
-      has_words: whether `visible` is given.
-    """
-
-    num_kv: int
-    group: int
-    num_new: int
+    num_kv: int  # heads of keys of a request
+    group: int  # query heads that share one
+    num_new: int  # S
+    # Rows, S * group, rounded up to a multiple of 8, or of 64 if there are more than 64.
     padded: int
-    head_dim: int
-    room: int
-    splits: int
-    window: int | None
-    finite_cache: bool
-    has_words: bool
+    head_dim: int  # D
+    room: int  # T
+    splits: int  # parts of each request's positions
+    window: int | None  # see `api.decode_attention`
+    finite_cache: bool  # likewise
+    has_words: bool  # whether `visible` is given
 
     @property
     def row_blocks(self) -> int:
-        """Blocks of 64 rows."""
+        """Returns how many blocks of 64 rows there are."""
         return -(-self.padded // ROWS)
 
     @property
     def stored(self) -> int:
-        """Rows that a block writes."""
+        """Returns how many rows a block writes."""
         return min(self.padded, ROWS)
 
 
@@ -208,54 +196,44 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
 class Operands(NamedTuple):
     """Refs in global memory: operands, then outputs."""
 
-    query: Any
-    keys: Any
-    values: Any
-    start: Any
-    first_head: Any
-    words: Any
-    found: Any
-    largest: Any
-    total: Any
+    query: Any  # [B * Nkv * padded, D], and 64 rows at least
+    keys: Any  # [heads of all layers, D, T]
+    values: Any  # [heads of all layers, T, D]
+    start: Any  # [B] int32
+    first_head: Any  # [1] int32, of the layer
+    words: Any  # [B, 2, row_blocks * 64] int32, bits of the new rows that each row sees
+    found: Any  # [B * Nkv, splits, padded, D]
+    largest: Any  # [B * Nkv, splits, row_blocks * 64] float32, the largest score of each row
+    total: Any  # likewise, the sum of its weights relative to that
 
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a block, their types or refs."""
 
-    query: Any
-    keys: Any
-    values: Any
-    found: Any
-    largest: Any
-    total: Any
+    query: Any  # [64, D]
+    keys: Any  # [STAGES, D, TILE]
+    values: Any  # [STAGES, TILE, D]
+    found: Any  # [64, D], of float32 if splits are to be joined
+    largest: Any  # [64] float32
+    total: Any  # [64] float32
     query_came: Any
-    keys_came: Any
-    values_came: Any
-    words: Any
+    keys_came: Any  # a barrier for each stage
+    values_came: Any  # likewise
+    words: Any  # [2, 64] int32
     words_came: Any
 
 
 class Block(NamedTuple):
-    """What a block has to do; ``[]`` int32 each.
+    """Work of a block, ``[]`` int32 each."""
 
-    Attributes:
-      head: of keys, of all requests.
-      stored_head: where it is among the heads of all layers.
-      split: of the positions.
-      row: first row.
-      start: tokens before the new rows.
-      tile: first tile of positions.
-      num_tiles: how many.
-      first_whole: the first of them that all rows see whole, and `end_whole` the one after.
-    """
-
-    head: jax.Array
-    stored_head: jax.Array
-    split: jax.Array
-    row: jax.Array
-    start: jax.Array
-    tile: jax.Array
-    num_tiles: jax.Array
+    head: jax.Array  # of keys, of all requests
+    stored_head: jax.Array  # where it is among the heads of all layers
+    split: jax.Array  # of the positions
+    row: jax.Array  # first row
+    start: jax.Array  # tokens before the new rows
+    tile: jax.Array  # first tile of positions
+    num_tiles: jax.Array  # how many
+    # The first of them that all rows see whole, and `end_whole` the one after.
     first_whole: jax.Array
     end_whole: jax.Array
 

@@ -32,7 +32,7 @@ class Prefix(NamedTuple):
 
 
 class BlockRuleState(NamedTuple):
-    """Where the block rule's walk stands."""
+    """State of the block rule's walk."""
 
     position: jax.Array  # [] int32, rows read
     weight: jax.Array  # [] float32, joint weight of all drafts before it

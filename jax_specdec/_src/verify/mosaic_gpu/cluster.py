@@ -54,8 +54,8 @@ class Cluster:
 
     threads: Threads  # the operations of the warpgroup
     memory: SharedMemory  # where the slots are
-    # float32 ref [2, floats of a slot] in shared memory; in interpret mode in global memory, and of
-    # the whole cluster
+    # Float32 ref [2, floats of a slot] in shared memory; in interpret mode in global memory, and of
+    # the whole cluster.
     slots: Ref
     barriers: Any  # mbarriers, first those of the slots; in interpret mode `ExchangeBarriers`
     scratch: Ref  # float32 ref in shared memory, for `gather_in_cta`

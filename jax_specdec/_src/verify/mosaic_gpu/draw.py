@@ -42,7 +42,7 @@ class TileWeights(NamedTuple):
     """The masses to draw a tile by."""
 
     # [] int32, how often they have been summed: 0, or 1 by the weights of the position, or 2 by p,
-    # because those were 0 everywhere
+    # because those were 0 everywhere.
     tries: jax.Array
     from_residual: jax.Array  # [] bool, whether by (p - q)+; else by p
     masses: Masses  # of the tiles

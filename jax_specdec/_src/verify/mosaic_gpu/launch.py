@@ -385,7 +385,7 @@ def draft_rows_of(
 
 
 class OfWarpgroup(NamedTuple):
-    """What a warpgroup has in shared memory."""
+    """Shared memory and barriers of one warpgroup."""
 
     tiles: Ref  # flat ref, of the target's dtype, for a slice of a target row
     floats: Ref  # float32 ref, for exchanges in a CTA
@@ -436,7 +436,7 @@ class GpuScratch(NamedTuple, Generic[X]):
 
 
 class InterpretScratch(NamedTuple, Generic[X]):
-    """What stands for `GpuScratch` in interpret mode; slots are in global memory there."""
+    """Stands for `GpuScratch` in interpret mode; slots are in global memory there."""
 
     tiles: X  # as there, and so are the next two
     floats: X  # see there
@@ -505,7 +505,7 @@ def _warpgroups_of(
 
 
 class Place(NamedTuple):
-    """Where a kernel's program runs, while it is traced."""
+    """Place of a kernel's program in the grid, while it is traced."""
 
     cluster: jax.Array  # [] int32, index of the cluster
     cta: jax.Array  # [] int32, index of the CTA in its cluster

@@ -104,7 +104,7 @@ def _upper_half(word: jax.Array) -> jax.Array:
 class Listed(NamedTuple):
     """Candidates of a row, by lane of a warp: lane i has candidates i, 32 + i, and so on."""
 
-    # int32 [128] each; those past the last candidate are negative, no two the same
+    # Int32 [128] each; those past the last candidate are negative, no two the same.
     ids: list[jax.Array]
     entries: list[jax.Array]  # float32 [128] each, likewise -inf; 0 of probabilities
 
@@ -122,7 +122,7 @@ class Candidates:
     each: int  # consecutive ids per thread of a target row
     sums: bool  # whether a row must be summed to normalize it
     thresholds: Thresholds | NoThresholds  # of the rows
-    # from an entry of a row to its probability. Only that of the row that is drawn from is needed,
+    # From an entry of a row to its probability. Only that of the row that is drawn from is needed,
     # and set there; until then, it stands for none.
     q: Probability = Given()
 

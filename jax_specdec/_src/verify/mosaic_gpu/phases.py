@@ -172,7 +172,7 @@ def row_statistics(
 
 
 class TargetSource(NamedTuple, Generic[X]):
-    """What is drawn from where a call has no draft rows, ``[G]`` each; see `position.Position`."""
+    """Source of a draw without draft rows, ``[G]`` each; see `position.Position`."""
 
     row: X  # int32, target row; nothing is drawn if it is negative
     token_id: X  # int32, the id that has no weight; no id of the vocabulary where all have
@@ -182,7 +182,7 @@ class TargetSource(NamedTuple, Generic[X]):
 
 
 class ResidualSource(NamedTuple, Generic[X]):
-    """What is drawn from where a call has draft rows."""
+    """Source of a draw with draft rows, ``[G]`` each; see `position.Position`."""
 
     row: X
     draft_row: X  # int32
@@ -256,7 +256,7 @@ class PartWeights:
     each: int  # consecutive ids that a thread reads at once
     first_id: jax.Array  # [] int32, the part's first id
     is_wanted: jax.Array  # [128] bool, whether the source is
-    # [128] int32, the id that has no weight: the draft, or no id of the vocabulary
+    # [128] int32, the id that has no weight: the draft, or no id of the vocabulary.
     without: jax.Array
     target: WarpRow  # the target row
     p: Exponent  # from its entries to p

@@ -187,7 +187,7 @@ class Slices(NamedTuple):
 
 
 class DraftLayout(NamedTuple):
-    """How the draft distribution of a call is stored."""
+    """Layout of the draft distribution of a call."""
 
     entries: Entries  # what draft rows hold
     ids: Ids  # which ids their columns stand for
@@ -224,14 +224,14 @@ NO_DRAFT = DraftLayout("none", "in order", 0, 0, entry_size=0, is_aligned=True)
 
 
 class SharedMemory(NamedTuple):
-    """What a CTA holds in shared memory, in entries of its refs."""
+    """Shared memory of a CTA, in entries of its refs."""
 
     slices: Slices  # how rows are cut into slices
-    # distance from one tile to the next. Copies of unaligned rows begin a little earlier.
+    # Distance from one tile to the next. Copies of unaligned rows begin a little earlier.
     stride: int
     each: int  # consecutive ids per thread, the same for target and draft rows of any dtype
     masses_per_warp: int  # masses of a warp's tiles, padded to a multiple of what is sent at once
-    # floats of a slot: the masses that all warps send, or up to four other values of each
+    # Floats of a slot: the masses that all warps send, or up to four other values of each.
     slot: int
     scratch: int  # floats for exchanges between the warps of a CTA
     barriers: int  # number of barriers: one for each slot, then one for each tile
@@ -312,7 +312,7 @@ class Plan:
     num_rows: int  # target rows if none is left out
     rule: Rule  # the rule that sampled requests follow
     has_filter: bool  # whether the call has min-p, top-k or top-p
-    # whether there is no mask, no filter and no block rule. Then there are enough registers to sum
+    # Whether there is no mask, no filter and no block rule. Then there are enough registers to sum
     # masses of tiles while a row is read, and to load several tiles at once.
     is_plain: bool
     entries: Entries  # what draft rows hold

@@ -26,7 +26,7 @@ from jax_specdec._src.verify.mosaic_gpu.statistics import Normalizer, is_finite
 
 
 class PositionResult(NamedTuple):
-    """What the rows of a position gave: the kernel's share of `position.Position`.
+    """Result of reading the rows of a position: the kernel's share of `position.Position`.
 
     Every warp of the cluster has the same.
     """
@@ -70,7 +70,7 @@ class Reader:
     row: jax.Array  # [] int32, the target row, whose copy is under way
     rows_before: jax.Array  # [] int32, rows that were copied before it
     base: jax.Array  # [] float32, what masses of the target row are relative to
-    # [] bool, whether the row's largest entry is wanted: for the argmax, a filter, or an output
+    # [] bool, whether the row's largest entry is wanted: for the argmax, a filter, or an output.
     needs_peak: jax.Array
     may_sum_masses: bool  # whether the masses of tiles are summed at once where that serves
     sums_masses: jax.Array  # [] bool, whether it serves here

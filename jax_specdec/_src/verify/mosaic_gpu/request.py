@@ -47,7 +47,7 @@ class DraftingNoise(NamedTuple, Generic[X]):
 
 
 class KeyNoise(NamedTuple, Generic[X]):
-    """What uniforms are drawn from."""
+    """Keys and positions that uniforms are drawn from."""
 
     keys: X  # [B, 2] uint32, the words of each key
     positions: X  # [B] int32
@@ -75,13 +75,13 @@ class NoNumbers(NamedTuple):
 
 
 class RowNumbers(NamedTuple, Generic[X]):
-    """What the drafter stored beside rows of logits."""
+    """Numbers that the drafter stored beside rows of logits."""
 
     log_normalizer: X  # [R] float32, natural logarithm
 
 
 class RelativeRowNumbers(NamedTuple, Generic[X]):
-    """What the drafter stored beside rows of logits, relative to their maximum."""
+    """Numbers that the drafter stored beside rows of logits, relative to their maximum."""
 
     log_normalizer: X  # [R] float32, natural logarithm, relative to `row_max`
     row_max: X  # [R] float32
@@ -111,12 +111,12 @@ class DraftOperands(NamedTuple, Generic[X]):
 
 
 class Operands(NamedTuple, Generic[X]):
-    """What a call gives the kernel."""
+    """Operands of the kernel that verifies."""
 
     target: X  # [M, V] target logits
     token_ids: X  # [N] int32, at least one
     temperature: X  # [B] float32
-    # [B+1] int32; None if draft tokens are sampled: there are no drafts and K is 0
+    # [B+1] int32; None if draft tokens are sampled: there are no drafts and K is 0.
     offsets: X | None
     noise: GivenNoise[X] | DraftingNoise[X] | KeyNoise[X]  # uniforms, or what to draw them from
     draft: OneHotOperands | DraftOperands[X]  # the draft distribution
@@ -130,7 +130,7 @@ class Operands(NamedTuple, Generic[X]):
 
 
 class Verdict(NamedTuple, Generic[X]):
-    """How a verification ended, ``[B]`` int32 each."""
+    """Outcome of a verification, ``[B]`` int32 each."""
 
     num_accepted: X
     num_emitted: X
@@ -138,16 +138,16 @@ class Verdict(NamedTuple, Generic[X]):
 
 
 class SampledRow(NamedTuple, Generic[X]):
-    """What the row that a draft token is sampled from amounts to, ``[B]`` float32 each."""
+    """Numbers of the row that a draft token is sampled from, ``[B]`` float32 each."""
 
     log_normalizer: X  # relative to `row_max`
     row_max: X  # its maximum
-    # one array, below which its filter keeps no entry; without a filter none
+    # One array, below which its filter keeps no entry; without a filter none.
     threshold: tuple[X, ...]
 
 
 class Outputs(NamedTuple, Generic[X]):
-    """What the kernel writes."""
+    """Outputs of the kernel that verifies."""
 
     token_ids: X  # [B * (K+1)] int32
     numbers: Verdict[X] | SampledRow[X]  # of each request
@@ -163,7 +163,7 @@ class RequestLoads:
     start: jax.Array  # [] int32, where its drafts begin
     end: jax.Array  # [] int32
     sampling: SamplingParams  # [] each
-    # the refs of given uniforms, or two words [] of the key and the position []
+    # The refs of given uniforms, or two words [] of the key and the position [].
     noise: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
     active: jax.Array | None  # [] int32; None: it is
     valid: jax.Array | None  # [] int32; None: its draft rows are stored, if there are any
@@ -227,7 +227,7 @@ class RequestLoads:
 
 
 class LoadedKey(NamedTuple):
-    """What a request's uniforms are drawn from."""
+    """Key and position that a request's uniforms are drawn from."""
 
     words: tuple[jax.Array, jax.Array]  # [] uint32 each
     position: jax.Array  # [] int32
@@ -273,7 +273,7 @@ class KernelRequest:
     bonus: jax.Array  # [] int32, the bonus token that the caller gave
     filter: Filter  # its min-p, top-k and top-p, None for those that the call does not have
     is_filtered: jax.Array  # [] bool, whether its filter may leave out anything
-    # given uniforms, or what to draw them from
+    # Given uniforms, or what to draw them from.
     noise: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
     token_ids: jax.Array  # [128] int32 by lane, -1 for lanes without a draft
     proposed: jax.Array  # [128] bool by lane, whether the id is in range

@@ -60,11 +60,11 @@ class Below(NamedTuple):
     def hidden(
         self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
     ) -> list[jax.Array]:
-        """See `Limit`."""
+        """Returns which entries are less than the threshold."""
         return [x < self.threshold for x in entries]
 
     def cut(self, threads: Threads, row: jax.Array, ids: jax.Array, entries: Chunk) -> Chunk:
-        """See `Limit`."""
+        """Returns the entries, -inf where they are less than the threshold."""
         return [jnp.where(x < self.threshold, -jnp.inf, x) for x in entries]
 
 
@@ -80,12 +80,12 @@ class Forbidden(NamedTuple):
     def hidden(
         self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
     ) -> list[jax.Array]:
-        """See `Limit`."""
+        """Returns which ids the bitmask forbids."""
         bits = _bits(target.threads, self.words, row, target.ids(tile) + chunk * target.chunk)
         return [(bits & (1 << j)) == 0 for j in range(len(entries))]
 
     def cut(self, threads: Threads, row: jax.Array, ids: jax.Array, entries: Chunk) -> Chunk:
-        """See `Limit`."""
+        """Returns the entries, -inf where the bitmask forbids the id."""
         bits = _bits(threads, self.words, row, ids)
         return [
             jnp.where((bits & (1 << j)) == (1 << j), x, -jnp.inf) for j, x in enumerate(entries)
@@ -105,13 +105,13 @@ class ForbiddenInPart(NamedTuple):
     def hidden(
         self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
     ) -> list[jax.Array]:
-        """See `Limit`."""
-        ids = target.ids(tile) + chunk * target.chunk
+        """Returns which ids the bitmask forbids."""
+        ids = target.ids(tile) + chunk * target.chunk  # counted from the part's first one
         ids = self.first_id + ids
         return [bit == 0 for bit in self._allowed(target.threads, row, ids, len(entries))]
 
     def cut(self, threads: Threads, row: jax.Array, ids: jax.Array, entries: Chunk) -> Chunk:
-        """See `Limit`."""
+        """Returns the entries, -inf where the bitmask forbids the id, of the whole vocabulary."""
         allowed = self._allowed(threads, row, ids, len(entries))
         return [jnp.where(bit != 0, x, -jnp.inf) for bit, x in zip(allowed, entries, strict=True)]
 
@@ -203,12 +203,12 @@ class TargetSlice(RowSlice):
 
     buffer: Ref  # ref of shared memory, flat
     barriers: Ref  # mbarriers, which complete with the copies; in interpret mode `plgpu.Barrier`
-    # distance from one tile to the next in `buffer`. Where rows are not aligned, copies begin a
+    # Distance from one tile to the next in `buffer`. Where rows are not aligned, copies begin a
     # little early, and tiles lie a little apart.
     stride: int
     first_barrier: jax.Array | int  # the barrier of the first tile; the next tiles have the next
     limits: tuple[Limit, ...]  # what hides entries of every row
-    # columns from it on are padding: `size`, or [] int32 for a part of the vocabulary
+    # Columns from it on are padding: `size`, or [] int32 for a part of the vocabulary.
     end: jax.Array | int
 
     # Copying.

@@ -124,7 +124,7 @@ class RelativeExponent(Exponent):
     is as large as the largest entry over the temperature.
     """
 
-    # float32 of the same shape, the largest entry of the row or one of the same order
+    # Float32 of the same shape, the largest entry of the row or one of the same order.
     peak: jax.Array
 
     def log2_of(self, entry: jax.Array) -> jax.Array:

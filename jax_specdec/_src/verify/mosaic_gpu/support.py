@@ -27,7 +27,7 @@ _NO_REQUESTS = "implementation='mosaic_gpu' needs at least one request, but B is
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What is known of the GPUs of one compute capability."""
+    """GPUs of one compute capability."""
 
     name: str  # of the GPUs
     has_run: bool  # whether the kernel has run on one; if not, it only compiles for them

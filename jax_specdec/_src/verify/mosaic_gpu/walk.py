@@ -32,12 +32,12 @@ def copy_row(request: KernelRequest, target: TargetSlice, position: jax.Array) -
 
 
 class WalkState(NamedTuple):
-    """Where the walk of a warpgroup stands."""
+    """State of a warpgroup's walk."""
 
     position: jax.Array  # [] int32, the next to visit
     result: PositionResult  # what the rows of the last one visited gave
     round: jax.Array  # [] int32, of the next exchange
-    # [] int32, the warpgroup at whose position the walk ends; their number before that
+    # [] int32, the warpgroup at whose position the walk ends; their number before that.
     first: jax.Array
 
 
