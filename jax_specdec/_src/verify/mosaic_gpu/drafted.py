@@ -232,19 +232,20 @@ class DraftedTokens:
             self.q, is_bad = _find_listed(loads, loads.draft)
             self.bad = self.bad | (self.uses_q & is_bad)
         else:
-            self.q = self._of_entry(loads.entry[0], operands)
+            entry = loads.entry[0]
+            if isinstance(loads.draft, MappedSlice) and isinstance(operands.listing, MapOperands):
+                entry = loads.draft.entry_in(loads.draft_row, entry)  # it was a column
+                self.bad = self.bad | (self.uses_q & (operands.listing.bad[0] != 0))
+            self.q = self._q_of(entry)
         # What is stored and not finite, of a row that is used.
         if isinstance(numbers, RelativeRowNumbers):
             self.bad = self.bad | (self.uses_q & ~is_finite(numbers.row_max))
         if not isinstance(numbers, NoNumbers):
             self.bad = self.bad | (self.uses_q & ~is_finite(numbers.log_normalizer))
 
-    def _of_entry(self, entry: jax.Array, operands: DraftOperands[Any]) -> TokenQ:
-        """Returns what gives q, from each draft's entry in its row, or its column of a map."""
+    def _q_of(self, entry: jax.Array) -> TokenQ:
+        """Returns what gives q, from each draft's entry in its row."""
         loads = self.loads
-        if isinstance(loads.draft, MappedSlice) and isinstance(operands.listing, MapOperands):
-            entry = loads.draft.entry_in(loads.draft_row, entry)
-            self.bad = self.bad | (self.uses_q & (operands.listing.bad[0] != 0))
         if self.request.plan.entries == "probs":
             return GivenQ(entry)
         numbers = loads.numbers

@@ -130,7 +130,7 @@ class InterpretedThreads:
 
     def copy_tiles(
         self,
-        rows: Ref,
+        matrix: Ref,
         row: jax.Array,
         first: jax.Array,
         size: int,
@@ -142,7 +142,7 @@ class InterpretedThreads:
     ) -> None:
         def copy(tile: int, length: int) -> None:
             plgpu.copy_gmem_to_smem(
-                rows.at[row, pl.ds(first + tile * TILE, length)],
+                matrix.at[row, pl.ds(first + tile * TILE, length)],
                 buffer.at[pl.ds(tile * stride, length)],
                 barriers.at[first_barrier + tile],
             )
@@ -155,11 +155,11 @@ class InterpretedThreads:
                 is_part = (rest > 0) & (rest < TILE)
                 pl.when(is_part)(functools.partial(copy, tile, size % TILE))
 
-    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
+    def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
         return 0
 
     def prefetch_tiles(
-        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
+        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
         pass
 

@@ -319,7 +319,7 @@ def _draft_of(
         listing=listing,
         numbers=numbers,
         thresholds=thresholds,
-        rows=distribution.rows,
+        row_of_draft=distribution.rows,
         valid=distribution.valid,
     )
 
@@ -455,7 +455,7 @@ class InterpretScratch(NamedTuple, Generic[X]):
         # Arrivals of all CTAs, one barrier for each of their warpgroups.
         of_cluster: tuple[Any, ...] = ()
         if memory.slices.cluster > 1:
-            barrier = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=count)
+            barrier = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=count)
             of_cluster = (barrier,)
         return InterpretScratch[Any](
             tiles=smem((count, memory.slices.tiles * memory.stride), target_dtype),
@@ -542,7 +542,7 @@ def launch(
     # An axis for what there is more than one of; indices of the others are 0.
     axes: dict[str, Any] = {}
     if cluster > 1:
-        axes |= dict(cluster=(cluster,), cluster_names=("block",))
+        axes |= dict(cluster=(cluster,), cluster_names=("cta",))
     if warpgroups > 1:
         axes |= dict(num_threads=warpgroups, thread_name="warpgroup")
     # A kernel takes flat lists of refs. Fields that are absent have no leaf, and take no parameter.
@@ -550,7 +550,7 @@ def launch(
 
     def run(*refs: Ref) -> None:
         # `pl.program_id` is silently 0 in interpret mode; the index of an axis is right.
-        cta = lax.axis_index("block") if cluster > 1 else jnp.int32(0)
+        cta = lax.axis_index("cta") if cluster > 1 else jnp.int32(0)
         warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else jnp.int32(0)
         index = lax.axis_index("cluster")
         threads = InterpretedThreads() if interpret else GpuThreads()

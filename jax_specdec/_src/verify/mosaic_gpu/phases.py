@@ -25,13 +25,16 @@ from jax_specdec._src.verify.mosaic_gpu.cluster import tree_sum
 from jax_specdec._src.verify.mosaic_gpu.draw import pick, pick_of
 from jax_specdec._src.verify.mosaic_gpu.launch import Place, launch
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS, KernelConfig, SharedMemory
+from jax_specdec._src.verify.mosaic_gpu.request import OneHotOperands
 from jax_specdec._src.verify.mosaic_gpu.rows import (
     Below,
     Chunk,
     ForbiddenInPart,
     Limit,
     MappedWarpRow,
+    NoThresholds,
     TargetSlice,
+    Thresholds,
     WarpRow,
     words_of,
 )
@@ -172,7 +175,7 @@ def row_statistics(
 
 
 class TargetSource(NamedTuple, Generic[X]):
-    """Source of a draw without draft rows, ``[G]`` each; see `position.Position`."""
+    """Source of a draw where the call has no draft rows, ``[G]`` each; see `position.Position`."""
 
     row: X  # int32, target row; nothing is drawn if it is negative
     token_id: X  # int32, the id that has no weight; no id of the vocabulary where all have
@@ -182,9 +185,9 @@ class TargetSource(NamedTuple, Generic[X]):
 
 
 class ResidualSource(NamedTuple, Generic[X]):
-    """Source of a draw with draft rows, ``[G]`` each; see `position.Position`."""
+    """Source of a draw where the call has draft rows, ``[G]`` each."""
 
-    row: X
+    row: X  # as in `TargetSource`, and so are the next ones that say nothing
     draft_row: X  # int32
     token_id: X
     uses_q: X  # bool, whether the weights are the residual; else as without draft rows
@@ -195,16 +198,22 @@ class ResidualSource(NamedTuple, Generic[X]):
     weight: X  # float32, joint weight of the drafts before
 
 
+class PartDraftOperands(NamedTuple, Generic[X]):
+    """Draft rows of the kernels that draw."""
+
+    matrix: X  # [R, Vd]
+    columns: tuple[X, ...]  # of a map: one [size] int32, the column of each id; else none
+    thresholds: Thresholds | NoThresholds  # of the rows
+
+
 class PartOperands(NamedTuple, Generic[X]):
-    """The operands of the kernels that draw."""
+    """Operands of the kernels that draw."""
 
     source: TargetSource[X] | ResidualSource[X]  # what is drawn from
     first_id: X  # [1] int32, the part's first id
     target: X  # [M, width] target logits of the part
-    bitmask: X | None  # [M, words] int32, the ids that are allowed, or None
-    draft: X | None = None  # [R, Vd] draft rows, or None, as all that follows
-    columns: X | None = None  # [size] int32, the column of each id, of a map
-    thresholds: X | None = None  # [R] float32
+    bitmask: X | None  # [M, words] int32, the ids that are allowed; None: all are
+    draft: OneHotOperands | PartDraftOperands[X]  # draft rows, if the call has any
 
     @classmethod
     def of(cls, rows: LocalRows, source: Position) -> PartOperands[jax.Array]:
@@ -225,8 +234,9 @@ class PartOperands(NamedTuple, Generic[X]):
             threshold=source.threshold,
         )
         if draft is None:
-            return PartOperands(source=TargetSource(**of_target), **common)
+            return PartOperands(source=TargetSource(**of_target), draft=OneHotOperands(), **common)
         has_scale = isinstance(draft.distribution, DraftLogits)
+        thresholds = draft.storage.thresholds
         return PartOperands(
             source=ResidualSource(
                 draft_row=source.draft_row,
@@ -235,9 +245,11 @@ class PartOperands(NamedTuple, Generic[X]):
                 weight=source.weight,
                 **of_target,
             ),
-            draft=draft.storage.matrix,
-            columns=draft.rows.columns if isinstance(draft.rows, MappedRows) else None,
-            thresholds=draft.storage.thresholds,
+            draft=PartDraftOperands(
+                matrix=draft.storage.matrix,
+                columns=(draft.rows.columns,) if isinstance(draft.rows, MappedRows) else (),
+                thresholds=NoThresholds() if thresholds is None else Thresholds(thresholds),
+            ),
             **common,
         )
 
@@ -277,13 +289,7 @@ class PartWeights:
         source = jax.tree.map(lambda ref: threads.gather(ref, item), operands.source)
         first_id = operands.first_id[0]
         factor = jnp.minimum(source.inv_temperature * LOG2E, LARGEST)
-        # Sixteen bytes of the widest entries, if they are aligned in all rows.
-        matrices = [operands.target]
-        if operands.draft is not None and operands.columns is None:
-            matrices.append(operands.draft)
-        each = 16 // max([jnp.dtype(x.dtype).itemsize for x in matrices])
-        if any([x.shape[1] % each for x in matrices]):
-            each = 1
+        each = _entries_at_once(operands)
         limits: tuple[Limit, ...] = ()
         if source.threshold is not None:
             limits += (Below(source.threshold),)
@@ -308,32 +314,17 @@ class PartWeights:
             target=target,
             p=_exponent(source.scale, factor),
         )
-        if operands.draft is None or rows.draft is None:
+        if isinstance(source, TargetSource):
             return PartWeights(**of_target)
-        # The draft row, whole or in the same parts, and what turns its entries into q.
         q: Probability = Given()
         if source.draft_scale is not None:
             q = _exponent(source.draft_scale, factor)
-        row = jnp.clip(source.draft_row, 0, operands.draft.shape[0] - 1)
-        of_draft: tuple[Limit, ...] = ()
-        if operands.thresholds is not None:
-            of_draft = (Below(threads.gather(operands.thresholds, row)),)
-        storage = rows.draft.storage
-        of_row: dict[str, Any] = dict(
-            threads=threads,
-            matrix=operands.draft,
-            row=row,
-            each=each,
-            first=jnp.int32(0) if storage.first_id is None else first_id,
-            size=rows.target.size,
-            fill=storage.fill,
-            limits=of_draft,
-        )
-        draft = WarpRow(**of_row)
-        if operands.columns is not None:
-            draft = MappedWarpRow(columns=operands.columns, **of_row)
         return ResidualWeights(
-            draft=draft, uses_q=source.uses_q != 0, weight=source.weight, q=q, **of_target
+            draft=_draft_row(threads, rows, operands, source.draft_row, each),
+            uses_q=source.uses_q != 0,
+            weight=source.weight,
+            q=q,
+            **of_target,
         )
 
     @property
@@ -392,6 +383,43 @@ class ResidualWeights(PartWeights):
         """Returns these weights where there is mass by them, else ``p``."""
         without = jnp.where(has_mass, self.without, -1)
         return dataclasses.replace(self, without=without, uses_q=self.uses_q & has_mass)
+
+
+def _entries_at_once(operands: PartOperands[Ref]) -> int:
+    """Returns how many consecutive entries a thread reads at once, of target and draft rows alike.
+
+    Sixteen bytes of the wider entries, if they are aligned in all rows; else one. A map's columns
+    lie anywhere, and are read one by one.
+    """
+    draft = operands.draft
+    matrices = [operands.target]
+    if isinstance(draft, PartDraftOperands) and not draft.columns:
+        matrices.append(draft.matrix)
+    each = 16 // max([jnp.dtype(x.dtype).itemsize for x in matrices])
+    return 1 if any([x.shape[1] % each for x in matrices]) else each
+
+
+def _draft_row(
+    threads: Threads, rows: LocalRows, operands: PartOperands[Ref], row: jax.Array, each: int
+) -> WarpRow:
+    """Returns the draft row ``[128]`` of each warp, whole or in the same parts as the target's."""
+    draft = operands.draft
+    assert isinstance(draft, PartDraftOperands) and rows.draft is not None
+    storage = rows.draft.storage
+    row = jnp.clip(row, 0, draft.matrix.shape[0] - 1)
+    common: dict[str, Any] = dict(
+        threads=threads,
+        matrix=draft.matrix,
+        row=row,
+        each=each,
+        first=jnp.int32(0) if storage.first_id is None else operands.first_id[0],
+        size=rows.target.size,
+        fill=storage.fill,
+        limits=draft.thresholds.limits(threads, row),
+    )
+    if draft.columns:
+        return MappedWarpRow(columns=draft.columns[0], **common)
+    return WarpRow(**common)
 
 
 def _exponent(scale: Scale, factor: jax.Array) -> Exponent:

@@ -2,7 +2,7 @@
 
 They are built from MLIR's `nvvm` and `llvm` dialects where possible. PTX is used for:
 
-- copies, prefetches and stores to other blocks: each is predicated, for one thread or lane;
+- copies, prefetches and stores to other CTAs: each is predicated, for one thread or lane;
 - waiting for an mbarrier: the dialect's loop suspends the thread between two tries;
 - `index_anew`: only code with side effects is computed again rather than kept in a register;
 - first bytes of rows: what all rows have in common would be kept in registers;
@@ -241,7 +241,7 @@ class GpuThreads:
 
     def copy_tiles(
         self,
-        rows: Ref,
+        matrix: Ref,
         row: jax.Array,
         first: jax.Array,
         size: int,
@@ -251,14 +251,14 @@ class GpuThreads:
         barriers: Ref,
         first_barrier: jax.Array | int,
     ) -> None:
-        columns = rows.shape[1]
-        bytes_each = rows.dtype.itemsize
+        columns = matrix.shape[1]
+        bytes_each = matrix.dtype.itemsize
         # Thread i copies tile i: it says how many bytes barrier i is to wait for, and begins.
         index, begin, length = self._tiles(first, size, count)
 
-        def run(rows: Any, buffer: Any, barriers: Any, *args: Any) -> None:
+        def run(matrix: Any, buffer: Any, barriers: Any, *args: Any) -> None:
             row, first, place, barrier, count = args
-            begin, length = _whole_units(rows, row, first, count, columns, bytes_each)
+            begin, length = _whole_units(matrix, row, first, count, columns, bytes_each)
             _ptx(
                 """{
                 .reg .pred mine;
@@ -276,30 +276,30 @@ class GpuThreads:
             )
 
         values = row, begin, index * stride, first_barrier + index, length
-        _inline(run, (rows, buffer, barriers), values)
+        _inline(run, (matrix, buffer, barriers), values)
 
-    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
-        columns = rows.shape[1]
-        size = rows.dtype.itemsize
+    def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
+        columns = matrix.shape[1]
+        size = matrix.dtype.itemsize
 
         # Entries between the last multiple of sixteen bytes and the row's first entry. Every tile
         # begins as many after one, for a tile is a multiple of sixteen bytes.
-        def run(rows: Any, row: Any) -> Any:
-            begin = _first_byte(rows, row, utils.c(0, _i32()), columns, size)
+        def run(matrix: Any, row: Any) -> Any:
+            begin = _first_byte(matrix, row, utils.c(0, _i32()), columns, size)
             before = arith.trunci(_i32(), arith.andi(begin, utils.c(COPIED - 1, _i64())))
             return (arith.shrui(before, utils.c(size.bit_length() - 1, _i32())),)
 
-        return _inline(run, (rows,), (row,), [jnp.int32], shape=())[0]
+        return _inline(run, (matrix,), (row,), [jnp.int32], shape=())[0]
 
     def prefetch_tiles(
-        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
+        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
-        columns = rows.shape[1]
-        bytes_each = rows.dtype.itemsize
+        columns = matrix.shape[1]
+        bytes_each = matrix.dtype.itemsize
         _, begin, length = self._tiles(first, size, count)
 
-        def run(rows: Any, row: Any, first: Any, count: Any) -> None:
-            begin, length = _whole_units(rows, row, first, count, columns, bytes_each)
+        def run(matrix: Any, row: Any, first: Any, count: Any) -> None:
+            begin, length = _whole_units(matrix, row, first, count, columns, bytes_each)
             _ptx(
                 """{
                 .reg .pred mine;
@@ -312,7 +312,7 @@ class GpuThreads:
                 count,
             )
 
-        _inline(run, (rows,), (row, begin, length))
+        _inline(run, (matrix,), (row, begin, length))
 
     def _tiles(
         self, first: jax.Array, size: int, count: int
@@ -515,10 +515,10 @@ def _add_scaled(address: Any, index: Any, size: int) -> Any:
 
 
 def _whole_units(
-    rows: Any, row: Any, first: Any, count: Any, columns: int, size: int
+    matrix: Any, row: Any, first: Any, count: Any, columns: int, size: int
 ) -> tuple[Any, Any]:
     """Returns the address of the sixteen-byte units that hold `count` entries, and their length."""
-    begin = _first_byte(rows, row, first, columns, size)
+    begin = _first_byte(matrix, row, first, columns, size)
     mask = utils.c(-COPIED, _i64())
     end = arith.addi(_add_scaled(begin, count, size), utils.c(COPIED - 1, _i64()))
     begin = arith.andi(begin, mask)  # down to a unit
@@ -526,10 +526,10 @@ def _whole_units(
     return begin, arith.trunci(_i32(), arith.subi(end, begin))
 
 
-def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any:
+def _first_byte(matrix: Any, row: Any, first: Any, columns: int, size: int) -> Any:
     """Returns the address of entry `first` of a row, 64 bits: base + row * bytes + first * size."""
     text = f"{{ mad.wide.s32 $0, $2, {columns * size}, $1; mad.wide.s32 $0, $3, {size}, $0; }}"
-    start = llvm.ptrtoint(_i64(), utils.memref_ptr(rows))
+    start = llvm.ptrtoint(_i64(), utils.memref_ptr(matrix))
     return _ptx(text, "=&l,l,r,r", start, row, first, result=_i64(), pure=True)
 
 

@@ -91,7 +91,7 @@ class OneHotOperands(NamedTuple):
     """Stands for the draft distribution where a call has none."""
 
     @property
-    def rows(self) -> None:
+    def row_of_draft(self) -> None:
         """Returns None: see `DraftOperands`."""
 
     @property
@@ -106,7 +106,7 @@ class DraftOperands(NamedTuple, Generic[X]):
     listing: InOrder | MapOperands[X] | CandidateOperands[X]  # which ids its columns stand for
     numbers: NoNumbers | RowNumbers[X] | RelativeRowNumbers[X]  # what is stored beside each row
     thresholds: Thresholds | NoThresholds  # [R] float32, or none
-    rows: X | None  # [N] int32, the row of each draft; None: draft n has row n
+    row_of_draft: X | None  # [N] int32; None: draft n has row n
     valid: X | None  # [B] bool, whether the request's rows are stored; None: all are
 
 
@@ -159,7 +159,7 @@ class RequestLoads:
 
     lane: jax.Array  # [128] int32, the index of each thread in its warp
     token_ids: jax.Array  # [128] by lane, the drafts if all requests before have K drafts
-    rows: jax.Array | None  # [128] by lane, their draft rows; None if draft n has row n
+    draft_rows: jax.Array | None  # [128] by lane, theirs; None if draft n has row n
     start: jax.Array  # [] int32, where its drafts begin
     end: jax.Array  # [] int32
     sampling: SamplingParams  # [] each
@@ -188,7 +188,9 @@ class RequestLoads:
         # Where its drafts begin is not known yet. If all requests before have K, it is here.
         guess = jnp.minimum(index * plan.k + lane, operands.token_ids.shape[0] - 1)
         token_ids = threads.gather(operands.token_ids, guess)
-        loaded_rows = jax.tree.map(lambda ref: threads.gather(ref, guess), operands.draft.rows)
+        draft_rows = jax.tree.map(
+            lambda ref: threads.gather(ref, guess), operands.draft.row_of_draft
+        )
         # Rounds of 32 requests before this one, whose offsets are loaded at once; if there are more
         # requests, `_reached` loads the others later.
         start = jnp.int32(0)
@@ -212,7 +214,7 @@ class RequestLoads:
         return cls(
             lane=lane,
             token_ids=token_ids,
-            rows=loaded_rows,
+            draft_rows=draft_rows,
             start=start,
             end=end,
             sampling=SamplingParams(temperature, **limits._asdict()),
@@ -330,12 +332,12 @@ class KernelRequest:
         # The drafts, by lane: what was loaded with the offsets, if the guess was right.
         is_draft = lane < num_drafts
         place = jnp.where(is_draft, start + lane, 0)
-        token_ids, rows = lax.cond(
+        token_ids, draft_rows = lax.cond(
             start == index * plan.k,
-            lambda: (loads.token_ids, loads.rows),
+            lambda: (loads.token_ids, loads.draft_rows),
             lambda: (
                 threads.gather(operands.token_ids, place),
-                jax.tree.map(lambda ref: threads.gather(ref, place), operands.draft.rows),
+                jax.tree.map(lambda ref: threads.gather(ref, place), operands.draft.row_of_draft),
             ),
         )
         token_ids = jnp.where(is_draft, token_ids, -1)
@@ -360,7 +362,7 @@ class KernelRequest:
             noise=loads.noise,
             token_ids=token_ids,
             proposed=(token_ids >= 0) & (token_ids < plan.size),
-            draft_rows=place if rows is None else jnp.where(is_draft, rows, 0),
+            draft_rows=place if draft_rows is None else jnp.where(is_draft, draft_rows, 0),
         )
 
     @property

@@ -136,10 +136,10 @@ def unsupported(
 def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     """Returns why the device has too little room for a launch, a sentence; None if it has."""
     generation = _generation()
-    blocks = shared.slices.cluster
-    if blocks > generation.max_cluster:
+    ctas = shared.slices.cluster
+    if ctas > generation.max_cluster:
         return (
-            f"implementation='mosaic_gpu' would verify a request in a cluster of {blocks} blocks, "
+            f"implementation='mosaic_gpu' would verify a request in a cluster of {ctas} blocks, "
             f"but {generation.name} has at most {generation.max_cluster}: give "
             f"kernel_config=KernelConfig(max_cluster={generation.max_cluster})"
         )
@@ -149,7 +149,7 @@ def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     return (
         "implementation='mosaic_gpu' holds a slice of each row in shared memory, but "
         f"{shared.slices.size} ids of {dtypes} need {shared.bytes} bytes and {shared.barriers} "
-        f"barriers in each of {blocks} blocks, and a block of {generation.name} has "
+        f"barriers in each of {ctas} blocks, and a block of {generation.name} has "
         f"{generation.shared_bytes} and {MAX_BARRIERS}"
     )
 

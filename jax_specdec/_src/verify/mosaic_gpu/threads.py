@@ -151,7 +151,7 @@ class Threads(Protocol):
 
     def copy_tiles(
         self,
-        rows: Ref,
+        matrix: Ref,
         row: jax.Array,
         first: jax.Array,
         size: int,
@@ -166,7 +166,7 @@ class Threads(Protocol):
         A copy begins up to fifteen bytes before its first entry: see `copy_shift`.
 
         Args:
-          rows: ref ``[R, columns]`` in global memory.
+          matrix: ref ``[R, columns]`` in global memory.
           row: ``[]`` int32.
           first: ``[]`` int32, the first entry of the first tile.
           size: entries of the row; nothing past them is copied.
@@ -177,11 +177,11 @@ class Threads(Protocol):
           first_barrier: the one that completes with the first tile; the next tiles have the next.
         """
 
-    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
+    def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
         """Returns how many entries a copy of a row's tiles has before the first, ``[]`` int32."""
 
     def prefetch_tiles(
-        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
+        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
         """Begin to fetch the tiles of a row into the L2 cache; arguments as `copy_tiles`."""
 
