@@ -113,8 +113,8 @@ class Draw:
         # Where the draft was one-hot, p without it: its logit becomes -inf in shared memory.
         pl.when(self._is_without_token)(lambda: self._set_logit(self.threads.filled(-jnp.inf)))
 
-        # At most two rounds: one where nothing was summed yet, and one by p where all that was
-        # summed is 0, as it is for p = q.
+        # Sums where nothing was summed yet, and once more where nothing has weight: in the residual
+        # of p = q, or in a row that has the rejected token alone.
         def again(weights: TileWeights) -> jax.Array:
             return (weights.tries == 0) | ((weights.masses.total == 0) & (weights.tries == 1))
 
