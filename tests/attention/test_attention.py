@@ -89,14 +89,14 @@ def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any,
         unseen += [slice(0, max(0, first[b] - window + 1))] if window else []
         for positions in unseen:
             keys[own, :, positions], values[own, positions] = np.nan, np.inf
-    return (query, keys, values, first, visible, None), wanted, window
+    return xla.AttentionArrays(query, keys, values, first, visible), wanted, window
 
 
 def check(case: tuple[Any, ...], dtype: Any, attend: Any, **settings: Any) -> None:
     for poisoned in (True, False):  # False with the promise of a finite cache
         arrays, wanted, window = made(case, dtype, poisoned)
         run = functools.partial(attend, window=window, finite_cache=not poisoned, **settings)
-        found = np.asarray(jax.jit(run)(*arrays), np.float64)
+        found = np.asarray(jax.jit(run)(arrays), np.float64)
         error = 2e-6 if dtype == jnp.float32 else 1.5e-2
         np.testing.assert_allclose(found, wanted, rtol=error, atol=error)
 
@@ -154,7 +154,8 @@ def nan_in_a_new_row_is_for_those_who_see_it(attend: Any) -> None:
         broken = array.copy()
         broken[at] = np.nan
         given = (broken, values) if array is keys else (keys, broken)
-        found = np.asarray(attend(query, *given, start, visible, None), np.float32)
+        arrays = xla.AttentionArrays(query, *given, start, visible)
+        found = np.asarray(attend(arrays), np.float32)
         is_nan = np.isnan(found).any(axis=(2, 3))[0]
         assert is_nan.tolist() == [False, True, True, False]
 

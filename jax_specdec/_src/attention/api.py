@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_specdec._src.arrays import LOGITS, Sizes, check_array, check_choice, check_int, require
 from jax_specdec._src.attention import xla
+from jax_specdec._src.attention.arrays import AttentionArrays
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.verify.mosaic_gpu import support
 
@@ -19,26 +20,6 @@ AttentionImplementation = Literal["xla", "mosaic_gpu"]
 
 MAX_VISIBLE = 64
 """Rows that `visible` has bits for."""
-
-
-class AttentionArrays(NamedTuple):
-    """The arrays of a call.
-
-    Attributes:
-      query: ``[B, S, N, D]``.
-      keys: ``[B * Nkv, D, T]``.
-      values: ``[B * Nkv, T, D]``.
-      start: ``[B]`` int32.
-      visible: ``[B, S, 2]`` uint32, or None for a chain.
-      layer: ``[]`` int32, of keys and values with a leading axis of layers; or None.
-    """
-
-    query: jax.Array
-    keys: jax.Array
-    values: jax.Array
-    start: jax.Array
-    visible: jax.Array | None
-    layer: jax.Array | None
 
 
 class AttentionStatic(NamedTuple):
@@ -169,12 +150,10 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
         if why_not is None:
             from jax_specdec._src.attention import mosaic_gpu  # which imports Pallas
 
-            return mosaic_gpu.attend(
-                *arrays, window=static.window, finite_cache=static.finite_cache
-            )
+            return mosaic_gpu.attend(arrays, window=static.window, finite_cache=static.finite_cache)
         if is_named:
             raise NotImplementedError(f"implementation='mosaic_gpu' {why_not}")
-    return xla.attend(*arrays, window=static.window, finite_cache=static.finite_cache)
+    return xla.attend(arrays, window=static.window, finite_cache=static.finite_cache)
 
 
 def _is_small(arrays: AttentionArrays) -> bool:

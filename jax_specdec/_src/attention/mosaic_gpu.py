@@ -21,6 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from jax_specdec._src.attention.arrays import AttentionArrays
+
 plgpu: Any = mosaic_gpu  # its stubs lack names, and call its transforms abstract
 
 ROWS = 64
@@ -39,50 +41,33 @@ _LEAST = -1e30
 
 
 class Shape(NamedTuple):
-    """The sizes of a launch.
+    """The sizes of a launch."""
 
-    Attributes:
-      num_kv: heads of keys of a request.
-      group: query heads that share one.
-      num_new: S.
-      padded: rows, S * group, rounded up to a multiple of 8, or of 64 if there are more than 64.
-      head_dim: D.
-      room: T.
-      splits: parts of each request's positions.
-      window: see `api.decode_attention`.
-      finite_cache: likewise.
-      has_words: whether `visible` is given.
-    """
-
-    num_kv: int
-    group: int
-    num_new: int
+    num_kv: int  # heads of keys of a request
+    group: int  # query heads that share one
+    num_new: int  # S
+    # Rows, S * group, rounded up to a multiple of 8, or of 64 if there are more than 64.
     padded: int
-    head_dim: int
-    room: int
-    splits: int
-    window: int | None
-    finite_cache: bool
-    has_words: bool
+    head_dim: int  # D
+    room: int  # T
+    splits: int  # parts of each request's positions
+    window: int | None  # see `api.decode_attention`
+    finite_cache: bool  # likewise
+    has_words: bool  # whether `visible` is given
 
     @property
     def row_blocks(self) -> int:
-        """Blocks of 64 rows."""
+        """Returns how many blocks of 64 rows there are."""
         return -(-self.padded // ROWS)
 
     @property
     def stored(self) -> int:
-        """Rows that a block writes."""
+        """Returns how many rows a block writes."""
         return min(self.padded, ROWS)
 
 
 def attend(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    start: jax.Array,
-    visible: jax.Array | None,
-    layer: jax.Array | None,
+    arrays: AttentionArrays,
     *,
     window: int | None,
     finite_cache: bool,
@@ -92,27 +77,28 @@ def attend(
     """Returns ``[B, S, N, D]``; see `api.decode_attention`.
 
     Args:
-      query: as there, and so are the next seven.
-      keys: see there.
-      values: see there.
-      start: see there.
-      visible: see there.
-      layer: see there.
+      arrays: of the call.
       window: see there.
       finite_cache: see there.
       splits: parts of each request's positions; None for as many as fill a GPU.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
-    batch_size, num_new, num_heads, head_dim = query.shape
-    heads, _, room = keys.shape[-3:]
+    batch_size, num_new, num_heads, head_dim = arrays.query.shape
+    heads, _, room = arrays.keys.shape[-3:]
     # The heads of all layers lie one after another.
-    keys, values = (x.reshape(-1, *x.shape[-2:]) for x in (keys, values))
+    keys = arrays.keys.reshape(-1, head_dim, room)
+    values = arrays.values.reshape(-1, room, head_dim)
     # NumPy's zeros are constants of the program, those of JAX would be a launch.
-    first_head: Any = np.zeros((1,), np.int32) if layer is None else (layer * heads)[None]
+    first_head: Any = np.zeros((1,), np.int32)
+    if arrays.layer is not None:
+        first_head = (arrays.layer * heads)[None]
     num_kv = heads // batch_size
-    group, rows = num_heads // num_kv, num_new * num_heads // num_kv
+    group = num_heads // num_kv
+    # Rows of one product with a head of keys: every new row, by every query head that shares it.
+    rows = num_new * group
     unit = 8 if rows <= ROWS else ROWS
     padded = -(-rows // unit) * unit
+    # Few requests fill a GPU only if the positions of each are split among blocks.
     if splits is None:
         blocks = heads * -(-padded // ROWS)
         splits = max(1, min(BLOCKS // blocks, room // LEAST_SPLIT))
@@ -126,19 +112,20 @@ def attend(
         splits=splits,
         window=window,
         finite_cache=finite_cache,
-        has_words=visible is not None,
+        has_words=arrays.visible is not None,
     )
     # [B, S, Nkv, group, D] -> [B * Nkv, rows, D] -> [B * Nkv * padded, D], and at least 64 rows.
-    query = query.reshape(batch_size, num_new, num_kv, group, head_dim).swapaxes(1, 2)
+    query = arrays.query.reshape(batch_size, num_new, num_kv, group, head_dim).swapaxes(1, 2)
     query = query.reshape(heads, rows, head_dim)
     query = jnp.pad(query, ((0, 0), (0, padded - rows), (0, 0))).reshape(-1, head_dim)
     query = jnp.pad(query, ((0, max(0, ROWS - query.shape[0])), (0, 0)))
-    words = _words_of_rows(visible, shape)
+    words = _words_of_rows(arrays.visible, shape)
     # [B * Nkv, splits, padded, D], and [B * Nkv, splits, row_blocks * 64] twice.
     with jax.enable_x64(False):
         found, largest, total = _launch(shape, keys.dtype, heads, interpret)(
-            query, keys, values, start, first_head, words
+            query, keys, values, arrays.start, first_head, words
         )
+    # Each split has its own maximum: its product and its total are scaled to the largest of all.
     if splits > 1:
         largest, total = largest[:, :, :padded], total[:, :, :padded]
         weight = jnp.exp2(largest - largest.max(axis=1, keepdims=True))
@@ -154,18 +141,20 @@ def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
     if visible is None:
         return np.zeros((1, 2, ROWS), np.int32)
     words = lax.bitcast_convert_type(visible, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
+    # A row of a product for each query head of a new row: [B, 2, S * group], padded to blocks.
     words = jnp.repeat(words, shape.group, axis=2)
     rest = shape.row_blocks * ROWS - words.shape[2]
     return jnp.pad(words, ((0, 0), (0, 0), (0, rest)))
 
 
 def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..., Any]:
-    """Returns the kernel."""
+    """Returns the kernel, a function of the arrays of `Operands` without the last three."""
     # Partial products of several splits are joined in float32.
     out_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
     # Shared memory as the matrix unit reads it: tiles of 8 rows of 128 bytes, swizzled.
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     swizzled_out = (plgpu.TilingTransform((8, 128 // out_dtype.itemsize)), swizzled[1])
+    # One barrier for each tile in shared memory: a copy completes it.
     barrier = functools.partial(plgpu.Barrier, num_barriers=STAGES)
     scratch = Scratch(
         query=plgpu.SMEM((ROWS, shape.head_dim), dtype, transforms=swizzled),
@@ -181,9 +170,11 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
         words_came=plgpu.Barrier(),
     )
 
+    # A kernel takes operands, outputs and scratch memory as one flat list.
     def run(*refs: Any) -> None:
         count = len(Operands._fields)
-        operands, scratch = Operands(*refs[:count]), Scratch(*refs[count:])
+        operands = Operands(*refs[:count])
+        scratch = Scratch(*refs[count:])
         _multiply(shape, Block.of(shape, operands), operands, scratch, bool(interpret))
 
     run.__name__ = "decode_attention"
@@ -205,61 +196,52 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
 class Operands(NamedTuple):
     """Refs in global memory: operands, then outputs."""
 
-    query: Any
-    keys: Any
-    values: Any
-    start: Any
-    first_head: Any
-    words: Any
-    found: Any
-    largest: Any
-    total: Any
+    query: Any  # [B * Nkv * padded, D], and 64 rows at least
+    keys: Any  # [heads of all layers, D, T]
+    values: Any  # [heads of all layers, T, D]
+    start: Any  # [B] int32
+    first_head: Any  # [1] int32, of the layer
+    words: Any  # [B, 2, row_blocks * 64] int32, bits of the new rows that each row sees
+    found: Any  # [B * Nkv, splits, padded, D]
+    largest: Any  # [B * Nkv, splits, row_blocks * 64] float32, the largest score of each row
+    total: Any  # likewise, the sum of its weights relative to that
 
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a block, their types or refs."""
 
-    query: Any
-    keys: Any
-    values: Any
-    found: Any
-    largest: Any
-    total: Any
+    query: Any  # [64, D]
+    keys: Any  # [STAGES, D, TILE]
+    values: Any  # [STAGES, TILE, D]
+    found: Any  # [64, D], of float32 if splits are to be joined
+    largest: Any  # [64] float32
+    total: Any  # [64] float32
     query_came: Any
-    keys_came: Any
-    values_came: Any
-    words: Any
+    keys_came: Any  # a barrier for each stage
+    values_came: Any  # likewise
+    words: Any  # [2, 64] int32
     words_came: Any
 
 
 class Block(NamedTuple):
-    """What a block has to do; ``[]`` int32 each.
+    """Work of a block, ``[]`` int32 each."""
 
-    Attributes:
-      head: of keys, of all requests.
-      stored_head: where it is among the heads of all layers.
-      split: of the positions.
-      row: first row.
-      start: tokens before the new rows.
-      tile: first tile of positions.
-      num_tiles: how many.
-      first_whole: the first of them that all rows see whole, and `end_whole` the one after.
-    """
-
-    head: jax.Array
-    stored_head: jax.Array
-    split: jax.Array
-    row: jax.Array
-    start: jax.Array
-    tile: jax.Array
-    num_tiles: jax.Array
+    head: jax.Array  # of keys, of all requests
+    stored_head: jax.Array  # where it is among the heads of all layers
+    split: jax.Array  # of the positions
+    row: jax.Array  # first row
+    start: jax.Array  # tokens before the new rows
+    tile: jax.Array  # first tile of positions
+    num_tiles: jax.Array  # how many
+    # The first of them that all rows see whole, and `end_whole` the one after.
     first_whole: jax.Array
     end_whole: jax.Array
 
     @classmethod
     def of(cls, shape: Shape, operands: Operands) -> Block:
         """Returns the work of this block."""
-        head, split = lax.axis_index("head"), lax.axis_index("split")
+        head = lax.axis_index("head")
+        split = lax.axis_index("split")
         row = lax.axis_index("row_block") * ROWS
         stored_head = operands.first_head[0] + head
         start = operands.start[lax.div(head, jnp.int32(shape.num_kv))]
@@ -272,6 +254,7 @@ class Block(NamedTuple):
             begin = start + (0 if shape.has_words else first_new)
             begin = jnp.clip(begin + (1 - shape.window), 0, shape.room)
             begin = lax.div(begin, jnp.int32(TILE))
+        # In a tree a row may see any new row; in a chain those up to itself.
         most = shape.num_new if shape.has_words else last_new + 1
         end = jnp.clip(start + most, 0, shape.room)
         end = lax.div(end + (TILE - 1), jnp.int32(TILE))
@@ -302,6 +285,7 @@ class Block(NamedTuple):
 
 def _copy_keys(block: Block, operands: Operands, scratch: Scratch, i: jax.Array | int) -> None:
     """Begins to copy a tile of keys to shared memory, if there are so many."""
+    # Tiles take turns in the slots. Whoever calls has read the tile that this one replaces.
     slot = lax.rem(jnp.int32(i), jnp.int32(STAGES))
 
     @pl.when(i < block.num_tiles)
@@ -327,6 +311,7 @@ def _multiply(
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
     padded = jnp.int32(shape.padded)
+    # The block's rows stay in shared memory; tiles of keys and values pass by, two ahead.
     source = operands.query.at[pl.ds(block.head * padded + block.row, ROWS)]
     plgpu.copy_gmem_to_smem(source, scratch.query, scratch.query_came)
     for i in range(STAGES):
@@ -338,6 +323,8 @@ def _multiply(
         plgpu.copy_gmem_to_smem(source, scratch.words, scratch.words_came)
         plgpu.barrier_wait(scratch.words_came)
     plgpu.barrier_wait(scratch.query_came)
+    # [64] the largest score of each row so far, [64] the sum of its weights relative to that, and
+    # [64, D] the sum of values by these weights.
     largest = plgpu.layout_cast(jnp.full((ROWS,), _LEAST, jnp.float32), per_row)
     total = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), per_row)
     found = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
@@ -354,6 +341,7 @@ def _multiply(
             scores = _masked(shape, block, operands, scratch, slot, i, scores, interpreted)
         # Exponents of 2: exp(x) = 2**(x log2(e)).
         scores = scores * (shape.head_dim**-0.5 * math.log2(math.e))
+        # What was summed so far is scaled to the new maximum.
         new_largest = jnp.maximum(largest, scores.max(axis=1))
         scale = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
@@ -361,10 +349,12 @@ def _multiply(
         found = found * lax.broadcast_in_dim(scale, found.shape, [0])
         weights = weights.astype(scratch.values.dtype)
         found = _add_product(found, weights, scratch.values.at[slot], interpreted)
-        plgpu.commit_smem()
+        plgpu.commit_smem()  # likewise of the values
         _copy_values(block, operands, scratch, i + STAGES)
         return new_largest, total, found
 
+    # Tiles at the window's edge, tiles that all rows see, and tiles at the end: only the first and
+    # the last are masked. Two kinds of loops, so that the middle one has no code for it.
     carry = largest, total, found
     masked, whole = (functools.partial(turn, is_masked=x) for x in (True, False))
     if shape.window is not None:
@@ -372,8 +362,10 @@ def _multiply(
     carry = lax.fori_loop(block.first_whole, block.end_whole, whole, carry)
     largest, total, found = lax.fori_loop(block.end_whole, block.num_tiles, masked, carry)
 
+    # With one split the sums are whole; else XLA joins them, and divides.
     if shape.splits == 1:
         found = found / lax.broadcast_in_dim(total, found.shape, [0])
+    # Registers -> shared memory -> global memory; rows of padding past `stored` stay behind.
     scratch.found[...] = found.astype(scratch.found.dtype)
     scratch.largest[...] = largest
     scratch.total[...] = total
@@ -410,6 +402,7 @@ def _masked(
         zeros = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
         zeros = zeros.astype(values.dtype)
         scores = _add_product(scores, zeros, values.transpose((1, 0)), interpreted)
+        # Then the values themselves become 0, whole positions at a time.
         number = plgpu.layout_cast(values[...], layout).astype(jnp.float32)  # [TILE, D]
         is_bad = jnp.where(number - number == 0, 0.0, 1.0).max(axis=1)
         is_bad = lax.broadcast_in_dim(is_bad, number.shape, [0]) > 0
@@ -417,8 +410,9 @@ def _masked(
         plgpu.commit_smem()
     index = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=layout)
     new = index(1) + ((block.tile + i) * TILE - block.start)  # which new row lies at each position
-    row = lax.div(index(0) + block.row, jnp.int32(shape.group))
+    row = lax.div(index(0) + block.row, jnp.int32(shape.group))  # the new row that each row is of
     if shape.has_words:
+        # Bit j of a row's two words: does it see new row j? Positions before the new rows are seen.
         low, high = (plgpu.layout_cast(scratch.words[i], layout.reduce(1)) for i in (0, 1))
         low, high = (lax.broadcast_in_dim(x, scores.shape, [0]) for x in (low, high))
         bit = lax.shift_right_logical(jnp.where(new < 32, low, high), new & 31) & 1

@@ -12,33 +12,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.attention.arrays import AttentionArrays
 
-def attend(
-    query: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    start: jax.Array,
-    visible: jax.Array | None,
-    layer: jax.Array | None,
-    *,
-    window: int | None,
-    finite_cache: bool,
-) -> jax.Array:
+
+def attend(arrays: AttentionArrays, *, window: int | None, finite_cache: bool) -> jax.Array:
     """Returns ``[B, S, N, D]``; see `api.decode_attention`."""
-    if layer is not None:
-        keys, values = keys[layer], values[layer]
-    batch_size, num_rows, num_heads, head_dim = query.shape
-    num_kv, room = keys.shape[0] // batch_size, keys.shape[2]
+    keys = arrays.keys
+    values = arrays.values
+    if arrays.layer is not None:
+        keys = keys[arrays.layer]
+        values = values[arrays.layer]
+    batch_size, num_rows, num_heads, head_dim = arrays.query.shape
+    num_kv = keys.shape[0] // batch_size
+    room = keys.shape[2]
     group = num_heads // num_kv
     # The query heads that share keys are further rows of one product with them:
     # [B, S, Nkv, group, D] -> [B * Nkv, S * group, D].
     split = (batch_size, num_kv, num_rows, group)
     rows = (batch_size * num_kv, num_rows * group)
-    query = query.reshape(batch_size, num_rows, num_kv, group, head_dim).swapaxes(1, 2)
+    query = arrays.query.reshape(batch_size, num_rows, num_kv, group, head_dim).swapaxes(1, 2)
     scores = jnp.matmul(
         query.reshape(*rows, head_dim), keys, preferred_element_type=jnp.float32
     ) * (head_dim**-0.5)
-    seen = _seen(start, visible, num_rows, room, window)
+    seen = _seen(arrays, room, window)
     # [B, S, T] -> [B * Nkv, S * group, T]
     seen = jnp.broadcast_to(seen[:, None, :, None, :], (*split, room)).reshape(*rows, room)
 
@@ -60,13 +56,13 @@ def attend(
     return found.reshape(batch_size, num_rows, num_heads, head_dim)
 
 
-def _seen(
-    start: jax.Array, visible: jax.Array | None, num_rows: int, room: int, window: int | None
-) -> jax.Array:
+def _seen(arrays: AttentionArrays, room: int, window: int | None) -> jax.Array:
     """Returns ``[B, S, T]`` bool, which positions each row sees."""
+    num_rows = arrays.query.shape[1]
+    visible = arrays.visible
     position = jnp.arange(room, dtype=jnp.int32)[None, None, :]
     row = jnp.arange(num_rows, dtype=jnp.int32)[None, :, None]
-    start = start[:, None, None]
+    start = arrays.start[:, None, None]
     if visible is None:
         seen = position <= start + row
     else:

@@ -9,7 +9,7 @@ round may test several candidates, because each costs an exchange if the row is 
 
 - `InXla` reads many rows at once, for all backends by XLA (`Gather.search`);
 - `mosaic_tpu.largest` looks at the largest entries of rows first, for TPUs (`Tiles.search`);
-- `mosaic_gpu.walk.RowFilter` reads one row that a cluster has in shared memory.
+- `mosaic_gpu.reader.RowFilter` reads one row that a cluster has in shared memory.
 """
 
 from __future__ import annotations

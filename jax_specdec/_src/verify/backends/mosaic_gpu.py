@@ -104,14 +104,17 @@ class MosaicParts(Gather):
         target = rows.target
         greedy = requests.greedy
         filter = requests.filter
-        # [B, P]
+        # [B, P]: the row of each position, -1 where it has none
         wanted = requests.is_ok[:, None] & (positions.offset < requests.num_rows[:, None])
         index = jnp.where(wanted, positions.row, -1)
         if filter is None:
             return TargetStatistics(self._read(target, requests, index, greedy), None, None)
+        # The first launch: argmaxes of greedy requests, maxima of those with a filter, and the sums
+        # of the others.
         limited = filter.limits(target.size) & ~greedy
         partials = self._read(target, requests, index, greedy | limited)
-        # [M]: maxima, filters and temperatures of rows, by which thresholds are searched for
+        # [M]: the maximum, the filter and the temperature of each row that is limited. The search
+        # takes rows of the matrix, not positions; an index past the last row is dropped.
         index = jnp.where(limited[:, None], index, -1)
         num_rows = target.matrix.shape[0]
         place = jnp.where(index < 0, num_rows, index)
@@ -119,8 +122,9 @@ class MosaicParts(Gather):
         given = filter, limited, requests.inv_temperature
         filter, wanted, inv = of_owners(requests, num_rows, given)
         least = self.thresholds(target, None, filter, wanted, peak, inv)
-        # [B, P] again
+        # [B, P] again; -inf of rows that are not limited
         least = least.at[place].get(mode="fill", fill_value=-jnp.inf)
+        # The second launch: the sums of what is left. The argmax is that of the first.
         kept = self._read(target, requests, index, greedy, least)._replace(argmax=partials.argmax)
         # What was read once stands for rows that no filter limits.
         partials = jax.tree.map(lambda x, y: jnp.where(index < 0, x, y), partials, kept)
@@ -150,6 +154,7 @@ class MosaicParts(Gather):
 
         # [B * n]: rows one after another
         index = jnp.minimum(index, rows.matrix.shape[0] - 1)
+        # The launch takes rows [B * n] of requests [B].
         found = phases.row_statistics(
             rows,
             index.reshape(-1),
@@ -165,7 +170,7 @@ class MosaicParts(Gather):
 
         if not isinstance(rows.q, Listed):
             return phases.part_masses(rows, source)
-        # XLA takes listed ids off the masses of `p`.
+        # With listed ids, the kernel sums `p` alone, and XLA takes the ids off it.
         p_masses = phases.part_masses(rows.alone(), source)[:, 1]
         return self.masses_of(rows, source._replace(p_masses=p_masses))
 
@@ -181,4 +186,5 @@ class MosaicParts(Gather):
         # 0 from all devices but the one that holds the token
         token_id, bad_draft = phases.part_draw(rows, source, recover, masses.both)
         bad_draft = source.uses_q & (bad_draft | source.draft_scale.bad)
+        # The part that drew has the token, the others 0.
         return rows.part.sum(token_id), bad_draft

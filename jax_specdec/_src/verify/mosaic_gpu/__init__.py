@@ -5,15 +5,18 @@
 - ``support``: which GPUs and calls it serves. A new GPU generation begins here.
 - ``plan``: what is static about a launch: slices of rows, shared memory, ``KernelConfig``.
 - ``launch``: operands, scratch memory, the launch.
-- ``walk``: one request: which loads and copies begin when, then position by position: read a row,
-  judge its draft, go on; the block rule; filters. A new rule begins here, and in
+- ``kernel``: one request: which loads and copies begin when, and which rule's walk follows.
+- ``walk``: position by position: read a row, judge its draft, go on. A new rule begins here, and in
   ``verify/rules.py``.
+- ``block_rule``: the walk of the block rule.
+- ``reader``: reading the rows of one position; filters.
 - ``draw``: how the last token is drawn.
-- ``request``: a request, its drafted tokens, and its output.
-- ``statistics``: maximum, argmax and masses of a row, for every dtype; p, q and the residual.
-- ``rows``: target rows in shared memory, draft rows in global memory.
+- ``request``: operands and outputs; a request, and writing its output.
+- ``drafted``: a request's drafted tokens, and what gives their q.
+- ``statistics``: maximum, argmax and masses of a row, for every dtype; from entries to p and q.
+- ``rows``: target rows in shared memory, draft rows in global memory; what hides entries of them.
 - ``lists``: draft rows on a list of ids: one map for all rows, or candidates of each row.
-- ``cluster``: exchanges between blocks. Only this file handles rounds, slots and parities.
+- ``cluster``: exchanges between CTAs. Only this file handles rounds, slots and parities.
 - ``threads``: the operations of a warpgroup's threads.
 - ``ptx``: these on a GPU, also those that Pallas lacks, such as loads of several entries at once.
 - ``interpret``: these in jnp, for GPU interpret mode.

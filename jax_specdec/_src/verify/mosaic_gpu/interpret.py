@@ -1,6 +1,6 @@
 """`threads.Threads` in jnp, for GPU interpret mode.
 
-Exchanges between blocks go through global memory and a barrier of the cluster. They take the same
+Exchanges between CTAs go through global memory and a barrier of the cluster. They take the same
 slots, phases and parities as on a GPU, and check them: if a GPU would wait for the wrong phase, NaN
 is read here.
 """
@@ -22,15 +22,10 @@ from jax_specdec._src.verify.tiles import TILE
 
 
 class ExchangeBarriers(NamedTuple):
-    """Replaces the mbarriers of exchanges.
+    """Replaces the mbarriers of exchanges."""
 
-    Attributes:
-      cluster: the barrier of all blocks, or None if there is one block.
-      completed: int32 ref in shared memory, how many phases of each mbarrier are complete.
-    """
-
-    cluster: Ref | None
-    completed: Ref
+    cluster: tuple[Any, ...]  # the barrier of all CTAs; () if there is one
+    completed: Ref  # int32 ref in shared memory, how many phases of each mbarrier are complete
 
 
 class InterpretedThreads:
@@ -50,6 +45,7 @@ class InterpretedThreads:
     # Within a warp.
 
     def _per_warp(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        # [4 warps, 32 lanes], and what `fn` gives of each warp for all of its lanes.
         return jnp.broadcast_to(fn(x.reshape(WARPS, WARP)), (WARPS, WARP)).reshape(THREADS)
 
     def warp_max(self, x: jax.Array) -> jax.Array:
@@ -59,6 +55,7 @@ class InterpretedThreads:
         return self._per_warp(lambda x: jnp.min(x, axis=1, keepdims=True), x)
 
     def has_twin(self, x: jax.Array) -> jax.Array:
+        # [warps, lanes, lanes]: each lane equals itself, and its twins.
         x = x.reshape(WARPS, WARP)
         return ((x[:, :, None] == x[:, None, :]).sum(axis=2) > 1).reshape(THREADS)
 
@@ -73,7 +70,7 @@ class InterpretedThreads:
             lane = self.lane ^ lane
         elif how == "up":
             lane = jnp.where(self.lane < lane, self.lane, self.lane - lane)
-        return x[self.index - self.lane + lane % WARP]
+        return x[self.index - self.lane + lane % WARP]  # in the thread's own warp
 
     def scalar(self, x: jax.Array) -> jax.Array:
         return x[0]
@@ -82,6 +79,7 @@ class InterpretedThreads:
         return self.scalar(self.shuffle(x, lane))
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
+        # Both are computed, and each thread keeps its own.
         return jax.tree.map(lambda a, b: jnp.where(which, a, b), true(), false())
 
     # Barriers.
@@ -89,7 +87,7 @@ class InterpretedThreads:
     def sync(self) -> None:
         plgpu.commit_smem()
 
-    def sync_block(self, warpgroups: int, barrier: Any) -> None:
+    def sync_cta(self, warpgroups: int, barrier: Any) -> None:
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
 
@@ -116,7 +114,7 @@ class InterpretedThreads:
         *,
         cluster: int,
     ) -> None:
-        """As on a GPU, but `memory` is in global memory and shared by the whole cluster."""
+        """Exchange as on a GPU, but through global memory, which the whole cluster shares."""
         plgpu.commit_smem()  # all wait for all: copies may now overwrite what was read
         completed = barriers.completed[barrier]
         # An mbarrier passes those that wait for the parity of the phase completed last.
@@ -124,15 +122,15 @@ class InterpretedThreads:
         barriers.completed[barrier] = completed + 1
         by_warp = jnp.stack([x[::WARP] for x in values], axis=1)  # of neighbours in memory
         memory[pl.ds(place[0], by_warp.size)] = jnp.where(right, by_warp, jnp.nan).reshape(-1)
-        if barriers.cluster is not None:
-            plgpu.barrier_arrive(barriers.cluster)
-            plgpu.barrier_wait(barriers.cluster)
+        for of_cluster in barriers.cluster:  # one, or none
+            plgpu.barrier_arrive(of_cluster)
+            plgpu.barrier_wait(of_cluster)
 
     # Copies.
 
     def copy_tiles(
         self,
-        rows: Ref,
+        matrix: Ref,
         row: jax.Array,
         first: jax.Array,
         size: int,
@@ -144,11 +142,12 @@ class InterpretedThreads:
     ) -> None:
         def copy(tile: int, length: int) -> None:
             plgpu.copy_gmem_to_smem(
-                rows.at[row, pl.ds(first + tile * TILE, length)],
+                matrix.at[row, pl.ds(first + tile * TILE, length)],
                 buffer.at[pl.ds(tile * stride, length)],
                 barriers.at[first_barrier + tile],
             )
 
+        # A copy has a static length here: that of a whole tile, or of the last one of the row.
         for tile in range(count):
             rest = size - (first + tile * TILE)
             pl.when(rest >= TILE)(functools.partial(copy, tile, TILE))
@@ -156,17 +155,18 @@ class InterpretedThreads:
                 is_part = (rest > 0) & (rest < TILE)
                 pl.when(is_part)(functools.partial(copy, tile, size % TILE))
 
-    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
+    def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
         return 0
 
     def prefetch_tiles(
-        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
+        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
         pass
 
     # Reading and writing.
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
+        # The whole ref is loaded: interpret mode knows no indices that differ between threads.
         values = ref[...][indices]
         if jnp.issubdtype(values.dtype, jnp.floating):
             return values.astype(jnp.float32)
@@ -182,9 +182,10 @@ class InterpretedThreads:
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
     ) -> list[jax.Array]:
         start = start + offset
-        if start.ndim:
+        if start.ndim:  # a start for each thread
             place = start + self.index * each
             return [ref[...][place + j].astype(jnp.float32) for j in range(each)]
+        # [128 * each] -> [128, each], a row for each thread.
         loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
         return [loaded[:, j] for j in range(each)]
 
@@ -192,7 +193,7 @@ class InterpretedThreads:
         return self.row_run(ref, row, start, 0, each)
 
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        return [ref[...][row, start + j] for j in range(each)]
+        return [ref[...][row, start + j] for j in range(each)]  # entries stand for words
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
         return [x.astype(jnp.float32) for x in words]

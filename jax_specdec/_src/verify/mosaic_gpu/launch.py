@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -13,16 +12,55 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.noise import key_words
 from jax_specdec._src.sampling import Filter, SamplingParams
-from jax_specdec._src.types import DraftLogits, Noise, RaceNoise, RejectionSampleOutput
-from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Warpgroups
+from jax_specdec._src.types import (
+    DraftDistribution,
+    DraftLogits,
+    Noise,
+    RaceNoise,
+    RejectionSampleOutput,
+)
+from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, OneWarpgroup, Warpgroups
+from jax_specdec._src.verify.mosaic_gpu.drafted import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
+from jax_specdec._src.verify.mosaic_gpu.kernel import verify_request
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
-from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, KernelConfig, Plan, is_aligned
+from jax_specdec._src.verify.mosaic_gpu.plan import (
+    NO_DRAFT,
+    SLOTS,
+    DraftLayout,
+    KernelConfig,
+    Plan,
+    is_aligned,
+)
 from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
-from jax_specdec._src.verify.mosaic_gpu.request import Operands, Outputs
-from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice, words_of
+from jax_specdec._src.verify.mosaic_gpu.request import (
+    CandidateOperands,
+    DraftingNoise,
+    DraftOperands,
+    GivenNoise,
+    InOrder,
+    KeyNoise,
+    MapOperands,
+    NoNumbers,
+    OneHotOperands,
+    Operands,
+    Outputs,
+    RelativeRowNumbers,
+    RowNumbers,
+    SampledRow,
+    Verdict,
+)
+from jax_specdec._src.verify.mosaic_gpu.rows import (
+    DraftSlice,
+    Forbidden,
+    Limit,
+    NoDraftRows,
+    NoThresholds,
+    TargetSlice,
+    Thresholds,
+    words_of,
+)
 from jax_specdec._src.verify.mosaic_gpu.threads import Ref, Threads
-from jax_specdec._src.verify.mosaic_gpu.walk import verify_request
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule, Standard
@@ -53,32 +91,36 @@ def verify(
       Output ``[B, K+1]`` and ``[B]``.
 
     Raises:
-      NotImplementedError: a cluster of one block on a GPU.
+      NotImplementedError: a cluster of one CTA on a GPU.
     """
     num_requests = arrays.sampling.temperature.shape[0]
     plan = Plan.of(
         arrays.target_logits,
-        arrays.drafts.distribution,
+        DraftLayout.of(arrays.drafts.distribution),
         rule,
         num_requests=num_requests,
-        num_drafts=arrays.drafts.token_ids.shape[0],
+        n=arrays.drafts.token_ids.shape[0],
         k=k,
         size=size,
         has_bonus_rows=arrays.bonus_token_ids is None,
-        has_limits=arrays.token_bitmask is not None or Filter.of(arrays.sampling) is not None,
+        has_filter=Filter.of(arrays.sampling) is not None,
+        has_bitmask=arrays.token_bitmask is not None,
         config=config,
     )
+    # Flat, [B * (K+1)]: a lane stores at one index.
     number = jax.ShapeDtypeStruct((num_requests,), jnp.int32)
     outputs = Outputs[Any](
         token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
-        num_accepted=number,
-        num_emitted=number,
-        status=number,
+        numbers=Verdict[Any](num_accepted=number, num_emitted=number, status=number),
     )
-    found = _run(plan, arrays.target_logits, _operands(arrays, size), outputs, interpret)
-    token_ids = found.token_ids.reshape(num_requests, k + 1)
-    numbers: Any = found.num_accepted, found.num_emitted, found.status
-    return RejectionSampleOutput(token_ids, *numbers)
+    found = _run(plan, _operands_of(arrays, size), outputs, interpret)
+    verdict: Any = found.numbers
+    return RejectionSampleOutput(
+        token_ids=found.token_ids.reshape(num_requests, k + 1),
+        num_accepted=verdict.num_accepted,
+        num_emitted=verdict.num_emitted,
+        status=verdict.status,
+    )
 
 
 def sample(
@@ -104,221 +146,207 @@ def sample(
     Returns:
       What `xla.sample` returns.
     """
-    (batch, size), filter = logits.shape, Filter.of(sampling)
+    batch, size = logits.shape
+    has_filter = Filter.of(sampling) is not None
     plan = Plan.of(
         logits,
-        None,
+        NO_DRAFT,
         Standard(),
         num_requests=batch,
-        num_drafts=0,
+        n=0,
         k=0,
         size=size,
         has_bonus_rows=True,
-        has_limits=filter is not None,
+        has_filter=has_filter,
+        has_bitmask=False,
         config=config,
     )
     operands = Operands[jax.Array](
         target=logits,
         token_ids=_no_tokens(),
         temperature=sampling.temperature,
-        recover=uniforms,
-        min_p=sampling.min_p,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
+        offsets=None,
+        noise=DraftingNoise(uniforms),
+        draft=OneHotOperands(),
+        bonus=None,
+        active=None,
+        bitmask=None,
+        filter=Filter(sampling.min_p, sampling.top_k, sampling.top_p),
     )
     number = jax.ShapeDtypeStruct((batch,), jnp.float32)
     outputs = Outputs[Any](
         token_ids=jax.ShapeDtypeStruct((batch,), jnp.int32),
-        log_normalizer=number,
-        row_max=number,
-        threshold=None if filter is None else number,
+        numbers=SampledRow[Any](
+            log_normalizer=number, row_max=number, threshold=(number,) if has_filter else ()
+        ),
     )
-    found = _run(plan, logits, operands, outputs, interpret)
-    numbers: Any = found.log_normalizer, found.row_max, found.threshold
-    return found.token_ids, *numbers
+    found = _run(plan, operands, outputs, interpret)
+    row: Any = found.numbers
+    return found.token_ids, row.log_normalizer, row.row_max, next(iter(row.threshold), None)
 
 
 def _run(
-    plan: Plan,
-    target_logits: jax.Array,
-    operands: Operands[jax.Array],
-    outputs: Outputs[Any],
-    interpret: Any,
+    plan: Plan, operands: Operands[jax.Array], outputs: Outputs[Any], interpret: Any
 ) -> Outputs[Any]:
     """Launch `verify_request` for every request."""
     num_requests = operands.temperature.shape[0]
-    slices, warpgroups = plan.memory.slices, plan.memory.warpgroups
-    if slices.cluster == 1 and not interpret:
+    memory = plan.memory
+    if memory.slices.cluster == 1 and not interpret:
         raise NotImplementedError("max_cluster=1 is for interpret mode: on a GPU it is at least 2")
-    if interpret:  # global memory, of each cluster
-        shape = (num_requests, warpgroups, SLOTS, plan.memory.slot)
-        outputs = outputs._replace(slots=jax.ShapeDtypeStruct(shape, jnp.float32))
+    # In interpret mode, CTAs exchange through global memory, of each cluster.
+    shared: tuple[Any, ...] = ()
+    scratch: GpuScratch[Any] | InterpretScratch[Any]
+    if interpret:
+        shape = (num_requests, memory.warpgroups, SLOTS, memory.slot)
+        shared = (jax.ShapeDtypeStruct(shape, jnp.float32),)
+        scratch = InterpretScratch.of(plan, operands.target.dtype)
+    else:
+        scratch = GpuScratch.of(plan, operands.target.dtype)
 
-    def verify_drafts(
-        place: Place, operands: Operands[Ref], outputs: Outputs[Ref], scratch: Scratch[Ref]
-    ) -> None:
-        work = _work(plan, place, operands, outputs, scratch)
-        verify_request(plan, place.threads, operands, outputs, place.cluster, *work)
+    # What each warpgroup does for one request: it takes up what it has, then verifies.
+    def verify_drafts(place: Place, operands: Operands[Ref], out: Any, scratch: Any) -> None:
+        outputs, shared = out
+        own = scratch.of_warpgroup(plan, place, *shared)
+        first = place.cta * memory.slices.ids
+        # Its slice of every row begins at the same id.
+        limits: tuple[Limit, ...] = ()
+        if operands.bitmask is not None:
+            limits = (Forbidden(operands.bitmask),)
+        target = TargetSlice(
+            threads=place.threads,
+            matrix=operands.target,
+            per_slice=memory.slices.tiles,
+            first=first,
+            size=plan.size,
+            each=memory.each,
+            buffer=own.tiles,
+            barriers=own.tile_barriers,
+            stride=memory.stride,
+            first_barrier=own.first_barrier,
+            limits=limits,
+            end=plan.size,
+        )
+        cluster = Cluster(
+            threads=place.threads,
+            memory=memory,
+            slots=own.slots,
+            barriers=own.barriers,
+            scratch=own.floats,
+            cta=place.cta,
+        )
+        draft = draft_rows_of(plan, place.threads, operands.draft, first)
+        verify_request(
+            plan,
+            place.threads,
+            operands,
+            outputs,
+            place.cluster,
+            target,
+            draft,
+            cluster,
+            own.warpgroups,
+        )
 
-    found: Outputs[Any] = launch(
+    outputs, _ = launch(
         verify_drafts,
         operands,
-        out=outputs,
-        scratch=Scratch.of(plan, target_logits.dtype, interpreted=bool(interpret)),
+        out=(outputs, shared),
+        scratch=scratch,
         grid=num_requests,
-        cluster=slices.cluster,
-        warpgroups=warpgroups,
+        cluster=memory.slices.cluster,
+        warpgroups=memory.warpgroups,
         interpret=interpret,
     )
-    return found
+    return outputs
 
 
-def _operands(arrays: CallArrays, size: int) -> Operands[jax.Array]:
-    """The arrays that the call has."""
-    drafts, sampling, distribution = arrays.drafts, arrays.sampling, arrays.drafts.distribution
-    token_ids, randomness = drafts.token_ids, arrays.randomness
+# Operands.
+
+
+def _operands_of(arrays: CallArrays, size: int) -> Operands[jax.Array]:
+    """Returns the arrays that a call has."""
+    drafts = arrays.drafts
+    sampling = arrays.sampling
+    randomness = arrays.randomness
     assert not isinstance(randomness, RaceNoise)
-    noise = randomness if isinstance(randomness, Noise) else None
-    keys, positions = (None, None) if isinstance(randomness, Noise) else randomness
-    draft, columns, bad_map, ids = None, None, None, None
-    if distribution is not None:
-        draft, ids = storage_of(distribution), distribution.ids
-        if ids is not None and ids.ndim == 1:
-            (columns, bad_map), ids = columns_of_map(ids, size), None
-    logits = distribution if isinstance(distribution, DraftLogits) else None
+    # Uniforms that are given, or that the kernel draws itself from the words of keys.
+    noise: GivenNoise[jax.Array] | KeyNoise[jax.Array]
+    if isinstance(randomness, Noise):
+        noise = GivenNoise(randomness.accept, randomness.recover)
+    else:
+        keys, positions = randomness
+        noise = KeyNoise(key_words(keys), positions)
     return Operands(
         target=arrays.target_logits,
-        token_ids=token_ids if token_ids.shape[0] else _no_tokens(),
+        token_ids=drafts.token_ids if drafts.token_ids.shape[0] else _no_tokens(),
         temperature=sampling.temperature,
         offsets=drafts.cu_num_draft_tokens,
-        accept=None if noise is None else noise.accept,
-        recover=None if noise is None else noise.recover,
-        keys=None if keys is None else key_words(keys),
-        positions=positions,
-        draft=draft,
-        columns=columns,
-        bad_map=bad_map,
-        ids=ids,
-        normalizer=None if logits is None else logits.log_normalizer,
-        row_max=None if logits is None else logits.row_max,
-        thresholds=None if logits is None else logits.threshold,
-        rows=None if distribution is None else distribution.rows,
-        valid=None if distribution is None else distribution.valid,
+        noise=noise,
+        draft=_draft_of(drafts.distribution, size),
         bonus=arrays.bonus_token_ids,
         active=arrays.active,
-        bitmask=words_of(arrays.token_bitmask),
-        min_p=sampling.min_p,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
+        bitmask=jax.tree.map(words_of, arrays.token_bitmask),
+        filter=Filter(sampling.min_p, sampling.top_k, sampling.top_p),
+    )
+
+
+def _draft_of(
+    distribution: DraftDistribution | None, size: int
+) -> OneHotOperands | DraftOperands[jax.Array]:
+    """Returns the arrays that a draft distribution has."""
+    if distribution is None:
+        return OneHotOperands()
+    # Which ids the columns stand for. A map is turned round once for the whole batch.
+    ids = distribution.ids
+    listing: InOrder | MapOperands[jax.Array] | CandidateOperands[jax.Array] = InOrder()
+    if ids is not None and ids.ndim == 2:
+        listing = CandidateOperands(ids)
+    elif ids is not None:
+        columns, bad = columns_of_map(ids, size)
+        listing = MapOperands(columns, bad)
+    # What the drafter stored beside each row.
+    numbers: NoNumbers | RowNumbers[jax.Array] | RelativeRowNumbers[jax.Array] = NoNumbers()
+    thresholds: Thresholds | NoThresholds = NoThresholds()
+    if isinstance(distribution, DraftLogits):
+        if distribution.log_normalizer is not None:
+            numbers = RowNumbers(distribution.log_normalizer)
+            if distribution.row_max is not None:
+                numbers = RelativeRowNumbers(distribution.log_normalizer, distribution.row_max)
+        if distribution.threshold is not None:
+            thresholds = Thresholds(distribution.threshold)
+    return DraftOperands(
+        matrix=storage_of(distribution),
+        listing=listing,
+        numbers=numbers,
+        thresholds=thresholds,
+        row_of_draft=distribution.rows,
+        valid=distribution.valid,
     )
 
 
 def _no_tokens() -> jax.Array:
-    """What stands for an empty array, which a kernel cannot take."""
+    """Returns what stands for an empty array, which a kernel cannot take."""
     return jnp.full((1,), -1, jnp.int32)
 
 
-class Scratch(NamedTuple, Generic[X]):
-    """Shared memory and barriers of a block: their types, or refs. Each warpgroup has its own.
-
-    Attributes:
-      tiles: of the target's dtype ``[warpgroups, entries of a slice]``.
-      floats: float32 ``[warpgroups, scratch]``.
-      flags: int32 ``[warpgroups, 2]``, or None if there is one warpgroup.
-      slots: float32 ``[warpgroups, 2, floats of a slot]``; None in interpret mode.
-      barriers: mbarriers, int32 ``[warpgroups, two of each]``; None in interpret mode.
-      tile_barriers: in interpret mode, instead: barriers of tiles,
-      completed: int32 ``[warpgroups, 2]``, phases of the slots' barriers,
-      cluster_barrier: the barrier of all blocks, or None if there is one,
-      block_barrier: and that of all warpgroups, likewise.
-    """
-
-    tiles: X
-    floats: X
-    flags: X | None
-    slots: X | None
-    barriers: X | None
-    tile_barriers: X | None
-    completed: X | None
-    cluster_barrier: X | None
-    block_barrier: X | None
-
-    @classmethod
-    def of(cls, plan: Plan, target_dtype: Any, *, interpreted: bool) -> Scratch[Any]:
-        """What a plan asks for."""
-        memory, count, smem = plan.memory, plan.memory.warpgroups, plgpu.SMEM
-        tiles, several, of_cluster = memory.slices.tiles, count > 1, None
-        if interpreted and memory.slices.cluster > 1:
-            of_cluster = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=count)
-        return Scratch[Any](
-            tiles=smem((count, tiles * memory.stride), target_dtype),
-            floats=smem((count, memory.scratch), jnp.float32),
-            flags=smem((count, SLOTS), jnp.int32) if several else None,
-            slots=None if interpreted else smem((count, SLOTS, memory.slot), jnp.float32),
-            barriers=None if interpreted else smem((count, 2 * memory.barriers), jnp.int32),
-            tile_barriers=plgpu.Barrier(num_barriers=count * tiles) if interpreted else None,
-            completed=smem((count, SLOTS), jnp.int32) if interpreted else None,
-            cluster_barrier=of_cluster,
-            block_barrier=plgpu.Barrier(num_arrivals=count) if interpreted and several else None,
-        )
-
-
-def _work(
-    plan: Plan,
-    place: Place,
-    operands: Operands[Ref],
-    outputs: Outputs[Ref],
-    scratch: Scratch[Ref],
-) -> tuple[TargetSlice, DraftSlice | Candidates | None, Cluster, Warpgroups]:
-    """What a warpgroup works with: its slices of rows, its cluster, and its block."""
-    memory, slices = plan.memory, plan.memory.slices
-    index, block, warpgroup, threads = place
-    first_barrier: jax.Array | int = SLOTS
-    if scratch.barriers is not None and scratch.slots is not None:
-        barriers: Any = scratch.barriers.at[warpgroup]
-        slots, tile_barriers = scratch.slots, barriers
-    else:
-        assert outputs.slots is not None and scratch.tile_barriers is not None
-        assert scratch.completed is not None
-        slots, tile_barriers = outputs.slots.at[index], scratch.tile_barriers
-        first_barrier = warpgroup * slices.tiles
-        completed, of_cluster = scratch.completed.at[warpgroup], scratch.cluster_barrier
-        completed[...] = jnp.zeros((SLOTS,), jnp.int32)
-        of_cluster = None if of_cluster is None else of_cluster.at[warpgroup]
-        barriers = ExchangeBarriers(of_cluster, completed)
-    first = block * slices.ids
-    target = TargetSlice(
-        threads=threads,
-        rows=operands.target,
-        buffer=scratch.tiles.at[warpgroup],
-        barriers=tile_barriers,
-        per_slice=slices.tiles,
-        stride=memory.stride,
-        first_barrier=first_barrier,
-        first=first,
-        size=plan.size,
-        each=memory.each,
-        bitmask=operands.bitmask,
-    )
-    draft = draft_rows_of(plan, threads, operands, first)
-    floats, flags = scratch.floats.at[warpgroup], scratch.flags
-    cluster = Cluster(threads, memory, slots.at[warpgroup], barriers, floats, block)
-    warpgroups = Warpgroups(threads, memory.warpgroups, warpgroup, flags, scratch.block_barrier)
-    return target, draft, cluster, warpgroups
-
-
 def draft_rows_of(
-    plan: Plan, threads: Threads, operands: Operands[Ref], first: jax.Array
-) -> DraftSlice | Candidates | None:
-    """A block's slice of draft rows, from id `first` on; None if the call has none."""
-    memory, rows, fill = plan.memory, operands.draft, 0.0 if plan.entries == "probs" else -jnp.inf
-    if rows is None:
-        return None
-    if operands.ids is not None:
+    plan: Plan,
+    threads: Threads,
+    operands: OneHotOperands | DraftOperands[Ref],
+    first: jax.Array,
+) -> DraftRows:
+    """Returns a CTA's slice of draft rows, from id `first` on."""
+    if not isinstance(operands, DraftOperands):
+        return NoDraftRows()
+    memory = plan.memory
+    matrix = operands.matrix
+    # The probability of an id that the drafter could not draw is 0: fill is its entry.
+    fill = 0.0 if plan.entries == "probs" else -jnp.inf
+    if isinstance(operands.listing, CandidateOperands):
         return Candidates(
             threads=threads,
-            rows=rows,
-            ids=operands.ids,
+            matrix=matrix,
+            ids=operands.listing.ids,
             first=first,
             size=plan.size,
             fill=fill,
@@ -326,41 +354,163 @@ def draft_rows_of(
             sums=plan.entries == "logits",
             thresholds=operands.thresholds,
         )
-    width, is_mapped = rows.shape[1], operands.columns is not None
-    draft = DraftSlice(
+    width = matrix.shape[1]
+    # In the order of ids, or of the columns that a map gives them. The sum of a row needs no map:
+    # `storage` is read in the order of columns, by as many CTAs.
+    common: dict[str, Any] = dict(
         threads=threads,
-        rows=rows,
+        matrix=matrix,
         per_slice=memory.slices.tiles,
         first=first,
-        size=width if is_mapped else plan.size,
-        draft_size=width if is_mapped else plan.draft_size,
-        fill=fill,
         each=memory.each,
-        aligned=is_aligned(rows) and width >= memory.each,
+        fill=fill,
         at_once=memory.tiles_at_once,
         thresholds=operands.thresholds,
     )
-    if operands.columns is None:
-        return draft
-    fields = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
-    fields |= {"size": plan.size, "draft_size": plan.size, "aligned": False}
-    return MappedSlice(**fields, columns=operands.columns, storage=draft)
+    # Whether a thread may load `each` entries of a row at once.
+    aligned = is_aligned(matrix) and width >= memory.each
+    if isinstance(operands.listing, InOrder):
+        return DraftSlice(size=plan.size, draft_size=plan.draft_size, aligned=aligned, **common)
+    return MappedSlice(
+        size=plan.size,
+        draft_size=plan.size,
+        aligned=False,  # entries of ids in order lie anywhere
+        columns=operands.listing.columns,
+        storage=DraftSlice(size=width, draft_size=width, aligned=aligned, **common),
+        **common,
+    )
+
+
+# Shared memory and barriers.
+
+
+class OfWarpgroup(NamedTuple):
+    """Shared memory and barriers of one warpgroup."""
+
+    tiles: Ref  # flat ref, of the target's dtype, for a slice of a target row
+    floats: Ref  # float32 ref, for exchanges in a CTA
+    slots: Ref  # float32 ref [2, floats of a slot], for exchanges in the cluster
+    barriers: Any  # of the slots
+    tile_barriers: Any  # of the tiles
+    first_barrier: jax.Array | int  # the first of these
+    warpgroups: OneWarpgroup | Warpgroups  # those of the CTA
+
+
+class GpuScratch(NamedTuple, Generic[X]):
+    """Shared memory and barriers of a CTA: their types, or refs. Each warpgroup has its own."""
+
+    tiles: X  # of the target's dtype [warpgroups, entries of a slice]
+    floats: X  # float32 [warpgroups, scratch]
+    flags: tuple[X, ...]  # int32 [warpgroups, 2]; () if there is one warpgroup
+    slots: X  # float32 [warpgroups, 2, floats of a slot]
+    barriers: X  # mbarriers, int32 [warpgroups, two of each]: of slots, then of tiles
+
+    @classmethod
+    def of(cls, plan: Plan, target_dtype: Any) -> GpuScratch[Any]:
+        """Returns what a plan asks for."""
+        memory = plan.memory
+        count = memory.warpgroups
+        smem = plgpu.SMEM
+        return GpuScratch[Any](
+            tiles=smem((count, memory.slices.tiles * memory.stride), target_dtype),
+            floats=smem((count, memory.scratch), jnp.float32),
+            flags=(smem((count, SLOTS), jnp.int32),) if count > 1 else (),
+            slots=smem((count, SLOTS, memory.slot), jnp.float32),
+            barriers=smem((count, 2 * memory.barriers), jnp.int32),  # 64 bits each
+        )
+
+    def of_warpgroup(self, plan: Plan, place: Place) -> OfWarpgroup:
+        """Returns what a warpgroup has of it."""
+        refs: GpuScratch[Any] = self
+        # Barriers of the two slots come first, then those of tiles.
+        barriers = refs.barriers.at[place.warpgroup]
+        return OfWarpgroup(
+            tiles=refs.tiles.at[place.warpgroup],
+            floats=refs.floats.at[place.warpgroup],
+            slots=refs.slots.at[place.warpgroup],
+            barriers=barriers,
+            tile_barriers=barriers,
+            first_barrier=SLOTS,
+            warpgroups=_warpgroups_of(plan, place, self.flags, barrier=()),
+        )
+
+
+class InterpretScratch(NamedTuple, Generic[X]):
+    """Stands for `GpuScratch` in interpret mode; slots are in global memory there."""
+
+    tiles: X  # as there, and so are the next two
+    floats: X  # see there
+    flags: tuple[X, ...]  # see there
+    tile_barriers: X  # barriers of all warpgroups' tiles
+    completed: X  # int32 [warpgroups, 2], phases of the slots' barriers
+    of_cluster: tuple[X, ...]  # the barrier of all CTAs; () if there is one
+    of_cta: tuple[X, ...]  # that of all warpgroups; likewise
+
+    @classmethod
+    def of(cls, plan: Plan, target_dtype: Any) -> InterpretScratch[Any]:
+        """Returns what a plan asks for."""
+        memory = plan.memory
+        count = memory.warpgroups
+        smem = plgpu.SMEM
+        # Arrivals of all CTAs, one barrier for each of their warpgroups.
+        of_cluster: tuple[Any, ...] = ()
+        if memory.slices.cluster > 1:
+            barrier = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=count)
+            of_cluster = (barrier,)
+        return InterpretScratch[Any](
+            tiles=smem((count, memory.slices.tiles * memory.stride), target_dtype),
+            floats=smem((count, memory.scratch), jnp.float32),
+            flags=(smem((count, SLOTS), jnp.int32),) if count > 1 else (),
+            tile_barriers=plgpu.Barrier(num_barriers=count * memory.slices.tiles),
+            completed=smem((count, SLOTS), jnp.int32),
+            of_cluster=of_cluster,
+            of_cta=(plgpu.Barrier(num_arrivals=count),) if count > 1 else (),
+        )
+
+    def of_warpgroup(self, plan: Plan, place: Place, shared: Ref) -> OfWarpgroup:
+        """Returns what a warpgroup has of it; `shared` are the slots of all clusters."""
+        refs: InterpretScratch[Any] = self
+        # A CTA cannot store in another's shared memory here: all of a cluster share its slots.
+        slots = shared.at[place.cluster]
+        completed = refs.completed.at[place.warpgroup]
+        completed[...] = jnp.zeros((SLOTS,), jnp.int32)  # shared memory begins with rubbish
+        of_cluster = tuple([x.at[place.warpgroup] for x in refs.of_cluster])
+        return OfWarpgroup(
+            tiles=refs.tiles.at[place.warpgroup],
+            floats=refs.floats.at[place.warpgroup],
+            slots=slots.at[place.warpgroup],
+            barriers=ExchangeBarriers(of_cluster, completed),
+            tile_barriers=refs.tile_barriers,
+            first_barrier=place.warpgroup * plan.memory.slices.tiles,
+            warpgroups=_warpgroups_of(plan, place, self.flags, *self.of_cta),
+        )
+
+
+def _warpgroups_of(
+    plan: Plan, place: Place, flags: tuple[Any, ...], barrier: Any = ()
+) -> OneWarpgroup | Warpgroups:
+    """Returns the warpgroups of a CTA."""
+    if plan.memory.warpgroups == 1:
+        return OneWarpgroup(place.warpgroup)
+    return Warpgroups(
+        threads=place.threads,
+        count=plan.memory.warpgroups,
+        index=place.warpgroup,
+        flags=flags[0],
+        barrier=barrier,
+    )
+
+
+# The launch.
 
 
 class Place(NamedTuple):
-    """Where a kernel's program runs, while it is traced.
+    """Place of a kernel's program in the grid, while it is traced."""
 
-    Attributes:
-      cluster: ``[]`` int32, index of the cluster.
-      block: ``[]`` int32, index of the block in its cluster.
-      warpgroup: ``[]`` int32, index of the warpgroup in its block.
-      threads: the operations of the warpgroup.
-    """
-
-    cluster: jax.Array
-    block: jax.Array
-    warpgroup: jax.Array
-    threads: Threads
+    cluster: jax.Array  # [] int32, index of the cluster
+    cta: jax.Array  # [] int32, index of the CTA in its cluster
+    warpgroup: jax.Array  # [] int32, index of the warpgroup in its CTA
+    threads: Threads  # the operations of the warpgroup
 
 
 def launch(
@@ -380,28 +530,32 @@ def launch(
       body: takes a `Place`, then refs in the structures of `operands`, `out` and `scratch`.
       operands: a pytree of arrays.
       out: a pytree of the shapes and dtypes of the outputs.
-      scratch: a pytree of what each block has.
+      scratch: a pytree of what each CTA has.
       grid: number of clusters.
-      cluster: blocks of a cluster; 1 for independent blocks.
-      warpgroups: warpgroups of a block.
+      cluster: CTAs of a cluster; 1 for independent CTAs.
+      warpgroups: warpgroups of a CTA.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 
     Returns:
       The outputs, in the structure of `out`.
     """
+    # An axis for what there is more than one of; indices of the others are 0.
     axes: dict[str, Any] = {}
     if cluster > 1:
-        axes = dict(cluster=(cluster,), cluster_names=("block",))
+        axes |= dict(cluster=(cluster,), cluster_names=("cta",))
     if warpgroups > 1:
         axes |= dict(num_threads=warpgroups, thread_name="warpgroup")
+    # A kernel takes flat lists of refs. Fields that are absent have no leaf, and take no parameter.
     structure = jax.tree.structure((operands, out, scratch))
 
     def run(*refs: Ref) -> None:
-        block = lax.axis_index("block") if cluster > 1 else jnp.int32(0)
+        # `pl.program_id` is silently 0 in interpret mode; the index of an axis is right.
+        cta = lax.axis_index("cta") if cluster > 1 else jnp.int32(0)
         warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else jnp.int32(0)
         index = lax.axis_index("cluster")
         threads = InterpretedThreads() if interpret else GpuThreads()
-        body(Place(index, block, warpgroup, threads), *jax.tree.unflatten(structure, refs))
+        given, outputs, own = jax.tree.unflatten(structure, refs)
+        body(Place(index, cta, warpgroup, threads), given, outputs, own)
 
     run.__name__ = body.__name__
     kernel = plgpu.kernel(
@@ -409,9 +563,10 @@ def launch(
         out_type=tuple(jax.tree.leaves(out)),
         scratch_types=tuple(jax.tree.leaves(scratch)),
         grid=(grid,),
-        grid_names=("cluster",),
+        grid_names=("cluster",),  # a request each
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=True,  # exp2, log2 and divisions by the hardware's instructions
+            # All barriers are set by hand: between two, threads touch different entries.
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),

@@ -17,26 +17,26 @@ from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule, Standard
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
-Entries = Literal["probs", "logits", "normalized"]
-"""What draft rows hold; logits may have their log-normalizers stored beside them."""
+Entries = Literal["none", "probs", "logits", "normalized"]
+"""What draft rows hold, "none" without any; "normalized" if log-normalizers are stored too."""
 
-Ids = Literal["map", "candidates"]
-"""How draft rows list their ids: one map for all rows, or candidates of each row."""
+Ids = Literal["in order", "map", "candidates"]
+"""Which ids the columns of draft rows stand for: one map for all rows, or candidates of each."""
 
 WARPS = 4
 """Warps of a warpgroup."""
 
 SLOTS = 2
-"""Slots of an exchange between blocks; see `cluster`."""
+"""Slots of an exchange between CTAs; see `cluster`."""
 
 MAX_CLUSTER = 16
-"""Blocks of a cluster on a Hopper GPU, at most; more than 8 need a GPC with 16 cores."""
+"""CTAs of a cluster on a Hopper GPU, at most; more than 8 need a GPC with 16 cores."""
 
 MAX_BARRIERS = 32
 """Barriers of a warpgroup, at most: each is initialized by one thread of its first warp."""
 
 MAX_WARPGROUPS = 5
-"""Warpgroups of a block, at most: more would have too few registers each."""
+"""Warpgroups of a CTA, at most: more would have too few registers each."""
 
 MAX_TILES = 4
 """Tiles whose entries a thread loads at once, at most, for the same reason."""
@@ -48,26 +48,26 @@ MAX_MAPPED = 2**16 - 1
 """Ids that a map of draft rows may list, at most: a column takes two bytes."""
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory of a block on Hopper and newer, at most."""
+"""Shared memory of a CTA on Hopper and newer, at most."""
 
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
-_TILES_PER_BLOCK = 8  # at most, unless two blocks hold a row: clusters of two use every core
-_PAIR_BYTES = 2 * 52 * 1024  # of such a row: four blocks on a multiprocessor
+_TILES_PER_CTA = 8  # at most, unless two CTAs hold a row: clusters of two use every core
+_PAIR_BYTES = 2 * 52 * 1024  # of such a row: four CTAs on a multiprocessor
 _SLOT_BYTES = 8 * 1024  # at most, what else a warpgroup holds
-_FREE_BLOCKS_PER_CORE = 4  # so many are placed without waiting
-_MOST_BYTES = 48 * 1024  # of a slice: four blocks on a multiprocessor
+_FREE_CTAS_PER_CORE = 4  # so many are placed without waiting
+_MOST_BYTES = 48 * 1024  # of a slice: four CTAs on a multiprocessor
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
     """Static settings of the Mosaic GPU kernel. They change its speed, not its tokens.
 
-    A request is verified by a cluster of blocks, each of which holds a slice of the current row. If
+    A request is verified by a cluster of CTAs, each of which holds a slice of the current row. If
     rows are cut into other slices, sums are added in another order: tokens are then the same but
     for float32 ties.
 
     Attributes:
-      max_cluster: blocks that share one request, at most 16; more than 8 need a large device. The
+      max_cluster: CTAs that share one request, at most 16; more than 8 need a large device. The
         largest power of two up to it is used, because other clusters take up to twice the time.
       rows_at_once: target rows of a request that are read at once, at most 5, each by its own
         warpgroup. Rows after a rejection are read in vain.
@@ -97,46 +97,54 @@ class KernelConfig:
     def choose(
         cls, num_requests: int, size: int, held: int, num_cores: int, draft_size: int = 0
     ) -> KernelConfig:
-        """The default settings, by a rule of thumb.
+        """Returns the default settings, by a rule of thumb.
+
+        For few requests, enough CTAs to use the whole device. Time then goes into latency and one
+        exponential per entry, not into bandwidth, so rows that may not be needed are read too. For
+        many requests, no more CTAs than have work, because each costs time, and little shared
+        memory, so that many run at once. Several tiles of a draft row are loaded at once if that
+        leaves enough registers for the CTAs of a multiprocessor.
 
         Args:
           num_requests: B.
           size: ids of a row, without padding.
-          held: bytes that a block holds per id of its slice.
+          held: bytes that a CTA holds per id of its slice.
           num_cores: multiprocessors of the device.
           draft_size: bytes of a draft entry.
-
-        Returns:
-          For few requests, enough blocks to use the whole device. Time then goes into latency and
-          one exponential per entry, not into bandwidth, so rows that may not be needed are read
-          too. For many requests, no more blocks than have work, because each costs time, and
-          little shared memory, so that many run at once. Several tiles of a draft row are loaded
-          at once if that leaves enough registers for the blocks of a multiprocessor.
         """
-        large = num_cores >= _CORES_OF_LARGE
-        blocks = num_requests * MAX_CLUSTER
-        few = blocks <= _FREE_BLOCKS_PER_CORE * num_cores
-        if large and (few or Slices.of(size, 8).ids * held > _MOST_BYTES):
+        is_large = num_cores >= _CORES_OF_LARGE
+        ctas = num_requests * MAX_CLUSTER
+        is_few = ctas <= _FREE_CTAS_PER_CORE * num_cores
+        if is_large and (is_few or Slices.of(size, 8).ids * held > _MOST_BYTES):
             # Clusters of 16 reach seven eighths of the multiprocessors. For three or four rows
-            # there are registers enough if each block has its own multiprocessor; else for two.
-            cluster, reached = MAX_CLUSTER, 7 * num_cores // 8
-            rows = 2 if blocks <= 2 * reached else 1
-            if 2 * blocks <= num_cores:
+            # there are registers enough if each CTA has its own multiprocessor; else for two.
+            cluster = MAX_CLUSTER
+            reached = 7 * num_cores // 8
+            rows = 2 if ctas <= 2 * reached else 1
+            if 2 * ctas <= num_cores:
                 rows = 3
-            if blocks <= reached < 2 * blocks and max(held, draft_size) == 2:
+            if ctas <= reached < 2 * ctas and max(held, draft_size) == 2:
                 rows = 4  # of entries of four bytes registers are too few
         else:
-            at_once = _FREE_BLOCKS_PER_CORE * num_cores // num_requests
+            at_once = _FREE_CTAS_PER_CORE * num_cores // num_requests
             row_tiles = num_tiles(size)
             is_pair = row_tiles * TILE * held <= _PAIR_BYTES
-            with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_BLOCK)
+            with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_CTA)
+            # The next power of two, from 2 to 8.
             cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
             rows = 1
-        slices, room = Slices.of(size, cluster), SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
-        # Of a block's tiles a divisor, or some would be read in vain. Four if there are registers
-        # enough, since blocks are few and read several rows. Else two, so that six blocks fit on a
-        # multiprocessor; one if there are few tiles: none would be summed while others arrive.
-        most = MAX_TILES if rows > 1 else 2 if slices.tiles > MAX_TILES else 1
+        slices = Slices.of(size, cluster)
+        # With up to two rows, two CTAs share a multiprocessor and its memory.
+        room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
+        # Tiles at once: of a CTA's tiles a divisor, or some would be read in vain. Four if there
+        # are registers enough, since CTAs are few and read several rows. Else two, so that six CTAs
+        # fit on a multiprocessor; one if there are few tiles: none would be summed while others
+        # arrive.
+        most = 1
+        if rows > 1:
+            most = MAX_TILES
+        elif slices.tiles > MAX_TILES:
+            most = 2
         return cls(
             max_cluster=cluster,
             rows_at_once=max(1, min(rows, room // (slices.ids * held + _SLOT_BYTES))),
@@ -145,72 +153,97 @@ class KernelConfig:
 
 
 def power_of_two(count: int) -> int:
-    """The largest power of two up to `count`."""
+    """Returns the largest power of two up to `count`."""
     return 1 << (count.bit_length() - 1)
 
 
 class Slices(NamedTuple):
-    """A row of `size` ids cut among the blocks of a cluster, in whole tiles.
+    """A row of `size` ids cut among the CTAs of a cluster, in whole tiles."""
 
-    Attributes:
-      size: ids of the row, without padding.
-      tiles: tiles of a slice; the last slices of a row may have fewer.
-      ids: ids of a slice.
-      cluster: blocks, a power of two; blocks past the end of the row have nothing to do.
-      warps: warps of the whole cluster.
-      row_tiles: tiles of the row.
-    """
-
-    size: int
-    tiles: int
-    ids: int
-    cluster: int
-    warps: int
-    row_tiles: int
+    size: int  # ids of the row, without padding
+    tiles: int  # tiles of a slice; the last slices of a row may have fewer
+    ids: int  # ids of a slice
+    cluster: int  # CTAs, a power of two; those past the end of the row have nothing to do
+    warps: int  # warps of the whole cluster
+    row_tiles: int  # tiles of the row
 
     @classmethod
     def of(cls, size: int, max_cluster: int) -> Slices:
-        """The slices of rows of `size` ids in a cluster of at most `max_cluster` blocks."""
-        # Powers of two are scheduled well, even with idle blocks. An exchange takes two blocks.
-        cluster, row_tiles = power_of_two(max_cluster), num_tiles(size)
+        """Returns the slices of rows of `size` ids in a cluster of at most `max_cluster` CTAs."""
+        # Powers of two are scheduled well, even with idle CTAs. An exchange takes two CTAs.
+        cluster = power_of_two(max_cluster)
+        row_tiles = num_tiles(size)
         tiles = -(-row_tiles // cluster)
         while cluster > 2 and cluster // 2 * tiles >= row_tiles:
             cluster //= 2
-        return cls(size, tiles, tiles * TILE, cluster, cluster * WARPS, row_tiles)
+        return cls(
+            size=size,
+            tiles=tiles,
+            ids=tiles * TILE,
+            cluster=cluster,
+            warps=cluster * WARPS,
+            row_tiles=row_tiles,
+        )
+
+
+class DraftLayout(NamedTuple):
+    """Layout of the draft distribution of a call."""
+
+    entries: Entries  # what draft rows hold
+    ids: Ids  # which ids their columns stand for
+    num_rows: int  # R
+    num_columns: int  # Vd
+    entry_size: int  # bytes of an entry; 0 without draft rows
+    is_aligned: bool  # whether every row begins at a multiple of sixteen bytes
+
+    @classmethod
+    def of(cls, distribution: DraftDistribution | None) -> DraftLayout:
+        """Returns that of a draft distribution; `NO_DRAFT` for None."""
+        if distribution is None:
+            return NO_DRAFT
+        entries: Entries = "probs"
+        if isinstance(distribution, DraftLogits):
+            entries = "logits" if distribution.log_normalizer is None else "normalized"
+        ids: Ids = "in order"
+        if distribution.ids is not None:
+            ids = "map" if distribution.ids.ndim == 1 else "candidates"
+        storage = storage_of(distribution)
+        num_rows, num_columns = storage.shape
+        return cls(
+            entries=entries,
+            ids=ids,
+            num_rows=num_rows,
+            num_columns=num_columns,
+            entry_size=storage.dtype.itemsize,
+            is_aligned=is_aligned(storage),
+        )
+
+
+NO_DRAFT = DraftLayout("none", "in order", 0, 0, entry_size=0, is_aligned=True)
+"""Stands for a draft distribution where a call has none."""
 
 
 class SharedMemory(NamedTuple):
-    """What a block holds in shared memory, in entries of its refs.
+    """Shared memory of a CTA, in entries of its refs."""
 
-    Attributes:
-      slices: how rows are cut into slices.
-      stride: distance from one tile to the next. Copies of unaligned rows begin a little earlier.
-      each: consecutive ids per thread, the same for target and draft rows of any dtype.
-      masses_per_warp: masses of a warp's tiles, padded to a multiple of what is sent at once.
-      slot: floats of a slot: the masses that all warps send, or up to four other values of each.
-      scratch: floats for exchanges between the warps of a block.
-      barriers: number of barriers: one for each slot, then one for each tile.
-      warpgroups: warpgroups of a block, each of which has its own copy of all of this.
-      tiles_at_once: tiles of a slice whose draft entries are loaded at once.
-      bytes: shared memory of a block, with a margin for the compiler's rounding.
-    """
-
-    slices: Slices
+    slices: Slices  # how rows are cut into slices
+    # Distance from one tile to the next. Copies of unaligned rows begin a little earlier.
     stride: int
-    each: int
-    masses_per_warp: int
+    each: int  # consecutive ids per thread, the same for target and draft rows of any dtype
+    masses_per_warp: int  # masses of a warp's tiles, padded to a multiple of what is sent at once
+    # Floats of a slot: the masses that all warps send, or up to four other values of each.
     slot: int
-    scratch: int
-    barriers: int
-    warpgroups: int
-    tiles_at_once: int
-    bytes: int
+    scratch: int  # floats for exchanges between the warps of a CTA
+    barriers: int  # number of barriers: one for each slot, then one for each tile
+    warpgroups: int  # warpgroups of a CTA, each of which has its own copy of all of this
+    tiles_at_once: int  # tiles of a slice whose draft entries are loaded at once
+    bytes: int  # shared memory of a CTA, with a margin for the compiler's rounding
 
     @classmethod
     def of(
         cls,
         target_logits: jax.Array,
-        distribution: DraftDistribution | None = None,
+        draft: DraftLayout = NO_DRAFT,
         *,
         num_requests: int,
         size: int,
@@ -218,36 +251,42 @@ class SharedMemory(NamedTuple):
         most_rows: int = 1,
         is_plain: bool = False,
     ) -> SharedMemory:
-        """That of a call, or of a launch that reads rows of one matrix.
+        """Returns that of a call, or of a launch that reads rows of one matrix.
 
         Args:
           target_logits: of the call.
-          distribution: the draft distribution, or None.
+          draft: how the draft distribution is stored.
           num_requests: B, or how many rows are read.
           size: ids of a row, without padding.
           config: the caller's choice, or None.
           most_rows: rows of a request that can be read at once.
           is_plain: see `Plan`.
         """
-        is_listed = distribution is not None and distribution.ids is not None
-        storage = None if distribution is None or is_listed else storage_of(distribution)
         target_size = target_logits.dtype.itemsize
-        draft_size = 0 if storage is None else storage.dtype.itemsize
+        in_order = draft.ids == "in order"  # else draft rows are not read in the tiles of a row
+        draft_size = draft.entry_size if in_order else 0
         if config is None:
             cores = getattr(jax.devices()[0], "core_count", None) or _CORES_OF_LARGE
             config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
-        slices, stride, each, tiles_at_once = Slices.of(size, config.max_cluster), TILE, 2, 1
+        slices = Slices.of(size, config.max_cluster)
+        stride = TILE
+        each = 2  # what is loaded one by one
+        tiles_at_once = 1
         if not is_aligned(target_logits):
+            # A copy begins up to 15 bytes early, and ends up to 15 bytes late.
             stride += 32 // target_size
-        elif storage is None or is_aligned(storage):
+        elif draft.is_aligned or not in_order:
+            # Sixteen bytes at once of the wider entries.
             each = 4 if 4 in (target_size, draft_size) else 8
-            if is_plain and not is_listed:
+            if is_plain and in_order:
                 tiles_at_once = power_of_two(min(config.tiles_at_once, slices.tiles))
         warpgroups = min(config.rows_at_once, most_rows)
-        masses_per_warp = -(-slices.tiles // 4) * 4
-        slot, scratch = slices.warps * masses_per_warp, TILE // (128 * each) * WARPS
+        masses_per_warp = -(-slices.tiles // 4) * 4  # a store sends four
+        slot = slices.warps * masses_per_warp
+        scratch = TILE // (128 * each) * WARPS  # a float for each chunk of a tile, by warp
         barriers = SLOTS + slices.tiles
-        tiles, floats = slices.tiles * stride * target_size, SLOTS * slot + scratch
+        tile_bytes = slices.tiles * stride * target_size
+        float_bytes = 4 * (SLOTS * slot + scratch)
         return cls(
             slices=slices,
             stride=stride,
@@ -258,109 +297,98 @@ class SharedMemory(NamedTuple):
             barriers=barriers,
             warpgroups=warpgroups,
             tiles_at_once=tiles_at_once,
-            bytes=warpgroups * (tiles + 4 * floats + 8 * barriers) + 4 * 1024,
+            bytes=warpgroups * (tile_bytes + float_bytes + 8 * barriers) + 4 * 1024,
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The static side of a launch that verifies a batch.
+    """The static side of a launch that verifies a batch."""
 
-    Attributes:
-      k: K.
-      size: ids of a row, without padding.
-      has_bonus_rows: whether each request owns a bonus row.
-      num_drafts: N.
-      num_rows: target rows if none is left out.
-      rule: the rule that sampled requests follow.
-      is_plain: whether there is no mask, no filter and no block rule. Then there are enough
-        registers to sum masses of tiles while a row is read, and to load several tiles at once.
-      entries: what draft rows hold, or None if the call has none.
-      ids: how draft rows list their ids, or None if they are in the order of ids.
-      sums_draft_rows: whether whole draft rows are read to normalize them.
-      draft_rows: R.
-      draft_size: ids that the drafter could draw.
-      memory: how rows are cut into slices, and what shared memory holds.
-    """
-
-    k: int
-    size: int
-    has_bonus_rows: bool
-    num_drafts: int
-    num_rows: int
-    rule: Rule
+    k: int  # K
+    n: int  # N
+    size: int  # ids of a row, without padding
+    has_bonus_rows: bool  # whether each request owns a bonus row
+    num_rows: int  # target rows if none is left out
+    rule: Rule  # the rule that sampled requests follow
+    has_filter: bool  # whether the call has min-p, top-k or top-p
+    # Whether there is no mask, no filter and no block rule. Then there are enough registers to sum
+    # masses of tiles while a row is read, and to load several tiles at once.
     is_plain: bool
-    entries: Entries | None
-    ids: Ids | None
-    sums_draft_rows: bool
-    draft_rows: int
-    draft_size: int
-    memory: SharedMemory
+    entries: Entries  # what draft rows hold
+    ids: Ids  # which ids their columns stand for
+    num_draft_rows: int  # R
+    draft_size: int  # ids that the drafter could draw
+    memory: SharedMemory  # how rows are cut into slices, and what shared memory holds
 
     @classmethod
     def of(
         cls,
         target_logits: jax.Array,
-        distribution: DraftDistribution | None,
+        draft: DraftLayout,
         rule: Rule,
         *,
         num_requests: int,
-        num_drafts: int,
+        n: int,
         k: int,
         size: int,
         has_bonus_rows: bool,
-        has_limits: bool,
+        has_filter: bool,
+        has_bitmask: bool,
         config: KernelConfig | None,
     ) -> Plan:
-        """The plan of a call.
+        """Returns the plan of a call.
 
         Args:
           target_logits: of the call.
-          distribution: the draft distribution, or None.
+          draft: how the draft distribution is stored.
           rule: the rule that sampled requests follow.
           num_requests: B.
-          num_drafts: N.
+          n: N.
           k: K.
           size: ids of a row, without padding.
           has_bonus_rows: whether each request owns a bonus row.
-          has_limits: whether the call has a mask or a filter.
+          has_filter: whether the call has min-p, top-k or top-p.
+          has_bitmask: whether the call has a bitmask.
           config: the caller's choice, or None.
         """
-        draft_rows, draft_size = 0, 0
-        entries: Entries | None = None
-        ids: Ids | None = None
-        if distribution is not None:
-            entries, (draft_rows, draft_size) = "probs", storage_of(distribution).shape
-            if isinstance(distribution, DraftLogits):
-                entries = "logits" if distribution.log_normalizer is None else "normalized"
-            if distribution.ids is not None:
-                ids, draft_size = "map" if distribution.ids.ndim == 1 else "candidates", size
-        is_plain = not has_limits and not rule.is_block
+        is_plain = not has_filter and not has_bitmask and not rule.is_block
         return cls(
             k=k,
+            n=n,
             size=size,
             has_bonus_rows=has_bonus_rows,
-            num_drafts=num_drafts,
-            num_rows=num_drafts + (num_requests if has_bonus_rows else 0),
+            num_rows=n + (num_requests if has_bonus_rows else 0),
             rule=rule,
+            has_filter=has_filter,
             is_plain=is_plain,
-            entries=entries,
-            ids=ids,
-            sums_draft_rows=entries == "logits" and ids != "candidates",
-            draft_rows=draft_rows,
-            draft_size=min(draft_size, size),
+            entries=draft.entries,
+            ids=draft.ids,
+            num_draft_rows=draft.num_rows,
+            draft_size=min(draft.num_columns, size) if draft.ids == "in order" else size,
             memory=SharedMemory.of(
                 target_logits,
-                distribution,
+                draft,
                 num_requests=num_requests,
                 size=size,
                 config=config,
+                # Only the walk of the standard rule reads several rows at once.
                 most_rows=k + 1 if type(rule) is Standard else 1,
                 is_plain=is_plain,
             ),
         )
 
+    @property
+    def has_draft_rows(self) -> bool:
+        """Returns whether the call has a draft distribution; if not, every draft is one-hot."""
+        return self.entries != "none"
 
-def is_aligned(rows: Any) -> bool:
-    """Whether every row of a matrix begins at a multiple of sixteen bytes."""
-    return rows.shape[1] * rows.dtype.itemsize % 16 == 0
+    @property
+    def sums_draft_rows(self) -> bool:
+        """Returns whether whole draft rows are read to normalize them, where they are visited."""
+        return self.entries == "logits" and self.ids != "candidates"
+
+
+def is_aligned(matrix: Any) -> bool:
+    """Returns whether every row of a matrix begins at a multiple of sixteen bytes."""
+    return matrix.shape[1] * matrix.dtype.itemsize % 16 == 0

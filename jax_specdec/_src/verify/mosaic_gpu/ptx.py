@@ -2,11 +2,17 @@
 
 They are built from MLIR's `nvvm` and `llvm` dialects where possible. PTX is used for:
 
-- copies, prefetches and stores to other blocks: each is predicated, for one thread or lane;
+- copies, prefetches and stores to other CTAs: each is predicated, for one thread or lane;
 - waiting for an mbarrier: the dialect's loop suspends the thread between two tries;
 - `index_anew`: only code with side effects is computed again rather than kept in a register;
 - first bytes of rows: what all rows have in common would be kept in registers;
 - funnel shifts, which no dialect has.
+
+An operation has two halves. The outer one is traced by JAX, with arrays ``[128]``; the inner one,
+`run`, builds MLIR when the kernel is lowered, with the value that each thread holds. `_inline`
+joins them. In inline PTX, ``$0`` is the result if there is one, then come the operands; constraints
+name their registers: r and l for 32 and 64 bits, f for a float32, ~{memory} for code that reads or
+writes memory and so stays where it is.
 """
 
 from __future__ import annotations
@@ -30,11 +36,13 @@ from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Re
 from jax_specdec._src.verify.threshold import in_order
 from jax_specdec._src.verify.tiles import TILE
 
+# How Mosaic lays out arrays in registers: entry t in thread t; a scalar in every thread.
 _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 _UNIFORM = plgpu.Layout.WG_SPLAT(())
 _GLOBAL = 1  # the address space
-_ALL_LANES = -1
+_ALL_LANES = -1  # a mask of 32 bits: every lane takes part
 
+# Tries until the phase is complete. A try suspends the thread for a while.
 _WAIT = """
     WAIT:
     mbarrier.try_wait.parity.shared::cta.b64 done, [{barrier}], {parity};
@@ -64,6 +72,7 @@ class GpuThreads:
 
     def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
         letter = "f" if x.dtype == jnp.float32 else "r"
+        # The lane that no thread reads past: the lowest when lanes are counted down.
         bound = 0 if how == "up" else 31
 
         def run(x: Any, lane: Any) -> Any:
@@ -80,6 +89,8 @@ class GpuThreads:
         return _inline(run, (), (x,), [jnp.int32])[0]
 
     def warp_max(self, x: jax.Array) -> jax.Array:
+        # As integers: `redux.sync` has them alone on Hopper. The bits of floats, put in order, have
+        # the same maximum; a NaN of either sign becomes the positive one, which is the largest.
         bits = lax.bitcast_convert_type(jnp.where(x == x, x, jnp.nan), jnp.int32)
         return lax.bitcast_convert_type(in_order(self._reduce("MAX", in_order(bits))), x.dtype)
 
@@ -91,26 +102,30 @@ class GpuThreads:
             text = "match.any.sync.b32 $0, $1, 0xffffffff;"
             return (_ptx(text, "=r,r", x, result=_i32()),)
 
+        # A bit for each lane that has the same: more than one?
         lanes = _inline(run, (), (x,), [jnp.int32])[0]
         return (lanes & (lanes - 1)) != 0
 
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
+        # Each lane adds what its partner has, at half the distance each time: all get the sum.
         while lanes > 1:
             lanes //= 2
             x = x + self.shuffle(x, lanes, "bfly")
         return x
 
     def warp_scan(self, x: jax.Array) -> jax.Array:
+        # After each step a lane has the sum of twice as many lanes up to it.
         for distance in (1, 2, 4, 8, 16):
             x = jnp.where(self.lane >= distance, x + self.shuffle(x, distance, "up"), x)
         return x
 
     def scalar(self, x: jax.Array) -> jax.Array:
+        # The same register, which Mosaic takes for one value from here on.
         return _inline(lambda x: (x,), (), (x,), [x.dtype], shape=())[0]
 
     def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
         if x.dtype == jnp.bool_:
-            return self.at(x.astype(jnp.int32), lane) == 1
+            return self.at(x.astype(jnp.int32), lane) == 1  # a shuffle moves 32 bits
         return self.scalar(self.shuffle(x, lane))
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
@@ -121,17 +136,19 @@ class GpuThreads:
     def sync(self) -> None:
         _inline(lambda: utils.warpgroup_barrier())
 
-    def sync_block(self, warpgroups: int, barrier: Ref | None) -> None:
+    def sync_cta(self, warpgroups: int, barrier: Ref | None) -> None:
         del barrier  # on a GPU, number 15 of the hardware's: warpgroups use the lower numbers
         text = f"bar.sync 15, {THREADS * warpgroups};"
         _inline(lambda: _ptx(text, "~{memory}"))
 
     def fence_copies(self) -> None:
+        # Bulk copies are another proxy: without a fence they may overtake ordinary writes.
         text = "fence.proxy.async.shared::cta;"
         _inline(lambda: _ptx(text, "~{memory}"))
 
     def init_barriers(self, barriers: Any, count: int) -> None:
-
+        # Thread i initializes barrier i, for one arrival, and makes that visible in the cluster;
+        # then the warp tells the other CTAs, whose `cluster_wait` waits for all of them.
         def run(barriers: Any) -> None:
             _ptx(
                 f"""{{
@@ -156,7 +173,6 @@ class GpuThreads:
         _inline(lambda: nvvm.cluster_wait(aligned=True))
 
     def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
-
         def run(barriers: Any, barrier: Any, parity: Any) -> None:
             text = "{\n.reg .pred done;" + _WAIT.format(barrier="$0", parity="$1") + "}"
             address = _add_scaled(_address(barriers), barrier, 8)
@@ -178,7 +194,8 @@ class GpuThreads:
         # A store completes on the receiver's barrier: no fence, and one round trip. A store to
         # global memory and a barrier of the cluster would take two fences and three trips.
         count = len(values)
-        width, num_bytes = min(count, 4), 4 * count * cluster * WARPS
+        width = min(count, 4)  # values of a store
+        num_bytes = 4 * count * cluster * WARPS  # that a CTA receives in this round
         registers = [f"${3 + j}" for j in range(count)]
         # Only stores are predicated. A register that is written under a predicate keeps its value
         # if that is false, so it would be occupied from the kernel's beginning on.
@@ -189,6 +206,9 @@ class GpuThreads:
         ]
         sends = "\n".join(stores)
 
+        # One thread of each CTA says how many bytes its barrier is to wait for. In every warp, lane
+        # i sends the warp's values to CTA i: `mapa` finds the same address and the same barrier
+        # there. Then all wait for their own barrier.
         def run(
             memory: Any, barriers: Any, place: Any, barrier: Any, parity: Any, *xs: Any
         ) -> None:
@@ -221,7 +241,7 @@ class GpuThreads:
 
     def copy_tiles(
         self,
-        rows: Ref,
+        matrix: Ref,
         row: jax.Array,
         first: jax.Array,
         size: int,
@@ -231,12 +251,14 @@ class GpuThreads:
         barriers: Ref,
         first_barrier: jax.Array | int,
     ) -> None:
-        columns, bytes_each = rows.shape[1], rows.dtype.itemsize
+        columns = matrix.shape[1]
+        bytes_each = matrix.dtype.itemsize
+        # Thread i copies tile i: it says how many bytes barrier i is to wait for, and begins.
         index, begin, length = self._tiles(first, size, count)
 
-        def run(rows: Any, buffer: Any, barriers: Any, *args: Any) -> None:
+        def run(matrix: Any, buffer: Any, barriers: Any, *args: Any) -> None:
             row, first, place, barrier, count = args
-            begin, length = _whole_units(rows, row, first, count, columns, bytes_each)
+            begin, length = _whole_units(matrix, row, first, count, columns, bytes_each)
             _ptx(
                 """{
                 .reg .pred mine;
@@ -254,26 +276,30 @@ class GpuThreads:
             )
 
         values = row, begin, index * stride, first_barrier + index, length
-        _inline(run, (rows, buffer, barriers), values)
+        _inline(run, (matrix, buffer, barriers), values)
 
-    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
-        columns, size = rows.shape[1], rows.dtype.itemsize
+    def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
+        columns = matrix.shape[1]
+        size = matrix.dtype.itemsize
 
-        def run(rows: Any, row: Any) -> Any:
-            begin = _first_byte(rows, row, utils.c(0, _i32()), columns, size)
+        # Entries between the last multiple of sixteen bytes and the row's first entry. Every tile
+        # begins as many after one, for a tile is a multiple of sixteen bytes.
+        def run(matrix: Any, row: Any) -> Any:
+            begin = _first_byte(matrix, row, utils.c(0, _i32()), columns, size)
             before = arith.trunci(_i32(), arith.andi(begin, utils.c(COPIED - 1, _i64())))
             return (arith.shrui(before, utils.c(size.bit_length() - 1, _i32())),)
 
-        return _inline(run, (rows,), (row,), [jnp.int32], shape=())[0]
+        return _inline(run, (matrix,), (row,), [jnp.int32], shape=())[0]
 
     def prefetch_tiles(
-        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
+        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
-        columns, bytes_each = rows.shape[1], rows.dtype.itemsize
+        columns = matrix.shape[1]
+        bytes_each = matrix.dtype.itemsize
         _, begin, length = self._tiles(first, size, count)
 
-        def run(rows: Any, row: Any, first: Any, count: Any) -> None:
-            begin, length = _whole_units(rows, row, first, count, columns, bytes_each)
+        def run(matrix: Any, row: Any, first: Any, count: Any) -> None:
+            begin, length = _whole_units(matrix, row, first, count, columns, bytes_each)
             _ptx(
                 """{
                 .reg .pred mine;
@@ -286,12 +312,12 @@ class GpuThreads:
                 count,
             )
 
-        _inline(run, (rows,), (row, begin, length))
+        _inline(run, (matrix,), (row, begin, length))
 
     def _tiles(
         self, first: jax.Array, size: int, count: int
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Each thread's tile: index, first entry, and number of entries, 0 or less for none."""
+        """Returns each thread's tile: index, first entry, and entries, 0 or less for none."""
         index = self.index_anew()
         begin = first + index * TILE
         return index, begin, jnp.where(index < count, jnp.minimum(size - begin, TILE), 0)
@@ -299,7 +325,8 @@ class GpuThreads:
     # Reading and writing.
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
-        dtype, columns = jnp.dtype(ref.dtype), ref.shape[-1]
+        dtype = jnp.dtype(ref.dtype)
+        columns = ref.shape[-1]
         widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
         if dtype == jnp.uint32:
             widened = jnp.uint32
@@ -310,12 +337,14 @@ class GpuThreads:
         return _inline(run, (ref,), indices, [widened])[0]
 
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
-        dtype, size = ref.dtype, jnp.dtype(ref.dtype).itemsize
+        dtype = ref.dtype
+        size = jnp.dtype(ref.dtype).itemsize
 
+        # A branch around the store: the address of a thread that does not store may be none.
         def run(ref: Any, index: Any, value: Any, where: Any) -> None:
             kind = _element_type(dtype)
             address = _add_scaled(_address(ref), index, size)
-            if value.type != kind:
+            if value.type != kind:  # a float32 for a narrower ref
                 value = arith.truncf(kind, value)
             with utils.when(arith.cmpi(arith.CmpIPredicate.ne, where, utils.c(0, _i32()))):
                 llvm.store(value, _pointer(ref, address))
@@ -347,7 +376,8 @@ class GpuThreads:
         return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
 
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
+        dtype = jnp.dtype(ref.dtype)
+        columns = ref.shape[1]
 
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = _address_of(ref, (row, start), columns, dtype.itemsize)
@@ -366,8 +396,10 @@ class GpuThreads:
     def row_run(
         self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
     ) -> list[jax.Array]:
-        dtype, columns = jnp.dtype(ref.dtype), ref.shape[1]
+        dtype = jnp.dtype(ref.dtype)
+        columns = ref.shape[1]
 
+        # Offsets are constants of the instructions: one address serves all entries.
         def run(ref: Any, row: Any, start: Any) -> Any:
             begin = _address_of(ref, (row, start), columns, dtype.itemsize)
             offsets = [utils.c((offset + j) * dtype.itemsize, begin.type) for j in range(each)]
@@ -386,7 +418,7 @@ def _inline(
     out: Sequence[Any] = (),
     shape: tuple[int, ...] = (THREADS,),
 ) -> list[jax.Array]:
-    """``fn(*refs, *values)`` in MLIR, on memrefs and each thread's values.
+    """Returns ``fn(*refs, *values)``, computed in MLIR on memrefs and each thread's values.
 
     Its results are of the dtypes `out`, and of one shape: ``[128]``, or ``[]`` if they are the same
     in all threads.
@@ -395,9 +427,11 @@ def _inline(
     def run(_: Any, *args: Any) -> Any:
         given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
         results = fn(*given)
-        both = zip(results, out, strict=True) if out else ()
-        return tuple([_array(x, shape, dtype) for x, dtype in both])
+        if not out:
+            return ()
+        return tuple([_array(x, shape, dtype) for x, dtype in zip(results, out, strict=True)])
 
+    # Arrays may come with another layout, from a loop or a constant.
     values = [jnp.asarray(x) for x in values]
     values = [plgpu.layout_cast(x, _PER_THREAD) if x.ndim else x for x in values]
     layouts = [_PER_THREAD if x.ndim else _UNIFORM for x in values]
@@ -410,7 +444,10 @@ def _inline(
 
 
 def _ptx(text: str, constraints: str, *args: Any, result: Any = None, pure: bool = False) -> Any:
-    """Inline PTX with operands ``$0, $1, ...``, the result first; it may be moved if `pure`."""
+    """Returns inline PTX with operands ``$0, $1, ...``, the result first.
+
+    It may be moved, and computed once for many uses, if it is `pure`.
+    """
     kind = ir.Type.parse("!llvm.void") if result is None else result
     return llvm.inline_asm(kind, list(args), text, constraints, has_side_effects=not pure)
 
@@ -424,6 +461,7 @@ def _i64() -> Any:
 
 
 def _register(x: Any) -> Any:
+    """Returns the one value that a thread has of an array: Mosaic keeps vectors of one."""
     register = x.registers.flat[0]
     if isinstance(register.type, ir.VectorType):
         return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
@@ -431,6 +469,7 @@ def _register(x: Any) -> Any:
 
 
 def _array(value: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns an array of Mosaic, from each thread's value."""
     signed = jnp.issubdtype(dtype, jnp.signedinteger) if dtype != jnp.float32 else None
     if not shape:
         return mgpu.FragmentedArray.splat(value, (), is_signed=signed)
@@ -447,47 +486,55 @@ def _element_type(dtype: Any) -> Any:
 
 
 def _address(ref: Any) -> Any:
-    """The address of a ref: 32 bits in shared memory, 64 in global memory."""
+    """Returns the address of a ref: 32 bits in shared memory, 64 in global memory."""
     return llvm.ptrtoint(_i32() if utils.is_smem_ref(ref) else _i64(), utils.memref_ptr(ref))
 
 
 def _address_of(ref: Any, at: Sequence[Any], columns: int, size: int) -> Any:
-    """The address of an entry of a ref that has one index, or two and `columns` columns."""
-    start = _address(ref) if len(at) == 1 else _add_scaled(_address(ref), at[0], columns * size)
+    """Returns the address of an entry of a ref: of one index, or of two and `columns` columns.
+
+    In 64 bits in global memory: a matrix of logits may have more than 2**31 entries.
+    """
+    start = _address(ref)
+    if len(at) == 2:
+        start = _add_scaled(start, at[0], columns * size)
     return _add_scaled(start, at[-1], size)
 
 
 def _pointer(ref: Any, address: Any) -> Any:
+    """Returns an address as a pointer into the memory that a ref lies in."""
     kind = utils.memref_ptr(ref).type if utils.is_smem_ref(ref) else llvm.PointerType.get(_GLOBAL)
     return llvm.inttoptr(kind, address)
 
 
 def _add_scaled(address: Any, index: Any, size: int) -> Any:
-    """``address + index * size`` in the width of `address`."""
+    """Returns ``address + index * size`` in the width of `address`."""
     if index.type != address.type:
         index = arith.extsi(address.type, index)
     return arith.addi(address, arith.muli(index, utils.c(size, address.type)))
 
 
 def _whole_units(
-    rows: Any, row: Any, first: Any, count: Any, columns: int, size: int
+    matrix: Any, row: Any, first: Any, count: Any, columns: int, size: int
 ) -> tuple[Any, Any]:
-    """The address of the sixteen-byte units that hold `count` entries, and their length."""
-    begin = _first_byte(rows, row, first, columns, size)
+    """Returns the address of the sixteen-byte units that hold `count` entries, and their length."""
+    begin = _first_byte(matrix, row, first, columns, size)
     mask = utils.c(-COPIED, _i64())
     end = arith.addi(_add_scaled(begin, count, size), utils.c(COPIED - 1, _i64()))
-    begin, end = arith.andi(begin, mask), arith.andi(end, mask)
+    begin = arith.andi(begin, mask)  # down to a unit
+    end = arith.andi(end, mask)  # up to one, by what was added
     return begin, arith.trunci(_i32(), arith.subi(end, begin))
 
 
-def _first_byte(rows: Any, row: Any, first: Any, columns: int, size: int) -> Any:
+def _first_byte(matrix: Any, row: Any, first: Any, columns: int, size: int) -> Any:
+    """Returns the address of entry `first` of a row, 64 bits: base + row * bytes + first * size."""
     text = f"{{ mad.wide.s32 $0, $2, {columns * size}, $1; mad.wide.s32 $0, $3, {size}, $0; }}"
-    start = llvm.ptrtoint(_i64(), utils.memref_ptr(rows))
+    start = llvm.ptrtoint(_i64(), utils.memref_ptr(matrix))
     return _ptx(text, "=&l,l,r,r", start, row, first, result=_i64(), pure=True)
 
 
 def _load(ref: Any, address: Any, dtype: Any) -> Any:
-    """One entry; of booleans as an integer, of floats as float32."""
+    """Returns one entry; of booleans as an integer, of floats as float32."""
     if dtype == jnp.bool_:
         byte = llvm.load(ir.IntegerType.get_signless(8), _pointer(ref, address))
         return arith.extui(_i32(), byte)
@@ -496,7 +543,7 @@ def _load(ref: Any, address: Any, dtype: Any) -> Any:
 
 
 def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
-    """`size` bytes from an address that is a multiple of them, or of sixteen."""
+    """Returns the words of `size` bytes, from a multiple of as many bytes, or of sixteen."""
     per_load = min(16, size)
     kind = ir.VectorType.get((per_load // 4,), _i32())
     words = []
@@ -510,13 +557,15 @@ def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
 
 
 def _any_words(ref: Any, begin: Any, offset: int, size: int) -> list[Any]:
-    """`size` bytes, `offset` after any address: each word from the two that it overlaps."""
+    """Returns the words of `size` bytes, `offset` after any address in shared memory."""
 
     def load(first: Any, place: int) -> Any:
         return llvm.load(_i32(), _pointer(ref, arith.addi(first, utils.c(place, _i32()))))
 
-    if utils.bitwidth(ir.MemRefType(ref.type).element_type) == 32:
+    if utils.bitwidth(ir.MemRefType(ref.type).element_type) == 32:  # they begin with a word
         return [load(begin, place) for place in range(offset, offset + size, 4)]
+    # Entries of two bytes may begin in the middle of a word. Each word of theirs is put together
+    # from the two that it overlaps: a funnel shift by 0 or 16 bits, the address's last two bits.
     first = arith.andi(begin, utils.c(-4, _i32()))
     bits = arith.shli(begin, utils.c(3, _i32()))
     words = [load(first, place) for place in range(offset, offset + size + 4, 4)]
@@ -528,13 +577,15 @@ def _any_words(ref: Any, begin: Any, offset: int, size: int) -> list[Any]:
 
 
 def _numbers(word: Any, dtype: Any) -> list[Any]:
-    """The one or two numbers in a word, as float32."""
+    """Returns the one or two numbers in a word, as float32."""
     f32 = ir.F32Type.get()
     if dtype == jnp.float32:
         return [arith.bitcast(f32, word)]
     if dtype == jnp.bfloat16:  # bfloat16 is the upper half of float32
-        low, high = arith.shli(word, utils.c(16, _i32())), arith.andi(word, utils.c(-65536, _i32()))
+        low = arith.shli(word, utils.c(16, _i32()))
+        high = arith.andi(word, utils.c(-65536, _i32()))
         return [arith.bitcast(f32, low), arith.bitcast(f32, high)]
+    # float16: the word as two of them, then each widened.
     one = vector.broadcast(ir.VectorType.get((1,), _i32()), word)
     pair = vector.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), one)
     wide = arith.extf(ir.VectorType.get((2,), f32), pair)

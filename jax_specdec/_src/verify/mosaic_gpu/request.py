@@ -1,12 +1,13 @@
-"""A request as a warpgroup holds it: its parameters, its drafted tokens, and its output.
+"""A request as a warpgroup holds it: its operands, its parameters, and its output.
 
-Lane i of every warp holds position i: the drafted token, and all that can be computed of it before
-whole rows are read. `RequestLoads` and `DraftLoads` are loads that are in flight; `KernelRequest`
-and `DraftedTokens` are what comes of them. `walk.verify_request` says when each is made.
+Lane i of every warp holds position i of the request. `RequestLoads` are loads that are in flight;
+`KernelRequest` is what comes of them. `drafted` has the same of the drafted tokens, and
+`walk.verify_request` says when each is made.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -16,292 +17,386 @@ from jax import lax
 
 from jax_specdec._src import noise, ragged
 from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.types import MAX_LOG_NORMALIZER, PLACEHOLDER_TOKEN_ID, Status
-from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster
-from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, Listed, MappedSlice
+from jax_specdec._src.sampling import Filter, SamplingParams
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
-from jax_specdec._src.verify.mosaic_gpu.rows import DraftSlice, TargetSlice
-from jax_specdec._src.verify.mosaic_gpu.statistics import (
-    LARGEST,
-    LOG2E,
-    Exponent,
-    Normalizer,
-    is_finite,
-)
+from jax_specdec._src.verify.mosaic_gpu.rows import NoThresholds, Thresholds
+from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Normalizer, is_finite
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, Threads
 
 _ROUNDS = 8
 """Loads of offsets, of 32 requests each, that are in flight at once."""
 
-_ENTRIES = 8
-"""Loads of lists, of 32 candidates each, that are in flight at once."""
-
 X = TypeVar("X")
+
+# What a call gives the kernel: arrays, or refs of them in global memory. The order of the fields is
+# that of the kernel's parameters.
+
+
+class GivenNoise(NamedTuple, Generic[X]):
+    """Uniforms that the caller gives."""
+
+    accept: X  # [B, K] float32
+    recover: X  # [B, 2] float32
+
+
+class DraftingNoise(NamedTuple, Generic[X]):
+    """Uniforms to sample a draft token with: none is to be accepted, for K is 0."""
+
+    recover: X  # [B, 2] float32
+
+
+class KeyNoise(NamedTuple, Generic[X]):
+    """Keys and positions that uniforms are drawn from."""
+
+    keys: X  # [B, 2] uint32, the words of each key
+    positions: X  # [B] int32
+
+
+class InOrder(NamedTuple):
+    """Draft rows have a column for each id, in the order of ids."""
+
+
+class MapOperands(NamedTuple, Generic[X]):
+    """A map of ids that all draft rows share."""
+
+    columns: X  # [1, W] int32; see `lists.columns_of_map`
+    bad: X  # [1] int32, 1 if the map lists an id twice or one that is out of range
+
+
+class CandidateOperands(NamedTuple, Generic[X]):
+    """Ids that each draft row lists."""
+
+    ids: X  # [R, C] int32
+
+
+class NoNumbers(NamedTuple):
+    """Nothing is stored beside draft rows."""
+
+
+class RowNumbers(NamedTuple, Generic[X]):
+    """Numbers that the drafter stored beside rows of logits."""
+
+    log_normalizer: X  # [R] float32, natural logarithm
+
+
+class RelativeRowNumbers(NamedTuple, Generic[X]):
+    """Numbers that the drafter stored beside rows of logits, relative to their maximum."""
+
+    log_normalizer: X  # [R] float32, natural logarithm, relative to `row_max`
+    row_max: X  # [R] float32
+
+
+class OneHotOperands(NamedTuple):
+    """Stands for the draft distribution where a call has none."""
+
+    @property
+    def row_of_draft(self) -> None:
+        """Returns None: see `DraftOperands`."""
+
+    @property
+    def valid(self) -> None:
+        """Returns None: see `DraftOperands`."""
+
+
+class DraftOperands(NamedTuple, Generic[X]):
+    """The draft distribution of a call."""
+
+    matrix: X  # [R, Vd] probabilities or logits
+    listing: InOrder | MapOperands[X] | CandidateOperands[X]  # which ids its columns stand for
+    numbers: NoNumbers | RowNumbers[X] | RelativeRowNumbers[X]  # what is stored beside each row
+    thresholds: Thresholds | NoThresholds  # [R] float32, or none
+    row_of_draft: X | None  # [N] int32; None: draft n has row n
+    valid: X | None  # [B] bool, whether the request's rows are stored; None: all are
 
 
 class Operands(NamedTuple, Generic[X]):
-    """What a call gives the kernel: arrays, or refs of them in global memory.
+    """Operands of the kernel that verifies."""
 
-    Attributes:
-      target: ``[M, V]`` target logits.
-      token_ids: ``[N]`` int32, at least one.
-      temperature: ``[B]`` float32.
-      offsets: ``[B+1]`` int32; None if there are no drafts and K is 0.
-      accept: ``[B, K]`` float32 uniforms; None if K is 0, or if they are drawn from keys.
-      recover: ``[B, 2]`` float32 uniforms; None if they are drawn from keys.
-      keys: ``[B, 2]`` uint32, or None.
-      positions: ``[B]`` int32, or None.
-      draft: ``[R, Vd]`` draft rows, or None, as all that follows.
-      columns: ``[1, W]`` int32, of a map of ids; see `lists.columns_of_map`.
-      bad_map: ``[1]`` int32, 1 if the map lists an id twice or one that is out of range.
-      ids: ``[R, C]`` int32, candidates.
-      normalizer: ``[R]`` float32.
-      row_max: ``[R]`` float32.
-      thresholds: ``[R]`` float32.
-      rows: ``[N]`` int32, the draft row of each draft.
-      valid: ``[B]`` bool, whether the request's draft distribution is stored.
-      bonus: ``[B]`` int32.
-      active: ``[B]`` bool.
-      bitmask: ``[M, words]`` int32.
-      min_p: ``[B]`` float32.
-      top_k: ``[B]`` int32.
-      top_p: ``[B]`` float32.
-    """
+    target: X  # [M, V] target logits
+    token_ids: X  # [N] int32, at least one
+    temperature: X  # [B] float32
+    # [B+1] int32; None if draft tokens are sampled: there are no drafts and K is 0.
+    offsets: X | None
+    noise: GivenNoise[X] | DraftingNoise[X] | KeyNoise[X]  # uniforms, or what to draw them from
+    draft: OneHotOperands | DraftOperands[X]  # the draft distribution
+    bonus: X | None  # [B] int32, bonus tokens; None if requests own bonus rows
+    active: X | None  # [B] bool; None: all are
+    bitmask: X | None  # [M, words] int32; None: all ids are allowed
+    filter: Filter  # min-p, top-k and top-p, [B] each, None for those that the call does not have
 
-    target: X
-    token_ids: X
-    temperature: X
-    offsets: X | None = None
-    accept: X | None = None
-    recover: X | None = None
-    keys: X | None = None
-    positions: X | None = None
-    draft: X | None = None
-    columns: X | None = None
-    bad_map: X | None = None
-    ids: X | None = None
-    normalizer: X | None = None
-    row_max: X | None = None
-    thresholds: X | None = None
-    rows: X | None = None
-    valid: X | None = None
-    bonus: X | None = None
-    active: X | None = None
-    bitmask: X | None = None
-    min_p: X | None = None
-    top_k: X | None = None
-    top_p: X | None = None
+
+# What the kernel writes: arrays, their types, or refs of them in global memory.
+
+
+class Verdict(NamedTuple, Generic[X]):
+    """Outcome of a verification, ``[B]`` int32 each."""
+
+    num_accepted: X
+    num_emitted: X
+    status: X
+
+
+class SampledRow(NamedTuple, Generic[X]):
+    """Numbers of the row that a draft token is sampled from, ``[B]`` float32 each."""
+
+    log_normalizer: X  # relative to `row_max`
+    row_max: X  # its maximum
+    # One array, below which its filter keeps no entry; without a filter none.
+    threshold: tuple[X, ...]
 
 
 class Outputs(NamedTuple, Generic[X]):
-    """What the kernel writes: arrays, their types, or refs of them in global memory.
+    """Outputs of the kernel that verifies."""
 
-    Attributes:
-      token_ids: ``[B * (K+1)]`` int32.
-      num_accepted: ``[B]`` int32; None where draft tokens are sampled, as the next two.
-      num_emitted: ``[B]`` int32.
-      status: ``[B]`` int32.
-      log_normalizer: ``[B]`` float32, of the row that a draft token is sampled from, relative to
-        `row_max`; None in a verification, as the next two.
-      row_max: ``[B]`` float32, its maximum.
-      threshold: ``[B]`` float32, below which its filter keeps no entry; None without filters.
-      slots: ``[B, warpgroups, 2, floats]`` float32, of exchanges in interpret mode; else None.
-    """
-
-    token_ids: X
-    num_accepted: X | None = None
-    num_emitted: X | None = None
-    status: X | None = None
-    log_normalizer: X | None = None
-    row_max: X | None = None
-    threshold: X | None = None
-    slots: X | None = None
+    token_ids: X  # [B * (K+1)] int32
+    numbers: Verdict[X] | SampledRow[X]  # of each request
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestLoads:
-    """The loads of a request that depend on nothing else; they begin here, all at once.
+    """The loads of a request that depend on nothing else; all of them begin at once."""
 
-    Attributes:
-      lane: ``[128]`` int32, the index of each thread in its warp.
-      token_ids: ``[128]`` by lane, the drafts if all requests before have K drafts.
-      rows: ``[128]`` by lane, their draft rows; None if not given.
-      start: ``[]`` int32, where its drafts begin.
-      end: ``[]`` int32.
-      sampling: ``[]`` each.
-      key: two words ``[]``, and the position ``[]``; None with explicit noise.
-      active: ``[]`` int32 or None.
-      valid: ``[]`` int32 or None.
-      before: of up to 256 requests before it, by lane: index and two offsets; [] without.
-      bonus: ``[]`` int32, the bonus token that the caller gave.
-    """
+    lane: jax.Array  # [128] int32, the index of each thread in its warp
+    token_ids: jax.Array  # [128] by lane, the drafts if all requests before have K drafts
+    draft_rows: jax.Array | None  # [128] by lane, theirs; None if draft n has row n
+    start: jax.Array  # [] int32, where its drafts begin
+    end: jax.Array  # [] int32
+    sampling: SamplingParams  # [] each
+    # The refs of given uniforms, or two words [] of the key and the position [].
+    noise: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
+    active: jax.Array | None  # [] int32; None: it is
+    valid: jax.Array | None  # [] int32; None: its draft rows are stored, if there are any
+    before: list[OffsetsBefore]  # offsets of up to 256 requests before it, by lane
+    bonus: jax.Array  # [] int32, the bonus token that the caller gave, else 0
 
-    def __init__(self, plan: Plan, threads: Threads, operands: Operands[Ref], index: jax.Array):
-        def number(ref: Ref | None) -> jax.Array | None:
-            return None if ref is None else ref[index]
+    @classmethod
+    def begin(
+        cls, plan: Plan, threads: Threads, operands: Operands[Ref], index: jax.Array
+    ) -> RequestLoads:
+        """Begin all loads of request `index`.
 
-        def flag(ref: Ref | None) -> jax.Array | None:
-            if ref is None:
-                return None
+        A field that the call does not have is None among the operands, an empty tree to
+        `jax.tree.map`, and stays None.
+        """
+
+        def flag(ref: Ref) -> jax.Array:
+            # A byte, which a gather widens.
             return threads.scalar(threads.gather(ref, threads.filled(0, jnp.int32) + index))
 
-        self.lane = threads.lane
-        guess = jnp.minimum(index * plan.k + self.lane, operands.token_ids.shape[0] - 1)
-        self.token_ids = threads.gather(operands.token_ids, guess)
-        self.rows = None if operands.rows is None else threads.gather(operands.rows, guess)
-        self.start = self.end = jnp.int32(0)
-        if operands.offsets is not None:
-            self.start, self.end = operands.offsets[index], operands.offsets[index + 1]
-        self.sampling = SamplingParams(
-            operands.temperature[index],
-            min_p=number(operands.min_p),
-            top_k=number(operands.top_k),
-            top_p=number(operands.top_p),
+        lane = threads.lane
+        # Where its drafts begin is not known yet. If all requests before have K, it is here.
+        guess = jnp.minimum(index * plan.k + lane, operands.token_ids.shape[0] - 1)
+        token_ids = threads.gather(operands.token_ids, guess)
+        draft_rows = jax.tree.map(
+            lambda ref: threads.gather(ref, guess), operands.draft.row_of_draft
         )
-        self.key = None
-        if operands.keys is not None and operands.positions is not None:
-            words = operands.keys[index, 0], operands.keys[index, 1]
-            self.key = words, operands.positions[index]
-        self.active, self.valid = flag(operands.active), flag(operands.valid)
-        rounds = min(-(-operands.temperature.shape[0] // WARP), _ROUNDS)
-        rounds = 0 if operands.offsets is None else rounds
-        self.before = [
-            _offsets_before(threads, operands, index, self.lane, i) for i in range(rounds)
-        ]
-        self.bonus = jnp.int32(0) if operands.bonus is None else operands.bonus[index]
+        # Rounds of 32 requests before this one, whose offsets are loaded at once; if there are more
+        # requests, `_reached` loads the others later.
+        start = jnp.int32(0)
+        end = start
+        num_before = 0
+        if operands.offsets is not None:
+            start = operands.offsets[index]
+            end = operands.offsets[index + 1]
+            num_before = min(-(-operands.temperature.shape[0] // WARP), _ROUNDS)
+        # Scalars [], the same in all threads.
+        temperature = operands.temperature[index]
+        limits = jax.tree.map(lambda ref: ref[index], operands.filter)
+        # Given uniforms are loaded later, by `uniforms`; a key now, since hashing it takes a while.
+        source: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
+        if isinstance(operands.noise, KeyNoise):
+            keys = operands.noise.keys
+            words = keys[index, 0], keys[index, 1]
+            source = LoadedKey(words=words, position=operands.noise.positions[index])
+        else:
+            source = operands.noise
+        return cls(
+            lane=lane,
+            token_ids=token_ids,
+            draft_rows=draft_rows,
+            start=start,
+            end=end,
+            sampling=SamplingParams(temperature, **limits._asdict()),
+            noise=source,
+            active=jax.tree.map(flag, operands.active),
+            valid=jax.tree.map(flag, operands.draft.valid),
+            before=[
+                OffsetsBefore.begin(threads, operands.offsets, index, i) for i in range(num_before)
+            ],
+            bonus=jnp.int32(0) if operands.bonus is None else operands.bonus[index],
+        )
 
 
-def _offsets_before(
-    threads: Threads,
-    operands: Operands[Ref],
-    index: jax.Array,
-    lane: jax.Array,
-    round: jax.Array | int,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """By lane, 32 a round: a request before `index`, perhaps repeated, and its two offsets."""
-    assert operands.offsets is not None
-    other = jnp.minimum(round * WARP + lane, jnp.maximum(index - 1, 0))
-    start, end = (threads.gather(operands.offsets, other + i) for i in range(2))
-    return other, start, end
+class LoadedKey(NamedTuple):
+    """Key and position that a request's uniforms are drawn from."""
+
+    words: tuple[jax.Array, jax.Array]  # [] uint32 each
+    position: jax.Array  # [] int32
 
 
+class OffsetsBefore(NamedTuple):
+    """Offsets of 32 requests before one, by lane; if there are fewer, the last is repeated."""
+
+    other: jax.Array  # [128] int32, index of the request
+    start: jax.Array  # [128] int32, where its drafts begin
+    end: jax.Array  # [128] int32, where they end
+
+    @classmethod
+    def begin(
+        cls, threads: Threads, offsets: Any, index: jax.Array, round: jax.Array | int
+    ) -> OffsetsBefore:
+        """Begin to load the offsets of requests ``32 * round`` and after, before `index`."""
+        # [128]: request 32 * round + lane, or the last one before this.
+        other = jnp.minimum(round * WARP + threads.lane, jnp.maximum(index - 1, 0))
+        start = threads.gather(offsets, other)
+        end = threads.gather(offsets, other + 1)
+        return cls(other=other, start=start, end=end)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelRequest:
-    """One request, while the kernel is traced.
+    """One request, while the kernel is traced."""
 
-    Attributes:
-      plan: the static side of the launch.
-      threads: the operations of the warpgroup.
-      operands: refs of what the call gives.
-      outputs: refs of what is written.
-      samples_draft: whether a draft token is sampled: what its row amounts to is written, and no
-        status.
-      index: ``[]`` int32, of the request.
-      lane: ``[128]`` int32, the index of each thread in its warp.
-      status: ``[]`` int32. If it is not OK, none of the request's rows may be read.
-      first_row: ``[]`` int32.
-      num_drafts: ``[]`` int32.
-      num_rows: ``[]`` int32, target rows that it owns.
-      greedy: ``[]`` bool.
-      stored: ``[]`` bool, whether its draft distribution is stored.
-      inv: ``[]`` float32, the inverse of its temperature.
-      scale: ``[]`` float32, the same for exponentials of base two.
-      bonus: ``[]`` int32, the bonus token that the caller gave.
-      filter: its min-p, top-k and top-p; None if the call has none of them.
-      filters: ``[]`` bool, whether its filter may leave out anything; None without filters.
-      key: two words ``[]``, and the position ``[]``; None with explicit noise.
-      token_ids: ``[128]`` int32 by lane, -1 for lanes without a draft.
-      proposed: ``[128]`` bool by lane, whether the id is in range.
-      draft_rows: ``[128]`` int32 by lane.
-    """
+    plan: Plan  # the static side of the launch
+    threads: Threads  # the operations of the warpgroup
+    operands: Operands[Ref]  # refs of what the call gives
+    outputs: Outputs[Ref]  # refs of what is written
+    index: jax.Array  # [] int32, of the request
+    lane: jax.Array  # [128] int32, the index of each thread in its warp
+    status: jax.Array  # [] int32. If it is not OK, none of the request's rows may be read.
+    first_row: jax.Array  # [] int32
+    num_drafts: jax.Array  # [] int32
+    num_rows: jax.Array  # [] int32, target rows that it owns
+    greedy: jax.Array  # [] bool
+    stored: jax.Array  # [] bool, whether its draft distribution is stored
+    inv_temperature: jax.Array  # [] float32
+    factor: jax.Array  # [] float32, the same for exponentials of base two: log2(e) / temperature
+    bonus: jax.Array  # [] int32, the bonus token that the caller gave
+    filter: Filter  # its min-p, top-k and top-p, None for those that the call does not have
+    is_filtered: jax.Array  # [] bool, whether its filter may leave out anything
+    # Given uniforms, or what to draw them from.
+    noise: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
+    token_ids: jax.Array  # [128] int32 by lane, -1 for lanes without a draft
+    proposed: jax.Array  # [128] bool by lane, whether the id is in range
+    draft_rows: jax.Array  # [128] int32 by lane
 
-    def __init__(
-        self,
+    @classmethod
+    def of(
+        cls,
         plan: Plan,
         threads: Threads,
         operands: Operands[Ref],
         outputs: Outputs[Ref],
         index: jax.Array,
         loads: RequestLoads,
-    ):
-        self.plan, self.threads, self.operands, self.outputs = plan, threads, operands, outputs
-        self.index, self.lane, self.bonus, self.key = index, loads.lane, loads.bonus, loads.key
-        lane, sampling = loads.lane, loads.sampling
-        start, self.num_drafts, in_bounds = ragged.locate(
-            loads.start, loads.end, index, plan.k, plan.num_drafts
-        )
-
-        def end(other: jax.Array, start: jax.Array, end: jax.Array) -> jax.Array:
-            """By lane: where that request's drafts end; 0 if its offsets are out of range."""
-            _, _, in_bounds = ragged.locate(start, end, other, plan.k, plan.num_drafts)
-            return jnp.where(in_bounds & (other < index), end, 0)
-
-        def end_of_round(i: jax.Array, reached: jax.Array) -> jax.Array:
-            return jnp.maximum(reached, end(*_offsets_before(threads, operands, index, lane, i)))
-
+    ) -> KernelRequest:
+        """Returns what comes of the loads of request `index`."""
+        lane = loads.lane
+        sampling = loads.sampling
+        start, num_drafts, in_bounds = ragged.locate(loads.start, loads.end, index, plan.k, plan.n)
         if loads.before:
-            reached = functools.reduce(jnp.maximum, [end(*offsets) for offsets in loads.before])
-            if operands.temperature.shape[0] > _ROUNDS * WARP:
-                last = lax.div(index + WARP - 1, WARP)
-                reached = lax.fori_loop(_ROUNDS, last, end_of_round, reached)
-            in_bounds &= start >= -threads.scalar(threads.warp_min(-reached))
-        self.first_row = start + index if plan.has_bonus_rows else start
-        self.num_rows = self.num_drafts + (1 if plan.has_bonus_rows else 0)
+            reached = _reached(plan, threads, operands, index, loads.before)
+            # No draft has two owners: its drafts begin where those before it have ended.
+            in_bounds &= start >= reached
+        # A request before it that owns a bonus row moves its rows by one.
+        first_row = start + index if plan.has_bonus_rows else start
+        num_rows = num_drafts + (1 if plan.has_bonus_rows else 0)
 
-        self.samples_draft, is_valid = outputs.status is None, in_bounds
-        if not self.samples_draft:
+        # The status, by what is known before a row is read.
+        is_valid = in_bounds
+        if isinstance(outputs.numbers, Verdict):  # as in XLA, drafting refuses no parameter
             is_valid &= sampling_lib.is_valid(sampling)
-        if self.key is not None:
-            is_valid &= self.key[1] >= 0
-        if operands.target.shape[0] < plan.num_rows:
-            is_valid &= self.first_row + self.num_rows <= operands.target.shape[0]
+        if isinstance(loads.noise, LoadedKey):
+            is_valid &= loads.noise.position >= 0
+        if operands.target.shape[0] < plan.num_rows:  # rows were left out at the end
+            is_valid &= first_row + num_rows <= operands.target.shape[0]
         status = jnp.where(is_valid, jnp.int32(Status.OK), jnp.int32(Status.BAD_INPUT))
         if loads.active is not None:
+            # An empty slot is no error, whatever else it holds.
             status = jnp.where(loads.active == 0, jnp.int32(Status.INACTIVE), status)
-        self.status = status
-        self.greedy = sampling.temperature == 0
-        has_q = jnp.bool_(plan.entries is not None)
-        self.stored = has_q if loads.valid is None else loads.valid != 0
-        self.inv = sampling_lib.inverse_temperature(sampling.temperature)
-        self.scale = jnp.minimum(self.inv * LOG2E, LARGEST)
-        self.filter = sampling_lib.Filter.of(sampling)
-        self.filters = None
-        if self.filter is not None:
-            self.filters = ~self.greedy & self.filter.limits(plan.size)
-        is_draft = lane < self.num_drafts
+
+        # How it samples. All numbers are [], the same in all threads.
+        greedy = sampling.temperature == 0
+        stored = jnp.bool_(plan.has_draft_rows)
+        if loads.valid is not None:
+            stored = loads.valid != 0
+        inv_temperature = sampling_lib.inverse_temperature(sampling.temperature)
+        factor = jnp.minimum(inv_temperature * LOG2E, LARGEST)
+        filter = Filter(sampling.min_p, sampling.top_k, sampling.top_p)
+        # A filter that leaves out nothing is not searched for.
+        is_filtered = jnp.bool_(False)
+        if plan.has_filter:
+            is_filtered = ~greedy & filter.limits(plan.size)
+
+        # The drafts, by lane: what was loaded with the offsets, if the guess was right.
+        is_draft = lane < num_drafts
         place = jnp.where(is_draft, start + lane, 0)
-        # If all requests before it have K drafts, what was loaded with the offsets is right.
-        token_ids, rows = lax.cond(
+        token_ids, draft_rows = lax.cond(
             start == index * plan.k,
-            lambda: (loads.token_ids, loads.rows),
+            lambda: (loads.token_ids, loads.draft_rows),
             lambda: (
                 threads.gather(operands.token_ids, place),
-                None if operands.rows is None else threads.gather(operands.rows, place),
+                jax.tree.map(lambda ref: threads.gather(ref, place), operands.draft.row_of_draft),
             ),
         )
-        self.token_ids = jnp.where(is_draft, token_ids, -1)
-        self.proposed = (self.token_ids >= 0) & (self.token_ids < plan.size)
-        self.draft_rows = place if rows is None else jnp.where(is_draft, rows, 0)
+        token_ids = jnp.where(is_draft, token_ids, -1)
+        return cls(
+            plan=plan,
+            threads=threads,
+            operands=operands,
+            outputs=outputs,
+            index=index,
+            lane=lane,
+            status=status,
+            first_row=first_row,
+            num_drafts=num_drafts,
+            num_rows=num_rows,
+            greedy=greedy,
+            stored=stored,
+            inv_temperature=inv_temperature,
+            factor=factor,
+            bonus=loads.bonus,
+            filter=filter,
+            is_filtered=is_filtered,
+            noise=loads.noise,
+            token_ids=token_ids,
+            proposed=(token_ids >= 0) & (token_ids < plan.size),
+            draft_rows=place if draft_rows is None else jnp.where(is_draft, draft_rows, 0),
+        )
+
+    @property
+    def samples_draft(self) -> bool:
+        """Returns whether a draft token is sampled: what its row amounts to is written."""
+        return isinstance(self.outputs.numbers, SampledRow)
 
     def uniforms(self) -> jax.Array:
-        """``[128]`` float32 by lane: K to accept, then two to recover. Drawn, or looked up."""
-        k, lane, threads, operands = self.plan.k, self.lane, self.threads, self.operands
+        """Returns ``[128]`` float32 by lane: K to accept, then two to recover; drawn or loaded."""
+        k = self.plan.k
+        lane = self.lane
         recovers = lane >= k
-        if operands.recover is not None:
-            row, accept = self.index + jnp.zeros_like(lane), None
-            if operands.accept is not None:
-                accept = threads.gather(operands.accept, row, jnp.minimum(lane, k - 1))
-            recover = threads.gather(operands.recover, row, jnp.clip(lane - k, 0, 1))
-            return recover if accept is None else jnp.where(recovers, recover, accept)
-        assert self.key is not None
-        key, position = self.key
-        stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
-        place = noise.counter_of(stream, jnp.where(recovers, 0, lane).astype(jnp.uint32))
-        first, second = noise.threefry_bits(key, position + jnp.zeros_like(lane), place)
-        return noise.to_uniform(jnp.where(lane == k + 1, second, first))
+        if isinstance(self.noise, LoadedKey):
+            # Threefry gives two words: the draft of lane i is accepted by the first word of place
+            # i; the token is recovered with both words of one place.
+            stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
+            place = noise.counter_of(stream, jnp.where(recovers, 0, lane).astype(jnp.uint32))
+            position = self.noise.position + jnp.zeros_like(lane)
+            first, second = noise.threefry_bits(self.noise.words, position, place)
+            return noise.to_uniform(jnp.where(lane == k + 1, second, first))
+        # Loaded: each lane one of K, or one of two.
+        threads = self.threads
+        row = self.index + jnp.zeros_like(lane)
+        if isinstance(self.noise, DraftingNoise):
+            return threads.gather(self.noise.recover, row, jnp.clip(lane - k, 0, 1))
+        accept = threads.gather(self.noise.accept, row, jnp.minimum(lane, k - 1))
+        recover = threads.gather(self.noise.recover, row, jnp.clip(lane - k, 0, 1))
+        return jnp.where(recovers, recover, accept)
 
     def is_proposed(self, position: jax.Array) -> jax.Array:
-        """Whether a token was proposed at `position`, ``[]``; false past the last draft."""
+        """Returns whether a token was proposed at `position`, ``[]``; false past the last draft."""
         return self.threads.at(self.proposed, jnp.minimum(position, WARP - 1))
+
+    # The output.
 
     def write(
         self,
@@ -320,249 +415,71 @@ class KernelRequest:
           status: ``[]`` int32.
           is_writer: ``[128]`` bool, true in one warp of the cluster.
         """
-        lane, outputs, ok = self.lane, self.outputs, status == Status.OK
+        lane = self.lane
+        ok = status == Status.OK
+        # By lane, [128]: the accepted drafts, the last token, then nothing; K + 1 lanes write.
         emitted = jnp.where(lane == num_accepted, token_id, self.token_ids)
         nothing = 0 if self.samples_draft else PLACEHOLDER_TOKEN_ID
         token_ids = jnp.where(ok & (lane <= num_accepted), emitted, nothing)
         place = self.index * (self.plan.k + 1) + lane
         is_place = is_writer & (lane < self.plan.k + 1)
-        self.threads.scatter(outputs.token_ids, place, token_ids, is_place)
-        self._write_numbers(
-            is_writer,
-            (outputs.num_accepted, jnp.where(ok, num_accepted, 0)),
-            (outputs.num_emitted, jnp.where(ok, num_accepted + 1, 0)),
-            (outputs.status, status),
-        )
+        self.threads.scatter(self.outputs.token_ids, place, token_ids, is_place)
+        numbers = self.outputs.numbers
+        if isinstance(numbers, Verdict):
+            accepted = jnp.where(ok, num_accepted, 0)
+            emitted = jnp.where(ok, num_accepted + 1, 0)
+            self._write_number(numbers.num_accepted, accepted, is_writer)
+            self._write_number(numbers.num_emitted, emitted, is_writer)
+            self._write_number(numbers.status, status, is_writer)
 
     def write_row(self, row: Normalizer, is_writer: jax.Array) -> None:
-        """Write what the row of a draft token amounts to.
+        """Write what the row of a draft token amounts to; nothing in a verification.
 
         Args:
           row: relative to its maximum.
           is_writer: ``[128]`` bool, true in one warp of the cluster.
         """
+        numbers = self.outputs.numbers
+        if isinstance(numbers, Verdict):
+            return
         # As in XLA: a row that holds NaN has the maximum inf, and its normalizer tells that.
-        self._write_numbers(
-            is_writer,
-            (
-                self.outputs.log_normalizer,
-                jnp.where(is_finite(row.peak), jnp.log(row.total), row.peak),
-            ),
-            (self.outputs.row_max, jnp.where(row.peak != row.peak, jnp.inf, row.peak)),
-            (self.outputs.threshold, row.threshold),
-        )
+        log_normalizer = jnp.where(is_finite(row.peak), jnp.log(row.total), row.peak)
+        row_max = jnp.where(row.peak != row.peak, jnp.inf, row.peak)
+        self._write_number(numbers.log_normalizer, log_normalizer, is_writer)
+        self._write_number(numbers.row_max, row_max, is_writer)
+        for threshold in numbers.threshold:
+            self._write_number(threshold, row.threshold, is_writer)
 
-    def _write_numbers(self, is_writer: jax.Array, *numbers: tuple[Ref | None, jax.Array]) -> None:
-        """Write numbers ``[]`` of this request, each to its output if there is one."""
-        for ref, value in numbers:
-            if ref is not None:
-                everywhere = jnp.zeros_like(self.lane)
-                once = is_writer & (self.lane == 0)
-                value = everywhere.astype(value.dtype) + value
-                self.threads.scatter(ref, everywhere + self.index, value, once)
+    def _write_number(self, ref: Ref, value: jax.Array, is_writer: jax.Array) -> None:
+        """Write a number ``[]`` of this request, by one thread."""
+        # A scatter takes arrays [128]; lane 0 of the warp that writes stores.
+        everywhere = jnp.zeros_like(self.lane)
+        once = is_writer & (self.lane == 0)
+        value = everywhere.astype(value.dtype) + value
+        self.threads.scatter(ref, everywhere + self.index, value, once)
 
 
-class DraftLoads:
-    """The loads of a request's drafted tokens, by lane; they begin here.
+def _reached(
+    plan: Plan,
+    threads: Threads,
+    operands: Operands[Ref],
+    index: jax.Array,
+    before: list[OffsetsBefore],
+) -> jax.Array:
+    """Returns where the last drafts of the requests before `index` end, ``[]`` int32."""
 
-    Attributes:
-      request: the request.
-      draft: draft rows, or None if the call has none.
-      place: ``[128]`` int32, the id; 0 if none was proposed.
-      logit: ``[128]`` float32, its entry in the target row, whether or not the row is visited.
-      uses_q: ``[128]`` bool, whether its draft row may be used.
-      draft_row: ``[128]`` int32, in range.
-      entry: ``[128]`` float32, its entry in the draft row; of a map, its column, int32.
-      lists: the first lists, if rows hold candidates.
-      threshold: ``[128]`` float32, of the draft row, or None.
-      log_normalizer: ``[128]`` float32, or None.
-      row_max: ``[128]`` float32, what it is relative to; None for 0.
-    """
+    def end(offsets: OffsetsBefore) -> jax.Array:
+        """Returns where each lane's request ends; 0 if its offsets are out of range."""
+        _, _, in_bounds = ragged.locate(offsets.start, offsets.end, offsets.other, plan.k, plan.n)
+        return jnp.where(in_bounds & (offsets.other < index), offsets.end, 0)
 
-    def __init__(
-        self, request: KernelRequest, target: TargetSlice, draft: DraftSlice | Candidates | None
-    ):
-        threads, plan, operands = request.threads, request.plan, request.operands
-        self.request, self.draft = request, draft
-        used = request.proposed
-        self.place = jnp.where(used, request.token_ids, 0)
-        row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
-        self.logit = target.entry(row, self.place)
-        self.uses_q = used & request.stored & ~request.greedy
-        self.draft_row, self.lists = self.place, list[Listed]()
-        if draft is not None:
-            self.draft_row = jnp.clip(request.draft_rows, 0, plan.draft_rows - 1)
-        self.entry: jax.Array | None = None
-        if isinstance(draft, Candidates):
-            at_once = max(1, _ENTRIES // -(-draft.rows.shape[1] // WARP))
-            self.lists = _load_lists(request, draft, self.draft_row, 0, min(plan.k, at_once))
-        elif isinstance(draft, MappedSlice):
-            self.entry = draft.column(self.place)
-        elif draft is not None:
-            self.entry = draft.entry(self.draft_row, jnp.minimum(self.place, plan.draft_size - 1))
+    def end_of_round(i: jax.Array, reached: jax.Array) -> jax.Array:
+        offsets = OffsetsBefore.begin(threads, operands.offsets, index, i)
+        return jnp.maximum(reached, end(offsets))
 
-        def of_row(ref: Ref | None) -> jax.Array | None:
-            return None if ref is None else threads.gather(ref, self.draft_row)
-
-        self.threshold = of_row(operands.thresholds)
-        self.log_normalizer, self.row_max = of_row(operands.normalizer), of_row(operands.row_max)
-
-    def prefetch(self, position: jax.Array) -> None:
-        """Begin to fetch the draft row of a position into the L2 cache."""
-        if self.draft is not None:
-            self.draft.prefetch(self.request.threads.at(self.draft_row, position))
-
-
-def _load_lists(
-    request: KernelRequest,
-    draft: Candidates,
-    draft_row: jax.Array,
-    first: jax.Array | int,
-    count: int,
-) -> list[Listed]:
-    """Begin to load the lists of `count` positions; undefined past the last position."""
-    places = [jnp.minimum(first + i, WARP - 1) for i in range(count)]
-    return [draft.load(request.threads.at(draft_row, place)) for place in places]
-
-
-class DraftedTokens:
-    """The drafted tokens of a request, by lane, while the kernel is traced.
-
-    Attributes:
-      request: the request.
-      loads: what was loaded of them.
-      uniforms: ``[128]`` float32: K to accept, then two to recover.
-      uses_q: ``[128]`` bool, whether the draft row is used.
-      entry: ``[128]`` float32, the token's entry in the draft row; None of candidates.
-      q: ``[128]`` float32, the draft probability; 1 if a whole row must be read to compute it.
-      bad: ``[128]`` bool, whether the draft row is found bad without reading all of it.
-      listed: of rows of candidates, ``[128]`` each: a row's largest entry or what stands for it,
-        and log2 of the mass relative to it; None of others, and of probabilities.
-    """
-
-    def __init__(self, loads: DraftLoads, uniforms: jax.Array):
-        request, draft, normalizer = loads.request, loads.draft, loads.log_normalizer
-        plan, rows, uses_q, entry = request.plan, request.draft_rows, loads.uses_q, loads.entry
-        self.request, self.loads, self.uniforms, self.listed = request, loads, uniforms, None
-        q, bad = request.threads.filled(1.0), request.lane < 0
-        if draft is not None:
-            is_outside = (rows < 0) | (rows >= plan.draft_rows)
-            if normalizer is not None:
-                size = jnp.abs(normalizer)
-                is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)
-                uses_q = uses_q & (is_outside | ~is_large)
-            bad = uses_q & is_outside
-            if loads.threshold is not None:
-                bad = bad | (uses_q & (loads.threshold != loads.threshold))
-        if isinstance(draft, Candidates):
-            q, is_bad, self.listed = _find_listed(loads, draft)
-            bad = bad | (uses_q & is_bad)
-        if isinstance(draft, MappedSlice):
-            assert entry is not None and request.operands.bad_map is not None
-            entry = draft.entry_in(loads.draft_row, entry)
-            bad = bad | (uses_q & (request.operands.bad_map[0] != 0))
-        if entry is not None and plan.entries == "probs":
-            q = entry
-        if entry is not None and normalizer is not None:
-            relative = entry if loads.row_max is None else entry - loads.row_max
-            q = jnp.exp2((relative * request.inv - normalizer) * LOG2E)
-        for stored in (loads.row_max, normalizer):
-            if stored is not None:
-                bad = bad | (uses_q & ~is_finite(stored))
-        self.uses_q, self.entry, self.q, self.bad = uses_q, entry, q, bad
-
-    def exponent(self, position: jax.Array, of_row: Normalizer) -> Exponent | None:
-        """What turns entries of the draft row of a position into `q`; None of probabilities.
-
-        Args:
-          position: ``[]`` int32.
-          of_row: what normalizes the row, if it was read.
-        """
-        at, scale, entries = self.request.threads.at, self.request.scale, self.request.plan.entries
-        if entries == "probs":
-            return None
-        if self.listed is not None:
-            peak, log = self.listed
-            return Exponent(scale, at(log, position), at(peak, position))
-        if self.loads.log_normalizer is not None:
-            log = at(self.loads.log_normalizer, position)
-            row_max = None if self.loads.row_max is None else at(self.loads.row_max, position)
-            return Exponent(scale, log * LOG2E, row_max)
-        return Exponent.of(of_row, scale)
-
-    def probabilities(self, target: Normalizer, draft: Normalizer) -> tuple[jax.Array, jax.Array]:
-        """By lane: p and q of the drafted token, by the normalizers of one position's rows."""
-        request, plan = self.request, self.request.plan
-        p = jnp.exp2((self.loads.logit - target.peak) * request.scale) / target.total
-        if request.filters is not None:
-            p = jnp.where(self.loads.logit >= target.threshold, p, 0.0)
-        q = self.q
-        if plan.sums_draft_rows:
-            assert self.entry is not None
-            q = jnp.exp2((self.entry - draft.peak) * request.scale) / draft.total
-        if plan.entries is not None:
-            q = jnp.where(self.uses_q, jnp.where(self.loads.place < plan.draft_size, q, 0.0), 1.0)
-        return p, q
-
-    def has_q(self, position: jax.Array) -> jax.Array:
-        """Whether a draft of a sampled request has a draft distribution, ``[]``: else one-hot."""
-        if self.loads.log_normalizer is None:
-            return self.request.stored
-        return self.request.threads.at(self.uses_q, position)
-
-
-def _find_listed(
-    loads: DraftLoads, draft: Candidates
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """Of rows of candidates, a few positions at once: `q`, whether it is bad, and `listed`."""
-    request, threads, k = loads.request, loads.request.threads, loads.request.plan.k
-    found = [threads.filled(draft.fill), threads.filled(0, jnp.int32)]
-    if draft.sums:
-        found += [threads.filled(0.0)] * 2
-
-    def search(first: jax.Array | int, lists: list[Listed], found: Any) -> list[jax.Array]:
-        for i, listed in enumerate(lists):
-            here = request.lane == first + i
-            token_id = threads.at(loads.place, jnp.minimum(first + i, WARP - 1))
-            of_row = draft.find(listed, token_id, request.scale)
-            found = [jnp.where(here, *x) for x in zip(of_row, found, strict=True)]
-        return found
-
-    def load_and_search(i: jax.Array, found: Any) -> list[jax.Array]:
-        first = i * count
-        return search(first, _load_lists(request, draft, loads.draft_row, first, count), found)
-
-    count = len(loads.lists)
-    found = search(0, loads.lists, found)
-    if k > count:
-        last = jnp.int32(-(-k // count))
-        found = lax.fori_loop(jnp.int32(1), last, load_and_search, found)
-    q, is_bad = found[0], found[1] != 0
-    if request.plan.entries == "probs":
-        return q, is_bad, None
-    if draft.sums:
-        peak, log = found[2:]
-    else:
-        assert loads.log_normalizer is not None
-        peak = threads.filled(0.0) if loads.row_max is None else loads.row_max
-        log = loads.log_normalizer * LOG2E
-    q = jnp.exp2(Exponent(request.scale, log, peak)(q))
-    return q, is_bad | ~is_finite(peak), (peak, log)
-
-
-class Work(NamedTuple):
-    """The objects that one warpgroup works with, while the kernel is traced.
-
-    Attributes:
-      request: the request.
-      target: target rows.
-      draft: draft rows, or None if the call has none.
-      drafted: the drafted tokens.
-      cluster: the blocks that verify the request.
-    """
-
-    request: KernelRequest
-    target: TargetSlice
-    draft: DraftSlice | Candidates | None
-    drafted: DraftedTokens
-    cluster: Cluster
+    # [128], by lane: the largest end among its requests of all rounds.
+    reached = functools.reduce(jnp.maximum, [end(offsets) for offsets in before])
+    if operands.temperature.shape[0] > _ROUNDS * WARP:
+        last = lax.div(index + WARP - 1, WARP)  # rounds up to this request
+        reached = lax.fori_loop(_ROUNDS, last, end_of_round, reached)
+    return -threads.scalar(threads.warp_min(-reached))  # the maximum over the lanes

@@ -1,20 +1,26 @@
-"""A block's slice of target rows, in shared memory, and of draft rows, in global memory.
+"""A CTA's slice of target rows, in shared memory, and of draft rows, in global memory.
 
-Or, in global memory, a row for each warp.
+Or, in global memory, a row for each warp. How a row is cut, from the largest to the smallest:
+
+- a slice for each CTA of the cluster: `per_slice` whole tiles;
+- a tile: 2048 ids, the unit of a copy and of a draw;
+- a piece of a draft row's tile: half of it, the most that a thread loads before it uses any of it;
+- a chunk: the ids that the 128 threads of a warpgroup read at once, `each` consecutive ones per
+  thread: 1024 ids if `each` is 8.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, Threads
+from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, Ref, Threads
 from jax_specdec._src.verify.tiles import TILE
 
 PIECES = 2
@@ -31,81 +37,187 @@ PieceStep: TypeAlias = Callable[[jax.Array, int, jax.Array | int, list[Chunk], A
 state; returns the next state."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RowSlice:
-    """A block's slice of target or draft rows: what both kinds have in common.
+# Which entries of a row are hidden: they read as -inf.
 
-    Attributes:
-      threads: the operations of the warpgroup.
-      rows: ref ``[R, columns]`` in global memory.
-      per_slice: tiles of a slice; the last slices of a row may have fewer.
-      first: ``[]`` int32, the first id of this block's slice.
-      size: ids of a target row, without padding.
-      each: consecutive ids per thread.
+
+class Limit(Protocol):
+    """Hides some entries of a row."""
+
+    def hidden(
+        self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
+    ) -> list[jax.Array]:
+        """Returns which entries of a chunk of a tile in shared memory are hidden, a bool each."""
+
+    def cut(self, threads: Threads, row: jax.Array, ids: jax.Array, entries: Chunk) -> Chunk:
+        """Returns the entries of the ids from `ids` on, -inf where they are hidden."""
+
+
+class Below(NamedTuple):
+    """Hides entries that are less than a threshold."""
+
+    threshold: jax.Array  # [] or [128] float32
+
+    def hidden(
+        self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
+    ) -> list[jax.Array]:
+        """Returns which entries are less than the threshold."""
+        return [x < self.threshold for x in entries]
+
+    def cut(self, threads: Threads, row: jax.Array, ids: jax.Array, entries: Chunk) -> Chunk:
+        """Returns the entries, -inf where they are less than the threshold."""
+        return [jnp.where(x < self.threshold, -jnp.inf, x) for x in entries]
+
+
+class Forbidden(NamedTuple):
+    """Hides ids that a bitmask does not allow.
+
+    The ids of a thread are in one word, since words have 32 bits and a thread begins at a multiple
+    of its ids.
     """
 
-    threads: Threads
-    rows: Any
-    per_slice: int
-    first: jax.Array
-    size: int
-    each: int
+    words: Ref  # ref [R, words] int32
+
+    def hidden(
+        self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
+    ) -> list[jax.Array]:
+        """Returns which ids the bitmask forbids."""
+        bits = _bits(target.threads, self.words, row, target.ids(tile) + chunk * target.chunk)
+        return [(bits & (1 << j)) == 0 for j in range(len(entries))]
+
+    def cut(self, threads: Threads, row: jax.Array, ids: jax.Array, entries: Chunk) -> Chunk:
+        """Returns the entries, -inf where the bitmask forbids the id."""
+        bits = _bits(threads, self.words, row, ids)
+        return [
+            jnp.where((bits & (1 << j)) == (1 << j), x, -jnp.inf) for j, x in enumerate(entries)
+        ]
+
+
+class ForbiddenInPart(NamedTuple):
+    """Hides ids that a bitmask of the whole vocabulary does not allow, in rows of a part of it.
+
+    A part may begin anywhere if its rows are not aligned: then two ids of a thread may be in
+    different words. A thread has two ids, or one, only there.
+    """
+
+    words: Ref  # ref [R, words] int32
+    first_id: jax.Array  # [] int32, the part's first id
+
+    def hidden(
+        self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
+    ) -> list[jax.Array]:
+        """Returns which ids the bitmask forbids."""
+        ids = target.ids(tile) + chunk * target.chunk  # counted from the part's first one
+        ids = self.first_id + ids
+        return [bit == 0 for bit in self._allowed(target.threads, row, ids, len(entries))]
+
+    def cut(self, threads: Threads, row: jax.Array, ids: jax.Array, entries: Chunk) -> Chunk:
+        """Returns the entries, -inf where the bitmask forbids the id, of the whole vocabulary."""
+        allowed = self._allowed(threads, row, ids, len(entries))
+        return [jnp.where(bit != 0, x, -jnp.inf) for bit, x in zip(allowed, entries, strict=True)]
+
+    def _allowed(
+        self, threads: Threads, row: jax.Array, ids: jax.Array, each: int
+    ) -> list[jax.Array]:
+        """Returns an int32 for each of `each` ids from `ids` on, 0 where it is not allowed."""
+        if each > 2:  # aligned: one word has all of them
+            bits = _bits(threads, self.words, row, ids)
+            return [bits & (1 << j) for j in range(each)]
+        return [_bits(threads, self.words, row, ids + j) & 1 for j in range(each)]
+
+
+def _bits(threads: Threads, words: Ref, row: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the bits of a bitmask from `ids` on, as far as their word goes."""
+    # Padding past the last id may have no word.
+    word = jnp.minimum(lax.shift_right_logical(ids, 5), words.shape[1] - 1)
+    found = threads.gather(words, row + jnp.zeros_like(ids), word)
+    return lax.shift_right_logical(found, ids & 31)
+
+
+def words_of(token_bitmask: jax.Array) -> jax.Array:
+    """Returns a bitmask as the kernels read it: ``[R, words]`` int32."""
+    return lax.bitcast_convert_type(token_bitmask, jnp.int32)
+
+
+class Thresholds(NamedTuple):
+    """Thresholds of draft rows, which the drafter's filter left behind."""
+
+    of_rows: Ref  # ref [R] float32, the least entry of each row that was kept
+
+    def limits(self, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
+        """Returns what hides entries of the row that each thread reads."""
+        return (Below(threads.gather(self.of_rows, row)),)
+
+
+class NoThresholds(NamedTuple):
+    """Stands for thresholds where draft rows have none."""
+
+    def limits(self, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
+        """Returns that nothing is hidden."""
+        return ()
+
+
+# Slices.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSlice:
+    """A CTA's slice of target or draft rows: what both kinds have in common."""
+
+    threads: Threads  # the operations of the warpgroup
+    matrix: Ref  # ref [R, columns] in global memory
+    per_slice: int  # tiles of a slice; the last slices of a row may have fewer
+    first: jax.Array  # [] int32, the first id of this CTA's slice
+    size: int  # ids of a target row, without padding
+    each: int  # consecutive ids per thread
 
     def count(self) -> jax.Array:
-        """Tiles of this slice."""
-        return _tiles(self.size - self.first + TILE - 1, self.per_slice)
+        """Returns how many tiles this slice has."""
+        return _whole_tiles(self.size - self.first + TILE - 1, self.per_slice)
 
     @property
     def entry_size(self) -> int:
-        """Bytes of an entry."""
-        return jnp.dtype(self.rows.dtype).itemsize
+        """Returns the bytes of an entry."""
+        return jnp.dtype(self.matrix.dtype).itemsize
 
     @property
     def chunk(self) -> int:
-        """Ids that all threads read at once."""
+        """Returns how many ids all threads read at once."""
         return THREADS * self.each
 
     def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
-        """All entries of a tile, chunk by chunk."""
+        """Returns all entries of a tile, chunk by chunk."""
         raise NotImplementedError
 
     def of_tile(self, row: jax.Array, tile: jax.Array) -> list[jax.Array]:
-        """All entries of a tile that each thread has."""
+        """Returns all entries of a tile that each thread has, 16 of them."""
         return [x for chunk in self.chunks(row, tile) for x in chunk]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetSlice(RowSlice):
-    """A block's slice of target rows, which are copied to shared memory one after another.
+    """A CTA's slice of target rows, which are copied to shared memory one after another.
 
-    Ids that are padding, or that a mask forbids, and entries below the threshold read as -inf.
-
-    Attributes, besides those of `RowSlice`:
-      buffer: ref of shared memory, flat.
-      barriers: mbarriers, which complete with the copies; in interpret mode `plgpu.Barrier`.
-      stride: distance from one tile to the next in `buffer`.
-      first_barrier: the barrier of the first tile.
-      bitmask: ref ``[R, words]`` int32, bits of the ids that are allowed, or None.
-      first_id: ``[]`` int32, the id of the first column of a part of the vocabulary, or None.
-      end: ``[]`` int32, columns from it on are padding too, or None.
-      threshold: ``[]`` float32, entries below it are hidden, or None.
+    Ids that are padding, and entries that a limit hides, read as -inf: once a tile has arrived,
+    -inf is written over them.
     """
 
-    buffer: Any
-    barriers: Any
+    buffer: Ref  # ref of shared memory, flat
+    barriers: Ref  # mbarriers, which complete with the copies; in interpret mode `plgpu.Barrier`
+    # Distance from one tile to the next in `buffer`. Where rows are not aligned, copies begin a
+    # little early, and tiles lie a little apart.
     stride: int
-    first_barrier: Any
-    bitmask: Any = None
-    first_id: jax.Array | None = None
-    end: jax.Array | None = None
-    threshold: jax.Array | None = None
+    first_barrier: jax.Array | int  # the barrier of the first tile; the next tiles have the next
+    limits: tuple[Limit, ...]  # what hides entries of every row
+    # Columns from it on are padding: `size`, or [] int32 for a part of the vocabulary.
+    end: jax.Array | int
 
     # Copying.
 
     def copy(self, row: jax.Array) -> None:
         """Begin to copy the slice of a row. All threads must have read what it replaces."""
+        # Nothing says here that they have: an exchange comes between, which waits for all warps.
         self.threads.copy_tiles(
-            self.rows,
+            self.matrix,
             row,
             self.first,
             self.size,
@@ -119,32 +231,34 @@ class TargetSlice(RowSlice):
     def fill_end(self) -> None:
         """Fill the end of the last tile, which no copy reaches; once, before the first row."""
         if self._fills_once:
+            # Only the CTA that has the row's last tile writes, and only if that is not full.
             last = self.count() - 1
             count = self.size - self.first - last * TILE
             pl.when((count < TILE) & (last >= 0))(lambda: self._fill(count, jnp.int32(0), last))
 
     @property
     def _fills_once(self) -> bool:
-        """Whether copies and fill never overlap, so that one fill lasts for all rows."""
-        units = self.size * self.entry_size % COPIED == 0 and self.end is None
-        return units and self.stride == TILE and not self.threads.interpreted
+        """Returns whether copies and fill never overlap, so that one fill lasts for all rows."""
+        # A copy of whole units would overwrite what was filled in the last unit of a row that ends
+        # within one. In interpret mode a copy overwrites the whole tile.
+        ends_with_a_unit = self.size * self.entry_size % COPIED == 0 and isinstance(self.end, int)
+        return ends_with_a_unit and self.stride == TILE and not self.threads.interpreted
 
     def ready(self, row: jax.Array, tile: jax.Array, rows_before: jax.Array) -> None:
-        """Wait for a tile, then write -inf over forbidden ids and padding.
+        """Wait for a tile, then write -inf over what is hidden and over padding.
 
         Args:
           row: ``[]`` int32.
           tile: ``[]`` int32, of the slice.
-          rows_before: ``[]`` int32, how many rows were copied before this one.
+          rows_before: ``[]`` int32, how many rows were copied before this one. Each has completed a
+            phase of every barrier: the parity of this row's is that of their number.
         """
         self.threads.wait(self.barriers, self.first_barrier + tile, rows_before & 1)
-        if self.bitmask is not None:
-            self._hide(row, tile, lambda i, _: self._forbidden(row, tile, i))
-        if self.threshold is not None:
-            self.hide_below(self.threshold, row, tile)
-        if not self._fills_once:
-            end = self.size if self.end is None else self.end
-            count = jnp.clip(end - self.first - tile * TILE, 0, TILE)
+        # What is hidden is written over where it lies, so that all who read the row find it so.
+        for limit in self.limits:
+            self.hide(limit, row, tile)
+        if not self._fills_once:  # count: entries of this tile that are not padding
+            count = jnp.clip(self.end - self.first - tile * TILE, 0, TILE)
             pl.when(count < TILE)(lambda: self._fill(count, row, tile))
 
     def copy_again(self, row: jax.Array, rows_before: jax.Array) -> None:
@@ -156,55 +270,48 @@ class TargetSlice(RowSlice):
         """Call `do` for every tile of the slice."""
         lax.fori_loop(0, self.count(), lambda tile, _: do(tile), None)
 
-    def hide_below(self, threshold: jax.Array, row: jax.Array, tile: jax.Array) -> None:
-        """Write -inf over the entries of a tile that are less than `threshold`."""
-        self._hide(row, tile, lambda _, entries: [x < threshold for x in entries])
+    def hide(self, limit: Limit, row: jax.Array, tile: jax.Array) -> None:
+        """Write -inf over the entries of a tile that a limit hides.
 
-    def _hide(
-        self, row: jax.Array, tile: jax.Array, hidden: Callable[[int, Chunk], list[jax.Array]]
-    ) -> None:
-        """Write -inf over entries; each thread writes to entries that no other thread reads."""
+        Each thread writes to entries that no other thread reads, so nobody has to wait.
+        """
         nothing = self.threads.filled(-jnp.inf)
         begin = self.begin(row, tile)
+        # One chunk after another; a thread stores only where something is hidden.
         for i, offset in enumerate(self.offsets):
             first = begin + offset + self.threads.index * self.each
-            for j, where in enumerate(hidden(i, self.entries(begin, offset))):
+            hidden = limit.hidden(self, row, tile, i, self.entries(begin, offset))
+            for j, where in enumerate(hidden):
                 self.threads.scatter(self.buffer, first + j, nothing, where)
+        # The next row's copy must not overtake these writes.
         self.threads.fence_copies()
-
-    def _forbidden(self, row: jax.Array, tile: jax.Array, chunk: int) -> list[jax.Array]:
-        """Whether the bitmask forbids each of the ids that a thread has of a chunk."""
-        ids = self.ids(tile) + chunk * self.chunk
-        if self.first_id is None:
-            bits = _bits(self.threads, self.bitmask, row, ids)
-            return [(bits & (1 << j)) == 0 for j in range(self.each)]
-        ids = self.first_id + ids
-        return [x == 0 for x in _allowed(self.threads, self.bitmask, row, ids, self.each)]
 
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array) -> None:
         """Write -inf over the entries of a tile past `count`."""
-        threads, begin = self.threads, self.begin(row, tile)
+        threads = self.threads
+        begin = self.begin(row, tile)
 
+        # From the 128 entries that hold the first one past the end to the end of the tile.
         def run(i: jax.Array, _: None) -> None:
             place = i * THREADS + threads.index
             threads.scatter(self.buffer, begin + place, threads.filled(-jnp.inf), place >= count)
 
         lax.fori_loop(lax.div(count, THREADS), TILE // THREADS, run, None)
-        self.threads.fence_copies()
-        self.threads.sync()
+        threads.fence_copies()
+        threads.sync()  # threads read what others have written
 
     # Reading.
 
     def fold(
         self, row: jax.Array, rows_before: jax.Array | None, step: TileStep, state: Any
     ) -> Any:
-        """``state = step(tile, entries, state)`` for each tile of the slice.
+        """Returns the last of ``state = step(tile, entries, state)`` over the tiles of the slice.
 
         Waits for each tile, unless `rows_before` is None, for a row that has arrived.
         """
 
         def run(tile: jax.Array, state: Any) -> Any:
-            if rows_before is not None:
+            if rows_before is not None:  # the first to read it: tiles arrive one after another
                 self.ready(row, tile, rows_before)
             return step(tile, self.of_tile(row, tile), state)
 
@@ -215,98 +322,125 @@ class TargetSlice(RowSlice):
         return [self.entries(begin, offset) for offset in self.offsets]
 
     def piece(self, row: jax.Array, tile: jax.Array, piece: jax.Array | int) -> list[Chunk]:
-        """The chunks of a piece of a tile, as `DraftSlice` has pieces."""
-        begin, first = self.begin(row, tile), piece * (TILE // PIECES)
+        """Returns the chunks of a piece of a tile, as `DraftSlice` has pieces."""
+        begin = self.begin(row, tile)
+        first = piece * (TILE // PIECES)
         if not isinstance(first, int):
-            begin, first = begin + first, 0
+            # An offset is part of the instruction, so a piece that is known only on the GPU
+            # moves the beginning instead.
+            begin = begin + first
+            first = 0
         offsets = range(first, first + TILE // PIECES, self.chunk)
         return [self.entries(begin, offset) for offset in offsets]
 
+    def place_of(
+        self, row: jax.Array, token_id: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns where the entry of an id is in `buffer`, its tile, and whether it is here.
+
+        Where it is not, the place is that of the slice's first id.
+        """
+        offset = token_id - self.first
+        is_here = (offset >= 0) & (offset < self.per_slice * TILE)
+        offset = jnp.where(is_here, offset, 0)
+        tile = lax.div(offset, TILE)
+        return self.begin(row, tile) + lax.rem(offset, TILE), tile, is_here
+
     def begin(self, row: jax.Array, tile: jax.Array) -> jax.Array:
-        """Where a tile begins in `buffer`."""
-        shift = 0 if self.stride == TILE else self.threads.copy_shift(self.rows, row)
+        """Returns where a tile begins in `buffer`."""
+        # An unaligned copy has up to fifteen bytes before the first entry.
+        shift: jax.Array | int = 0
+        if self.stride != TILE:
+            shift = self.threads.copy_shift(self.matrix, row)
         return tile * self.stride + shift
 
     @property
     def offsets(self) -> range:
-        """Where the chunks of a tile begin, relative to `begin`."""
+        """Returns where the chunks of a tile begin, relative to `begin`."""
         return range(0, TILE, self.chunk)
 
     def entries(self, begin: jax.Array, offset: int) -> Chunk:
-        """A chunk."""
+        """Returns a chunk."""
         aligned = self.stride == TILE
         return self.threads.entries(self.buffer, begin, self.each, aligned=aligned, offset=offset)
 
     def ids(self, tile: jax.Array) -> jax.Array:
-        """The first id of each thread in the first chunk of a tile."""
+        """Returns the first id of each thread in the first chunk of a tile."""
         return self.first + tile * TILE + self.threads.index * self.each
 
     def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
-        """One entry per thread, from global memory; -inf if the bitmask forbids it."""
-        entry = self.threads.gather(self.rows, row, token_id)
-        if self.bitmask is not None:
-            bits = _bits(self.threads, self.bitmask, row, token_id)
-            entry = jnp.where((bits & 1) == 1, entry, -jnp.inf)
-        return entry
+        """Returns one entry per thread, from global memory; -inf if it is hidden."""
+        entries = [self.threads.gather(self.matrix, row, token_id)]
+        for limit in self.limits:
+            entries = limit.cut(self.threads, row, token_id, entries)
+        return entries[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftSlice(RowSlice):
-    """A block's slice of draft rows, read from global memory each time.
+    """A CTA's slice of draft rows, read from global memory each time.
 
     Ids that are padding read as `fill`, entries below the threshold as -inf.
-
-    Attributes, besides those of `RowSlice`:
-      draft_size: ids that the drafter could draw.
-      fill: the entry of an id that the drafter could not draw.
-      aligned: whether every row begins at a multiple of sixteen bytes.
-      at_once: `together` for aligned rows.
-      thresholds: ref ``[R]`` float32, the least entry of each row that was kept, or None.
     """
 
-    draft_size: int
-    fill: float
-    aligned: bool
-    at_once: int = 1
-    thresholds: Any = None
+    draft_size: int  # ids that the drafter could draw
+    fill: float  # the entry of an id that the drafter could not draw
+    aligned: bool  # whether every row begins at a multiple of sixteen bytes
+    at_once: int  # `together` for aligned rows
+    thresholds: Thresholds | NoThresholds  # of the rows
+
+    @property
+    def by_column(self) -> DraftSlice:
+        """Returns the slice in the order of columns, which is that of ids here."""
+        return self
 
     def full(self) -> jax.Array:
-        """How many tiles, from the first on, have no padding."""
-        return _tiles(self.draft_size - self.first, self.per_slice)
+        """Returns how many tiles, from the first on, have no padding."""
+        return _whole_tiles(self.draft_size - self.first, self.per_slice)
 
     @property
     def _is_whole(self) -> bool:
-        """Whether rows are aligned, without padding, and as wide as target rows."""
-        return self.aligned and self.rows.shape[1] == self.draft_size == self.size
+        """Returns whether rows are aligned, without padding, and as wide as target rows."""
+        return self.aligned and self.matrix.shape[1] == self.draft_size == self.size
 
     @property
     def together(self) -> int:
-        """Tiles that a masked `fold` loads before it uses the first of them."""
+        """Returns how many tiles a masked `fold` loads before it uses the first of them."""
         return self.at_once if self._is_whole else 1
 
     def prefetch(self, row: jax.Array) -> None:
         """Begin to fetch the slice of a row into the L2 cache."""
-        self.threads.prefetch_tiles(self.rows, row, self.first, self.draft_size, self.per_slice)
+        self.threads.prefetch_tiles(self.matrix, row, self.first, self.draft_size, self.per_slice)
 
     def fold(
         self, row: jax.Array, rows_before: jax.Array | None, step: TileStep, state: Any
     ) -> Any:
-        """As of target rows, but nothing is waited for, and tiles come in pieces."""
+        """Returns what `TargetSlice.fold` does; nothing is waited for, and tiles come in pieces."""
         del rows_before
-        return self.fold_pieces(
-            row, lambda tile, _, __, chunks, state: step(tile, sum(chunks, []), state), state
-        )
+
+        def by_tile(
+            tile: jax.Array, _: int, __: jax.Array | int, chunks: list[Chunk], state: Any
+        ) -> Any:
+            return step(tile, sum(chunks, []), state)  # the entries of all chunks of the piece
+
+        return self.fold_pieces(row, by_tile, state)
 
     def fold_pieces(
         self, row: jax.Array, step: PieceStep, state: Any, *, masked: bool = False
     ) -> Any:
-        """``state = step(tile, place, piece, chunks, state)`` for each piece of the slice's tiles.
+        """Returns the last of ``state = step(tile, place, piece, chunks, state)`` over all pieces.
 
         A `masked` step must ignore everything past the end of the target row: it may be given tiles
         there that do not exist, with undefined entries.
         """
+        # Tiles without padding come first, in groups; where padding does not matter, all do.
+        masked &= self._is_whole
+        full = self.count() if masked else self.full()
+        count = self.together if masked else 1
 
         def by_group(group: jax.Array, state: Any) -> Any:
+            # All loads of `count` tiles begin before the first of them is used. A piece is a tile,
+            # its index in the group, and which half of the tile.
             pieces = [
                 (group * count + i, i, piece) for i in range(count) for piece in range(PIECES)
             ]
@@ -317,30 +451,30 @@ class DraftSlice(RowSlice):
             return state
 
         def by_piece(tile: jax.Array, state: Any) -> Any:
+            # The last tiles have padding. A loop, so that their code is there once.
             def run(i: jax.Array, state: Any) -> Any:
                 words = self._words(row, tile, i, is_full=False)
                 return step(tile, 0, i, self._numbers(row, tile, i, words, is_full=False), state)
 
             return lax.fori_loop(0, PIECES, run, state)
 
-        masked &= self._is_whole
-        full, count = (self.count(), self.together) if masked else (self.full(), 1)
         state = lax.fori_loop(0, lax.div(full + count - 1, count), by_group, state)
         return lax.fori_loop(full, self.count(), by_piece, state)
 
     def chunks(self, row: jax.Array, tile: jax.Array) -> list[Chunk]:
+        # Both halves are in flight at once: the draw reads one tile, and waits for it.
         loaded = [self._words(row, tile, i, is_full=False) for i in range(PIECES)]
         pieces = [self._numbers(row, tile, i, x, is_full=False) for i, x in enumerate(loaded)]
         return [chunk for chunks in pieces for chunk in chunks]
 
     def _first(self, tile: jax.Array, piece: jax.Array | int) -> jax.Array:
-        """The first id of each thread in the first chunk of a piece."""
+        """Returns the first id of each thread in the first chunk of a piece."""
         begin = tile * TILE + piece * (TILE // PIECES)
         return self.first + begin + self.threads.index * self.each
 
     @property
     def _offsets(self) -> range:
-        """Where the chunks of a piece begin."""
+        """Returns where the chunks of a piece begin."""
         return range(0, TILE // PIECES, self.chunk)
 
     def _words(
@@ -348,17 +482,27 @@ class DraftSlice(RowSlice):
     ) -> list[list[jax.Array]]:
         """Load the chunks of a piece: as words, or as entries if rows are not aligned.
 
+        Two or four bytes of a word are turned into numbers later, by `_numbers`: until then they
+        take half of the registers, and a thread waits for all loads once.
+
         Entries outside of the row are undefined; `is_full` if there are none.
         """
-        threads, rows, first = self.threads, self.rows, self._first(tile, piece)
-        row, last = row + jnp.zeros_like(first), rows.shape[1] - 1
+        threads = self.threads
+        first = self._first(tile, piece)
+        row = row + jnp.zeros_like(first)  # [128], as the indices of a load must be
+        last = self.matrix.shape[1] - 1
+        # [chunks, words or entries, 128]. Aligned: a vector load for each chunk, kept in the row.
         if self.aligned:
             firsts = [jnp.minimum(first + i, last + 1 - self.each) for i in self._offsets]
-            return [threads.row_words(rows, row, x, self.each) for x in firsts]
-        if is_full:
-            return [threads.row_run(rows, row, first, i, self.each) for i in self._offsets]
+            return [threads.row_words(self.matrix, row, x, self.each) for x in firsts]
+        if is_full:  # at any address, one entry at a time
+            return [threads.row_run(self.matrix, row, first, i, self.each) for i in self._offsets]
+        # Each entry at its own address, kept in the row.
         return [
-            [threads.gather(rows, row, jnp.minimum(first + i + j, last)) for j in range(self.each)]
+            [
+                threads.gather(self.matrix, row, jnp.minimum(first + i + j, last))
+                for j in range(self.each)
+            ]
             for i in self._offsets
         ]
 
@@ -371,12 +515,15 @@ class DraftSlice(RowSlice):
         *,
         is_full: bool,
     ) -> list[Chunk]:
-        """The chunks of a piece as numbers; `is_full` if it has no padding."""
-        first, chunks = self._first(tile, piece), words
+        """Returns the chunks of a piece as numbers; `is_full` if it has no padding."""
+        first = self._first(tile, piece)
         row = row + jnp.zeros_like(first)
+        # [chunks, each, 128]
+        chunks = words
         if self.aligned:
-            chunks = [self.threads.numbers(of_chunk, self.rows.dtype) for of_chunk in words]
+            chunks = [self.threads.numbers(of_chunk, self.matrix.dtype) for of_chunk in words]
         if not is_full:
+            # The id of entry j of the chunk at offset i is first + i + j.
             chunks = [
                 [
                     jnp.where(first < self.draft_size - i - j, x, self.fill)
@@ -384,98 +531,76 @@ class DraftSlice(RowSlice):
                 ]
                 for i, chunk in zip(self._offsets, chunks, strict=True)
             ]
-        if self.thresholds is not None:
-            threshold = self.threads.gather(self.thresholds, row)
-            chunks = [[jnp.where(x < threshold, -jnp.inf, x) for x in chunk] for chunk in chunks]
+        for limit in self.thresholds.limits(self.threads, row):
+            chunks = [limit.cut(self.threads, row, first, chunk) for chunk in chunks]
         return chunks
 
     def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
-        """One entry per thread; -inf if it is below the threshold."""
-        entry = self.threads.gather(self.rows, row, token_id)
-        if self.thresholds is not None:
-            threshold = self.threads.gather(self.thresholds, row)
-            entry = jnp.where(entry < threshold, -jnp.inf, entry)
-        return entry
+        """Returns one entry per thread; -inf if it is below the threshold."""
+        entries = [self.threads.gather(self.matrix, row, token_id)]
+        for limit in self.thresholds.limits(self.threads, row):
+            entries = limit.cut(self.threads, row, token_id, entries)
+        return entries[0]
 
 
-@dataclasses.dataclass(frozen=True)
+class NoDraftRows(NamedTuple):
+    """Stands for draft rows where a call has none: every draft is one-hot."""
+
+    def prefetch(self, row: jax.Array) -> None:
+        """Do nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WarpRow:
-    """A row for each warp, in global memory, read by id: all of a row, or a part with a first id.
+    """A row for each warp, in global memory, read by id: a whole row, or a part with a first id."""
 
-    Attributes:
-      threads: the operations of the warpgroup.
-      rows: ref ``[R, columns]``.
-      row: ``[128]`` int32, in range.
-      each: consecutive ids per thread; if not 1, aligned pieces of every row.
-      first: ``[]`` int32, the id of the first column.
-      size: ids from it on are padding.
-      fill: the entry of padding, and of ids that are not here.
-      threshold: ``[128]`` float32, entries below it read as -inf; None for none.
-      bitmask: ref ``[R, words]`` int32, forbidden ids read as -inf; None for none.
-      columns: ref ``[size]`` int32, the column of each id; None if columns are in order.
-    """
-
-    threads: Threads
-    rows: Any
-    row: jax.Array
-    each: int
-    first: jax.Array
-    size: int
-    fill: float
-    threshold: jax.Array | None = None
-    bitmask: Any = None
-    columns: Any = None
+    threads: Threads  # the operations of the warpgroup
+    matrix: Ref  # ref [R, columns]
+    row: jax.Array  # [128] int32, in range
+    each: int  # consecutive ids per thread; if not 1, aligned pieces of every row
+    first: jax.Array  # [] int32, the id of the first column
+    size: int  # ids from it on are padding
+    fill: float  # the entry of padding, and of ids that are not here
+    limits: tuple[Limit, ...]  # what hides entries
 
     def entries(self, ids: jax.Array) -> Chunk:
-        """Entries of the ids from `ids` on, multiples of `each`."""
-        threads, width, found = self.threads, self.rows.shape[1], list[jax.Array]()
-        if self.columns is None:
-            start, end = ids - self.first, jnp.clip(self.size - self.first, 0, width)
-            inside = jnp.clip(start, 0, width - self.each)
-            place = jnp.where(start < 0, width, start)
-            found = threads.row_entries(self.rows, self.row, inside, self.each)
-            found = [jnp.where(place < end - j, x, self.fill) for j, x in enumerate(found)]
-        else:
-            for j in range(self.each):
-                column = threads.gather(self.columns, jnp.minimum(ids + j, self.size - 1))
-                entry = threads.gather(self.rows, self.row, jnp.minimum(column, width - 1))
-                found.append(jnp.where(column < width, entry, self.fill))
-        if self.threshold is not None:
-            found = [jnp.where(x < self.threshold, -jnp.inf, x) for x in found]
-        if self.bitmask is None:
-            return found
-        allowed = _allowed(threads, self.bitmask, self.row, ids, self.each)
-        return [
-            jnp.where(is_set != 0, x, -jnp.inf) for is_set, x in zip(allowed, found, strict=True)
-        ]
+        """Returns the entries of the ids from `ids` on, which are multiples of `each`."""
+        found = self._stored(ids)
+        for limit in self.limits:
+            found = limit.cut(self.threads, self.row, ids, found)
+        return found
+
+    def _stored(self, ids: jax.Array) -> Chunk:
+        """Returns what `entries` does, before anything is hidden."""
+        width = self.matrix.shape[1]
+        # [128]: the column of each thread's first id, moved into the row to be loaded from there.
+        start = ids - self.first
+        end = jnp.clip(self.size - self.first, 0, width)
+        inside = jnp.clip(start, 0, width - self.each)
+        # An id before the first column lies past every end.
+        place = jnp.where(start < 0, width, start)
+        found = self.threads.row_entries(self.matrix, self.row, inside, self.each)
+        return [jnp.where(place < end - j, x, self.fill) for j, x in enumerate(found)]
 
 
-def words_of(token_bitmask: jax.Array | None) -> jax.Array | None:
-    """A bitmask as the kernels read it: ``[R, words]`` int32."""
-    if token_bitmask is None:
-        return None
-    return lax.bitcast_convert_type(token_bitmask, jnp.int32)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MappedWarpRow(WarpRow):
+    """A row for each warp whose columns stand for the ids of a map."""
+
+    columns: Ref  # ref [size] int32, the column of each id; past the last column if it has none
+
+    def _stored(self, ids: jax.Array) -> Chunk:
+        threads = self.threads
+        width = self.matrix.shape[1]
+        found = list[jax.Array]()
+        # Two loads for each id: its column, then the entry there.
+        for j in range(self.each):
+            column = threads.gather(self.columns, jnp.minimum(ids + j, self.size - 1))
+            entry = threads.gather(self.matrix, self.row, jnp.minimum(column, width - 1))
+            found.append(jnp.where(column < width, entry, self.fill))
+        return found
 
 
-def _bits(threads: Threads, bitmask: Any, row: jax.Array, ids: jax.Array) -> jax.Array:
-    """The bits of a bitmask from `ids` on, as far as their word goes."""
-    word = jnp.minimum(lax.shift_right_logical(ids, 5), bitmask.shape[1] - 1)
-    words = threads.gather(bitmask, row + jnp.zeros_like(ids), word)
-    return lax.shift_right_logical(words, ids & 31)
-
-
-def _allowed(
-    threads: Threads, bitmask: Any, row: jax.Array, ids: jax.Array, each: int
-) -> list[jax.Array]:
-    """Not 0 for those of `each` ids from `ids` on that are allowed.
-
-    Two ids may be in different words: a part may begin anywhere if its rows are not aligned.
-    """
-    if each > 2:
-        bits = _bits(threads, bitmask, row, ids)
-        return [bits & (1 << j) for j in range(each)]
-    return [_bits(threads, bitmask, row, ids + j) & 1 for j in range(each)]
-
-
-def _tiles(ids: jax.Array, most: int) -> jax.Array:
+def _whole_tiles(ids: jax.Array, most: int) -> jax.Array:
+    """Returns how many whole tiles `ids` ids make, between 0 and `most`."""
     return jnp.clip(lax.div(ids, TILE), 0, most)

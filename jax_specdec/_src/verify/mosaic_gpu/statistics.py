@@ -1,10 +1,17 @@
-"""Statistics of a row, by warp: maximum, argmax, mass, and the masses of its tiles."""
+"""Statistics of a row, by warp: maximum, argmax, mass, and the masses of its tiles.
+
+The mass of entries is the sum of ``exp2((entry - base) * factor)``, where `factor` is that of the
+request, log2(e) / temperature: a sum of exponentials, up to the base. Every warp reads its part of
+every tile of the slice that its CTA holds, so a function here gives what one warp found. `cluster`
+joins what all warps found.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,114 +23,162 @@ from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, TargetSli
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
 
 LOG2E = 1.4426950408889634
-LARGEST = 3.4028235e38
+"""exp(x) = exp2(x * LOG2E); GPUs have an instruction for exp2 alone."""
 
-_LEAST_MASS, _LARGEST_MASS = 2.0**-80, 2.0**100
+LARGEST = 3.4028235e38
+"""The largest float32."""
+
+NO_PLACE = 2**30
+"""Greater than any id: what a thread gives that has not found one."""
+
+_LEAST_MASS = 2.0**-80
+"""A mass below this may have lost entries to underflow: exp2 gives 0 from 2**-126 on."""
+
+_LARGEST_MASS = 2.0**100
+"""A mass above this may be near overflow, at 2**128."""
+
 _LARGEST_SHIFT = 2.0**10
-"""Up to this, rounding the shift of ``x * scale - shift`` costs 2**-14 of a mass at most."""
+"""Up to this, rounding the shift of ``x * factor - shift`` costs 2**-14 of a mass at most."""
 
 
 class Normalizer(NamedTuple):
     """Turns the entries of a row into probabilities.
 
-    ``p = exp2((entry - peak) * scale) / total``, with the scale of the request, for entries that
+    ``p = exp2((entry - peak) * factor) / total``, with the factor of the request, for entries that
     are not below `threshold`. The peak is the largest entry, or one of the same order.
     """
 
-    peak: jax.Array
-    total: jax.Array
-    threshold: jax.Array
+    peak: jax.Array  # [] float32, not finite for a bad row
+    total: jax.Array  # [] float32, the mass of the row relative to the peak
+    threshold: jax.Array  # [] float32, entries below it were filtered out; -inf if none were
 
     @classmethod
     def of(cls, peak: jax.Array, total: jax.Array) -> Normalizer:
-        """Of a row that is not filtered."""
-        return cls(peak, total, jnp.float32(-jnp.inf))
+        """Returns the normalizer of a row that is not filtered."""
+        return cls(peak=peak, total=total, threshold=jnp.float32(-jnp.inf))
+
+    def exponent(self, factor: jax.Array) -> RelativeExponent:
+        """Returns what turns the row's entries into probabilities."""
+        return RelativeExponent(factor=factor, shift=jnp.log2(self.total), peak=self.peak)
 
 
-class Exponent(NamedTuple):
-    """``(entry - peak) * factor - shift``: the logarithm of a probability; no peak is 0.
+# From the entries of a row to probabilities.
+
+
+class Probability(Protocol):
+    """Turns entries of a row into probabilities, by each thread."""
+
+    def of(self, entry: jax.Array) -> jax.Array:
+        """Returns the probability of an entry."""
+
+    def excess(self, p: jax.Array, entry: jax.Array) -> jax.Array:
+        """Returns ``(p - q)+`` for the probability q of an entry; NaN where it is none."""
+
+
+class Given(NamedTuple):
+    """For rows that hold probabilities."""
+
+    def of(self, entry: jax.Array) -> jax.Array:
+        """Returns the entry."""
+        return entry
+
+    def excess(self, p: jax.Array, entry: jax.Array) -> jax.Array:
+        """Returns ``(p - q)+``; NaN where q is negative or NaN."""
+        return jnp.where(entry >= 0, jnp.maximum(p, entry) - entry, jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exponent:
+    """For rows of logits: log2 of a probability is ``entry * factor - shift``."""
+
+    factor: jax.Array  # [] or [128] float32, log2(e) / temperature
+    shift: jax.Array  # of the same shape, log2 of the row's mass
+
+    def log2_of(self, entry: jax.Array) -> jax.Array:
+        """Returns log2 of the probability of an entry."""
+        return entry * self.factor - self.shift
+
+    def times(self, weight: jax.Array) -> Exponent:
+        """Returns the exponent of the probabilities times a weight that is not 0."""
+        return dataclasses.replace(self, shift=self.shift - jnp.log2(weight))
+
+    def of(self, entry: jax.Array) -> jax.Array:
+        """Returns the probability of an entry."""
+        return jnp.exp2(self.log2_of(entry))
+
+    def of_chunk(self, entries: Chunk) -> Chunk:
+        """Returns the probability of each entry."""
+        return [self.of(x) for x in entries]
+
+    def excess(self, p: jax.Array, entry: jax.Array) -> jax.Array:
+        """Returns ``(p - q)+``, in two instructions: a maximum and a subtraction."""
+        q = self.of(entry)
+        return jnp.maximum(p, q) - q
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RelativeExponent(Exponent):
+    """An exponent relative to a peak: ``(entry - peak) * factor - shift``.
 
     In one step, ``entry * factor - (peak * factor + shift)``, the last sum would be rounded, and it
     is as large as the largest entry over the temperature.
     """
 
-    factor: jax.Array
-    shift: jax.Array
-    peak: jax.Array | None
+    # Float32 of the same shape, the largest entry of the row or one of the same order.
+    peak: jax.Array
 
-    @classmethod
-    def of(cls, row: Normalizer, scale: jax.Array) -> Exponent:
-        return cls(scale, jnp.log2(row.total), row.peak)
-
-    def times(self, weight: jax.Array) -> Exponent:
-        """The exponent of the probabilities times a weight that is not 0."""
-        return self._replace(shift=self.shift - jnp.log2(weight))
-
-    def __call__(self, entry: jax.Array) -> jax.Array:
-        entry = entry if self.peak is None else entry - self.peak
-        return entry * self.factor - self.shift
-
-    def probabilities(self, entries: Chunk) -> Chunk:
-        """The probabilities of entries."""
-        return [jnp.exp2(self(x)) for x in entries]
+    def log2_of(self, entry: jax.Array) -> jax.Array:
+        return (entry - self.peak) * self.factor - self.shift
 
 
-class Weights(NamedTuple):
-    """The weights that a token is drawn by, from the entries of a target and a draft row.
-
-    Attributes:
-      p: of the target row.
-      weighted: `p` times the joint weight of the drafts before.
-      q: of the draft row; None if that holds probabilities.
-    """
-
-    p: Exponent
-    weighted: Exponent
-    q: Exponent | None
-
-    def residual(self, targets: Chunk, drafts: Chunk) -> Chunk:
-        """``(weight * p - q)+``; NaN where q is none."""
-        return excess((jnp.exp2(self.weighted(x)) for x in targets), drafts, self.q)
-
-
-def excess(p: Iterable[jax.Array], drafts: Chunk, exponent: Exponent | None) -> Chunk:
-    """``(p - q)+``, as `rules.residual`; NaN where q is none.
+def excess(p: Iterable[jax.Array], drafts: Chunk, q: Probability) -> Chunk:
+    """Returns ``(p - q)+`` for each id of a chunk, as `rules.residual`; NaN where q is none.
 
     Args:
       p: probabilities times a joint weight, each computed when it is needed: fewer registers.
       drafts: entries of the draft row.
-      exponent: from these to q; None if they are probabilities.
+      q: from these to probabilities.
     """
-    left = []
-    for x, d in zip(p, drafts, strict=True):
-        if exponent is None:
-            left.append(jnp.where(d >= 0, jnp.maximum(x, d) - d, jnp.nan))
-        else:
-            q = jnp.exp2(exponent(d))
-            left.append(jnp.maximum(x, q) - q)  # two instructions
-    return left
+    return [q.excess(x, entry) for x, entry in zip(p, drafts, strict=True)]
 
 
 def is_finite(x: jax.Array) -> jax.Array:
+    """Returns whether x is neither NaN nor infinite."""
     return (x > -jnp.inf) & (x < jnp.inf)
 
 
-def decay(peak: jax.Array, larger: jax.Array, scale: jax.Array) -> jax.Array:
-    """The factor from a mass relative to `peak` to one relative to a `larger` peak."""
-    return jnp.exp2(jnp.minimum((peak - larger) * scale, 0.0))
+# Masses. Their base need not be the largest entry: any number of the order of it will do.
+
+
+def decay(peak: jax.Array, larger: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns what turns a mass relative to `peak` into one relative to a `larger` peak."""
+    return jnp.exp2(jnp.minimum((peak - larger) * factor, 0.0))
 
 
 def base_of(peak: jax.Array) -> jax.Array:
-    """What masses can be relative to: 0 in place of a peak that is not finite."""
+    """Returns a base for masses: the peak, or 0 where it is not finite."""
     return jnp.where(is_finite(peak), peak, 0.0)
 
 
-def weight_function(base: jax.Array, scale: jax.Array, size: int) -> Callable[[Chunk], Chunk]:
-    """A function from entries of `size` bytes to ``exp2((entry - base) * scale)``."""
-    shift = base * scale
+def is_usable(total: jax.Array, base: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns whether a mass relative to `base` neither overflowed nor lost anything to underflow.
+
+    If not, the base was not of the order of the row's largest entry, and the row is read again.
+    """
+    in_range = (total > _LEAST_MASS) & (total < _LARGEST_MASS)
+    return in_range & (jnp.abs(base * factor) < _LARGEST_SHIFT)
+
+
+def weight_function(base: jax.Array, factor: jax.Array, size: int) -> Callable[[Chunk], Chunk]:
+    """Returns a function from entries of `size` bytes to ``exp2((entry - base) * factor)``."""
+    shift = base * factor
 
     def weights(entries: Chunk) -> Chunk:
-        return [jnp.exp2((x - base) * scale if size == 4 else x * scale - shift) for x in entries]
+        if size == 4:
+            return [jnp.exp2((x - base) * factor) for x in entries]
+        # One fused multiply-add. Rounding the shift costs 2**-14 of a mass, see _LARGEST_SHIFT: too
+        # much for entries of four bytes.
+        return [jnp.exp2(x * factor - shift) for x in entries]
 
     return weights
 
@@ -133,19 +188,26 @@ def mass(
     row: jax.Array,
     rows_before: jax.Array | None,
     base: jax.Array,
-    scale: jax.Array,
+    factor: jax.Array,
 ) -> jax.Array:
-    """The mass of each warp's part of a row, relative to `base`; arguments as `TargetSlice.fold`.
+    """Returns the mass of each warp's part of a row, relative to `base`.
 
-    The base may be any number of the order of the row's largest entry: `is_usable` says, from the
-    sum over all warps, whether it was.
+    Args:
+      tiles: the slice to read; it, `row` and `rows_before` are as in `TargetSlice.fold`.
+      row: ``[]`` int32.
+      rows_before: ``[]`` int32, or None for a row that has arrived.
+      base: ``[]`` float32. `is_usable` says, from the sum over all warps, whether it would do.
+      factor: ``[]`` float32.
     """
-    threads, weights = tiles.threads, weight_function(base, scale, tiles.entry_size)
+    threads = tiles.threads
+    weights = weight_function(base, factor, tiles.entry_size)
 
     def add(_: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
         return total + tree_sum(weights(entries))
 
-    return threads.warp_sum(tiles.fold(row, rows_before, add, threads.filled(0.0)))
+    # [128], a sum for each thread; then the same for all threads of a warp.
+    by_thread = tiles.fold(row, rows_before, add, threads.filled(0.0))
+    return threads.warp_sum(by_thread)
 
 
 def tile_masses(
@@ -154,7 +216,14 @@ def tile_masses(
     rows_before: jax.Array | None,
     weights: Callable[[Chunk], Chunk],
 ) -> list[jax.Array]:
-    """Each warp's part of the weight of each tile of the slice; arguments as `TargetSlice.fold`."""
+    """Returns each warp's part of the weight of each tile of the slice, a ``[128]`` for each tile.
+
+    Args:
+      tiles: the slice to read; it, `row` and `rows_before` are as in `TargetSlice.fold`.
+      row: ``[]`` int32.
+      rows_before: ``[]`` int32, or None for a row that has arrived.
+      weights: from a tile's entries to what is summed.
+    """
     threads = tiles.threads
 
     def add(tile: jax.Array, entries: list[jax.Array], sums: TileSums) -> TileSums:
@@ -164,42 +233,41 @@ def tile_masses(
     return sums.first(threads, tiles.per_slice)
 
 
-def is_usable(total: jax.Array, base: jax.Array, scale: jax.Array) -> jax.Array:
-    """Whether a mass relative to `base` neither overflowed nor lost anything to underflow."""
-    in_range = (total > _LEAST_MASS) & (total < _LARGEST_MASS)
-    return in_range & (jnp.abs(base * scale) < _LARGEST_SHIFT)
-
-
 def base_and_sum(
-    tiles: TargetSlice, row: jax.Array, rows_before: jax.Array, scale: jax.Array
+    tiles: TargetSlice, row: jax.Array, rows_before: jax.Array, factor: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """A base of each warp's part of a row, and the mass of that part relative to it.
+    """Returns a base of each warp's part of a row, and the mass of that part relative to it.
 
     Tiles are read as they arrive, into memory that holds all of them. The base is the largest entry
     of the first tile: any entry of the order of the row's largest will do, so that the others need
     no comparison. If it turns out not to be of that order, `max_and_sum` reads the row again. The
     base is not finite if there is no mass.
     """
-    threads, size = tiles.threads, jnp.dtype(tiles.rows.dtype).itemsize
-    none, some = jnp.int32(0), tiles.count() > 0
+    threads = tiles.threads
+    none = jnp.int32(0)
+    some = tiles.count() > 0  # the last CTAs of a cluster may have no tile
     pl.when(some)(lambda: tiles.ready(row, none, rows_before))
     first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
     base = base_of(first)
-    weights = weight_function(base, scale, size)
+    weights = weight_function(base, factor, tiles.entry_size)
 
     def add(tile: jax.Array, total: jax.Array) -> jax.Array:
         pl.when(tile > 0)(lambda: tiles.ready(row, tile, rows_before))
         return total + tree_sum(weights(tiles.of_tile(row, tile)))
 
     total = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
-    usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(base * scale) < _LARGEST_SHIFT)
-    return threads.cond(usable, lambda: (base, total), lambda: max_and_sum(tiles, row, scale))
+    # It is not too small: the base is an entry of this part, whose own weight is 1.
+    usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(base * factor) < _LARGEST_SHIFT)
+    return threads.cond(usable, lambda: (base, total), lambda: max_and_sum(tiles, row, factor))
 
 
 def max_and_sum(
-    tiles: TargetSlice | DraftSlice, row: jax.Array, scale: jax.Array
+    tiles: TargetSlice | DraftSlice, row: jax.Array, factor: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The maximum of each warp's part of a row that has arrived, and the mass relative to it."""
+    """Returns the maximum of each warp's part of a row that has arrived, and its mass by that.
+
+    In one pass: where a larger entry comes, the mass so far is scaled down to it.
+    """
     threads = tiles.threads
 
     def add(tile: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -207,19 +275,24 @@ def max_and_sum(
         entries = tiles.of_tile(row, tile)
         larger = functools.reduce(jnp.maximum, entries, peak)
         base = base_of(larger)
-        mass = tree_sum([jnp.exp2((x - base) * scale) for x in entries])
-        return larger, total * decay(base_of(peak), base, scale) + mass
+        mass = tree_sum([jnp.exp2((x - base) * factor) for x in entries])
+        return larger, total * decay(base_of(peak), base, factor) + mass
 
+    # [128] each: a maximum and a mass for each thread.
     start = (threads.filled(-jnp.inf), threads.filled(0.0))
     peak, total = lax.fori_loop(0, tiles.count(), add, start)
+    # All threads of a warp: the mass of each relative to the largest of all.
     larger = threads.warp_max(peak)
-    return larger, threads.warp_sum(total * decay(base_of(peak), base_of(larger), scale))
+    return larger, threads.warp_sum(total * decay(base_of(peak), base_of(larger), factor))
 
 
 def max_and_place(
     tiles: TargetSlice, row: jax.Array, rows_before: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The maximum of each warp's part of a row, and the lowest id of it, as the bits of a float."""
+    """Returns the maximum of each warp's part of a row, and the lowest id of it.
+
+    The id comes as the bits of a float32, because an exchange sends floats.
+    """
     threads = tiles.threads
 
     def larger(tile: jax.Array, entries: list[jax.Array], state: Any) -> Any:
@@ -227,13 +300,16 @@ def max_and_place(
         mine = tree_max(entries)
         return jnp.maximum(peak, mine), jnp.where(peak >= mine, where, tile)
 
+    # [128] each: the maximum of each thread, and the first tile that has it. The id itself would
+    # take a comparison for each entry.
     start = (threads.filled(-jnp.inf), threads.filled(0, jnp.int32))
     peak, where = tiles.fold(row, rows_before, larger, start)
     best = threads.warp_max(peak)
-    # Each thread reads the tile of its largest entry again.
-    place = threads.filled(2**30, jnp.int32)
-    both = zip(tiles.offsets, tiles.chunks(row, where), strict=True)
-    for offset, chunk in reversed(list(both)):
+    # Each thread reads the tile of its largest entry again, from the last id to the first, so that
+    # the lowest id stays.
+    place = threads.filled(NO_PLACE, jnp.int32)
+    chunks = list(zip(tiles.offsets, tiles.chunks(row, where), strict=True))
+    for offset, chunk in reversed(chunks):
         first = tiles.ids(where) + offset
         for j, x in reversed(list(enumerate(chunk))):
             place = jnp.where(x == best, first + j, place)
@@ -241,26 +317,24 @@ def max_and_place(
 
 
 class TileSums(NamedTuple):
-    """Sums over each warp of the tiles so far.
+    """Sums over each warp of the tiles so far, while a row is read.
 
-    Tiles come in groups. The sums of a group are added up while the next group is read.
-
-    Attributes:
-      found: ``[128]`` by lane, the sums over the warp. Those of group g, of n tiles, are in the
-        lanes whose index modulo ``32 / n`` is g.
-      last: ``[128]`` each, each thread's part of the tiles of the latest group.
-      group: ``[]`` int32, the index of that group.
+    Tiles come in groups of n, a power of two. A sum over the threads of a warp takes five
+    shuffles, one waiting for another. So those of a group are made while the next group is read,
+    and n sums share most of their shuffles.
     """
 
+    # [128] by lane, the sums over the warp. Those of group g are in the lanes whose index modulo 32
+    # / n is g; `_part_of` says which of them has which tile.
     found: jax.Array
-    last: tuple[jax.Array, ...]
-    group: jax.Array
+    last: tuple[jax.Array, ...]  # [128] each, each thread's part of the tiles of the latest group
+    group: jax.Array  # [] int32, the index of that group
 
     @classmethod
     def start(cls, threads: Threads, size: int = 1) -> TileSums:
-        """Before the first group. Groups have `size` tiles, a power of two."""
+        """Returns the state before the first group. Groups have `size` tiles."""
         zero = threads.filled(0.0)
-        return cls(zero, (zero,) * size, jnp.int32(-1))
+        return cls(found=zero, last=(zero,) * size, group=jnp.int32(-1))
 
     def put(
         self,
@@ -271,43 +345,61 @@ class TileSums(NamedTuple):
         *,
         begins: bool = True,
     ) -> TileSums:
-        """Put each thread's part of the tile at `place` of its group, or add more of it."""
-        found = self._with_last(threads) if begins and not place else self.found
-        value = value if begins else self.last[place] + value
-        return TileSums(found, (*self.last[:place], value, *self.last[place + 1 :]), group)
+        """Returns the state with each thread's part of a tile.
+
+        Args:
+          threads: the operations of the warpgroup.
+          group: ``[]`` int32, the index of the tile's group.
+          place: index of the tile in its group.
+          value: ``[128]`` float32.
+          begins: whether this is the first part of the tile; if not, it is added to those before.
+        """
+        found = self.found
+        if begins and place == 0:  # a new group: the one before is complete
+            found = self._with_last(threads)
+        if not begins:
+            value = self.last[place] + value
+        last = (*self.last[:place], value, *self.last[place + 1 :])
+        return TileSums(found=found, last=last, group=group)
 
     def first(self, threads: Threads, count: int) -> list[jax.Array]:
-        """The sums over the warp of the first `count` tiles; 0 for tiles that never came."""
-        found, size = self._with_last(threads), len(self.last)
+        """Returns the sums over the warp of the first `count` tiles; 0 for those that never came.
+
+        They are ``[128]`` each, the same in all threads of a warp.
+        """
+        found = self._with_last(threads)
+        size = len(self.last)
         lanes = [i // size + _part_of(i % size, size) * (WARP // size) for i in range(count)]
         return [threads.shuffle(found, lane) for lane in lanes]
 
     def _with_last(self, threads: Threads) -> jax.Array:
+        """Returns `found` with the sums of the latest group, in the lanes of that group."""
         sums = _sums(threads, list(self.last))
         remainder = threads.index & (WARP // len(self.last) - 1)
         return jnp.where(remainder == self.group, sums, self.found)
 
 
 def _sums(threads: Threads, xs: list[jax.Array]) -> jax.Array:
-    """Sums over each warp of several arrays, as many as a power of two.
+    """Returns the sums over each warp of n arrays, a power of two, in one array by lane.
 
-    `_part_of` says which lanes have which sum. At each step half of the lanes go on with every
-    other array, so that few steps serve all.
+    The lanes are cut into n parts of neighbours; `_part_of` says which part has which sum.
     """
     lanes = WARP
     while len(xs) > 1:
+        # The lower half of each part goes on with the arrays of even index, the upper half with
+        # the odd ones; each gives the other half what it does not go on with.
         lanes //= 2
         upper = (threads.index & lanes) != 0
         pairs = list(zip(xs[::2], xs[1::2], strict=True))
         kept = [jnp.where(upper, b, a) for a, b in pairs]
         given = [jnp.where(upper, a, b) for a, b in pairs]
-        both = zip(kept, given, strict=True)
-        xs = [x + threads.shuffle(y, lanes, "bfly") for x, y in both]
+        xs = [x + threads.shuffle(y, lanes, "bfly") for x, y in zip(kept, given, strict=True)]
+    # One array is left, whose n parts are of n sums.
     return threads.warp_sum(xs[0], lanes)
 
 
 def _part_of(i: int, count: int) -> int:
-    """Which of `count` parts of the lanes has the sum of array i: the bits of i reversed."""
+    """Returns which of `count` parts of the lanes has the sum of array i: its bits reversed."""
     part = 0
     while count > 1:
         count //= 2

@@ -14,6 +14,7 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_CLUSTER,
     MAX_MAPPED,
     SHARED_BYTES,
+    DraftLayout,
     KernelConfig,
     SharedMemory,
 )
@@ -26,19 +27,12 @@ _NO_REQUESTS = "implementation='mosaic_gpu' needs at least one request, but B is
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """What is known of the GPUs of one compute capability.
+    """GPUs of one compute capability."""
 
-    Attributes:
-      name: of the GPUs.
-      has_run: whether the kernel has run on one; if not, it only compiles for them.
-      shared_bytes: the most shared memory of a block.
-      max_cluster: the most blocks of a cluster.
-    """
-
-    name: str
-    has_run: bool
-    shared_bytes: int = SHARED_BYTES
-    max_cluster: int = MAX_CLUSTER
+    name: str  # of the GPUs
+    has_run: bool  # whether the kernel has run on one; if not, it only compiles for them
+    shared_bytes: int = SHARED_BYTES  # the most shared memory of a CTA
+    max_cluster: int = MAX_CLUSTER  # the most CTAs of a cluster
 
 
 GENERATIONS = {
@@ -57,13 +51,13 @@ _NEEDS_GPU = (
 
 
 def _generation() -> Generation:
-    """The generation of the default device; Hopper if it is not in `GENERATIONS`."""
+    """Returns the generation of the default device; Hopper if it is not in `GENERATIONS`."""
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))
     return GENERATIONS.get(capability, GENERATIONS["9.0"])
 
 
 def no_device() -> str | None:
-    """Why the kernel cannot run on JAX's default device, as a sentence; None if it can."""
+    """Returns why the kernel cannot run on JAX's default device, a sentence; None if it can."""
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"{_NEEDS_GPU}JAX runs on {device.platform}"
@@ -74,8 +68,9 @@ def no_device() -> str | None:
 
 
 def not_by_default() -> str | None:
-    """Why the kernel is not the default on JAX's default device, as a sentence; None if it is."""
-    why_not, generation = no_device(), _generation()
+    """Returns why the kernel is not the default on JAX's device, a sentence; None if it is."""
+    why_not = no_device()
+    generation = _generation()
     if why_not is None and not generation.has_run:
         return (
             f"the kernel compiles for {generation.name} but has not run there: it is used only if "
@@ -85,7 +80,7 @@ def not_by_default() -> str | None:
 
 
 def rule_unsupported(config: SpecDecodeConfig) -> str | None:
-    """Why the kernel cannot serve a rule, as a sentence; None if it can."""
+    """Returns why the kernel cannot serve a rule, a sentence; None if it can."""
     if config.rejection_sample_method != "agreement":
         return None
     return (
@@ -104,12 +99,16 @@ def unsupported(
     size: int,
     config: KernelConfig | None = None,
 ) -> str | None:
-    """Why the kernel cannot serve a call, as a sentence; None if it can."""
+    """Returns why the kernel cannot serve a call, a sentence; None if it can."""
+    # A candidate for each thread; a column of a map in half a word.
     ids = None if distribution is None else distribution.ids
     if ids is not None:
-        width, most, what = ids.shape[-1], MAX_CANDIDATES, "candidates a row"
+        width = ids.shape[-1]
+        most = MAX_CANDIDATES
+        what = "candidates a row"
         if ids.ndim == 1:
-            most, what = MAX_MAPPED, "ids in a map"
+            most = MAX_MAPPED
+            what = "ids in a map"
         if not 1 <= width <= most:
             return f"implementation='mosaic_gpu' takes 1 to {most} {what}, but there are {width}"
     if is_race:
@@ -121,9 +120,10 @@ def unsupported(
             f"implementation='mosaic_gpu' takes up to {_MAX_DRAFTS} drafts per request, but "
             f"num_speculative_tokens is {k}"
         )
+    # The most that the call may take: as many rows at once as the rule could read.
     shared = SharedMemory.of(
         target_logits,
-        distribution,
+        DraftLayout.of(distribution),
         num_requests=num_requests,
         size=size,
         config=config,
@@ -134,10 +134,12 @@ def unsupported(
 
 
 def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
-    generation, blocks = _generation(), shared.slices.cluster
-    if blocks > generation.max_cluster:
+    """Returns why the device has too little room for a launch, a sentence; None if it has."""
+    generation = _generation()
+    ctas = shared.slices.cluster
+    if ctas > generation.max_cluster:
         return (
-            f"implementation='mosaic_gpu' would verify a request in a cluster of {blocks} blocks, "
+            f"implementation='mosaic_gpu' would verify a request in a cluster of {ctas} blocks, "
             f"but {generation.name} has at most {generation.max_cluster}: give "
             f"kernel_config=KernelConfig(max_cluster={generation.max_cluster})"
         )
@@ -147,7 +149,7 @@ def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     return (
         "implementation='mosaic_gpu' holds a slice of each row in shared memory, but "
         f"{shared.slices.size} ids of {dtypes} need {shared.bytes} bytes and {shared.barriers} "
-        f"barriers in each of {blocks} blocks, and a block of {generation.name} has "
+        f"barriers in each of {ctas} blocks, and a block of {generation.name} has "
         f"{generation.shared_bytes} and {MAX_BARRIERS}"
     )
 
@@ -160,7 +162,7 @@ def part_unsupported(
     num_parts: int,
     config: KernelConfig | None = None,
 ) -> str | None:
-    """Why the kernels cannot serve a split vocabulary, as a sentence; None if they can."""
+    """Returns why the kernels cannot serve a split vocabulary, a sentence; None if they can."""
     num_requests = arrays.sampling.temperature.shape[0]
     if num_requests == 0:
         return _NO_REQUESTS
@@ -175,6 +177,8 @@ def part_unsupported(
             "implementation='mosaic_gpu' needs an id in each part of the vocabulary, but the last "
             f"of {num_parts} parts begins with id {last} and vocab_size is {size}"
         )
-    rows, logits = num_requests * (k + 1), arrays.target_logits
+    # Every row of the batch may be read by a cluster of its own.
+    rows = num_requests * (k + 1)
+    logits = arrays.target_logits
     shared = SharedMemory.of(logits, num_requests=rows, size=logits.shape[1], config=config)
     return _too_large(shared, [logits])

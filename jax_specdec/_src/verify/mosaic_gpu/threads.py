@@ -45,70 +45,69 @@ class Ref(Protocol):
 
 
 class Threads(Protocol):
-    """A warpgroup's operations.
+    """A warpgroup's operations."""
 
-    Attributes:
-      interpreted: whether this is interpret mode.
-      index: each thread's index in the warpgroup, ``[128]`` int32.
-      lane: its index in its warp, ``[128]`` int32.
-    """
-
-    interpreted: bool
-    index: jax.Array
-    lane: jax.Array
+    interpreted: bool  # whether this is interpret mode
+    index: jax.Array  # each thread's index in the warpgroup, [128] int32
+    lane: jax.Array  # its index in its warp, [128] int32
 
     def index_anew(self) -> jax.Array:
-        """`index` computed again, so that values made from it are not kept in registers."""
+        """Returns `index`, computed again: values made from it are not kept in registers."""
 
     def filled(self, value: Any, dtype: Any = jnp.float32) -> jax.Array:
-        """``[128]`` of one value, in a register of each thread, to start a loop with."""
+        """Returns ``[128]`` of one value, in a register of each thread, to start a loop with."""
 
-    # Within a warp.
+    # Within a warp. Its 32 threads run together: they exchange registers without shared memory, and
+    # need no barrier.
 
     def warp_max(self, x: jax.Array) -> jax.Array:
-        """The maximum float32 of each warp, in all of its threads; NaN if any entry is."""
+        """Returns the maximum float32 of each warp, in all of its threads; NaN if any entry is."""
 
     def warp_min(self, x: jax.Array) -> jax.Array:
-        """The minimum int32 of each warp, in all of its threads."""
+        """Returns the minimum int32 of each warp, in all of its threads."""
 
     def has_twin(self, x: jax.Array) -> jax.Array:
-        """Whether another lane of the warp has the same int32, ``[128]`` bool."""
+        """Returns whether another lane of the warp has the same int32, ``[128]`` bool."""
 
     def warp_sum(self, x: jax.Array, lanes: int = WARP) -> jax.Array:
-        """The sum of each warp, or of each group of `lanes` in it, in all threads of the group."""
+        """Returns the sum of each warp, or of each `lanes` of it, in all threads of the group."""
 
     def warp_scan(self, x: jax.Array) -> jax.Array:
-        """Inclusive sums over the threads of each warp."""
+        """Returns inclusive sums over the threads of each warp."""
 
     def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
-        """The entry of one lane of each warp; `lane` may differ between threads.
+        """Returns the entry of one lane of each warp; `lane` may differ between threads.
 
         The lane is `lane`; if `how` is "bfly", the thread's own xor `lane`; if it is "up", the
         thread's own less `lane`, or itself if there is none.
         """
 
     def scalar(self, x: jax.Array) -> jax.Array:
-        """The value of an array that is the same in all threads, ``[]``."""
+        """Returns the value of an array that is the same in all threads, ``[]``."""
 
     def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        """The entry of one lane, of any dtype, ``[]``; it and `lane` are the same in all warps."""
+        """Returns the entry of one lane, ``[]``, of any dtype.
+
+        It is the same in all warps, and so is `lane`.
+        """
 
     def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
-        """``true()`` or ``false()``; `which` must be the same in all threads of a warp."""
+        """Returns ``true()`` or ``false()``; `which` must be the same in all threads of a warp."""
 
-    # Barriers.
+    # Barriers. `sync` orders what the threads of a warpgroup do; an mbarrier counts arrivals and
+    # bytes, and completes one phase after another.
 
     def sync(self) -> None:
         """Wait for the whole warpgroup. Its writes to shared memory are then visible to all."""
 
-    def sync_block(self, warpgroups: int, barrier: Ref | None) -> None:
-        """Wait for all warpgroups of the block. `barrier` is for interpret mode."""
+    def sync_cta(self, warpgroups: int, barrier: Ref | None) -> None:
+        """Wait for all warpgroups of the CTA. `barrier` is for interpret mode."""
 
     def fence_copies(self) -> None:
         """Order a thread's writes to shared memory before copies that begin after the next sync."""
 
     def init_barriers(self, barriers: Any, count: int) -> None:
-        """Initialize up to 32 mbarriers, by the first warp. All blocks see it after `cluster_wait`.
+        """Initialize up to 32 mbarriers, by the first warp. All CTAs see it after `cluster_wait`.
 
         Args:
           barriers: int32 ref in shared memory, two for each barrier.
@@ -116,7 +115,7 @@ class Threads(Protocol):
         """
 
     def cluster_wait(self) -> None:
-        """Wait until every block of the cluster has initialized its barriers."""
+        """Wait until every CTA of the cluster has initialized its barriers."""
 
     def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
         """Wait for a phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
@@ -132,10 +131,10 @@ class Threads(Protocol):
         *,
         cluster: int,
     ) -> None:
-        """Each warp stores its values in the shared memory of every block; all wait for all.
+        """Store each warp's values in the shared memory of every CTA, and wait for all warps'.
 
         Args:
-          memory: float32 ref in shared memory, the same in each block; in interpret mode in global
+          memory: float32 ref in shared memory, the same in each CTA; in interpret mode in global
             memory.
           barriers: initialized by `init_barriers`; in interpret mode `ExchangeBarriers`.
           place: ``[128]`` int32, where this warp's values go: a multiple of four, or of two for two
@@ -144,7 +143,7 @@ class Threads(Protocol):
           parity: ``[]`` int32, of its phase.
           values: float32 ``[128]`` each, two or a multiple of four, the same in all threads of a
             warp.
-          cluster: blocks.
+          cluster: CTAs.
         """
 
     # Copies. They use no tensor descriptor, so nothing is prepared before the launch, and rows may
@@ -152,7 +151,7 @@ class Threads(Protocol):
 
     def copy_tiles(
         self,
-        rows: Ref,
+        matrix: Ref,
         row: jax.Array,
         first: jax.Array,
         size: int,
@@ -167,7 +166,7 @@ class Threads(Protocol):
         A copy begins up to fifteen bytes before its first entry: see `copy_shift`.
 
         Args:
-          rows: ref ``[R, columns]`` in global memory.
+          matrix: ref ``[R, columns]`` in global memory.
           row: ``[]`` int32.
           first: ``[]`` int32, the first entry of the first tile.
           size: entries of the row; nothing past them is copied.
@@ -178,45 +177,49 @@ class Threads(Protocol):
           first_barrier: the one that completes with the first tile; the next tiles have the next.
         """
 
-    def copy_shift(self, rows: Ref, row: jax.Array) -> jax.Array | int:
-        """How many entries a copy of a row's tiles has before the first one, ``[]`` int32."""
+    def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
+        """Returns how many entries a copy of a row's tiles has before the first, ``[]`` int32."""
 
     def prefetch_tiles(
-        self, rows: Ref, row: jax.Array, first: jax.Array, size: int, count: int
+        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
         """Begin to fetch the tiles of a row into the L2 cache; arguments as `copy_tiles`."""
 
-    # Reading and writing.
+    # Reading and writing. Threads read consecutive entries at once where they can: a vector load of
+    # sixteen bytes takes one instruction, and the entries of a chunk lie next to each other.
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
-        """``ref[indices]`` by each thread, for one or two indices; bools and floats are widened."""
+        """Returns ``ref[indices]`` by each thread, for one or two indices.
+
+        Floats are widened to float32, booleans to int32.
+        """
 
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
-        """``ref[index] = value`` by each thread whose entry of `where` is true."""
+        """Store ``ref[index] = value`` by each thread whose entry of `where` is true."""
 
     def entries(
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
     ) -> list[jax.Array]:
-        """``ref[start + offset + each * t + j]`` as float32, ``[128]`` for each j.
+        """Returns ``ref[start + offset + each * t + j]`` as float32, ``[128]`` for each j.
 
         From shared memory; `start` may be ``[128]``. If `aligned`, the addresses are multiples of
         sixteen bytes, which are read at once; if not, they may be any. `offset` is whole words.
         """
 
     def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """``ref[row, start + j]`` by each thread as float32, ``[128]`` for each j of `each`.
+        """Returns ``ref[row, start + j]`` by each thread as float32, ``[128]`` for each j.
 
         From global memory. The entries must be an aligned piece of up to sixteen bytes, which is
         read at once, or several such pieces.
         """
 
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """`row_entries` as the words that are loaded; `numbers` turns them into entries."""
+        """Returns `row_entries` as the words that are loaded; `numbers` turns them into entries."""
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
-        """Entries as float32, from words that hold one or two of them."""
+        """Returns entries as float32, from words that hold one or two of them."""
 
     def row_run(
         self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
     ) -> list[jax.Array]:
-        """`row_entries` from ``start + offset`` on, at any address, one at a time."""
+        """Returns `row_entries` from ``start + offset`` on, at any address, one at a time."""
