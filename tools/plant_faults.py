@@ -438,7 +438,7 @@ def _(right, self, token_ids):
 
 @fault(
     "a grammar that begins in mid-draft begins a token late",
-    "_src.grammar:DelayedMatcher.has_begun",
+    "_src.matchers:DelayedMatcher.has_begun",
     "serving/test_grammar.py",
 )
 def _(right, self):
