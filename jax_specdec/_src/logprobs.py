@@ -191,7 +191,7 @@ def token_logprobs(
             bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
     call, sizes = check_arrays(
         CallArrays(target_logits, drafts, None, sampling, bonus, None, token_bitmask),
-        Settings(config, vocab_size, padded_rows, None, None, sharding),
+        Settings(config, vocab_size, padded_rows, sharding=sharding),
     )
     sizes["K"] = config.num_speculative_tokens
     check_array("output.token_ids", output.token_ids, "[B, K+1]", sizes)

@@ -43,14 +43,14 @@ Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
 
 
 class Settings(NamedTuple):
-    """The static arguments of a call, as `rejection_sample` describes them."""
+    """The static arguments of a call, as `rejection_sample` describes them, before the checks."""
 
     config: SpecDecodeConfig
     vocab_size: int | None
     padded_rows: bool
-    implementation: Implementation | None
-    kernel_config: KernelConfig | None
-    sharding: VerifySharding | None
+    implementation: Implementation | None = None
+    kernel_config: KernelConfig | None = None
+    sharding: VerifySharding | None = None
 
 
 class Static(NamedTuple):
@@ -81,18 +81,24 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
     Raises:
       TypeError, ValueError, NotImplementedError: as `rejection_sample`.
     """
-    config, _, _, implementation, kernel_config, sharding = settings
+    config = settings.config
     # Shapes and dtypes first, then how arrays are split, then the noise, whose shape may need K.
     arrays, sizes = check_arrays(arrays, settings)
-    layout = resolve(sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
+    layout = resolve(settings.sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
     if arrays.randomness is not None:
         sizes["K"] = config.num_speculative_tokens
         _check_noise(arrays.randomness, sizes, config)
         _check_counts(arrays.drafts, sizes)
     # Whether the default device has run the kernel is known here, outside of any program.
-    may_be_kernel = implementation is None and support.not_by_default() is None
-    size = sizes["size"]
-    return arrays, Static(config, size, implementation, may_be_kernel, kernel_config, layout)
+    may_be_kernel = settings.implementation is None and support.not_by_default() is None
+    return arrays, Static(
+        config=config,
+        size=sizes["size"],
+        implementation=settings.implementation,
+        may_be_kernel=may_be_kernel,
+        kernel_config=settings.kernel_config,
+        layout=layout,
+    )
 
 
 def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Sizes]:
@@ -105,10 +111,11 @@ def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Si
       ValueError: a shape does not fit the others; or a shared map of ids has known values, and one
         of them is out of range or listed twice.
     """
-    config, vocab_size, padded_rows, _, _, sharding = settings
+    vocab_size = settings.vocab_size
+    padded_rows = settings.padded_rows
     arrays = _converted(arrays)
-    parts = 1 if sharding is None else vocabulary_parts(sharding)
-    check_type("config", config, SpecDecodeConfig)
+    parts = 1 if settings.sharding is None else vocabulary_parts(settings.sharding)
+    check_type("config", settings.config, SpecDecodeConfig)
     check_type("padded_rows", padded_rows, bool)
     # Each letter of a declaration gets its size from the first array that has it.
     sizes: Sizes = {}
