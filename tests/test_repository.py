@@ -47,8 +47,9 @@ MOST_LINES = {
     "_src/attention": 800,  # XLA and the kernel
     # 10,000, and 77 for matchers of grammars that fail: their own request ends, and no other; 50
     # for the oracle of attention; 110 for drafts that grammars force; 150 for what a backend
-    # answers (`backends/base.py`); 65 for confidences of a drafter's own.
-    "_src without kernels": 10_480,
+    # answers (`backends/base.py`); 65 for confidences of a drafter's own; 50 for records that are
+    # read by name.
+    "_src without kernels": 10_530,
     # 5,500; then prompts between steps (250), limits of drafts and forced tokens (200), heads that
     # draft a block (200), and lookup with counts, with a history, and beside a head (700).
     "lm/decoding lm/drafting": 6_300,
