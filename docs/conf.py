@@ -69,7 +69,10 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 autosummary_generate = False
 maximum_signature_line_length = 80
-nitpick_ignore_regex = [("py:.*", r"(jax|numpy|os|pathlib|collections|typing)\..*")]  # other sites
+nitpick_ignore_regex = [
+    ("py:.*", r"(jax|numpy|np|os|pathlib|collections|typing)\..*"),  # other sites
+    ("py:class", "Head"),  # a type variable
+]
 
 # The pages
 
