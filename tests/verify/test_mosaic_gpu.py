@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import TILE, api
+from lower_floor import TILE, Standard, api, support
 from lower_floor import gpu_launch as mosaic_gpu
 from lower_floor import gpu_request as request
 
@@ -453,13 +453,24 @@ def refusal(layout: Layout, **options) -> str:
 def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
     drawing = Layout(vocab=128, agreement=True)
-    assert "rejection_sample_method='agreement' draws one at each position" in refusal(drawing)
+    assert "but rejection_sample_method is 'agreement'" in refusal(drawing)
     many = Layout(vocab=128, num_speculative_tokens=31, num_requests=1, num_drafts=31)
     assert "up to 30 drafts per request, but num_speculative_tokens is 31" in refusal(many)
     large = Layout(vocab=2**20, num_requests=1, num_drafts=0)
     assert "1048576 ids of float32 need" in refusal(large)
     small = Layout(vocab=128, num_requests=1, num_drafts=1)
     assert "interpret mode" in refusal(small, config=KernelConfig(max_cluster=1))
+
+
+def test_a_rule_that_the_kernel_lacks_is_refused_by_name():
+    class Newer(Standard):
+        pass
+
+    assert "rejection_sample_method is 'newer'" in support.rule_unsupported(Newer())
+    # Past that check, the kernel does not verify by another rule instead.
+    with mock.patch.object(api, "rule_of", lambda config: Newer()):
+        with pytest.raises(TypeError, match="no branch for the rule Newer"):
+            lowered(Layout(vocab=128, num_requests=1, num_drafts=1))
 
 
 class Device:

@@ -22,7 +22,7 @@ from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.q import Dense, Listed, Stored
 from jax_specdec._src.verify.requests import CallArrays, Request
 from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.rules import Rule, rule_of
 from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import Partials, TargetStatistics, of_owners
 from jax_specdec._src.verify.tiles import pieces_of_tiles
@@ -44,7 +44,7 @@ class MosaicGpu(Gather):
 
     def unserved(self, arrays: CallArrays, static: Static) -> str | None:
         k = static.config.num_speculative_tokens
-        why_not = support.rule_unsupported(static.config)
+        why_not = support.rule_unsupported(rule_of(static.config))
         axis = static.layout.vocab_axis
         # A rule that the kernel lacks, or what does not fit its memory.
         if not why_not and axis is not None:

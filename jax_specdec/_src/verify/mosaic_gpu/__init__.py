@@ -5,9 +5,9 @@
 - ``support``: which GPUs and calls it serves. A new GPU generation begins here.
 - ``plan``: what is static about a launch: slices of rows, shared memory, ``KernelConfig``.
 - ``launch``: operands, scratch memory, the launch.
-- ``kernel``: one request: which loads and copies begin when, and which rule's walk follows.
-- ``walk``: position by position: read a row, judge its draft, go on. A new rule begins here, and in
-  ``verify/rules.py``.
+- ``kernel``: one request: which loads and copies begin when, and which rule's walk follows. A new
+  rule begins here, in ``support`` and in ``verify/rules.py``.
+- ``walk``: position by position: read a row, judge its draft, go on.
 - ``block_rule``: the walk of the block rule.
 - ``reader``: reading the rows of one position; filters.
 - ``draw``: how the last token is drawn.

@@ -77,16 +77,18 @@ def verify_request(
         work = Work(request=request, target=target, draft=draft, drafted=drafted, cluster=cluster)
         walk = Walk(work, warpgroups)
         round = jnp.int32(0)
-        match plan.rule:
-            case rules.Synthetic():  # the one row that the last token comes from
+        match type(plan.rule):  # every rule is a subclass of the standard one
+            case rules.Synthetic:  # the one row that the last token comes from
                 result, round = walk.visit(position, round)
                 walk.emit(position, result, round)
-            case rules.Block():
+            case rules.Block:
                 # Of a greedy request both rules accept the same drafts.
                 pl.when(request.greedy)(lambda: walk.walk_and_emit(round))
                 pl.when(~request.greedy)(lambda: BlockRuleWalk(walk).run(round))
-            case _:
+            case rules.Standard:
                 walk.walk_and_emit(round)
+            case unknown:
+                raise TypeError(f"the kernel has no branch for the rule {unknown.__name__}")
 
     @pl.when(~ok)
     def _() -> None:

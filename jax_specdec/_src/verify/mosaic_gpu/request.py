@@ -2,7 +2,7 @@
 
 Lane i of every warp holds position i of the request. `RequestLoads` are loads that are in flight;
 `KernelRequest` is what comes of them. `drafted` has the same of the drafted tokens, and
-`walk.verify_request` says when each is made.
+`kernel.verify_request` says when each is made.
 """
 
 from __future__ import annotations
