@@ -288,12 +288,12 @@ IDLE = dataclasses.replace(EMPTY, active=False)
 
 
 @functools.cache
-def in_rounds(rounds: int):
-    """`alone`, with loads of the offsets of so many times 32 requests in flight."""
+def in_groups(groups: int):
+    """`alone`, with loads of the offsets of so many groups of 32 requests in flight."""
     verifier = interpreted(KernelConfig(max_cluster=1))
 
     def patched(*args, **kwargs):
-        with mock.patch.object(request, "_ROUNDS", rounds):
+        with mock.patch.object(request, "_GROUPS", groups):
             return verifier(*args, **kwargs)
 
     return patched
@@ -354,7 +354,7 @@ def emitted_at_edges():
     """All are in one batch, by name."""
     requests = [request for cases in EDGES.values() for request, _ in cases]
     requests += [IDLE] * (SMALL.num_requests - len(requests))
-    emitted = iter(answers(requests, SMALL, in_rounds(1)))
+    emitted = iter(answers(requests, SMALL, in_groups(1)))
     return {name: list(itertools.islice(emitted, len(cases))) for name, cases in EDGES.items()}
 
 
@@ -365,8 +365,8 @@ def test_edges_come_out_as_by_hand(name):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.long)])
-def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds):
+@pytest.mark.parametrize("groups", [1, pytest.param(8, marks=pytest.mark.long)])
+def test_a_request_sees_all_before_it_whose_rows_it_would_share(groups):
     index = np.arange(SMALL.num_requests + 1)
     # Some begin too early.
     late = [3 * index - 4 * np.sum(index > np.c_[last], axis=0) for last in ([1, 31, 33, 65], [32])]
@@ -375,7 +375,7 @@ def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds):
         bad = index[1:-1] if offsets[-1] == 2 else np.union1d(back, back + 1)
         active = np.isin(index[:-1], [*bad, *back - 1, *back + 2])  # others only take time
         batch = edges.with_offsets(offsets, SMALL).replace(active=active)
-        (output,) = agree([batch], in_rounds(rounds))
+        (output,) = agree([batch], in_groups(groups))
         np.testing.assert_array_equal(np.flatnonzero(output.status == sd.Status.BAD_INPUT), bad)
 
 
