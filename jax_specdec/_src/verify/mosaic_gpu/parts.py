@@ -105,8 +105,7 @@ def row_statistics(
         request = lax.div(place.cluster, per_request)
         row = rows_of_index[place.cluster]
         threads.init_barriers(barriers, slices.tiles)
-        # The bitmask and `size` count ids of the whole vocabulary, the slice from the part's
-        # first.
+        # The bitmask and `size` count from id 0 of the vocabulary, slices from the part's first id.
         first = place.cta * slices.ids
         first_of_part = first_id[0]
         end = jnp.clip(rows.size - first_id[0], 0, slices.size)
