@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import TILE, api
+from lower_floor import TILE, Standard, api, support
 from lower_floor import gpu_launch as mosaic_gpu
 from lower_floor import gpu_request as request
 
@@ -288,12 +288,12 @@ IDLE = dataclasses.replace(EMPTY, active=False)
 
 
 @functools.cache
-def in_rounds(rounds: int):
-    """`alone`, with loads of the offsets of so many times 32 requests in flight."""
+def in_groups(groups: int):
+    """`alone`, with loads of the offsets of so many groups of 32 requests in flight."""
     verifier = interpreted(KernelConfig(max_cluster=1))
 
     def patched(*args, **kwargs):
-        with mock.patch.object(request, "_ROUNDS", rounds):
+        with mock.patch.object(request, "_GROUPS", groups):
             return verifier(*args, **kwargs)
 
     return patched
@@ -354,7 +354,7 @@ def emitted_at_edges():
     """All are in one batch, by name."""
     requests = [request for cases in EDGES.values() for request, _ in cases]
     requests += [IDLE] * (SMALL.num_requests - len(requests))
-    emitted = iter(answers(requests, SMALL, in_rounds(1)))
+    emitted = iter(answers(requests, SMALL, in_groups(1)))
     return {name: list(itertools.islice(emitted, len(cases))) for name, cases in EDGES.items()}
 
 
@@ -365,8 +365,8 @@ def test_edges_come_out_as_by_hand(name):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("rounds", [1, pytest.param(8, marks=pytest.mark.long)])
-def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds):
+@pytest.mark.parametrize("groups", [1, pytest.param(8, marks=pytest.mark.long)])
+def test_a_request_sees_all_before_it_whose_rows_it_would_share(groups):
     index = np.arange(SMALL.num_requests + 1)
     # Some begin too early.
     late = [3 * index - 4 * np.sum(index > np.c_[last], axis=0) for last in ([1, 31, 33, 65], [32])]
@@ -375,7 +375,7 @@ def test_a_request_sees_all_before_it_whose_rows_it_would_share(rounds):
         bad = index[1:-1] if offsets[-1] == 2 else np.union1d(back, back + 1)
         active = np.isin(index[:-1], [*bad, *back - 1, *back + 2])  # others only take time
         batch = edges.with_offsets(offsets, SMALL).replace(active=active)
-        (output,) = agree([batch], in_rounds(rounds))
+        (output,) = agree([batch], in_groups(groups))
         np.testing.assert_array_equal(np.flatnonzero(output.status == sd.Status.BAD_INPUT), bad)
 
 
@@ -453,13 +453,24 @@ def refusal(layout: Layout, **options) -> str:
 def test_calls_it_cannot_serve_are_refused_in_a_sentence():
     assert "not RaceNoise" in refusal(Layout(vocab=128, race=True))
     drawing = Layout(vocab=128, agreement=True)
-    assert "rejection_sample_method='agreement' draws one at each position" in refusal(drawing)
+    assert "but rejection_sample_method is 'agreement'" in refusal(drawing)
     many = Layout(vocab=128, num_speculative_tokens=31, num_requests=1, num_drafts=31)
     assert "up to 30 drafts per request, but num_speculative_tokens is 31" in refusal(many)
     large = Layout(vocab=2**20, num_requests=1, num_drafts=0)
     assert "1048576 ids of float32 need" in refusal(large)
     small = Layout(vocab=128, num_requests=1, num_drafts=1)
     assert "interpret mode" in refusal(small, config=KernelConfig(max_cluster=1))
+
+
+def test_a_rule_that_the_kernel_lacks_is_refused_by_name():
+    class Newer(Standard):
+        pass
+
+    assert "rejection_sample_method is 'newer'" in support.rule_unsupported(Newer())
+    # Past that check, the kernel does not verify by another rule instead.
+    with mock.patch.object(api, "rule_of", lambda config: Newer()):
+        with pytest.raises(TypeError, match="no branch for the rule Newer"):
+            lowered(Layout(vocab=128, num_requests=1, num_drafts=1))
 
 
 class Device:

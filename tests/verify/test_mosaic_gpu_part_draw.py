@@ -16,9 +16,9 @@ from lower_floor import (
     SplitPart,
     Xla,
     draw_lib,
+    gpu_parts,
     tiles,
 )
-from lower_floor import gpu_phases as phases
 
 import jax_specdec as sd
 
@@ -163,12 +163,13 @@ def compare(case: Case, **options: Any) -> None:
     @jax.jit
     def sum_by_tile(me: jax.Array, target: jax.Array, own: Any) -> Any:
         rows = rows_of(case, target, own, me)
-        return phases.part_masses(rows, wanted(), **options), rows.backend.masses_of(rows, source)
+        found = gpu_parts.part_masses(rows, wanted(), **options)
+        return found, rows.backend.masses_of(rows, source)
 
     @jax.jit
     def draw(me: jax.Array, target: jax.Array, own: Any, masses: jax.Array) -> Any:
         rows = rows_of(case, target, own, me)
-        found, bad = phases.part_draw(rows, wanted(), jnp.asarray(recover), masses, **options)
+        found, bad = gpu_parts.part_draw(rows, wanted(), jnp.asarray(recover), masses, **options)
         bad = source.uses_q & (bad | source.draft_scale.bad)
         return (found, bad), draw_lib.inverse_cdf_draw(
             rows, source, draw_lib.TileMasses(masses), jnp.asarray(recover)

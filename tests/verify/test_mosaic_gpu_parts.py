@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import scipy.special
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from lower_floor import CallArrays, Rows, SplitPart, Xla, api
+from lower_floor import CallArrays, Rows, SplitPart, Xla, api, gpu_parts
 from lower_floor import gpu_launch as launch
-from lower_floor import gpu_phases as phases
 
 import jax_specdec as sd
 from jax_specdec import KernelConfig
@@ -53,7 +52,7 @@ def judge(logits, count, found) -> None:
 def run(logits, count, **options):
     part = SplitPart("v", jnp.int32(0))
     rows = Rows(jnp.asarray(logits), count, -np.inf, Xla().on("cuda"), part=part)
-    read = jax.jit(functools.partial(phases.row_statistics, rows, **options))
+    read = jax.jit(functools.partial(gpu_parts.row_statistics, rows, **options))
     return jax.device_get(read(np.where(WANTED, ROWS, -1), INVERSE, BY_ARGMAX))
 
 
@@ -106,7 +105,7 @@ def over(num_parts: int, *, config: KernelConfig | None = None, **options):
                 run, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False
             )
         with changed(
-            *((phases, x, functools.partial(getattr(phases, x), **options)) for x in kernels)
+            *((gpu_parts, x, functools.partial(getattr(gpu_parts, x), **options)) for x in kernels)
         ):
             return run(args, kwargs)
 
@@ -156,8 +155,8 @@ def on_one_device(num_parts: int):
             return jnp.moveaxis(x.reshape(x.shape[0], num_parts, -1), 1, 0)
 
         over_parts = jax.vmap(on_part, (0, 0 if is_split else None), axis_name="v")
-        interpreted = functools.partial(phases.row_statistics, interpret=True)
-        with changed((phases, "launch", one_by_one), (phases, "row_statistics", interpreted)):
+        interpreted = functools.partial(gpu_parts.row_statistics, interpret=True)
+        with changed((gpu_parts, "launch", one_by_one), (gpu_parts, "row_statistics", interpreted)):
             found = over_parts(cut(logits), cut(stored) if is_split else stored)
         return jax.tree.map(lambda x: x[0], found)
 

@@ -229,7 +229,7 @@ def which_implementation(
       True
     """
     # The device and the rule, then the call.
-    if support.not_by_default() or support.rule_unsupported(config):
+    if support.not_by_default() or support.rule_unsupported(rule_of(config)):
         return "xla"
     why_not = support.unsupported(
         cast(jax.Array, target_logits),

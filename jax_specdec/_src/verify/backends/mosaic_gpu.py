@@ -22,7 +22,7 @@ from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.q import Dense, Listed, Stored
 from jax_specdec._src.verify.requests import CallArrays, Request
 from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.rules import Rule, rule_of
 from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import Partials, TargetStatistics, of_owners
 from jax_specdec._src.verify.tiles import pieces_of_tiles
@@ -44,7 +44,7 @@ class MosaicGpu(Gather):
 
     def unserved(self, arrays: CallArrays, static: Static) -> str | None:
         k = static.config.num_speculative_tokens
-        why_not = support.rule_unsupported(static.config)
+        why_not = support.rule_unsupported(rule_of(static.config))
         axis = static.layout.vocab_axis
         # A rule that the kernel lacks, or what does not fit its memory.
         if not why_not and axis is not None:
@@ -82,7 +82,7 @@ class MosaicGpu(Gather):
 
 @dataclasses.dataclass(frozen=True)
 class MosaicParts(Gather):
-    """`Gather`, by the launches of `mosaic_gpu.phases` for a part of the vocabulary.
+    """`Gather`, by the launches of `mosaic_gpu.parts` for a part of the vocabulary.
 
     Attributes:
       config: settings that change the speed only, or None for the default.
@@ -150,12 +150,12 @@ class MosaicParts(Gather):
         least: jax.Array | None = None,
     ) -> Partials:
         """Returns the partials of the rows ``[B, n]`` that are not negative, from `least` on."""
-        from jax_specdec._src.verify.mosaic_gpu import phases
+        from jax_specdec._src.verify.mosaic_gpu import parts
 
         # [B * n]: rows one after another
         index = jnp.minimum(index, rows.matrix.shape[0] - 1)
         # The launch takes rows [B * n] of requests [B].
-        found = phases.row_statistics(
+        found = parts.row_statistics(
             rows,
             index.reshape(-1),
             requests.inv_temperature,
@@ -166,25 +166,25 @@ class MosaicParts(Gather):
         return jax.tree.map(lambda x: x.reshape(index.shape), found)
 
     def own_masses(self, rows: LocalRows, source: Source) -> jax.Array:
-        from jax_specdec._src.verify.mosaic_gpu import phases
+        from jax_specdec._src.verify.mosaic_gpu import parts
 
         if not isinstance(rows.q, Listed):
-            return phases.part_masses(rows, source)
+            return parts.part_masses(rows, source)
         # With listed ids, the kernel sums `p` alone, and XLA takes the ids off it.
-        p_masses = phases.part_masses(rows.alone(), source)[:, 1]
+        p_masses = parts.part_masses(rows.alone(), source)[:, 1]
         return self.masses_of(rows, source._replace(p_masses=p_masses))
 
     def token(
         self, rows: LocalRows, source: Source, masses: TileMasses, recover: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        from jax_specdec._src.verify.mosaic_gpu import phases
+        from jax_specdec._src.verify.mosaic_gpu import parts
 
         # With listed ids, XLA reads the one tile that is chosen.
         pieces = pieces_of_tiles(rows.target.width, rows.part.num_parts, rows.num_tiles)
         if isinstance(rows.q, Listed) or pieces.shape[1] > MAX_PIECES:
             return super().token(rows, source, masses, recover)
         # 0 from all devices but the one that holds the token
-        token_id, bad_draft = phases.part_draw(rows, source, recover, masses.both)
+        token_id, bad_draft = parts.part_draw(rows, source, recover, masses.both)
         bad_draft = source.uses_q & (bad_draft | source.draft_scale.bad)
         # The part that drew has the token, the others 0.
         return rows.part.sum(token_id), bad_draft

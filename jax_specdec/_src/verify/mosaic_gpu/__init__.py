@@ -5,9 +5,9 @@
 - ``support``: which GPUs and calls it serves. A new GPU generation begins here.
 - ``plan``: what is static about a launch: slices of rows, shared memory, ``KernelConfig``.
 - ``launch``: operands, scratch memory, the launch.
-- ``kernel``: one request: which loads and copies begin when, and which rule's walk follows.
-- ``walk``: position by position: read a row, judge its draft, go on. A new rule begins here, and in
-  ``verify/rules.py``.
+- ``kernel``: one request: which loads and copies begin when, and which rule's walk follows. A new
+  rule begins here, in ``support`` and in ``verify/rules.py``.
+- ``walk``: position by position: read a row, judge its draft, go on.
 - ``block_rule``: the walk of the block rule.
 - ``reader``: reading the rows of one position; filters.
 - ``draw``: how the last token is drawn.
@@ -20,9 +20,9 @@
 - ``threads``: the operations of a warpgroup's threads.
 - ``ptx``: these on a GPU, also those that Pallas lacks, such as loads of several entries at once.
 - ``interpret``: these in jnp, for GPU interpret mode.
-- ``phases``: statistics, masses and draw for one device's part of a split vocabulary.
+- ``parts``: statistics, masses and draw for one device's part of a split vocabulary.
 
-`verify.backends.mosaic_gpu` is what calls ``launch`` and ``phases``.
+`verify.backends.mosaic_gpu` is what calls ``launch`` and ``parts``.
 
 ``launch`` and the modules that it needs are imported only if a call uses the kernel. They need
 modules that JAX calls experimental, which must not slow down, or break, programs for other devices.

@@ -158,7 +158,7 @@ class DraftLoads:
         self.place = jnp.where(request.proposed, request.token_ids, 0)
         row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
         self.logit = target.entry(row, self.place)
-        self.uses_q = request.proposed & request.stored & ~request.greedy
+        self.uses_q = request.proposed & request.has_stored_q & ~request.greedy
         self.draft_row = self.place
         self.entry = list[jax.Array]()
         self.lists = list[Listed]()
@@ -284,7 +284,7 @@ class DraftedTokens:
     def has_q(self, position: jax.Array) -> jax.Array:
         """Returns whether a draft of a sampled request has a draft distribution: else one-hot."""
         if isinstance(self.loads.numbers, NoNumbers):
-            return self.request.stored  # of all its drafts, or of none
+            return self.request.has_stored_q  # of all its drafts, or of none
         return self.request.threads.at(self.uses_q, position)
 
 

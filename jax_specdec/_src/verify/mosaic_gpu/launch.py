@@ -34,11 +34,11 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
 )
 from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
 from jax_specdec._src.verify.mosaic_gpu.request import (
+    ById,
     CandidateOperands,
     DraftingNoise,
     DraftOperands,
     GivenNoise,
-    InOrder,
     KeyNoise,
     MapOperands,
     NoNumbers,
@@ -298,7 +298,7 @@ def _draft_of(
         return OneHotOperands()
     # Which ids the columns stand for. A map is turned round once for the whole batch.
     ids = distribution.ids
-    listing: InOrder | MapOperands[jax.Array] | CandidateOperands[jax.Array] = InOrder()
+    listing: ById | MapOperands[jax.Array] | CandidateOperands[jax.Array] = ById()
     if ids is not None and ids.ndim == 2:
         listing = CandidateOperands(ids)
     elif ids is not None:
@@ -369,7 +369,7 @@ def draft_rows_of(
     )
     # Whether a thread may load `each` entries of a row at once.
     aligned = is_aligned(matrix) and width >= memory.each
-    if isinstance(operands.listing, InOrder):
+    if isinstance(operands.listing, ById):
         return DraftSlice(size=plan.size, draft_size=plan.draft_size, aligned=aligned, **common)
     return MappedSlice(
         size=plan.size,

@@ -2,7 +2,10 @@
 
 Lane i of every warp holds position i of the request. `RequestLoads` are loads that are in flight;
 `KernelRequest` is what comes of them. `drafted` has the same of the drafted tokens, and
-`walk.verify_request` says when each is made.
+`kernel.verify_request` says when each is made.
+
+The kernel also samples draft tokens. It then verifies no drafts: K is 0, and it draws the one token
+of each request. See `launch.sample`.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from jax_specdec._src.verify.mosaic_gpu.rows import NoThresholds, Thresholds
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Normalizer, is_finite
 from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, Threads
 
-_ROUNDS = 8
-"""Loads of offsets, of 32 requests each, that are in flight at once."""
+_GROUPS = 8
+"""Groups of 32 requests, the offsets of which are loaded at once."""
 
 X = TypeVar("X")
 
@@ -53,7 +56,7 @@ class KeyNoise(NamedTuple, Generic[X]):
     positions: X  # [B] int32
 
 
-class InOrder(NamedTuple):
+class ById(NamedTuple):
     """Draft rows have a column for each id, in the order of ids."""
 
 
@@ -103,7 +106,7 @@ class DraftOperands(NamedTuple, Generic[X]):
     """The draft distribution of a call."""
 
     matrix: X  # [R, Vd] probabilities or logits
-    listing: InOrder | MapOperands[X] | CandidateOperands[X]  # which ids its columns stand for
+    listing: ById | MapOperands[X] | CandidateOperands[X]  # which ids its columns stand for
     numbers: NoNumbers | RowNumbers[X] | RelativeRowNumbers[X]  # what is stored beside each row
     thresholds: Thresholds | NoThresholds  # [R] float32, or none
     row_of_draft: X | None  # [N] int32; None: draft n has row n
@@ -174,7 +177,7 @@ class RequestLoads:
     def begin(
         cls, plan: Plan, threads: Threads, operands: Operands[Ref], index: jax.Array
     ) -> RequestLoads:
-        """Begin all loads of request `index`.
+        """Returns the loads of request `index`, all begun.
 
         A field that the call does not have is None among the operands, an empty tree to
         `jax.tree.map`, and stays None.
@@ -191,7 +194,7 @@ class RequestLoads:
         draft_rows = jax.tree.map(
             lambda ref: threads.gather(ref, guess), operands.draft.row_of_draft
         )
-        # Rounds of 32 requests before this one, whose offsets are loaded at once; if there are more
+        # Groups of 32 requests before this one, whose offsets are loaded at once; if there are more
         # requests, `_reached` loads the others later.
         start = jnp.int32(0)
         end = start
@@ -199,7 +202,7 @@ class RequestLoads:
         if operands.offsets is not None:
             start = operands.offsets[index]
             end = operands.offsets[index + 1]
-            num_before = min(-(-operands.temperature.shape[0] // WARP), _ROUNDS)
+            num_before = min(-(-operands.temperature.shape[0] // WARP), _GROUPS)
         # Scalars [], the same in all threads.
         temperature = operands.temperature[index]
         limits = jax.tree.map(lambda ref: ref[index], operands.filter)
@@ -244,11 +247,11 @@ class OffsetsBefore(NamedTuple):
 
     @classmethod
     def begin(
-        cls, threads: Threads, offsets: Any, index: jax.Array, round: jax.Array | int
+        cls, threads: Threads, offsets: Any, index: jax.Array, group: jax.Array | int
     ) -> OffsetsBefore:
-        """Begin to load the offsets of requests ``32 * round`` and after, before `index`."""
-        # [128]: request 32 * round + lane, or the last one before this.
-        other = jnp.minimum(round * WARP + threads.lane, jnp.maximum(index - 1, 0))
+        """Returns the offsets of requests ``32 * group`` and after, before `index`; loads begin."""
+        # [128]: request 32 * group + lane, or the last one before this.
+        other = jnp.minimum(group * WARP + threads.lane, jnp.maximum(index - 1, 0))
         start = threads.gather(offsets, other)
         end = threads.gather(offsets, other + 1)
         return cls(other=other, start=start, end=end)
@@ -269,7 +272,7 @@ class KernelRequest:
     num_drafts: jax.Array  # [] int32
     num_rows: jax.Array  # [] int32, target rows that it owns
     greedy: jax.Array  # [] bool
-    stored: jax.Array  # [] bool, whether its draft distribution is stored
+    has_stored_q: jax.Array  # [] bool, whether its draft distribution is stored
     inv_temperature: jax.Array  # [] float32
     factor: jax.Array  # [] float32, the same for exponentials of base two: log2(e) / temperature
     bonus: jax.Array  # [] int32, the bonus token that the caller gave
@@ -318,9 +321,9 @@ class KernelRequest:
 
         # How it samples. All numbers are [], the same in all threads.
         greedy = sampling.temperature == 0
-        stored = jnp.bool_(plan.has_draft_rows)
+        has_stored_q = jnp.bool_(plan.has_draft_rows)
         if loads.valid is not None:
-            stored = loads.valid != 0
+            has_stored_q = loads.valid != 0
         inv_temperature = sampling_lib.inverse_temperature(sampling.temperature)
         factor = jnp.minimum(inv_temperature * LOG2E, LARGEST)
         filter = Filter(sampling.min_p, sampling.top_k, sampling.top_p)
@@ -353,7 +356,7 @@ class KernelRequest:
             num_drafts=num_drafts,
             num_rows=num_rows,
             greedy=greedy,
-            stored=stored,
+            has_stored_q=has_stored_q,
             inv_temperature=inv_temperature,
             factor=factor,
             bonus=loads.bonus,
@@ -473,13 +476,13 @@ def _reached(
         _, _, in_bounds = ragged.locate(offsets.start, offsets.end, offsets.other, plan.k, plan.n)
         return jnp.where(in_bounds & (offsets.other < index), offsets.end, 0)
 
-    def end_of_round(i: jax.Array, reached: jax.Array) -> jax.Array:
+    def end_of_group(i: jax.Array, reached: jax.Array) -> jax.Array:
         offsets = OffsetsBefore.begin(threads, operands.offsets, index, i)
         return jnp.maximum(reached, end(offsets))
 
-    # [128], by lane: the largest end among its requests of all rounds.
+    # [128], by lane: the largest end among its requests of all groups.
     reached = functools.reduce(jnp.maximum, [end(offsets) for offsets in before])
-    if operands.temperature.shape[0] > _ROUNDS * WARP:
-        last = lax.div(index + WARP - 1, WARP)  # rounds up to this request
-        reached = lax.fori_loop(_ROUNDS, last, end_of_round, reached)
+    if operands.temperature.shape[0] > _GROUPS * WARP:
+        last = lax.div(index + WARP - 1, WARP)  # groups up to this request
+        reached = lax.fori_loop(_GROUPS, last, end_of_group, reached)
     return -threads.scalar(threads.warp_min(-reached))  # the maximum over the lanes

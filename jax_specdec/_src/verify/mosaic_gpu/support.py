@@ -6,7 +6,6 @@ import dataclasses
 
 import jax
 
-from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.types import DraftDistribution
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
@@ -20,7 +19,9 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
 )
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
+from jax_specdec._src.verify.rules import Block, Rule, Standard, Synthetic
 
+_RULES = (Standard, Block, Synthetic)  # those that `kernel.verify_request` has a branch for
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
 _NO_REQUESTS = "implementation='mosaic_gpu' needs at least one request, but B is 0"
 
@@ -79,13 +80,15 @@ def not_by_default() -> str | None:
     return why_not
 
 
-def rule_unsupported(config: SpecDecodeConfig) -> str | None:
+def rule_unsupported(rule: Rule) -> str | None:
     """Returns why the kernel cannot serve a rule, a sentence; None if it can."""
-    if config.rejection_sample_method != "agreement":
+    # By the type itself: every rule is a subclass of the standard one.
+    if type(rule) in _RULES:
         return None
+    served = ", ".join(x.__name__.lower() for x in _RULES)
     return (
-        "implementation='mosaic_gpu' draws one token a request, but "
-        "rejection_sample_method='agreement' draws one at each position: give 'xla' or None"
+        f"implementation='mosaic_gpu' serves the rules {served}, but rejection_sample_method is "
+        f"{type(rule).__name__.lower()!r}: give 'xla' or None"
     )
 
 

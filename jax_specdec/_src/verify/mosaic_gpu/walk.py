@@ -37,15 +37,15 @@ class WalkState(NamedTuple):
     position: jax.Array  # [] int32, the next to visit
     result: PositionResult  # what the rows of the last one visited gave
     round: jax.Array  # [] int32, of the next exchange
-    # [] int32, the warpgroup at whose position the walk ends; their number before that.
-    first: jax.Array
+    # [] int32, the warpgroup at whose position the walk ends; the number of them if it goes on.
+    ender: jax.Array
 
 
 class Walk:
     """One warpgroup at work on one request, while the kernel is traced.
 
     Args:
-      work: what it has in hand.
+      work: its request, the rows, the drafted tokens and the cluster; see `drafted.Work`.
       warpgroups: those of this CTA.
 
     Attributes:
@@ -72,35 +72,36 @@ class Walk:
         count = warpgroups.count
 
         def goes_on(state: WalkState) -> jax.Array:
-            return state.first == count
+            return state.ender == count
 
         def step(state: WalkState) -> WalkState:
             result, round = self.visit(state.position, state.round)
             # Does the walk end at one of the positions that were visited at once? At the first.
-            first = warpgroups.first(result.accepted == 0, state.position)
-            # All warps of the CTA have read the row: `visit` ends with an exchange.
-            pl.when(first == count)(
+            ender = warpgroups.first(result.accepted == 0, state.position)
+            # All warps of this warpgroup have read its row: if it goes on, `visit` ended with an
+            # exchange.
+            pl.when(ender == count)(
                 lambda: copy_row(self.request, self.target, state.position + count)
             )
-            return WalkState(state.position + count, result, round, first)
+            return WalkState(state.position + count, result, round, ender)
 
         # Warpgroup i begins with position i, whose copy is under way.
         start = WalkState(warpgroups.index, self.nothing, round, jnp.int32(count))
         end = lax.while_loop(goes_on, step, start)
         # The warpgroup whose position ends the walk still has that row.
-        pl.when(end.first == warpgroups.index)(
+        pl.when(end.ender == warpgroups.index)(
             lambda: self.emit(end.position - count, end.result, end.round)
         )
 
     def visit(self, position: jax.Array, round: jax.Array) -> tuple[PositionResult, jax.Array]:
-        """Read the rows of one position, and judge its draft by the greedy or the standard rule.
+        """Returns the result of a position, judged by the greedy or the standard rule.
 
         Args:
           position: ``[]`` int32; the copy of its target row is under way, if it has one.
           round: ``[]`` int32, of the next exchange.
 
         Returns:
-          The result, nothing where there is no row; and the next round.
+          The result, `nothing` where there is no row; and the next round.
         """
         return lax.cond(
             position < self.request.num_rows,
@@ -113,8 +114,8 @@ class Walk:
     ) -> tuple[PositionResult, jax.Array]:
         request = self.request
         drafted = self.drafted
-        by_rate = isinstance(self.plan.rule, rules.Synthetic)
-        rows_before = jnp.int32(0) if by_rate else self.warpgroups.rows_before(position)
+        is_synthetic = isinstance(self.plan.rule, rules.Synthetic)
+        rows_before = jnp.int32(0) if is_synthetic else self.warpgroups.rows_before(position)
         result, round = Reader.of(self.work, self.nothing, position, rows_before).read(round)
         # NaN or +inf in a row, or nothing but -inf, leaves no finite maximum.
         bad_target = ~is_finite(result.target.peak)
@@ -122,7 +123,7 @@ class Walk:
 
         # [128] by lane: what the lane of this position finds is right.
         accepted = self.threads.filled(0, jnp.int32)
-        if not by_rate:
+        if not is_synthetic:
             p, q = drafted.probabilities(result.target, result.draft)
             bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
             # The rule, by every lane for its own draft: the greedy one, or u q < p.

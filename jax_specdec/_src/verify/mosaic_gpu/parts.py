@@ -105,7 +105,7 @@ def row_statistics(
         request = lax.div(place.cluster, per_request)
         row = rows_of_index[place.cluster]
         threads.init_barriers(barriers, slices.tiles)
-        # Ids count from the part's first one here; all of V has a bitmask, and an end.
+        # The bitmask and `size` count from id 0 of the vocabulary, slices from the part's first id.
         first = place.cta * slices.ids
         first_of_part = first_id[0]
         end = jnp.clip(rows.size - first_id[0], 0, slices.size)
@@ -493,7 +493,7 @@ def part_draw(
     *,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draw by the masses of every part.
+    """Returns tokens drawn by the masses of all parts, each from the part that has it.
 
     Args:
       rows: as for `part_masses`.
@@ -543,12 +543,10 @@ def part_draw(
 class PartDraw:
     """One warp's draw for one request, while the kernel is traced.
 
-    The walk's draw (`draw.Draw`) picks in a tile by a whole warpgroup. That was tried here: it took
-    60 and 71 registers where this takes 56 and 64 (sm_90a, bfloat16, without and with a bitmask),
-    four times the warps, shared memory, and two barriers for each request. It holds at most 32
-    parts of a tile, which is two ids per thread, but rows that are not aligned are read an id at a
-    time: 64 parts. And it adds in another order, so that tokens change where float32 sums are close
-    to the uniform. What both draws share is `pick`, `pick_of` and what they are made of.
+    The walk's draw (`draw.Draw`) picks in a tile by a whole warpgroup. It has a lane for each of at
+    most 32 reads of a tile by a warp, but a tile of rows that are not aligned takes 64. It would
+    also cost registers and warps: see "The draw" in ``docs/kernel.md``. What both draws share is
+    `pick`, `pick_of` and what they are made of.
     """
 
     weights: PartWeights  # of the ids of the part
@@ -591,7 +589,10 @@ class PartDraw:
         return token_id, jnp.where(mass != mass, one, zero)
 
     def _owner(self, tile: jax.Array, piece: jax.Array | int) -> jax.Array:
-        """Returns the part that holds a piece of a tile, counted from the first that has any."""
+        """Returns the index of the part that has a piece of a tile.
+
+        Pieces count from the first part that overlaps the tile.
+        """
         return lax.div(tile * TILE, self.rows.target.width) + piece
 
     def _mass(self, tile: jax.Array, piece: jax.Array | int, kind: jax.Array | int) -> jax.Array:
@@ -614,13 +615,13 @@ class PartDraw:
         # A tile lies in one part, or a few: where parts are narrower than a tile, in many.
         for i in range(0, count, WARP):
             tile = self.weights.threads.lane + i
-            inside = jnp.minimum(tile, count - 1)
-            mass = tree_sum([self._mass(inside, j, kind) for j in range(most)])
+            tile_in_range = jnp.minimum(tile, count - 1)
+            mass = tree_sum([self._mass(tile_in_range, j, kind) for j in range(most)])
             found.append(jnp.where(tile < count, mass, 0.0))
         return found
 
     def _token(self, tile: jax.Array, past: jax.Array, weights: PartWeights) -> jax.Array:
-        """Pick an id in a tile: first a read of the warp, then a thread, then an id."""
+        """Returns an id of a tile: of its reads one is picked, then a thread, then an id."""
         threads = weights.threads
         lane = threads.lane
         groups = weights.groups
