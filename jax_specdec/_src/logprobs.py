@@ -369,7 +369,7 @@ def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, ja
     peak = backend.peak(rows, those.row)
     if those.filter is not None:
         kept = backend.thresholds(rows, those.row, those.filter, those.exists, peak, inv)
-    return Partials(peak, backend.sums(rows, those.row, peak, inv, kept)).checked(), kept
+    return Partials(peak, backend.exp_sums(rows, those.row, peak, inv, kept)).checked(), kept
 
 
 def _read_batch(rows: Rows, those: Emitted, num_top: int, backend: Gather) -> TokenLogprobs:

@@ -171,14 +171,14 @@ def weights_of(
     target = Rows(jnp.asarray(logits), V, -np.inf, backend)
     q, rows = q_of(distribution, V, backend), jnp.arange(N, dtype=jnp.int32)
     peak, one = backend.peak(target, rows), jnp.ones(N)
-    total = backend.sums(target, rows, peak, one)
+    total = backend.exp_sums(target, rows, peak, one)
     return LocalRows(target, q, backend, 4), source_of_rows(
         N,
         V,
         draft_row=rows,
         token_id=rows,
         scale=tiles.Scale(peak, jnp.log(total)),
-        draft_scale=q.scales(rows, []),
+        draft_scale=q.scales(rows, None),
         weight=jnp.asarray(weight),
         proposed=jnp.ones(N, bool),
         uses_q=jnp.ones(N, bool),

@@ -118,9 +118,9 @@ def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     np.testing.assert_array_equal(thresholds(*given, platform="tpu"), wanted)
 
     def in_other_rows(rows: Any, *args: Any) -> Any:
-        return threshold.InXla(dataclasses.replace(rows, matrix=rows.matrix - 0.125), *args)
+        return threshold.XlaAmounts(dataclasses.replace(rows, matrix=rows.matrix - 0.125), *args)
 
-    with mock.patch.object(tpu_largest, "InXla", in_other_rows):
+    with mock.patch.object(tpu_largest, "XlaAmounts", in_other_rows):
         found = OF_OTHER_ROWS(*given)
     assert (np.asarray(found) == wanted).all() == is_listed
 

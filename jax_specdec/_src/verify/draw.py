@@ -25,7 +25,7 @@ from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import argmax_of_parts
 from jax_specdec._src.verify.tiles import TILE, pieces_of_tiles
 
-_FEW = 256
+_MOST_SUMMED_APART = 256
 """Up to so many weights, one sum for each costs less than a cumulative sum."""
 
 
@@ -51,7 +51,7 @@ class TileMasses(NamedTuple):
 
 
 class Weighed(NamedTuple):
-    """Positions whose residual masses are known, as the block rule needs them all.
+    """Positions with their residual masses, which the block rule takes of all of them.
 
     Attributes:
       sources: ``[B, P]``, perhaps with the masses that were summed.
@@ -91,7 +91,7 @@ class ChosenTile(NamedTuple):
 def draw(
     rows: LocalRows, requests: Request, last: Source, known: TileMasses | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws the last token of each request.
+    """Returns the last token of each request.
 
     Args:
       rows: the rows on this device.
@@ -116,13 +116,14 @@ def draw(
 def inverse_cdf_draw(
     rows: LocalRows, source: Source, masses: TileMasses, recover: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws from sources ``[n]`` by uniforms ``[n, 2]``; returns what `draw` does."""
+    """Returns what `draw` does, of sources ``[n]`` by uniforms ``[n, 2]``."""
     chosen = choose_tile(rows, source, masses, recover)
     if not isinstance(rows.q, Listed):
         return draw_in_tile(rows, source, chosen)[0], chosen.bad_draft
 
-    # The mass of a tile may be a rounding error, though rarely. Then the token is drawn from the
-    # largest of the other tiles. Both draws are made at once: a loop on a GPU waits for the host.
+    # With listed ids, masses are differences (see `Gather._without_listed`), and the mass of a tile
+    # may be a rounding error, though rarely. Then the token is drawn from the largest of the other
+    # tiles. Both draws are made at once: a loop on a GPU waits for the host.
     both = masses.both
     # [num_parts, 1, num_tiles]: the tile of each mass
     first = jnp.arange(both.shape[0], dtype=jnp.int32) * rows.target.width // TILE
@@ -145,7 +146,7 @@ def inverse_cdf_draw(
 def choose_tile(
     rows: LocalRows, source: Source, masses: TileMasses, recover: jax.Array
 ) -> ChosenTile:
-    """Chooses a tile for each source, and the part of the vocabulary that holds the token.
+    """Returns a tile for each source, and the part of the vocabulary that holds the token.
 
     Args:
       rows: the rows on this device.
@@ -183,7 +184,7 @@ def choose_tile(
 def draw_in_tile(
     rows: LocalRows, source: Source, chosen: ChosenTile
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws a token inside each chosen tile.
+    """Returns a token of each chosen tile.
 
     Returns:
       ``[n]`` int32 tokens, and ``[n]`` bool, whether the tile turned out to have no weight. Both
@@ -211,7 +212,7 @@ def _of_all_parts(masses: jax.Array) -> jax.Array:
 
 
 def race(rows: LocalRows, source: Source, exponential: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Draws by an exponential race of all ids, of a vocabulary that is not split.
+    """Returns tokens drawn by an exponential race of all ids; the vocabulary must not be split.
 
     Args:
       rows: the rows on this device.
@@ -235,7 +236,7 @@ def race(rows: LocalRows, source: Source, exponential: jax.Array) -> tuple[jax.A
 def race_draw(
     rows: LocalRows, source: Source, masses: jax.Array, exponential: jax.Array
 ) -> jax.Array:
-    """Draws from ``p`` by two exponential races: of tiles, then of the ids of the winner.
+    """Returns tokens drawn from ``p`` by two exponential races: of tiles, then of ids of one.
 
     Args:
       rows: the rows on this device.
@@ -256,7 +257,7 @@ def race_draw(
     ids, inside = rows.in_tile(source, tile)
     # The noise of an id is that of its place in the tile; `ids` need not begin with the first. It
     # is taken from two copies of the noise side by side, as a slice from that place on.
-    of_ids = exponential[:, tiles.num_tiles(rows.vocab_size) :]
+    of_ids = exponential[:, tiles.num_tiles(rows.padded_vocab_size) :]
     twice = Rows(jnp.tile(of_ids, 2), 2 * of_ids.shape[1], 0.0, rows.backend)
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     of_ids = twice.slices(index, ids[:, 0] % TILE, ids.shape[1], twice.size)
@@ -282,13 +283,13 @@ def winner(weights: jax.Array, exponential: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def pick(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Picks from weights ``[n, m, L]`` by uniforms ``[n]``: returns places and totals ``[n, m]``.
+    """Returns the places picked of weights ``[n, m, L]`` by uniforms ``[n]``; totals ``[n, m]``.
 
     The place picked is the least whose inclusive sum exceeds ``u * total``. It never has weight
     zero: if rounding leaves none, it is the last of positive weight.
     """
     index = jnp.arange(weights.shape[2], dtype=jnp.int32)
-    if weights.shape[2] > _FEW:
+    if weights.shape[2] > _MOST_SUMMED_APART:
         sums = jnp.cumsum(weights, axis=-1)
     else:  # [n, m, L, L]: a sum for each, one kernel on a GPU
         is_before = index[None, :] <= index[:, None]
@@ -331,5 +332,5 @@ def pick_of_both(
 
 
 def has_mass(total: jax.Array, may_have_mass: jax.Array | None) -> jax.Array:
-    """Returns whether there is mass, and may be."""
+    """Returns ``total > 0``, and False where `may_have_mass` is."""
     return total > 0 if may_have_mass is None else may_have_mass & (total > 0)

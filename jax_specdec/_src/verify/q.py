@@ -1,8 +1,10 @@
 """`Q`: the draft distributions of a call, by the ids that their columns stand for.
 
 `OneHot` has none, column j of `Dense` is id j, rows of `Mapped` share one list of ids, and each row
-of `Listed` has a list of its own. All are read by id as `Rows` are, and none writes anything of the
-vocabulary's size. What is read comes as a list of arrays, which is empty if every draft is one-hot.
+of `Listed` has a list of its own. All are read by id as `Rows` are. To memory they write nothing of
+the vocabulary's size but the columns of `Mapped`, ``[size]`` once for all rows, and ``[n, size]``
+for a race of all ids. What is read comes as a list of arrays, which is empty if every draft is
+one-hot.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Probabilities:
 
     fill: ClassVar[float] = 0.0
     is_normalized: ClassVar[bool] = True
-    thresholds: ClassVar[None] = None
+    thresholds: ClassVar[None] = None  # what a drafter's filter left out is stored as 0
 
     def probs(self, entries: jax.Array, scale: DraftScale, inv_temperature: jax.Array) -> jax.Array:
         """Returns ``q``, from entries of rows."""
@@ -50,7 +52,7 @@ class Probabilities:
         """Returns ``q``, NaN where it cannot be a probability."""
         return jnp.where(q >= 0, q, jnp.nan)
 
-    def scales(self, index: jax.Array, partials: list[Partials], bad: jax.Array) -> DraftScale:
+    def scales(self, index: jax.Array, partials: Partials | None, bad: jax.Array) -> DraftScale:
         """Returns the scales of rows in range, of which some are known to be bad."""
         zero = jnp.zeros(index.shape, jnp.float32)
         return DraftScale(Scale(zero, zero), bad)
@@ -79,16 +81,16 @@ class Logits:
         """Returns ``q`` as it is: an exponential is not negative."""
         return q
 
-    def scales(self, index: jax.Array, partials: list[Partials], bad: jax.Array) -> DraftScale:
+    def scales(self, index: jax.Array, partials: Partials | None, bad: jax.Array) -> DraftScale:
         """Returns the scales of rows in range, from their `partials` or from what is stored."""
         zero = jnp.zeros(index.shape, jnp.float32)
         # Rows out of range are bad already. They are read in range.
         index = jnp.clip(index, 0, self.given.logits.shape[0] - 1)
         if self.given.threshold is not None:
             bad |= jnp.isnan(self.given.threshold[index])
-        for found in partials:  # one, or none if normalizers are stored
-            scale = Scale(found.max, jnp.log(found.sum))
-            return DraftScale(scale, bad | ~jnp.isfinite(found.max))
+        if partials is not None:
+            scale = Scale(partials.max, jnp.log(partials.sum))
+            return DraftScale(scale, bad | ~jnp.isfinite(partials.max))
         # Stored beside the row, perhaps relative to its maximum.
         assert self.given.log_normalizer is not None
         peak = zero if self.given.row_max is None else self.given.row_max[index]
@@ -113,7 +115,14 @@ class Q(abc.ABC):
     def weights(
         self, source: Source, p: jax.Array, is_removed: jax.Array, *entries: jax.Array
     ) -> jax.Array:
-        """Returns the weights that a token is drawn by, from ``p`` and entries of draft rows."""
+        """Returns the weights that a token is drawn by, from ``p`` and entries of draft rows.
+
+        Args:
+          source: what is drawn from, with axes as `p` has.
+          p: target probabilities of some ids.
+          is_removed: whether an id is a rejected one-hot draft, which has no weight.
+          *entries: of the same ids in draft rows; none if every draft is one-hot.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +182,8 @@ class Stored(Q):
         """Returns whether rows cannot be used, whatever they hold; `index` of any shape."""
         return (index < 0) | (index >= self.storage.matrix.shape[0])
 
-    def scales(self, index: jax.Array, partials: list[Partials]) -> DraftScale:
-        """Returns the scales of rows of any shape, from their `partials` if these were read."""
+    def scales(self, index: jax.Array, partials: Partials | None) -> DraftScale:
+        """Returns the scales of rows of any shape, from their `partials`; None if not read."""
         return self.kind.scales(index, partials, self.are_bad(index))
 
 
@@ -219,6 +228,7 @@ class Mapped(Stored):
         return lax.dynamic_slice_in_dim(columns, part.first_id, width)
 
     def at(self, index: jax.Array, ids: jax.Array) -> jax.Array:
+        # Ids that are not listed have column Vd, past the last: it is read as `fill`.
         return self.storage.at(index, self.columns[jnp.clip(ids, 0, self.size - 1)])
 
     def slices(self, index: jax.Array, first: jax.Array, length: int, end: int) -> list[jax.Array]:
@@ -270,7 +280,7 @@ class Listed(Stored):
         return [self.storage.backend.listed_slices(self, index, first, length)]
 
     def whole(self, index: jax.Array, width: int) -> list[jax.Array]:
-        """Only a race needs it."""
+        """Returns what `Q.whole` does; only a race asks for it."""
         (entries,) = self.slices(index, jnp.zeros_like(index), self.size, self.size)
         missing = (0, 0), (0, width - entries.shape[1])
         return [jnp.pad(entries, missing, constant_values=self.storage.fill)]

@@ -6,6 +6,8 @@ statistics lets all devices decide alike; filters exchange sums as well. No row 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -19,8 +21,17 @@ from jax_specdec._src.verify.rules import accepts_greedy
 from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import Partials, TargetStatistics
 
-OfDrafts = tuple[jax.Array, list[Partials]]
-"""Entries of drafts in their draft rows, and the partials of these rows if they were read."""
+
+class DraftsRead(NamedTuple):
+    """What draft rows hold of drafts, ``[B, D]``: of one position, or of all but the last.
+
+    Attributes:
+      entries: float32, of each draft in its row.
+      partials: of these rows; None if they need not be summed.
+    """
+
+    entries: jax.Array
+    partials: Partials | None
 
 
 def judged(
@@ -39,20 +50,19 @@ def judged(
     inv = positions.inv_temperature
     greedy = requests.greedy[:, None]
     logit = rows.target.at(positions.row, ids)
-    # No draft follows the last of several positions.
-    most = max(1, ids.shape[1] - 1)
-    of_drafts = _of_drafts(rows, requests, positions, most)
+    # Nothing is proposed at the last of several positions.
+    num_with_draft = max(1, ids.shape[1] - 1)
+    drafts = _drafts_read(rows, requests, positions, num_with_draft)
 
     # From the statistics of this part to those of whole rows. The first exchange.
     whole = stats.partials
     if part.is_split:
-        split = [x for x in of_drafts if rows.draft_is_split]
+        split = drafts if rows.draft_is_split else None
         parts, logits, of_parts = part.gather((stats.partials, logit, split))
         whole = Partials.of_whole(parts, inv)
         logit = of_owner(logits, ids, rows.target.width)
-        for entries, partials in of_parts:
-            partials = [Partials.of_whole(x, inv[:, :most]) for x in partials]
-            of_drafts = [(of_owner(entries, ids[:, :most], rows.target.width), partials)]
+        if of_parts is not None:
+            drafts = _of_whole_rows(of_parts, positions, rows.target.width)
 
     # p of the draft. A greedy request takes the argmax with certainty.
     scale = tiles.Scale(whole.max, jnp.log(whole.sum))
@@ -70,10 +80,10 @@ def judged(
         p=jnp.where(greedy, is_argmax, scale.probs(logit, inv)),
         status=status.astype(jnp.int32),
     )
-    for entries, q_partials in of_drafts:
-        assert isinstance(rows.q, Stored)
-        positions = _with_q(rows.q, positions, entries, q_partials)
-    return positions
+    if drafts is None:
+        return positions
+    assert isinstance(rows.q, Stored)
+    return _with_q(rows.q, positions, drafts)
 
 
 def _p_masses(
@@ -87,39 +97,48 @@ def _p_masses(
     return stats.sums * (jnp.exp(moved * inv_temperature) / whole.sum)[..., None]
 
 
-def _of_drafts(
-    rows: LocalRows, requests: Request, positions: Position, most: int
-) -> list[OfDrafts]:
-    """Returns what draft rows hold of the first `most` drafts of each request; [] without any."""
+def _drafts_read(
+    rows: LocalRows, requests: Request, positions: Position, num_with_draft: int
+) -> DraftsRead | None:
+    """Returns what draft rows hold of the first drafts of each request; None without such rows."""
     q = rows.q
     if not isinstance(q, Stored):
-        return []
-    # [B, most]: the entry of each draft in its row
-    index = positions.draft_row[:, :most]
-    entries = q.at(index, positions.token_id[:, :most])
+        return None
+    # [B, D]: the entry of each draft in its row
+    index = positions.draft_row[:, :num_with_draft]
+    entries = q.at(index, positions.token_id[:, :num_with_draft])
     if q.kind.is_normalized:
-        return [(entries, [])]
-    wanted = positions.uses_q[:, :most] & requests.is_ok[:, None]
-    # [B, most]: rows to be summed, -1 where q is not used
+        return DraftsRead(entries, None)
+    wanted = positions.uses_q[:, :num_with_draft] & requests.is_ok[:, None]
+    # [B, D]: rows to be summed, -1 where q is not used
     index = jnp.where(wanted, index, -1)
     inv = positions.inv_temperature
-    return [(entries, [rows.backend.draft_partials(q, requests, index, inv)])]
+    return DraftsRead(entries, rows.backend.draft_partials(q, requests, index, inv))
 
 
-def _with_q(
-    q: Stored, positions: Position, entries: jax.Array, partials: list[Partials]
-) -> Position:
-    """Returns positions with q, from the entries ``[B, most]`` of their drafts."""
-    most = entries.shape[1]
-    # [B, most]: from what was summed, or from what is stored
-    draft_scale = q.scales(positions.draft_row[:, :most], partials)
-    missing = positions.token_id.shape[1] - most
+def _of_whole_rows(of_parts: DraftsRead, positions: Position, width: int) -> DraftsRead:
+    """Returns what whole draft rows hold, from what each part of `width` ids does."""
+    num_with_draft = of_parts.entries.shape[2]
+    partials = of_parts.partials
+    if partials is not None:
+        partials = Partials.of_whole(partials, positions.inv_temperature[:, :num_with_draft])
+    ids = positions.token_id[:, :num_with_draft]
+    return DraftsRead(of_owner(of_parts.entries, ids, width), partials)
+
+
+def _with_q(q: Stored, positions: Position, drafts: DraftsRead) -> Position:
+    """Returns positions with q, from what their draft rows hold."""
+    entries = drafts.entries
+    num_with_draft = entries.shape[1]
+    # [B, D]: from what was summed, or from what is stored
+    draft_scale = q.scales(positions.draft_row[:, :num_with_draft], drafts.partials)
+    missing = positions.token_id.shape[1] - num_with_draft
     if missing:  # the last position has no draft
         entries, draft_scale = jax.tree.map(
             lambda x: jnp.pad(x, ((0, 0), (0, missing))), (entries, draft_scale)
         )
-    # [B, P]: 1 where the draft is one-hot or the request greedy
     found = q.kind.probs(entries, draft_scale, positions.inv_temperature)
+    # [B, P]: as before, 1, where the draft is one-hot or the request greedy
     found = jnp.where(positions.uses_q, found, positions.q)
     is_bad = positions.uses_q & (draft_scale.bad | ~((found >= 0) & (found < jnp.inf)))
     is_bad &= positions.status == Status.OK
@@ -138,7 +157,7 @@ def drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
     noise = requests.noise
     assert isinstance(noise, Races | DrawnRaces)  # as for a rule that draws from every row
     # [B * P, T+L]: the noise of every position, and what it is drawn from
-    exponential = noise.of_rows(positions.offset, rows.vocab_size)
+    exponential = noise.of_rows(positions.offset, rows.padded_vocab_size)
     exponential = exponential.reshape(-1, exponential.shape[2])
     source = Source.of(requests, positions)._replace(proposed=nothing, uses_q=nothing)
     source = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)

@@ -57,7 +57,7 @@ class Rows:
 
     @functools.cached_property
     def width(self) -> int:
-        """Ids that are here, padding left out if the matrix has all ids."""
+        """How many ids are here; padding is left out if the matrix has all ids."""
         columns = self.matrix.shape[1]
         return columns if self.part.is_split else min(self.size, columns)
 
@@ -74,24 +74,25 @@ class Rows:
         """Returns the entries of `ids`, of any shape that `index` broadcasts to."""
         index = jnp.clip(index, 0, self.matrix.shape[0] - 1)
         # What is not here is read somewhere in range, and filled afterwards.
-        place = self.part.columns(ids)
-        columns = jnp.clip(place, 0, self.width - 1)
-        found = self.matrix.at[index, columns].get(
+        columns = self.part.columns(ids)
+        in_range = jnp.clip(columns, 0, self.width - 1)
+        found = self.matrix.at[index, in_range].get(
             mode="promise_in_bounds", wrap_negative_indices=False
         )
-        return self._entries(found, index, ids, place)
+        return self._entries(found, index, ids, columns)
 
     def slices(self, index: jax.Array, first: jax.Array, length: int, end: int) -> jax.Array:
         """Returns ``[n, length]``: the entries of `length` ids from ``first[i]`` on, row by row.
 
-        Reads are contiguous. All ids must be below `end`, or in this part of the vocabulary.
+        Reads are contiguous. No id may be `end` or more: by this static bound, nothing is moved or
+        filled if the matrix has all ids. It does not matter if the vocabulary is split.
         """
         index = jnp.clip(index, 0, self.matrix.shape[0] - 1)
-        columns = self.matrix.shape[1]
+        num_columns = self.matrix.shape[1]
         # A slice may begin left of the matrix or end right of it: what is there of it is read.
         first_column = self.part.columns(first)
-        available = min(length, columns)
-        start = jnp.clip(first_column, 0, columns - available)
+        available = min(length, num_columns)
+        start = jnp.clip(first_column, 0, num_columns - available)
         x = lax.gather(
             self.matrix,
             jnp.stack([index, start], axis=1),
@@ -99,15 +100,15 @@ class Rows:
             (1, available),
             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
         )
-        place = jnp.arange(length, dtype=jnp.int32)[None, :]
-        is_whole = available == length and end <= columns == self.size
+        offset = jnp.arange(length, dtype=jnp.int32)[None, :]
+        is_whole = available == length and end <= num_columns == self.size
         if not self.part.is_split and not is_whole:
             # Back to where it would have begun; what is out of range is filled below.
-            found = first_column[:, None] + place - start[:, None]
+            found = first_column[:, None] + offset - start[:, None]
             x = jnp.take_along_axis(x, jnp.clip(found, 0, available - 1), axis=1)
         is_inside = is_whole and not self.part.is_split
-        here = None if is_inside else first_column[:, None] + place
-        return self._entries(x, index[:, None], first[:, None] + place, here)
+        columns = None if is_inside else first_column[:, None] + offset
+        return self._entries(x, index[:, None], first[:, None] + offset, columns)
 
     def whole(self, index: jax.Array | None = None) -> jax.Array:
         """Returns ``[n, width]`` entries of some rows; of all rows, in place, without an index."""
@@ -115,14 +116,14 @@ class Rows:
         x = these.matrix[..., : self.width].astype(jnp.float32)
         if these.token_bitmask is not None:
             x = jnp.where(self._bits(these.token_bitmask, self.width), x, self.fill)
-        if self.part.is_split:  # the last part has padding
+        if self.part.is_split:  # the last parts may have padding
             ids = self.part.ids(jnp.arange(self.width, dtype=jnp.int32))
             x = jnp.where(ids[None, :] < self.size, x, self.fill)
         return tiles.kept_of_rows(x, these.thresholds, self.fill)
 
     def select(self, index: jax.Array | None) -> Rows:
         """Returns some rows, with their bits and thresholds; all of them without an index."""
-        # What a backend takes of a matrix it takes of both: None has no leaves.
+        # A backend takes rows of all three alike: None has no leaves.
         if index is None:
             return self
         given = self.matrix, self.token_bitmask, self.thresholds
@@ -131,16 +132,16 @@ class Rows:
         return dataclasses.replace(self, matrix=matrix, token_bitmask=words, thresholds=least)
 
     def _entries(
-        self, x: jax.Array, index: jax.Array, ids: jax.Array, place: jax.Array | None
+        self, x: jax.Array, index: jax.Array, ids: jax.Array, columns: jax.Array | None
     ) -> jax.Array:
         """Returns entries as they were found at `ids`, with `fill` where it belongs.
 
-        `place` is the columns of the ids; None if all are in the vocabulary and in this part of it.
+        `columns` are those of the ids; None if all are in the vocabulary and in this part of it.
         """
         x = x.astype(jnp.float32)
         # Ids of other parts, and padding.
-        if place is not None:
-            is_here = (place >= 0) & (place < self.width)
+        if columns is not None:
+            is_here = (columns >= 0) & (columns < self.width)
             if self.part.is_split:
                 is_here &= ids < self.size
             x = jnp.where(is_here, x, self.fill)

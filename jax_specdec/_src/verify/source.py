@@ -4,7 +4,8 @@ The weights of the ids at a source are
 
 - ``(weight * p - q)+`` if `uses_q`: a rejected draft with a draft distribution;
 - ``p``, and 0 for the draft, if the draft is one-hot;
-- ``p`` if no draft was proposed: a bonus token.
+- ``p`` if no draft was proposed: a bonus token;
+- ``p`` too, for a rejected draft, if no id has any weight left: p and q differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Source(NamedTuple):
     """What tokens are drawn from. The arrays have equal leading axes, ``[B, P]`` or ``[n]``.
 
     Attributes:
-      row: int32, target row; negative if nothing is drawn, and nothing need be read.
+      row: int32, target row; `Source.of` gives -1 where nothing is drawn: no row need be read.
       draft_row: as of a `Position`, and so are the next ones.
       token_id: the draft, which is removed if it is one-hot.
       proposed: whether there is a draft.
@@ -73,9 +74,9 @@ class Source(NamedTuple):
     def of(cls, requests: Request, positions: Position) -> Source:
         """Returns the same of positions ``[B, P]``; `row` is -1 where no token can be drawn."""
         # Of a request that samples, a position that has a row and that a prefix can end at.
-        can_be = (requests.is_ok & ~requests.greedy)[:, None] & (positions.weight > 0)
-        can_be &= positions.offset < requests.num_rows[:, None]
-        return cls.at(positions)._replace(row=jnp.where(can_be, positions.row, -1))
+        may_draw = (requests.is_ok & ~requests.greedy)[:, None] & (positions.weight > 0)
+        may_draw &= positions.offset < requests.num_rows[:, None]
+        return cls.at(positions)._replace(row=jnp.where(may_draw, positions.row, -1))
 
     @property
     def is_one_hot(self) -> jax.Array:
@@ -160,8 +161,8 @@ class LocalRows:
         return self.num_tiles if self.keeps_sums else None
 
     @property
-    def vocab_size(self) -> int:
-        """V, padding included."""
+    def padded_vocab_size(self) -> int:
+        """V, padding included: the columns of all parts."""
         return self.target.matrix.shape[1] * self.part.num_parts
 
     @property

@@ -7,7 +7,7 @@ round may test several candidates, because each costs an exchange if the row is 
 
 `search` is this, by whatever reads the rows:
 
-- `InXla` reads many rows at once, for all backends by XLA (`Gather.search`);
+- `XlaAmounts` reads many rows at once, for all backends by XLA (`Gather.search`);
 - `mosaic_tpu.largest` looks at the largest entries of rows first, for TPUs (`Tiles.search`);
 - `mosaic_gpu.reader.RowFilter` reads one row that a cluster has in shared memory.
 """
@@ -37,13 +37,16 @@ class Amounts(Protocol[S]):
     """Reads rows for `search`. `state` goes from one read to the next."""
 
     def count(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
-        """Returns how many candidates at least `goal` entries of a row are not below, int32."""
+        """Returns int32: how many candidates have at least `goal` entries at or above them."""
 
     def mass(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
-        """Returns how many have entries from them on with a mass, to the peak, of `goal`."""
+        """Returns int32: how many candidates have at least the mass `goal` at or above them.
+
+        Masses are sums of exponentials relative to the peak of the row.
+        """
 
     def total(self, least: jax.Array, wanted: jax.Array, state: S) -> tuple[jax.Array, S]:
-        """Returns the mass that is not below a threshold; anything but 0 where it is not wanted."""
+        """Returns the mass at or above `least`; anything but 0 for rows that are not `wanted`."""
 
 
 def search(
@@ -74,23 +77,23 @@ def search(
     """
     largest = functools.partial(_largest, bits=bits, candidates=candidates)
     # Min-p: the logit whose probability is that share of the largest.
-    least = of_min_p(filter, peak, inv_temperature)
+    threshold = of_min_p(filter, peak, inv_temperature)
     if filter.top_k is not None:
         # Top-k: the largest threshold that leaves k entries, between min-p's and the peak.
-        highest = jnp.where(limits_count(filter.top_k, size), peak, least)
-        least, state = largest(amounts.count, filter.top_k, least, highest, state)
+        highest = jnp.where(limits_count(filter.top_k, size), peak, threshold)
+        threshold, state = largest(amounts.count, filter.top_k, threshold, highest, state)
     if filter.top_p is not None:
         # Top-p: the largest that leaves that share of the mass which min-p and top-k have left.
         limits = filter.top_p < 1
-        above = least
+        above = threshold
         whole, state = amounts.total(above, limits, state)
 
         def mass(candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
             return amounts.mass(lambda i: jnp.maximum(candidate(i), above), goal, state)
 
-        highest = jnp.where(limits, peak, least)
-        least, state = largest(mass, filter.top_p * whole, least, highest, state)
-    return least, state
+        highest = jnp.where(limits, peak, threshold)
+        threshold, state = largest(mass, filter.top_p * whole, threshold, highest, state)
+    return threshold, state
 
 
 class SomeRows(Protocol):
@@ -133,7 +136,7 @@ def find_thresholds(
 
     # Rows are selected once, inside of the branch: nothing is read where no row has a threshold.
     def in_rows() -> jax.Array:
-        amounts: InXla[None] = InXla(select(), peak, inv_temperature, part, candidates)
+        amounts: XlaAmounts[None] = XlaAmounts(select(), peak, inv_temperature, part, candidates)
         return search(
             filter,
             amounts,
@@ -149,7 +152,7 @@ def find_thresholds(
 
 
 @dataclasses.dataclass(frozen=True)
-class InXla(Generic[S]):
+class XlaAmounts(Generic[S]):
     """`Amounts` of rows ``[n]``. The exchange is one for all candidates of a round."""
 
     rows: SomeRows
@@ -224,8 +227,8 @@ def _largest(
 ) -> tuple[jax.Array, S]:
     """Returns the largest floats in ``[low, high]`` that reach a goal, and the last read's state.
 
-    Floats up to one that does must reach it, and `low` must. `reached` says how many of the
-    candidates do. Only floats that are 0 past their leading `bits` are tried.
+    `low` must reach it, and so must every float between `low` and one that does. `reached` says how
+    many of the candidates do. Only floats that are 0 past their leading `bits` are tried.
     """
     shift = 32 - bits
     halvings = (candidates + 1).bit_length() - 1
@@ -263,6 +266,6 @@ def _largest(
 def in_order(bits: jax.Array) -> jax.Array:
     """Returns, from the bits of a float32, an int32 that orders as floats do; and from it the bits.
 
-    NaN comes last.
+    A positive NaN comes last, a negative one first.
     """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -99,6 +99,7 @@ def _verify(
     # Read, and judged: p, q and status of every draft that may matter
     positions = rule.with_weights(backend.read(rows, requests, positions, rule, samples))
     sources = Source.of(requests, positions)
+    # Only the block rule takes residual masses, where q is used; else q stands in their place.
     weighed = Weighed(sources, None, positions.q)
     if rule.is_block and not rows.q.is_one_hot:  # the rule takes the mass at every position
         weighed = backend.weigh(rows, lax.optimization_barrier(sources))

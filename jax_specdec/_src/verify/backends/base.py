@@ -120,7 +120,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:
-        """Returns ``function(*arrays)``, which reads rows ``index [n]``, some of them at a time."""
+        """Returns ``function(*arrays)``, which reads rows ``index [n]``, some of them at a time.
+
+        Row -1 need not be read: the result for it is undefined.
+        """
 
     @abc.abstractmethod
     def take(self, tree: Any, index: jax.Array) -> Any:

@@ -33,7 +33,7 @@ from jax_specdec._src.verify.tiles import TILE
 if TYPE_CHECKING:
     from jax_specdec._src.verify.call import Static
 
-Tiles = list[tuple[int, list[jax.Array]]]
+TileViews = list[tuple[int, list[jax.Array]]]
 """Some tiles of each of several matrices, after the number of the first."""
 
 
@@ -142,7 +142,7 @@ class Gather(Backend):
         if filter is not None:
             least = self.thresholds(target, index, filter, wanted, peak, inv_temperature)
         # [n, T], or [n] if only the total is kept
-        sums = self.sums(target, index, peak, inv_temperature, least, rows.num_sums)
+        sums = self.exp_sums(target, index, peak, inv_temperature, least, rows.num_sums)
         if not rows.keeps_sums:
             return TargetStatistics(Partials(peak, sums, argmax), least, None)
         return TargetStatistics(Partials(peak, jnp.sum(sums, axis=1), argmax), least, sums)
@@ -158,7 +158,7 @@ class Gather(Backend):
         def read(index: jax.Array, inv: jax.Array) -> Partials:
             """Returns the partials of some of the rows: first their maxima, then their sums."""
             peak = self.peak(q.storage, index)
-            return Partials(peak, self.sums(q.storage, index, peak, inv)).checked()
+            return Partials(peak, self.exp_sums(q.storage, index, peak, inv)).checked()
 
         # [B * P]: rows one after another
         flat = index.reshape(-1)
@@ -184,12 +184,12 @@ class Gather(Backend):
         peak, tile = self.max_and_place(lax.optimization_barrier(found))
         columns = rows.matrix.shape[1]
         length = min(TILE, columns)
-        place = jnp.minimum(tile * TILE, columns - length)
-        first = place + rows.part.first_id if rows.part.is_split else place
+        start = jnp.minimum(tile * TILE, columns - length)
+        first = start + rows.part.first_id if rows.part.is_split else start
         these = jnp.arange(peak.shape[0], dtype=jnp.int32) if index is None else index
         # [n, L]: the entries of that tile
-        place = place + self.max_and_place(rows.slices(these, first, length, columns))[1]
-        return peak, rows.part.ids(place)
+        column = start + self.max_and_place(rows.slices(these, first, length, columns))[1]
+        return peak, rows.part.ids(column)
 
     def max_and_place(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the maximum of each row of ``[n, L]`` without NaN, and the first index of it."""
@@ -209,7 +209,7 @@ class Gather(Backend):
         """Returns the maximum alone. It may pass over a NaN: see `Partials.checked`."""
         return jnp.max(rows.whole(index), axis=1)
 
-    def sums(
+    def exp_sums(
         self,
         rows: Rows,
         index: jax.Array | None,
@@ -228,14 +228,15 @@ class Gather(Backend):
         inv = inv_temperature[:, None]
         if num_tiles is None:
             return jnp.sum(jnp.exp((x - base) * inv), axis=1)
-        # [n, t, L]: the entries of some tiles. All tiles, but on CPUs the last one by itself.
+        # [n, t, L]: the entries of some tiles. All tiles, but on CPUs, and of one row on TPUs, the
+        # last one by itself.
         found = []
         for _, (view,) in self.in_tiles(rows, [(x, -jnp.inf)], num_tiles, by_lanes=True):
             shift, scale = (lax.expand_dims(y, range(2, view.ndim)) for y in (base, inv))
-            found.append(self.sum_of_tiles(jnp.exp((view - shift) * scale)))
+            found.append(self.sum_in_tiles(jnp.exp((view - shift) * scale)))
         return lax.optimization_barrier(jnp.concatenate(found, axis=1))
 
-    def sum_of_tiles(self, x: jax.Array) -> jax.Array:
+    def sum_in_tiles(self, x: jax.Array) -> jax.Array:
         """Returns ``[n, t]`` of tiles ``[n, t, ...]``, as `in_tiles` gives them."""
         return jnp.sum(x, axis=2)
 
@@ -296,7 +297,7 @@ class Gather(Backend):
         count: int,
         by_first_id: bool = True,
         by_lanes: bool = False,
-    ) -> Tiles:
+    ) -> TileViews:
         """Returns matrices ``[n, W]`` of the ids of a part as tiles ``[n, t, L]``.
 
         Args:
@@ -349,14 +350,15 @@ class Gather(Backend):
         return found
 
     def masses_of(self, rows: LocalRows, source: Source) -> jax.Array:
-        """Returns the same of sources that are read at once, by what is known of them."""
+        """Returns what `own_masses` does, of sources that are read at once."""
         p_masses = source.p_masses
         residual = source.residual_masses
-        # Rows are read as a whole if a residual is to be summed over all ids, or `p` is.
+        # Known residual masses are used below, and not taken along.
         source = source._replace(residual_masses=None)
+        # Whole rows are read if a residual is to be summed over all ids, or `p` is.
         reads_rows = residual is None and (p_masses is None or not rows.q.is_one_hot)
         if not isinstance(rows.q, Listed) and reads_rows:
-            sums = self.tile_sums(rows, source)
+            sums = self.weight_sums(rows, source)
             return jnp.stack(sums if p_masses is None else [*sums, p_masses], axis=1)
         # Otherwise the masses of `p` are known, or summed alone, and a few ids are taken off.
         if p_masses is None:
@@ -369,7 +371,7 @@ class Gather(Backend):
             masses = jnp.where(source.uses_q[:, None], residual, masses)
         return jnp.stack([masses, p_masses], axis=1)
 
-    def tile_sums(self, rows: LocalRows, source: Source) -> list[jax.Array]:
+    def weight_sums(self, rows: LocalRows, source: Source) -> list[jax.Array]:
         """Returns sums of weights by tile, and of ``p`` if not known, in one read of the rows."""
         target = rows.target
         q = rows.q
@@ -396,10 +398,10 @@ class Gather(Backend):
             ids = (place[None, :length] + these * TILE)[None]  # [1, t, L]
             if isinstance(q, Mapped):  # tile by tile: XLA fuses this, but not whole rows
                 xs[1] = q.storage.at(source.draft_row[:, None, None], xs[1])
-            found.append(lax.optimization_barrier(self.sums_of(rows, source, ids, *xs)))
+            found.append(lax.optimization_barrier(self.weight_sums_of_ids(rows, source, ids, *xs)))
         return [jnp.concatenate(of_tiles, axis=1) for of_tiles in zip(*found, strict=True)]
 
-    def sums_of(
+    def weight_sums_of_ids(
         self, rows: LocalRows, source: Source, ids: jax.Array, *entries: jax.Array
     ) -> list[jax.Array]:
         """Returns sums of the weights of `ids`, and of ``p`` if not known, from their entries."""

@@ -16,7 +16,7 @@ from jax import lax
 
 from jax_specdec._src.blocks import by_blocks, take_few
 from jax_specdec._src.verify import reader
-from jax_specdec._src.verify.backends.gather import Gather, Tiles, has_cut_tiles, whole_and_cut
+from jax_specdec._src.verify.backends.gather import Gather, TileViews, has_cut_tiles, whole_and_cut
 from jax_specdec._src.verify.part import pack, unpack
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.q import Listed
@@ -129,7 +129,7 @@ class InOrder(Gather):
         count: int,
         by_first_id: bool = True,
         by_lanes: bool = False,
-    ) -> Tiles:
+    ) -> TileViews:
         # Whole tiles are where they lie; the last one by itself saves a copy of the rows.
         if by_first_id and has_cut_tiles(rows):
             return super().in_tiles(rows, matrices, count, by_first_id, by_lanes)

@@ -143,7 +143,7 @@ class Tiles(Gather):
         views = self.in_tiles(rows, [(x, -jnp.inf)], count, False, by_lanes=True)
         return jnp.max(jnp.stack([jnp.max(x) for _, (x,) in views]), keepdims=True)
 
-    def sum_of_tiles(self, x: jax.Array) -> jax.Array:
+    def sum_in_tiles(self, x: jax.Array) -> jax.Array:
         if x.ndim == 4:  # lanes are added last, and at once
             x = lax.optimization_barrier(jnp.sum(x, axis=2))
         return jnp.sum(x, axis=2)
@@ -155,13 +155,13 @@ class Tiles(Gather):
         count: int,
         by_first_id: bool = True,
         by_lanes: bool = False,
-    ) -> gather.Tiles:
+    ) -> gather.TileViews:
         of_one_row = by_lanes and matrices[0][0].shape[0] == 1
         if not of_one_row or (by_first_id and gather.has_cut_tiles(rows)):
             return super().in_tiles(rows, matrices, count, by_first_id, by_lanes)
         # [1, t, 16, 128] fills registers as it lies: [t, L] would be moved, [1, W] fills an eighth
         # of each.
-        found: gather.Tiles = []
+        found: gather.TileViews = []
         for first, views in gather.whole_and_cut(matrices, (TILE // LANES, LANES)):
             is_whole = views[0].ndim == 4
             found.append((first, lax.optimization_barrier(views) if is_whole else views))
@@ -192,7 +192,7 @@ class Tiles(Gather):
         self, rows: Rows, peak: jax.Array, inv_temperature: jax.Array
     ) -> Callable[[], Largest]:
         """Returns what finds the largest entries of all rows."""
-        mass = functools.partial(self.sums, rows, None, peak, inv_temperature)
+        mass = functools.partial(self.exp_sums, rows, None, peak, inv_temperature)
         return lambda: Largest.of(lists_of(rows.matrix, rows.width), mass)
 
     # Drawing tokens.
@@ -228,7 +228,7 @@ class Tiles(Gather):
         of_q = source._replace(uses_q=jnp.ones_like(source.uses_q))
         return lax.cond(
             any_under_vmap(jnp.any(source.uses_q & (source.row >= 0))),
-            lambda: self.tile_sums(rows, of_q)[0],
+            lambda: self.weight_sums(rows, of_q)[0],
             lambda: jnp.zeros((source.row.shape[0], rows.num_tiles), jnp.float32),
         )
 
@@ -244,9 +244,9 @@ class Tiles(Gather):
             return self.masses_of(rows, source)
         return super().own_masses(rows, source)
 
-    def tile_sums(self, rows: LocalRows, source: Source) -> list[jax.Array]:
+    def weight_sums(self, rows: LocalRows, source: Source) -> list[jax.Array]:
         if not self.reads_tiles(rows):
-            return super().tile_sums(rows, source)
+            return super().weight_sums(rows, source)
 
         def read(start: Any, length: int) -> jax.Array:
             """Returns ``[1 or 2, n]``, the sums of columns that all rows have in vector memory."""
@@ -255,7 +255,7 @@ class Tiles(Gather):
             if isinstance(rows.q, Stored):
                 storage = columns(rows.q.storage, source.draft_row, start, length)
                 entries.append(storage.whole())
-            return jnp.stack(self.sums_of(rows, source, ids, *entries))
+            return jnp.stack(self.weight_sums_of_ids(rows, source, ids, *entries))
 
         sums = tiles.each_tile(read, rows.target.width)  # [T, 1 or 2, n]
         return [*jnp.moveaxis(sums, 0, 2)]
@@ -424,7 +424,7 @@ def by_tile(
             return jnp.min(jnp.where(tile.whole() == peak[:, None], place, length), axis=1)
 
         place = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak))
-        return jnp.stack([peak, place, backend.sums(tile, None, peak, inv_temperature)])
+        return jnp.stack([peak, place, backend.exp_sums(tile, None, peak, inv_temperature)])
 
     # [T, n] each
     peaks, places, sums = jnp.moveaxis(tiles.each_tile(read, rows.width), 1, 0)

@@ -19,7 +19,7 @@ from jax import lax
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.verify import threshold
 from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.threshold import InXla
+from jax_specdec._src.verify.threshold import XlaAmounts
 from jax_specdec._src.verify.tiles import TILE
 
 LANES = 128
@@ -138,7 +138,7 @@ def search_among_largest(
 
     # All entries of all rows: where one row's largest entries do not tell.
     def in_rows() -> jax.Array:
-        amounts: InXla[None] = InXla(rows, peak, inv_temperature, rows.part, candidates)
+        amounts: XlaAmounts[None] = XlaAmounts(rows, peak, inv_temperature, rows.part, candidates)
         return search(amounts, None)[0]
 
     def among_largest() -> tuple[jax.Array, jax.Array]:
@@ -161,7 +161,7 @@ def search_among_largest(
 
 
 @dataclasses.dataclass(frozen=True)
-class _AmongLargest(InXla[jax.Array]):
+class _AmongLargest(XlaAmounts[jax.Array]):
     """`Amounts` of the largest entries of rows.
 
     The state is the threshold of min-p and top-k, once top-p asks for the mass that they leave.
