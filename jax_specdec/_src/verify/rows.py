@@ -128,8 +128,8 @@ class Rows:
             return self
         given = self.matrix, self.token_bitmask, self.thresholds
         found = self.backend.take(given, jnp.clip(index, 0, self.matrix.shape[0] - 1))
-        matrix, words, least = found
-        return dataclasses.replace(self, matrix=matrix, token_bitmask=words, thresholds=least)
+        matrix, words, thresholds = found
+        return dataclasses.replace(self, matrix=matrix, token_bitmask=words, thresholds=thresholds)
 
     def _entries(
         self, x: jax.Array, index: jax.Array, ids: jax.Array, columns: jax.Array | None
