@@ -85,6 +85,10 @@ def main(command_line: list[str] | None = None) -> None:
         drafts["eagle3"] = Draft(eagle3, head_params)
         drafts["suffix+eagle3"] = Draft(lm.FirstOf(lookup, eagle3), (None, head_params))
         drafts["eagle3, then suffix"] = Draft(lm.Chain(lookup, eagle3, 4), (None, head_params))
+        block = lm.load_embedded_head(target, "dspark")
+        dspark = lm.BlockDrafter(block.model)
+        drafts["dspark"] = Draft(dspark, block.params)
+        drafts["suffix+dspark"] = Draft(lm.FirstOf(lookup, dspark), (None, block.params))
     else:
         target = lm.load_huggingface(options.target)
         encode = lm.load_tokenizer(options.target).encode
