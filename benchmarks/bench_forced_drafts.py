@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import functools
 import json
 import socket
 import threading
@@ -101,7 +102,7 @@ class Serving:
         """All at once, and what they took."""
         before, begin = self.driver.stats(), time.perf_counter()
         with concurrent.futures.ThreadPoolExecutor(requests) as clients:
-            ask = lambda seed: self.ask(schema, temperature, seed)  # noqa: E731
+            ask = functools.partial(self.ask, schema, temperature)
             texts = [*clients.map(ask, range(requests))]
         seconds = time.perf_counter() - begin
         after = self.driver.stats()

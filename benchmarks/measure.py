@@ -160,7 +160,7 @@ def environment() -> dict[str, Any]:
     device = jax.devices()[0]
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", *sys.argv]),
+        "command": re.sub(r" --output[ =]\S+", "", " ".join(["python", *sys.argv])),
         "device": f"{device.platform}: {device.device_kind}",
         "processor": _processor(),
         "python": platform.python_version(),

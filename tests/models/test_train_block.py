@@ -1,5 +1,6 @@
 """Training of block heads: blocks see what drafting sees, the loss is what it says, it learns."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -30,7 +31,7 @@ def plain_block(
 ) -> np.ndarray:
     """States `[S, H]` of the block of one anchor, in float64, row by row."""
     c, size = head.layers, head.block_size
-    to64 = lambda x: np.asarray(x, np.float64)  # noqa: E731
+    to64 = functools.partial(np.asarray, dtype=np.float64)
     params, embedding, features = jax.tree.map(to64, (params, embedding, features))
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:

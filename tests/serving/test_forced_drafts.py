@@ -65,6 +65,18 @@ TREES: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {
     "behind all drafts": {(x,): (3 - x,) for x in range(V)},
     "a choice, then forced": {(): (0, 1), (0,): (2,), (0, 2): (3,)},
 }
+
+
+def allowed_by(tree: dict[tuple[int, ...], tuple[int, ...]]) -> Allowed:
+    """By a tree of texts; every token after a text that is not in it."""
+    return lambda prefix: tree.get(prefix, (0, 1, 2, 3))
+
+
+def by_length(*sets: tuple[int, ...]) -> Allowed:
+    """By the length of the text; two tokens after the last."""
+    return lambda text: sets[len(text)] if len(text) < len(sets) else (7, 8)
+
+
 Table = dict[tuple[int, ...], np.ndarray]
 
 
@@ -126,6 +138,14 @@ def as_it_is(
     return verified(p, own, ids, drafts.token_bitmask, block, then)
 
 
+def one_hot(
+    drafts: sd.grammar.ForcedDrafts, p: Table, q: Table, block: bool, then: Any
+) -> np.ndarray:
+    """Drafts that were made without a distribution."""
+    ids = tuple(drafts.token_ids[0].tolist())
+    return verified(p, None, ids, drafts.token_bitmask, block, then)
+
+
 def law_of(
     matcher: Any, p: Table, q: Table, block: bool, then: Any, verify: Verify, **given: Any
 ) -> np.ndarray:
@@ -148,16 +168,13 @@ def test_the_law_is_that_of_sampling_under_the_grammar(name: str, block: bool) -
     for seed in range(3):
         rng = np.random.default_rng(seed)
         p, q = random_table(rng), random_table(rng)
-        allowed = lambda prefix: tree.get(prefix, (0, 1, 2, 3))  # noqa: E731
+        allowed = allowed_by(tree)
         then = functools.cache(functools.partial(tail, p, allowed))
         plain = then(())
         for most in (0, 1, K):
             given: dict[str, Any] = dict(max_drafts=most)
             found = law_of(Follows(allowed), p, q, block, then, as_it_is, **given)
             np.testing.assert_allclose(found, plain, atol=1e-12)
-            one_hot = lambda drafts, p, q, *rest: verified(  # noqa: E731
-                p, None, tuple(drafts.token_ids[0].tolist()), drafts.token_bitmask, *rest
-            )
             found = law_of(Follows(allowed), p, q, block, then, one_hot, one_hot=True, **given)
             np.testing.assert_allclose(found, plain, atol=1e-12)
 
@@ -200,7 +217,7 @@ def test_forcing_behind_drafts_that_have_a_q_would_be_lossy() -> None:
     rng = np.random.default_rng(0)
     p, q = random_table(rng), random_table(rng)
     p[()], q[()] = np.array([0.5, 0.5, 0, 0]), np.array([0.9, 0.1, 0, 0])
-    allowed = lambda prefix: tree.get(prefix, (0, 1, 2, 3))  # noqa: E731
+    allowed = allowed_by(tree)
     then = functools.cache(functools.partial(tail, p, allowed))
     lossy = law_of(Follows(allowed), p, q, False, then, as_it_is, one_hot=True)
     np.testing.assert_allclose(lossy.sum(axis=(1, 2)), [0.45, 0.55, 0, 0], atol=1e-12)
@@ -219,7 +236,6 @@ def forced(allowed: Allowed, *drafts: int, **given: Any) -> list[int]:
 
 
 def test_drafts_stay_behind_what_they_were_drafted_after() -> None:
-    by_length = lambda *sets: lambda text: sets[len(text)] if len(text) < len(sets) else (7, 8)  # noqa: E731
     two = by_length((3,), (5,))
     assert forced(two, 3, 5, 7, 9) == [3, 5, 7, 9]
     assert forced(two, 3, 6, 7, 8) == [3, 5, -1, -1]
@@ -393,7 +409,10 @@ def test_texts_and_logprobs_are_those_without_forced_drafts_in_fewer_steps(name:
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "where q is 0"])
 def test_forced_drafts_come_in_the_first_step_and_keep_to_limits(sampled: bool) -> None:
     driver = engines.driver_of(engines.EVERYTHING if sampled else engines.TABLE)
-    allowed = lambda text: ((len(text) + 1) % VOCAB,)  # noqa: E731
+
+    def allowed(text: tuple[int, ...]) -> tuple[int, ...]:
+        return ((len(text) + 1) % VOCAB,)
+
     asked: dict[str, Any] = dict(prompt=[1], max_new_tokens=9)
     if sampled:
         asked |= dict(temperature=0.8, top_k=1)

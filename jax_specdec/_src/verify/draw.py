@@ -50,7 +50,7 @@ class TileMasses(NamedTuple):
         return TileMasses(jnp.stack(entry_of([*self.both], place)))
 
 
-class Weighed(NamedTuple):
+class Residuals(NamedTuple):
     """Positions with their residual masses, which the block rule takes of all of them.
 
     Attributes:

@@ -314,7 +314,7 @@ def q_of(
     """
     if distribution is None:
         return OneHot()
-    # What rows hold, and which ids their columns stand for, are told apart here and nowhere below.
+    # What rows hold, and which ids their columns stand for, are separated here and nowhere below.
     kind = Probabilities() if isinstance(distribution, DraftProbs) else Logits(distribution)
     storage = storage_of(distribution)
     ids = distribution.ids

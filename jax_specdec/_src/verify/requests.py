@@ -257,7 +257,7 @@ def usable_normalizers(distribution: DraftDistribution | None, rows: jax.Array) 
     """
     if not isinstance(distribution, DraftLogits) or distribution.log_normalizer is None:
         return None
-    # A large one has lost the bits that tell probabilities apart: the draft is one-hot instead.
+    # A large one has lost the bits in which probabilities differ: the draft is one-hot instead.
     count = distribution.log_normalizer.shape[0]
     size = jnp.abs(distribution.log_normalizer[jnp.clip(rows, 0, count - 1)])
     is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)

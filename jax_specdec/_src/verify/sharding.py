@@ -140,7 +140,7 @@ def resolve(
     """
     if sharding is not None:
         return _layout_of(sharding, target_logits, drafts, noise)
-    # What is known of the logits' place tells the axes, if each of theirs is over one.
+    # Where the logits lie gives the axes, if each of theirs is over one.
     mesh, rows, columns = place_of(target_logits)
     named = {type(rows), type(columns)} <= {str, type(None)}
     if mesh is None or (rows, columns) == (None, None) or not named:
@@ -364,7 +364,7 @@ def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
 
     `jax.shard_map` sees to all other axes.
     """
-    # Over explicit axes arrays must lie as `jax.shard_map` is told: it moves none of them.
+    # Over explicit axes arrays must lie as the specs of `jax.shard_map` say: it moves none of them.
     named = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = [name for name, kind in named if kind == AxisType.Explicit]
     if not explicit:

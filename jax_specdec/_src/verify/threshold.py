@@ -211,7 +211,7 @@ def only_if(condition: jax.Array, fn: Callable[[], Any], otherwise: Any) -> Any:
 
 
 def bits_of(dtype: Any) -> int:
-    """Returns how many leading bits of a float32 tell entries of a dtype apart."""
+    """Returns in how many leading bits of a float32 entries of a dtype can differ."""
     return 9 + int(jnp.finfo(dtype).nmant)  # sign, exponent, mantissa
 
 

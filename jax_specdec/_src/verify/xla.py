@@ -24,7 +24,7 @@ from jax import lax
 from jax_specdec._src.blocks import any_under_vmap, entry_of
 from jax_specdec._src.sampling import Filter, SamplingParams
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
-from jax_specdec._src.verify.draw import Weighed, draw
+from jax_specdec._src.verify.draw import Residuals, draw
 from jax_specdec._src.verify.part import Part, part_of
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import (
@@ -100,11 +100,11 @@ def _verify(
     positions = rule.with_weights(backend.read(rows, requests, positions, rule, samples))
     sources = Source.of(requests, positions)
     # Only the block rule takes residual masses, where q is used; else q stands in their place.
-    weighed = Weighed(sources, None, positions.q)
+    residuals = Residuals(sources, None, positions.q)
     if rule.is_block and not rows.q.is_one_hot:  # the rule takes the mass at every position
-        weighed = backend.weigh(rows, lax.optimization_barrier(sources))
+        residuals = backend.residuals(rows, lax.optimization_barrier(sources))
     # [B]: counted
-    num_accepted, status = rule.count(requests, positions, weighed.residual)
+    num_accepted, status = rule.count(requests, positions, residuals.residual)
     # [B]: the position that the last token is drawn at, of those that were read
     place = num_accepted - positions.offset[:, 0]
     if not samples or rule.draws_every_row:
@@ -112,7 +112,7 @@ def _verify(
         token_id = entry_of(positions.argmax, place)
         return _output(requests, num_accepted, status, token_id, nothing_bad)
     # [B]: drawn from the one position that is left of each request
-    last, masses = weighed.at(place)
+    last, masses = residuals.at(place)
     token_id, bad_draft = draw(rows, requests, last, masses)
     return _output(requests, num_accepted, status, token_id, bad_draft)
 

@@ -1,4 +1,4 @@
-"""Interrupts and failed calls of an `EngineDriver`: how they are told from other exceptions."""
+"""Interrupts and failed calls of an `EngineDriver`: how they differ from other exceptions."""
 
 from __future__ import annotations
 

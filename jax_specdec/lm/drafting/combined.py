@@ -104,7 +104,7 @@ class _Memory(NamedTuple):
         return cls(zero, pair.astype(jnp.int32), pair, zero, zero > 0, pair, pair)
 
     def after(self, context: DraftContext) -> _Memory:
-        """With what became of the last drafts, as far as the text tells.
+        """With what became of the last drafts, as far as the text shows.
 
         All new tokens but the last were drafts that were accepted. A first draft that equals the
         only new token was not verified: nobody wanted drafts, or others were verified.
@@ -216,7 +216,8 @@ class FirstOf(_Pair):
         """Draft with both, and choose; see `Drafter.propose`."""
         memory: _Memory = _without_batch_axis(cache[1], self.cache_batch_axis).after(context)
         found = self.lookup.lookup(params[0], context)
-        (drafts, store, _), head_cache = self.head.propose(params[1], context, cache[0], store)
+        own, head_cache = self.head.propose(params[1], context, cache[0], store)
+        drafts, store = own.token_ids, own.store
         k = context.config.num_speculative_tokens
         is_lookup = (found.token_ids[:, 0] >= 0) & (
             memory.prefers_lookup(found, k) | (drafts[:, 0] < 0)
@@ -315,7 +316,8 @@ class Chain(_Pair):
         config = context.config
         k = min(self.num_head_drafts, config.num_speculative_tokens)
         first = dataclasses.replace(context, config=with_fewer_drafts(config, k))
-        (drafts, store, _), cache = self.head.propose(params[1], first, cache, store)
+        own, cache = self.head.propose(params[1], first, cache, store)
+        drafts, store = own.token_ids, own.store
         num_left = config.num_speculative_tokens - k
         if not num_left:
             return Proposal(drafts, store), cache

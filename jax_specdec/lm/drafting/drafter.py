@@ -161,3 +161,31 @@ class Drafter(Protocol):
           The proposal, which holds the store, and the cache.
         """
         ...
+
+
+class LookupDrafter:
+    """What every `Drafter` does that reads texts alone: no model, no cache, no distribution."""
+
+    @property
+    def may_abstain(self) -> bool:
+        """Often nothing matches; see `Drafter`."""
+        return True
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """Nothing: the texts are all that the drafter reads."""
+        del batch_size, max_length
+        return ()
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """None: the drafts have no distribution."""
+        del params, batch_size, config
+        return None
+
+    def prefill(
+        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
+    ) -> Any:
+        """Nothing to read ahead."""
+        del params, token_ids, start
+        return cache

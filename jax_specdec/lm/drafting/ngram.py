@@ -10,15 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import check_int
-from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Proposal
+from jax_specdec.lm.drafting.drafter import LookupDrafter, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class NGramDrafter:
+class NGramDrafter(LookupDrafter):
     """Drafts by n-gram lookup in the sequence itself; needs no weights.
 
     The drafter looks for the longest n in ``[min_ngram, max_ngram]`` such that the last n tokens
@@ -67,30 +66,6 @@ class NGramDrafter:
                 "min_ngram and max_ngram must satisfy 1 <= min_ngram <= max_ngram, but they are "
                 f"{self.min_ngram} and {self.max_ngram}"
             )
-
-    @property
-    def may_abstain(self) -> bool:
-        """Often nothing matches; see `Drafter`."""
-        return True
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """Nothing: the sequence itself is all that the drafter reads."""
-        del batch_size, max_length
-        return ()
-
-    def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
-    ) -> DraftStore | None:
-        """None: the drafts have no distribution."""
-        del params, batch_size, config
-        return None
-
-    def prefill(
-        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
-    ) -> Any:
-        """Nothing to read ahead."""
-        del params, token_ids, start
-        return cache
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None

@@ -11,12 +11,11 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.arrays import as_int32, check_array, check_int, require
-from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Integers
 from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Proposal
+from jax_specdec.lm.drafting.drafter import LookupDrafter, Proposal
 
 _MOST_HISTORY = 2**24
 """Up to 127 tokens or occurrences, times places, are numbered in int32."""
@@ -41,7 +40,7 @@ class Lookup(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SuffixDrafter:
+class SuffixDrafter(LookupDrafter):
     """Drafts by lookup of the last tokens, for matches of every length, with counts; no weights.
 
     For each m, the places before which the last m tokens occurred say what may follow. The draft
@@ -117,11 +116,6 @@ class SuffixDrafter:
         require(most * self.spec_factor >= 1, "spec_factor", must, self.spec_factor)
 
     @property
-    def may_abstain(self) -> bool:
-        """Often nothing matches; see `Drafter`."""
-        return True
-
-    @property
     def has_history(self) -> bool:
         """Whether texts of other requests are searched; see `Drafter`."""
         return self.history > 0
@@ -162,25 +156,6 @@ class SuffixDrafter:
         if not self.history:
             return params
         return _added(params, as_int32("token_ids", token_ids, "[A]"))
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """Nothing: the texts are all that the drafter reads."""
-        del batch_size, max_length
-        return ()
-
-    def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
-    ) -> DraftStore | None:
-        """None: the drafts have no distribution."""
-        del params, batch_size, config
-        return None
-
-    def prefill(
-        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
-    ) -> Any:
-        """Nothing to read ahead."""
-        del params, token_ids, start
-        return cache
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None

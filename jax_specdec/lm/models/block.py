@@ -31,13 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import check_array, check_int, checked_dtype, require
+from jax_specdec._src.arrays import check_array, check_int, require
 from jax_specdec._src.attention.api import MAX_VISIBLE
-from jax_specdec.lm.models.heads import HeadConfig, common_shapes, head_logits, random_head
+from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
     cached_attention,
     check_length,
-    check_params,
     decoder_layer,
     embed_tokens,
     rms_norm,
@@ -192,7 +191,7 @@ class BlockOutput(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockHead:
+class BlockHead(DraftHead):
     """A DFlash or DSpark head: drafts a block of tokens in one pass over features of the target.
 
     The cache is that of a `Llama` with the head's layers, addressed by absolute position: below n
@@ -227,47 +226,10 @@ class BlockHead:
     config: BlockHeadConfig
     dtype: Any = jnp.dtype("float32")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
-
-    @property
-    def vocab_size(self) -> int:
-        """Size Vd of the vocabulary axis of the logits."""
-        return self.config.draft_vocab_size
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Ids of the target's layers before which the residual stream is read, ascending."""
-        return self.config.feature_layers
-
-    @property
-    def num_features(self) -> int:
-        """Size A * H_target of the feature axis."""
-        return self.config.num_features
-
     @property
     def weight_shapes(self) -> dict[str, Any]:
         """The structure of the params, with a shape in place of each array."""
         return block_shapes(self.config)
-
-    def check_params(self, name: str, params: Any) -> None:
-        """Check weights; see `CausalModel`."""
-        check_params(name, self.weight_shapes, params, self.dtype)
-
-    def init_params(
-        self, key: jax.Array, target_params: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Random weights in the compute dtype, as those of `Llama.init_params`.
-
-        Args:
-          key: a typed PRNG key.
-          target_params: weights of the target, whose embedding and output matrix are shared where
-            the head has none of its own; without it those are random too.
-
-        Returns:
-          A dict; see `block_shapes`. `target_ids` are the first Vd.
-        """
-        return random_head(self.config, self.weight_shapes, key, self.dtype, target_params)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache for requests of at most T = max_length positions, and a block after them.

@@ -19,13 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_array, checked_dtype, require
-from jax_specdec.lm.models.heads import HeadConfig, common_shapes, head_logits, random_head
+from jax_specdec._src.arrays import check_array, require
+from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
     Attend,
     cached_attention,
     check_length,
-    check_params,
     embed_tokens,
     feed_forward,
     rms_norm,
@@ -109,7 +108,7 @@ def head_shapes(config: Eagle3Config) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Head:
+class Eagle3Head(DraftHead):
     """An EAGLE-3 head: predicts the target's next tokens from its features and last tokens.
 
     The cache is that of a `Llama` of one layer, addressed by absolute position: entry i belongs to
@@ -149,24 +148,6 @@ class Eagle3Head:
     config: Eagle3Config
     dtype: Any = jnp.dtype("float32")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
-
-    @property
-    def vocab_size(self) -> int:
-        """Size Vd of the vocabulary axis of the logits."""
-        return self.config.draft_vocab_size
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Ids of the target's layers before which the residual stream is read, ascending."""
-        return self.config.feature_layers
-
-    @property
-    def num_features(self) -> int:
-        """Size A * H_target of the feature axis."""
-        return self.config.num_features
-
     @property
     def _llama(self) -> Llama:
         """A decoder with the same cache."""
@@ -176,25 +157,6 @@ class Eagle3Head:
     def weight_shapes(self) -> dict[str, Any]:
         """The structure of the params, with a shape in place of each array."""
         return head_shapes(self.config)
-
-    def check_params(self, name: str, params: Any) -> None:
-        """Check weights; see `CausalModel`."""
-        check_params(name, self.weight_shapes, params, self.dtype)
-
-    def init_params(
-        self, key: jax.Array, target_params: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Random weights in the compute dtype, as those of `Llama.init_params`.
-
-        Args:
-          key: a typed PRNG key.
-          target_params: weights of the target, whose embedding and output matrix are shared where
-            the head has none of its own; without it those are random too.
-
-        Returns:
-          A dict; see `head_shapes`. `target_ids` are the first Vd.
-        """
-        return random_head(self.config, self.weight_shapes, key, self.dtype, target_params)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache for B = batch_size requests of at most T = max_length positions."""

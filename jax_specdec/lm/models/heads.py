@@ -1,14 +1,15 @@
 """What draft heads have in common: layers that read features of the target, and its embedding."""
 
+import abc
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import require
+from jax_specdec._src.arrays import checked_dtype, require
 from jax_specdec.lm.models.fields import check_fields
-from jax_specdec.lm.models.layers import output_logits, random_weights
+from jax_specdec.lm.models.layers import check_params, output_logits, random_weights
 from jax_specdec.lm.models.llama_config import LlamaConfig
 
 
@@ -49,6 +50,56 @@ class HeadConfig:
     def output_is_embedding(self) -> bool:
         """Whether the output matrix is the target's embedding."""
         return self.layer.tie_word_embeddings and not self.own_lm_head
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHead(abc.ABC):
+    """What an `Eagle3Head` and a `BlockHead` have in common: sizes, and weights of given shapes."""
+
+    config: HeadConfig
+    dtype: Any = jnp.dtype("float32")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
+
+    @property
+    def vocab_size(self) -> int:
+        """Size Vd of the vocabulary axis of the logits."""
+        return self.config.draft_vocab_size
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Ids of the target's layers before which the residual stream is read, ascending."""
+        return self.config.feature_layers
+
+    @property
+    def num_features(self) -> int:
+        """Size A * H_target of the feature axis."""
+        return self.config.num_features
+
+    @property
+    @abc.abstractmethod
+    def weight_shapes(self) -> dict[str, Any]:
+        """The structure of the params, with a shape in place of each array."""
+
+    def check_params(self, name: str, params: Any) -> None:
+        """Check weights; see `CausalModel`."""
+        check_params(name, self.weight_shapes, params, self.dtype)
+
+    def init_params(
+        self, key: jax.Array, target_params: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Random weights in the compute dtype, as those of `Llama.init_params`.
+
+        Args:
+          key: a typed PRNG key.
+          target_params: weights of the target, whose embedding and output matrix are shared where
+            the head has none of its own; without it those are random too.
+
+        Returns:
+          A dict; see `weight_shapes`. `target_ids` are the first Vd.
+        """
+        return random_head(self.config, self.weight_shapes, key, self.dtype, target_params)
 
 
 def common_shapes(config: HeadConfig) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class Server:
         self._uvicorn.should_exit = True
 
     def _stop_soon(self) -> None:
-        """Stop once those who are about to ask have been told that the engine has failed."""
+        """Stop once those who are about to ask have been answered that the engine has failed."""
         asyncio.get_running_loop().call_later(self.limits.failed_seconds, self.stop)
 
     async def _report(self, on_ready: Callable[[], None]) -> None:

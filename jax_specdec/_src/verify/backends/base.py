@@ -19,7 +19,7 @@ from jax_specdec._src.verify.statistics import Partials, TargetStatistics
 
 if TYPE_CHECKING:
     from jax_specdec._src.verify.call import Static
-    from jax_specdec._src.verify.draw import TileMasses, Weighed
+    from jax_specdec._src.verify.draw import Residuals, TileMasses
     from jax_specdec._src.verify.q import Listed, Stored
     from jax_specdec._src.verify.rows import Rows
     from jax_specdec._src.verify.source import LocalRows, Source
@@ -99,7 +99,7 @@ class Backend(abc.ABC):
     # of all positions, and the rule counts by them.
 
     @abc.abstractmethod
-    def weigh(self, rows: LocalRows, sources: Source) -> Weighed:
+    def residuals(self, rows: LocalRows, sources: Source) -> Residuals:
         """Returns the residual masses of positions ``[B, P]``, and what was summed to know them."""
 
     @abc.abstractmethod

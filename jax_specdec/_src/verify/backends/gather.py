@@ -318,7 +318,7 @@ class Gather(Backend):
 
     # Drawing tokens.
 
-    def weigh(self, rows: LocalRows, sources: Source) -> draw.Weighed:
+    def residuals(self, rows: LocalRows, sources: Source) -> draw.Residuals:
         p_masses = sources.p_masses
         if p_masses is None or sources.row.shape[1] == 1:
             both = self.both_of_positions(rows, sources)
@@ -328,7 +328,7 @@ class Gather(Backend):
             last = jnp.stack([p_masses[None, :, -1:]] * 2, axis=3)
             both = jnp.concatenate([both, last], axis=2)
         masses = TileMasses(both)
-        return draw.Weighed(sources, masses, jnp.sum(masses.weights, axis=(0, 3)))
+        return draw.Residuals(sources, masses, jnp.sum(masses.weights, axis=(0, 3)))
 
     def both_of_positions(self, rows: LocalRows, sources: Source) -> jax.Array:
         """Returns `TileMasses` of positions ``[B, P]``, as ``[num_parts, B, P, 2, T]``."""

@@ -98,7 +98,7 @@ class InOrder(Gather):
             return TargetStatistics(Partials(peak, jnp.ones_like(peak), argmax), least, sums)
 
         def sampled() -> TargetStatistics:
-            # No argmax is wanted, so the maximum needs no look at NaN: the sum tells.
+            # No argmax is wanted, so the maximum needs no look at NaN: the sum shows it.
             peak = self.peak(rows.target, row)
             argmax = jnp.zeros_like(row)
             given = one.inv_temperature, ~one.greedy, one.filter

@@ -197,9 +197,9 @@ class Tiles(Gather):
 
     # Drawing tokens.
 
-    def weigh(self, rows: LocalRows, sources: Source) -> draw.Weighed:
+    def residuals(self, rows: LocalRows, sources: Source) -> draw.Residuals:
         if not self.sums_apart(rows, sources):
-            return super().weigh(rows, sources)
+            return super().residuals(rows, sources)
         # The residual alone is summed, [B * P, T], and the last of several positions has none.
         is_cut = sources.row.shape[1] > 1
         read = jax.tree.map(lambda x: x[:, :-1], sources) if is_cut else sources
@@ -207,7 +207,7 @@ class Tiles(Gather):
         residual = found.reshape(*read.row.shape, -1)
         residual = jnp.pad(residual, ((0, 0), (0, int(is_cut)), (0, 0)))  # [B, P, T]
         known = sources._replace(residual_masses=residual)
-        return draw.Weighed(known, None, jnp.sum(residual, axis=2))
+        return draw.Residuals(known, None, jnp.sum(residual, axis=2))
 
     def sums_apart(self, rows: LocalRows, source: Source) -> bool:
         """Whether the masses of sources that use q are summed without those of ``p``."""

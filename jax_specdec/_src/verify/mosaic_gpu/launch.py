@@ -134,7 +134,7 @@ def sample(
     """Sample one token from each row, as `xla.sample`: a verification without drafts, K = 0.
 
     Its outputs are a token and what the kernel knows of its row, instead of a status. From a row
-    that holds NaN or infinity it "samples" id 0; its maximum tells.
+    that holds NaN or infinity it "samples" id 0; its maximum shows it.
 
     Args:
       logits: ``[B, V]``, B at least 1.

@@ -148,7 +148,7 @@ class GpuThreads:
 
     def init_barriers(self, barriers: Any, count: int) -> None:
         # Thread i initializes barrier i, for one arrival, and makes that visible in the cluster;
-        # then the warp tells the other CTAs, whose `cluster_wait` waits for all of them.
+        # then the warp signals the other CTAs, whose `cluster_wait` waits for all of them.
         def run(barriers: Any) -> None:
             _ptx(
                 f"""{{

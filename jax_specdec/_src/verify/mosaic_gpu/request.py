@@ -445,7 +445,7 @@ class KernelRequest:
         numbers = self.outputs.numbers
         if isinstance(numbers, Verdict):
             return
-        # As in XLA: a row that holds NaN has the maximum inf, and its normalizer tells that.
+        # As in XLA: a row that holds NaN has the maximum inf, which its normalizer shows.
         log_normalizer = jnp.where(is_finite(row.peak), jnp.log(row.total), row.peak)
         row_max = jnp.where(row.peak != row.peak, jnp.inf, row.peak)
         self._write_number(numbers.log_normalizer, log_normalizer, is_writer)

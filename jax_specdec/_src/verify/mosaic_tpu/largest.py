@@ -136,7 +136,7 @@ def search_among_largest(
     )
     none = jnp.full_like(peak, -jnp.inf)
 
-    # All entries of all rows: where one row's largest entries do not tell.
+    # All entries of all rows: where one row's largest entries do not decide.
     def in_rows() -> jax.Array:
         amounts: XlaAmounts[None] = XlaAmounts(rows, peak, inv_temperature, rows.part, candidates)
         return search(amounts, None)[0]
