@@ -28,7 +28,7 @@ class TreeRows(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> rows = tree_rows(jnp.array([[0, 0, 1]]))
+      >>> rows = TreeRows.of(jnp.array([[0, 0, 1]]))
       >>> rows.depth.tolist()
       [[0, 1, 1, 2]]
       >>> [f"{bits:04b}" for bits in rows.visible[0, :, 0].tolist()]
@@ -38,32 +38,32 @@ class TreeRows(NamedTuple):
     depth: jax.Array
     visible: jax.Array
 
+    @classmethod
+    def of(cls, parents: jax.Array) -> TreeRows:
+        """Returns the depth of each node of trees of drafts, and the nodes that it sees.
 
-def tree_rows(parents: jax.Array) -> TreeRows:
-    """Returns the depth of each node of trees of drafts, and the nodes that it sees.
+        Args:
+          parents: ``[B, K]`` int32, K at most 63, the node that each draft follows, as in `Drafts`.
+            A parent out of range is read as one in range: such a request is not verified.
 
-    Args:
-      parents: ``[B, K]`` int32, K at most 63, the node that each draft follows, as in `Drafts`. A
-        parent out of range is read as one in range: such a request is not verified.
+        Returns:
+          `TreeRows` of K + 1 nodes.
 
-    Returns:
-      `TreeRows` of K + 1 nodes.
-
-    Raises:
-      TypeError: not int32.
-      ValueError: not ``[B, K]``, or more than 63 drafts.
-    """
-    sizes: dict[str, int] = {}
-    check_array("parents", parents, "[B, K] int32", sizes)
-    must = f"have at most {MAX_VISIBLE - 1} drafts per request"
-    require(sizes["K"] < MAX_VISIBLE, "parents", must, parents)
-    sees = lineage(nodes_above(parents))
-    # [B, K+1, 2]: bit j % 32 of word j // 32 for node j
-    bits = jnp.pad(sees, ((0, 0), (0, 0), (0, MAX_VISIBLE - sees.shape[2])))
-    bits = bits.reshape(*sees.shape[:2], 2, 32)
-    bit = jnp.uint32(1) << lax.broadcasted_iota(jnp.uint32, bits.shape, 3)
-    visible = jnp.sum(jnp.where(bits, bit, 0), axis=3, dtype=jnp.uint32)
-    return TreeRows(depths(sees), visible)
+        Raises:
+          TypeError: not int32.
+          ValueError: not ``[B, K]``, or more than 63 drafts.
+        """
+        sizes: dict[str, int] = {}
+        check_array("parents", parents, "[B, K] int32", sizes)
+        must = f"have at most {MAX_VISIBLE - 1} drafts per request"
+        require(sizes["K"] < MAX_VISIBLE, "parents", must, parents)
+        sees = lineage(nodes_above(parents))
+        # [B, K+1, 2]: bit j % 32 of word j // 32 for node j
+        bits = jnp.pad(sees, ((0, 0), (0, 0), (0, MAX_VISIBLE - sees.shape[2])))
+        bits = bits.reshape(*sees.shape[:2], 2, 32)
+        bit = jnp.uint32(1) << lax.broadcasted_iota(jnp.uint32, bits.shape, 3)
+        visible = jnp.sum(jnp.where(bits, bit, 0), axis=3, dtype=jnp.uint32)
+        return cls(depths(sees), visible)
 
 
 def nodes_above(parents: jax.Array) -> jax.Array:
