@@ -58,9 +58,7 @@ def tree_rows(parents: jax.Array) -> TreeRows:
     # [B, K+1]: the parent of each node; node 0 is its own
     above = jnp.pad(jnp.clip(parents, 0, node[None, :-1]), ((0, 0), (1, 0)))
     depth = jnp.broadcast_to(jnp.minimum(node, 1), above.shape)
-    # [K+1, 2]: the bit of each node, in the first word or the second
-    bit = jnp.uint32(1) << (node & 31).astype(jnp.uint32)
-    own = jnp.where(node[:, None] // 32 == jnp.arange(2, dtype=jnp.int32)[None, :], bit[:, None], 0)
+    own = node_bits(node)
     visible = jnp.broadcast_to(own, (batch_size, *own.shape))
     # After step i each node knows its 2**i nearest ancestors, and `above` is the one after them.
     for _ in range(num_drafts.bit_length()):
@@ -68,3 +66,19 @@ def tree_rows(parents: jax.Array) -> TreeRows:
         visible = visible | jnp.take_along_axis(visible, above[:, :, None], axis=1)
         above = jnp.take_along_axis(above, above, axis=1)
     return TreeRows(depth, visible)
+
+
+def node_bits(nodes: jax.Array) -> jax.Array:
+    """Returns the bit of each node, ``[n, 2]`` uint32, as `visible` has it.
+
+    Args:
+      nodes: ``[n]`` int32 below 64.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> node_bits(jnp.array([2, 33])).tolist()
+      [[4, 0], [0, 2]]
+    """
+    word = jnp.arange(2, dtype=jnp.int32)
+    bit = jnp.uint32(1) << (nodes & 31).astype(jnp.uint32)
+    return jnp.where(nodes[:, None] // 32 == word[None, :], bit[:, None], 0)

@@ -14,7 +14,7 @@ References:
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +107,28 @@ def head_shapes(config: Eagle3Config) -> dict[str, Any]:
     return shapes
 
 
+class TreeLevel(NamedTuple):
+    """How an `Eagle3Head` runs S nodes of the same depth in a tree of drafts.
+
+    Levels lie in the cache one after another, from position `start` on, where the tree begins: row
+    s at ``start[b] + depth * S + s``. At most 64 rows of all levels together.
+
+    Attributes:
+      depth: ``[]`` int32, 0 for the nodes that follow the sequence: rotary position ``start[b] +
+        depth``.
+      visible: ``[B, S, 2]`` uint32, which of the rows from `start` on each one sees, its ancestors
+        and itself, as `decode_attention` takes it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> TreeLevel(jnp.int32(1), jnp.zeros((1, 8, 2), jnp.uint32)).visible.shape
+      (1, 8, 2)
+    """
+
+    depth: jax.Array
+    visible: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Eagle3Head(DraftHead):
     """An EAGLE-3 head: predicts the target's next tokens from its features and last tokens.
@@ -197,6 +219,7 @@ class Eagle3Head(DraftHead):
         start: jax.Array,
         cache: Any,
         row: jax.Array | None = None,
+        level: TreeLevel | None = None,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Run S consecutive positions of each request; position s of request b is start[b] + s.
 
@@ -204,24 +227,29 @@ class Eagle3Head(DraftHead):
         `CausalModel.apply`: rollback is free. Weights are not checked; `check_params` does that,
         where they enter.
 
+        With `level` it runs S nodes of a tree of drafts instead. Each attends to all positions
+        below `start` and to its ancestors.
+
         Args:
           params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
           states: ``[B, S, H]`` in the compute dtype: `project` of the features at these positions,
             or the feedback of the draft step before.
           token_ids: ``[B, S]`` int32, the tokens **after** these positions, as ids of the target.
-          start: ``[B]`` int32, absolute position of the first.
+          start: ``[B]`` int32, absolute position of the first; with `level`, of the tree.
           cache: from `init_cache` or a previous call.
           row: ``[B]`` int32 in [0, S), the only position of each request whose logits and feedback
             are wanted; S is then 1 in their shapes. None for all.
+          level: where the nodes are in a tree; None for consecutive positions.
 
         Returns:
-          Logits ``[B, S, Vd]`` of the token at start + s + 2, the feedback ``[B, S, H]`` that the
-          next draft step takes for its states, and the cache.
+          Logits ``[B, S, Vd]`` of the token at start + s + 2 (with `level`, start + depth + 2), the
+          feedback ``[B, S, H]`` that the next draft step takes for its states, and the cache.
 
         Raises:
-          ValueError: ids, positions or states have another shape, or there are more of them than
-            the cache has positions.
-          TypeError: ids or positions are not int32, or states not of the compute dtype.
+          ValueError: ids, positions, states or `level` have another shape, or there are more of
+            them than the cache has positions.
+          TypeError: ids or positions are not int32, `level.visible` is not uint32, or states not of
+            the compute dtype.
         """
         sizes = {"H": self.config.layer.hidden_size}
         check_array("token_ids", token_ids, "[B, S] int32", sizes)
@@ -230,11 +258,21 @@ class Eagle3Head(DraftHead):
         length = token_ids.shape[1]
         check_length(length, cache)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        places = positions  # [B, S], of the cache
+        visible = base = None
+        if level is not None:
+            check_array("level.depth", level.depth, "[] int32", sizes)
+            check_array("level.visible", level.visible, "[B, S, 2] uint32", sizes | {"2": 2})
+            places = positions + level.depth * length
+            positions = jnp.broadcast_to((start + level.depth)[:, None], places.shape)
+            visible, base = level.visible, start
         (layer_cache,) = cache
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             nonlocal layer_cache
-            read, layer_cache = cached_attention(query, key, value, layer_cache, positions)
+            read, layer_cache = cached_attention(
+                query, key, value, layer_cache, places, visible=visible, start=base
+            )
             return read
 
         embedded = embed_tokens(params["embed_tokens"], token_ids)

@@ -155,13 +155,15 @@ def cached_attention(
     cache: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     layer: jax.Array | None = None,
-    visible: np.ndarray | None = None,
+    visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
+    start: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns what an `Attend` reads of a cache, and the cache, into which it writes first.
 
     It is softmax(q k / sqrt(D)) v over the positions that are <= the query's own, ``[B, S]``, which
-    follow one another, or as `visible` and `window` say; see `decode_attention`. The cache is one
+    follow one another, or as `visible` and `window` say; see `decode_attention`. Bits of `visible`
+    count from `start`, ``[B]`` int32; None for the first position that is written. The cache is one
     layer's, or has an axis of layers, of which `layer` is one.
     """
     cache = write_cache(*cache, key, value, positions, layer)
@@ -171,7 +173,7 @@ def cached_attention(
     read = decode_attention(
         query,
         *cache,
-        positions[:, 0],
+        positions[:, 0] if start is None else start,
         visible=visible,
         layer=layer,
         window=window,
