@@ -18,15 +18,15 @@ from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
-from jax_specdec._src.tree import node_bits
+from jax_specdec._src.tree import TreeRows, node_bits
 from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, check_trees, likeliest
-from jax_specdec.lm.models.eagle3 import Eagle3Head, TreeLevel
+from jax_specdec.lm.models.eagle3 import Eagle3Head
 
 _WIDTH = 8
-"""Nodes of a level of a tree that are run, and children of each that are looked at."""
+"""Nodes of a level of a tree that are run, at most, and children of each that are looked at."""
 
-_MOST_DEPTH = 1 + MAX_VISIBLE // _WIDTH
-"""The last level of a tree is not run, and `visible` has bits for the nodes of all others."""
+_MOST_DEPTH = 17
+"""Levels of a tree, of which the last is not run: at least 4 nodes of each of the others."""
 
 
 class _Level(NamedTuple):
@@ -37,7 +37,7 @@ class _Level(NamedTuple):
       scores: ``[B, W]`` float32, of the paths to them.
       numbers: ``[B, W]`` int32, of the nodes among all candidates, as parents have it.
       states: ``[B, W, H]``, the head's feedback from the rows before them.
-      visible: ``[B, W, 2]`` uint32, the ancestors of each, as `TreeLevel` has it.
+      visible: ``[B, W, 2]`` uint32, the rows of their ancestors, as `TreeRows` has it.
       cache: of the head.
     """
 
@@ -67,14 +67,14 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
     its first step has no drafts.
 
     With `tree_depth`, the K drafts are the best nodes of a tree, at most so deep. Step 2 then runs
-    the 8 best nodes of each level in one pass, each with the state of the row before it. The
-    agreement rule is needed, under which drafts are chosen by what the noise of the target's tokens
-    says, too.
+    the best nodes of each level in one pass, each with the state of the row before it: 8 of them,
+    beyond a depth of 9 fewer. The agreement rule is needed, under which drafts are chosen by what
+    the noise of the target's tokens says, too.
 
     Attributes:
       head: static; its weights are the `draft_params`. In the target's dtype.
       store_dtype: dtype that logits are sampled from and stored in; None for that of the head.
-      tree_depth: D, the most drafts of a path through a tree, at most 9; 0 for chains.
+      tree_depth: D, the most drafts of a path through a tree, at most 17; 0 for chains.
 
     Raises:
       TypeError: `head` is not an `Eagle3Head`, or `tree_depth` not an int.
@@ -199,8 +199,9 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         """
         num_nodes = context.config.num_speculative_tokens
         size = self.head.config.layer.vocab_size
-        width = min(_WIDTH, num_nodes, size)
         depth = min(self.tree_depth, num_nodes)
+        # `visible` has bits for all that are run.
+        width = min(_WIDTH, num_nodes, size, MAX_VISIBLE // max(depth - 1, 1))
 
         def children(logits: jax.Array, offset: jax.Array) -> Children:
             offsets = jnp.broadcast_to(offset, logits.shape[1:2])
@@ -209,7 +210,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
 
         def grow(level: _Level, offset: jax.Array) -> tuple[_Level, Candidates]:
             """Runs a level; returns the next one, and the candidates that it was chosen from."""
-            own = node_bits(offset * width + jnp.arange(width, dtype=jnp.int32))
+            first_row = offset * width
+            own = node_bits(first_row + jnp.arange(width, dtype=jnp.int32))
             visible = level.visible | own[None]
             logits, states, cache = self.head.apply(
                 params,
@@ -217,7 +219,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
                 level.token_ids,
                 context.lengths - 1,
                 level.cache,
-                level=TreeLevel(offset, visible),
+                tree=TreeRows(jnp.broadcast_to(offset, level.token_ids.shape), visible),
+                first_row=first_row,
             )
             found = children(logits, offset + 1)
             scores = level.scores[:, :, None] + found.scores
