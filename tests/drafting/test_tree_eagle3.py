@@ -100,7 +100,9 @@ def searched(request: int, length: int) -> list[tuple[int, ...]]:
     every = []
     for depth in range(DEPTH):
         position = jnp.int32(length + depth)
-        noise = np.asarray(sd.testing.token_exponentials(KEYS[request], position, VOCAB), np.float64)
+        noise = np.asarray(
+            sd.testing.token_exponentials(KEYS[request], position, VOCAB), np.float64
+        )
         found = []
         for score, path in beam:
             # one tile, whose noise comes first
@@ -173,9 +175,7 @@ def test_steps_after_any_path_are_those_of_a_new_cache() -> None:
     cache = prefill(TREES)
     for _ in range(5):
         garbage = spoiled(cache, lengths - 1 - num_features)
-        proposals = [
-            propose(TREES, CONFIG, lengths, num_features, one) for one in (cache, garbage)
-        ]
+        proposals = [propose(TREES, CONFIG, lengths, num_features, one) for one in (cache, garbage)]
         ids, parents = fresh(lengths.tolist())
         for proposal, _ in proposals:
             np.testing.assert_array_equal(proposal.token_ids, ids)
@@ -194,9 +194,7 @@ def spoiled(cache: Any, first: np.ndarray) -> Any:
     ((keys, values),) = cache
     heads = keys.shape[0] // BATCH
     is_kept = np.arange(keys.shape[2])[None, :] < np.repeat(first, heads)[:, None]
-    return [
-        (jnp.where(is_kept[:, None, :], keys, 7), jnp.where(is_kept[:, :, None], values, -9))
-    ]
+    return [(jnp.where(is_kept[:, None, :], keys, 7), jnp.where(is_kept[:, :, None], values, -9))]
 
 
 def test_one_token_has_no_drafts_and_fewer_nodes_are_the_best() -> None:
@@ -222,7 +220,11 @@ def test_a_chain_keeps_its_cache() -> None:
 
 @pytest.mark.parametrize(
     "tree_depth, error, message",
-    [(-1, ValueError, r"be in \[0, 17\]"), (18, ValueError, r"be in \[0, 17\]"), (2.0, TypeError, "")],
+    [
+        (-1, ValueError, r"be in \[0, 17\]"),
+        (18, ValueError, r"be in \[0, 17\]"),
+        (2.0, TypeError, ""),
+    ],
 )
 def test_a_depth_out_of_range_is_told(tree_depth: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=f"^tree_depth must {message}"):

@@ -13,12 +13,12 @@ from jax_specdec._src.arrays import check_int, check_type
 from jax_specdec._src.attention.api import MAX_VISIBLE
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.tree import TreeRows, node_bits
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
-from jax_specdec._src.tree import TreeRows, node_bits
 from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, check_trees, likeliest
 from jax_specdec.lm.models.eagle3 import Eagle3Head
 

@@ -207,8 +207,8 @@ class Eagle3Head(DraftHead):
         `CausalModel.apply`: rollback is free. Weights are not checked; `check_params` does that,
         where they enter.
 
-        With `tree` it runs S nodes of a tree of drafts instead, such as one level of it. Each attends
-        to all positions below `start`, and to nodes that `tree` names.
+        With `tree` it runs S nodes of a tree of drafts instead, such as one level of it. Each
+        attends to all positions below `start`, and to nodes that `tree` names.
 
         Args:
           params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
