@@ -48,6 +48,11 @@ def tree_rows(parents: jax.Array) -> TreeRows:
     Raises:
       TypeError: not int32.
       ValueError: not ``[B, K]``, or more than 63 drafts.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tree_rows(jnp.array([[0, 0, 2]])).depth.tolist()
+      [[0, 1, 1, 2]]
     """
     sizes: dict[str, int] = {}
     check_array("parents", parents, "[B, K] int32", sizes)
