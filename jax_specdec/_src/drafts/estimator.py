@@ -295,12 +295,12 @@ class TreeEstimator:
         sizes: Sizes = {}
         num_drafts = as_int32("num_drafts", num_drafts, "[B]", sizes)
         path = as_int32("path", path, "[B, P]", sizes)
-        rank = jnp.arange(self.offered.shape[0], dtype=jnp.int32)
-        offered = rank[None, :] < num_drafts[:, None]
+        rank = jnp.arange(self.offered.shape[0], dtype=jnp.int32)[None, :]
+        offered = rank < num_drafts[:, None]
         # [B, K]: draft i is node i + 1
-        kept = offered & jnp.any(path[:, :, None] == rank + 1, axis=1)
+        kept = offered & jnp.any(path[:, :, None] == rank[:, None, :] + 1, axis=1)
         decay = jnp.where(offered.any(axis=0), _DECAY, 1.0)
         return TreeEstimator(
-            offered=decay * self.offered + offered.sum(axis=0),
-            kept=decay * self.kept + kept.sum(axis=0),
+            offered=decay * self.offered + offered.sum(axis=0, dtype=jnp.float32),
+            kept=decay * self.kept + kept.sum(axis=0, dtype=jnp.float32),
         )

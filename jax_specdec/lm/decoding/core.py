@@ -134,7 +134,7 @@ class DecodeState:
         return dataclasses.replace(
             self,
             draft_token_ids=jnp.where(chosen, path.T, ids),
-            draft_parents=jnp.where(chosen, jnp.arange(k, dtype=jnp.int32), parents),
+            draft_parents=jnp.where(chosen, jnp.arange(k, dtype=jnp.int32)[None, :], parents),
         )
 
 
