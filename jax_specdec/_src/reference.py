@@ -648,8 +648,8 @@ def decode_attention(
 ) -> Array:
     """Returns ``[B, S, N, D]`` float64, what each new row reads of its request's cache.
 
-    Row s sees position t if ``t < start``, or if t holds new row ``j = t - start`` and bit j of its
-    words is set (for a chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start
+    Row s sees position t if ``t < start``, or if bit ``j = t - start`` of its 64 is set (for a
+    chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start
     + s - window``). It reads
     ``sum_t softmax_t(q k_t / sqrt(D)) v_t`` over the positions that it sees.
 
@@ -671,12 +671,12 @@ def decode_attention(
         for t in range(room):
             j = t - first
             newest = s if words is None else 0
-            if j >= num_rows or (window is not None and j <= newest - window):
+            if window is not None and j <= newest - window:
                 continue
             if words is None:
                 is_seen = j <= s
             else:
-                is_seen = j < 0 or int(words[b, s, j // 32]) >> j % 32 & 1 == 1
+                is_seen = j < 0 or (j < 64 and int(words[b, s, j // 32]) >> j % 32 & 1 == 1)
             if is_seen:
                 seen.append(t)
         for head in range(num_heads):
