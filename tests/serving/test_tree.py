@@ -14,7 +14,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import engines, tiny
+from . import engines, test_tensor_parallel, tiny
 from .engines import TARGET, VOCAB
 from .test_draft_budget import Cycling, FromThePast
 from .test_grammar_driver import ALLOWED, Cycle, constrained_truth
@@ -279,7 +279,9 @@ BUDGET = (0, 1, 3, NODES)
 
 
 @pytest.mark.parametrize("max_steps_ahead", [0, pytest.param(2, marks=pytest.mark.newest)])
-@pytest.mark.parametrize("choice", [None, Cycling, pytest.param(FromThePast, marks=pytest.mark.newest)])
+@pytest.mark.parametrize(
+    "choice", [None, Cycling, pytest.param(FromThePast, marks=pytest.mark.newest)]
+)
 def test_engines_give_it_whatever_the_traffic_and_the_budget(
     choice: type | None, max_steps_ahead: int
 ) -> None:
@@ -368,8 +370,98 @@ def test_first_paths() -> None:
     state = jax.eval_shape(ENGINE.init_state)
     state = dataclasses.replace(state, draft_token_ids=ids, draft_parents=parents)
     state = state.with_chains(jnp.array([True, True, False]))
-    assert state.draft_token_ids.tolist() == [[9, 3, 4, -1, -1, -1], [1, 2, 5, -1, -1, -1], [*ids[2]]]
+    assert state.draft_token_ids.tolist() == [
+        [9, 3, 4, -1, -1, -1],
+        [1, 2, 5, -1, -1, -1],
+        [*ids[2]],
+    ]
     assert state.draft_parents.tolist() == [[0, 1, 2, 3, 4, 5]] * 2 + [[*parents[2]]]
+
+
+# Caches and features of a real model
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(Planned):
+    """Keeps the features that it is given, by position."""
+
+    feature_layers: tuple[int, ...] = (0, 1)
+
+    def init_cache(self, batch_size: int, max_length: int) -> jax.Array:
+        return jnp.zeros((batch_size, max_length, 32))
+
+    def prefill(
+        self, params: Any, token_ids: Any, cache: Any, start: Any = None, **given: Any
+    ) -> Any:
+        first = jnp.zeros(len(token_ids), jnp.int32) if start is None else start
+        return self.written(cache, first, given["features"], token_ids.shape[1])
+
+    def propose(self, params: Any, context: Any, cache: Any, store: None) -> Any:
+        count = context.num_features
+        cache = self.written(cache, context.lengths - 1 - count, context.features, count[:, None])
+        return super().propose(params, context, cache, store)
+
+    def written(self, cache: jax.Array, start: jax.Array, rows: jax.Array, count: Any) -> jax.Array:
+        offset = jnp.arange(rows.shape[1])[None, :]
+        place = jnp.where(offset < count, start[:, None] + offset, cache.shape[1])
+        return cache.at[jnp.arange(len(cache))[:, None], place].set(rows, mode="drop")
+
+
+def seen_by(state: Any, length: int, slot: int) -> tuple[Any, Any]:
+    """What the drafter and the target keep of the tokens of a slot but the newest."""
+    features = state.draft_cache[slot, : length - 1]
+    heads = slice(2 * slot, 2 * slot + 2)
+    pairs = [(k[heads, :, : length - 1], v[heads, : length - 1]) for k, v in state.target_cache]
+    return features, pairs
+
+
+def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
+    llama, params = engines.LLAMA.model, engines.weights_of(engines.LLAMA)[0]
+    asked: dict[str, Any] = dict(max_new_tokens=30, temperature=0.8)
+    options = [lm.RequestOptions(seed=b, **asked) for b in range(4)]
+    texts = lm.generate_plain(llama, params, PROMPTS[:4], config=CONFIG, options=options)
+    whole = [p + t for p, t in zip(PROMPTS, texts.completions, strict=False)]
+    plans = Plans.random(8, dict(enumerate(whole)))
+    engine = dataclasses.replace(
+        ENGINE, model=llama, drafter=Reading(), draft_budget=BUDGET, request_options=False
+    )
+    driver = engines.driver_of(engine, params, plans.params)
+    driver.draft_choice = Cycling(BUDGET, driver.draft_choice.rates)
+    for prompt, one in zip(PROMPTS, options, strict=False):
+        driver.submit(prompt, one)
+    counts = [len(prompt) for prompt in PROMPTS[:4]]
+    for _ in range(9):
+        for update in driver.step():
+            counts[update.request_id] += len(update.token_ids)
+    assert driver.stats().accepted_per_position[DEPTH - 1] > 0
+    # The newest features are with the state until the next step drafts from them.
+    state = driver.state
+    features, number = state.features, state.num_features
+    kept = Reading().written(
+        state.draft_cache, state.batch.lengths - 1 - number, features, number[:, None]
+    )
+    state = dataclasses.replace(state, draft_cache=kept)
+    zero = jnp.zeros(1, jnp.int32)
+    for slot, (text, count) in enumerate(zip(whole, counts, strict=True)):
+        assert count < len(text)
+        assert state.batch.token_ids[slot, :count].tolist() == text[:count]
+        cache, ids = llama.init_cache(1, engine.buffer_length), jnp.array([text])
+        output = llama.apply(params, ids, zero, cache, feature_layers=(0, 1))
+        wanted = dataclasses.replace(state, draft_cache=output.features, target_cache=output.cache)
+        found, fresh = seen_by(state, count, slot), seen_by(wanted, count, 0)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-4, 1e-3), found, fresh)
+
+
+@pytest.mark.slow
+def test_texts_over_eight_devices_are_those_of_plain_decoding() -> None:
+    whole, prompts = test_tensor_parallel.on_eight(split_drafter=False), PROMPTS[:4]
+    weights, asked = (whole["model"], whole["params"]), dict(options=OPTIONS[:4], config=CONFIG)
+    texts = lm.generate_plain(*weights, prompts, **asked).completions
+    own = {b: p + t for b, (p, t) in enumerate(zip(prompts, texts, strict=True))}
+    drafting: Any = dict(drafter=Planned(), draft_params=Plans.random(9, own).params)
+    output = lm.generate(*weights, prompts, **drafting, **asked)
+    assert output.completions == texts
+    assert output.steps.num_accepted.max() == DEPTH
 
 
 # What a budget goes by
