@@ -58,12 +58,21 @@ class TreeRows(NamedTuple):
         must = f"have at most {MAX_VISIBLE - 1} drafts per request"
         require(sizes["K"] < MAX_VISIBLE, "parents", must, parents)
         sees = lineage(nodes_above(parents))
-        # [B, K+1, 2]: bit j % 32 of word j // 32 for node j
-        bits = jnp.pad(sees, ((0, 0), (0, 0), (0, MAX_VISIBLE - sees.shape[2])))
-        bits = bits.reshape(*sees.shape[:2], 2, 32)
-        bit = jnp.uint32(1) << lax.broadcasted_iota(jnp.uint32, bits.shape, 3)
-        visible = jnp.sum(jnp.where(bits, bit, 0), axis=3, dtype=jnp.uint32)
+        # [B, K+1, K+1, 2] -> [B, K+1, 2]: the bits of all nodes that a node sees
+        bits = node_bits(jnp.arange(sees.shape[2], dtype=jnp.int32))[None, None]
+        visible = jnp.sum(jnp.where(sees[..., None], bits, 0), axis=2, dtype=jnp.uint32)
         return cls(depths(sees), visible)
+
+
+def node_bits(nodes: jax.Array) -> jax.Array:
+    """Returns the bit of each node, ``[n, 2]`` uint32: bit i % 32 of word i // 32 for node i.
+
+    Args:
+      nodes: ``[n]`` int32 below 64.
+    """
+    word = lax.broadcasted_iota(jnp.int32, (nodes.shape[0], 2), 1)
+    bit = jnp.uint32(1) << (nodes & 31).astype(jnp.uint32)
+    return jnp.where(nodes[:, None] // 32 == word, bit[:, None], 0)
 
 
 def nodes_above(parents: jax.Array) -> jax.Array:
