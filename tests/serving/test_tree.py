@@ -15,7 +15,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 
 from . import engines, test_tensor_parallel, tiny
-from .engines import TARGET, VOCAB
+from .engines import VOCAB
 from .test_draft_budget import Cycling, FromThePast
 from .test_grammar_driver import ALLOWED, Cycle, constrained_truth
 
