@@ -182,6 +182,7 @@ DraftDistribution = DraftProbs | DraftLogits
     token_ids="[N] int32",
     cu_num_draft_tokens="[B+1] int32",
     distribution=(DraftProbs, DraftLogits),
+    parents="[N] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class Drafts:
@@ -194,6 +195,12 @@ class Drafts:
       cu_num_draft_tokens: ``[B+1]`` int32, exclusive cumulative offsets with a leading 0.
       distribution: what the drafts were drawn from; None for drafts without probabilities
         (n-gram lookup, a greedy drafter), which are verified one-hot.
+      parents: ``[N]`` int32, what each draft follows; None if the drafts of a request follow one
+        another. With parents the drafts of each request are a tree, whose node 0 is the sequence so
+        far and whose node i is the request's draft ``i - 1``. Draft ``j`` follows a node from 0 to
+        ``j``, and siblings differ. Target row i of a request scores the token after node i. Nodes
+        without a proposal may be anywhere; their parents are not looked at. Only the agreement rule
+        verifies trees.
 
     A draft that a grammar forbids keeps its id here. Give `rejection_sample` the mask of its row:
     then ``p(x) = 0`` rejects it, and the residual is right.
@@ -210,6 +217,7 @@ class Drafts:
     token_ids: jax.Array
     cu_num_draft_tokens: jax.Array
     distribution: DraftDistribution | None = None
+    parents: jax.Array | None = None
 
     @classmethod
     def from_flat(
@@ -217,6 +225,7 @@ class Drafts:
         token_ids: Integers,
         num_draft_tokens: Integers,
         distribution: DraftDistribution | None = None,
+        parents: Integers | None = None,
     ) -> Drafts:
         """Drafts from flattened ids and a count per request.
 
@@ -224,13 +233,14 @@ class Drafts:
           token_ids: ``[N]`` integers in the range of int32.
           num_draft_tokens: ``[B]`` integers, each at most K, their sum at most N.
           distribution: what the flattened drafts were drawn from, or None for one-hot.
+          parents: ``[N]`` integers, the node that each draft follows, or None for chains.
 
         Returns:
           Drafts; `target_logits` is then ``[N+B, V]``.
 
         Raises:
           TypeError: not integers.
-          ValueError: not one-dimensional; an integer out of the range of int32; or, if their values
+          ValueError: not one-dimensional, or not one parent for each draft; an integer out of the range of int32; or, if their values
             are known, counts that are negative or more than N together.
 
         Example:
@@ -246,7 +256,9 @@ class Drafts:
             most, hint = f"be at most N = {len(ids)}", "they are counts, not offsets"
             require(known.sum() <= len(ids), "num_draft_tokens, summed,", most, known.sum(), hint)
         cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-        return cls(ids, cu, distribution)
+        if parents is not None:
+            parents = as_int32("parents", parents, "[N]", {"N": len(ids)})
+        return cls(ids, cu, distribution, parents)
 
     @classmethod
     def from_dense(
@@ -254,6 +266,7 @@ class Drafts:
         token_ids: IntegerRows,
         num_draft_tokens: Integers | None = None,
         distribution: DraftDistribution | None = None,
+        parents: IntegerRows | None = None,
     ) -> Drafts:
         """Drafts from a rectangle of ids. Nothing of the vocabulary's size is copied.
 
@@ -267,13 +280,15 @@ class Drafts:
           distribution: None, or a `DraftProbs` or `DraftLogits` with storage ``[B, K, Vd]`` or
             ``[B*K, Vd]``. Its ``log_normalizer``, ``row_max`` and ``threshold`` are ``[B, K]`` or
             ``[B*K]``, and the ``ids`` of candidates ``[B, K, C]`` or ``[B*K, C]``.
+          parents: ``[B, K]`` integers, the node that each draft follows, or None for chains.
 
         Returns:
           Drafts with ``N = B * K``.
 
         Raises:
           TypeError: not integers, or a `distribution` of another type.
-          ValueError: `token_ids` is not ``[B, K]``, or `num_draft_tokens` not ``[B]``; an integer
+          ValueError: `token_ids` or `parents` are not ``[B, K]``, or `num_draft_tokens` not
+            ``[B]``; an integer
             out of the range of int32; or, if their values are known, a count outside [0, K].
 
         Example:
@@ -281,6 +296,11 @@ class Drafts:
           >>> drafts = Drafts.from_dense(jnp.array([[7, 3], [4, 0]]), jnp.array([2, 1]))
           >>> drafts.token_ids.tolist(), drafts.cu_num_draft_tokens.tolist()
           ([7, 3, 4, -1], [0, 2, 4])
+
+          A tree: token 7, or else token 4, comes next, and 3 after 7.
+
+          >>> Drafts.from_dense(jnp.array([[7, 4, 3]]), parents=jnp.array([[0, 0, 1]])).parents
+          Array([0, 0, 1], dtype=int32)
         """
         ids = as_int32("token_ids", token_ids, "[B, K]")
         batch, k = ids.shape
@@ -289,7 +309,10 @@ class Drafts:
             past_count = jnp.arange(k, dtype=jnp.int32)[None, :] >= counts[:, None]
             ids = jnp.where(past_count, PLACEHOLDER_TOKEN_ID, ids)
         cu = jnp.arange(batch + 1, dtype=jnp.int32) * k
-        return cls(ids.reshape(-1), cu, flatten_storage(distribution))
+        if parents is not None:
+            sizes = {"B": batch, "K": k}
+            parents = as_int32("parents", parents, "[B, K]", sizes).reshape(-1)
+        return cls(ids.reshape(-1), cu, flatten_storage(distribution), parents)
 
 
 def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
@@ -383,6 +406,7 @@ class RaceNoise:
     num_accepted="[B] int32",
     num_emitted="[B] int32",
     status="[B] int32",
+    path="[B, K+1] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class RejectionSampleOutput:
@@ -394,6 +418,9 @@ class RejectionSampleOutput:
       num_accepted: ``[B]`` int32, drafts kept.
       num_emitted: ``[B]`` int32, tokens emitted: accepted + 1, or 0 if `status` is not OK.
       status: ``[B]`` int32, a `Status`.
+      path: ``[B, K+1]`` int32, the node whose row each token was drawn from, -1 after the last
+        one: node 0, then those of the drafts kept. None for drafts without parents, where node j
+        gives token j.
 
     Example:
       >>> import jax.numpy as jnp
@@ -407,6 +434,7 @@ class RejectionSampleOutput:
     num_accepted: jax.Array
     num_emitted: jax.Array
     status: jax.Array
+    path: jax.Array | None = None
 
 
 def parse_output(output: RejectionSampleOutput) -> list[list[int]]:

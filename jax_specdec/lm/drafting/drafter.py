@@ -20,6 +20,8 @@ class Proposal(NamedTuple):
       confidences: ``[B, K]`` float32, the chance that each draft is accepted if those before it
         were, as `plan_drafts` takes it: draft k and those after it must not have been looked at. 0
         where there is no draft, NaN where it is not known; None for a drafter that knows none.
+      parents: ``[B, K]`` int32, the node that each draft follows, as in `Drafts`; None for chains.
+        The best nodes come first: the first n of them are the best tree of n drafts.
 
     Example:
       >>> import jax.numpy as jnp
@@ -30,6 +32,7 @@ class Proposal(NamedTuple):
     token_ids: jax.Array
     store: DraftStore | None = None
     confidences: jax.Array | None = None
+    parents: jax.Array | None = None
 
 
 # Any class with the four methods is a `Drafter`: these attributes it may lack. Only these
@@ -49,6 +52,11 @@ def may_abstain(drafter: Drafter | None) -> bool:
 def has_history(drafter: Drafter | None) -> bool:
     """Whether a drafter reads what other requests generated."""
     return getattr(drafter, "has_history", False)
+
+
+def tree_depth_of(drafter: Drafter | None) -> int:
+    """The most drafts of a path through the trees that a drafter proposes; 0 for chains."""
+    return getattr(drafter, "tree_depth", 0)
 
 
 class Drafter(Protocol):
