@@ -169,7 +169,7 @@ def show(rows: list[dict[str, Any]], bandwidth: float | None) -> None:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=5, seconds=150, threads=5)
+    parser = measure.gpu_parser(__doc__, repeats=5, seconds=400, threads=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=32, help="per run")
     lengths = "tokens of each text before the first step"
