@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from lower_floor import noise
 from models import reference_block
-from upper_floor import draft_chain, drafting_tree
+from upper_floor import drafting_draw, drafting_tree
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -183,7 +183,7 @@ def likeliest_and_chain(
     def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
         return logits[:, offset], None
 
-    chain, _ = draft_chain(
+    chain, _ = drafting_draw.draft_chain(
         logits[:, 0], None, forward, context, None, ids=ids, vocab_size=vocab_size
     )
     return found, chain.token_ids
@@ -208,6 +208,26 @@ def test_the_likeliest_token_is_the_draft_of_a_chain(size: int | str) -> None:
     assert (count[is_limited] == 5).all() and is_limited.any()
     is_free = np.asarray((context.sampling.top_k == 0) & (context.sampling.temperature == 0))
     assert (count[is_free] == 8).all() and is_free.any()
+
+
+def test_processors_come_before_scores() -> None:
+    rng = np.random.default_rng(2)
+    ids = jnp.asarray(rng.permutation(20)[:12].astype(np.int32))
+    logits = rng.normal(size=(BATCH, ROWS, 12)).astype(np.float32)
+    context = context_of(BATCH)
+    likeliest, _ = jax.device_get(likeliest_and_chain(logits, context, ids, 8, 20))
+    forbidden = likeliest.token_ids[:, 0, 0]
+    bias = sd.LogitBias.from_mappings([{int(x): -np.inf} for x in forbidden])
+    context = dataclasses.replace(context, processors=sd.LogitsProcessors(logit_bias=bias))
+    found, chain = jax.device_get(likeliest_and_chain(logits, context, ids, 8, 20))
+    assert found.token_ids[:, :, 0].tolist() == chain.tolist()
+    is_drafted = found.scores > -np.inf
+    assert not (is_drafted & (found.token_ids == forbidden[:, None, None])).any()
+    # Where another token is the likeliest, it stays so, unless a filter has changed.
+    is_free = np.asarray(context.sampling.temperature == 0)[:, None]
+    is_other = is_free & (likeliest.token_ids[:, :, 0] != forbidden[:, None])
+    assert (likeliest.token_ids[:, :, 0] == found.token_ids[:, :, 0])[is_other].all()
+    assert is_other.sum() > 10
 
 
 def test_likeliest_tokens_are_those_of_a_sort() -> None:
