@@ -10,7 +10,6 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
