@@ -260,16 +260,6 @@ FEW = lm.ModelDrafter(tiny.Trigram(V), num_candidates=2)
     [
         (lambda: lm.FirstOf(lm.NGramDrafter(), MODEL), TypeError, "lookup must be a SuffixDrafter"),
         (lambda: lm.FirstOf(LOOKUP, tiny.Trigram(V)), TypeError, "head must be a Drafter"),
-        (
-            lambda: lm.Chain(dataclasses.replace(LOOKUP, tree_depth=2), MODEL),
-            ValueError,
-            "lookup.tree_depth must be 0, as both draft chains, but it is 2",
-        ),
-        (
-            lambda: lm.FirstOf(LOOKUP, dataclasses.replace(LOOKUP, tree_depth=2)),
-            ValueError,
-            "head.tree_depth must be 0, as both draft chains, but it is 2",
-        ),
         (lambda: lm.Chain(LOOKUP, MODEL, 0), ValueError, "num_head_drafts must be at least 1"),
         (lambda: lm.Chain(LOOKUP, MODEL, 1.5), TypeError, "num_head_drafts must be an int"),
         (

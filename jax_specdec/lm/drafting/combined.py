@@ -13,7 +13,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext, with_fewer_drafts
-from jax_specdec.lm.drafting.drafter import Drafter, Proposal, feature_layers_of, tree_depth_of
+from jax_specdec.lm.drafting.drafter import Drafter, Proposal, feature_layers_of
 from jax_specdec.lm.drafting.suffix import Lookup, SuffixDrafter
 from jax_specdec.lm.models.protocol import cache_batch_axis_of, check_params
 
@@ -36,9 +36,6 @@ class _Pair:
         check_type("lookup", self.lookup, SuffixDrafter)
         is_drafter = callable(getattr(self.head, "propose", None))
         require(is_drafter, "head", "be a Drafter", self.head, error=TypeError)
-        for name, drafter in (("lookup", self.lookup), ("head", self.head)):
-            depth = tree_depth_of(drafter)
-            require(not depth, f"{name}.tree_depth", "be 0, as both draft chains", depth)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
