@@ -25,6 +25,7 @@ from jax_specdec._src.process_logits import LogitsProcessors, apply_penalties, p
 from jax_specdec._src.processors import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.sampling import SamplingParams
+from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftLogits,
@@ -69,6 +70,7 @@ __all__ = [
     "Status",
     "StepRecord",
     "TokenLogprobs",
+    "TreeRows",
     "VerifySharding",
     "acceptance_length_to_rates",
     "adapters",

@@ -13,7 +13,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src import ragged
-from jax_specdec._src.arrays import check_array, check_choice, check_int, check_type, pytree
+from jax_specdec._src.arrays import (
+    check_array,
+    check_choice,
+    check_int,
+    check_type,
+    pytree,
+    require,
+)
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.sampling import Filter, SamplingParams, inverse_temperature
@@ -196,6 +203,11 @@ def token_logprobs(
     sizes["K"] = config.num_speculative_tokens
     check_array("output.token_ids", output.token_ids, "[B, K+1]", sizes)
     check_array("output.num_emitted", output.num_emitted, "[B]", sizes)
+    must = "be there if and only if drafts.parents are"
+    is_path = (output.path is None) == (drafts.parents is None)
+    require(is_path, "output.path", must, output.path)
+    if output.path is not None:
+        check_array("output.path", output.path, "[B, K+1]", sizes)
     check_choice("distribution", distribution, get_args(Distribution))
     sampling, size = call.sampling, sizes["size"]
     check_int("num_top", num_top, 0, size)
@@ -226,9 +238,11 @@ def token_logprobs(
     def per_token(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x[:, None], shape)
 
+    # [B, K+1]: the row of each token, of those that its request owns; of a tree, that of a node
+    place = offset if output.path is None else jnp.maximum(output.path, 0)
     emitted = Emitted(
         exists=offset < jnp.minimum(output.num_emitted, num_rows)[:, None],
-        row=layout.first_row[:, None] + offset,
+        row=layout.first_row[:, None] + place,
         token_id=output.token_ids,
         inv_temperature=per_token(inv_temperature),
         filter=jax.tree.map(per_token, filter),

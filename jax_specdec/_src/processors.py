@@ -240,7 +240,7 @@ class Penalties(Processor):
         """The rows in float32, penalized; see `apply_penalties`."""
         num_drafts = rows.token_ids.shape[1]
         before = [
-            jnp.where(i < rows.offset, rows.token_ids[rows.owner, i], PLACEHOLDER_TOKEN_ID)
+            jnp.where(i < rows.offset, rows.token_ids[:, i], PLACEHOLDER_TOKEN_ID)
             for i in range(num_drafts)
         ]
 
@@ -373,7 +373,7 @@ class BadWords(Processor):
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
         """The rows with -inf where a word would be completed."""
         *_, size = self.words[:, :, 1:].shape
-        tokens = jnp.concatenate([self.recent, rows.token_ids], axis=1)[rows.owner]
+        tokens = jnp.concatenate([self.recent[rows.owner], rows.token_ids], axis=1)
         place = rows.offset[:, None] + _range(size)
         before = jnp.take_along_axis(tokens, place, axis=1, mode="clip") if size else tokens[:, :0]
         words = self.words[rows.owner]

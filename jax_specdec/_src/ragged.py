@@ -11,6 +11,7 @@ from jax import lax
 
 from jax_specdec._src.arrays import LOGITS, as_int32, check_array, check_int, check_type, require
 from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.tree import depths, lineage, nodes_above, tokens_before
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftDistribution,
@@ -30,6 +31,8 @@ class Layout(NamedTuple):
       num_drafts: ``[B]`` int32 in [0, K]; 0 if `in_bounds` is false.
       token_ids: ``[B, K]`` int32, -1 past ``num_drafts``.
       draft_rows: ``[B, K]`` int32, row of the draft distribution of each position.
+      place: ``[B, K]`` int32, index of each draft on the flattened axis; some index past
+        ``num_drafts``.
       in_bounds: ``[B]`` bool. It is false if the request's offsets are out of range, or if its
         drafts begin before those of an earlier request end. So no row has two owners.
     """
@@ -38,7 +41,14 @@ class Layout(NamedTuple):
     num_drafts: jax.Array
     token_ids: jax.Array
     draft_rows: jax.Array
+    place: jax.Array
     in_bounds: jax.Array
+
+    def parents(self, drafts: Drafts) -> jax.Array:
+        """``[B, K]`` int32, the parents of drafts that have such; 0 where none is proposed."""
+        assert drafts.parents is not None
+        found = drafts.parents.at[self.place].get(mode="fill", fill_value=0)
+        return jnp.where(self.token_ids >= 0, found, 0)
 
 
 def locate(
@@ -84,7 +94,7 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
     flat = start[:, None] + offset
     if n == 0:
         token_ids = jnp.full(flat.shape, PLACEHOLDER_TOKEN_ID, jnp.int32)
-        draft_rows = jnp.zeros(flat.shape, jnp.int32)
+        draft_rows = place = jnp.zeros(flat.shape, jnp.int32)
     else:
         place = jnp.minimum(flat, n - 1)
         token_ids = jnp.where(
@@ -92,7 +102,7 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
         )
         rows = drafts.distribution.rows if drafts.distribution is not None else None
         draft_rows = place if rows is None else rows[place]
-    return Layout(first_row, count, token_ids, draft_rows, in_bounds)
+    return Layout(first_row, count, token_ids, draft_rows, place, in_bounds)
 
 
 class Owners(NamedTuple):
@@ -101,7 +111,8 @@ class Owners(NamedTuple):
     Attributes:
       owner: ``[M]`` int32, the request; undefined, but in range, for a row without an owner.
       offset: ``[M]`` int32, how many of the request's drafts come before the row; undefined too.
-      token_ids: ``[B, K]`` int32, the drafts; ``[B, 0]`` for rows without any.
+      token_ids: ``[M, K]`` int32, the drafts before the row, and then anything; ``[M, 0]`` for rows
+        without any.
     """
 
     owner: jax.Array
@@ -132,7 +143,14 @@ def owners(
     layout = unpack(drafts, k, has_bonus_rows)
     count = jnp.where(layout.in_bounds, layout.num_drafts + int(has_bonus_rows), 0)
     owner, _ = owner_of_rows(layout.first_row, count, m)
-    return Owners(owner, index - layout.first_row[owner], layout.token_ids)
+    offset = index - layout.first_row[owner]
+    if drafts.parents is None:
+        return Owners(owner, offset, layout.token_ids[owner])
+    # Of a tree, row i comes after node i: the drafts before it are those on the path there.
+    node = jnp.clip(offset, 0, k)
+    sees = lineage(nodes_above(layout.parents(drafts)))
+    before = tokens_before(sees, layout.token_ids)
+    return Owners(owner, depths(sees)[owner, node], before[owner, node])
 
 
 def owner_of_rows(
@@ -199,7 +217,7 @@ class PackedDrafts(NamedTuple):
       requests: ``[N+B]`` int32, the request that each row of `target_logits` belongs to; B, which
         is out of range, for padding.
       offsets: ``[N+B]`` int32 in [0, K], how many drafts of its request come before the row, which
-        scores the token after them; 0 for padding.
+        scores the token after them; of a tree, the node that the row comes after. 0 for padding.
 
     Example:
       >>> import jax.numpy as jnp
@@ -219,6 +237,7 @@ def pack_drafts(
     *,
     size: int | None = None,
     distribution: DraftDistribution | None = None,
+    parents: IntegerRows | None = None,
 ) -> PackedDrafts:
     """Flatten a rectangle of drafts, so that a target pass runs over proposed tokens only.
 
@@ -234,6 +253,7 @@ def pack_drafts(
         those of the last requests are left out first. Which are left out does not depend on the
         tokens drafted: otherwise verification would not be lossless.
       distribution: as for `Drafts.from_dense`. No row is copied.
+      parents: ``[B, K]`` integers, or None for chains; as for `Drafts.from_dense`.
 
     Returns:
       `PackedDrafts`; `target_logits` is then ``[N+B, V]``.
@@ -276,7 +296,10 @@ def pack_drafts(
     if distribution is not None:
         rows = flat if distribution.rows is None else jnp.asarray(distribution.rows)[flat]
         distribution = dataclasses.replace(distribution, rows=rows)
-    return PackedDrafts(Drafts(ids, cu, distribution), requests, offsets)
+    if parents is not None:
+        nodes = as_int32("parents", parents, "[B, K]", {"B": batch, "K": k}).reshape(-1)
+        parents = nodes.at[flat].get(mode="fill", fill_value=0)
+    return PackedDrafts(Drafts(ids, cu, distribution, parents), requests, offsets)
 
 
 def _locate_in_spans(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

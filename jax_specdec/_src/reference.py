@@ -45,6 +45,8 @@ class ReferenceOutput:
       num_accepted: ``[B]`` int32, drafts kept.
       num_emitted: ``[B]`` int32, tokens emitted: accepted + 1, or 0 where `status` is not OK.
       status: ``[B]`` int32, a `Status`.
+      path: ``[B, K+1]`` int32, the node whose row each token comes from, then -1; for drafts
+        without parents 0, 1, 2, ...
       margin: ``[B]`` float64, the least relative distance between the two sides of a comparison
         that the request's outcome rests on; inf if every comparison is exact. An implementation in
         float32 may give other tokens only if it is at most 1e-5.
@@ -54,6 +56,7 @@ class ReferenceOutput:
     num_accepted: npt.NDArray[np.int32]
     num_emitted: npt.NDArray[np.int32]
     status: npt.NDArray[np.int32]
+    path: npt.NDArray[np.int32]
     margin: Array
 
 
@@ -83,7 +86,8 @@ def rejection_sample(
     their weights, ``S_i = sum(max(w_i p - q, 0))`` the mass left after i drafts (``S = w`` after
     the last), and the longest prefix with ``u_i < S_i / (S_i + 1 - w_i)`` is kept, followed by a
     sample of ``max(w_i p - q, 0)``. The agreement rule samples from ``p`` at each position, with
-    noise of its own, and keeps a draft iff it is what was sampled.
+    noise of its own, and keeps a draft iff it is what was sampled. It verifies trees of drafts too:
+    from the row of a node it goes on to the child that was sampled.
 
     Args:
       target_logits: ``[N+B, V]``, or ``[N, V]`` where `bonus_token_ids` is given; any float dtype.
@@ -154,6 +158,7 @@ def rejection_sample(
     num_accepted = np.zeros(num_requests, np.int32)
     num_emitted = np.zeros(num_requests, np.int32)
     status = np.zeros(num_requests, np.int32)
+    path = np.full(token_ids.shape, -1, np.int32)
     margin = np.full(num_requests, np.inf)
 
     reached = 0  # where the drafts of the requests before end
@@ -170,6 +175,7 @@ def rejection_sample(
             or not (0 <= filters["min_p"][b] <= 1 and filters["top_k"][b] >= 0)
             or not (0 < filters["top_p"][b] <= 1)
             or not (in_bounds and is_after)
+            or not _is_tree(drafts, start, count)
         ):
             status[b] = Status.BAD_INPUT
             continue
@@ -181,6 +187,7 @@ def rejection_sample(
             top_k=int(filters["top_k"][b]),
             top_p=float(filters["top_p"][b]),
             draft_ids=[int(x) for x in ids[start : start + count]],
+            parents=_parents(drafts, start, count),
             target_rows=target[first_row : first_row + count + (bonus is None)],
             drafts=draft_rows,
             first_draft=start,
@@ -190,8 +197,12 @@ def rejection_sample(
             exponential=np.asarray(noise.exponential)[b] if isinstance(noise, RaceNoise) else None,
             bonus_token_id=None if bonus is None else int(bonus[b]),
         )
+        nodes = [*range(1, count + 1)]  # that may be kept, in order
         try:
-            if method == "synthetic":
+            if drafts.parents is not None:
+                nodes, token = _tree(request)
+                accepted = len(nodes)
+            elif method == "synthetic":
                 assert conditional_rates is not None
                 accepted, token = _synthetic(request, conditional_rates)
             elif request.temperature == 0:
@@ -205,13 +216,36 @@ def rejection_sample(
         except _BadRow as bad:
             status[b] = bad.status
         else:
-            token_ids[b, :accepted] = request.draft_ids[:accepted]
-            token_ids[b, accepted] = token
+            kept = nodes[:accepted]
+            token_ids[b, : accepted + 1] = [*(request.draft_ids[i - 1] for i in kept), token]
+            path[b, : accepted + 1] = [0, *kept]
             num_accepted[b] = accepted
             num_emitted[b] = accepted + 1
         margin[b] = request.margin
 
-    return ReferenceOutput(token_ids, num_accepted, num_emitted, status, margin)
+    return ReferenceOutput(token_ids, num_accepted, num_emitted, status, path, margin)
+
+
+def _parents(drafts: Drafts, start: int, count: int) -> list[int]:
+    """The node that each draft of a request follows: of a chain, the draft before it."""
+    if drafts.parents is None:
+        return [*range(count)]
+    return [int(x) for x in np.asarray(drafts.parents)[start : start + count]]
+
+
+def _is_tree(drafts: Drafts, start: int, count: int) -> bool:
+    """Whether each draft that is proposed follows an earlier node, and no two siblings are equal.
+
+    True of drafts without parents.
+    """
+    if drafts.parents is None:
+        return True
+    parents = _parents(drafts, start, count)
+    ids = [int(x) for x in np.asarray(drafts.token_ids)[start : start + count]]
+    proposed = [(i, parents[i], ids[i]) for i in range(count) if ids[i] >= 0]
+    siblings = [(parent, x) for _, parent, x in proposed]
+    follow = all(0 <= parent <= i for i, parent, _ in proposed)
+    return follow and len({*siblings}) == len(siblings)
 
 
 # The rules. Each returns how many drafts are kept and the one token that follows them.
@@ -264,17 +298,29 @@ def _block(request: _Request) -> tuple[int, int]:
 
 def _agreement(request: _Request) -> tuple[int, int]:
     """Keep x while it is what p draws in two races, with the noise of its position."""
-    assert request.exponential is not None
     count, num_rows = len(request.draft_ids), len(request.target_rows)
     for i in range(num_rows):
-        p, noise = request.target_probs(i), request.exponential[i]
-        of_ids = noise[-min(TILE, len(noise) - 1) :]
-        tiles = [p[first : first + TILE] for first in range(0, len(p), TILE)]
-        t = request.race(np.array([tile.sum() for tile in tiles]), noise[: len(tiles)])
-        own = t * TILE + request.race(tiles[t], of_ids[: len(tiles[t])])
+        own = request.two_races(i, i)
         if i == count or own != request.draft_ids[i]:
             return i, own
     return count, request.bonus()
+
+
+def _tree(request: _Request) -> tuple[list[int], int]:
+    """Go from node 0 to the child that is the row's own token, while there is one.
+
+    Returns the nodes after node 0, and the own token of the last of them.
+    """
+    nodes = [0]
+    while True:
+        node, depth = nodes[-1], len(nodes) - 1
+        is_greedy = request.temperature == 0
+        own = request.target_argmax(node) if is_greedy else request.two_races(node, depth)
+        drafts = enumerate(zip(request.parents, request.draft_ids, strict=True), 1)
+        children = [i for i, draft in drafts if draft == (node, own)]
+        if not children:
+            return nodes[1:], own
+        nodes.append(children[0])
 
 
 def _synthetic(request: _Request, conditional_rates: Sequence[float]) -> tuple[int, int]:
@@ -309,6 +355,7 @@ class _Request:
     top_k: int
     top_p: float
     draft_ids: list[int]
+    parents: list[int]  # the node that each draft follows
     target_rows: Array  # [count + 1, V], or [count, V] where the bonus token is given
     drafts: _Drafts
     first_draft: int  # index of draft 0 on the flattened axis
@@ -394,6 +441,15 @@ class _Request:
         if self.temperature == 0:
             return self.target_argmax(last)
         return self.sample(self.target_probs(last))
+
+    def two_races(self, row: int, position: int) -> int:
+        """An id of a row's p: a tile by its mass, then an id of it, by the noise of a position."""
+        assert self.exponential is not None
+        p, noise = self.target_probs(row), self.exponential[position]
+        of_ids = noise[-min(TILE, len(noise) - 1) :]
+        tiles = [p[first : first + TILE] for first in range(0, len(p), TILE)]
+        t = self.race(np.array([tile.sum() for tile in tiles]), noise[: len(tiles)])
+        return t * TILE + self.race(tiles[t], of_ids[: len(tiles[t])])
 
     def sample(self, weights: Array, row_mass: float | None = None) -> int:
         """An id, with probability in proportion to its weight.
@@ -592,8 +648,8 @@ def decode_attention(
 ) -> Array:
     """Returns ``[B, S, N, D]`` float64, what each new row reads of its request's cache.
 
-    Row s sees position t if ``t < start``, or if t holds new row ``j = t - start`` and bit j of its
-    words is set (for a chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start
+    Row s sees position t if ``t < start``, or if bit ``j = t - start`` of its 64 is set (for a
+    chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start
     + s - window``). It reads
     ``sum_t softmax_t(q k_t / sqrt(D)) v_t`` over the positions that it sees.
 
@@ -615,12 +671,12 @@ def decode_attention(
         for t in range(room):
             j = t - first
             newest = s if words is None else 0
-            if j >= num_rows or (window is not None and j <= newest - window):
+            if window is not None and j <= newest - window:
                 continue
             if words is None:
                 is_seen = j <= s
             else:
-                is_seen = j < 0 or int(words[b, s, j // 32]) >> j % 32 & 1 == 1
+                is_seen = j < 0 or (j < 64 and int(words[b, s, j // 32]) >> j % 32 & 1 == 1)
             if is_seen:
                 seen.append(t)
         for head in range(num_heads):

@@ -1,4 +1,4 @@
-"""What a tree of drafts asks of the target's pass: the depth of each node, and what it sees."""
+"""Trees of drafts: the depth of each node, its ancestors, and the drafts before it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_specdec._src.arrays import check_array, require
-from jax_specdec._src.attention.api import MAX_VISIBLE
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+
+MAX_VISIBLE = 64
+"""Rows that a mask of bits has room for."""
 
 
 class TreeRows(NamedTuple):
@@ -17,14 +21,14 @@ class TreeRows(NamedTuple):
     Node i is written at position ``start[b] + i`` of the cache, like the token i of a chain.
 
     Attributes:
-      depth: ``[B, K+1]`` int32, drafts from node 0 to each node: its token is at position ``start[b]
-        + depth[b, i]`` of the sequence, for rotary angles.
+      depth: ``[B, K+1]`` int32, drafts from node 0 to each node: its token is at position
+        ``start[b] + depth[b, i]`` of the sequence, for rotary angles.
       visible: ``[B, K+1, 2]`` uint32, which nodes each one sees, its ancestors and itself, as
         `decode_attention` takes it.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> rows = tree_rows(jnp.array([[0, 0, 1]]))
+      >>> rows = TreeRows.of(jnp.array([[0, 0, 1]]))
       >>> rows.depth.tolist()
       [[0, 1, 1, 2]]
       >>> [f"{bits:04b}" for bits in rows.visible[0, :, 0].tolist()]
@@ -34,37 +38,83 @@ class TreeRows(NamedTuple):
     depth: jax.Array
     visible: jax.Array
 
+    @classmethod
+    def of(cls, parents: jax.Array) -> TreeRows:
+        """Returns the depth of each node of trees of drafts, and the nodes that it sees.
 
-def tree_rows(parents: jax.Array) -> TreeRows:
-    """Returns the depth of each node of trees of drafts, and the nodes that it sees.
+        Args:
+          parents: ``[B, K]`` int32, K at most 63, the node that each draft follows, as in `Drafts`.
+            A parent out of range is read as one in range: such a request is not verified.
+
+        Returns:
+          `TreeRows` of K + 1 nodes.
+
+        Raises:
+          TypeError: not int32.
+          ValueError: not ``[B, K]``, or more than 63 drafts.
+        """
+        sizes: dict[str, int] = {}
+        check_array("parents", parents, "[B, K] int32", sizes)
+        must = f"have at most {MAX_VISIBLE - 1} drafts per request"
+        require(sizes["K"] < MAX_VISIBLE, "parents", must, parents)
+        sees = lineage(nodes_above(parents))
+        # [B, K+1, K+1, 2] -> [B, K+1, 2]: the bits of all nodes that a node sees
+        bits = node_bits(jnp.arange(sees.shape[2], dtype=jnp.int32))[None, None]
+        visible = jnp.sum(jnp.where(sees[..., None], bits, 0), axis=2, dtype=jnp.uint32)
+        return cls(depths(sees), visible)
+
+
+def node_bits(nodes: jax.Array) -> jax.Array:
+    """Returns the bit of each node, ``[n, 2]`` uint32: bit i % 32 of word i // 32 for node i.
 
     Args:
-      parents: ``[B, K]`` int32, K at most 63, the node that each draft follows, as in `Drafts`. A
-        parent out of range is read as one in range: such a request is not verified.
-
-    Returns:
-      `TreeRows` of K + 1 nodes.
-
-    Raises:
-      TypeError: not int32.
-      ValueError: not ``[B, K]``, or more than 63 drafts.
+      nodes: ``[n]`` int32 below 64.
     """
-    sizes: dict[str, int] = {}
-    check_array("parents", parents, "[B, K] int32", sizes)
-    batch_size, num_drafts = sizes["B"], sizes["K"]
-    must = f"have at most {MAX_VISIBLE - 1} drafts per request"
-    require(num_drafts < MAX_VISIBLE, "parents", must, parents)
-    node = jnp.arange(num_drafts + 1, dtype=jnp.int32)
-    # [B, K+1]: the parent of each node; node 0 is its own
-    above = jnp.pad(jnp.clip(parents, 0, node[None, :-1]), ((0, 0), (1, 0)))
-    depth = jnp.broadcast_to(jnp.minimum(node, 1), above.shape)
-    # [K+1, 2]: the bit of each node, in the first word or the second
-    bit = jnp.uint32(1) << (node & 31).astype(jnp.uint32)
-    own = jnp.where(node[:, None] // 32 == jnp.arange(2, dtype=jnp.int32)[None, :], bit[:, None], 0)
-    visible = jnp.broadcast_to(own, (batch_size, *own.shape))
-    # After step i each node knows its 2**i nearest ancestors, and `above` is the one after them.
-    for _ in range(num_drafts.bit_length()):
-        depth = depth + jnp.take_along_axis(depth, above, axis=1)
-        visible = visible | jnp.take_along_axis(visible, above[:, :, None], axis=1)
+    word = lax.broadcasted_iota(jnp.int32, (nodes.shape[0], 2), 1)
+    bit = jnp.uint32(1) << (nodes & 31).astype(jnp.uint32)
+    return jnp.where(nodes[:, None] // 32 == word, bit[:, None], 0)
+
+
+def nodes_above(parents: jax.Array) -> jax.Array:
+    """Returns ``[B, K+1]`` int32, the parent of each node, in range; node 0 is its own.
+
+    Args:
+      parents: ``[B, K]`` int32.
+    """
+    node = jnp.arange(parents.shape[1], dtype=jnp.int32)[None, :]
+    return jnp.pad(jnp.clip(parents, 0, node), ((0, 0), (1, 0)))
+
+
+def lineage(above: jax.Array) -> jax.Array:
+    """Returns ``[B, K+1, K+1]`` bool, whether node i is node j or comes after it.
+
+    Args:
+      above: ``[B, K+1]`` int32, from `nodes_above`.
+    """
+    num_nodes = above.shape[1]
+    sees = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (*above.shape, num_nodes))
+    # After round r each node sees its 2**r - 1 nearest ancestors, and `above` is the next one.
+    for _ in range((num_nodes - 1).bit_length()):
+        sees = sees | jnp.take_along_axis(sees, above[:, :, None], axis=1)
         above = jnp.take_along_axis(above, above, axis=1)
-    return TreeRows(depth, visible)
+    return sees
+
+
+def depths(sees: jax.Array) -> jax.Array:
+    """Returns ``[B, K+1]`` int32, the drafts from node 0 to each node, its own included."""
+    return jnp.sum(sees, axis=2, dtype=jnp.int32) - 1
+
+
+def tokens_before(sees: jax.Array, token_ids: jax.Array) -> jax.Array:
+    """Returns ``[B, K+1, K]`` int32, the drafts on the path to each node, then -1.
+
+    Args:
+      sees: from `lineage`.
+      token_ids: ``[B, K]`` int32.
+    """
+    batch_size, num_drafts = token_ids.shape
+    # [B, K+1, K]: where draft j goes in the list of node i; past its end if it is not on the path
+    place = jnp.where(sees[:, :, 1:], depths(sees)[:, None, 1:] - 1, num_drafts)
+    nothing = jnp.full((batch_size, num_drafts + 1, num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
+    drafts = jnp.broadcast_to(token_ids[:, None, :], nothing.shape)
+    return jnp.put_along_axis(nothing, place, drafts, axis=2, inplace=False, mode="drop")

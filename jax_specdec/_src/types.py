@@ -240,8 +240,9 @@ class Drafts:
 
         Raises:
           TypeError: not integers.
-          ValueError: not one-dimensional, or not one parent for each draft; an integer out of the range of int32; or, if their values
-            are known, counts that are negative or more than N together.
+          ValueError: not one-dimensional, or not one parent for each draft; an integer out of the
+            range of int32; or, if their values are known, counts that are negative or more than N
+            together.
 
         Example:
           >>> import jax.numpy as jnp

@@ -32,12 +32,13 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a tree of two words": (1, 40, 1, 4, 64, 128, (60,), None, "tree", None),
     "a tree, split": (1, 12, 2, 4, 64, 192, (60,), None, "tree", 2),
     "a block that sees all of itself": (1, 7, 1, 1, 64, 64, (20,), None, "block", None),
+    "a level of a tree": (2, 5, 1, 4, 64, 256, (100, 60), None, "level", 2),
     "a block in a window": (2, 6, 1, 2, 64, 256, (150, 10), 20, "block", 2),
     "several blocks of rows": (2, 70, 1, 2, 64, 256, (0, 100), None, "chain", 2),
     "one row at the end of its cache": (1, 1, 1, 8, 64, 64, (63,), None, "chain", None),
 }
 INTERPRETED = [
-    pytest.param(name, marks=() if i in (1, 2, 3, 6) else pytest.mark.long)
+    pytest.param(name, marks=() if i in (1, 2, 3, 6, 7) else pytest.mark.long)
     for i, name in enumerate(CASES)
 ]
 ON_GPU: dict[str, tuple[Any, ...]] = CASES | {
@@ -61,6 +62,9 @@ def visibility(kind: str, batch: int, count: int, rng: np.random.Generator) -> n
     bits = np.zeros((batch, count, 64), np.uint64)
     if kind == "block":
         bits[:, :, :count] = 1
+    elif kind == "level":  # of what earlier calls wrote, too; the last bit is set for one row only
+        bits = rng.integers(0, 2, bits.shape).astype(np.uint64)
+        bits[:, :, -1] = np.arange(count) == 0
     else:
         for b, s in np.ndindex(batch, count):  # a row sees itself and its parent's ancestors
             bits[b, s, s] = 1
@@ -85,7 +89,7 @@ def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any,
     )
     for b in range(batch if poisoned else 0):
         own = slice(b * num_kv, (b + 1) * num_kv)
-        unseen = [slice(first[b] + count, None)]
+        unseen = [slice(first[b] + (64 if kind == "level" else count), None)]
         unseen += [slice(0, max(0, first[b] - window + 1))] if window else []
         for positions in unseen:
             keys[own, :, positions], values[own, positions] = np.nan, np.inf
@@ -93,6 +97,7 @@ def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any,
 
 
 def check(case: tuple[Any, ...], dtype: Any, attend: Any, **settings: Any) -> None:
+    settings["num_visible"] = 64 if case[-2] == "level" else case[1]
     for poisoned in (True, False):  # False with the promise of a finite cache
         arrays, wanted, window = made(case, dtype, poisoned)
         run = functools.partial(attend, window=window, finite_cache=not poisoned, **settings)
@@ -162,7 +167,7 @@ def nan_in_a_new_row_is_for_those_who_see_it(attend: Any) -> None:
 
 def test_nan_in_a_new_row_is_for_those_who_see_it() -> None:
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(xla.attend, window=None, finite_cache=False)
+        functools.partial(xla.attend, window=None, finite_cache=False, num_visible=64)
     )
 
 
@@ -171,14 +176,16 @@ def test_nan_in_a_new_row_is_for_those_who_see_it() -> None:
 def test_the_kernel_keeps_nan_to_those_who_see_it() -> None:
     settings: dict[str, Any] = {"interpret": interpret_gpu_params()}
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(mosaic_gpu.attend, window=None, finite_cache=False, **settings)
+        functools.partial(
+            mosaic_gpu.attend, window=None, finite_cache=False, num_visible=64, **settings
+        )
     )
 
 
 @pytest.mark.gpu
 def test_the_kernel_keeps_nan_to_those_who_see_it_on_a_gpu() -> None:
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(mosaic_gpu.attend, window=None, finite_cache=False)
+        functools.partial(mosaic_gpu.attend, window=None, finite_cache=False, num_visible=64)
     )
 
 

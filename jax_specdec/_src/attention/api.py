@@ -14,12 +14,10 @@ from jax_specdec._src.arrays import LOGITS, Sizes, check_array, check_choice, ch
 from jax_specdec._src.attention import xla
 from jax_specdec._src.attention.arrays import AttentionArrays
 from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec._src.verify.mosaic_gpu import support
 
 AttentionImplementation = Literal["xla", "mosaic_gpu"]
-
-MAX_VISIBLE = 64
-"""Rows that `visible` has bits for."""
 
 
 class AttentionStatic(NamedTuple):
@@ -28,11 +26,13 @@ class AttentionStatic(NamedTuple):
     Attributes:
       window: positions that a row of a chain sees, its own included; None for all.
       finite_cache: whether no value of the cache is NaN or infinite.
+      num_visible: positions from `start` on that some row may see by `visible`.
       implementation: that was named.
     """
 
     window: int | None
     finite_cache: bool
+    num_visible: int
     implementation: AttentionImplementation | None
 
 
@@ -54,8 +54,9 @@ def decode_attention(
     share one), D numbers of a head, T positions of room in the cache. The keys and values of the S
     new rows are in the cache already, at positions ``start[b]`` to ``start[b] + S - 1``.
 
-    Row s of request b sees position t if ``t < start[b]``, or if it is one of the new rows and the
-    row may see it: for a chain, ``t <= start[b] + s``; otherwise as `visible` says.
+    Row s of request b sees position t if ``t < start[b]``, or if it may see it: for a chain, ``t <=
+    start[b] + s``; otherwise as `visible` says, which may also name positions beyond the S new rows
+    that other calls have written.
 
     Scores and softmax are float32. The result does not depend on what lies at positions that a row
     does not see, even where that is NaN; nor, beyond rounding, on T or on the other requests. For a
@@ -68,8 +69,11 @@ def decode_attention(
       values: ``[B * Nkv, T, D]``, of the dtype of `query`.
       start: ``[B]`` int32, tokens that were in the cache before the new rows.
       visible: ``[S, 2]`` or ``[B, S, 2]`` uint32, for S of at most 64: bit ``j % 32`` of word
-        ``j // 32`` says whether the row sees new row j. A tree sets the bits of a row's ancestors
-        and its own, a block that sees all of itself sets S bits. None for a chain.
+        ``j // 32`` says whether the row sees position ``start[b] + j``, for j from 0 to 63,
+        whatever S is. A tree sets the bits of a row's ancestors and its own; a block that sees all
+        of itself sets S bits. Rows may be written elsewhere than from `start` on, within these 64
+        positions, as a tree is that grows by a level a call. Bits of positions from T on are not
+        looked at. Each row must see a position. None for a chain.
       layer: ``[]`` int32. Keys and values then have a leading axis of layers, of which this one is
         read, in place where the kernel serves the call.
       window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
@@ -109,10 +113,12 @@ def decode_attention(
     fits = heads % batch_size == 0 if batch_size else heads == 0
     fits = fits and (not heads or num_heads % (heads // batch_size) == 0)
     require(fits, "keys", must, keys)
+    num_visible = MAX_VISIBLE
     if visible is not None:
         check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
         must = f"be None for more than {MAX_VISIBLE} rows"
         require(num_rows <= MAX_VISIBLE, "visible", must, visible)
+        num_visible = _num_visible(visible, num_rows)
         visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
     if layer is not None:
         check_array("layer", layer, "[] int32", {})
@@ -132,7 +138,25 @@ def decode_attention(
         visible=visible,
         layer=layer,
     )
-    return _decode_attention(arrays, AttentionStatic(window, finite_cache, implementation))
+    static = AttentionStatic(
+        window=window,
+        finite_cache=finite_cache,
+        num_visible=num_visible,
+        implementation=implementation,
+    )
+    return _decode_attention(arrays, static)
+
+
+def _num_visible(visible: jax.Array | np.ndarray, num_rows: int) -> int:
+    """Returns how many positions from `start` on rows may see: S if bits are known, else 64.
+
+    The kernel reads so many. The bits of a block are a constant, and it sees the S new rows alone.
+    """
+    if not isinstance(visible, np.ndarray):
+        return MAX_VISIBLE
+    low, high = np.bitwise_or.reduce(visible.reshape(-1, 2), axis=0)
+    bits = int(low) | int(high) << 32
+    return num_rows if bits >> num_rows == 0 else MAX_VISIBLE
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -150,10 +174,20 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
         if why_not is None:
             from jax_specdec._src.attention import mosaic_gpu  # which imports Pallas
 
-            return mosaic_gpu.attend(arrays, window=static.window, finite_cache=static.finite_cache)
+            return mosaic_gpu.attend(
+                arrays,
+                window=static.window,
+                finite_cache=static.finite_cache,
+                num_visible=static.num_visible,
+            )
         if is_named:
             raise NotImplementedError(f"implementation='mosaic_gpu' {why_not}")
-    return xla.attend(arrays, window=static.window, finite_cache=static.finite_cache)
+    return xla.attend(
+        arrays,
+        window=static.window,
+        finite_cache=static.finite_cache,
+        num_visible=static.num_visible,
+    )
 
 
 def _is_small(arrays: AttentionArrays) -> bool:

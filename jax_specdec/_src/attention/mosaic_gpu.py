@@ -54,6 +54,7 @@ class Shape(NamedTuple):
     window: int | None  # see `api.decode_attention`
     finite_cache: bool  # likewise
     has_words: bool  # whether `visible` is given
+    num_visible: int  # positions from `start` on that it may name
 
     @property
     def row_blocks(self) -> int:
@@ -71,6 +72,7 @@ def attend(
     *,
     window: int | None,
     finite_cache: bool,
+    num_visible: int,
     splits: int | None = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -80,6 +82,7 @@ def attend(
       arrays: of the call.
       window: see there.
       finite_cache: see there.
+      num_visible: see `api.AttentionStatic`.
       splits: parts of each request's positions; None for as many as fill a GPU.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
@@ -113,6 +116,7 @@ def attend(
         window=window,
         finite_cache=finite_cache,
         has_words=arrays.visible is not None,
+        num_visible=num_visible,
     )
     # [B, S, Nkv, group, D] -> [B * Nkv, rows, D] -> [B * Nkv * padded, D], and at least 64 rows.
     query = arrays.query.reshape(batch_size, num_new, num_kv, group, head_dim).swapaxes(1, 2)
@@ -201,7 +205,7 @@ class Operands(NamedTuple):
     values: Any  # [heads of all layers, T, D]
     start: Any  # [B] int32
     first_head: Any  # [1] int32, of the layer
-    words: Any  # [B, 2, row_blocks * 64] int32, bits of the new rows that each row sees
+    words: Any  # [B, 2, row_blocks * 64] int32, bits of what each row sees from start on
     found: Any  # [B * Nkv, splits, padded, D]
     largest: Any  # [B * Nkv, splits, row_blocks * 64] float32, the largest score of each row
     total: Any  # likewise, the sum of its weights relative to that
@@ -254,8 +258,8 @@ class Block(NamedTuple):
             begin = start + (0 if shape.has_words else first_new)
             begin = jnp.clip(begin + (1 - shape.window), 0, shape.room)
             begin = lax.div(begin, jnp.int32(TILE))
-        # In a tree a row may see any new row; in a chain those up to itself.
-        most = shape.num_new if shape.has_words else last_new + 1
+        # In a chain a row sees the new rows up to itself; in a tree it may see any that has a bit.
+        most = shape.num_visible if shape.has_words else last_new + 1
         end = jnp.clip(start + most, 0, shape.room)
         end = lax.div(end + (TILE - 1), jnp.int32(TILE))
         share = lax.div(jnp.maximum(end - begin, 0) + (shape.splits - 1), jnp.int32(shape.splits))
@@ -409,14 +413,15 @@ def _masked(
         values[...] = jnp.where(is_bad, 0.0, number).astype(values.dtype)
         plgpu.commit_smem()
     index = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=layout)
-    new = index(1) + ((block.tile + i) * TILE - block.start)  # which new row lies at each position
+    # Which new row lies at each position, or which bit is for it.
+    new = index(1) + ((block.tile + i) * TILE - block.start)
     row = lax.div(index(0) + block.row, jnp.int32(shape.group))  # the new row that each row is of
     if shape.has_words:
-        # Bit j of a row's two words: does it see new row j? Positions before the new rows are seen.
+        # Bit j of a row's two words: does it see position start + j? Those before start are seen.
         low, high = (plgpu.layout_cast(scratch.words[i], layout.reduce(1)) for i in (0, 1))
         low, high = (lax.broadcast_in_dim(x, scores.shape, [0]) for x in (low, high))
         bit = lax.shift_right_logical(jnp.where(new < 32, low, high), new & 31) & 1
-        seen = (new < 0) | ((new < shape.num_new) & (bit == 1))
+        seen = (new < 0) | ((new < shape.num_visible) & (bit == 1))
     else:
         seen = new <= row
     if shape.window is not None:

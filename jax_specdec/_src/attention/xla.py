@@ -15,8 +15,10 @@ from jax import lax
 from jax_specdec._src.attention.arrays import AttentionArrays
 
 
-def attend(arrays: AttentionArrays, *, window: int | None, finite_cache: bool) -> jax.Array:
-    """Returns ``[B, S, N, D]``; see `api.decode_attention`."""
+def attend(
+    arrays: AttentionArrays, *, window: int | None, finite_cache: bool, num_visible: int
+) -> jax.Array:
+    """Returns ``[B, S, N, D]``; see `api.decode_attention` and `api.AttentionStatic`."""
     keys = arrays.keys
     values = arrays.values
     if arrays.layer is not None:
@@ -34,7 +36,7 @@ def attend(arrays: AttentionArrays, *, window: int | None, finite_cache: bool) -
     scores = jnp.matmul(
         query.reshape(*rows, head_dim), keys, preferred_element_type=jnp.float32
     ) * (head_dim**-0.5)
-    seen = _seen(arrays, room, window)
+    seen = _seen(arrays, room, window, num_visible)
     # [B, S, T] -> [B * Nkv, S * group, T]
     seen = jnp.broadcast_to(seen[:, None, :, None, :], (*split, room)).reshape(*rows, room)
 
@@ -56,7 +58,7 @@ def attend(arrays: AttentionArrays, *, window: int | None, finite_cache: bool) -
     return found.reshape(batch_size, num_rows, num_heads, head_dim)
 
 
-def _seen(arrays: AttentionArrays, room: int, window: int | None) -> jax.Array:
+def _seen(arrays: AttentionArrays, room: int, window: int | None, num_visible: int) -> jax.Array:
     """Returns ``[B, S, T]`` bool, which positions each row sees."""
     num_rows = arrays.query.shape[1]
     visible = arrays.visible
@@ -66,8 +68,8 @@ def _seen(arrays: AttentionArrays, room: int, window: int | None) -> jax.Array:
     if visible is None:
         seen = position <= start + row
     else:
-        new = position - start  # [B, 1, T], which new row lies there
-        is_new = (new >= 0) & (new < num_rows)
+        new = position - start  # [B, 1, T], which bit is for the position
+        is_new = (new >= 0) & (new < num_visible)
         low, high = visible[:, :, :1], visible[:, :, 1:]  # [B, S, 1]
         word = jnp.where(new < 32, low, high)
         bit = (word >> (new & 31).astype(jnp.uint32)) & 1

@@ -84,6 +84,7 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
     config = settings.config
     # Shapes and dtypes first, then how arrays are split, then the noise, whose shape may need K.
     arrays, sizes = check_arrays(arrays, settings)
+    _check_trees(arrays, config)
     layout = resolve(settings.sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
     if arrays.randomness is not None:
         sizes["K"] = config.num_speculative_tokens
@@ -201,6 +202,23 @@ def _check_distribution(distribution: DraftDistribution, sizes: Sizes) -> None:
     known = None if ids is None or ids.ndim == 2 else known_values(ids)
     if known is not None:
         check_listed(f"{path}.ids", known, sizes["size"])
+
+
+def _check_trees(arrays: CallArrays, config: SpecDecodeConfig) -> None:
+    """Checks that drafts with parents can be verified.
+
+    Raises:
+      NotImplementedError: the rule is not agreement, or the bonus tokens are given.
+    """
+    if arrays.drafts.parents is None:
+        return
+    name = "config.rejection_sample_method"
+    method, must = config.rejection_sample_method, "be 'agreement' for drafts with parents"
+    hint = "the other rules judge chains of drafts alone"
+    require(method == "agreement", name, must, method, hint, NotImplementedError)
+    bonus, must = arrays.bonus_token_ids, "be None for drafts with parents"
+    hint = "each node of a tree has a row, from which the last token may be drawn"
+    require(bonus is None, "bonus_token_ids", must, bonus, hint, NotImplementedError)
 
 
 def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig) -> None:

@@ -157,7 +157,8 @@ def drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
     noise = requests.noise
     assert isinstance(noise, Races | DrawnRaces)  # as for a rule that draws from every row
     # [B * P, T+L]: the noise of every position, and what it is drawn from
-    exponential = noise.of_rows(positions.offset, rows.padded_vocab_size)
+    depth = requests.order.depth(positions.offset)
+    exponential = noise.of_rows(depth, rows.padded_vocab_size)
     exponential = exponential.reshape(-1, exponential.shape[2])
     source = Source.of(requests, positions)._replace(proposed=nothing, uses_q=nothing)
     source = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)

@@ -25,6 +25,7 @@ from jax_specdec._src.types import (
     RaceNoise,
     Status,
 )
+from jax_specdec._src.verify.order import ChainOrder, TreeOrder
 
 KeysAndPositions = tuple[jax.Array, jax.Array]
 """Keys ``[B]`` and positions ``[B]``, to draw noise from."""
@@ -137,6 +138,7 @@ class Request(NamedTuple):
       bonus_token_id: ``[B]`` int32, or None if requests own bonus rows.
       status: ``[B]`` int32.
       is_ok: ``[B]`` bool, whether the status is OK: if not, no row of the request may be read.
+      order: which row comes after which.
     """
 
     first_row: jax.Array
@@ -153,6 +155,7 @@ class Request(NamedTuple):
     bonus_token_id: jax.Array | None
     status: jax.Array
     is_ok: jax.Array
+    order: ChainOrder | TreeOrder = ChainOrder()
 
     @classmethod
     def without_drafts(
@@ -203,6 +206,10 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     end = layout.first_row + num_rows
     # Rows of inactive requests may be left out; an active request must have its own.
     valid_input &= end <= arrays.target_logits.shape[0]  # else its rows were left out
+    order: ChainOrder | TreeOrder = ChainOrder()
+    if drafts.parents is not None:
+        order, is_tree = TreeOrder.of(layout.parents(drafts), layout.token_ids)
+        valid_input &= is_tree
     noise: Uniforms | Races | DrawnRaces
     given = arrays.randomness
     # Accept uniforms come from `given`; the last token is drawn by `noise`.
@@ -246,6 +253,7 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
         bonus_token_id=arrays.bonus_token_ids,
         status=status,
         is_ok=status == Status.OK,
+        order=order,
     )
 
 

@@ -289,7 +289,7 @@ def over_parts(
     elif isinstance(distribution, DraftLogits):
         of_distribution = DraftLogits(matrix, own, own, number, number, number, ids)
     logits: Any = P(batch, layout.vocab_axis)
-    drafts: Any = Drafts(own, whole, of_distribution)
+    drafts: Any = Drafts(own, whole, of_distribution, own)
     specs = CallArrays(logits, drafts, own, own, own, own, own)
     parts = 1 if batch is None else layout.mesh.shape[batch]
 
@@ -308,9 +308,8 @@ def over_parts(
         if distribution is not None and distribution.rows is not None and layout.draft_batch:
             rows = distribution.rows - me * storage_of(distribution).shape[0]
             distribution = dataclasses.replace(distribution, rows=rows)
-        return function(
-            dataclasses.replace(arrays, drafts=Drafts(drafts.token_ids, cu, distribution))
-        )
+        own = dataclasses.replace(drafts, cu_num_draft_tokens=cu, distribution=distribution)
+        return function(dataclasses.replace(arrays, drafts=own))
 
     return over_mesh(on_part, layout.mesh, specs, P(batch), arrays)
 

@@ -114,6 +114,8 @@ def validate(
     drafted = np.flatnonzero(is_active[owner])
     holds, must = (ids >= -1) & (ids < size), f"be in [0, {size}), or -1 for no proposal"
     check_entries("drafts.token_ids[{}]", ids, holds, must, drafted)
+    if drafts.parents is not None:
+        _check_trees(drafts, owner, drafted[ids[drafted] >= 0])
     # Target rows that active requests own: one for each draft, and the bonus row.
     rows = drafted
     if bonus_token_ids is None:
@@ -133,6 +135,22 @@ def validate(
     _check_finite("target_logits[{}].max()", logits.max(axis=1), rows)
     if drafts.distribution is not None:
         _check_distribution(drafts.distribution, owner, drafted, size)
+
+
+def _check_trees(drafts: Drafts, owner: np.ndarray, proposed: np.ndarray) -> None:
+    """Checks the parents of the drafts that are proposed, of which draft i is ``owner[i]``'s."""
+    parents = np.asarray(drafts.parents)
+    # [N]: how many drafts of the same request come before each draft
+    order = np.arange(len(owner)) - np.asarray(drafts.cu_num_draft_tokens)[owner]
+    holds = (parents[: len(owner)] >= 0) & (parents[: len(owner)] <= order)
+    must = "be a node before it, from 0 to the number of its request's drafts before it"
+    check_entries("drafts.parents[{}]", parents, holds, must, proposed)
+    ids = np.asarray(drafts.token_ids)
+    siblings = [(int(owner[i]), int(parents[i]), int(ids[i])) for i in proposed]
+    is_first = np.ones(len(ids), bool)
+    is_first[proposed] = [one not in siblings[:i] for i, one in enumerate(siblings)]
+    must = "differ from its siblings"
+    check_entries("drafts.token_ids[{}]", ids, is_first, must, proposed)
 
 
 def _given(values: Any, default: np.ndarray) -> np.ndarray:

@@ -98,6 +98,8 @@ def _verify(
     positions = rule.choose(requests, unread)
     # Read, and judged: p, q and status of every draft that may matter
     positions = rule.with_weights(backend.read(rows, requests, positions, rule, samples))
+    # Of a tree, the positions of the path that the drawn tokens take
+    requests, positions, path = requests.order.along_path(requests, positions)
     sources = Source.of(requests, positions)
     # Only the block rule takes residual masses, where q is used; else q stands in their place.
     residuals = Residuals(sources, None, positions.q)
@@ -110,11 +112,11 @@ def _verify(
     if not samples or rule.draws_every_row:
         nothing_bad = jnp.zeros_like(requests.greedy)
         token_id = entry_of(positions.argmax, place)
-        return _output(requests, num_accepted, status, token_id, nothing_bad)
+        return _output(requests, num_accepted, status, token_id, nothing_bad, path)
     # [B]: drawn from the one position that is left of each request
     last, masses = residuals.at(place)
     token_id, bad_draft = draw(rows, requests, last, masses)
-    return _output(requests, num_accepted, status, token_id, bad_draft)
+    return _output(requests, num_accepted, status, token_id, bad_draft, path)
 
 
 def sample(
@@ -166,6 +168,7 @@ def _output(
     status: jax.Array,
     token_id: jax.Array,
     bad_draft: jax.Array,
+    path: jax.Array | None,
 ) -> RejectionSampleOutput:
     """Returns the output.
 
@@ -175,6 +178,7 @@ def _output(
       status: ``[B]`` int32, of the rows that the decision rests on.
       token_id: ``[B]`` int32, the last token as it was drawn.
       bad_draft: ``[B]`` bool, whether it was drawn with a bad draft row.
+      path: ``[B, K+1]`` int32, nodes of a tree, or None.
     """
     # Where the caller has sampled the bonus, nothing was to be drawn.
     if requests.bonus_token_id is not None:
@@ -188,6 +192,8 @@ def _output(
     # [B, K+1]: the accepted drafts, the last token, and nothing after it
     index = jnp.arange(requests.token_ids.shape[1], dtype=jnp.int32)[None, :]
     emitted = jnp.where(index == last, token_id[:, None], requests.token_ids)
-    emitted = jnp.where(ok[:, None] & (index <= last), emitted, PLACEHOLDER_TOKEN_ID)
+    is_emitted = ok[:, None] & (index <= last)
+    emitted = jnp.where(is_emitted, emitted, PLACEHOLDER_TOKEN_ID)
     accepted = jnp.where(ok, num_accepted, 0)
-    return RejectionSampleOutput(emitted, accepted, jnp.where(ok, accepted + 1, 0), status)
+    path = None if path is None else jnp.where(is_emitted, path, -1)
+    return RejectionSampleOutput(emitted, accepted, jnp.where(ok, accepted + 1, 0), status, path)

@@ -26,8 +26,8 @@ class Costs:
     """Times relative to a target pass over one row of each request.
 
     Attributes:
-      draft_token: of each drafter, by its name in the options.
-      rows: of a target pass over ``K + 1`` rows, by K.
+      draft_token: of each drafter, by its name in the options; a K-th of the time to draft a tree.
+      rows: of a target pass over ``K + 1`` rows, by K; with trees, over one more than their drafts.
     """
 
     draft_token: dict[str, float]
@@ -49,17 +49,19 @@ def measure_costs(session: Session) -> Costs:
     options = session.options
     target = session.models.target.model
     one = _seconds(session, Decoder(target, None, PLAIN), None)
+    configs = {config.num_speculative_tokens: config for config in options.configs}
+    if options.tree is not None:
+        wide = dataclasses.replace(options.config, num_speculative_tokens=options.tree)
+        configs = {options.tree: wide}
     rows = {
-        config.num_speculative_tokens: _seconds(
-            session, Decoder(target, NGramDrafter(), config), None
-        )
-        for config in options.configs
+        k: _seconds(session, Decoder(target, NGramDrafter(), config), None)
+        for k, config in configs.items()
     }
     drafts = {}
     most = max(options.configs, key=lambda config: config.num_speculative_tokens)
     for name in options.drafters:
         draft = session.models.drafters[name]
-        decoder = Decoder(target, draft.drafter, most)
+        decoder = Decoder(target, *draft.drafting(most, options.tree))
         seconds = _seconds(session, decoder, draft.params, drafts=True)
         drafts[name] = seconds / most.num_speculative_tokens / one
     return Costs(drafts, {k: seconds / one for k, seconds in rows.items()})
@@ -99,7 +101,11 @@ def _repeat(
         if drafts:
             new = decoder.draft(draft_params, state)
             new = dataclasses.replace(  # a pass of the target would bring them
-                new, features=state.features, num_features=state.num_features, confidences=None
+                new,
+                features=state.features,
+                num_features=state.num_features,
+                confidences=None,
+                draft_parents=None,
             )
             newest = new.draft_token_ids[:, 0]
         else:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jax_specdec._src.arrays import require
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec.lm.cli.options import (
     DEFAULT_MAX_NEW_TOKENS,
     HEAD_PREFIXES,
@@ -44,6 +45,16 @@ class Draft(NamedTuple):
 
     drafter: Drafter
     params: Any = None
+
+    def drafting(
+        self, config: SpecDecodeConfig, num_nodes: int | None
+    ) -> tuple[Drafter, SpecDecodeConfig]:
+        """The drafter and the config; of trees with so many drafts, whose paths have up to K."""
+        if num_nodes is None:
+            return self.drafter, config
+        head: Any = self.drafter
+        drafter = dataclasses.replace(head, tree_depth=config.num_speculative_tokens)
+        return drafter, dataclasses.replace(config, num_speculative_tokens=num_nodes)
 
 
 @dataclasses.dataclass(frozen=True)

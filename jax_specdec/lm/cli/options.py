@@ -34,6 +34,8 @@ HEAD_PREFIXES = ("eagle3:", "block:")
 """What stands before the directory of a head."""
 EMBEDDED_HEADS = ("eagle3", "dflash", "dspark")
 """Heads of the embedded target."""
+_TREES = "eagle3, dflash, dspark, eagle3:DIR or block:DIR"
+"""Drafters that propose trees."""
 SERVED_LENGTH = 2048
 """Of a request to `serve`: the caches of all slots are this long."""
 API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
@@ -54,6 +56,7 @@ _RANGES = {
     "chunk_size": (1, 2**20),
     "max_logprobs": (0, 20),
     "history": (0, 2**24),
+    "tree": (1, 63),
 }
 """The least and the largest value of each integer."""
 
@@ -63,7 +66,7 @@ class Options:
     """What a command line asks for; the help of its options says what a field is.
 
     Drafters are named as `--draft` names them; `request` holds the filters and penalties of all
-    requests, `configs` one config per K. `generate` and `serve` have one drafter and one config,
+    requests, `configs` one config per K, which with a `tree` is its depth. `generate` and `serve` have one drafter and one config,
     `generate` one temperature; `bench` tries every combination. None is what a help calls default.
     A command without the option has the field's default.
     """
@@ -84,6 +87,7 @@ class Options:
     scan_layers: bool = False
     drafters: tuple[str, ...]
     configs: tuple[SpecDecodeConfig, ...]
+    tree: int | None = None
     compilation_cache: bool = True
     host: str = "127.0.0.1"
     port: int = 8000
@@ -198,13 +202,14 @@ def _add_models(parser: _Parser) -> None:
     parser.add("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add("--scan-layers", action="store_true")
     methods = get_args(RejectionSampleMethod)
-    parser.add("--method", dest="rejection_sample_method", choices=methods, default="standard")
+    parser.add("--method", dest="rejection_sample_method", choices=methods)
     parser.add("--acceptance-length", dest="synthetic_acceptance_length", type=float, metavar="L")
     rates = _tuple_of(float, "numbers separated by commas, such as 0.9,0.5,0.1")
     where = "synthetic_acceptance_rates"
     parser.add("--acceptance-rates", dest=where, type=rates, metavar="R,R,...")
     methods = get_args(DraftSampleMethod)
     parser.add("--draft-sample-method", choices=methods, default="probabilistic")
+    parser.add("--tree", type=int, metavar="N")
     parser.add("--no-compilation-cache", dest="compilation_cache", action="store_false")
 
 
@@ -265,7 +270,10 @@ _HELP = {
     "--scan-layers": "loop over the layers of checkpoints: compiles faster, runs slower",
     "--method": """block judges the drafts of a step jointly, which is as exact and accepts more;
         agreement gives the text of plain decoding with the same seed, token for token; synthetic
-        accepts at given rates, whatever the models say""",
+        accepts at given rates, whatever the models say (default: standard, or agreement with
+        --tree)""",
+    "--tree": f"""verify trees of N drafts, and paths of at most K, where --draft is {_TREES};
+        1 to 63 (default: chains of K drafts)""",
     "--acceptance-length": "synthetic: mean tokens per step, 1 to K+1",
     "--acceptance-rates": """synthetic: K rates, not increasing; rate i is P(drafts 0..i all
         accepted)""",
@@ -346,12 +354,16 @@ def _check(given: dict[str, Any]) -> Options:
         if name in given and not has_target:
             raise ValueError(f"{_flag(name)} needs --target")
     drafters = _drafters(given, has_target)
+    given = {"rejection_sample_method": "agreement" if "tree" in given else "standard"} | given
     default_k = LOOKUP_K if set(drafters) <= set(LOOKUPS) else DEFAULT_K
     ks = given.get("num_speculative_tokens", (default_k,))
+    if "tree" in given:
+        _check_trees(given, drafters, ks)
+    most = given.get("tree", ks[0])
     if "max_drafts" in given:
-        check_int("--max-drafts", given["max_drafts"], 0, ks[0])
+        check_int("--max-drafts", given["max_drafts"], 0, most)
     if "max_drafts_by_length" in given:
-        drafts_by_length("--max-drafts-by-length", given["max_drafts_by_length"], ks[0])
+        drafts_by_length("--max-drafts-by-length", given["max_drafts_by_length"], most)
     made = given | dict(
         prompts=tuple(given.get("prompts", ())),
         prompt_files=tuple(given.get("prompt_files", ())),
@@ -397,6 +409,19 @@ def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
     if given.get("history") and not all(draft.startswith("suffix") for draft in drafters):
         raise ValueError("--history needs --draft suffix, or suffix+ before a head or a model")
     return drafters
+
+
+def _check_trees(given: dict[str, Any], drafters: tuple[str, ...], ks: tuple[int, ...]) -> None:
+    """Trees need a drafter that proposes them, the rule that verifies them, and room for a path."""
+    for draft in drafters:
+        if not (draft in EMBEDDED_HEADS or draft.startswith(HEAD_PREFIXES)):
+            raise ValueError(f"--tree needs --draft {_TREES}, but it is {draft!r}")
+    method = given["rejection_sample_method"]
+    if method != "agreement":
+        raise ValueError(f"--tree needs --method agreement, but it is {method!r}")
+    for k in ks:
+        must = f"be at most --tree {given['tree']}, whose paths have so many drafts"
+        require(k <= given["tree"], "--num-speculative-tokens", must, k)
 
 
 def _config(given: dict[str, Any], k: int) -> SpecDecodeConfig:

@@ -20,6 +20,8 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
     """One row for each way of decoding; plain decoding stands first at each temperature."""
     runs = f"{options.repeats} runs" if options.repeats != 1 else "1 run"
     title = f"{options.config.rejection_sample_method} verification at temperature T, {runs} each"
+    if options.tree is not None:
+        title += f"\ntrees of {options.tree} drafts, of paths of at most K"
     if any(comparison.run.standard_error is not None for comparison in comparisons):
         title += "\n\u00b1: standard error over seeds"
     rows = Table(
@@ -59,6 +61,7 @@ def write_json(
     """Write one object, with an entry for each row of the table, if there is one."""
     target = session.options.target
     found |= {"target": None if target is None else str(target), "seed": session.options.seed}
+    found["tree"] = session.options.tree
     if comparisons is not None:
         found["rows"] = [_row(session, comparison) for comparison in comparisons]
     terminal.write(json.dumps(found) + "\n")

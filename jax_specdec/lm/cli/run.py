@@ -364,4 +364,5 @@ class Session:
     def drafting(self, drafter: str, config: SpecDecodeConfig) -> dict[str, Any]:
         """The arguments of `generate` that say how it drafts."""
         draft = self.models.drafters[drafter]
-        return {"drafter": draft.drafter, "draft_params": draft.params, "config": config}
+        kind, config = draft.drafting(config, self.options.tree)
+        return {"drafter": kind, "draft_params": draft.params, "config": config}

@@ -70,10 +70,15 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         raise InputError(f"--max-length must be at most {models.max_length}, but is {length}")
     (draft,) = models.drafters.values()
     logprobs = sd.LogprobsConfig(options.max_logprobs) if options.max_logprobs else None
+    drafter, config = draft.drafting(options.config, options.tree)
+    budget = None
+    if options.tree is not None:  # how many drafts pay depends on the load; no text does
+        k = options.config.num_speculative_tokens
+        budget = tuple(sorted({0, k, max(k, options.tree // 2), options.tree}))
     engine = lm.Engine(
         models.target.model,
-        draft.drafter,
-        options.config,
+        drafter,
+        config,
         num_slots=options.num_slots,
         max_length=length,
         prefill_sizes=(64, 128, 256) if length > 256 else None,
@@ -81,6 +86,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
         max_stop_tokens=max(8, len(models.stop_token_ids)),
         max_drafts_by_length=options.max_drafts_by_length,
+        draft_budget=budget,
         logprobs=logprobs,
     )
     size, sizes = options.chunk_size, engine.chunk_sizes

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from jax_specdec._src.acceptance import AcceptanceCounters
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import Status
@@ -121,7 +121,9 @@ class HostState(NamedTuple):
     returning: tuple[ServedRequest, ...]  # those that ran and wait for a slot, before all others
     updates: tuple[RequestUpdate, ...]  # that have not been delivered
     counters: AcceptanceCounters  # of the steps that were read; on the device
-    estimator: AcceptanceEstimator | None  # of these steps; None without a draft budget
+    estimator: (
+        AcceptanceEstimator | TreeEstimator | None
+    )  # of these steps; None without a draft budget
     stats: ServingStats  # of these steps
 
     def slot_of(self, request_id: int) -> int | None:

@@ -15,17 +15,30 @@ from jax.sharding import PartitionSpec as P
 from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.arrays import check_array, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import LogprobsConfig, token_logprobs
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
+from jax_specdec._src.tree import TreeRows
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
 from jax_specdec.lm.drafting.context import with_fewer_drafts
-from jax_specdec.lm.drafting.drafter import Drafter, Proposal, feature_layers_of, may_abstain
-from jax_specdec.lm.models.protocol import CausalModel, TargetOutput, apply_model, sharding_of
+from jax_specdec.lm.drafting.drafter import (
+    Drafter,
+    Proposal,
+    feature_layers_of,
+    may_abstain,
+    tree_depth_of,
+)
+from jax_specdec.lm.models.protocol import (
+    CausalModel,
+    TargetOutput,
+    apply_model,
+    commit_path,
+    sharding_of,
+)
 
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
@@ -36,9 +49,10 @@ PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
     draft_token_ids="[B, K] int32",
     store=(DraftStore,),
     counters=(AcceptanceCounters,),
-    features="[B, K+1, A*H]",
+    features="[B, D+1, A*H]",
     num_features="[B] int32",
     confidences="[B, C] float32",
+    draft_parents="[B, K] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -52,13 +66,16 @@ class DecodeState:
         `draft` and `verify` of a step with fewer drafts, ``[B, num_drafts]``.
       store: what drafts were drawn from; None for drafts without a distribution.
       counters: acceptance of all verifications so far.
-      features: ``[B, K+1, A*H]``, as in `DraftContext`; None if the drafter reads none. `draft`
-        takes them, so that there are none between `draft` and `verify`.
+      features: ``[B, D+1, A*H]``, as in `DraftContext`, with D the most drafts that a step accepts:
+        K, or the depth of trees; None if the drafter reads none. `draft` takes them, so that there
+        are none between `draft` and `verify`.
       num_features: ``[B]`` int32, as in `DraftContext`; None without `features`.
       estimator: what verifications have shown of acceptance; None unless the `Engine` has a
         `draft_budget`.
       confidences: ``[B, C]`` float32, as in `Proposal`, of the C drafts that were made; for
         `plan_drafts`. Only between `draft` and `verify`, and None if the drafter says none.
+      draft_parents: ``[B, K]`` int32, as in `Proposal`, of `draft_token_ids`. Only between `draft`
+        and `verify`, and None for chains.
 
     Example:
       >>> import jax_specdec as sd
@@ -80,14 +97,45 @@ class DecodeState:
     counters: AcceptanceCounters
     features: jax.Array | None = None
     num_features: jax.Array | None = None
-    estimator: AcceptanceEstimator | None = None
+    estimator: AcceptanceEstimator | TreeEstimator | None = None
     confidences: jax.Array | None = None
+    draft_parents: jax.Array | None = None
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """The state without the drafts, and rows of the store, of some requests, ``[B]`` bool."""
         ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
         store = None if self.store is None else self.store.evict(requests)
         return dataclasses.replace(self, draft_token_ids=ids, store=store)
+
+    def with_chains(self, requests: jax.Array) -> DecodeState:
+        """The state in which the trees of some requests, ``[B]`` bool, are chains of drafts.
+
+        Those are the drafts of a path: the first of the tree, the first that follows it, and so on.
+        """
+        ids, parents = self.draft_token_ids, self.draft_parents
+        if parents is None:
+            return self
+        k = ids.shape[1]
+        # [B, K+1, K]: whether draft j follows node i
+        node = jnp.arange(k + 1, dtype=jnp.int32)[None, :, None]
+        follows = (parents[:, None, :] == node) & (ids >= 0)[:, None, :]
+        # [B, K+1]: the first node that follows each one; 0, which follows none, if there is none
+        first = jnp.where(follows.any(axis=2), jnp.argmax(follows, axis=2).astype(jnp.int32) + 1, 0)
+
+        def step(node: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            following = jnp.take_along_axis(first, node[:, None], axis=1)[:, 0]
+            following = jnp.where(node < 0, 0, following)
+            token = jnp.take_along_axis(ids, jnp.maximum(following - 1, 0)[:, None], axis=1)[:, 0]
+            token = jnp.where(following > 0, token, PLACEHOLDER_TOKEN_ID)
+            return jnp.where(following > 0, following, -1), token
+
+        _, path = lax.scan(step, jnp.zeros_like(ids[:, 0]), None, length=k)
+        chosen = requests[:, None]
+        return dataclasses.replace(
+            self,
+            draft_token_ids=jnp.where(chosen, path.T, ids),
+            draft_parents=jnp.where(chosen, jnp.arange(k, dtype=jnp.int32)[None, :], parents),
+        )
 
 
 class Caches(NamedTuple):
@@ -134,6 +182,16 @@ class Decoder:
         """K; 0 without a drafter."""
         return 0 if self.drafter is None else self.config.num_speculative_tokens
 
+    @property
+    def tree_depth(self) -> int:
+        """The most drafts of a path through a tree; 0 for chains."""
+        return min(tree_depth_of(self.drafter), self.num_drafts)
+
+    @property
+    def most_accepted(self) -> int:
+        """D, the most drafts of a request that a step accepts: K, or the depth of trees."""
+        return self.tree_depth or self.config.num_speculative_tokens
+
     def empty_caches(self, params: Any, num_requests: int, length: int) -> Caches:
         """Empty caches. The shapes of `params` are read only if the drafter reads features.
 
@@ -170,7 +228,7 @@ class Decoder:
             draft_cache=caches.draft,
             draft_token_ids=jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32),
             store=store,
-            counters=AcceptanceCounters.create(self.config.num_speculative_tokens),
+            counters=AcceptanceCounters.create(self.most_accepted),
             features=features,
             num_features=num_features,
         )
@@ -235,7 +293,7 @@ class Decoder:
         """`DecodeState.features` and `num_features` after R prompts of these lengths were read."""
         if caches.features is None:
             return None, None
-        features = jnp.pad(caches.features, ((0, 0), (0, self.num_drafts), (0, 0)))
+        features = jnp.pad(caches.features, ((0, 0), (0, self.most_accepted), (0, 0)))
         return features, jnp.minimum(lengths - 1, 1)
 
     def step(
@@ -275,6 +333,8 @@ class Decoder:
             num_features=None,
             confidences=proposal.confidences,
         )
+        if proposal.parents is not None and wanted:
+            state = dataclasses.replace(state, draft_parents=proposal.parents[:, :wanted])
         return state.without_drafts(most == 0)
 
     def verify(
@@ -291,11 +351,13 @@ class Decoder:
                 "features of every target pass, but it holds some that were not read"
             )
         batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
-        drafts, context = Drafts.from_dense(ids), batch.context(self.config)
+        tree = None if state.draft_parents is None else TreeRows.of(state.draft_parents)
+        drafts = Drafts.from_dense(ids, parents=state.draft_parents)
+        context = batch.context(self.config)
         if state.store is not None:
             store = state.store if is_forced is None else state.store.evict(is_forced)
             drafts = store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
-        logits, target_cache, features = self._apply(params, state)
+        logits, target_cache, features = self._apply(params, state, tree)
         logits = logits.reshape(-1, logits.shape[-1])
         rows = context.process_logits(logits, drafts)
         output = rejection_sample(
@@ -323,13 +385,26 @@ class Decoder:
                 sharding=sharding_of(self.model),
             )
         in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)
-        num_proposed = jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
+        if tree is None:
+            num_proposed = jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
+        else:  # of the longest path
+            num_proposed = jnp.max(in_range * tree.depth[:, 1:], axis=1)
+        if self.most_accepted < self.num_drafts:
+            output, found = _with_fewer_tokens(output, found, self.most_accepted + 1)
+            num_proposed = jnp.minimum(num_proposed, self.most_accepted)
         new, record = append(batch, output, num_proposed, found)
+        if output.path is not None:
+            target_cache = commit_path(self.model, target_cache, batch.lengths - 1, output.path)
         num_features = None
         if features is not None:
             num_features = record.num_kept
-            missing = self.num_drafts - ids.shape[1]
-            if missing:
+            if output.path is not None:
+                row = jnp.maximum(output.path, 0)[:, :, None]
+                features = jnp.take_along_axis(features, row, axis=1)
+            missing = self.most_accepted + 1 - features.shape[1]
+            if missing < 0:  # no tree: at most `most_accepted` drafts of it were accepted
+                features = features[:, :missing]
+            if missing > 0:
                 features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
             row = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :, None]
             features = jnp.where(
@@ -342,12 +417,15 @@ class Decoder:
         if estimator is not None:
             offered = jnp.minimum(self._most_drafts(batch), ids.shape[1])
             offered = jnp.where(has_own_drafts, offered, 0)
-            estimator = estimator.update(
-                num_drafts=offered,
-                num_accepted=output.num_accepted,
-                log_normalizer=_log_normalizers(state.store, batch.lengths),
-                confidences=_all_drafts(state.confidences, offered > 0, self.num_drafts),
-            )
+            if isinstance(estimator, AcceptanceEstimator):
+                estimator = estimator.update(
+                    num_drafts=offered,
+                    num_accepted=output.num_accepted,
+                    log_normalizer=_log_normalizers(state.store, batch.lengths),
+                    confidences=_all_drafts(state.confidences, offered > 0, self.num_drafts),
+                )
+            elif output.path is not None:
+                estimator = estimator.update(num_drafts=offered, path=output.path)
         state = dataclasses.replace(
             state,
             estimator=estimator,
@@ -356,6 +434,7 @@ class Decoder:
             target_cache=target_cache,
             features=features,
             num_features=num_features,
+            draft_parents=None,
             draft_token_ids=jnp.full(
                 (ids.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32
             ),
@@ -381,18 +460,25 @@ class Decoder:
             none |= batch.lengths == batch.options.prompt_lengths
         return jnp.where(none, 0, most)
 
-    def _run(self, params: Any, token_ids: jax.Array, start: jax.Array, cache: Any) -> TargetOutput:
+    def _run(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        tree: TreeRows | None = None,
+    ) -> TargetOutput:
         """The target, with the features that the drafter reads."""
         layers = feature_layers_of(self.drafter)
-        return apply_model(self.model, params, token_ids, start, cache, layers)
+        return apply_model(self.model, params, token_ids, start, cache, layers, tree)
 
-    def _apply(self, params: Any, state: DecodeState) -> TargetOutput:
+    def _apply(self, params: Any, state: DecodeState, tree: TreeRows | None) -> TargetOutput:
         """The target over each request's last token and drafts."""
         batch, ids = state.batch, state.draft_token_ids
         start = batch.lengths - 1
         last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
-        arrays = params, tokens, start, state.target_cache
+        arrays = params, tokens, start, state.target_cache, tree
         # Only for a batch of one, or with a draft budget, whose widths depend on the load.
         # Otherwise the last bits of float32 sums would depend on a request's neighbours.
         is_free = tokens.shape[0] == 1 or state.estimator is not None
@@ -403,15 +489,15 @@ class Decoder:
 
 
 def _run_as_wide_as_needed(
-    arrays: tuple[jax.Array, ...], decoder: Decoder, platform: Platform
+    arrays: tuple[Any, ...], decoder: Decoder, platform: Platform
 ) -> TargetOutput:
     """The target over each request's last token, and the drafts if any request has some.
 
     Only on CPUs: elsewhere a narrow pass takes as long, because it reads the same weights, and on a
     GPU the host waits for the condition.
     """
-    ids, params, tokens, start, cache = arrays
-    wide = functools.partial(decoder._run, params, tokens, start)
+    ids, params, tokens, start, cache, tree = arrays
+    wide = functools.partial(decoder._run, params, tokens, start, tree=tree)
     if platform != "cpu":
         return wide(cache)
 
@@ -424,6 +510,24 @@ def _run_as_wide_as_needed(
 
     output: TargetOutput = lax.cond(jnp.any(ids[:, 0] >= 0), wide, narrow, cache)
     return output
+
+
+def _with_fewer_tokens(
+    output: RejectionSampleOutput, found: TokenLogprobs | None, most: int
+) -> tuple[RejectionSampleOutput, TokenLogprobs | None]:
+    """The output, and log-probabilities, without tokens past the first `most` of each request.
+
+    No tree is so deep, but a chain of drafts that a grammar forces may be. Under the agreement rule
+    the next step draws the same tokens.
+    """
+    short = RejectionSampleOutput(
+        token_ids=output.token_ids[:, :most],
+        num_accepted=jnp.minimum(output.num_accepted, most - 1),
+        num_emitted=jnp.minimum(output.num_emitted, most),
+        status=output.status,
+        path=None if output.path is None else output.path[:, :most],
+    )
+    return short, jax.tree.map(lambda x: x[:, :most], found)
 
 
 def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Array | None:
@@ -458,6 +562,12 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
     check_type(f"the proposal of {name}", proposal, Proposal)
     sizes = {"B": state.batch.lengths.shape[0], "K": num_drafts}
     check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
+    is_tree = proposal.parents is not None
+    must = "be there if and only if it has a tree_depth"
+    wanted = tree_depth_of(drafter) > 0
+    require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
+    if is_tree:
+        check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)
     if proposal.confidences is not None:
         check_array(f"the confidences of {name}", proposal.confidences, "[B, K] float32", sizes)
     pairs = ("store", state.store, proposal.store), ("cache", state.draft_cache, cache)

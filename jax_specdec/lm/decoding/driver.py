@@ -15,7 +15,6 @@ import numpy as np
 
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.arrays import check_choice, check_int, check_type, require
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator
 from jax_specdec._src.grammar import check_matchers
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec.lm.decoding import inputs, programs
@@ -161,10 +160,9 @@ class EngineDriver:
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
         self._weights = on_all_devices((params, draft_params), engine.model)
-        k, budget = engine.config.num_speculative_tokens, engine.draft_budget
-        estimator = None if budget is None else AcceptanceEstimator.create(k)
+        budget, estimator = engine.draft_budget, engine.new_estimator()
         self.draft_choice = DraftChoice.of(engine.num_slots, budget, step_costs, estimator)
-        counters = AcceptanceCounters.create(k)
+        counters = AcceptanceCounters.create(engine.decoder.most_accepted)
         counters, estimator = on_all_devices((counters, estimator), engine.model)
         # The truth; `_settle` says what an exception does to it.
         stats = ServingStats(engine.num_slots)
@@ -540,12 +538,14 @@ class EngineDriver:
         """Dispatch a step whose rows are masked by grammars, with the most drafts by slot."""
         slots, (params, draft_params) = self._decoding, self._weights
         requests, num_drafts = slots.values(), 0
+        matched = [i for i, one in slots.items() if one.matching is not None]
+        has_grammar = np.isin(np.arange(self.engine.num_slots), matched)
         state = self._ready_state(requests)
         if any(limits.values()):
             num_drafts = self.engine.config.num_speculative_tokens
-            features = state.features, state.num_features
+            given = state.features, state.num_features, has_grammar
             state = dataclasses.replace(state, features=None, num_features=None)
-            state = self._call(requests, programs.draft, draft_params, state, *features)
+            state = self._call(requests, programs.draft, draft_params, state, *given)
         with awaiting(requests):
             ids = jax.device_get(state.draft_token_ids)[:, :num_drafts]
         drafts, failed = self._matchers.forced_drafts(slots, ids, limits, state.store is not None)

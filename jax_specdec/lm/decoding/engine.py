@@ -16,7 +16,7 @@ from jax import lax
 from jax_specdec._src import noise
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import LogprobsConfig
 from jax_specdec._src.types import Status
@@ -120,7 +120,9 @@ class Engine:
         such as ``(0, 1, 2, 4)``. A step is compiled for each, and `EngineDriver` chooses the one
         that pays best (see `StepCosts`). How a text is divided into steps then depends on the load,
         so greedy text stays as it is, and sampled text is another sample of the same distribution.
-        None for K drafts in every step.
+        None for K drafts in every step. Of a drafter that proposes trees, a step has the so many
+        best drafts of each tree, such as ``(0, 8, 16, 32)``, and all text stays as it is, because
+        only the agreement rule verifies trees.
       max_drafts_by_length: pairs of a length and of the most drafts of a step that begins when a
         request has as many tokens, prompt and new ones together, or more. Lengths increase, and
         drafts decrease: with ``((4096, 2), (16384, 0))`` requests have K drafts at first, and none
@@ -173,6 +175,7 @@ class Engine:
     def __post_init__(self) -> None:
         check_model("model", self.model)
         inputs.check_drafter(self.drafter, self.config)
+        inputs.check_trees(self.model, self.drafter, self.config)
         check_batch_axis("drafter", self.drafter)
         method = self.config.rejection_sample_method
         depends = has_history(self.drafter) and method == "synthetic"
@@ -351,10 +354,14 @@ class Engine:
             options=jax.tree.map(jnp.asarray, options),
         )
         state = self.decoder.empty_state(params, draft_params, batch)
+        return dataclasses.replace(state, estimator=self.new_estimator())
+
+    def new_estimator(self) -> AcceptanceEstimator | TreeEstimator | None:
+        """An estimator of acceptance that has seen nothing; None without a `draft_budget`."""
         if self.draft_budget is None:
-            return state
-        estimator = AcceptanceEstimator.create(self.config.num_speculative_tokens)
-        return dataclasses.replace(state, estimator=estimator)
+            return None
+        kind = TreeEstimator if self.decoder.tree_depth else AcceptanceEstimator
+        return kind.create(self.config.num_speculative_tokens)
 
     def init_caches(self, num_requests: int = 1, params: Any = None) -> Caches:
         """Empty caches of R requests; `params` and errors are those of `init_state`."""

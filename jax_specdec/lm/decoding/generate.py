@@ -254,6 +254,7 @@ def _prepare(
     if drafter is not None:
         for one in asked:
             one.check_drafts(config.num_speculative_tokens)
+        inputs.check_trees(model, drafter, config)
         if all(one.max_drafts == 0 for one in asked):
             drafter = None
     decoder = Decoder(model, drafter, config, logprobs)
@@ -331,7 +332,7 @@ def _keys(key: jax.Array, options: list[RequestOptions]) -> jax.Array:
 def _empty_records(decoder: Decoder, num_steps: int, num_requests: int) -> StepRecord:
     """Records of steps that did nothing, stacked ``[num_steps, ...]``."""
     counts, found = jnp.zeros((num_steps, num_requests), jnp.int32), None
-    token_ids = jnp.zeros((*counts.shape, decoder.config.num_speculative_tokens + 1), jnp.int32)
+    token_ids = jnp.zeros((*counts.shape, decoder.most_accepted + 1), jnp.int32)
     if decoder.logprobs is not None:
         top = jnp.zeros((*token_ids.shape, decoder.logprobs.num_top), jnp.int32)
         found = TokenLogprobs(token_ids.astype(jnp.float32), top, top.astype(jnp.float32))

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.arrays import check_int
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec.lm.decoding.core import Caches, DecodeState, on_all_devices
@@ -47,7 +47,7 @@ class StepResult(NamedTuple):
     logprobs: TokenLogprobs | None
     rates: jax.Array | None
     counters: AcceptanceCounters
-    estimator: AcceptanceEstimator | None
+    estimator: AcceptanceEstimator | TreeEstimator | None
 
     @property
     def for_host(self) -> tuple[jax.Array, TokenLogprobs | None, jax.Array | None]:
@@ -122,10 +122,14 @@ def draft(
     state: DecodeState,
     features: jax.Array | None,
     num_features: jax.Array | None,
+    has_grammar: Any,
 ) -> DecodeState:
-    """The first half of a step. Features end here, so they cannot be donated with the state."""
+    """The first half of a step. Features end here, so they cannot be donated with the state.
+
+    Requests with a grammar, ``[S]`` bool, get chains of drafts, which the host can follow.
+    """
     state = dataclasses.replace(state, features=features, num_features=num_features)
-    return engine.draft(draft_params, state)
+    return engine.draft(draft_params, state).with_chains(has_grammar)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -148,6 +152,10 @@ def verify(
 ) -> tuple[DecodeState, StepResult]:
     """The second half of a step with `ForcedDrafts`, and what the host reads of it."""
     state = dataclasses.replace(state, draft_token_ids=token_ids)
+    if state.draft_parents is not None:
+        # `with_chains` has changed the ranks of drafts: an estimator does not learn from those.
+        nodes = jnp.arange(state.draft_parents.shape[1], dtype=jnp.int32)
+        is_forced |= jnp.all(state.draft_parents == nodes[None, :], axis=1)
     return _with_result(*engine.verify(params, state, token_bitmask, is_forced))
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, require
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
@@ -65,8 +65,8 @@ class StepCosts:
         """The number of drafts with the most expected tokens per second; of equals, the least.
 
         Args:
-          survival: ``[K]``, the chance that drafts 0 .. i are all accepted, K at least the largest
-            of `num_drafts`.
+          survival: ``[K]``, the chance that draft i, and so each before it, is accepted, K at least
+            the largest of `num_drafts`. Of a tree, that draft i, by rank, is accepted.
 
         Returns:
           A number of `num_drafts`; 0 if speculation does not pay.
@@ -135,11 +135,13 @@ class DraftChoice:
 
     Attributes:
       num_drafts: the numbers there are, increasing.
-      rates: ``[K]``, those of `AcceptanceEstimator`, after the steps that were read.
+      rates: ``[K]``, after the steps that were read: how often draft k was accepted if those before
+        it were, as in `AcceptanceEstimator`. Of trees, how often the draft of rank k was accepted.
       costs: what steps cost; None if that is not known: every step then has the largest number,
         or the least that is enough for the `limits`.
       saved: seconds that were saved up for a trial.
       limits: the most drafts that each running request may have; empty for any number.
+      has_trees: whether drafts are trees.
 
     Example:
       >>> costs = StepCosts(num_slots=8, num_drafts=(0, 2), seconds=(1.0, 4.0))
@@ -153,6 +155,7 @@ class DraftChoice:
     costs: StepCosts | None = None
     saved: float = 0.0
     limits: Sequence[int] = ()
+    has_trees: bool = False
 
     @classmethod
     def of(
@@ -160,7 +163,7 @@ class DraftChoice:
         num_slots: int,
         draft_budget: tuple[int, ...] | None,
         costs: StepCosts | None,
-        estimator: AcceptanceEstimator | None,
+        estimator: AcceptanceEstimator | TreeEstimator | None,
     ) -> DraftChoice | None:
         """The choice for an engine; None without a `draft_budget`.
 
@@ -180,14 +183,16 @@ class DraftChoice:
         require(costs is None or came == wanted, "step_costs", must, came)
         if draft_budget is None or estimator is None:
             return None
-        return cls(draft_budget, np.asarray(estimator.rates), costs)
+        has_trees = isinstance(estimator, TreeEstimator)
+        return cls(draft_budget, np.asarray(estimator.rates), costs, has_trees=has_trees)
 
     @property
     def best(self) -> int:
         """The number of drafts that pays best; 0 if speculation does not pay."""
         if self.costs is None:
             return self.num_drafts[self._last]
-        return self.costs.best(np.cumprod(self.rates) * self._shares)
+        survival = np.asarray(self.rates) if self.has_trees else np.cumprod(self.rates)
+        return self.costs.best(survival * self._shares)
 
     @property
     def _shares(self) -> np.ndarray:

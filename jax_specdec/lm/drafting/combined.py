@@ -13,7 +13,12 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext, with_fewer_drafts
-from jax_specdec.lm.drafting.drafter import Drafter, Proposal, feature_layers_of
+from jax_specdec.lm.drafting.drafter import (
+    Drafter,
+    Proposal,
+    feature_layers_of,
+    tree_depth_of,
+)
 from jax_specdec.lm.drafting.suffix import Lookup, SuffixDrafter
 from jax_specdec.lm.models.protocol import cache_batch_axis_of, check_params
 
@@ -36,6 +41,9 @@ class _Pair:
         check_type("lookup", self.lookup, SuffixDrafter)
         is_drafter = callable(getattr(self.head, "propose", None))
         require(is_drafter, "head", "be a Drafter", self.head, error=TypeError)
+        for name, one in (("lookup", self.lookup), ("head", self.head)):
+            must = "propose chains, without a tree_depth"
+            require(not tree_depth_of(one), name, must, one)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -195,6 +203,7 @@ class FirstOf(_Pair):
 
     Raises:
       TypeError: `lookup` is no `SuffixDrafter`, or `head` no `Drafter`.
+      ValueError: one of them proposes trees.
 
     Example:
       >>> import jax_specdec as sd
@@ -273,7 +282,7 @@ class Chain(_Pair):
 
     Raises:
       TypeError: `lookup` is no `SuffixDrafter`, `head` no `Drafter`, or k no int.
-      ValueError: k is below 1.
+      ValueError: k is below 1, or one of them proposes trees.
 
     Example:
       >>> import jax_specdec as sd

@@ -83,6 +83,10 @@ class Drafter(Protocol):
     ``[A]`` int32 and padded with -1. An `EngineDriver` calls it when a request has ended. An
     `Engine` then serves only requests whose text does not depend on drafts.
 
+    A drafter that proposes trees has the attribute ``tree_depth``, an int: the most drafts of a
+    path, above 0. Its proposals then have `parents`. Trees are verified by the agreement rule, for
+    models that run them; see `CausalModel`.
+
     A drafter that reads what the target computes inside names layers in the attribute
     ``feature_layers``, a static tuple as `CausalModel` has it. `prefill` then gets features, and so
     does the context of `propose`, which is called before every verification: each token that the

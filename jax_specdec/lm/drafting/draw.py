@@ -153,7 +153,7 @@ def _draw(
     # In tiles of target ids, as the target draws, whose noise this shares.
     by_target_id = is_sampled and config.rejection_sample_method == "agreement"
     if by_target_id and listed is not None:
-        logits, listed, sharding = _on_target_ids(logits, listed, vocab_size), None, None
+        logits, listed, sharding = on_target_ids(logits, listed, vocab_size), None, None
     drawn = sample_draft_tokens(
         logits,
         sampling=sampling,
@@ -185,11 +185,11 @@ def _process(
     """`DraftContext.process_logits` of a drafter's rows, which requests know by target id."""
     if ids is None:
         return now.process_logits(logits)
-    rows = now.process_logits(_on_target_ids(logits, ids, vocab_size))
+    rows = now.process_logits(on_target_ids(logits, ids, vocab_size))
     return rows[:, ids] if ids.ndim == 1 else jnp.take_along_axis(rows, ids, axis=1)
 
 
-def _on_target_ids(logits: jax.Array, ids: jax.Array, vocab_size: int) -> jax.Array:
+def on_target_ids(logits: jax.Array, ids: jax.Array, vocab_size: int) -> jax.Array:
     """``[B, vocab_size]`` of ``[B, Vd]``: each logit at its target id, -inf at the others."""
     rows = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
     if ids.ndim == 1:

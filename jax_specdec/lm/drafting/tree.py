@@ -1,10 +1,40 @@
-"""Growing trees of drafts: candidates level by level, and the best of them as nodes."""
+"""Growing trees of drafts: candidates level by level, and the best of them as nodes.
+
+Each token has a score, the logarithm of the chance that the target takes it if it has taken the
+token's parent; a node's is the sum of those on its path. A tree of the nodes with the best scores
+has the most drafts accepted, as far as scores are right.
+
+Under the agreement rule, the target's token at a position is drawn with noise that is known before:
+it is the largest ``l(x) + T g(x)`` of the target's logits l, at temperature T, with Gumbel noise g.
+A drafter's logits differ from them. With differences like Gumbel noise of scale s, the chance of x
+is ``softmax((l + T g) / s)``, with the drafter's own logits in place of l.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.arrays import require
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.drafts.sample import sample_draft_tokens
+from jax_specdec._src.noise import token_exponentials
+from jax_specdec._src.sampling import SamplingParams, inverse_temperature
+from jax_specdec._src.tree import MAX_VISIBLE
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, TILE
+from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.drafting.draw import on_target_ids
+
+SPREAD = 1.0
+"""Scale of the noise that logits of a drafter and of the target differ by."""
+
+_GROUP = 64
+"""Ids that the largest scores of a row are looked for in, group by group."""
 
 
 class Candidates(NamedTuple):
@@ -22,10 +52,241 @@ class Candidates(NamedTuple):
     scores: jax.Array
 
 
+class Children(NamedTuple):
+    """The likeliest tokens after each of W nodes of a level, the best first.
+
+    Attributes:
+      token_ids: ``[B, W, C]`` int32.
+      scores: ``[B, W, C]`` float32, the logarithm of the chance of each token, after its parent;
+        at most 0 and descending. -inf for none.
+    """
+
+    token_ids: jax.Array
+    scores: jax.Array
+
+
+def check_trees(config: SpecDecodeConfig) -> None:
+    """Checks that the drafts of a step may be trees.
+
+    Raises:
+      ValueError: the rule is not agreement, or a step has more drafts than a tree has nodes.
+    """
+    method, most = config.rejection_sample_method, MAX_VISIBLE - 1
+    must = "be 'agreement' with a tree_depth"
+    require(method == "agreement", "rejection_sample_method", must, method)
+    count = config.num_speculative_tokens
+    require(count <= most, "num_speculative_tokens", f"be at most {most} with a tree_depth", count)
+
+
 def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.Array]:
     """Returns the ids and parents ``[B, K]`` of the K = `num_nodes` best candidates, best first.
 
     Of equal scores the earlier candidate comes first, so a parent comes before its children. Id -1,
-    with parent 0, where there are fewer candidates.
+    with parent 0, where there are fewer candidates. A candidate whose score is NaN is none.
     """
-    raise NotImplementedError
+    token_ids, parents, scores = candidates
+    # NaN would come first, and -0 after 0, though it may be the parent.
+    scores = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
+    scores = jnp.where(scores == 0, 0.0, scores)
+    missing = max(num_nodes - scores.shape[1], 0)
+    scores = jnp.pad(scores, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    # [B, K]: places of the best; of equal ones the first
+    best, place = lax.top_k(scores, num_nodes)
+    is_node = best > -jnp.inf
+    chosen = jnp.where(is_node, place, -1)
+    # [B, K]: the candidate that each node follows, and its number among the nodes
+    above = jnp.take_along_axis(parents, place, axis=1, mode="clip") - 1
+    is_parent = chosen[:, None, :] == above[:, :, None]  # [B, K, K]
+    node = jnp.where(above < 0, 0, jnp.argmax(is_parent, axis=2).astype(jnp.int32) + 1)
+    found = jnp.take_along_axis(token_ids, place, axis=1, mode="clip")
+    return jnp.where(is_node, found, PLACEHOLDER_TOKEN_ID), jnp.where(is_node, node, 0)
+
+
+def grow(
+    children: Callable[[int, jax.Array], Children],
+    newest: jax.Array,
+    depth: int,
+    num_nodes: int,
+    num_extended: int,
+) -> Candidates:
+    """Returns the nodes that a tree of the best nodes may have: at most `num_nodes` of each level.
+
+    Level by level, the best nodes of the level above are extended by their children, and the best
+    of these are kept. If as many nodes are extended as wanted, and each has as many children, all
+    of the best nodes are found: the ancestors of each are better than it, so they are kept.
+
+    Args:
+      children: ``children(d, token_ids)`` gives the children of nodes with ids ``[B, W]``, which
+        have d tokens before them from node 0 on; or ``[B, 1, C]`` if they are the same for all.
+      newest: ``[B]`` int32, the token of node 0.
+      depth: D, the most drafts of a path.
+      num_nodes: K.
+      num_extended: W, how many nodes of a level are extended.
+    """
+    batch_size = newest.shape[0]
+    token_ids = newest[:, None]
+    scores = jnp.zeros((batch_size, 1), jnp.float32)
+    levels: list[Candidates] = []
+    first = 0  # number of the first node of the level above, among all candidates
+    for d in range(depth):
+        scores = scores[:, :num_extended]
+        found = children(d, token_ids[:, :num_extended])
+        is_shared = found.scores.shape[1] == 1
+        above, rank = _pairs(scores.shape[1], found.scores.shape[2], num_nodes, is_shared)
+        after = np.zeros_like(above) if is_shared else above
+        # [B, P]: the paths to pairs of a node above and one of its children
+        paths = scores[:, above] + found.scores[:, after, rank]
+        scores, best = lax.top_k(paths, min(num_nodes, len(above)))
+        token_ids = jnp.take_along_axis(found.token_ids[:, after, rank], best, axis=1)
+        parents = jnp.asarray(above)[best]
+        levels.append(Candidates(token_ids, first + parents, scores))
+        first = 1 if d == 0 else first + levels[-2].scores.shape[1]
+    return Candidates(*(jnp.concatenate(x, axis=1) for x in zip(*levels, strict=True)))
+
+
+def _pairs(
+    num_above: int, num_children: int, num_nodes: int, is_shared: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns pairs of a node above and a child, int32, without those that cannot be in the tree.
+
+    If all nodes above have the same children, as good a path as (i, j) is each (i', j') with i' <=
+    i and j' <= j: there are (i + 1) (j + 1) of them.
+    """
+    above, rank = np.indices((num_above, num_children), np.int32).reshape(2, -1)
+    if not is_shared:
+        return above, rank
+    may_be = (above + 1) * (rank + 1) <= num_nodes
+    return above[may_be], rank[may_be]
+
+
+def likeliest(
+    logits: jax.Array,
+    offsets: jax.Array,
+    context: DraftContext,
+    num_children: int,
+    *,
+    ids: jax.Array | None = None,
+    vocab_size: int = 0,
+) -> Children:
+    """Returns the tokens that the target is likeliest to take after each of R nodes.
+
+    The first is the draft that a chain under the agreement rule has from the same row. Filters
+    leave out the same tokens as there. Requests with logits processors have them applied, as if the
+    sequence ended at node 0.
+
+    Args:
+      logits: ``[B, R, Vd]``, a row of the drafter after each node.
+      offsets: ``[R]`` int32, tokens from node 0 to each node: 0 for those after node 0.
+      context: of the step; its config has the agreement rule. If it drafts greedily, noise and
+        filters are left out.
+      num_children: C, at most as many as the target's ids.
+      ids: ``[Vd]`` int32, the target ids of the columns; None if column j is id j.
+      vocab_size: greater than any of `ids`.
+    """
+    batch_size, num_rows, _ = logits.shape
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(batch_size * num_rows, *x.shape[2:])
+
+    if ids is not None:  # the target's tiles of ids, and its ids for processors
+        rows = on_target_ids(flat(logits), ids, vocab_size)
+        logits = rows.reshape(batch_size, num_rows, vocab_size)
+    if context.processors is not None:
+        logits = jax.vmap(context.process_logits, in_axes=1, out_axes=1)(logits)
+    # [B*R]: the request and the position of each row
+    sampling, keys, lengths = jax.tree.map(
+        lambda x: jnp.repeat(x, num_rows, axis=0),
+        (context.sampling, context.keys, context.lengths),
+    )
+    if context.config.draft_sample_method == "greedy":
+        sampling = SamplingParams(jnp.zeros_like(sampling.temperature))
+    offsets = jnp.tile(offsets, batch_size)
+    drawn = sample_draft_tokens(
+        flat(logits),
+        sampling=sampling,
+        keys=keys,
+        positions=lengths,
+        offset=offsets,
+        config=context.config,
+    )
+    noise = token_exponentials(keys, lengths + offsets, logits.shape[2])
+    scores = log_scores(flat(logits), sampling.temperature, noise, drawn.threshold)
+    token_ids, scores = _largest(scores, drawn.token_ids, num_children)
+    shape = (batch_size, num_rows, num_children)
+    return Children(token_ids.reshape(shape), scores.reshape(shape))
+
+
+def log_scores(
+    logits: jax.Array, temperature: jax.Array, noise: jax.Array, threshold: jax.Array | None
+) -> jax.Array:
+    """Returns the logarithm of the chance that each id is the target's token, ``[n, V]`` float32.
+
+    The target draws a tile of the vocabulary, then an id in it. With the mass ``m`` of a tile, and
+    Gumbel noise g, the chance of a tile is ``softmax((T log m + T g) / s)``, that of an id in it
+    ``softmax((l + T g) / s)``. At T = 0 the chance of an id is ``softmax(l / s)``.
+
+    Args:
+      logits: ``[n, V]``.
+      temperature: ``[n]`` float32.
+      noise: ``[n, T+L]`` float32, from `token_exponentials`.
+      threshold: ``[n]`` float32, the least logit that filters keep; None without filters.
+    """
+    (count, size), width = logits.shape, min(TILE, logits.shape[1])
+    is_sampled = (temperature > 0)[:, None]
+    x = logits.astype(jnp.float32)
+    if threshold is not None:
+        x = jnp.where(is_sampled & (x < threshold[:, None]), -jnp.inf, x)
+    # [n, T, L]: tiles; the last may be padded
+    num_tiles = -(-size // width)
+    x = jnp.pad(x, ((0, 0), (0, num_tiles * width - size)), constant_values=-jnp.inf)
+    x = x.reshape(count, num_tiles, width)
+    gumbel = -jnp.log(noise) * temperature[:, None]
+    # In each tile, the chances of ids.
+    inside = (x + gumbel[:, None, num_tiles:]) / SPREAD
+    of_tile = jax.nn.logsumexp(inside, axis=2)  # [n, T]
+    # Among tiles, which are drawn by mass.
+    inverse = inverse_temperature(temperature)[:, None]
+    mass = jax.nn.logsumexp(x * inverse[:, :, None], axis=2) / inverse
+    tiles = jnp.where(is_sampled, (mass + gumbel[:, :num_tiles]) / SPREAD, of_tile)
+    tiles = tiles - jax.nn.logsumexp(tiles, axis=1, keepdims=True)
+    found = inside - of_tile[:, :, None] + tiles[:, :, None]
+    # Rounding may leave a chance above 1, and a node then a score above its parent's.
+    return jnp.minimum(found.reshape(count, -1)[:, :size], 0.0)
+
+
+def _largest(scores: jax.Array, first: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the ids of the largest scores, and these, ``[n, C]`` each, the largest first.
+
+    Of equal ones the lowest id comes first. NaN counts as -inf.
+
+    Args:
+      scores: ``[n, V]``.
+      first: ``[n]`` int32, the id to come first, whatever its score: that which wins a race of
+        tiles and then one in its tile need not have the best chance. Its score becomes that of the
+        next one if it is less.
+      count: C.
+    """
+    size = scores.shape[1]
+    ids = jnp.arange(size, dtype=jnp.int32)
+    ranked = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
+    ranked = jnp.where((ids[None, :] == first[:, None]) & (ranked > -jnp.inf), jnp.inf, ranked)
+    num_groups = -(-size // _GROUP)
+    if num_groups <= count:
+        place = lax.top_k(ranked, count)[1]
+    else:
+        # Whole rows would be sorted on GPUs. The C largest are in the C groups with the largest
+        # maxima; in order of ids, so that equal scores are.
+        fill = ((0, 0), (0, num_groups * _GROUP - size))
+        groups = jnp.pad(ranked, fill, constant_values=-jnp.inf)
+        groups = groups.reshape(-1, num_groups, _GROUP)
+        group = jnp.sort(lax.top_k(jnp.max(groups, axis=2), count)[1], axis=1)  # [n, C]
+        entries = jnp.take_along_axis(groups, group[:, :, None], axis=1)  # [n, C, 64]
+        inside = lax.top_k(entries.reshape(-1, count * _GROUP), count)[1]
+        of_group = jnp.take_along_axis(group, inside // _GROUP, axis=1)
+        place = of_group * _GROUP + inside % _GROUP
+    # Padding of the last group may come if there are fewer finite scores than wanted.
+    found = jnp.take_along_axis(scores, place, axis=1, mode="fill", fill_value=-jnp.inf)
+    found = jnp.where(found > -jnp.inf, found, -jnp.inf)
+    if count > 1:
+        found = jnp.concatenate([jnp.maximum(found[:, :1], found[:, 1:2]), found[:, 1:]], axis=1)
+    return jnp.minimum(place, size - 1), found

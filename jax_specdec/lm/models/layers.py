@@ -148,6 +148,42 @@ def write_cache(
     return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
 
 
+def move_in_cache(
+    cache: tuple[jax.Array, jax.Array], start: jax.Array, path: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns a cache in which ``start[b] + j`` holds what ``start[b] + path[b, j]`` held before.
+
+    Args:
+      cache: keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of one layer, or of all with an
+        axis of layers before these. They are changed in place.
+      start: ``[B]`` int32.
+      path: ``[B, P]`` int32; nothing is moved to ``start[b] + j`` where it is negative.
+    """
+    keys, values = cache
+    batch_size, length = path.shape
+    head_dim, room = keys.shape[-2:]
+    new_keys = keys.reshape(*keys.shape[:-3], batch_size, -1, head_dim, room)
+    new_values = values.reshape(*values.shape[:-3], batch_size, -1, room, head_dim)
+    requests = jnp.arange(batch_size)[:, None]
+    index = jnp.arange(length, dtype=jnp.int32)[None, :]
+    # [B, P]: what is not moved goes to places past the end, a different one for each j, which are
+    # dropped.
+    source = start[:, None] + path
+    target = jnp.where(path < 0, room, start[:, None]) + index
+    # [B, P, N_kv, D], or [B, P, L, N_kv, D].
+    key = new_keys.at[..., requests, :, :, source].get(mode="clip")
+    value = new_values.at[..., requests, :, source, :].get(mode="clip")
+    # All is read before anything is written. Without the barrier XLA may read as it writes, for
+    # which it copies the whole cache.
+    key, value, new_keys, new_values = jax.lax.optimization_barrier(
+        (key, value, new_keys, new_values)
+    )
+    mode: dict[str, Any] = {"mode": "drop", "unique_indices": True}
+    new_keys = new_keys.at[..., requests, :, :, target].set(key, **mode)
+    new_values = new_values.at[..., requests, :, target, :].set(value, **mode)
+    return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
+
+
 def cached_attention(
     query: jax.Array,
     key: jax.Array,
@@ -155,13 +191,15 @@ def cached_attention(
     cache: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     layer: jax.Array | None = None,
-    visible: np.ndarray | None = None,
+    visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
+    start: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns what an `Attend` reads of a cache, and the cache, into which it writes first.
 
     It is softmax(q k / sqrt(D)) v over the positions that are <= the query's own, ``[B, S]``, which
-    follow one another, or as `visible` and `window` say; see `decode_attention`. The cache is one
+    follow one another, or as `visible` and `window` say; see `decode_attention`. Bits of `visible`
+    count from `start`, ``[B]`` int32; None for the first position that is written. The cache is one
     layer's, or has an axis of layers, of which `layer` is one.
     """
     cache = write_cache(*cache, key, value, positions, layer)
@@ -171,7 +209,7 @@ def cached_attention(
     read = decode_attention(
         query,
         *cache,
-        positions[:, 0],
+        positions[:, 0] if start is None else start,
         visible=visible,
         layer=layer,
         window=window,
@@ -180,7 +218,7 @@ def cached_attention(
     return read, cache
 
 
-def check_length(length: int, cache: Any) -> None:
+def check_length(length: int, cache: Any, name: str = "token_ids") -> None:
     """Check that the caches of layers have positions for so many tokens.
 
     Raises:
@@ -188,7 +226,7 @@ def check_length(length: int, cache: Any) -> None:
     """
     most = jax.tree.leaves(cache)[0].shape[-1]
     must = f"have at most {most} tokens per request, as the cache"
-    require(length <= most, "token_ids", must, length)
+    require(length <= most, name, must, length)
 
 
 def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any:

@@ -28,12 +28,14 @@ from jax_specdec._src.arrays import (
     check_increasing,
     checked_dtype,
 )
+from jax_specdec._src.tree import TreeRows
 from jax_specdec.lm.models.layers import (
     cached_attention,
     check_length,
     check_params,
     decoder_layer,
     embed_tokens,
+    move_in_cache,
     output_logits,
     random_weights,
     rms_norm,
@@ -136,8 +138,9 @@ class Llama:
         start: jax.Array,
         cache: Any,
         feature_layers: tuple[int, ...] = (),
+        tree: TreeRows | None = None,
     ) -> TargetOutput:
-        """Run S consecutive tokens of each request; see `CausalModel.apply`.
+        """Run S consecutive tokens of each request, or a tree; see `CausalModel`.
 
         Weights are not checked; `check_params` does that, where they enter.
 
@@ -149,17 +152,54 @@ class Llama:
           start: ``[B]`` int32, absolute position of each request's first token.
           cache: from `init_cache` or a previous call.
           feature_layers: A increasing layers, 0 to L, whose features to return.
+          tree: of S nodes, which the tokens then are; None for consecutive tokens.
 
         Returns:
           Logits ``[B, S, V]`` in the compute dtype, the cache, and features ``[B, S, A H]`` in the
           compute dtype; None without `feature_layers`.
 
         Raises:
-          ValueError: ids or positions have another shape, there are more of them than the cache
-            has positions, or `feature_layers` do not increase or are no layers.
-          TypeError: ids or positions are not int32.
+          ValueError: ids, positions or the tree have another shape, there are more tokens than the
+            cache has positions, or `feature_layers` do not increase or are no layers.
+          TypeError: ids or positions are not int32, or the tree has other dtypes.
         """
-        return self.apply_with(params, token_ids, start, cache, feature_layers, embed_tokens)
+        return self.apply_with(
+            params, token_ids, start, cache, feature_layers, embed_tokens, tree=tree
+        )
+
+    def commit(self, cache: Any, start: jax.Array, path: jax.Array) -> Any:
+        """Moves what the cache holds of the nodes of a path together; see `CausalModel`.
+
+        Args:
+          cache: that `apply` returned for trees at the positions `start`.
+          start: ``[B]`` int32, the position of each request's node 0.
+          path: ``[B, P]`` int32, nodes from node 0 on, increasing; -1 after the last.
+
+        Returns:
+          The cache, in which position ``start[b] + j`` holds what ``start[b] + path[b, j]`` held.
+
+        Raises:
+          ValueError: `start` or `path` has another shape, or the cache fewer positions than P.
+          TypeError: they are not int32.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> import jax_specdec as sd
+          >>> from jax_specdec import lm
+          >>> model, params = lm.load_embedded_pair()[1]
+          >>> cache, start = model.init_cache(1, 8), jnp.array([0])
+          >>> ids = jnp.array([[104, 97, 105]])  # "h", and two drafts that follow it: "a" and "i"
+          >>> tree = sd.TreeRows.of(jnp.array([[0, 0]]))
+          >>> cache = jax.jit(model.apply)(params, ids, start, cache, tree=tree).cache
+          >>> cache = jax.jit(model.commit)(cache, start, jnp.array([[0, 2]]))  # "hi"
+        """
+        sizes: Sizes = {}
+        check_array("start", start, "[B] int32", sizes)
+        check_array("path", path, "[B, P] int32", sizes)
+        check_length(path.shape[1], cache, "path")
+        if self.scan_layers:
+            return move_in_cache(cache, start, path)
+        return [move_in_cache(layer, start, path) for layer in cache]
 
     def apply_with(
         self,
@@ -170,6 +210,7 @@ class Llama:
         feature_layers: tuple[int, ...],
         embed: Callable[[jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
+        tree: TreeRows | None = None,
     ) -> TargetOutput:
         """`apply` with another way to read embeddings, or to end a branch; see `run`.
 
@@ -182,14 +223,30 @@ class Llama:
         check_length(length, cache)
         if feature_layers:
             check_increasing("feature_layers", feature_layers, 0, self.config.num_hidden_layers)
-        positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        # [B, S]: where the cache holds each token, and where it is in the sequence.
+        slots = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        positions = slots
+        visible = None
+        if tree is not None:
+            check_array("tree.depth", tree.depth, "[B, S] int32", sizes)
+            check_array("tree.visible", tree.visible, "[B, S, 2] uint32", {**sizes, "2": 2})
+            positions = start[:, None] + tree.depth
+            visible = tree.visible
         embedded = embed(params["embed_tokens"], token_ids)
+
+        def cached(
+            query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, layer: Any = None
+        ) -> tuple[jax.Array, Any]:
+            return cached_attention(query, key, value, cache, slots, layer, visible)
+
         if self.scan_layers:
-            return self._scan(params, embedded, positions, cache, feature_layers, regularize)
+            return self._scan(
+                params, embedded, positions, cached, cache, feature_layers, regularize
+            )
         new_cache = list(cache)
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            read, new_cache[layer] = cached_attention(query, key, value, cache[layer], positions)
+            read, new_cache[layer] = cached(query, key, value, cache[layer])
             return read
 
         logits, features = self.run(params, embedded, positions, attend, regularize, feature_layers)
@@ -200,11 +257,12 @@ class Llama:
         params: dict[str, Any],
         embedded: jax.Array,
         positions: jax.Array,
+        cached: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]],
         cache: tuple[jax.Array, jax.Array],
         feature_layers: tuple[int, ...],
         regularize: Callable[[jax.Array], jax.Array],
     ) -> TargetOutput:
-        """`run` and the cache, in a loop over stacked layers."""
+        """`run` and the cache, in a loop over stacked layers; `cached` writes and attends."""
         cos_sin = self._rotation(positions)
         num_layers, num_features = self.config.num_hidden_layers, len(feature_layers)
         # Where the stream that enters each layer goes: the last place is for those nobody asks for.
@@ -224,7 +282,7 @@ class Llama:
 
             def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
                 nonlocal cache
-                read, cache = cached_attention(query, key, value, cache, positions, index)
+                read, cache = cached(query, key, value, cache, index)
                 return read
 
             x = decoder_layer(self.config, layer, x, cos_sin, attend, regularize)

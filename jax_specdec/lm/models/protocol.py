@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 
 from jax_specdec._src.arrays import described, refuse, require
+from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.verify.sharding import VerifySharding
 
 Cache = Any
@@ -79,6 +80,25 @@ class CausalModel(Protocol):
     for features. The model then returns a `TargetOutput` whose features are the residual stream
     that enters each of these layers (for L: that leaves the last one), before any norm, one after
     another along the last axis. `Llama` and `TensorParallelLlama` do this.
+
+    **Trees.** Drafts may form a tree instead of a chain: several tokens that may follow the same
+    one. A model that can run trees takes one more argument of `apply`, `tree`, and has a method
+    `commit`. Without them it runs chains only, and drafters that propose trees are refused.
+
+    - ``apply(..., tree: TreeRows | None = None)`` is given `tree` only if drafts form trees. Token
+      s of request b is then node s of its tree, node 0 the newest token. It is still written at
+      position ``start[b] + s`` of the cache. Its position in the sequence, for rotary angles, is
+      ``start[b] + tree.depth[b, s]``. It sees the positions before `start[b]`, and of the S nodes
+      its ancestors and itself: ``tree.visible[b, s]`` has their bits, as `decode_attention` takes
+      them. Row s of the logits scores what follows node s; what nodes that it does not see hold,
+      even NaN, has no influence on it. `feature_layers` may be given with it.
+    - ``commit(cache, start [B], path [B, P]) -> cache`` keeps a path of nodes. Position ``start[b]
+      + j`` then holds what ``start[b] + path[b, j]`` held, for every j with ``path[b, j] >= 0``.
+      All others may hold anything: they are overwritten before they are seen. A path goes from node
+      0 to a child, and so on, so that ``path[b, j] >= j``, and ends with -1s. The cache then is
+      what a pass over the text alone would have left, up to rounding.
+
+    `Llama` and `TensorParallelLlama` do this.
 
     Example:
       The smallest model: a bigram table, whose next token depends on the last one alone.
@@ -184,8 +204,9 @@ def apply_model(
     start: jax.Array,
     cache: Cache,
     feature_layers: tuple[int, ...] = (),
+    tree: TreeRows | None = None,
 ) -> TargetOutput:
-    """`CausalModel.apply`, with the features of some layers.
+    """`CausalModel.apply`, with the features of some layers, or on trees of drafts.
 
     Args:
       model: any `CausalModel`.
@@ -194,27 +215,31 @@ def apply_model(
       start: as in `CausalModel.apply`.
       cache: as in `CausalModel.apply`.
       feature_layers: A layers whose features are needed; with none, the model is not asked.
+      tree: whose nodes the tokens are; None for consecutive tokens, and the model is not asked.
 
     Raises:
       TypeError: features are needed, and the model's `apply` does not take `feature_layers` or
-        returns none.
+        returns none; or trees, and it does not take `tree`.
       ValueError: the features are not ``[B, S, A H]``.
     """
-    if not feature_layers:
-        logits, cache = model.apply(params, token_ids, start, cache)[:2]
-        return TargetOutput(logits, cache)
     apply: Any = model.apply
+    asked: dict[str, Any] = {}
+    if tree is not None:
+        check_runs_trees("model", model)
+        asked["tree"] = tree
+    if not feature_layers:
+        logits, cache = apply(params, token_ids, start, cache, **asked)[:2]
+        return TargetOutput(logits, cache)
     must = (
         f"model must give features, because the drafter reads those of layers {feature_layers}, "
         f"but {type(model).__name__}.apply"
     )
-    try:
-        inspect.signature(apply).bind(params, token_ids, start, cache, feature_layers=())
-    except TypeError:
+    if not _takes(apply, "feature_layers"):
         raise TypeError(
             f"{must} takes {inspect.signature(apply)}: see feature_layers in CausalModel"
-        ) from None
-    output = apply(params, token_ids, start, cache, feature_layers=feature_layers)
+        )
+    asked["feature_layers"] = feature_layers
+    output = apply(params, token_ids, start, cache, **asked)
     if not isinstance(output, TargetOutput) or output.features is None:
         raise TypeError(f"{must} returns none: it must return a TargetOutput with features")
     shape = output.features.shape
@@ -225,6 +250,49 @@ def apply_model(
             f"but {type(model).__name__}.apply returns {list(shape)}"
         )
     return output
+
+
+def commit_path(model: CausalModel, cache: Cache, start: jax.Array, path: jax.Array) -> Cache:
+    """Returns the cache after a pass over trees, of which each request keeps one path of nodes.
+
+    Args:
+      model: a `CausalModel` that runs trees.
+      cache: that the pass returned.
+      start: ``[B]`` int32, as the pass was given it.
+      path: ``[B, P]`` int32, the nodes that are kept, from node 0 on; -1 after the last.
+
+    Raises:
+      TypeError: the model has no `commit`, or its `apply` takes no `tree`.
+    """
+    check_runs_trees("model", model)
+    commit: Any = getattr(model, "commit")  # noqa: B009  optional, so not of the protocol
+    return commit(cache, start, path)
+
+
+def check_runs_trees(name: str, model: CausalModel) -> None:
+    """Checks that a model can run trees of drafts; see `CausalModel`.
+
+    Args:
+      name: of the argument.
+      model: what was given for it.
+
+    Raises:
+      TypeError: its `apply` takes no `tree`, or it has no `commit`.
+    """
+    must = f"{name} must run trees of drafts, but {type(model).__name__}"
+    if not _takes(model.apply, "tree"):
+        raise TypeError(f"{must}.apply takes {inspect.signature(model.apply)}: use chains")
+    if not callable(getattr(model, "commit", None)):
+        raise TypeError(f"{must} has no method commit(cache, start, path): use chains")
+
+
+def _takes(apply: Any, argument: str) -> bool:
+    """Whether a model's `apply` takes an argument beside those of the protocol."""
+    try:
+        inspect.signature(apply).bind(None, None, None, None, **{argument: None})
+    except TypeError:
+        return False
+    return True
 
 
 def sharding_of(model: CausalModel) -> VerifySharding | None:

@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
@@ -179,8 +180,9 @@ class TensorParallelLlama:
         start: jax.Array,
         cache: Any,
         feature_layers: tuple[int, ...] = (),
+        tree: TreeRows | None = None,
     ) -> TargetOutput:
-        """Run S consecutive tokens of each request; see `CausalModel.apply`.
+        """Run S consecutive tokens of each request, or a tree; see `CausalModel`.
 
         Args:
           params: from `shard_params`.
@@ -188,6 +190,7 @@ class TensorParallelLlama:
           start: as in `Llama.apply`.
           cache: from `init_cache` or a previous call.
           feature_layers: as in `Llama.apply`.
+          tree: as in `Llama.apply`.
 
         Returns:
           Logits ``[B, S, V]``, sharded over V; the cache; and features, the same on all devices.
@@ -200,11 +203,23 @@ class TensorParallelLlama:
         run = jax.shard_map(
             functools.partial(self._apply_share, feature_layers=feature_layers),
             mesh=self.mesh,
-            in_specs=(P(self.axis), P(), P(), P(self.axis)),
+            in_specs=(P(self.axis), P(), P(), P(self.axis), P()),
             out_specs=TargetOutput(*output_specs),
             check_vma=False,  # which kernels do not follow
         )
-        return run(params, token_ids, start, cache)
+        return run(params, token_ids, start, cache, tree)
+
+    def commit(self, cache: Any, start: jax.Array, path: jax.Array) -> Any:
+        """Moves what the cache holds of the nodes of a path together; see `Llama.commit`."""
+
+        def share(cache: Any, start: jax.Array, path: jax.Array) -> Any:
+            own = jax.tree.map(lambda x: x[0], cache)
+            return jax.tree.map(lambda x: x[None], self._local.commit(own, start, path))
+
+        run = jax.shard_map(
+            share, mesh=self.mesh, in_specs=(P(self.axis), P(), P()), out_specs=P(self.axis)
+        )
+        return run(cache, start, path)
 
     def _apply_share(
         self,
@@ -212,6 +227,7 @@ class TensorParallelLlama:
         token_ids: jax.Array,
         start: jax.Array,
         cache: Any,
+        tree: TreeRows | None,
         *,
         feature_layers: tuple[int, ...],
     ) -> TargetOutput:
@@ -230,7 +246,7 @@ class TensorParallelLlama:
 
         params, cache = jax.tree.map(lambda x: x[0], (params, cache))
         logits, cache, features = local.apply_with(
-            params, token_ids, start, cache, feature_layers, embed, sum_devices
+            params, token_ids, start, cache, feature_layers, embed, sum_devices, tree
         )
         num_token_ids = c.num_token_ids or c.vocab_size
         if num_token_ids < self.vocab_size:

@@ -1,0 +1,618 @@
+"""Trees of drafts in every loop: the text is that of plain decoding, whatever is proposed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_specdec as sd
+from jax_specdec import lm
+
+from . import engines, test_tensor_parallel, tiny
+from .engines import VOCAB
+from .test_draft_budget import Cycling, FromThePast
+from .test_grammar_driver import ALLOWED, Cycle, constrained_truth
+
+pytestmark = pytest.mark.xdist_group("engines")
+
+NODES, DEPTH, NEW_TOKENS, PLANS = 9, 3, 17, 64
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=NODES, rejection_sample_method="agreement")
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeTrigram(tiny.Trigram):
+    """A `Trigram` that runs trees: the token before a node is its parent's, of what it sees."""
+
+    def apply(
+        self,
+        params: jax.Array,
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: jax.Array,
+        tree: Any = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        if tree is None:
+            return super().apply(params, token_ids, start, cache)
+        size = token_ids.shape[1]
+        requests, nodes = jnp.arange(token_ids.shape[0])[:, None], jnp.arange(size)
+        cache = cache.at[requests, start[:, None] + nodes[None, :]].set(token_ids)
+        shift = (nodes % 32).astype(jnp.uint32)[None, None, :]
+        bits = (tree.visible[:, :, nodes // 32] >> shift) & 1
+        is_parent = (bits == 1) & (tree.depth[:, None, :] + 1 == tree.depth[:, :, None])
+        parent = start[:, None] + jnp.argmax(is_parent, axis=2)
+        parent = parent.at[:, 0].set(start - 1)
+        before = jnp.where(parent >= 0, cache[requests, jnp.maximum(parent, 0)], 0)
+        return params.at[before, token_ids].get(mode="clip"), cache
+
+    def commit(self, cache: jax.Array, start: jax.Array, path: jax.Array) -> jax.Array:
+        requests, offset = jnp.arange(path.shape[0])[:, None], jnp.arange(path.shape[1])[None, :]
+        kept = cache[requests, start[:, None] + jnp.maximum(path, 0)]
+        place = jnp.where(path < 0, cache.shape[1], start[:, None] + offset)
+        # What is not kept is poisoned: the next step must write it before anything sees it.
+        is_new = jnp.arange(cache.shape[1])[None, :] >= start[:, None]
+        cache = jnp.where(is_new, 5, cache)
+        return cache.at[requests, place].set(kept, mode="drop")
+
+
+MODEL = TreeTrigram(VOCAB)
+
+
+class Plans:
+    """Trees by the seed of a request and the position of their first draft, as `Planned` reads."""
+
+    def __init__(self, ids: np.ndarray, parents: np.ndarray) -> None:
+        self.ids, self.parents = ids, parents
+
+    @property
+    def params(self) -> Any:
+        return jnp.asarray(self.ids), jnp.asarray(self.parents)
+
+    @classmethod
+    def random(cls, seed: int, texts: dict[int, list[int]] | None = None) -> Plans:
+        """Random trees, ragged; some hold the next tokens of the text of a seed, which they peek."""
+        rng, texts = np.random.default_rng(seed), texts or {}
+        ids = np.full((PLANS, engines.LONGEST, NODES), -1, np.int32)
+        parents = np.zeros(ids.shape, np.int32)
+        for s in range(PLANS):
+            for p in range(engines.LONGEST):
+                truth = texts.get(s, [])[p:] if rng.random() < 0.6 else []
+                ids[s, p], parents[s, p] = random_tree(rng, truth)
+        return cls(ids, parents)
+
+
+def random_tree(rng: np.random.Generator, truth: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and parents of up to `NODES` nodes no deeper than `DEPTH`, in any topological order."""
+    ids, parents = np.full(NODES, -1, np.int32), rng.integers(-3, 99, NODES).astype(np.int32)
+    above: dict[int, tuple[int, ...]] = {0: ()}  # the path to each node
+    for j in range(NODES):
+        if rng.random() < 0.15:
+            continue  # a node that is not used, wherever it is
+        parent = int(rng.choice([*above]))
+        path = above[parent]
+        token = int(rng.integers(0, VOCAB))
+        if path == tuple(truth[: len(path)]) and len(path) < len(truth) and rng.random() < 0.8:
+            token = truth[len(path)]
+        if len(path) == DEPTH or (*path, token) in above.values():
+            continue
+        ids[j], parents[j], above[j + 1] = token, parent, (*path, token)
+    return ids, parents
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """Proposes `Plans` of the key's seed, which may know the noise, the text, or nothing."""
+
+    tree_depth: int = DEPTH
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return ()
+
+    def init_store(self, params: Any, batch_size: int, config: sd.SpecDecodeConfig) -> None:
+        return None
+
+    def prefill(self, params: Any, token_ids: Any, cache: Any, start: Any = None) -> Any:
+        return cache
+
+    def propose(self, params: Any, context: Any, cache: Any, store: None) -> Any:
+        seed = jax.random.key_data(context.keys)[:, 1].astype(jnp.int32) % PLANS
+        place = jnp.minimum(context.lengths, engines.LONGEST - 1)
+        ids, parents = (x[seed, place, : context.config.num_speculative_tokens] for x in params)
+        return lm.Proposal(ids, parents=parents if self.tree_depth else None), cache
+
+
+rng = np.random.default_rng(3)
+PROMPTS = [rng.integers(0, VOCAB, n).tolist() for n in (3, 1, 5, 2, 7, 1, 4, 2)]
+OPTIONS = [
+    lm.RequestOptions(seed=b, max_new_tokens=NEW_TOKENS, **fields)
+    for b, fields in enumerate(
+        [
+            dict(),
+            dict(temperature=0.8),
+            dict(temperature=0.8, top_k=4, top_p=0.9),
+            dict(temperature=1.0, min_p=0.05, frequency_penalty=0.3, repetition_penalty=1.2),
+            dict(repetition_penalty=1.3, presence_penalty=0.2),
+            dict(temperature=1.2, stop_token_ids=(2,), min_tokens=3),
+            dict(temperature=0.8, max_drafts=2, logit_bias={1: 0.7}),
+            dict(temperature=1.0, max_drafts=0, bad_words=((1, 1), (3,))),
+        ]
+    )
+]
+LOGPROBS = sd.LogprobsConfig(num_top=2, distribution="processed")
+
+
+@functools.cache
+def plain() -> lm.GenerateOutput:
+    return lm.generate_plain(
+        MODEL, engines.TABLES[0], PROMPTS, config=CONFIG, options=OPTIONS, logprobs=LOGPROBS
+    )
+
+
+@functools.cache
+def peeking(seed: int = 0) -> Plans:
+    """Plans that know the texts of the requests above, and those of `random_requests`."""
+    texts = {b: p + t for b, (p, t) in enumerate(zip(PROMPTS, plain().completions, strict=True))}
+    return Plans.random(seed, texts)
+
+
+def steps_by_hand(b: int, plans: Plans) -> list[tiny.Step]:
+    """The walk of a request over the trees of its plans, in plain Python."""
+    prompt, text, asked = PROMPTS[b], plain().completions[b], OPTIONS[b]
+    position, end, steps = len(prompt), len(prompt) + len(text), []
+    most = NODES if asked.max_drafts is None else asked.max_drafts
+    while position < end:
+        ids, parents = plans.ids[b, position, :most], plans.parents[b, position, :most]
+        rest, node, num_accepted = [*prompt, *text][position:], 0, 0
+        depth = np.zeros(NODES + 1, int)
+        for j in range(len(ids)):
+            depth[j + 1] = depth[parents[j]] + 1 if ids[j] >= 0 else 0
+        # Past the end of a text nobody knows what would have been accepted.
+        for token in rest:
+            found = [j + 1 for j in range(len(ids)) if (ids[j], parents[j]) == (token, node)]
+            if not found:
+                break
+            node, num_accepted = found[0], num_accepted + 1
+        kept = rest[: num_accepted + 1]
+        steps.append(tiny.Step(kept, int(depth.max()), num_accepted, num_accepted + 1))
+        position += len(kept)
+    return steps
+
+
+# What `generate` emits
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.newest)])
+def test_generate_gives_the_text_and_the_steps_of_plain_python(seed: int) -> None:
+    plans = peeking(seed)
+    output = lm.generate(
+        MODEL,
+        engines.TABLES[0],
+        PROMPTS,
+        drafter=Planned(),
+        draft_params=plans.params,
+        config=CONFIG,
+        options=OPTIONS,
+        logprobs=LOGPROBS,
+    )
+    assert output.completions == plain().completions
+    assert output.steps.token_ids.shape[2] == DEPTH + 1
+    assert output.steps.num_accepted.max() == DEPTH
+    for b in range(len(PROMPTS)):
+        found, wanted = tiny.steps_of(output, b), steps_by_hand(b, plans)
+        assert [one.kept for one in found] == [one.kept for one in wanted]
+        assert [one.num_proposed for one in found] == [one.num_proposed for one in wanted]
+        assert found[:-1] == wanted[:-1]  # the last may have been cut
+
+
+def test_log_probabilities_are_those_of_plain_decoding() -> None:
+    outputs = plain(), lm.generate(
+        MODEL,
+        engines.TABLES[0],
+        PROMPTS,
+        drafter=Planned(),
+        draft_params=peeking().params,
+        config=CONFIG,
+        options=OPTIONS,
+        logprobs=LOGPROBS,
+    )  # fmt: skip
+    for b, text in enumerate(plain().completions):
+        each = []
+        for output in outputs:
+            steps, kept = output.steps.logprobs, output.steps.num_kept[:, b]
+            rows = [(s, i) for s, n in enumerate(kept) for i in range(n)]
+            each.append([[x[s, b, i] for s, i in rows] for x in jax.tree.leaves(steps)])
+        for one, other in zip(*each, strict=True):
+            assert len(one) == len(text)
+            np.testing.assert_allclose(np.array(one), np.array(other), atol=1e-5)
+
+
+def test_a_stream_has_the_steps_of_generate() -> None:
+    given = MODEL, engines.TABLES[0], PROMPTS
+    drafting: dict[str, Any] = dict(
+        drafter=Planned(), draft_params=peeking().params, config=CONFIG, options=OPTIONS
+    )
+    output, records = lm.generate(*given, **drafting), list(lm.generate_stream(*given, **drafting))
+    stacked = jax.tree.map(lambda *x: np.stack(x), *records)
+    jax.tree.map(np.testing.assert_array_equal, stacked, output.steps)
+
+
+def test_a_chain_as_a_tree_has_the_steps_of_the_chain() -> None:
+    k = DEPTH
+    script = rng.integers(-1, VOCAB, (PLANS, engines.LONGEST, k)).astype(np.int32)
+    script[:, :, :1] = np.maximum(script[:, :, :1], 0)
+    script = np.where(np.cumprod(script >= 0, axis=2), script, -1)
+    weights = jnp.asarray(script), jnp.broadcast_to(jnp.arange(k), script.shape)
+    outputs = [
+        lm.generate(
+            MODEL,
+            engines.TABLES[0],
+            PROMPTS,
+            drafter=Planned(depth),
+            draft_params=weights,
+            config=dataclasses.replace(CONFIG, num_speculative_tokens=k),
+            options=OPTIONS,
+        )
+        for depth in (k, 0)
+    ]
+    assert outputs[0].steps.num_accepted.sum() > 0
+    tiny.assert_same(*outputs)
+
+
+# Engines
+
+ENGINE = lm.Engine(
+    MODEL,
+    Planned(),
+    CONFIG,
+    logprobs=LOGPROBS,
+    num_slots=4,
+    max_length=engines.LONGEST,
+    prefill_sizes=(2, 8),  # longer prompts are read in pieces
+    request_options=True,
+)
+BUDGET = (0, 1, 3, NODES)
+
+
+@pytest.mark.parametrize("max_steps_ahead", [0, pytest.param(2, marks=pytest.mark.newest)])
+@pytest.mark.parametrize(
+    "choice", [None, Cycling, pytest.param(FromThePast, marks=pytest.mark.newest)]
+)
+def test_engines_give_it_whatever_the_traffic_and_the_budget(
+    choice: type | None, max_steps_ahead: int
+) -> None:
+    engine = dataclasses.replace(ENGINE, draft_budget=BUDGET if choice else None)
+    driver = engines.driver_of(
+        engine, engines.TABLES[0], peeking().params, max_steps_ahead=max_steps_ahead
+    )
+    if choice is not None:
+        driver.draft_choice = choice(BUDGET, driver.draft_choice.rates, has_trees=True)
+    traffic, ids, updates = np.random.default_rng(4), {}, []
+    for b in traffic.permutation(2 * len(PROMPTS)).tolist():
+        b %= len(PROMPTS)
+        driver.submit([1, 2], max_new_tokens=3, temperature=1.0, top_k=5)
+        ids[driver.submit(PROMPTS[b], OPTIONS[b])] = b
+        updates += driver.step()
+        if not driver.is_idle and traffic.random() < 0.5:
+            driver.preempt(int(traffic.choice([*ids])))
+    found = engines.run(driver, updates)
+    for request_id, b in ids.items():
+        assert found[request_id].token_ids == plain().completions[b]
+        each = [update.logprobs.logprobs for update in found[request_id].updates]
+        kept = plain().steps.num_kept[:, b] > 0
+        np.testing.assert_allclose(
+            np.concatenate(each), plain().steps.logprobs.logprobs[kept, b, 0], atol=1e-5
+        )
+    stats = driver.stats()
+    assert len(stats.accepted_per_position) == DEPTH
+    assert all(stats.accepted_per_position)
+
+
+def test_requests_with_grammars_beside_others() -> None:
+    """Their drafts are chains, the first paths; the others' are trees in the same pass."""
+    engine = dataclasses.replace(ENGINE, draft_budget=(0, NODES))
+    driver = engines.driver_of(engine, engines.TABLES[0], Plans.random(5).params)
+    driver.warm_up(grammars=True)
+    truths: dict[int, list[int]] = {}
+    proposed = dict.fromkeys((True, False), 0)
+    with engines.compilations() as compiled:
+        for b, (prompt, asked) in enumerate(zip(PROMPTS, OPTIONS, strict=True)):
+            truths[driver.submit(prompt, asked)] = plain().completions[b]
+            request_id = driver.submit(prompt, max_new_tokens=9, seed=b, matcher=Cycle())
+            truths[request_id] = constrained_truth(prompt, 9)
+        found = engines.run(driver)
+    driver.close()
+    assert compiled == []
+    for request_id, one in found.items():
+        assert one.token_ids == truths[request_id]
+        proposed[bool(request_id % 2)] += sum(x.num_accepted for x in one.updates)
+    assert all(proposed.values())
+
+
+def test_sampled_tokens_under_a_grammar_are_those_of_chains() -> None:
+    texts = []
+    for drafter in (Planned(), Planned(0)):
+        engine = dataclasses.replace(ENGINE, drafter=drafter)
+        driver = engines.driver_of(engine, engines.TABLES[0], Plans.random(6).params)
+        for seed in range(6):
+            driver.submit([1, 2], max_new_tokens=9, temperature=1.0, seed=seed, matcher=Cycle())
+        texts.append([one.token_ids for one in engines.run(driver).values()])
+        driver.close()
+    assert texts[0] == texts[1]
+    assert all(x in ALLOWED[i % 3] for text in texts[0] for i, x in enumerate(text))
+
+
+class Forced(Cycle):
+    """Allows one token at each position."""
+
+    @property
+    def allowed(self) -> tuple[int, ...]:
+        return (len(self.tokens) % 5,)
+
+
+def test_forced_tokens_are_accepted_up_to_the_depth_of_trees() -> None:
+    driver = engines.driver_of(ENGINE, engines.TABLES[0], Plans.random(7).params)
+    driver.submit([1, 2], max_new_tokens=12, temperature=1.0, matcher=Forced())
+    (found,) = engines.run(driver).values()
+    driver.close()
+    assert found.token_ids == [i % 5 for i in range(12)]
+    assert [len(x.token_ids) for x in found.updates] == [DEPTH + 1] * 3
+    assert {x.num_proposed for x in found.updates} == {DEPTH}
+
+
+def test_first_paths() -> None:
+    parents = jnp.array([[0, 0, 2, 1, 4, 3], [0, 0, 2, 1, 4, 3], [0, 0, 2, 1, 4, 3]])
+    ids = jnp.array([[9, 1, 2, 3, 4, 5], [-1, 1, 2, -1, -1, 5], [9, 1, 2, 3, 4, 5]])
+    state = jax.eval_shape(ENGINE.init_state)
+    state = dataclasses.replace(state, draft_token_ids=ids, draft_parents=parents)
+    state = state.with_chains(jnp.array([True, True, False]))
+    assert state.draft_token_ids.tolist() == [
+        [9, 3, 4, -1, -1, -1],
+        [1, 2, 5, -1, -1, -1],
+        [*ids[2]],
+    ]
+    assert state.draft_parents.tolist() == [[0, 1, 2, 3, 4, 5]] * 2 + [[*parents[2]]]
+
+
+# Caches and features of a real model
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading(Planned):
+    """Keeps the features that it is given, by position."""
+
+    feature_layers: tuple[int, ...] = (0, 1)
+
+    def init_cache(self, batch_size: int, max_length: int) -> jax.Array:
+        return jnp.zeros((batch_size, max_length, 32))
+
+    def prefill(
+        self, params: Any, token_ids: Any, cache: Any, start: Any = None, **given: Any
+    ) -> Any:
+        first = jnp.zeros(len(token_ids), jnp.int32) if start is None else start
+        return self.written(cache, first, given["features"], token_ids.shape[1])
+
+    def propose(self, params: Any, context: Any, cache: Any, store: None) -> Any:
+        count = context.num_features
+        cache = self.written(cache, context.lengths - 1 - count, context.features, count[:, None])
+        return super().propose(params, context, cache, store)
+
+    def written(self, cache: jax.Array, start: jax.Array, rows: jax.Array, count: Any) -> jax.Array:
+        offset = jnp.arange(rows.shape[1])[None, :]
+        place = jnp.where(offset < count, start[:, None] + offset, cache.shape[1])
+        return cache.at[jnp.arange(len(cache))[:, None], place].set(rows, mode="drop")
+
+
+def seen_by(state: Any, length: int, slot: int) -> tuple[Any, Any]:
+    """What the drafter and the target keep of the tokens of a slot but the newest."""
+    features = state.draft_cache[slot, : length - 1]
+    heads = slice(2 * slot, 2 * slot + 2)
+    pairs = [(k[heads, :, : length - 1], v[heads, : length - 1]) for k, v in state.target_cache]
+    return features, pairs
+
+
+def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
+    llama, params = engines.LLAMA.model, engines.weights_of(engines.LLAMA)[0]
+    asked: dict[str, Any] = dict(max_new_tokens=30, temperature=0.8)
+    options = [lm.RequestOptions(seed=b, **asked) for b in range(4)]
+    texts = lm.generate_plain(llama, params, PROMPTS[:4], config=CONFIG, options=options)
+    whole = [p + t for p, t in zip(PROMPTS, texts.completions, strict=False)]
+    plans = Plans.random(8, dict(enumerate(whole)))
+    engine = dataclasses.replace(
+        ENGINE, model=llama, drafter=Reading(), draft_budget=BUDGET, request_options=False
+    )
+    driver = engines.driver_of(engine, params, plans.params)
+    driver.draft_choice = Cycling(BUDGET, driver.draft_choice.rates)
+    for prompt, one in zip(PROMPTS, options, strict=False):
+        driver.submit(prompt, one)
+    counts = [len(prompt) for prompt in PROMPTS[:4]]
+    for _ in range(9):
+        for update in driver.step():
+            counts[update.request_id] += len(update.token_ids)
+    assert driver.stats().accepted_per_position[DEPTH - 1] > 0
+    # The newest features are with the state until the next step drafts from them.
+    state = driver.state
+    features, number = state.features, state.num_features
+    kept = Reading().written(
+        state.draft_cache, state.batch.lengths - 1 - number, features, number[:, None]
+    )
+    state = dataclasses.replace(state, draft_cache=kept)
+    zero = jnp.zeros(1, jnp.int32)
+    for slot, (text, count) in enumerate(zip(whole, counts, strict=True)):
+        assert count < len(text)
+        assert state.batch.token_ids[slot, :count].tolist() == text[:count]
+        cache, ids = llama.init_cache(1, engine.buffer_length), jnp.array([text])
+        output = llama.apply(params, ids, zero, cache, feature_layers=(0, 1))
+        wanted = dataclasses.replace(state, draft_cache=output.features, target_cache=output.cache)
+        found, fresh = seen_by(state, count, slot), seen_by(wanted, count, 0)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-4, 1e-3), found, fresh)
+
+
+@pytest.mark.slow
+def test_texts_over_eight_devices_are_those_of_plain_decoding() -> None:
+    whole, prompts = test_tensor_parallel.on_eight(split_drafter=False), PROMPTS[:4]
+    weights, asked = (whole["model"], whole["params"]), dict(options=OPTIONS[:4], config=CONFIG)
+    texts = lm.generate_plain(*weights, prompts, **asked).completions
+    own = {b: p + t for b, (p, t) in enumerate(zip(prompts, texts, strict=True))}
+    drafting: Any = dict(drafter=Planned(), draft_params=Plans.random(9, own).params)
+    output = lm.generate(*weights, prompts, **drafting, **asked)
+    assert output.completions == texts
+    assert output.steps.num_accepted.max() == DEPTH
+
+
+# What a budget goes by
+
+
+def test_rates_are_those_of_the_ranks() -> None:
+    """By the plans and the texts: which drafts of a request were accepted in each of its steps."""
+    engine = dataclasses.replace(ENGINE, draft_budget=(0, NODES), num_slots=1)
+    plans, b = peeking(), 1
+    driver = engines.driver_of(engine, engines.TABLES[0], plans.params)
+    driver.submit(PROMPTS[b], OPTIONS[b])
+    (found,) = engines.run(driver).values()
+    offered, kept, position = np.zeros(NODES), np.zeros(NODES), len(PROMPTS[b])
+    for i, update in enumerate(found.updates):
+        hits, node = np.zeros(NODES), 0
+        tree = list(zip(plans.ids[b, position], plans.parents[b, position], strict=True))
+        for token in update.token_ids[: update.num_accepted]:
+            node = tree.index((token, node)) + 1
+            hits[node - 1] = 1
+        if i:  # a request begins without drafts
+            offered, kept = 0.99 * offered + 1, 0.99 * kept + hits
+        position += len(update.token_ids)
+    assert kept.sum() > 3
+    estimator = driver.state.estimator
+    np.testing.assert_allclose(estimator.offered, offered, rtol=1e-6)
+    np.testing.assert_allclose(estimator.kept, kept, rtol=1e-6)
+    np.testing.assert_array_equal(driver.draft_choice.rates, estimator.rates)
+    assert driver.draft_choice.has_trees
+
+
+COSTS = lm.StepCosts(4, (0, 2, 4), (1.0, 1.2, 1.3))
+
+
+@pytest.mark.parametrize(
+    ("rates", "best"),
+    [
+        ([0.6, 0.3, 0.05, 0.05], 2),  # 1.0, 1.9 / 1.2, 2.0 / 1.3
+        ([0.6, 0.3, 0.3, 0.3], 4),  # 2.5 / 1.3
+        ([0.1, 0.05, 0.05, 0.0], 0),
+    ],
+)
+def test_a_choice_adds_the_rates_of_ranks(rates: list[float], best: int) -> None:
+    assert lm.DraftChoice((0, 2, 4), rates, COSTS, has_trees=True).best == best
+
+
+def test_a_choice_learns_at_which_rank_drafts_are_accepted() -> None:
+    """Trees whose fourth draft is the next token, and no other: three drafts are worth nothing."""
+    texts = np.full((PLANS, engines.LONGEST), -1, np.int32)
+    for b, prompt in enumerate(PROMPTS):
+        asked = dict(prompt=prompt, max_new_tokens=NEW_TOKENS)
+        own = prompt + engines.greedy_truth(asked)
+        texts[b, : len(own)] = own
+    ids = np.where(texts[:, :, None] >= 0, (texts[:, :, None] + np.arange(1, 5)) % VOCAB, -1)
+    ids = np.pad(ids, ((0, 0), (0, 0), (0, NODES - 4)), constant_values=-1).astype(np.int32)
+    ids[:, :, 3] = texts
+    budget = (0, 3, 4)
+    for rank, wanted in ((3, 4), (5, 0)):
+        own = ids.copy()
+        if rank != 3:
+            own[:, :, 3] = -1
+        engine = dataclasses.replace(ENGINE, draft_budget=budget)
+        costs = lm.StepCosts(4, budget, (1.0, 1.05, 1.1))
+        weights = engines.TABLES[0], Plans(own, np.zeros_like(own)).params
+        driver = engines.driver_of(engine, *weights, step_costs=costs)
+        for b, prompt in [*enumerate(PROMPTS)] * 4:
+            driver.submit(prompt, max_new_tokens=NEW_TOKENS, seed=b)
+        engines.run(driver)
+        print(driver.draft_choice.rates)
+        assert driver.draft_choice.best == wanted
+
+
+# Mistakes
+
+CHAINS = tiny.Trigram(VOCAB)
+
+
+class Shapeless(Planned):
+    """Says that it proposes trees, and proposes chains."""
+
+    def propose(self, *args: Any) -> Any:
+        proposal, cache = super().propose(*args)
+        return proposal._replace(parents=None), cache
+
+
+class Wrong(Planned):
+    """Parents of another dtype."""
+
+    def propose(self, *args: Any) -> Any:
+        proposal, cache = super().propose(*args)
+        return proposal._replace(parents=proposal.parents.astype(jnp.float32)), cache
+
+
+class Undeclared(Planned):
+    """Proposes trees without saying so."""
+
+    def propose(self, *args: Any) -> Any:
+        proposal, cache = Planned(DEPTH).propose(*args)
+        return proposal, cache
+
+
+def run_with(drafter: Any, model: Any = MODEL, **fields: Any) -> lm.GenerateOutput:
+    return lm.generate(
+        model,
+        engines.TABLES[0],
+        [[1]],
+        drafter=drafter,
+        draft_params=peeking().params,
+        config=dataclasses.replace(CONFIG, **fields),
+        max_new_tokens=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "says", "call"),
+    [
+        (
+            ValueError,
+            r'rejection_sample_method must be "agreement", .*standard.*Planned with tree_depth=3',
+            lambda: run_with(Planned(), rejection_sample_method="standard"),
+        ),
+        (
+            ValueError,
+            r'rejection_sample_method must be "agreement"',
+            lambda: dataclasses.replace(
+                ENGINE, config=dataclasses.replace(CONFIG, rejection_sample_method="block")
+            ),
+        ),
+        (
+            ValueError,
+            "num_speculative_tokens must be below 64, but it is 64",
+            lambda: run_with(Planned(), num_speculative_tokens=64),
+        ),
+        (TypeError, "model must run trees.* chains", lambda: run_with(Planned(), CHAINS)),
+        (
+            TypeError,
+            "model must run trees.* chains",
+            lambda: dataclasses.replace(ENGINE, model=CHAINS),
+        ),
+        (ValueError, "tree_depth must be .*0", lambda: run_with(Planned(-1))),
+        (TypeError, "tree_depth must be an int", lambda: run_with(Planned(1.5))),
+        (TypeError, "parents of Shapeless.propose", lambda: run_with(Shapeless())),
+        (TypeError, "parents of Wrong.propose", lambda: run_with(Wrong())),
+        (TypeError, "parents of Undeclared.propose", lambda: run_with(Undeclared(0))),
+        (
+            ValueError,
+            "head must propose chains",
+            lambda: lm.FirstOf(lm.SuffixDrafter(), Planned()),
+        ),
+        (ValueError, "head must propose chains", lambda: lm.Chain(lm.SuffixDrafter(), Planned())),
+    ],
+)
+def test_mistakes_are_named(error: type, says: str, call: Any) -> None:
+    with pytest.raises(error, match=says):
+        call()
