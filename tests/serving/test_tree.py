@@ -15,7 +15,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 
 from . import engines, test_tensor_parallel, tiny
-from .engines import TARGET, VOCAB
+from .engines import VOCAB
 from .test_draft_budget import Cycling, FromThePast
 from .test_grammar_driver import ALLOWED, Cycle, constrained_truth
 
@@ -75,7 +75,7 @@ class Plans:
 
     @classmethod
     def random(cls, seed: int, texts: dict[int, list[int]] | None = None) -> Plans:
-        """Random trees, ragged; some hold the next tokens of the text of a seed, which they peek."""
+        """Random trees, ragged; some hold the next tokens of the text of a seed."""
         rng, texts = np.random.default_rng(seed), texts or {}
         ids = np.full((PLANS, engines.LONGEST, NODES), -1, np.int32)
         parents = np.zeros(ids.shape, np.int32)

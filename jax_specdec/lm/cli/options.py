@@ -66,9 +66,9 @@ class Options:
     """What a command line asks for; the help of its options says what a field is.
 
     Drafters are named as `--draft` names them; `request` holds the filters and penalties of all
-    requests, `configs` one config per K, which with a `tree` is its depth. `generate` and `serve` have one drafter and one config,
-    `generate` one temperature; `bench` tries every combination. None is what a help calls default.
-    A command without the option has the field's default.
+    requests, `configs` one config per K, which with a `tree` is its depth. `generate` and `serve`
+    have one drafter and one config, `generate` one temperature; `bench` tries every combination.
+    None is what a help calls default. A command without the option has the field's default.
     """
 
     command: str
