@@ -25,7 +25,7 @@ from jax_specdec._src.process_logits import LogitsProcessors, apply_penalties, p
 from jax_specdec._src.processors import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
 from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.tree import TreeRows, tree_rows
+from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftLogits,
@@ -88,7 +88,6 @@ __all__ = [
     "sample_draft_tokens",
     "testing",
     "token_logprobs",
-    "tree_rows",
     "truncate",
     "unconditional_to_conditional_rates",
     "validate",

@@ -48,8 +48,9 @@ MOST_LINES = {
     # 10,000, and 77 for matchers of grammars that fail: their own request ends, and no other; 50
     # for the oracle of attention; 110 for drafts that grammars force; 150 for what a backend
     # answers (`backends/base.py`); 65 for confidences of a drafter's own; 50 for records that are
-    # read by name.
-    "_src without kernels": 10_530,
+    # read by name. Trees of drafts: their rows (110), the walk (125), the oracle's (55), parents
+    # in drafts, checks and log-probabilities (110).
+    "_src without kernels": 10_930,
     # 5,500; then prompts between steps (250), limits of drafts and forced tokens (200), heads that
     # draft a block (200), and lookup with counts, with a history, and beside a head (700).
     "lm/decoding lm/drafting": 6_300,
@@ -74,7 +75,7 @@ MOST_LINES = {
 # jax_specdec/__init__.py.
 LAYERS = (
     {"_src", "arrays", "types", "config", "platform"},
-    {"blocks", "ragged", "noise", "sampling", "matchers", "grammar"},
+    {"blocks", "tree", "ragged", "noise", "sampling", "matchers", "grammar"},
     {"verify", "attention"},
     {"logprobs", "processors", "process_logits", "emitted", "acceptance"},
     {"drafts", "adapters"},

@@ -28,7 +28,7 @@ class TreeRows(NamedTuple):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> rows = tree_rows(jnp.array([[0, 0, 1]]))
+      >>> rows = TreeRows.of(jnp.array([[0, 0, 1]]))
       >>> rows.depth.tolist()
       [[0, 1, 1, 2]]
       >>> [f"{bits:04b}" for bits in rows.visible[0, :, 0].tolist()]
@@ -38,37 +38,41 @@ class TreeRows(NamedTuple):
     depth: jax.Array
     visible: jax.Array
 
+    @classmethod
+    def of(cls, parents: jax.Array) -> TreeRows:
+        """Returns the depth of each node of trees of drafts, and the nodes that it sees.
 
-def tree_rows(parents: jax.Array) -> TreeRows:
-    """Returns the depth of each node of trees of drafts, and the nodes that it sees.
+        Args:
+          parents: ``[B, K]`` int32, K at most 63, the node that each draft follows, as in `Drafts`.
+            A parent out of range is read as one in range: such a request is not verified.
+
+        Returns:
+          `TreeRows` of K + 1 nodes.
+
+        Raises:
+          TypeError: not int32.
+          ValueError: not ``[B, K]``, or more than 63 drafts.
+        """
+        sizes: dict[str, int] = {}
+        check_array("parents", parents, "[B, K] int32", sizes)
+        must = f"have at most {MAX_VISIBLE - 1} drafts per request"
+        require(sizes["K"] < MAX_VISIBLE, "parents", must, parents)
+        sees = lineage(nodes_above(parents))
+        # [B, K+1, K+1, 2] -> [B, K+1, 2]: the bits of all nodes that a node sees
+        bits = node_bits(jnp.arange(sees.shape[2], dtype=jnp.int32))[None, None]
+        visible = jnp.sum(jnp.where(sees[..., None], bits, 0), axis=2, dtype=jnp.uint32)
+        return cls(depths(sees), visible)
+
+
+def node_bits(nodes: jax.Array) -> jax.Array:
+    """Returns the bit of each node, ``[n, 2]`` uint32: bit i % 32 of word i // 32 for node i.
 
     Args:
-      parents: ``[B, K]`` int32, K at most 63, the node that each draft follows, as in `Drafts`. A
-        parent out of range is read as one in range: such a request is not verified.
-
-    Returns:
-      `TreeRows` of K + 1 nodes.
-
-    Raises:
-      TypeError: not int32.
-      ValueError: not ``[B, K]``, or more than 63 drafts.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> tree_rows(jnp.array([[0, 0, 2]])).depth.tolist()
-      [[0, 1, 1, 2]]
+      nodes: ``[n]`` int32 below 64.
     """
-    sizes: dict[str, int] = {}
-    check_array("parents", parents, "[B, K] int32", sizes)
-    must = f"have at most {MAX_VISIBLE - 1} drafts per request"
-    require(sizes["K"] < MAX_VISIBLE, "parents", must, parents)
-    sees = lineage(nodes_above(parents))
-    # [B, K+1, 2]: bit j % 32 of word j // 32 for node j
-    bits = jnp.pad(sees, ((0, 0), (0, 0), (0, MAX_VISIBLE - sees.shape[2])))
-    bits = bits.reshape(*sees.shape[:2], 2, 32)
-    bit = jnp.uint32(1) << lax.broadcasted_iota(jnp.uint32, bits.shape, 3)
-    visible = jnp.sum(jnp.where(bits, bit, 0), axis=3, dtype=jnp.uint32)
-    return TreeRows(depths(sees), visible)
+    word = lax.broadcasted_iota(jnp.int32, (nodes.shape[0], 2), 1)
+    bit = jnp.uint32(1) << (nodes & 31).astype(jnp.uint32)
+    return jnp.where(nodes[:, None] // 32 == word, bit[:, None], 0)
 
 
 def nodes_above(parents: jax.Array) -> jax.Array:

@@ -142,7 +142,8 @@ class Drawn:
 
 
 @functools.cache
-def draw(kind: str) -> Drawn:
+def head_of(kind: str) -> tuple[lm.BlockHead, Any, int | None]:
+    """A head, its weights, and how many candidates its drafter has."""
     changes, num_candidates = KINDS[kind]
     config = lm.BlockHeadConfig(
         **dict(
@@ -166,6 +167,12 @@ def draw(kind: str) -> Drawn:
     layer |= {name: 4 * layer[name] for name in ("q_norm", "k_norm")}
     if "target_ids" in params:
         params["target_ids"] = jnp.array(MAP, jnp.int32)
+    return head, params, num_candidates
+
+
+@functools.cache
+def draw(kind: str) -> Drawn:
+    head, params, num_candidates = head_of(kind)
     drafter = lm.BlockDrafter(head, num_candidates=num_candidates)
     context = lm.DraftContext(
         token_ids=jnp.tile(jnp.array([[2, 0, 1, 0, 0, 0, 0]], jnp.int32), (REQUESTS, 1)),

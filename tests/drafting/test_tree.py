@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import heapq
+import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import noise
+from models import reference_block
 from upper_floor import draft_chain, drafting_tree
 
 import jax_specdec as sd
 from jax_specdec import lm
+
+from . import test_block
 
 pytestmark = pytest.mark.newest
 
@@ -76,7 +83,7 @@ def grown(
         return drafting_tree.Children(ranks, marginals[:, d, None])
 
     newest = jnp.zeros((batch,), jnp.int32)
-    candidates = drafting_tree.grow(children, newest, depth, num_nodes)
+    candidates = drafting_tree.grow(children, newest, depth, num_nodes, num_nodes)
     return candidates, *drafting_tree.best_nodes(candidates, num_nodes)
 
 
@@ -219,3 +226,168 @@ def test_likeliest_tokens_are_those_of_a_sort() -> None:
     np.testing.assert_array_equal(found, expected)
     is_there = found > -np.inf
     np.testing.assert_array_equal(np.where(is_there, ids, -1), np.where(is_there, order, -1))
+
+
+# Trees of block heads
+
+DEPTH, NODES, SIZE = 3, 8, test_block.SIZE
+REQUESTS = 24
+FEATURES = np.random.default_rng(6).normal(size=(REQUESTS, 2, 16)).astype(np.float32)
+NEWEST = np.arange(REQUESTS, dtype=np.int32) % SIZE
+WIDTH = np.resize([16, 8], REQUESTS)
+
+
+@functools.cache
+def block_context(config: sd.SpecDecodeConfig) -> lm.DraftContext:
+    """Texts of three tokens, greedy or not, some with a filter; the last is of one token."""
+    text = np.tile(np.array([2, 0, 0, 0, 0, 0, 0], np.int32), (REQUESTS, 1))
+    text[:, 2] = NEWEST
+    index = np.arange(REQUESTS)
+    is_last = index == REQUESTS - 1
+    return lm.DraftContext(
+        token_ids=jnp.asarray(text),
+        lengths=jnp.asarray(np.where(is_last, 1, 3).astype(np.int32)),
+        sampling=sd.SamplingParams(
+            jnp.asarray(np.array([0.0, 0.8, 1.3], np.float32)[index % 3]),
+            top_k=jnp.asarray(np.array([0, 2], np.int32)[index // 3 % 2]),
+        ),
+        keys=jax.random.split(jax.random.key(5), REQUESTS),
+        config=config,
+        features=jnp.asarray(FEATURES[:, 1:]),
+        num_features=jnp.asarray(np.where(is_last, 0, 1).astype(np.int32)),
+    )
+
+
+def agreement(count: int, **settings: Any) -> sd.SpecDecodeConfig:
+    return sd.SpecDecodeConfig(
+        num_speculative_tokens=count, rejection_sample_method="agreement", **settings
+    )
+
+
+def proposed(
+    drafter: lm.BlockDrafter, params: Any, config: sd.SpecDecodeConfig, **changes: Any
+) -> lm.Proposal:
+    context = dataclasses.replace(block_context(config), **changes)
+
+    @jax.jit
+    def propose(params: Any, context: lm.DraftContext) -> lm.Proposal:
+        cache = drafter.init_cache(REQUESTS, 7)
+        first = jnp.asarray(FEATURES[:, :1])
+        cache = drafter.prefill(params, context.token_ids[:, :1], cache, features=first)
+        assert drafter.init_store(params, REQUESTS, config) is None
+        return drafter.propose(params, context, cache, None)[0]
+
+    proposal: lm.Proposal = jax.device_get(propose(params, context))
+    return proposal
+
+
+def path_scores(kind: str, b: int) -> dict[Path, float]:
+    """The score of every path by formula, from logits of NumPy."""
+    head, params, _ = test_block.head_of(kind)
+    context = block_context(agreement(NODES))
+    logits, _ = reference_block.forward(head.config, params, FEATURES[b], NEWEST[b])
+    ids = test_block.MAP if "map" in kind else [*range(SIZE)]
+    temperature = float(context.sampling.temperature[b])
+    assert context.sampling.top_k is not None
+    top_k = int(context.sampling.top_k[b])
+    scores = {(): 0.0}
+    for size in range(DEPTH):
+        exponential = noise.token_exponentials(context.keys[b], jnp.int32(3 + size), SIZE)
+        gumbel = -np.log(np.asarray(exponential, np.float64)[1:])  # one tile
+        for above in itertools.product(range(SIZE), repeat=size):
+            bias = reference_block.bias(head.config, params, [NEWEST[b], *above][-1])
+            row = np.full(SIZE, -np.inf)
+            row[ids] = logits[size] + bias
+            if temperature > 0 and top_k:
+                row[row < np.sort(row)[-top_k]] = -np.inf
+            row = (row + temperature * gumbel) / drafting_tree.SPREAD
+            row = row - np.log(np.sum(np.exp(row)))
+            scores |= {(*above, x): scores[above] + float(row[x]) for x in range(SIZE)}
+    del scores[()]
+    return scores
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DSpark", "map"])
+def test_a_block_heads_tree_has_the_paths_with_the_best_scores(kind: str) -> None:
+    head, params, _ = test_block.head_of(kind)
+    found = proposed(lm.BlockDrafter(head, tree_depth=DEPTH), params, agreement(NODES))
+    assert found.store is None and found.confidences is None and found.parents is not None
+    shapes = set()
+    for b in range(REQUESTS - 1):
+        paths = paths_of(found.token_ids[b], found.parents[b])
+        scores = path_scores(kind, b)
+        best = sorted((x for x in scores.values() if x > -np.inf), reverse=True)[:NODES]
+        np.testing.assert_allclose([scores[path] for path in paths], best, atol=1e-4)
+        shapes.add(tuple(found.parents[b].tolist()))
+    assert len(shapes) > 5
+    assert (found.token_ids[-1] == -1).all()  # a prompt of one token
+
+
+@pytest.mark.parametrize("kind", ["DFlash", "DSpark", "map"])
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+def test_the_first_child_of_each_node_of_a_chain_is_its_draft(kind: str, method: Any) -> None:
+    head, params, _ = test_block.head_of(kind)
+    settings = {"draft_sample_method": method}
+    tree = proposed(lm.BlockDrafter(head, tree_depth=DEPTH), params, agreement(40, **settings))
+    chain = proposed(lm.BlockDrafter(head), params, agreement(DEPTH, **settings)).token_ids
+    assert tree.parents is not None
+    followed = np.zeros(DEPTH, int)
+    for b in range(REQUESTS - 1):
+        node = 0
+        for d in range(DEPTH):
+            is_child = (tree.parents[b] == node) & (tree.token_ids[b] >= 0)
+            if not is_child.any():
+                break
+            first = int(is_child.argmax())
+            assert tree.token_ids[b, first] == chain[b, d]
+            node = first + 1
+            followed[d] += 1
+    assert (followed > 0.9 * REQUESTS).all(), followed
+
+
+def test_a_tree_depends_on_its_own_request_alone() -> None:
+    head, params, _ = test_block.head_of("DSpark")
+    drafter = lm.BlockDrafter(head, tree_depth=DEPTH)
+    before = proposed(drafter, params, agreement(NODES))
+    features = FEATURES[:, 1:].copy()
+    features[1::2] = np.nan
+    after = proposed(drafter, params, agreement(NODES), features=jnp.asarray(features))
+    assert before.parents is not None and after.parents is not None
+    np.testing.assert_array_equal(before.token_ids[::2], after.token_ids[::2])
+    np.testing.assert_array_equal(before.parents[::2], after.parents[::2])
+    assert (after.token_ids[1::2] == -1).all()
+
+
+HEAD = test_block.HEAD
+MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
+    "deeper than a block": (
+        lambda: lm.BlockDrafter(HEAD, tree_depth=6),
+        ValueError,
+        r"tree_depth must be in \[0, 5\]",
+    ),
+    "no number": (lambda: lm.BlockDrafter(HEAD, tree_depth="3"), TypeError, "tree_depth must"),
+    "candidates": (
+        lambda: lm.BlockDrafter(HEAD, tree_depth=3, num_candidates=2),
+        ValueError,
+        "num_candidates must be None with a tree_depth, but it is 2",
+    ),
+    "another rule": (
+        lambda: lm.BlockDrafter(HEAD, tree_depth=3).init_store(
+            None, 1, sd.SpecDecodeConfig(num_speculative_tokens=3)
+        ),
+        ValueError,
+        "rejection_sample_method must be 'agreement' with a tree_depth",
+    ),
+    "too many nodes": (
+        lambda: lm.BlockDrafter(HEAD, tree_depth=3).init_store(None, 1, agreement(64)),
+        ValueError,
+        "num_speculative_tokens must be at most 63 with a tree_depth",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_told(name: str) -> None:
+    call, error, message = MISTAKES[name]
+    with pytest.raises(error, match=f"^{message}"):
+        call()

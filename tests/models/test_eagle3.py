@@ -1,6 +1,7 @@
 """The EAGLE-3 head against NumPy, with every option."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -107,6 +108,54 @@ def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("option", ["plain", pytest.param("all together", marks=pytest.mark.long)])
+def test_levels_of_a_tree_are_numpy_on_each_path(option: str) -> None:
+    head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))
+    params, rng = random_params(head), np.random.default_rng(3)
+    batch_size, given, width = 2, 5, 3
+    features = rng.normal(size=(batch_size, given, head.num_features)).astype(np.float32)
+    next_ids = random_ids((batch_size, given), 40)
+    apply, start = jax.jit(head.apply), np.zeros(batch_size, np.int32)
+    # A request may have fewer tokens, and something else after them in the cache.
+    lengths = np.array([given, given - 2], np.int32)
+    cache = head.init_cache(batch_size, 48)
+    states = head.project(params, features)
+    _, feedback, cache = apply(params, states, next_ids, start, cache)
+    states = np.repeat(np.asarray(feedback)[[0, 1], lengths - 1][:, None], width, axis=1)
+    prefix = [
+        (list(next_ids[b, :n]), reference.project(head.config, params, features[b, :n]))
+        for b, n in enumerate(lengths)
+    ]
+    # [B, W] lists: ids and states of the rows of each node's path, without its own
+    paths = [[prefix[b]] * width for b in range(batch_size)]
+    visible = np.zeros((batch_size, width, 2), np.uint32)
+    for b, (ids, before) in enumerate(prefix):
+        _, fed_back = reference.forward(head.config, params, before, ids)
+        paths[b] = [(ids, np.concatenate([before, fed_back[-1:]]))] * width
+    for depth in range(12):  # 36 rows: both words of bits
+        drafts = rng.integers(0, 40, (batch_size, width), np.int32)
+        row = depth * width + np.arange(width)
+        visible[:, np.arange(width), row // 32] |= np.uint32(1) << (row % 32).astype(np.uint32)
+        tree = lm.models.TreeRows(np.full((batch_size, width), depth, np.int32), visible)
+        logits, feedback, cache = apply(
+            params, states, drafts, lengths, cache, tree=tree, first_row=np.int32(depth * width)
+        )
+        parents = rng.integers(0, width, (batch_size, width))
+        for b in range(batch_size):
+            nodes = []
+            for node in range(width):
+                ids, before = paths[b][node]
+                ids = [*ids, drafts[b, node]]
+                expected, fed_back = reference.forward(head.config, params, before, ids)
+                at = {"rtol": 2e-5, "atol": 2e-5}
+                np.testing.assert_allclose(logits[b, node], expected[-1], **at)
+                np.testing.assert_allclose(feedback[b, node], fed_back[-1], **at)
+                nodes.append((ids, np.concatenate([before, fed_back[-1:]])))
+            paths[b] = [nodes[parent] for parent in parents[b]]
+        states = np.take_along_axis(np.asarray(feedback), parents[:, :, None], axis=1)
+        visible = np.take_along_axis(visible, parents[:, :, None], axis=1)
+
+
 def test_ids_that_are_no_tokens_are_never_drafted() -> None:
     layer = dataclasses.replace(LAYER, num_token_ids=33)
     head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, layer=layer))
@@ -175,7 +224,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     head = lm.models.Eagle3Head(CONFIG)
     params = jax.eval_shape(head.init_params, jax.random.key(0))
 
-    def call(**changes: Any) -> None:
+    def call(tree: Any = None, **changes: Any) -> None:
         arguments = {
             "params": params,
             "states": jnp.zeros((2, 3, 16)),
@@ -184,7 +233,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
             "cache": head.init_cache(2, 8),
             **changes,
         }
-        jax.eval_shape(head.apply, *arguments.values())
+        jax.eval_shape(functools.partial(head.apply, tree=tree), *arguments.values())
 
     call()
     head.check_params("params", params)
@@ -198,6 +247,12 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         call(token_ids=jnp.zeros((2, 3)))
     with pytest.raises(ValueError, match="^start must"):
         call(start=jnp.zeros(3, jnp.int32))
+    rows = lm.models.TreeRows(jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3, 2), jnp.uint32))
+    call(rows)
+    with pytest.raises(ValueError, match=r"^tree\.depth must"):
+        call(rows._replace(depth=rows.depth[:, 1:]))
+    with pytest.raises(TypeError, match=r"^tree\.visible must"):
+        call(rows._replace(visible=rows.depth[:, :, None] + jnp.zeros((1, 1, 2), jnp.int32)))
     with pytest.raises(ValueError, match="^token_ids must"):
         call(cache=head.init_cache(2, 2))
     with pytest.raises(ValueError, match=r"^params\['fc'\] must"):

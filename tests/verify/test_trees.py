@@ -78,15 +78,16 @@ def random_tree(rng: np.random.Generator, count: int) -> tuple[list[int], list[i
     return parents, ids
 
 
-def random_trees(seed: int) -> Trees:
+def random_trees(seed: int, is_dense: bool = False) -> Trees:
+    """Trees of any sizes and padding after them, or K drafts for each request."""
     rng = np.random.default_rng(seed)
-    counts = rng.integers(0, K + 1, B)
+    counts = rng.integers(K if is_dense else 0, K + 1, B)
     counts[[*BAD]] = K
     trees = [random_tree(rng, count) for count in counts]
     trees[1] = ([0, 2, *range(2, K)], [3] * K)  # after a node that does not precede it
     trees[2] = ([0, 0, *range(1, K - 1)], [7, 7, *trees[2][1][2:]])  # equal siblings
     trees[6] = ([-1, *range(1, K)], [3] * K)
-    spare = 3
+    spare = 0 if is_dense else 3
     parents = np.concatenate([np.int32(p) for p, _ in trees] + [np.full(spare, -7, np.int32)])
     ids = np.concatenate([np.int32(x) for _, x in trees] + [np.full(spare, 9, np.int32)])
     drafts = sd.Drafts.from_flat(ids.astype(np.int32), counts, parents=parents.astype(np.int32))
@@ -188,6 +189,20 @@ def test_rows_that_are_not_visited_do_not_matter():
             kept[kept < len(logits)].astype(int)
         ]
         chex.assert_trees_all_equal(batch.verify(logits=logits), want)
+
+
+@pytest.mark.newest
+def test_a_mesh_changes_nothing():
+    """The vocabulary in two parts, the requests in two."""
+    mesh = jax.make_mesh((2, 2), ("b", "v"), devices=jax.devices("cpu")[:4])
+    split = sd.VerifySharding(mesh, vocab_axis="v", batch_axis="b")
+    for seed in range(3):
+        batch = random_trees(seed, is_dense=True)
+        sampling = sd.SamplingParams(batch.temperature, **batch.filters)
+        given: Any = dict(sampling=sampling, config=CONFIG, vocab_size=SIZE, **batch.given)
+        call = functools.partial(sd.testing.rejection_sample_with_noise, sharding=split, **given)
+        found = jax.jit(call)(batch.logits, batch.drafts, batch.noise)
+        chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(batch.verify()))
 
 
 # Losslessness
@@ -366,11 +381,11 @@ def test_processors_and_log_probabilities_go_by_the_path():
         sd.token_logprobs(logits, tree, dataclasses.replace(output, path=None), **given)
 
 
-def test_tree_rows_are_those_of_the_ancestors():
+def test_rows_of_trees_are_those_of_the_ancestors():
     rng = np.random.default_rng(4)
     for k in (1, 7, 63):
         parents = np.stack([[rng.integers(0, j + 1) for j in range(k)] for _ in range(5)])
-        rows = sd.tree_rows(jnp.int32(parents))
+        rows = sd.TreeRows.of(jnp.int32(parents))
         for own, depth, visible in zip(parents, rows.depth, rows.visible, strict=True):
             lines = [{0}]
             for node, parent in enumerate(own, 1):
@@ -436,6 +451,6 @@ def test_parents_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"parents must be an array \[B, K\] = \[1, 2\]"):
         sd.Drafts.from_dense([[1, 2]], parents=[[0]])
     with pytest.raises(ValueError, match="parents must have at most 63 drafts per request"):
-        sd.tree_rows(jnp.zeros((1, 64), jnp.int32))
+        sd.TreeRows.of(jnp.zeros((1, 64), jnp.int32))
     with pytest.raises(TypeError, match=r"parents must be .* int32"):
-        sd.tree_rows(jnp.zeros((1, 4)))
+        sd.TreeRows.of(jnp.zeros((1, 4)))

@@ -14,12 +14,10 @@ from jax_specdec._src.arrays import LOGITS, Sizes, check_array, check_choice, ch
 from jax_specdec._src.attention import xla
 from jax_specdec._src.attention.arrays import AttentionArrays
 from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec._src.verify.mosaic_gpu import support
 
 AttentionImplementation = Literal["xla", "mosaic_gpu"]
-
-MAX_VISIBLE = 64
-"""Positions that `visible` has bits for, and most rows that it may be given for."""
 
 
 class AttentionStatic(NamedTuple):

@@ -157,7 +157,7 @@ def drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
     noise = requests.noise
     assert isinstance(noise, Races | DrawnRaces)  # as for a rule that draws from every row
     # [B * P, T+L]: the noise of every position, and what it is drawn from
-    depth = requests.drafted.depth(positions.offset)
+    depth = requests.order.depth(positions.offset)
     exponential = noise.of_rows(depth, rows.padded_vocab_size)
     exponential = exponential.reshape(-1, exponential.shape[2])
     source = Source.of(requests, positions)._replace(proposed=nothing, uses_q=nothing)

@@ -25,7 +25,7 @@ from jax_specdec._src.types import (
     RaceNoise,
     Status,
 )
-from jax_specdec._src.verify.paths import Chain, Tree
+from jax_specdec._src.verify.order import ChainOrder, TreeOrder
 
 KeysAndPositions = tuple[jax.Array, jax.Array]
 """Keys ``[B]`` and positions ``[B]``, to draw noise from."""
@@ -138,7 +138,7 @@ class Request(NamedTuple):
       bonus_token_id: ``[B]`` int32, or None if requests own bonus rows.
       status: ``[B]`` int32.
       is_ok: ``[B]`` bool, whether the status is OK: if not, no row of the request may be read.
-      drafted: which row comes after which.
+      order: which row comes after which.
     """
 
     first_row: jax.Array
@@ -155,7 +155,7 @@ class Request(NamedTuple):
     bonus_token_id: jax.Array | None
     status: jax.Array
     is_ok: jax.Array
-    drafted: Chain | Tree = Chain()
+    order: ChainOrder | TreeOrder = ChainOrder()
 
     @classmethod
     def without_drafts(
@@ -206,9 +206,9 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     end = layout.first_row + num_rows
     # Rows of inactive requests may be left out; an active request must have its own.
     valid_input &= end <= arrays.target_logits.shape[0]  # else its rows were left out
-    drafted: Chain | Tree = Chain()
+    order: ChainOrder | TreeOrder = ChainOrder()
     if drafts.parents is not None:
-        drafted, is_tree = Tree.of(layout.parents(drafts), layout.token_ids)
+        order, is_tree = TreeOrder.of(layout.parents(drafts), layout.token_ids)
         valid_input &= is_tree
     noise: Uniforms | Races | DrawnRaces
     given = arrays.randomness
@@ -253,7 +253,7 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
         bonus_token_id=arrays.bonus_token_ids,
         status=status,
         is_ok=status == Status.OK,
-        drafted=drafted,
+        order=order,
     )
 
 

@@ -99,7 +99,7 @@ def _verify(
     # Read, and judged: p, q and status of every draft that may matter
     positions = rule.with_weights(backend.read(rows, requests, positions, rule, samples))
     # Of a tree, the positions of the path that the drawn tokens take
-    requests, positions, path = requests.drafted.along_path(requests, positions)
+    requests, positions, path = requests.order.along_path(requests, positions)
     sources = Source.of(requests, positions)
     # Only the block rule takes residual masses, where q is used; else q stands in their place.
     residuals = Residuals(sources, None, positions.q)

@@ -20,7 +20,7 @@ from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.tree import TreeRows, tree_rows
+from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
@@ -351,7 +351,7 @@ class Decoder:
                 "features of every target pass, but it holds some that were not read"
             )
         batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
-        tree = None if state.draft_parents is None else tree_rows(state.draft_parents)
+        tree = None if state.draft_parents is None else TreeRows.of(state.draft_parents)
         drafts = Drafts.from_dense(ids, parents=state.draft_parents)
         context = batch.context(self.config)
         if state.store is not None:

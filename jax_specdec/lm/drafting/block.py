@@ -17,7 +17,12 @@ from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
 from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
+from jax_specdec.lm.drafting.tree import Children, best_nodes, check_trees, grow, likeliest
 from jax_specdec.lm.models.block import BlockHead
+
+_NUM_EXTENDED = 8
+_NUM_CHILDREN = 16
+"""Nodes of a level that are extended, and children of each, where rows depend on the node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,16 +42,22 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     verified one-hot. A prompt of one token has no features, so its first step has no drafts. If
     the head says how likely drafts are to be accepted, the proposal does.
 
+    With `tree_depth`, the K drafts are the best nodes of a tree, at most so deep: as many rows of
+    the block are used. The agreement rule is needed, under which drafts are chosen by what the
+    noise of the target's tokens says, too.
+
     Attributes:
       head: static; its weights are the `draft_params`. In the target's dtype.
       store_dtype: dtype that logits are sampled from and stored in; None for that of the head.
       num_candidates: C, or None. If given, each draft is one of the C likeliest ids of its row,
         chosen before the bias is added, and the store holds C logits per draft. This saves memory
-        and the reading of most of the bias, and costs acceptance.
+        and the reading of most of the bias, and costs acceptance. Chains only.
+      tree_depth: D, the most drafts of a path through a tree; 0 for chains.
 
     Raises:
-      TypeError: `head` is not a `BlockHead`, or `num_candidates` not an int.
-      ValueError: `num_candidates` is below 1 or more than the ids of the head.
+      TypeError: `head` is not a `BlockHead`, or `num_candidates` or `tree_depth` not an int.
+      ValueError: `num_candidates` is below 1 or more than the ids of the head, or given with
+        `tree_depth`; `tree_depth` is negative or more than the drafts of a block.
 
     Example:
       >>> import jax
@@ -65,11 +76,15 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     """
 
     num_candidates: int | None = None
+    tree_depth: int = 0
 
     def __post_init__(self) -> None:
         check_type("head", self.head, BlockHead)
+        check_int("tree_depth", self.tree_depth, 0, self.head.config.max_drafts)
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, self.head.vocab_size)
+            must = "be None with a tree_depth"
+            require(not self.tree_depth, "num_candidates", must, self.num_candidates)
 
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
@@ -77,8 +92,12 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         """An empty store for the logits of K drafts per request; None if none is read.
 
         Raises:
-          ValueError: K is more than the drafts of a block.
+          ValueError: K is more than the drafts of a block, or, with a `tree_depth`, more than the
+            nodes of a tree; there is a `tree_depth`, but the rule is not agreement.
         """
+        if self.tree_depth:
+            check_trees(config)
+            return None
         c, k = self.head.config, config.num_speculative_tokens
         must = f"be at most {c.max_drafts}, the drafts of a block of {c.block_size}"
         require(k <= c.max_drafts, "num_speculative_tokens", must, k)
@@ -120,8 +139,12 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         newest = jnp.take_along_axis(context.token_ids, last[:, None], axis=1)[:, 0]
         # Rows of rejected drafts lie where the block is written next.
         cache = head.write_context(params, features, last - num_features, cache)
-        wanted = context.config.num_speculative_tokens
+        wanted = self.tree_depth or context.config.num_speculative_tokens
         logits, states, cache = head.apply(params, newest, last, cache, wanted)
+        if self.tree_depth:
+            drafts, parents = self._tree(params, logits, newest, context)
+            drafts = jnp.where((num_features > 0)[:, None], drafts, PLACEHOLDER_TOKEN_ID)
+            return Proposal(drafts, parents=parents), cache
         ids, columns = params.get("target_ids"), None
         if self.num_candidates is not None:
             logits, columns = lax.top_k(logits, self.num_candidates)
@@ -151,3 +174,32 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             confidences = jnp.where(is_read, confidences, jnp.nan)
         drafts = jnp.where(is_read, drafts, PLACEHOLDER_TOKEN_ID)
         return Proposal(drafts, proposal.store, confidences), cache
+
+    def _tree(
+        self, params: Any, logits: jax.Array, newest: jax.Array, context: DraftContext
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the ids and parents ``[B, K]`` of a tree, from rows ``[B, D, Vd]`` of a block."""
+        head, num_nodes = self.head, context.config.num_speculative_tokens
+        ids, size = params.get("target_ids"), head.config.layer.vocab_size
+        depth = jnp.arange(self.tree_depth, dtype=jnp.int32)
+        if head.config.markov_rank is None:
+            num_extended = num_nodes
+            count = min(num_nodes, size)
+            # [B, D, C]: the nodes of a level have the same children
+            found = likeliest(logits, depth, context, count, ids=ids, vocab_size=size)
+
+            def children(d: int, token_ids: jax.Array) -> Children:
+                return Children(found.token_ids[:, d, None], found.scores[:, d, None])
+
+        else:
+            num_extended = min(num_nodes, _NUM_EXTENDED)
+            count = min(num_nodes, size, _NUM_CHILDREN)
+
+            def children(d: int, token_ids: jax.Array) -> Children:
+                # [B, W, Vd]: the row of each node, with the bias of its token
+                rows = logits[:, d, None] + head.bias(params, token_ids)
+                level = jnp.full((token_ids.shape[1],), d, jnp.int32)
+                return likeliest(rows, level, context, count, ids=ids, vocab_size=size)
+
+        candidates = grow(children, newest, self.tree_depth, num_nodes, num_extended)
+        return best_nodes(candidates, num_nodes)

@@ -3,19 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jax_specdec._src.arrays import check_type
+from jax_specdec._src.arrays import check_int, check_type
+from jax_specdec._src.attention.api import MAX_VISIBLE
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.tree import TreeRows, node_bits
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
+from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, check_trees, likeliest
 from jax_specdec.lm.models.eagle3 import Eagle3Head
+
+_WIDTH = 8
+"""Nodes of a level of a tree that are run, at most, and children of each that are looked at."""
+
+_MOST_DEPTH = 17
+"""Levels of a tree, of which the last is not run: at least 4 nodes of each of the others."""
+
+
+class _Level(NamedTuple):
+    """W nodes of the same depth in the tree of each request, and what they are run with.
+
+    Attributes:
+      token_ids: ``[B, W]`` int32.
+      scores: ``[B, W]`` float32, of the paths to them.
+      numbers: ``[B, W]`` int32, of the nodes among all candidates, as parents have it.
+      states: ``[B, W, H]``, the head's feedback from the rows before them.
+      visible: ``[B, W, 2]`` uint32, the rows of their ancestors, as `TreeRows` has it.
+      cache: of the head.
+    """
+
+    token_ids: jax.Array
+    scores: jax.Array
+    numbers: jax.Array
+    states: jax.Array
+    visible: jax.Array
+    cache: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,12 +66,19 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
     ids. With "greedy" they are argmaxes, verified one-hot. A prompt of one token has no row 0, so
     its first step has no drafts.
 
+    With `tree_depth`, the K drafts are the best nodes of a tree, at most so deep. Step 2 then runs
+    the best nodes of each level in one pass, each with the state of the row before it: 8 of them,
+    beyond a depth of 9 fewer. The agreement rule is needed, under which drafts are chosen by what
+    the noise of the target's tokens says, too.
+
     Attributes:
       head: static; its weights are the `draft_params`. In the target's dtype.
       store_dtype: dtype that logits are sampled from and stored in; None for that of the head.
+      tree_depth: D, the most drafts of a path through a tree, at most 17; 0 for chains.
 
     Raises:
-      TypeError: `head` is not an `Eagle3Head`.
+      TypeError: `head` is not an `Eagle3Head`, or `tree_depth` not an int.
+      ValueError: `tree_depth` is out of range.
 
     Example:
       >>> from jax_specdec import lm
@@ -54,8 +92,30 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
       Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840
     """
 
+    tree_depth: int = 0
+
     def __post_init__(self) -> None:
         check_type("head", self.head, Eagle3Head)
+        check_int("tree_depth", self.tree_depth, 0, _MOST_DEPTH)
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """The head's cache, with room for the nodes of a tree after the text."""
+        room = MAX_VISIBLE if self.tree_depth else 0
+        return self.head.init_cache(batch_size, max_length + room)
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """An empty store for the logits of K drafts per request; None if none is read.
+
+        Raises:
+          ValueError: there is a `tree_depth`, but the rule is not agreement, or K is more than the
+            nodes of a tree.
+        """
+        if not self.tree_depth:
+            return super().init_store(params, batch_size, config)
+        check_trees(config)
+        return None
 
     def prefill(
         self,
@@ -88,7 +148,9 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         Raises:
           ValueError: the context has no features.
         """
-        features, num_features = features_of(context)
+        if self.tree_depth:
+            drafts, parents, cache = self._tree(params, context, cache)
+            return Proposal(_if_read(context, drafts), parents=parents), cache
         lengths, longest = context.lengths, context.token_ids.shape[1]
 
         def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
@@ -97,12 +159,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             logits, state, cache = self.head.apply(params, state, last[:, None], start, cache)
             return logits[:, 0], (state, cache)
 
-        size = features.shape[1]
-        start = jnp.clip(lengths - 1 - num_features, 0, longest - size)
-        place = start[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None, :]
-        shifted = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
-        states, row = self.head.project(params, features), jnp.maximum(num_features - 1, 0)
-        logits, state, cache = self.head.apply(params, states, shifted, start, cache, row)
+        logits, state, cache = self._extend(params, context, cache)
         proposal, (_, cache) = draft_chain(
             logits[:, 0],
             (state, cache),
@@ -112,6 +169,104 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             ids=params.get("target_ids"),
             vocab_size=self.head.config.layer.vocab_size,
         )
-        is_read = (num_features > 0)[:, None]
-        drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)
-        return proposal._replace(token_ids=drafts), cache
+        return proposal._replace(token_ids=_if_read(context, proposal.token_ids)), cache
+
+    def _extend(
+        self, params: Any, context: DraftContext, cache: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Run the head over the tokens that the target ran last.
+
+        Returns:
+          Logits ``[B, 1, Vd]`` of the first draft, the feedback ``[B, 1, H]``, and the cache.
+        """
+        features, num_features = features_of(context)
+        size, most = features.shape[1], context.token_ids.shape[1]
+        if self.tree_depth:
+            most += MAX_VISIBLE
+        start = jnp.clip(context.lengths - 1 - num_features, 0, most - size)
+        place = start[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None, :]
+        shifted = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
+        states, row = self.head.project(params, features), jnp.maximum(num_features - 1, 0)
+        return self.head.apply(params, states, shifted, start, cache, row)
+
+    def _tree(
+        self, params: Any, context: DraftContext, cache: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """Returns the ids and parents ``[B, K]`` of a tree of drafts, and the cache.
+
+        The tree begins at the newest token's position of the cache, n. What a level leaves there
+        is overwritten by the next call, or not seen.
+        """
+        num_nodes = context.config.num_speculative_tokens
+        size = self.head.config.layer.vocab_size
+        depth = min(self.tree_depth, num_nodes)
+        # `visible` has bits for all that are run.
+        width = min(_WIDTH, num_nodes, size, MAX_VISIBLE // max(depth - 1, 1))
+
+        def children(logits: jax.Array, offset: jax.Array) -> Children:
+            offsets = jnp.broadcast_to(offset, logits.shape[1:2])
+            ids = params.get("target_ids")
+            return likeliest(logits, offsets, context, width, ids=ids, vocab_size=size)
+
+        def grow(level: _Level, offset: jax.Array) -> tuple[_Level, Candidates]:
+            """Runs a level; returns the next one, and the candidates that it was chosen from."""
+            first_row = offset * width
+            own = node_bits(first_row + jnp.arange(width, dtype=jnp.int32))
+            visible = level.visible | own[None]
+            logits, states, cache = self.head.apply(
+                params,
+                level.states,
+                level.token_ids,
+                context.lengths - 1,
+                level.cache,
+                tree=TreeRows(jnp.broadcast_to(offset, level.token_ids.shape), visible),
+                first_row=first_row,
+            )
+            found = children(logits, offset + 1)
+            scores = level.scores[:, :, None] + found.scores
+            # [B, W, C] -> [B, W * C]
+            candidates = Candidates(
+                _flat(found.token_ids), jnp.repeat(level.numbers, width, axis=1), _flat(scores)
+            )
+            best, place = lax.top_k(candidates.scores, width)
+            parent = place // width
+            following = _Level(
+                token_ids=jnp.take_along_axis(candidates.token_ids, place, axis=1),
+                scores=best,
+                numbers=1 + width + offset * width**2 + place,
+                states=jnp.take_along_axis(states, parent[:, :, None], axis=1),
+                visible=jnp.take_along_axis(visible, parent[:, :, None], axis=1),
+                cache=cache,
+            )
+            return following, candidates
+
+        logits, state, cache = self._extend(params, context, cache)
+        found = children(logits, jnp.int32(0))
+        first = Candidates(
+            _flat(found.token_ids), jnp.zeros_like(found.token_ids[:, 0]), _flat(found.scores)
+        )
+        level = _Level(
+            token_ids=first.token_ids,
+            scores=first.scores,
+            numbers=first.parents + 1 + jnp.arange(width, dtype=jnp.int32)[None, :],
+            states=jnp.repeat(state, width, axis=1),
+            visible=jnp.zeros((*first.parents.shape, 2), jnp.uint32),
+            cache=cache,
+        )
+        level, rest = lax.scan(grow, level, jnp.arange(depth - 1, dtype=jnp.int32))
+        # [D - 1, B, W * C] -> [B, (D - 1) * W * C], after the first level
+        rest = jax.tree.map(lambda x: _flat(jnp.moveaxis(x, 0, 1)), rest)
+        every = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, rest)
+        return *best_nodes(every, num_nodes), level.cache
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """``[B, n]`` of an array whose first axis is B."""
+    return x.reshape(x.shape[0], -1)
+
+
+def _if_read(context: DraftContext, drafts: jax.Array) -> jax.Array:
+    """The drafts ``[B, K]``, none of requests without features."""
+    _, num_features = features_of(context)
+    is_read = (num_features > 0)[:, None]
+    return jnp.where(is_read, drafts, PLACEHOLDER_TOKEN_ID)

@@ -20,6 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_specdec._src.arrays import require
+from jax_specdec._src.attention.api import MAX_VISIBLE
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.sample import sample_draft_tokens
 from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.sampling import SamplingParams, inverse_temperature
@@ -62,6 +65,19 @@ class Children(NamedTuple):
     scores: jax.Array
 
 
+def check_trees(config: SpecDecodeConfig) -> None:
+    """Checks that the drafts of a step may be trees.
+
+    Raises:
+      ValueError: the rule is not agreement, or a step has more drafts than a tree has nodes.
+    """
+    method, most = config.rejection_sample_method, MAX_VISIBLE - 1
+    must = "be 'agreement' with a tree_depth"
+    require(method == "agreement", "rejection_sample_method", must, method)
+    count = config.num_speculative_tokens
+    require(count <= most, "num_speculative_tokens", f"be at most {most} with a tree_depth", count)
+
+
 def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.Array]:
     """Returns the ids and parents ``[B, K]`` of the K = `num_nodes` best candidates, best first.
 
@@ -91,12 +107,13 @@ def grow(
     newest: jax.Array,
     depth: int,
     num_nodes: int,
+    num_extended: int,
 ) -> Candidates:
     """Returns the nodes that a tree of the best nodes may have: at most `num_nodes` of each level.
 
     Level by level, the best nodes of the level above are extended by their children, and the best
-    of these are kept. If there are as many children as nodes wanted, all of the best nodes are
-    found: the ancestors of each are better than it, so they are kept.
+    of these are kept. If as many nodes are extended as wanted, and each has as many children, all
+    of the best nodes are found: the ancestors of each are better than it, so they are kept.
 
     Args:
       children: ``children(d, token_ids)`` gives the children of nodes with ids ``[B, W]``, which
@@ -104,6 +121,7 @@ def grow(
       newest: ``[B]`` int32, the token of node 0.
       depth: D, the most drafts of a path.
       num_nodes: K.
+      num_extended: W, how many nodes of a level are extended.
     """
     batch_size = newest.shape[0]
     token_ids = newest[:, None]
@@ -111,7 +129,8 @@ def grow(
     levels: list[Candidates] = []
     first = 0  # number of the first node of the level above, among all candidates
     for d in range(depth):
-        found = children(d, token_ids)
+        scores = scores[:, :num_extended]
+        found = children(d, token_ids[:, :num_extended])
         is_shared = found.scores.shape[1] == 1
         above, rank = _pairs(scores.shape[1], found.scores.shape[2], num_nodes, is_shared)
         after = np.zeros_like(above) if is_shared else above

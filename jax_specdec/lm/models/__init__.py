@@ -1,6 +1,5 @@
 """Models and their files: what a target or a draft model is, and the models of this package."""
 
-from jax_specdec._src.tree import TreeRows, tree_rows
 from jax_specdec.lm.models import foreign
 from jax_specdec.lm.models.block import BlockOutput
 from jax_specdec.lm.models.block_files import save_block_head
@@ -24,13 +23,11 @@ __all__ = [
     "RopeScaling",
     "TargetOutput",
     "TensorParallelLlama",
-    "TreeRows",
     "foreign",
     "load_checkpoint",
     "save_block_head",
     "save_checkpoint",
     "save_eagle3",
     "stack_layers",
-    "tree_rows",
     "unstack_layers",
 ]

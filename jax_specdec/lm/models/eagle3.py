@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import check_array, require
+from jax_specdec._src.tree import TreeRows
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
     Attend,
@@ -197,6 +198,8 @@ class Eagle3Head(DraftHead):
         start: jax.Array,
         cache: Any,
         row: jax.Array | None = None,
+        tree: TreeRows | None = None,
+        first_row: jax.Array | int = 0,
     ) -> tuple[jax.Array, jax.Array, Any]:
         """Run S consecutive positions of each request; position s of request b is start[b] + s.
 
@@ -204,24 +207,34 @@ class Eagle3Head(DraftHead):
         `CausalModel.apply`: rollback is free. Weights are not checked; `check_params` does that,
         where they enter.
 
+        With `tree` it runs S nodes of a tree of drafts instead, such as one level of it. Each
+        attends to all positions below `start`, and to nodes that `tree` names.
+
         Args:
           params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
           states: ``[B, S, H]`` in the compute dtype: `project` of the features at these positions,
             or the feedback of the draft step before.
           token_ids: ``[B, S]`` int32, the tokens **after** these positions, as ids of the target.
-          start: ``[B]`` int32, absolute position of the first.
+          start: ``[B]`` int32, absolute position of the first; with `tree`, where the tree
+            begins.
           cache: from `init_cache` or a previous call.
           row: ``[B]`` int32 in [0, S), the only position of each request whose logits and feedback
             are wanted; S is then 1 in their shapes. None for all.
+          tree: of S nodes, whose rotary positions are start[b] + depth[b, s]. Bit j of `visible` is
+            the entry start[b] + j of the cache, at most 64 from `start` on. None for consecutive
+            positions.
+          first_row: ``[]`` int32, rows of the tree that calls before this one have run: node s is
+            written at start[b] + first_row + s.
 
         Returns:
-          Logits ``[B, S, Vd]`` of the token at start + s + 2, the feedback ``[B, S, H]`` that the
-          next draft step takes for its states, and the cache.
+          Logits ``[B, S, Vd]`` of the token at start + s + 2 (with `tree`, start + depth + 2), the
+          feedback ``[B, S, H]`` that the next draft step takes for its states, and the cache.
 
         Raises:
-          ValueError: ids, positions or states have another shape, or there are more of them than
-            the cache has positions.
-          TypeError: ids or positions are not int32, or states not of the compute dtype.
+          ValueError: ids, positions, states or `tree` have another shape, or there are more of them
+            than the cache has positions.
+          TypeError: ids, positions or depths are not int32, `tree.visible` is not uint32, or states
+            not of the compute dtype.
         """
         sizes = {"H": self.config.layer.hidden_size}
         check_array("token_ids", token_ids, "[B, S] int32", sizes)
@@ -230,11 +243,23 @@ class Eagle3Head(DraftHead):
         length = token_ids.shape[1]
         check_length(length, cache)
         positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
+        # [B, S]: where the cache holds each row, and the first that `visible` has a bit for
+        slots = positions
+        visible = first = None
+        if tree is not None:
+            check_array("tree.depth", tree.depth, "[B, S] int32", sizes)
+            check_array("tree.visible", tree.visible, "[B, S, 2] uint32", {**sizes, "2": 2})
+            slots = slots + first_row
+            positions = start[:, None] + tree.depth
+            visible = tree.visible
+            first = start
         (layer_cache,) = cache
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             nonlocal layer_cache
-            read, layer_cache = cached_attention(query, key, value, layer_cache, positions)
+            read, layer_cache = cached_attention(
+                query, key, value, layer_cache, slots, visible=visible, start=first
+            )
             return read
 
         embedded = embed_tokens(params["embed_tokens"], token_ids)

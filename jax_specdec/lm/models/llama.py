@@ -184,11 +184,12 @@ class Llama:
 
         Example:
           >>> import jax, jax.numpy as jnp
+          >>> import jax_specdec as sd
           >>> from jax_specdec import lm
           >>> model, params = lm.load_embedded_pair()[1]
           >>> cache, start = model.init_cache(1, 8), jnp.array([0])
           >>> ids = jnp.array([[104, 97, 105]])  # "h", and two drafts that follow it: "a" and "i"
-          >>> tree = lm.models.tree_rows(jnp.array([[0, 0]]))
+          >>> tree = sd.TreeRows.of(jnp.array([[0, 0]]))
           >>> cache = jax.jit(model.apply)(params, ids, start, cache, tree=tree).cache
           >>> cache = jax.jit(model.commit)(cache, start, jnp.array([[0, 2]]))  # "hi"
         """

@@ -77,8 +77,8 @@ class InOrder(Gather):
                 # All that was found of it is written as one array.
                 found = pack(_found_of(this), 2)
                 words = lax.dynamic_update_slice(words, found, (*place, jnp.uint32(0)))
-                this = one.drafted.followed(one, this)
-                row = one.drafted.next_row
+                this = one.order.followed(one, this)
+                row = one.order.next_row
                 return rule.goes_on(this)[0, 0], row(one, this, i), rule.next_weight(this), words
 
             start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), words

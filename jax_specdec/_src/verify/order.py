@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jax_specdec._src.verify.requests import Request
 
 
-class Chain(NamedTuple):
+class ChainOrder(NamedTuple):
     """Drafts that follow one another: row i scores what follows i drafts."""
 
     def depth(self, offset: jax.Array) -> jax.Array:
@@ -43,7 +43,7 @@ class Chain(NamedTuple):
         return requests, positions, None
 
 
-class Tree(NamedTuple):
+class TreeOrder(NamedTuple):
     """Drafts that follow nodes of a tree: row i scores what follows node i.
 
     Attributes:
@@ -55,7 +55,7 @@ class Tree(NamedTuple):
     sees: jax.Array
 
     @classmethod
-    def of(cls, parents: jax.Array, token_ids: jax.Array) -> tuple[Tree, jax.Array]:
+    def of(cls, parents: jax.Array, token_ids: jax.Array) -> tuple[TreeOrder, jax.Array]:
         """Returns the trees of requests, and whether each is one, ``[B]`` bool.
 
         Args:
@@ -74,18 +74,18 @@ class Tree(NamedTuple):
         return cls(above, lineage(above)), is_tree
 
     def depth(self, offset: jax.Array) -> jax.Array:
-        """See `Chain`."""
+        """See `ChainOrder`."""
         return jnp.take_along_axis(depths(self.sees), offset, axis=1)
 
     def followed(self, request: Request, position: Position) -> Position:
-        """See `Chain`: the draft is the child that was drawn, or none."""
+        """See `ChainOrder`: the draft is the child that was drawn, or none."""
         drawn = position.argmax
         is_there = jnp.any(self._is_child(request, position), axis=1, keepdims=True)
         token_id = jnp.where(is_there, drawn, PLACEHOLDER_TOKEN_ID)
         return position._replace(token_id=token_id, proposed=is_there)
 
     def next_row(self, request: Request, position: Position, index: jax.Array) -> jax.Array:
-        """See `Chain`: that of the child."""
+        """See `ChainOrder`: that of the child."""
         return lax.argmax(self._is_child(request, position)[0], 0, jnp.uint32) + 1
 
     def _is_child(self, request: Request, position: Position) -> jax.Array:
@@ -96,7 +96,7 @@ class Tree(NamedTuple):
     def along_path(
         self, requests: Request, positions: Position
     ) -> tuple[Request, Position, jax.Array | None]:
-        """See `Chain`; past the end of the path its last position is repeated, without a draft."""
+        """See `ChainOrder`; past its end, the last position of the path without a draft."""
         node = lax.broadcasted_iota(jnp.int32, self.above.shape, 1)
         # [B, K+1]: the token of each node, and whether it was drawn from the row of its parent
         token_ids = jnp.pad(requests.token_ids[:, :-1], ((0, 0), (1, 0)))
