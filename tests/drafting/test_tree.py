@@ -210,6 +210,26 @@ def test_the_likeliest_token_is_the_draft_of_a_chain(size: int | str) -> None:
     assert (count[is_free] == 8).all() and is_free.any()
 
 
+def test_processors_come_before_scores() -> None:
+    rng = np.random.default_rng(2)
+    ids = jnp.asarray(rng.permutation(20)[:12].astype(np.int32))
+    logits = rng.normal(size=(BATCH, ROWS, 12)).astype(np.float32)
+    context = context_of(BATCH)
+    likeliest, _ = jax.device_get(likeliest_and_chain(logits, context, ids, 8, 20))
+    forbidden = likeliest.token_ids[:, 0, 0]
+    bias = sd.LogitBias.from_mappings([{int(x): -np.inf} for x in forbidden])
+    context = dataclasses.replace(context, processors=sd.LogitsProcessors(logit_bias=bias))
+    found, chain = jax.device_get(likeliest_and_chain(logits, context, ids, 8, 20))
+    assert found.token_ids[:, :, 0].tolist() == chain.tolist()
+    is_drafted = found.scores > -np.inf
+    assert not (is_drafted & (found.token_ids == forbidden[:, None, None])).any()
+    # Where another token is the likeliest, it stays so, unless a filter has changed.
+    is_free = np.asarray(context.sampling.temperature == 0)[:, None]
+    is_other = is_free & (likeliest.token_ids[:, :, 0] != forbidden[:, None])
+    assert (likeliest.token_ids[:, :, 0] == found.token_ids[:, :, 0])[is_other].all()
+    assert is_other.sum() > 10
+
+
 def test_likeliest_tokens_are_those_of_a_sort() -> None:
     rng = np.random.default_rng(1)
     scores = rng.normal(size=(50, 5000)).astype(np.float32)

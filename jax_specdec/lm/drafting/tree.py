@@ -33,7 +33,7 @@ from jax_specdec.lm.drafting.draw import on_target_ids
 SPREAD = 1.0
 """Scale of the noise that logits of a drafter and of the target differ by."""
 
-_GROUP = 256
+_GROUP = 64
 """Ids that the largest scores of a row are looked for in, group by group."""
 
 
@@ -280,7 +280,7 @@ def _largest(scores: jax.Array, first: jax.Array, count: int) -> tuple[jax.Array
         groups = jnp.pad(ranked, fill, constant_values=-jnp.inf)
         groups = groups.reshape(-1, num_groups, _GROUP)
         group = jnp.sort(lax.top_k(jnp.max(groups, axis=2), count)[1], axis=1)  # [n, C]
-        entries = jnp.take_along_axis(groups, group[:, :, None], axis=1)  # [n, C, 256]
+        entries = jnp.take_along_axis(groups, group[:, :, None], axis=1)  # [n, C, 64]
         inside = lax.top_k(entries.reshape(-1, count * _GROUP), count)[1]
         of_group = jnp.take_along_axis(group, inside // _GROUP, axis=1)
         place = of_group * _GROUP + inside % _GROUP
