@@ -356,7 +356,7 @@ def _check(given: dict[str, Any]) -> Options:
     drafters = _drafters(given, has_target)
     given = {"rejection_sample_method": "agreement" if "tree" in given else "standard"} | given
     default_k = LOOKUP_K if set(drafters) <= set(LOOKUPS) else DEFAULT_K
-    ks = given.get("num_speculative_tokens", (default_k,))
+    ks = given.get("num_speculative_tokens", (min(default_k, given.get("tree", default_k)),))
     if "tree" in given:
         _check_trees(given, drafters, ks)
     most = given.get("tree", ks[0])
