@@ -13,14 +13,12 @@ drafting reads; and the speed-up at the mean lengths that are published for GSM8
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import llamas
 import measure
-from bench_steps_gpu import loop, make_head, make_state
+from bench_steps_gpu import make_head, time_ways
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -84,42 +82,30 @@ def make_ways(target: Any, params: Any, is_tiny: bool) -> dict[str, Way]:
     }
 
 
-def milliseconds(
-    decoder: Decoder, kind: str, params: Any, way: Way | None, size: int, options: Any
-) -> list[float]:
-    """Of a step, or of drafting, in each run."""
-    weights, k = (None, 0) if way is None else (way.params, way.k)
-    budget = options.steps * (k + 1)
-    state = make_state(decoder, params, weights, size, options.prompt, budget)
-    run = jax.jit(functools.partial(loop, decoder, kind))
-    arguments = params, weights, state, jnp.int32(options.steps)
-    samples = measure.alternate({"": lambda: run(*arguments)}, options.repeats, warm_up=1)[""]
-    return [seconds / options.steps * 1e3 for seconds in samples]
-
-
 def measure_batch(
     target: Any, params: Any, ways: dict[str, Way], size: int, options: Any
 ) -> list[dict[str, Any]]:
     """A row for each drafter."""
-    plain = milliseconds(Decoder(target, None, PLAIN), "step", params, None, size, options)
-    rows = []
+    runs = {"plain": (Decoder(target, None, PLAIN), "step", None)}
     for name, way in ways.items():
         config = sd.SpecDecodeConfig(num_speculative_tokens=way.k)
         decoder = Decoder(target, way.drafter, config)
-        found = {
-            kind: milliseconds(decoder, kind, params, way, size, options)
-            for kind in ("step", "draft")
-        }
+        runs |= {f"{name}, {kind}": (decoder, kind, way.params) for kind in ("step", "draft")}
+    samples = time_ways(runs, params, size, options.prompt, options)
+    rows = []
+    for name, way in ways.items():
+        of_kind = {"plain": "plain", "step": f"{name}, step", "draft": f"{name}, draft"}
+        found = {kind: samples[run] for kind, run in of_kind.items()}
         rows.append(
             {
                 "batch": size,
                 "drafter": name,
                 "k": way.k,
+                "steps": options.steps,
                 "draft_bytes": way.draft_bytes,
                 "lengths": way.lengths,
-                "ms": {kind: measure.median(x) for kind, x in found.items()}
-                | {"plain": measure.median(plain)},
-                "samples": found | {"plain": plain},
+                "ms": {kind: measure.median(x) / options.steps * 1e3 for kind, x in found.items()},
+                "samples": found,
             }
         )
     return rows
@@ -147,7 +133,7 @@ def show(rows: list[dict[str, Any]], bandwidth: float | None) -> None:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=5, seconds=500, threads=1)
+    parser = measure.gpu_parser(__doc__, repeats=5, seconds=500, threads=9)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=32, help="per run")
     parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")

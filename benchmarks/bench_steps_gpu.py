@@ -55,7 +55,8 @@ def loop(decoder: Decoder, kind: str, params: Any, draft_params: Any, state: Any
         state, total = carry
         if kind == "draft":
             new = decoder.draft(draft_params, state)
-            given = dict(features=state.features, num_features=state.num_features)
+            names = ("features", "num_features", "draft_parents")
+            given: Any = {name: getattr(state, name) for name in names}
             return dataclasses.replace(new, **given), total + new.draft_token_ids[:, -1]
         state, record = decoder.step(params, draft_params, state)
         return state, total + record.num_emitted
@@ -71,34 +72,23 @@ def make_state(
     vocab_size = decoder.model.vocab_size
     prompts = rng.integers(0, vocab_size, (size, prompt)).tolist()
     options = [lm.RequestOptions(temperature=0.8, max_new_tokens=budget)] * size
-    batch = make_batch(prompts, options, vocab_size=vocab_size, key=None, slack=K + 1)[0]
+    slack = decoder.num_drafts + 1
+    batch = make_batch(prompts, options, vocab_size=vocab_size, key=None, slack=slack)[0]
     return decoder.empty_state(params, draft_params, batch)
 
 
-def bytes_of(params: Any) -> int:
-    """What K drafts read of a drafter's weights: of a head, fc once and no embedding."""
-    size = {name: sum(x.nbytes for x in jax.tree.leaves(p)) for name, p in params.items()}
-    if "fc" in size:
-        return size["fc"] + K * (size["layer"] + size["norm"] + size["lm_head"])
-    return K * sum(size.values())
+Way = tuple[Decoder, str, Any]
+"""A decoder, what a run does, "step" or "draft", and the drafter's weights."""
 
 
-def measure_cell(
-    target: Any, drafters: dict[str, tuple[Any, Any]], size: int, prompt: int, options: Any
-) -> dict[str, Any]:
-    """Milliseconds of a step and of drafting, by drafter, for texts of `prompt` tokens."""
-    model, params = target
-    config = sd.SpecDecodeConfig(num_speculative_tokens=K)
-    ways: dict[str, tuple[Decoder, str, Any]] = {
-        "plain": (Decoder(model, None, PLAIN), "step", None)
-    }
-    for name, (drafter, weights) in drafters.items():
-        decoder = Decoder(model, drafter, config)
-        ways |= {f"{name}, {kind}": (decoder, kind, weights) for kind in ("step", "draft")}
+def time_ways(
+    ways: dict[str, Way], params: Any, size: int, prompt: int, options: Any
+) -> dict[str, list[float]]:
+    """Wall seconds of each run of `options.steps` steps, in turn, for texts of `prompt` tokens."""
     runs = 1 + -(-options.repeats // ROUNDS)  # the first is not counted
-    budget = runs * options.steps * (K + 1)
 
     def fresh_state(decoder: Decoder, weights: Any) -> DecodeState:
+        budget = runs * options.steps * (decoder.num_drafts + 1)
         return make_state(decoder, params, weights, size, prompt, budget)
 
     lowered = {}
@@ -120,6 +110,28 @@ def measure_cell(
                 if repeat:
                     samples[name].append(time.perf_counter() - begin)
             del state
+    return samples
+
+
+def bytes_of(params: Any) -> int:
+    """What K drafts read of a drafter's weights: of a head, fc once and no embedding."""
+    size = {name: sum(x.nbytes for x in jax.tree.leaves(p)) for name, p in params.items()}
+    if "fc" in size:
+        return size["fc"] + K * (size["layer"] + size["norm"] + size["lm_head"])
+    return K * sum(size.values())
+
+
+def measure_cell(
+    target: Any, drafters: dict[str, tuple[Any, Any]], size: int, prompt: int, options: Any
+) -> dict[str, Any]:
+    """Milliseconds of a step and of drafting, by drafter, for texts of `prompt` tokens."""
+    model, params = target
+    config = sd.SpecDecodeConfig(num_speculative_tokens=K)
+    ways: dict[str, Way] = {"plain": (Decoder(model, None, PLAIN), "step", None)}
+    for name, (drafter, weights) in drafters.items():
+        decoder = Decoder(model, drafter, config)
+        ways |= {f"{name}, {kind}": (decoder, kind, weights) for kind in ("step", "draft")}
+    samples = time_ways(ways, params, size, prompt, options)
     cache = jax.eval_shape(lambda: model.init_cache(size, 64))
     plain_bytes = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed_tokens"].nbytes
     plain_bytes += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) // 64 * prompt
@@ -158,7 +170,7 @@ def show(rows: list[dict[str, Any]], bandwidth: float | None) -> None:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=5, seconds=150, threads=5)
+    parser = measure.gpu_parser(__doc__, repeats=5, seconds=400, threads=7)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=32, help="per run")
     lengths = "tokens of each text before the first step"

@@ -219,7 +219,8 @@ def tokens_against_length(document: dict[str, Any]) -> Figure | None:
     if not rows:
         return None
     rows.sort(key=lambda row: (row["prompt"], row["batch"]))
-    figure, panels = _panels([(row["batch"], row["prompt"]) for row in rows])
+    lengths = {row["prompt"] for row in rows}
+    figure, panels = _panels([(row["batch"], row["prompt"]) for row in rows], len(lengths))
     for row, ax in zip(rows, panels.values(), strict=True):
         emitted = [1.0, 1.0 + row["k"]]  # one token, to all drafts and one more
         requests = row["batch"]
@@ -268,11 +269,12 @@ def _where(document: Any) -> str:
     return "; ".join(devices)
 
 
-def _panels(titles: Sequence[Any]) -> tuple[Figure, dict[Any, Axes]]:
-    """Panels beside each other, by what each of them is about."""
-    figure = Figure(figsize=(4.6 * len(titles), 4.4), layout="constrained")
-    axes = figure.subplots(1, len(titles), squeeze=False)[0]
-    return figure, dict(zip(titles, axes, strict=True))
+def _panels(titles: Sequence[Any], lines: int = 1) -> tuple[Figure, dict[Any, Axes]]:
+    """Panels by what each of them is about, beside each other in so many lines."""
+    columns = -(-len(titles) // lines)
+    figure = Figure(figsize=(4.6 * columns, 4.4 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False).ravel()
+    return figure, dict(zip(titles, axes, strict=False))
 
 
 def _finish_over_batch(ax: Axes, title: str, rows: list[dict[str, Any]]) -> None:

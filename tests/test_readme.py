@@ -34,7 +34,8 @@ def test_the_loop_decodes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_drafting_gains_is_what_was_measured() -> None:
-    rows = json.loads(STEPS.read_text("utf-8"))["rows"]
+    measured = json.loads(STEPS.read_text("utf-8"))["rows"]
+    rows = [row for row in measured if row["prompt"] == 512]
     assert [(row["batch"], row["k"]) for row in rows] == [(1, 4), (8, 4), (32, 4)]
     ratios = [row["ms"]["EAGLE-3 head, step"] / row["ms"]["plain"] for row in rows]
     prose = " ".join(README.split())

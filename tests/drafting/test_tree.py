@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from lower_floor import noise
 from models import reference_block
-from upper_floor import draft_chain, drafting_tree
+from upper_floor import drafting_draw, drafting_tree
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -183,7 +183,7 @@ def likeliest_and_chain(
     def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
         return logits[:, offset], None
 
-    chain, _ = draft_chain(
+    chain, _ = drafting_draw.draft_chain(
         logits[:, 0], None, forward, context, None, ids=ids, vocab_size=vocab_size
     )
     return found, chain.token_ids

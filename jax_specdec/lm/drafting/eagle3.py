@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.arrays import check_int, check_type
-from jax_specdec._src.attention.api import MAX_VISIBLE
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.tree import TreeRows, node_bits
+from jax_specdec._src.tree import MAX_VISIBLE, TreeRows, node_bits
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal

@@ -11,11 +11,13 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.arrays import as_int32, check_array, check_int, require
+from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Integers
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import LookupDrafter, Proposal
+from jax_specdec.lm.drafting.tree import Candidates, best_nodes, check_trees
 
 _MOST_HISTORY = 2**24
 """Up to 127 tokens or occurrences, times places, are numbered in int32."""
@@ -29,14 +31,16 @@ class Lookup(NamedTuple):
 
     Attributes:
       token_ids: ``[B, K]`` int32, -1 from the first position without a draft on.
-      probabilities: ``[B, K]`` float32, how likely drafts 0 .. i are all accepted, by the counts;
-        0 where there is no draft.
+      probabilities: ``[B, K]`` float32, how likely draft i and those before it on its path are all
+        accepted, by the counts; 0 where there is no draft.
       scores: ``[B]`` float32, the sum of them: how many drafts are likely to be accepted.
+      parents: ``[B, K]`` int32, as in `Drafts`; None for chains.
     """
 
     token_ids: jax.Array
     probabilities: jax.Array
     scores: jax.Array
+    parents: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +59,12 @@ class SuffixDrafter(LookupDrafter):
     `min_probability`. So each request has as many drafts as the text lets one expect, and none
     where nothing matches.
 
+    **Trees.** With `tree_depth`, the K drafts are nodes of a tree: what followed the places is
+    merged where it agrees. If c of the n places where m tokens match go on to a node, it has a
+    probability of c / (n + 1), by the m for which that is largest; a match of m tokens gives nodes
+    of at most the depth that it gives a draft. The K likeliest nodes are taken. The agreement rule
+    is needed.
+
     **History.** With `history`, texts of other requests are searched, too. They are an array in the
     drafter's `params` (see `init_params`), to which `add` writes and in which the oldest are
     overwritten; an `EngineDriver` adds what each request generated when it ends. What a request
@@ -71,6 +81,7 @@ class SuffixDrafter(LookupDrafter):
       max_occurrences: E, how many places are looked at, 1 to 127: those of the longest matches, the
         latest of equals. Counts are exact where a match occurs at most so often.
       history: N, how many tokens of other texts are kept; 0 for none.
+      tree_depth: the most drafts of a path through a tree, less than D; 0 for chains.
 
     Raises:
       TypeError: a field is not a number of its type.
@@ -99,12 +110,14 @@ class SuffixDrafter(LookupDrafter):
     min_probability: float = 0.1
     max_occurrences: int = 16
     history: int = 0
+    tree_depth: int = 0
 
     def __post_init__(self) -> None:
         check_int("max_match", self.max_match, 2, 127)
         check_int("min_match", self.min_match, 1, self.max_match - 1)
         check_int("max_occurrences", self.max_occurrences, 1, 127)
         check_int("history", self.history, 0, _MOST_HISTORY)
+        check_int("tree_depth", self.tree_depth, 0, self.max_match - 1)
         for name, most in (("spec_factor", 127.0), ("min_probability", 1.0)):
             value = getattr(self, name)
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -157,12 +170,27 @@ class SuffixDrafter(LookupDrafter):
             return params
         return _added(params, as_int32("token_ids", token_ids, "[A]"))
 
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """None: the drafts have no distribution.
+
+        Raises:
+          ValueError: there is a `tree_depth`, but the rule is not agreement, or K is more than the
+            nodes of a tree.
+        """
+        if self.tree_depth:
+            check_trees(config)
+        return super().init_store(params, batch_size, config)
+
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
     ) -> tuple[Proposal, Any]:
         """Look up; see `Drafter.propose`. All -1 where nothing matches."""
         del store
         found = self.lookup(params, context)
+        if self.tree_depth:
+            return Proposal(found.token_ids, parents=found.parents), cache
         before = jnp.pad(found.probabilities[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
         confidences = found.probabilities / jnp.where(before > 0, before, 1.0)
         return Proposal(found.token_ids, confidences=confidences), cache
@@ -247,8 +275,10 @@ def _lookup(
             found.append(_Corpus.of(*given))
         return found
 
+    draft = _tree if drafter.tree_depth else _draft
+
     def best(corpora: list[_Corpus]) -> Lookup:
-        own, *others = (_draft(corpus, drafter, k) for corpus in corpora)
+        own, *others = (draft(corpus, drafter, k) for corpus in corpora)
         for other in others:
             is_better = other.scores > own.scores
             own = jax.tree.map(lambda x, y, better=is_better: jnp.where(better, y, x), own, other)
@@ -260,6 +290,7 @@ def _lookup(
         jnp.full((size, k), PLACEHOLDER_TOKEN_ID, jnp.int32),
         jnp.zeros((size, k), jnp.float32),
         jnp.zeros((size,), jnp.float32),
+        jnp.zeros((size, k), jnp.int32) if drafter.tree_depth else None,
     )
     if platform != "cpu":
         return jax.vmap(best)(corpora)
@@ -268,22 +299,34 @@ def _lookup(
     return found
 
 
-def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
-    """The draft with the largest score, of those for each number m of tokens that match."""
-    depth, size = drafter.max_match, corpus.token_ids.shape[0]
-    m = np.arange(drafter.min_match, depth)
-    limits = np.minimum(np.floor(m * drafter.spec_factor + 1e-6), depth - m)
-    longest = min(k, int(limits.max()))
+def _lengths(drafter: SuffixDrafter) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the M numbers m of tokens that may match, and the most drafts for each, ``[M]``."""
+    m = np.arange(drafter.min_match, drafter.max_match)
+    return m, np.minimum(np.floor(m * drafter.spec_factor + 1e-6), drafter.max_match - m)
 
-    # The E places with the longest matches, the latest first among equals; age 0 is the oldest.
+
+def _nearest(corpus: _Corpus, count: int, longest: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the E = `count` places with the longest matches, the latest first among equals.
+
+    Three arrays: how many tokens match, ``[E]`` int32, 0 for no place; the age of the place,
+    ``[E]`` int32, 0 for the oldest; the tokens from there on, ``[E, longest]``.
+    """
+    size = corpus.token_ids.shape[0]
     age = (jnp.arange(size, dtype=jnp.int32) - corpus.first) % size
     ranked = jnp.where(corpus.matches > 0, corpus.matches * size + age, 0)
-    ranked = lax.top_k(ranked, min(drafter.max_occurrences, size))[0]
+    ranked = lax.top_k(ranked, min(count, size))[0]
     matches, age = ranked // size, ranked % size  # [E]
     offset = jnp.arange(longest, dtype=jnp.int32)
     place = (age[:, None] + corpus.first + offset[None, :]) % size
-    following = corpus.token_ids[place]  # [E, longest]
+    return matches, age, corpus.token_ids[place]
 
+
+def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
+    """The draft with the largest score, of those for each number m of tokens that match."""
+    m, limits = _lengths(drafter)
+    size = corpus.token_ids.shape[0]
+    longest = min(k, int(limits.max()))
+    matches, age, following = _nearest(corpus, drafter.max_occurrences, longest)
     alive = matches[None, :] >= m[:, None]  # [M, E]: the places that agree with the draft so far
     total = jnp.sum(alive, axis=1, dtype=jnp.int32) + 1
     probability = jnp.ones((m.size,), jnp.float32)
@@ -313,3 +356,39 @@ def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
         jnp.pad(probabilities_, rest),
         scores[best],
     )
+
+
+def _tree(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
+    """The K likeliest nodes of the tree that what followed the places is merged into.
+
+    Node (j, e) is the first j + 1 tokens from place e on. The first of the places that agree in
+    these stands for all of them: it has the longest match, so it is among those of every m.
+    """
+    m, limits = _lengths(drafter)
+    depth = min(k, drafter.tree_depth, int(limits.max()))
+    matches, _, following = _nearest(corpus, drafter.max_occurrences, depth)
+    # [E, E, L] -> [L, E, E]: whether two places agree in their first j + 1 tokens
+    is_same = (following[:, None, :] == following[None, :, :]) & (following >= 0)[:, None, :]
+    agrees = jnp.moveaxis(jnp.cumprod(is_same.astype(jnp.int32), axis=2), 2, 0)
+    # [L, E]: the place that stands for each node
+    first = jnp.argmax(agrees, axis=2).astype(jnp.int32)
+    stands = first == jnp.arange(matches.shape[0], dtype=jnp.int32)[None, :]
+    alive = (matches[None, :] >= m[:, None]).astype(jnp.int32)  # [M, E]
+    counts = jnp.einsum("me,jfe->mjf", alive, agrees)
+    total = jnp.sum(alive, axis=1, dtype=jnp.int32) + 1
+    # [M, L, E]: the probability of each node by the places of a match of m tokens
+    probability = counts / total[:, None, None]
+    is_drafted = np.arange(depth)[None, :] < limits[:, None]  # [M, L]
+    is_drafted = is_drafted[:, :, None] & (probability >= drafter.min_probability)
+    is_drafted &= (alive[:, None, :] > 0) & stands[None, :, :]
+    best = jnp.max(jnp.where(is_drafted, probability, 0), axis=0)  # [L, E]
+    # The node that each follows: that of the place which stands for its first j tokens.
+    level = jnp.arange(depth - 1, dtype=jnp.int32)[:, None]
+    above = 1 + level * matches.shape[0] + first[:-1]
+    parents = jnp.pad(above, ((1, 0), (0, 0)))
+    # [L, E] -> [1, L * E]
+    nodes = Candidates(*(x.reshape(1, -1) for x in (following.T, parents, jnp.log(best))))
+    token_ids, parents = best_nodes(nodes, k)
+    likely = lax.top_k(best.reshape(-1), min(k, best.size))[0]
+    likely = jnp.pad(likely, (0, k - likely.shape[0]))
+    return Lookup(token_ids[0], likely, jnp.sum(likely), parents[0])

@@ -21,11 +21,11 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.arrays import require
-from jax_specdec._src.attention.api import MAX_VISIBLE
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.sample import sample_draft_tokens
 from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.sampling import SamplingParams, inverse_temperature
+from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, TILE
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.draw import on_target_ids

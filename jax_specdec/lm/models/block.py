@@ -32,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.arrays import check_array, check_int, require
-from jax_specdec._src.attention.api import MAX_VISIBLE
+from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
     cached_attention,
