@@ -119,22 +119,28 @@ def compile_all_apart(cases: list[Case], cycles: bool = True) -> list[dict[str, 
     Without `cycles`, ``reads`` and ``reads_listed`` are None and ``largest`` is empty.
     """
     case = cases[0]
+    command = [sys.executable, __file__, *([] if cycles else ["--without-cycles"])]
+    command += [json.dumps(dataclasses.asdict(x)) for x in cases]
+    environment = environment_of(case.device)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(cases) :]]
+
+
+def environment_of(device: str) -> dict[str, str]:
+    """The environment of a process that compiles for a device."""
     given = {"JAX_PLATFORMS": "cpu", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     given |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     given |= {"TPU_LOG_DIR": "disabled", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     given["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # a program from disk has no bundles
-    if case.device in TPUS:
-        given["TPU_ACCELERATOR_TYPE"] = TPUS[case.device][1]
+    if device in TPUS:
+        given["TPU_ACCELERATOR_TYPE"] = TPUS[device][1]
     toolkit = Path(sysconfig.get_paths()["purelib"]) / "nvidia" / "cu13"
     if toolkit.exists():  # ptxas
         given["PATH"] = f"{toolkit / 'bin'}{os.pathsep}{os.environ['PATH']}"
         given["XLA_FLAGS"] = f"--xla_gpu_cuda_data_dir={toolkit}"
-    command = [sys.executable, __file__, *([] if cycles else ["--without-cycles"])]
-    command += [json.dumps(dataclasses.asdict(x)) for x in cases]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | given)
-    if done.returncode:
-        raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines()[-len(cases) :]]
+    return os.environ | given
 
 
 def devices_of(name: str) -> Any:

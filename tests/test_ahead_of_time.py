@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ahead_of_time
 import ahead_of_time_grid as grid
 import bundles
 import hlo_text
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ahead_of_time import ADAPTERS, Case, compile_all_apart
+from ahead_of_time import ADAPTERS, Case, compile_all_apart, environment_of
 
 MOST = 1.5
 """Temporaries, in units of the target logits."""
@@ -204,6 +205,43 @@ def test_the_kernel_fits_its_registers(device):
         print(case, report)
         assert (report["architecture"], report["spills"]) == (architecture, 0), case
         assert report["registers"] <= registers, case
+
+
+COMMIT = """
+import jax
+import jax.numpy as jnp
+from ahead_of_time import devices_of
+from jax.sharding import SingleDeviceSharding
+from jax_specdec import lm
+
+where = SingleDeviceSharding(devices_of("h200")[0])
+config = lm.models.LlamaConfig(
+    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
+    num_attention_heads=8, num_key_value_heads=8, head_dim=128)
+for scan_layers in (False, True):
+    model = lm.models.Llama(config, jnp.bfloat16, scan_layers)
+    shapes = jax.eval_shape(lambda: (
+        model.init_cache(4, 4096), jnp.zeros((4,), jnp.int32), jnp.zeros((4, 8), jnp.int32)))
+    given = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+    traced = jax.jit(model.commit, donate_argnums=0).trace(*given)
+    compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+    print(scan_layers, compiled.memory_analysis().temp_size_in_bytes)
+"""
+
+
+@pytest.mark.aot
+def test_a_path_of_a_tree_is_kept_in_place():
+    """On GPUs; the keys of a layer take 34 MB, and all that is moved 0.5 MB."""
+    environment = environment_of("h200")
+    paths = str(Path(ahead_of_time.__file__).parent), environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-c", COMMIT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    print(done.stdout)
+    temporaries = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(temporaries) == 2 and max(temporaries) < 2**22
 
 
 # What is counted in a program's text.

@@ -354,6 +354,32 @@ def _(right, self, params, token_ids, start, *args):
     return right(self, params, token_ids, start + 1, *args)
 
 
+@fault("a path of a tree is not kept", "lm.models.layers:move_in_cache", "models/test_tree_pass.py")
+def _(right, cache, start, path):
+    return cache
+
+
+@fault(
+    "a node of a tree turns by its place in the cache",
+    "lm.models.llama:Llama.apply_with",
+    "models/test_tree_pass.py",
+)
+def _(right, self, params, token_ids, *given, tree=None, **named):
+    if tree is not None:
+        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
+        tree = tree._replace(depth=jnp.broadcast_to(place, token_ids.shape))
+    return right(self, params, token_ids, *given, tree=tree, **named)
+
+
+@fault(
+    "bits beyond the new rows are ignored",
+    "_src.attention.xla:_seen",
+    "attention/test_attention.py",
+)
+def _(right, arrays, room, window, num_visible):
+    return right(arrays, room, window, arrays.query.shape[1])
+
+
 @fault("a window is ignored", "lm.models.block:BlockHeadConfig.window", "drafting/test_block.py")
 def _(right, self, index):
     return None

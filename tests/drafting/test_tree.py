@@ -254,7 +254,6 @@ DEPTH, NODES, SIZE = 3, 8, test_block.SIZE
 REQUESTS = 24
 FEATURES = np.random.default_rng(6).normal(size=(REQUESTS, 2, 16)).astype(np.float32)
 NEWEST = np.arange(REQUESTS, dtype=np.int32) % SIZE
-WIDTH = np.resize([16, 8], REQUESTS)
 
 
 @functools.cache
@@ -376,6 +375,21 @@ def test_a_tree_depends_on_its_own_request_alone() -> None:
     np.testing.assert_array_equal(before.token_ids[::2], after.token_ids[::2])
     np.testing.assert_array_equal(before.parents[::2], after.parents[::2])
     assert (after.token_ids[1::2] == -1).all()
+
+
+@pytest.mark.parametrize(("depth", "count"), [(1, 1), (1, 8), (3, 1)])
+def test_the_smallest_trees(depth: int, count: int) -> None:
+    head, params, _ = test_block.head_of("DSpark")
+    found = proposed(lm.BlockDrafter(head, tree_depth=depth), params, agreement(count))
+    first = proposed(lm.BlockDrafter(head), params, agreement(1)).token_ids[:, 0]
+    assert found.parents is not None and found.parents.shape == found.token_ids.shape
+    assert found.token_ids.shape == (REQUESTS, count) and (found.parents == 0).all()
+    assert found.token_ids[:, 0].tolist() == first.tolist()
+    is_filtered = np.asarray(block_context(agreement(count)).sampling.top_k) == 2
+    is_filtered &= np.arange(REQUESTS) % 3 != 0  # not greedy
+    num_found = np.where(is_filtered, 2, SIZE)
+    num_found[-1] = 0
+    assert (found.token_ids >= 0).sum(axis=1).tolist() == np.minimum(num_found, count).tolist()
 
 
 HEAD = test_block.HEAD

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from upper_floor import check_model
+from upper_floor import protocol
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -129,7 +129,7 @@ class Unhashable:
 
 def test_a_model_without_a_hash_is_refused_by_name():
     with pytest.raises(TypeError, match="target must be hashable.* eq=False"):
-        check_model("target", Unhashable([1]))
+        protocol.check_model("target", Unhashable([1]))
     with pytest.raises(TypeError, match="model must be hashable"):
         lm.ModelDrafter(Unhashable([1]))
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from upper_floor import apply_model, commit_path
+from upper_floor import protocol
 
 from jax_specdec import lm
 
@@ -49,10 +49,10 @@ def form(name: str) -> tuple[Any, Any]:
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model: Any, params: Any, token_ids: Any, start: Any, cache: Any, parents: Any) -> Any:
     tree = None if parents is None else lm.models.tree_rows(parents)
-    return apply_model(model, params, token_ids, start, cache, LAYERS, tree)
+    return protocol.apply_model(model, params, token_ids, start, cache, LAYERS, tree)
 
 
-commit = jax.jit(commit_path, static_argnums=0)
+commit = jax.jit(protocol.commit_path, static_argnums=0)
 
 
 def random_parents(seed: int) -> np.ndarray:
@@ -327,8 +327,12 @@ def call(*args: Any) -> tuple[Any, Any]:
 def test_a_model_that_runs_no_trees_is_named(model: Any, message: str) -> None:
     given = np.eye(3), GOOD["token_ids"], GOOD["start"], ()
     if isinstance(model, OnlyChains):
-        assert apply_model(model, *given).logits.shape == (2, 3, 3)  # chains are run as they were
+        assert protocol.apply_model(model, *given).logits.shape == (
+            2,
+            3,
+            3,
+        )  # chains are run as they were
     with pytest.raises(TypeError, match=f"^model must run trees of drafts, {message}"):
-        apply_model(model, *given, tree=GOOD["tree"])
+        protocol.apply_model(model, *given, tree=GOOD["tree"])
     with pytest.raises(TypeError, match=f"^model must run trees of drafts, {message}"):
-        commit_path(model, (), GOOD["start"], np.zeros((2, 3), np.int32))
+        protocol.commit_path(model, (), GOOD["start"], np.zeros((2, 3), np.int32))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from upper_floor import Decoder, check_model, generate_lib, programs, put_cache
+from upper_floor import Decoder, generate_lib, programs, protocol, put_cache
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -631,7 +631,7 @@ class HasCache:
     [(0, lambda b: (b, 5)), (1, lambda b: (3, b, 5)), (1, lambda b: (5, b)), (0, fused)],
 )
 def test_some_requests_are_replaced_along_the_axis_of_the_cache(axis, shape):
-    check_model("model", HasCache(shape, axis))
+    protocol.check_model("model", HasCache(shape, axis))
     rng = np.random.default_rng(0)
     before, both = (jnp.asarray(rng.integers(1, 9, shape(b))) for b in (4, 2))
     after = put_cache({"of": [before]}, {"of": [both]}, jnp.array([2, 0]), axis)["of"][0]
@@ -655,7 +655,7 @@ def test_some_requests_are_replaced_along_the_axis_of_the_cache(axis, shape):
 def test_a_cache_without_an_axis_of_requests_is_refused(axis, shape):
     model = HasCache(shape, axis)
     with pytest.raises(ValueError, match=r"^model\.init_cache .* cache\['of'\]\[0\]"):
-        check_model("model", model)
+        protocol.check_model("model", model)
     with pytest.raises(ValueError, match=r"^drafter\.init_cache"):
         dataclasses.replace(TABLE, drafter=Drafting(shape, axis))
 

@@ -272,16 +272,16 @@ def _largest(scores: jax.Array, first: jax.Array, count: int) -> tuple[jax.Array
     ranked = jnp.where((ids[None, :] == first[:, None]) & (ranked > -jnp.inf), jnp.inf, ranked)
     num_groups = -(-size // _GROUP)
     if num_groups <= count:
-        place = lax.top_k(ranked, count)[1]
+        place = _places(ranked, count)
     else:
         # Whole rows would be sorted on GPUs. The C largest are in the C groups with the largest
         # maxima; in order of ids, so that equal scores are.
         fill = ((0, 0), (0, num_groups * _GROUP - size))
         groups = jnp.pad(ranked, fill, constant_values=-jnp.inf)
         groups = groups.reshape(-1, num_groups, _GROUP)
-        group = jnp.sort(lax.top_k(jnp.max(groups, axis=2), count)[1], axis=1)  # [n, C]
+        group = jnp.sort(_places(jnp.max(groups, axis=2), count), axis=1)  # [n, C]
         entries = jnp.take_along_axis(groups, group[:, :, None], axis=1)  # [n, C, 64]
-        inside = lax.top_k(entries.reshape(-1, count * _GROUP), count)[1]
+        inside = _places(entries.reshape(-1, count * _GROUP), count)
         of_group = jnp.take_along_axis(group, inside // _GROUP, axis=1)
         place = of_group * _GROUP + inside % _GROUP
     # Padding of the last group may come if there are fewer finite scores than wanted.
@@ -290,3 +290,12 @@ def _largest(scores: jax.Array, first: jax.Array, count: int) -> tuple[jax.Array
     if count > 1:
         found = jnp.concatenate([jnp.maximum(found[:, :1], found[:, 1:2]), found[:, 1:]], axis=1)
     return jnp.minimum(place, size - 1), found
+
+
+def _places(x: jax.Array, count: int) -> jax.Array:
+    """Returns ``[n, C]`` int32, where the C largest of each row are; of equal ones the first.
+
+    A sort takes half the time of `lax.top_k` on an H100 for rows of a thousand numbers.
+    """
+    index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return lax.sort((-x, index), dimension=1, num_keys=1, is_stable=True)[1][:, :count]

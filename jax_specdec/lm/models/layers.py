@@ -166,15 +166,15 @@ def move_in_cache(
     new_values = values.reshape(*values.shape[:-3], batch_size, -1, room, head_dim)
     requests = jnp.arange(batch_size)[:, None]
     index = jnp.arange(length, dtype=jnp.int32)[None, :]
-    # [B, P]: what is not moved goes to places past the end, a different one for each j, which are
-    # dropped.
+    # [B, P]: where each entry is, and where it goes. What is not moved goes past the end, to a
+    # place of its own, and is dropped.
     source = start[:, None] + path
     target = jnp.where(path < 0, room, start[:, None]) + index
     # [B, P, N_kv, D], or [B, P, L, N_kv, D].
     key = new_keys.at[..., requests, :, :, source].get(mode="clip")
     value = new_values.at[..., requests, :, source, :].get(mode="clip")
-    # All is read before anything is written. Without the barrier XLA may read as it writes, for
-    # which it copies the whole cache.
+    # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
+    # for which it copies the whole cache.
     key, value, new_keys, new_values = jax.lax.optimization_barrier(
         (key, value, new_keys, new_values)
     )
