@@ -126,7 +126,8 @@ class AcceptanceStats:
 
     Drafts are counted before stop tokens and budgets cut tokens, so that the rates are not biased.
     `num_tokens` are those that were left. Everything else follows from the counts. The difference
-    of two readings covers the interval between them.
+    of two readings covers the interval between them. Where drafts are trees, position i is depth
+    i + 1, and a verification is offered drafts up to the depth of its tree.
 
     Two lengths describe a step. `mean_acceptance_length` covers verifications that had drafts and
     says how good the drafts were. `tokens_per_target_pass` covers all verifications and says what

@@ -25,7 +25,9 @@ class StepRecord:
     """What one step did for each request; stacked ``[S, ...]`` over the steps of a generation.
 
     Drafts and emitted tokens are counted before a stop token or the budget cuts them, so that
-    acceptance rates are not biased by where sequences end.
+    acceptance rates are not biased by where sequences end. Where drafts are trees, the drafts of a
+    request are those of one path: K is the most that a path has, and the drafts offered are those
+    of the longest path.
 
     Attributes:
       token_ids: ``[B, K+1]`` int32, the tokens kept, padded with -1.

@@ -9,6 +9,7 @@ import pytest
 import scipy.optimize
 import scipy.special
 from filled import ones
+from lower_floor import TreeEstimator
 
 import jax_specdec as sd
 
@@ -187,3 +188,54 @@ ROW = ones((1, K))
 def test_mistakes_are_named(error, name, given):
     with pytest.raises(error, match=name):
         sd.AcceptanceEstimator.create(K).update(**given)
+
+
+# Trees
+
+
+def test_the_rates_of_a_tree_are_those_of_its_ranks():
+    """Sums and rates by plain NumPy, of random paths."""
+    rng, k = np.random.default_rng(1), 6
+    estimator, update = TreeEstimator.create(k), jax.jit(TreeEstimator.update)
+    offered, kept = np.zeros(k), np.zeros(k)
+    for _ in range(40):
+        counts = rng.integers(0, k + 1, 5) * (rng.random(5) < 0.8)
+        path = np.full((5, 4), -1)
+        for b, count in enumerate(counts):
+            depth = rng.integers(0, min(count, 3) + 1)
+            path[b, : depth + 1] = [0, *sorted(1 + rng.choice(count, depth, replace=False))]
+        estimator = update(estimator, num_drafts=jnp.asarray(counts), path=jnp.asarray(path))
+        here = np.arange(k) < counts[:, None]
+        hits = (path[:, :, None] == 1 + np.arange(k)).any(axis=1)
+        fade = np.where(here.any(axis=0), 0.99, 1.0)
+        offered = fade * offered + here.sum(axis=0)
+        kept = fade * kept + hits.sum(axis=0)
+    np.testing.assert_allclose(estimator.offered, offered, rtol=1e-5)
+    np.testing.assert_allclose(estimator.kept, kept, rtol=1e-5)
+    before, wanted = 0.7, []
+    for rank in range(k):
+        before *= rank / (rank + 1) if rank else 1
+        before = (kept[rank] + 2 * before) / (offered[rank] + 2)
+        wanted.append(before)
+    np.testing.assert_allclose(rates(estimator), wanted, rtol=1e-5)
+
+
+def test_a_tree_of_which_nothing_is_known_has_falling_rates():
+    found = TreeEstimator.create(4).rates
+    np.testing.assert_allclose(found, 0.7 / np.arange(1, 5), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("error", "given"),
+    [
+        (ValueError, dict(path=ones((2, 3), np.int32), num_drafts=ones(1, np.int32))),
+        (ValueError, dict(path=ones(2, np.int32), num_drafts=ones(2, np.int32))),
+        (TypeError, dict(path=ones((2, 3)), num_drafts=ones(2, np.int32))),
+        (TypeError, dict(path=ones((2, 3), np.int32), num_drafts=ones(2))),
+    ],
+)
+def test_mistakes_about_trees_are_named(error, given):
+    with pytest.raises(error, match="path|num_drafts"):
+        TreeEstimator.create(4).update(**given)
+    with pytest.raises(ValueError, match="num_speculative_tokens"):
+        TreeEstimator.create(0)

@@ -75,7 +75,7 @@ class Plans:
 
     @classmethod
     def random(cls, seed: int, texts: dict[int, list[int]] | None = None) -> Plans:
-        """Random trees, ragged; some hold the next tokens of the text of a seed, which they peek."""
+        """Random trees, ragged; some hold the next tokens of the text of a seed."""
         rng, texts = np.random.default_rng(seed), texts or {}
         ids = np.full((PLANS, engines.LONGEST, NODES), -1, np.int32)
         parents = np.zeros(ids.shape, np.int32)
@@ -231,16 +231,22 @@ def test_log_probabilities_are_those_of_plain_decoding() -> None:
             np.testing.assert_allclose(np.array(one), np.array(other), atol=1e-5)
 
 
+@pytest.mark.newest
 def test_a_stream_has_the_steps_of_generate() -> None:
     given = MODEL, engines.TABLES[0], PROMPTS
     drafting: dict[str, Any] = dict(
-        drafter=Planned(), draft_params=peeking().params, config=CONFIG, options=OPTIONS
+        drafter=Planned(),
+        draft_params=peeking().params,
+        config=CONFIG,
+        options=OPTIONS,
+        logprobs=LOGPROBS,
     )
     output, records = lm.generate(*given, **drafting), list(lm.generate_stream(*given, **drafting))
     stacked = jax.tree.map(lambda *x: np.stack(x), *records)
     jax.tree.map(np.testing.assert_array_equal, stacked, output.steps)
 
 
+@pytest.mark.newest
 def test_a_chain_as_a_tree_has_the_steps_of_the_chain() -> None:
     k = DEPTH
     script = rng.integers(-1, VOCAB, (PLANS, engines.LONGEST, k)).astype(np.int32)
@@ -278,9 +284,13 @@ ENGINE = lm.Engine(
 BUDGET = (0, 1, 3, NODES)
 
 
-@pytest.mark.parametrize("max_steps_ahead", [0, pytest.param(2, marks=pytest.mark.newest)])
 @pytest.mark.parametrize(
-    "choice", [None, Cycling, pytest.param(FromThePast, marks=pytest.mark.newest)]
+    ("choice", "max_steps_ahead"),
+    [
+        (Cycling, 2),
+        pytest.param(None, 0, marks=pytest.mark.newest),
+        pytest.param(FromThePast, 1, marks=pytest.mark.long),
+    ],
 )
 def test_engines_give_it_whatever_the_traffic_and_the_budget(
     choice: type | None, max_steps_ahead: int
@@ -314,7 +324,9 @@ def test_engines_give_it_whatever_the_traffic_and_the_budget(
 
 def test_requests_with_grammars_beside_others() -> None:
     """Their drafts are chains, the first paths; the others' are trees in the same pass."""
-    engine = dataclasses.replace(ENGINE, draft_budget=(0, NODES))
+    engine = dataclasses.replace(
+        ENGINE, draft_budget=(0, NODES), logprobs=None, prefill_sizes=None, max_prefill_requests=1
+    )
     driver = engines.driver_of(engine, engines.TABLES[0], Plans.random(5).params)
     driver.warm_up(grammars=True)
     truths: dict[int, list[int]] = {}
@@ -333,6 +345,7 @@ def test_requests_with_grammars_beside_others() -> None:
     assert all(proposed.values())
 
 
+@pytest.mark.newest
 def test_sampled_tokens_under_a_grammar_are_those_of_chains() -> None:
     texts = []
     for drafter in (Planned(), Planned(0)):
@@ -354,6 +367,7 @@ class Forced(Cycle):
         return (len(self.tokens) % 5,)
 
 
+@pytest.mark.newest
 def test_forced_tokens_are_accepted_up_to_the_depth_of_trees() -> None:
     driver = engines.driver_of(ENGINE, engines.TABLES[0], Plans.random(7).params)
     driver.submit([1, 2], max_new_tokens=12, temperature=1.0, matcher=Forced())
@@ -364,6 +378,24 @@ def test_forced_tokens_are_accepted_up_to_the_depth_of_trees() -> None:
     assert {x.num_proposed for x in found.updates} == {DEPTH}
 
 
+@pytest.mark.newest
+def test_a_verification_alone_is_a_plain_step_or_one_of_chains() -> None:
+    """Drafts of the caller's own, without parents, follow one another."""
+    driver = engines.driver_of(ENGINE, engines.TABLES[0], peeking().params)
+    driver.submit(PROMPTS[1], OPTIONS[1])
+    driver.step()
+    state, text = driver.state, plain().completions[1]
+    verify = jax.jit(ENGINE.verify)
+    token_ids = state.draft_token_ids.at[0].set(jnp.array(text[1 : 1 + NODES]))
+    chains = dataclasses.replace(state, draft_token_ids=token_ids)
+    for one, count in ((state, 1), (chains, DEPTH + 1)):
+        after, record = verify(engines.TABLES[0], one)
+        assert record.token_ids[0, :count].tolist() == text[1 : 1 + count]
+        assert (int(record.num_kept[0]), int(record.num_proposed[0])) == (count, count - 1)
+        assert after.batch.lengths[0] == len(PROMPTS[1]) + 1 + count
+
+
+@pytest.mark.newest
 def test_first_paths() -> None:
     parents = jnp.array([[0, 0, 2, 1, 4, 3], [0, 0, 2, 1, 4, 3], [0, 0, 2, 1, 4, 3]])
     ids = jnp.array([[9, 1, 2, 3, 4, 5], [-1, 1, 2, -1, -1, 5], [9, 1, 2, 3, 4, 5]])
@@ -415,6 +447,7 @@ def seen_by(state: Any, length: int, slot: int) -> tuple[Any, Any]:
     return features, pairs
 
 
+@pytest.mark.newest
 def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
     llama, params = engines.LLAMA.model, engines.weights_of(engines.LLAMA)[0]
     asked: dict[str, Any] = dict(max_new_tokens=30, temperature=0.8)
@@ -442,7 +475,8 @@ def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
     )
     state = dataclasses.replace(state, draft_cache=kept)
     zero = jnp.zeros(1, jnp.int32)
-    for slot, (text, count) in enumerate(zip(whole, counts, strict=True)):
+    for slot, b in enumerate(jax.random.key_data(state.batch.keys)[:, 1].tolist()):
+        text, count = whole[b], counts[b]
         assert count < len(text)
         assert state.batch.token_ids[slot, :count].tolist() == text[:count]
         cache, ids = llama.init_cache(1, engine.buffer_length), jnp.array([text])
@@ -467,6 +501,7 @@ def test_texts_over_eight_devices_are_those_of_plain_decoding() -> None:
 # What a budget goes by
 
 
+@pytest.mark.newest
 def test_rates_are_those_of_the_ranks() -> None:
     """By the plans and the texts: which drafts of a request were accepted in each of its steps."""
     engine = dataclasses.replace(ENGINE, draft_budget=(0, NODES), num_slots=1)
@@ -507,6 +542,7 @@ def test_a_choice_adds_the_rates_of_ranks(rates: list[float], best: int) -> None
     assert lm.DraftChoice((0, 2, 4), rates, COSTS, has_trees=True).best == best
 
 
+@pytest.mark.newest
 def test_a_choice_learns_at_which_rank_drafts_are_accepted() -> None:
     """Trees whose fourth draft is the next token, and no other: three drafts are worth nothing."""
     texts = np.full((PLANS, engines.LONGEST), -1, np.int32)

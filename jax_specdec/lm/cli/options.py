@@ -66,9 +66,9 @@ class Options:
     """What a command line asks for; the help of its options says what a field is.
 
     Drafters are named as `--draft` names them; `request` holds the filters and penalties of all
-    requests, `configs` one config per K, which with a `tree` is its depth. `generate` and `serve` have one drafter and one config,
-    `generate` one temperature; `bench` tries every combination. None is what a help calls default.
-    A command without the option has the field's default.
+    requests, `configs` one config per K, which with a `tree` is its depth. `generate` and `serve`
+    have one drafter and one config, `generate` one temperature; `bench` tries every combination.
+    None is what a help calls default. A command without the option has the field's default.
     """
 
     command: str
@@ -356,7 +356,7 @@ def _check(given: dict[str, Any]) -> Options:
     drafters = _drafters(given, has_target)
     given = {"rejection_sample_method": "agreement" if "tree" in given else "standard"} | given
     default_k = LOOKUP_K if set(drafters) <= set(LOOKUPS) else DEFAULT_K
-    ks = given.get("num_speculative_tokens", (default_k,))
+    ks = given.get("num_speculative_tokens", (min(default_k, given.get("tree", default_k)),))
     if "tree" in given:
         _check_trees(given, drafters, ks)
     most = given.get("tree", ks[0])

@@ -30,7 +30,7 @@ class RequestUpdate:
         emitted a stop token. "failed": it could not be verified (`status` says why), or the device
         failed too often or its matcher did (`error`).
       status: `Status.OK`, or why the request could not be verified.
-      num_proposed: drafts offered to the verification.
+      num_proposed: drafts offered to the verification; of a tree, those of its longest path.
       num_accepted: drafts that were accepted, counted before a stop token or the budget cuts them.
       logprobs: `TokenLogprobs` of NumPy arrays, one row for each new token; None unless the engine
         has them.

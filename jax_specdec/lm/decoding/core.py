@@ -18,7 +18,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
 from jax_specdec._src.emitted import StepRecord
-from jax_specdec._src.logprobs import LogprobsConfig, token_logprobs
+from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput

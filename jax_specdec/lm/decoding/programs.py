@@ -35,8 +35,9 @@ class StepResult(NamedTuple):
     """What the host reads of a step. No later call donates its buffers, as those of the state are.
 
     Attributes:
-      numbers: ``[S, K+6]`` int32: the tokens kept, their number, drafts proposed and accepted,
-        whether the request is done, and its status. One array, for one copy to the host.
+      numbers: ``[S, K+6]`` int32, or of trees fewer columns: the tokens kept, their number, drafts
+        proposed and accepted, whether the request is done, and its status. One array, for one copy
+        to the host.
       logprobs: of the tokens kept; None unless asked for.
       rates: ``[K]`` float32, those of the estimator; None without one.
       counters: acceptance of all steps so far.

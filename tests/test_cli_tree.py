@@ -1,0 +1,90 @@
+"""`--tree`: heads that propose trees of drafts, on the command line and in a server."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from upper_floor import InputError, load_models, make_driver, parse
+
+from jax_specdec import lm
+from jax_specdec.__main__ import main
+
+PROMPT = "def quicksort(items):"
+
+
+def test_a_tree_needs_the_rule_of_agreement_and_takes_it_by_itself() -> None:
+    options = parse(["generate", "x", "--draft", "eagle3", "--tree", "32"], "1")
+    assert options.tree == 32
+    assert options.config.rejection_sample_method == "agreement"
+    assert options.config.num_speculative_tokens == 6  # of a path
+    assert parse(["generate", "x"], "1").config.rejection_sample_method == "standard"
+    assert parse(["generate", "x"], "1").tree is None
+    small = parse(["bench", "x", "--draft", "dspark", "--tree", "4", "-k", "2,4"], "1")
+    assert [one.num_speculative_tokens for one in small.configs] == [2, 4]
+    small = parse(["serve", "--draft", "dspark", "--tree", "4"], "1")
+    assert small.config.num_speculative_tokens == 4
+    limited = parse(["generate", "x", "--draft=eagle3", "--tree=9", "--max-drafts=9"], "1")
+    assert limited.request.max_drafts == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("--draft ngram --tree 8", "--tree needs --draft eagle3, dflash, .*, but it is 'ngram'"),
+        ("--draft suffix+eagle3 --tree 8", "--tree needs --draft .* it is 'suffix\\+eagle3'"),
+        ("--tree 8", "--tree needs --draft .* it is 'model'"),
+        ("--draft eagle3 --tree 8 --method block", "--tree needs --method agreement, .*'block'"),
+        ("--draft eagle3 --tree 0", "--tree must be in \\[1, 63\\], but it is 0"),
+        ("--draft eagle3 --tree 64", "--tree must be in \\[1, 63\\], but it is 64"),
+        ("--draft eagle3 --tree 8 -k 9", "--num-speculative-tokens must be at most --tree 8"),
+        ("--draft eagle3 --tree 8 --max-drafts 9", "--max-drafts must be in \\[0, 8\\]"),
+    ],
+)
+def test_what_has_no_trees_is_named(
+    arguments: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(["generate", "x", *arguments.split()], "1")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(says, line)
+
+
+def test_a_depth_that_a_head_does_not_have_is_named() -> None:
+    options = parse(["generate", "x", "--draft", "eagle3", "--tree", "32", "-k", "20"], "1")
+    says = "--num-speculative-tokens must be in .*, but it is 20, with --tree"
+    with pytest.raises(InputError, match=says):
+        load_models(options, ["x"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eagle3", "dspark"])
+def test_text_with_trees_is_the_targets(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trees = ["--draft", name, "--tree", "12", "-k", "4"]
+    main(["generate", PROMPT, *trees, "-n", "24", "--json", "--no-compilation-cache"])
+    found = json.loads(capsys.readouterr().out)
+    (model, params), _ = lm.load_embedded_pair()
+    plain = lm.generate_plain(model, params, [lm.encode_bytes(PROMPT)], max_new_tokens=24)
+    assert found["requests"][0]["text"] == lm.decode_bytes(plain.completions[0])
+    assert found["tree"] == 12 and len(found["accepted_per_position"]) == 4
+    assert found["num_target_passes"] < 12
+
+
+@pytest.mark.slow
+def test_a_comparison_says_that_drafts_are_trees(capsys: pytest.CaptureFixture[str]) -> None:
+    trees = ["--draft", "dflash", "--tree", "8", "-k", "3", "-t", "0"]
+    main(["bench", PROMPT, *trees, "-n", "12", "--repeats=1", "--no-compilation-cache"])
+    printed = capsys.readouterr().out
+    assert "agreement verification" in printed
+    assert "trees of 8 drafts, of paths of at most K" in printed
+    assert "a pass over 9 rows costs" in " ".join(printed.split())
+
+
+def test_a_server_chooses_how_many_drafts_of_its_trees_pay() -> None:
+    sizes = ["--num-slots=2", "--max-length=96"]
+    options = parse(["serve", "--draft=eagle3", "--tree=12", "-k=4", *sizes], "1")
+    engine = make_driver(options, load_models(options, [])).engine
+    assert engine.draft_budget == (0, 4, 6, 12)
+    assert engine.decoder.tree_depth == 4
+    assert engine.config.num_speculative_tokens == 12
