@@ -26,8 +26,8 @@ from jax_specdec.lm.decoding.generate import make_batch
 from jax_specdec.lm.decoding.options import NUMBERS, PENALTIES, RequestFields, options_per_request
 from jax_specdec.lm.decoding.packing import PACKING, BatchOptions
 from jax_specdec.lm.decoding.step_costs import ChunkCosts
+from jax_specdec.lm.drafting import draw as drafting_draw
 from jax_specdec.lm.drafting import tree as drafting_tree
-from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.models import chat, chat_worker, token_sizes
 from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE
 from jax_specdec.lm.models.chat import read_chat_template

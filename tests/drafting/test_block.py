@@ -14,7 +14,7 @@ import pytest
 from models import reference_block, reference_llama
 from models.weights import random_weights, sizes
 from serving.chi_square import CONTROL, assert_distributed, p_value
-from upper_floor import draft_at_once, draft_chain
+from upper_floor import drafting_draw
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -262,9 +262,9 @@ def test_drafts_at_once_are_those_one_after_another(method: str, kind: str) -> N
             return logits[:, offset], carry
 
         given = dict(ids=ids, vocab_size=9)
-        return draft_chain(logits[:, 0], (), forward, context, store, **given)[0]
+        return drafting_draw.draft_chain(logits[:, 0], (), forward, context, store, **given)[0]
 
-    found = draft_at_once(logits, context, store, ids=ids, vocab_size=9)
+    found = drafting_draw.draft_at_once(logits, context, store, ids=ids, vocab_size=9)
     wanted = one_after_another(logits)
     jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-6), found, wanted)
     assert len(np.unique(found.token_ids)) > 3

@@ -13,7 +13,7 @@ import scipy.special
 import scipy.stats
 from lower_floor import Stream, uniforms
 from serving.chi_square import ALPHA, CONTROL, assert_distributed
-from upper_floor import draft_chain
+from upper_floor import drafting_draw
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -251,7 +251,7 @@ def test_by_agreement_the_target_as_drafter_is_always_right():
         rows = jnp.asarray(logits)[:, :, permuted]
         given: Any = dict(ids=permuted, vocab_size=vocab)
         chain = rows[:, 0], None, lambda *at: (rows[:, at[2]], None), context, None
-        return draft_chain(*chain, **given)[0].token_ids
+        return drafting_draw.draft_chain(*chain, **given)[0].token_ids
 
     drawn = [
         sd.sample_draft_tokens(logits[:, j], offset=j, config=agreement, **common).token_ids

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from lower_floor import noise
 from models import reference_block
-from upper_floor import draft_chain, drafting_tree
+from upper_floor import drafting_draw, drafting_tree
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -183,7 +183,7 @@ def likeliest_and_chain(
     def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
         return logits[:, offset], None
 
-    chain, _ = draft_chain(
+    chain, _ = drafting_draw.draft_chain(
         logits[:, 0], None, forward, context, None, ids=ids, vocab_size=vocab_size
     )
     return found, chain.token_ids
@@ -254,7 +254,6 @@ DEPTH, NODES, SIZE = 3, 8, test_block.SIZE
 REQUESTS = 24
 FEATURES = np.random.default_rng(6).normal(size=(REQUESTS, 2, 16)).astype(np.float32)
 NEWEST = np.arange(REQUESTS, dtype=np.int32) % SIZE
-WIDTH = np.resize([16, 8], REQUESTS)
 
 
 @functools.cache
@@ -376,6 +375,21 @@ def test_a_tree_depends_on_its_own_request_alone() -> None:
     np.testing.assert_array_equal(before.token_ids[::2], after.token_ids[::2])
     np.testing.assert_array_equal(before.parents[::2], after.parents[::2])
     assert (after.token_ids[1::2] == -1).all()
+
+
+@pytest.mark.parametrize(("depth", "count"), [(1, 1), (1, 8), (3, 1)])
+def test_the_smallest_trees(depth: int, count: int) -> None:
+    head, params, _ = test_block.head_of("DSpark")
+    found = proposed(lm.BlockDrafter(head, tree_depth=depth), params, agreement(count))
+    first = proposed(lm.BlockDrafter(head), params, agreement(1)).token_ids[:, 0]
+    assert found.parents is not None and found.parents.shape == found.token_ids.shape
+    assert found.token_ids.shape == (REQUESTS, count) and (found.parents == 0).all()
+    assert found.token_ids[:, 0].tolist() == first.tolist()
+    is_filtered = np.asarray(block_context(agreement(count)).sampling.top_k) == 2
+    is_filtered &= np.arange(REQUESTS) % 3 != 0  # not greedy
+    num_found = np.where(is_filtered, 2, SIZE)
+    num_found[-1] = 0
+    assert (found.token_ids >= 0).sum(axis=1).tolist() == np.minimum(num_found, count).tolist()
 
 
 HEAD = test_block.HEAD
