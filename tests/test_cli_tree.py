@@ -53,8 +53,8 @@ def test_what_has_no_trees_is_named(
 
 @pytest.mark.parametrize("name", ["eagle3", "suffix"])
 def test_a_depth_that_a_drafter_does_not_have_is_named(name: str) -> None:
-    options = parse(["generate", "x", "--draft", name, "--tree", "32", "-k", "20"], "1")
-    says = "--num-speculative-tokens must be in .*, but it is 20, with --tree"
+    options = parse(["generate", "x", "--draft", name, "--tree", "63", "-k", "60"], "1")
+    says = "--num-speculative-tokens must be in .*, but it is 60, with --tree"
     with pytest.raises(InputError, match=says):
         load_models(options, ["x"])
 
