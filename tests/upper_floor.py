@@ -32,7 +32,6 @@ from jax_specdec.lm.models import chat, chat_worker, protocol, token_sizes
 from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE
 from jax_specdec.lm.models.chat import read_chat_template
 from jax_specdec.lm.models.config_json import read_config
-from jax_specdec.lm.models.layers import random_weights
 from jax_specdec.lm.models.tensors import open_tensors
 from jax_specdec.lm.models.token_sizes import most_bytes_per_token
 from jax_specdec.lm.models.tokenizer import count_token_ids

@@ -10,7 +10,6 @@ On a GPU the compute dtype is bfloat16, on a CPU float32; master weights are flo
 """
 
 import argparse
-import dataclasses
 import json
 import platform
 import time
@@ -46,18 +45,7 @@ from train_embedded import (
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.models.checkpoint import stored_tensors, write_files
-from jax_specdec.lm.models.config_json import config_json
-from jax_specdec.lm.models.layers import (
-    Attend,
-    feed_forward,
-    random_weights,
-    rms_norm,
-    self_attention,
-)
-from jax_specdec.lm.models.llama_config import param_shapes
-from jax_specdec.lm.models.rotary import rotate, rotation
-from jax_specdec.lm.models.tensors import layer_tensors, part_sizes, unfuse_arrays
+from jax_specdec.lm.models.layers import Attend, random_weights
 
 LAYERS = lm.models.LlamaConfig(
     vocab_size=256,
@@ -67,6 +55,7 @@ LAYERS = lm.models.LlamaConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=32,
+    tie_word_embeddings=True,
     max_position_embeddings=1024,
     qk_norm=True,
 )
@@ -82,51 +71,36 @@ EVALUATION_SECONDS = 50  # for each head, kept back
 TEMPERATURES = (0.0, 0.8)
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockHead:
-    """What is static of a head.
+def make_head(kind: str, block_size: int, dtype: Any = jnp.float32) -> lm.BlockHead:
+    """A head for the embedded target, with a block of `block_size` rows.
 
-    Attributes:
-      kind: "dflash", whose row j predicts the token at its own position, or "dspark", whose row j
-        predicts the next one, with the bias of a Markov head and a confidence.
-      block_size: S, rows of the block.
-      layers: sizes of its layers.
-      dtype: compute dtype.
+    A "dflash" head predicts in row j the token at its own position; "dspark" predicts the next one,
+    with the bias of a Markov head and a confidence.
     """
+    is_dspark = kind == "dspark"
+    config = lm.BlockHeadConfig(
+        layer=LAYERS,
+        draft_vocab_size=LAYERS.vocab_size,
+        feature_layers=FEATURE_LAYERS,
+        target_hidden_size=LAYERS.hidden_size,
+        block_size=block_size,
+        mask_token_id=MASK,
+        sample_from_anchor=is_dspark,
+        markov_rank=MARKOV_RANK if is_dspark else None,
+        enable_confidence_head=is_dspark,
+        confidence_head_with_markov=is_dspark,
+    )
+    return lm.BlockHead(config, dtype)
 
-    kind: str
-    block_size: int
-    layers: lm.models.LlamaConfig = LAYERS
-    dtype: Any = jnp.dtype("float32")
 
-    @property
-    def is_dspark(self) -> bool:
-        """Whether row 0 drafts, and the heads of DSpark are there."""
-        return self.kind == "dspark"
-
-    @property
-    def num_drafts(self) -> int:
-        """K, the rows that draft: the last ones of the block."""
-        return self.block_size if self.is_dspark else self.block_size - 1
-
-    @property
-    def weight_shapes(self) -> dict[str, Any]:
-        """The weights that are trained, with a shape in place of each array."""
-        c = self.layers
-        shapes = {
-            "fc": (len(FEATURE_LAYERS) * c.hidden_size, c.hidden_size),
-            "hidden_norm": (c.hidden_size,),
-            "layers": param_shapes(c)["layers"],
-            "norm": (c.hidden_size,),
-        }
-        if self.is_dspark:
-            shapes |= {
-                "markov_w1": (c.vocab_size, MARKOV_RANK),
-                "markov_w2": (MARKOV_RANK, c.vocab_size),
-                "confidence_proj": (c.hidden_size + MARKOV_RANK, 1),
-                "confidence_bias": (1,),
-            }
-        return shapes
+def first_params(head: lm.BlockHead, key: jax.Array) -> Params:
+    """Random weights in float32, without those that are the target's."""
+    shapes = {k: v for k, v in head.weight_shapes.items() if k not in ("embed_tokens", "lm_head")}
+    params = random_weights(shapes, key, jnp.float32, LAYERS.num_hidden_layers)
+    if "markov_w2" in params:  # [V, r], multiplied from the right: r is what each logit sums
+        size, rank = params["markov_w2"].shape
+        params["markov_w2"] = params["markov_w2"] * (size / rank) ** 0.5
+    return params
 
 
 def block_attention(
@@ -159,7 +133,7 @@ def block_attention(
 
 
 def run_blocks(
-    head: BlockHead,
+    head: lm.BlockHead,
     params: Params,
     embedding: jax.Array,
     features: jax.Array,
@@ -171,27 +145,21 @@ def run_blocks(
     `features` `[B, M, A * H]` are those of positions 0 to M - 1; `anchor_ids` `[B, A]` are the
     tokens at the anchors.
     """
-    c, eps, size = head.layers, head.layers.rms_norm_eps, head.block_size
     batch_size, length = features.shape[:2]
-    theta = (c.head_dim, c.rope_theta, c.rope_scaling)
-    context = rms_norm(features @ params["fc"], params["hidden_norm"], eps)
-    context_places = rotation(jnp.arange(length, dtype=jnp.int32)[None, :], *theta)
-    places = anchors[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None, :]
-    block_places = rotation(places.reshape(batch_size, -1), *theta)
+    size, count = head.config.block_size, head.config.max_drafts
+    positions = jnp.arange(length, dtype=jnp.int32)[None, :]
+    context = head.context(params, features, jnp.broadcast_to(positions, (batch_size, length)))
+
+    def attend(index: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return block_attention(*context[index], anchors, size)(query, key, value)
+
     masks = jnp.full((*anchors.shape, size - 1), MASK, jnp.int32)
-    ids = jnp.concatenate([anchor_ids[:, :, None], masks], axis=2)
-    x = embedding[ids].reshape(batch_size, -1, c.hidden_size)
-    for layer in params["layers"]:
-        heads = context @ layer["qkv_proj"][:, c.num_attention_heads * c.head_dim :]
-        heads = heads.reshape(batch_size, length, -1, c.head_dim)
-        keys, values = jnp.split(heads, 2, axis=2)
-        keys = rotate(rms_norm(keys, layer["k_norm"], eps), context_places)
-        attend = block_attention(keys, values, anchors, size)
-        h = rms_norm(x, layer["input_layernorm"], eps)
-        x = x + self_attention(c, layer, h, block_places, attend)
-        x = x + feed_forward(layer, rms_norm(x, layer["post_attention_layernorm"], eps))
-    states = rms_norm(x, params["norm"], eps)
-    return states.reshape(*anchors.shape, size, -1)[:, :, size - head.num_drafts :]
+    ids = jnp.concatenate([anchor_ids[:, :, None], masks], axis=2)  # [B, A, S]
+    places = anchors[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None, :]
+    # All blocks of a window are rows of one sequence: [B, A * S].
+    ids, places = (x.reshape(batch_size, -1) for x in (ids, places))
+    states = head.run(params, embedding[ids], places, attend)
+    return states.reshape(*anchors.shape, size, -1)[:, :, size - count :]
 
 
 def draft_logits(
@@ -206,7 +174,7 @@ def draft_logits(
         return logits, jnp.zeros(previous.shape)
     # As a product, the gradient of W1 is summed in float32.
     memory = jax.nn.one_hot(previous, embedding.shape[0], dtype=states.dtype) @ params["markov_w1"]
-    logits = logits + (memory @ params["markov_w2"]).astype(jnp.float32)
+    logits = logits + (memory @ params["markov_w2"].T).astype(jnp.float32)
     seen = jnp.concatenate([states, memory], axis=-1).astype(jnp.float32)
     confidence = seen @ params["confidence_proj"].astype(jnp.float32)
     return logits, confidence[..., 0] + params["confidence_bias"].astype(jnp.float32)[0]
@@ -223,13 +191,13 @@ class Measures(NamedTuple):
 
 
 def measure(
-    head: BlockHead, params: Params, target: Target, tokens: jax.Array, anchors: jax.Array
+    head: lm.BlockHead, params: Params, target: Target, tokens: jax.Array, anchors: jax.Array
 ) -> Measures:
     """The measures `[B, A, K]` of blocks at `anchors` `[B, A]` in [1, S - K] of tokens `[B, S]`."""
     params = jax.tree.map(lambda x: x.astype(head.dtype), params)
     logits, features = jax.lax.stop_gradient(target.run(tokens, FEATURE_LAYERS))
     embedding = target.params["embed_tokens"]
-    offsets = jnp.arange(head.num_drafts, dtype=jnp.int32)
+    offsets = jnp.arange(head.config.max_drafts, dtype=jnp.int32)
     batch = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
     rows = anchors[:, :, None] + offsets[None, None, :]
     previous = tokens[batch, rows]  # the anchor, then what the drafts before should be
@@ -248,23 +216,23 @@ def measure(
     )
 
 
-def loss_of(head: BlockHead, found: Measures) -> jax.Array:
+def loss_of(head: lm.BlockHead, found: Measures) -> jax.Array:
     """The loss []: cross entropy, |p - q|_1 = 2 (1 - alpha), and that of the confidence."""
     losses = CE_WEIGHT * found.cross_entropy + TV_WEIGHT * 2 * (1 - found.acceptance)
-    if head.is_dspark:
+    if head.config.enable_confidence_head:
         losses = losses + CONFIDENCE_WEIGHT * found.confidence_loss
     losses = losses.mean(axis=(0, 1))
     weights = jnp.exp(-jnp.arange(losses.shape[0], dtype=jnp.float32) / DECAY)
     return jnp.sum(weights * losses) / jnp.sum(weights)
 
 
-def draw_anchors(head: BlockHead, tokens: jax.Array, count: int, key: jax.Array) -> jax.Array:
+def draw_anchors(head: lm.BlockHead, tokens: jax.Array, count: int, key: jax.Array) -> jax.Array:
     """`count` anchors of each window, such that the target knows all that their drafts predict."""
-    shape, end = (tokens.shape[0], count), tokens.shape[1] - head.num_drafts
+    shape, end = (tokens.shape[0], count), tokens.shape[1] - head.config.max_drafts
     return jax.random.randint(key, shape, 1, end + 1, jnp.int32)
 
 
-def make_chunk(head: BlockHead, model: lm.models.Llama, args: argparse.Namespace) -> Callable:
+def make_chunk(head: lm.BlockHead, model: lm.models.Llama, args: argparse.Namespace) -> Callable:
     """CHUNK training steps in one compiled loop; returns the state and the mean loss."""
     optimizer = make_optimizer(args.weight_decay)
 
@@ -294,7 +262,7 @@ def make_chunk(head: BlockHead, model: lm.models.Llama, args: argparse.Namespace
 
 def train(
     target: Target,
-    head: BlockHead,
+    head: lm.BlockHead,
     data: Data,
     pool: np.ndarray,
     args: argparse.Namespace,
@@ -303,8 +271,7 @@ def train(
 ) -> tuple[Params, list[dict[str, float]]]:
     """Trains for args.steps steps, or as many as fit into `seconds`; weights and losses."""
     init_key, key = jax.random.split(jax.random.key(args.seed))
-    c = head.layers
-    params = random_weights(head.weight_shapes, init_key, jnp.float32, c.num_hidden_layers)
+    params = first_params(head, init_key)
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)
     chunk, pool_on_device = make_chunk(head, target.model, args), jnp.asarray(pool)
     state, log = run_chunks(
@@ -318,56 +285,16 @@ def train(
     return jax.tree.map(lambda x: x.astype(head.dtype), state.params), log
 
 
-def save_head(directory: Path, head: BlockHead, params: Params) -> None:
+def save_head(directory: Path, head: lm.BlockHead, target: Target, params: Params) -> None:
     """Writes a head in the layout of speculators, in bfloat16; what is the target's is left out."""
-    c, rank = head.layers, MARKOV_RANK if head.is_dspark else 0
-    arrays = dict(params)
-    names = {name: [f"{name}.weight"] for name in ("fc", "hidden_norm", "norm")}
-    if head.is_dspark:
-        arrays["markov_w1"] = params["markov_w1"].T
-        names |= {name: [f"markov_head.{name}.weight"] for name in ("markov_w1", "markov_w2")}
-        names["confidence_proj"] = ["confidence_head.proj.weight"]
-        names["confidence_bias"] = ["confidence_head.proj.bias"]
-    tensors = unfuse_arrays(names, arrays, {})
-    for index, layer in enumerate(params["layers"]):
-        tensors |= unfuse_arrays(layer_tensors(c, f"layers.{index}"), layer, part_sizes(c))
-    markov = {
-        "markov_rank": rank,
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": True,
-        "confidence_head_with_markov": True,
-    }
-    config = {
-        "architectures": ["DSparkDraftModel" if head.is_dspark else "DFlashDraftModel"],
-        "speculators_model_type": head.kind,
-        "torch_dtype": "bfloat16",
-        "block_size": head.block_size,
-        "sample_from_anchor": head.is_dspark,
-        "mask_token_id": MASK,
-        "aux_hidden_state_layer_ids": list(FEATURE_LAYERS),
-        "draft_vocab_size": c.vocab_size,
-        "target_hidden_size": c.hidden_size,
-        **(markov if head.is_dspark else {}),
-        "transformer_layer_config": {
-            **config_json(c, "bfloat16"),
-            "attention_bias": False,
-            "layer_types": ["full_attention"] * c.num_hidden_layers,
-        },
-        "speculators_config": {
-            "algorithm": head.kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": head.num_drafts}
-            ],
-            "verifier": {"name_or_path": "embedded target", "architectures": []},
-        },
-    }
-    write_files(directory, config, stored_tensors(tensors, jnp.dtype("bfloat16")))
+    embedding = target.params["embed_tokens"]
+    whole = {**params, "embed_tokens": embedding, "lm_head": embedding}
+    lm.models.save_block_head(directory, head, whole, jnp.bfloat16, target_name="embedded target")
 
 
 @partial(jax.jit, static_argnums=(0, 1))
 def measure_batch(
-    head: BlockHead,
+    head: lm.BlockHead,
     model: lm.models.Llama,
     params: Params,
     target_params: Params,
@@ -384,7 +311,11 @@ def measure_batch(
 
 
 def evaluate_text(
-    head: BlockHead, params: Params, target: Target, windows: np.ndarray, args: argparse.Namespace
+    head: lm.BlockHead,
+    params: Params,
+    target: Target,
+    windows: np.ndarray,
+    args: argparse.Namespace,
 ) -> dict[str, Any]:
     """What `measure_batch` finds in windows `[M, S]`, where the text stands for the drafts."""
     batch = min(len(windows), args.batch_size)
@@ -398,7 +329,7 @@ def evaluate_text(
     rounded = {
         name: np.round(x.astype(float), 4).tolist()
         for name, x in found._asdict().items()
-        if head.is_dspark or not name.startswith("confidence")
+        if head.config.enable_confidence_head or not name.startswith("confidence")
     }
     return {**rounded, "length": round(float(length), 3), "greedy": round(float(greedy_length), 3)}
 
@@ -415,7 +346,7 @@ class Decoding(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def decode(
-    head: BlockHead,
+    head: lm.BlockHead,
     model: lm.models.Llama,
     num_drafts: int,
     params: Params,
@@ -489,7 +420,7 @@ def decode(
 
 
 def evaluate_decoding(
-    head: BlockHead,
+    head: lm.BlockHead,
     params: Params,
     target: Target,
     prompts: list[np.ndarray],
@@ -514,7 +445,7 @@ def evaluate_decoding(
 
 
 def evaluate(
-    head: BlockHead,
+    head: lm.BlockHead,
     params: Params,
     target: Target,
     windows: Windows,
@@ -527,7 +458,7 @@ def evaluate(
         results[name] = evaluate_text(head, params, target, tokens, args)
         print(f"  {name:16} {json.dumps(results[name])}", flush=True)
     results["mean acceptance length"] = {}
-    for count in sorted({min(4, head.num_drafts), head.num_drafts}):
+    for count in sorted({min(4, head.config.max_drafts), head.config.max_drafts}):
         found = evaluate_decoding(head, params, target, prompts, count, args.new_tokens)
         results["mean acceptance length"][f"K = {count}"] = found
         print(f"  acceptance length, K = {count}, by temperature {found}", flush=True)
@@ -572,13 +503,13 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"{time.monotonic() - begin:6.0f} s  {len(windows.pool)} windows sampled", flush=True)
 
     for index, kind in enumerate(args.kinds):
-        head, directory = BlockHead(kind, args.block_size, dtype=dtype), args.out / kind
+        head, directory = make_head(kind, args.block_size, dtype), args.out / kind
         left = args.seconds - (time.monotonic() - begin)
         budget = left / (len(args.kinds) - index) - EVALUATION_SECONDS
         print(f"{kind}: {budget:.0f} s of training", flush=True)
         params, log = train(
             target, head, corpus.training, windows.pool, args, budget,
-            partial(save_head, directory, head),
+            partial(save_head, directory, head, target),
         )  # fmt: skip
         record = {
             "device": device.device_kind,

@@ -13,24 +13,23 @@ import pytest
 import train_block
 import train_eagle3
 from safetensors.numpy import load_file
-from upper_floor import random_weights
 
 from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
-HEADS = {kind: train_block.BlockHead(kind, 5) for kind in ("dflash", "dspark")}
+HEADS = {kind: train_block.make_head(kind, 5) for kind in ("dflash", "dspark")}
 
 
-def weights_of(head: train_block.BlockHead) -> Any:
-    return random_weights(head.weight_shapes, jax.random.key(1), jnp.float32, 2)
+def weights_of(head: lm.BlockHead) -> Any:
+    return train_block.first_params(head, jax.random.key(1))
 
 
 def plain_block(
-    head: train_block.BlockHead, params: Any, embedding: Any, features: Any, token: int, n: int
+    head: lm.BlockHead, params: Any, embedding: Any, features: Any, token: int, n: int
 ) -> np.ndarray:
     """States `[S, H]` of the block of one anchor, in float64, row by row."""
-    c, size = head.layers, head.block_size
+    c, size = head.config.layer, head.config.block_size
     to64 = functools.partial(np.asarray, dtype=np.float64)
     params, embedding, features = jax.tree.map(to64, (params, embedding, features))
 
@@ -77,11 +76,11 @@ def test_blocks_are_those_of_one_anchor_at_a_time(kind: str) -> None:
     ids = rng.integers(0, 256, anchors.shape, np.int32)
     run = jax.jit(train_block.run_blocks, static_argnums=0)
     states = run(head, params, embedding, features, ids, anchors)
-    assert states.shape == (2, 3, head.num_drafts, 256)
+    assert states.shape == (2, 3, head.config.max_drafts, 256)
     for b, a in np.ndindex(anchors.shape):
         token, n = ids[b, a], anchors[b, a]
         expected = plain_block(head, params, embedding, features[b], token, n)
-        first = 5 - head.num_drafts
+        first = 5 - head.config.max_drafts
         np.testing.assert_allclose(states[b, a], expected[first:], rtol=1e-3, atol=1e-3)
 
 
@@ -91,7 +90,7 @@ def test_a_head_of_zeros_has_the_loss_of_uniform_drafts(kind: str) -> None:
     params = jax.tree.map(jnp.zeros_like, weights_of(head))
     tokens = jnp.asarray(lm.encode_bytes("def f(x):\n    return x + 1\n"))[None]
     anchors = jnp.array([[1, 4, 17]], jnp.int32)
-    rows = np.array([1, 4, 17])[:, None] + np.arange(head.num_drafts)
+    rows = np.array([1, 4, 17])[:, None] + np.arange(head.config.max_drafts)
     whole = train_eagle3.Target(*target)
     found = train_block.measure(head, params, whole, tokens, anchors)
     p = np.asarray(jax.nn.softmax(whole.run(tokens, (2,))[0][0]), np.float64)[rows]
@@ -101,7 +100,7 @@ def test_a_head_of_zeros_has_the_loss_of_uniform_drafts(kind: str) -> None:
     np.testing.assert_allclose(found.confidence_loss, np.log(2), rtol=1e-5)
     loss = 0.1 * np.log(256) + 0.9 * np.abs(p - 1 / 256).sum(-1).mean(0)
     loss = loss + np.log(2) * (kind == "dspark")
-    weights = np.exp(-np.arange(head.num_drafts) / 4)
+    weights = np.exp(-np.arange(head.config.max_drafts) / 4)
     expected = (weights * loss).sum() / weights.sum()
     np.testing.assert_allclose(train_block.loss_of(head, found), expected, rtol=1e-4)
 
@@ -113,7 +112,7 @@ def test_the_markov_head_and_the_confidence_see_the_token_before() -> None:
     given = jnp.asarray(embedding, jnp.float32), jnp.asarray(state, jnp.float32)[None]
     logits, confidence = train_block.draft_logits(params, *given, jnp.array([7]))
     memory = np.asarray(params["markov_w1"], np.float64)[7]
-    expected = embedding @ state + memory @ np.asarray(params["markov_w2"])
+    expected = embedding @ state + np.asarray(params["markov_w2"]) @ memory
     np.testing.assert_allclose(logits[0], expected, rtol=1e-4, atol=1e-4)
     both = np.concatenate([state, memory]) @ np.asarray(params["confidence_proj"])[:, 0]
     np.testing.assert_allclose(confidence[0], both, rtol=1e-4)
@@ -130,7 +129,7 @@ def test_greedy_decoding_is_that_of_the_target() -> None:
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         with jax.numpy_dtype_promotion("standard"):
             found, ends, steps = train_block.decode(
-                head, target.model, head.num_drafts, weights_of(head), target.params,
+                head, target.model, head.config.max_drafts, weights_of(head), target.params,
                 jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + 12),
                 jnp.float32(0),
             )  # fmt: skip

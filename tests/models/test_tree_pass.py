@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from upper_floor import protocol
 
+import jax_specdec as sd
 from jax_specdec import lm
 
 from .weights import random_ids, random_weights, sizes
@@ -48,7 +49,7 @@ def form(name: str) -> tuple[Any, Any]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model: Any, params: Any, token_ids: Any, start: Any, cache: Any, parents: Any) -> Any:
-    tree = None if parents is None else lm.models.tree_rows(parents)
+    tree = None if parents is None else sd.TreeRows.of(parents)
     return protocol.apply_model(model, params, token_ids, start, cache, LAYERS, tree)
 
 

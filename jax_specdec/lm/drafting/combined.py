@@ -76,11 +76,27 @@ class _Pair:
         check_params(f"{name}[0]", self.lookup, params[0])
         check_params(f"{name}[1]", self.head, params[1])
 
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        """The head's cache."""
+        return self.head.init_cache(batch_size, max_length)
+
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """That of the head."""
+        """The head's store."""
         return self.head.init_store(params[1], batch_size, config)
+
+    def prefill(
+        self,
+        params: Any,
+        token_ids: jax.Array,
+        cache: Any,
+        start: jax.Array | None = None,
+        **features: Any,
+    ) -> Any:
+        """Read the prompts with the head; see `Drafter.prefill`."""
+        given = features if start is None else features | {"start": start}
+        return self.head.prefill(params[1], token_ids, cache, **given)
 
 
 class _Memory(NamedTuple):
@@ -205,7 +221,7 @@ class FirstOf(_Pair):
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The head's cache, and what is known of each request."""
         memory = _with_batch_axis(_Memory.create(batch_size), self.cache_batch_axis)
-        return self.head.init_cache(batch_size, max_length), memory
+        return super().init_cache(batch_size, max_length), memory
 
     def prefill(
         self,
@@ -216,8 +232,7 @@ class FirstOf(_Pair):
         **features: Any,
     ) -> Any:
         """Read the prompts with the head; see `Drafter.prefill`."""
-        given = features if start is None else features | {"start": start}
-        return self.head.prefill(params[1], token_ids, cache[0], **given), cache[1]
+        return super().prefill(params, token_ids, cache[0], start, **features), cache[1]
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
@@ -288,14 +303,10 @@ class Chain(_Pair):
         super().__post_init__()
         check_int("num_head_drafts", self.num_head_drafts)
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """That of the head."""
-        return self.head.init_cache(batch_size, max_length)
-
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """That of the head.
+        """The head's store.
 
         Raises:
           ValueError: its rows list ids of their own.
@@ -305,18 +316,6 @@ class Chain(_Pair):
         must = "have rows that share their ids, because drafts by lookup are stored in such rows"
         require(not lists_ids, "head", must, self.head)
         return store
-
-    def prefill(
-        self,
-        params: Any,
-        token_ids: jax.Array,
-        cache: Any,
-        start: jax.Array | None = None,
-        **features: Any,
-    ) -> Any:
-        """Read the prompts with the head; see `Drafter.prefill`."""
-        given = features if start is None else features | {"start": start}
-        return self.head.prefill(params[1], token_ids, cache, **given)
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None

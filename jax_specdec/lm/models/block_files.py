@@ -20,14 +20,11 @@ from jax_specdec.lm.models.head_files import (
     common_fields,
     common_tensors,
     layer_json,
-    open_head,
-    read_target_ids,
-    shared_again,
+    load_head,
     speculators_json,
     stored_lm_head,
     target_id_tensors,
 )
-from jax_specdec.lm.models.heads import shared_params
 from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
@@ -103,15 +100,9 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
       >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
       (True, True)
     """
-    with open_head(directory, target) as (raw, tensors):
-        if is_there(path_of(directory) / _MASK_FILE):
-            raise ValueError(f"{shown(path_of(directory))} has {_MASK_FILE}, which is not read.")
-        tensors = tensors.without("model.")
-        config = _read_config(raw, tensors, target.model.config)
-        head = BlockHead(config, target.model.dtype)
-        params = _read_params(tensors, head, target.params)
-        config, params = shared_again(tensors, config, params, target)
-    return LoadedModel(BlockHead(config, head.dtype), params)
+    if is_there(path_of(directory) / _MASK_FILE):
+        raise ValueError(f"{shown(path_of(directory))} has {_MASK_FILE}, which is not read.")
+    return load_head(directory, target, BlockHead, _read_config, _read_arrays, "model.")
 
 
 def save_block_head(
@@ -363,14 +354,12 @@ def _check_tensors(tensors: Tensors, config: BlockHeadConfig) -> None:
     check_tensors(tensors, wanted, ("d2t", "t2d"))
 
 
-def _read_params(
-    tensors: Tensors, head: BlockHead, target_params: dict[str, Any]
-) -> dict[str, Any]:
+def _read_arrays(tensors: Tensors, head: BlockHead) -> dict[str, Any]:
+    """The arrays that the files hold, but for the ids."""
     c = head.config
 
     def read(names: dict[str, list[str]]) -> dict[str, Any]:
         return {name: tensors.fused(name, parts, head.dtype) for name, parts in names.items()}
 
-    ids = read_target_ids(tensors, c)
     layers = [read(_layer_names(c, index)) for index in range(_depth(c))]
-    return {**shared_params(c, target_params), **read(_tensor_names(c)), "layers": layers, **ids}
+    return {**read(_tensor_names(c)), "layers": layers}

@@ -24,14 +24,11 @@ from jax_specdec.lm.models.head_files import (
     common_fields,
     common_tensors,
     layer_json,
-    open_head,
-    read_target_ids,
-    shared_again,
+    load_head,
     speculators_json,
     stored_lm_head,
     target_id_tensors,
 )
-from jax_specdec.lm.models.heads import shared_params
 from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
@@ -99,12 +96,7 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
             f"{shown(weights)} does not exist; tools/convert_eagle3.py of the project makes it "
             f"from {_TORCH_FILE}."
         )
-    with open_head(directory, target) as (raw, tensors):
-        config = _read_config(raw, tensors, target.model.config)
-        head = Eagle3Head(config, target.model.dtype)
-        params = _read_params(tensors, head, target.params)
-        config, params = shared_again(tensors, config, params, target)
-    return LoadedModel(Eagle3Head(config, head.dtype), params)
+    return load_head(directory, target, Eagle3Head, _read_config, _read_arrays)
 
 
 def save_eagle3(
@@ -268,11 +260,9 @@ def _part_sizes(config: Eagle3Config) -> dict[str, list[int]]:
     return part_sizes(config.layer) | {"fc_norm": norms}
 
 
-def _read_params(
-    tensors: Tensors, head: Eagle3Head, target_params: dict[str, Any]
-) -> dict[str, Any]:
-    c, names = head.config, _tensor_names(head.config, _prefix(tensors), tensors)
-    ids = read_target_ids(tensors, c)
+def _read_arrays(tensors: Tensors, head: Eagle3Head) -> dict[str, Any]:
+    """The arrays that the files hold, but for the ids."""
+    names = _tensor_names(head.config, _prefix(tensors), tensors)
     read = {name: tensors.fused(name, parts, head.dtype) for name, parts in names.items()}
     layer = {name: read.pop(name) for name in head.weight_shapes["layer"]}
-    return {**shared_params(c, target_params), **read, "layer": layer, **ids}
+    return {**read, "layer": layer}

@@ -1,8 +1,7 @@
 """What the files of draft heads of all kinds have in common."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,32 +14,48 @@ from jax_specdec.lm.models.checkpoint import LoadedModel
 from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json, parse_config
 from jax_specdec.lm.models.fields import quoted, shown
 from jax_specdec.lm.models.files import JsonObject, errors_name, path_of, read_json
-from jax_specdec.lm.models.heads import HeadConfig, shared_params
+from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.tensors import Tensors, open_files
 
-_Config = TypeVar("_Config", bound=HeadConfig)
+_Head = TypeVar("_Head", bound=DraftHead)
 
 
-@contextlib.contextmanager
-def open_head(
-    directory: str | Path, target: LoadedModel[Llama]
-) -> Iterator[tuple[JsonObject, Tensors]]:
-    """The object of `config.json`, and the tensors, of a head for a target.
+def load_head(
+    directory: str | Path,
+    target: LoadedModel[Llama],
+    kind: type[_Head],
+    read_config: Callable[[JsonObject, Tensors, LlamaConfig], HeadConfig],
+    read_arrays: Callable[[Tensors, _Head], dict[str, Any]],
+    prefix: str = "",
+) -> LoadedModel[_Head]:
+    """Read a head for a target, whose own arrays stand for those that are equal to them.
+
+    Args:
+      directory: holds `config.json` and `model.safetensors`.
+      target: the target.
+      kind: the class of the head.
+      read_config: the config, of `config.json`, the tensors and the target's config.
+      read_arrays: the arrays that the files hold, but for ``target_ids``.
+      prefix: names of tensors are read without it.
 
     Raises:
       FileNotFoundError: a file is missing.
       OSError: something other than a file is in its place, or a file cannot be opened.
-      ValueError: a file cannot be parsed.
+      ValueError: a file cannot be parsed, or does not hold a head for this target.
       TypeError: `target` is not a loaded `Llama`, or `directory` not a path.
     """
     is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
     require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
     directory = path_of(directory)
     raw = read_json(directory / CONFIG_FILE)
-    with open_files(directory) as tensors:
-        yield raw, tensors
+    with open_files(directory) as files:
+        tensors = files.without(prefix)
+        head = kind(read_config(raw, tensors, target.model.config), target.model.dtype)
+        params = read_target_ids(tensors, head.config) | read_arrays(tensors, head)
+        config = _shared_again(tensors, head.config, params, target)
+    return LoadedModel(kind(config, head.dtype), params | shared_params(config, target.params))
 
 
 def read_layer(raw: JsonObject, target: LlamaConfig, tensors: Tensors, prefix: str) -> LlamaConfig:
@@ -125,10 +140,10 @@ def stored_lm_head(config: HeadConfig, lm_head: jax.Array) -> jax.Array:
     return lm_head.T if config.output_is_embedding else lm_head
 
 
-def shared_again(
-    tensors: Tensors, config: _Config, params: dict[str, Any], target: LoadedModel[Llama]
-) -> tuple[_Config, dict[str, Any]]:
-    """A head, with the target's own arrays in place of those that are equal to them."""
+def _shared_again(
+    tensors: Tensors, config: HeadConfig, params: dict[str, Any], target: LoadedModel[Llama]
+) -> HeadConfig:
+    """The config of a head that owns only what differs from the target's arrays."""
     embedding, dtype = target.params["embed_tokens"], target.model.dtype
     lm_head = embedding.T if config.layer.tie_word_embeddings else target.params["lm_head"]
 
@@ -136,12 +151,11 @@ def shared_again(
         stored = tensors.dtype(f"{array}.weight")
         return not jnp.array_equal(params[array], whole.astype(stored).astype(dtype))
 
-    config = dataclasses.replace(
+    return dataclasses.replace(
         config,
         own_embedding=config.own_embedding and is_own("embed_tokens", embedding),
         own_lm_head=config.own_lm_head and is_own("lm_head", lm_head),
     )
-    return config, {**params, **shared_params(config, target.params)}
 
 
 def read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Array]:
