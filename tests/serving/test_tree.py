@@ -14,7 +14,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import engines, test_tensor_parallel, tiny
+from . import engines, test_agreement, test_eagle3, test_tensor_parallel, tiny
 from .engines import VOCAB
 from .test_draft_budget import Cycling, FromThePast
 from .test_grammar_driver import ALLOWED, Cycle, constrained_truth
@@ -484,6 +484,48 @@ def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
         wanted = dataclasses.replace(state, draft_cache=output.features, target_cache=output.cache)
         found, fresh = seen_by(state, count, slot), seen_by(wanted, count, 0)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-4, 1e-3), found, fresh)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("eagle3", marks=pytest.mark.newest),
+        pytest.param("block", marks=pytest.mark.long),
+        pytest.param("suffix", marks=pytest.mark.long),
+    ],
+)
+def test_drafters_of_trees_give_it_whatever_the_traffic_and_who_is_preempted(name: str) -> None:
+    """Texts are those of `test_agreement`, up to choices that are too close."""
+    drafter: Any = lm.SuffixDrafter(min_match=1)
+    weights = None
+    if name != "suffix":
+        weights = test_agreement.draft_params(name)
+        drafter = test_eagle3.ENGINE.drafter if name == "eagle3" else test_agreement.DRAFTERS[name]
+    fields = dict(num_candidates=None) if name == "block" else {}
+    engine = dataclasses.replace(
+        test_eagle3.ENGINE,
+        drafter=dataclasses.replace(drafter, tree_depth=2, **fields),
+        config=test_agreement.config_of(5),
+        request_options=True,
+        draft_budget=(0, 2, 5),
+    )
+    driver = engines.driver_of(
+        engine, test_agreement.params(), weights, max_steps_ahead=1, max_prefills=1
+    )
+    driver.draft_choice = FromThePast((0, 2, 5), driver.draft_choice.rates, has_trees=True)
+    ids, updates, preempted = {}, [], 0
+    for b in np.random.default_rng(0).permutation(len(test_agreement.PROMPTS)).tolist():
+        driver.submit([1, 2], max_new_tokens=3, temperature=1.0, top_k=5)
+        ids[driver.submit(test_agreement.PROMPTS[b], test_agreement.OPTIONS[b])] = b
+        updates += driver.step()
+    for i in range(20):
+        updates += driver.step()
+        preempted += driver.preempt([*ids][i % len(ids)])
+    found = engines.run(driver, updates)
+    assert preempted > 3
+    assert driver.stats().num_accepted_tokens > 0
+    by_request = {ids[i]: text.token_ids for i, text in found.items() if i in ids}
+    test_agreement.check_texts([by_request[b] for b in range(len(ids))])
 
 
 @pytest.mark.slow

@@ -238,7 +238,7 @@ class TreeEstimator:
       >>> for _ in range(8):  # of two drafts, always the second
       ...     estimator = estimator.update(num_drafts=jnp.array([2]), path=jnp.array([[0, 2, -1]]))
       >>> [round(rate, 2) for rate in estimator.rates.tolist()]
-      [0.14, 0.8, 0.53]
+      [0.14, 0.81, 0.54]
     """
 
     offered: jax.Array

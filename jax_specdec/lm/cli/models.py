@@ -138,15 +138,15 @@ def _load_drafters(
         name = given.removeprefix(SUFFIX_PREFIX)
         if name not in found:
             found[name] = _load_head(name, target, options)
-            _check_depths(found[name], options)
         if name != given:
             both = FirstOf(suffix, found[name].drafter)
             found[given] = Draft(both, (lookup.params, found[name].params))
+        _check_depths(found[given], options)
     return {name: found[name] for name in options.drafters}
 
 
 def _check_depths(draft: Draft, options: Options) -> None:
-    """Check that a head proposes trees of the depths that are wanted, if trees are."""
+    """Check that a drafter proposes trees of the depths that are wanted, if trees are."""
     for config in options.configs:
         try:
             draft.drafting(config, options.tree)

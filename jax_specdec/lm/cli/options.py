@@ -34,7 +34,7 @@ HEAD_PREFIXES = ("eagle3:", "block:")
 """What stands before the directory of a head."""
 EMBEDDED_HEADS = ("eagle3", "dflash", "dspark")
 """Heads of the embedded target."""
-_TREES = "eagle3, dflash, dspark, eagle3:DIR or block:DIR"
+_TREES = "suffix, eagle3, dflash, dspark, eagle3:DIR or block:DIR"
 """Drafters that propose trees."""
 SERVED_LENGTH = 2048
 """Of a request to `serve`: the caches of all slots are this long."""
@@ -414,7 +414,7 @@ def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
 def _check_trees(given: dict[str, Any], drafters: tuple[str, ...], ks: tuple[int, ...]) -> None:
     """Trees need a drafter that proposes them, the rule that verifies them, and room for a path."""
     for draft in drafters:
-        if not (draft in EMBEDDED_HEADS or draft.startswith(HEAD_PREFIXES)):
+        if not (draft in ("suffix", *EMBEDDED_HEADS) or draft.startswith(HEAD_PREFIXES)):
             raise ValueError(f"--tree needs --draft {_TREES}, but it is {draft!r}")
     method = given["rejection_sample_method"]
     if method != "agreement":
