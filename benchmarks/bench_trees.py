@@ -3,8 +3,7 @@
     python benchmarks/bench_trees.py
 
 Functions of held-out files, those of `bench_drafters.py`, as one batch. The text under a seed is
-the same for all of a temperature, so the number of passes is all that differs. A chain has as many
-drafts as its trees are deep.
+the same for all of a temperature, so the number of passes is all that differs.
 """
 
 from __future__ import annotations
@@ -26,17 +25,19 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "training"))
 
 CHAIN = 0
 """In place of a number of nodes."""
+DEPTH = 7
+"""Drafts of a chain, and of the longest path of a tree: those of a block of the DFlash head."""
 
 
-def drafters(target: Any) -> dict[str, tuple[Any, int, Any]]:
-    """Drafters by name, with the depth of their trees and their weights."""
-    found: dict[str, tuple[Any, int, Any]] = {}
+def drafters(target: Any) -> dict[str, tuple[Any, Any]]:
+    """Drafters by name, with their weights."""
+    found: dict[str, tuple[Any, Any]] = {}
     for name in ("dflash", "dspark"):
         head, params = lm.load_embedded_head(target, name)
-        found[name] = lm.BlockDrafter(head), head.config.max_drafts, params
+        found[name] = lm.BlockDrafter(head), params
     for name in ("eagle3", "eagle3-64"):
         head, params = lm.load_embedded_head(target, name)
-        found[name] = lm.Eagle3Drafter(head), 7, params
+        found[name] = lm.Eagle3Drafter(head), params
     return found
 
 
@@ -45,9 +46,15 @@ def main(command_line: list[str] | None = None) -> None:
 
     parser = measure.parser(__doc__, repeats=1)
     add = parser.add_argument
-    add("--prompts", type=int, default=24, help="functions")
-    add("--max-new-tokens", type=int, default=256)
-    add("--nodes", type=int, nargs="+", default=[CHAIN, 8, 16, 32, 63], help="0 for a chain")
+    add("--prompts", type=int, default=16, help="functions")
+    add("--max-new-tokens", type=int, default=192)
+    add(
+        "--nodes",
+        type=int,
+        nargs="+",
+        default=[CHAIN, 8, 16, 32, 64],
+        help="the newest token and the drafts; 0 for a chain",
+    )
     add("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
     add("--drafters", nargs="+", help="by name (default: all)")
     add("--output", type=pathlib.Path, help="folder of results (default: results)")
@@ -62,10 +69,11 @@ def main(command_line: list[str] | None = None) -> None:
     texts: dict[float, list[list[int]]] = {}
     grid = itertools.product(options.drafters or ways, options.temperatures, options.nodes)
     for name, temperature, nodes in grid:
-        drafter, depth, params = ways[name]
-        drafter = dataclasses.replace(drafter, tree_depth=0 if nodes == CHAIN else depth)
+        drafter, params = ways[name]
+        drafter = dataclasses.replace(drafter, tree_depth=0 if nodes == CHAIN else DEPTH)
         config = sd.SpecDecodeConfig(
-            num_speculative_tokens=nodes or depth, rejection_sample_method="agreement"
+            num_speculative_tokens=DEPTH if nodes == CHAIN else nodes - 1,
+            rejection_sample_method="agreement",
         )
         output = lm.generate(
             target.model,
@@ -82,7 +90,7 @@ def main(command_line: list[str] | None = None) -> None:
         same = texts.setdefault(temperature, output.completions)
         row = {
             "drafter": name,
-            "depth": depth,
+            "depth": DEPTH,
             "nodes": nodes,
             "temperature": temperature,
             "tokens_per_pass": float(emitted.sum() / (emitted > 0).sum()),
@@ -97,7 +105,7 @@ def main(command_line: list[str] | None = None) -> None:
             {
                 "drafter": row["drafter"],
                 "T": f"{row['temperature']:g}",
-                "nodes": row["nodes"] or f"chain of {row['depth']}",
+                "nodes": row["nodes"] or f"chain of {DEPTH}",
                 "tokens per pass": f"{row['tokens_per_pass']:.2f}",
             }
             for row in results.rows

@@ -4,7 +4,7 @@
 
 A target of the shape of Qwen3-8B with a DSpark head of five of its layers and a block of 7, random
 weights in bfloat16, temperature 0.8, the agreement rule. Per batch size, wall times of a plain
-step, of a step with a chain of 7 drafts and with trees of 8 to 63 nodes, and of drafting alone;
+step, of a step with a chain of 7 drafts and with trees of 8 to 64 nodes, and of drafting alone;
 what is left is the pass, the walk and the commit. Speed-ups are for the tokens per pass that
 `bench_trees.py` found for the embedded target's DSpark head.
 """
@@ -42,7 +42,7 @@ def measure_batch(
     for nodes in options.nodes:
         depth = 0 if nodes == CHAIN else way.k
         drafter = dataclasses.replace(way.drafter, tree_depth=depth)
-        decoder = Decoder(target, drafter, config_of(nodes or way.k))
+        decoder = Decoder(target, drafter, config_of(way.k if nodes == CHAIN else nodes - 1))
         runs |= {f"{nodes}, {kind}": (decoder, kind, way.params) for kind in ("step", "draft")}
     samples = time_ways(runs, params, size, options.prompt, options)
     ms = {name: measure.median(x) / options.steps * 1e3 for name, x in samples.items()}
@@ -96,7 +96,13 @@ def main(command_line: list[str] | None = None) -> int:
     parser = measure.gpu_parser(__doc__, repeats=5, seconds=450, threads=12)
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32])
-    add("--nodes", type=int, nargs="+", default=[CHAIN, 8, 16, 32, 63], help="0 for a chain")
+    add(
+        "--nodes",
+        type=int,
+        nargs="+",
+        default=[CHAIN, 8, 16, 32, 64],
+        help="the newest token and the drafts; 0 for a chain",
+    )
     add("--steps", type=int, default=32, help="per run")
     add("--prompt", type=int, default=128, help="tokens before the first step")
     options = parser.parse_args(command_line)

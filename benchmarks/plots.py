@@ -239,6 +239,41 @@ def tokens_against_length(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
+def speed_against_nodes(document: dict[str, Any]) -> Figure | None:
+    """Speed-up over plain decoding by the nodes of trees, a panel for each number of requests.
+
+    Times of steps are the document's, tokens per pass those of the embedded target.
+    """
+    rows = [row for row in document["rows"] if "depth" in row and "step" in row.get("ms", {})]
+    lengths = measure.load(measure.RESULTS / "trees_cpu.json")
+    if not rows or lengths is None:
+        return None
+    figure, panels = _panels(sorted({row["batch"] for row in rows}))
+    emitted = {
+        (row["temperature"], row["nodes"]): row["tokens_per_pass"]
+        for row in lengths["rows"]
+        if row["drafter"] == "dspark"
+    }
+    for batch, ax in panels.items():
+        for temperature, style in ((0.0, STYLE["xla"]), (0.8, STYLE["mosaic_gpu"])):
+            speed = {
+                row["nodes"]: emitted[temperature, row["nodes"]]
+                * row["ms"]["plain"]
+                / row["ms"]["step"]
+                for row in sorted(rows, key=lambda row: row["nodes"])
+                if row["batch"] == batch
+            }
+            chain = speed.pop(0)
+            ax.plot(
+                [*speed], [*speed.values()], label=f"trees, temperature {temperature:g}", **style
+            )
+            ax.axhline(chain, color=style["color"], linestyle=":", label="chain of 7")
+        ax.set(title=f"B = {batch}", xlabel="nodes", ylim=(0, None))
+        ax.set(ylabel="times plain decoding")
+        _finish(ax)
+    return figure
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "time": time_against_batch,
     "rate": rate_against_bytes,
@@ -247,6 +282,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "call": beside_vllm,
     "pass": passes_against_tokens,
     "tokens": tokens_against_length,
+    "speed": speed_against_nodes,
 }
 
 

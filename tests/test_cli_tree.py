@@ -21,11 +21,11 @@ def test_a_tree_needs_the_rule_of_agreement_and_takes_it_by_itself() -> None:
     assert options.config.num_speculative_tokens == 6  # of a path
     assert parse(["generate", "x"], "1").config.rejection_sample_method == "standard"
     assert parse(["generate", "x"], "1").tree is None
-    small = parse(["bench", "x", "--draft", "dspark", "--tree", "4", "-k", "2,4"], "1")
+    small = parse(["bench", "x", "--draft", "dspark", "--tree", "5", "-k", "2,4"], "1")
     assert [one.num_speculative_tokens for one in small.configs] == [2, 4]
-    small = parse(["serve", "--draft", "dspark", "--tree", "4"], "1")
+    small = parse(["serve", "--draft", "dspark", "--tree", "5"], "1")
     assert small.config.num_speculative_tokens == 4
-    limited = parse(["generate", "x", "--draft=eagle3", "--tree=9", "--max-drafts=9"], "1")
+    limited = parse(["generate", "x", "--draft=eagle3", "--tree=10", "--max-drafts=9"], "1")
     assert limited.request.max_drafts == 9
 
 
@@ -36,10 +36,10 @@ def test_a_tree_needs_the_rule_of_agreement_and_takes_it_by_itself() -> None:
         ("--draft suffix+eagle3 --tree 8", "--tree needs --draft .* it is 'suffix\\+eagle3'"),
         ("--tree 8", "--tree needs --draft .* it is 'model'"),
         ("--draft eagle3 --tree 8 --method block", "--tree needs --method agreement, .*'block'"),
-        ("--draft eagle3 --tree 0", "--tree must be in \\[1, 63\\], but it is 0"),
-        ("--draft eagle3 --tree 64", "--tree must be in \\[1, 63\\], but it is 64"),
-        ("--draft eagle3 --tree 8 -k 9", "--num-speculative-tokens must be at most --tree 8"),
-        ("--draft eagle3 --tree 8 --max-drafts 9", "--max-drafts must be in \\[0, 8\\]"),
+        ("--draft eagle3 --tree 1", "--tree must be in \\[2, 64\\], but it is 1"),
+        ("--draft eagle3 --tree 65", "--tree must be in \\[2, 64\\], but it is 65"),
+        ("--draft eagle3 --tree 8 -k 8", "--num-speculative-tokens must be less than --tree 8"),
+        ("--draft eagle3 --tree 8 --max-drafts 8", "--max-drafts must be in \\[0, 7\\]"),
     ],
 )
 def test_what_has_no_trees_is_named(
@@ -53,7 +53,7 @@ def test_what_has_no_trees_is_named(
 
 @pytest.mark.parametrize("name", ["eagle3", "suffix"])
 def test_a_depth_that_a_drafter_does_not_have_is_named(name: str) -> None:
-    options = parse(["generate", "x", "--draft", name, "--tree", "63", "-k", "60"], "1")
+    options = parse(["generate", "x", "--draft", name, "--tree", "64", "-k", "60"], "1")
     says = "--num-speculative-tokens must be in .*, but it is 60, with --tree"
     with pytest.raises(InputError, match=says):
         load_models(options, ["x"])
@@ -78,14 +78,14 @@ def test_a_comparison_says_that_drafts_are_trees(capsys: pytest.CaptureFixture[s
     main(["bench", PROMPT, *trees, "-n", "12", "--repeats=1", "--no-compilation-cache"])
     printed = capsys.readouterr().out
     assert "agreement verification" in printed
-    assert "trees of 8 drafts, of paths of at most K" in printed
-    assert "a pass over 9 rows costs" in " ".join(printed.split())
+    assert "trees of 8 nodes, of paths of at most K" in printed
+    assert "a pass over 8 rows costs" in " ".join(printed.split())
 
 
 def test_a_server_chooses_how_many_drafts_of_its_trees_pay() -> None:
     sizes = ["--num-slots=2", "--max-length=96"]
     options = parse(["serve", "--draft=eagle3", "--tree=12", "-k=4", *sizes], "1")
     engine = make_driver(options, load_models(options, [])).engine
-    assert engine.draft_budget == (0, 4, 6, 12)
+    assert engine.draft_budget == (0, 4, 5, 11)
     assert engine.decoder.tree_depth == 4
-    assert engine.config.num_speculative_tokens == 12
+    assert engine.config.num_speculative_tokens == 11

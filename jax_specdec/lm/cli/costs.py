@@ -51,8 +51,9 @@ def measure_costs(session: Session) -> Costs:
     one = _seconds(session, Decoder(target, None, PLAIN), None)
     configs = {config.num_speculative_tokens: config for config in options.configs}
     if options.tree is not None:
-        wide = dataclasses.replace(options.config, num_speculative_tokens=options.tree)
-        configs = {options.tree: wide}
+        num_drafts = options.tree - 1  # node 0 is the newest token
+        wide = dataclasses.replace(options.config, num_speculative_tokens=num_drafts)
+        configs = {num_drafts: wide}
     rows = {
         k: _seconds(session, Decoder(target, NGramDrafter(), config), None)
         for k, config in configs.items()

@@ -49,12 +49,15 @@ class Draft(NamedTuple):
     def drafting(
         self, config: SpecDecodeConfig, num_nodes: int | None
     ) -> tuple[Drafter, SpecDecodeConfig]:
-        """The drafter and the config; of trees with so many drafts, whose paths have up to K."""
+        """The drafter and the config; of trees of so many nodes, whose paths have up to K drafts.
+
+        Node 0 is the newest token.
+        """
         if num_nodes is None:
             return self.drafter, config
         head: Any = self.drafter
         drafter = dataclasses.replace(head, tree_depth=config.num_speculative_tokens)
-        return drafter, dataclasses.replace(config, num_speculative_tokens=num_nodes)
+        return drafter, dataclasses.replace(config, num_speculative_tokens=num_nodes - 1)
 
 
 @dataclasses.dataclass(frozen=True)

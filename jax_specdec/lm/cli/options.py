@@ -19,6 +19,7 @@ from jax_specdec._src.config import (
     did_you_mean,
 )
 from jax_specdec._src.sampling import FILTERS, TEMPERATURE
+from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm.cli import terminal
 from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
@@ -56,7 +57,7 @@ _RANGES = {
     "chunk_size": (1, 2**20),
     "max_logprobs": (0, 20),
     "history": (0, 2**24),
-    "tree": (1, 63),
+    "tree": (2, MAX_VISIBLE),
 }
 """The least and the largest value of each integer."""
 
@@ -272,8 +273,8 @@ _HELP = {
         agreement gives the text of plain decoding with the same seed, token for token; synthetic
         accepts at given rates, whatever the models say (default: standard, or agreement with
         --tree)""",
-    "--tree": f"""verify trees of N drafts, and paths of at most K, where --draft is {_TREES};
-        1 to 63 (default: chains of K drafts)""",
+    "--tree": f"""verify trees of N nodes, the newest token and N - 1 drafts, and paths of at most K
+        drafts, where --draft is {_TREES}; 2 to 64 (default: chains of K drafts)""",
     "--acceptance-length": "synthetic: mean tokens per step, 1 to K+1",
     "--acceptance-rates": """synthetic: K rates, not increasing; rate i is P(drafts 0..i all
         accepted)""",
@@ -356,10 +357,10 @@ def _check(given: dict[str, Any]) -> Options:
     drafters = _drafters(given, has_target)
     given = {"rejection_sample_method": "agreement" if "tree" in given else "standard"} | given
     default_k = LOOKUP_K if set(drafters) <= set(LOOKUPS) else DEFAULT_K
-    ks = given.get("num_speculative_tokens", (min(default_k, given.get("tree", default_k)),))
+    ks = given.get("num_speculative_tokens", (min(default_k, given.get("tree", MAX_VISIBLE) - 1),))
     if "tree" in given:
         _check_trees(given, drafters, ks)
-    most = given.get("tree", ks[0])
+    most = given["tree"] - 1 if "tree" in given else ks[0]
     if "max_drafts" in given:
         check_int("--max-drafts", given["max_drafts"], 0, most)
     if "max_drafts_by_length" in given:
@@ -420,8 +421,8 @@ def _check_trees(given: dict[str, Any], drafters: tuple[str, ...], ks: tuple[int
     if method != "agreement":
         raise ValueError(f"--tree needs --method agreement, but it is {method!r}")
     for k in ks:
-        must = f"be at most --tree {given['tree']}, whose paths have so many drafts"
-        require(k <= given["tree"], "--num-speculative-tokens", must, k)
+        must = f"be less than --tree {given['tree']}, which counts the newest token and the drafts"
+        require(k < given["tree"], "--num-speculative-tokens", must, k)
 
 
 def _config(given: dict[str, Any], k: int) -> SpecDecodeConfig:

@@ -21,7 +21,7 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
     runs = f"{options.repeats} runs" if options.repeats != 1 else "1 run"
     title = f"{options.config.rejection_sample_method} verification at temperature T, {runs} each"
     if options.tree is not None:
-        title += f"\ntrees of {options.tree} drafts, of paths of at most K"
+        title += f"\ntrees of {options.tree} nodes, of paths of at most K"
     if any(comparison.run.standard_error is not None for comparison in comparisons):
         title += "\n\u00b1: standard error over seeds"
     rows = Table(

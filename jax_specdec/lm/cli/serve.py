@@ -74,7 +74,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     budget = None
     if options.tree is not None:  # how many drafts pay depends on the load; no text does
         k = options.config.num_speculative_tokens
-        budget = tuple(sorted({0, k, max(k, options.tree // 2), options.tree}))
+        budget = tuple(sorted({0, k, max(k, options.tree // 2 - 1), options.tree - 1}))
     engine = lm.Engine(
         models.target.model,
         drafter,
