@@ -10,7 +10,7 @@ bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the s
   ones for their first token. *saturated*: somebody always waits for a slot; tokens per second.
 
 A policy says how many tokens of prompts a call reads while requests run: a number, "largest" for
-the most that the engine reads at once, or "chosen" for the two that `EngineDriver.warm_up` takes.
+the most that the engine reads at once, or "chosen" for what `EngineDriver.warm_up` takes.
 All policies see the same requests at the same times, in turn, in one process.
 """
 
@@ -84,14 +84,10 @@ class Case:
         self.params = weights["target"]
         self.draft_params = None if drafter == "lookup" else weights["drafter"]
 
-    def driver(self, *sizes: int) -> lm.EngineDriver:
-        """With chunks of one size, or of another while most steps wait; by default, the largest."""
-        sizes = sizes or (self.engine.chunk_size,)
-        driver = lm.EngineDriver(
-            self.engine, self.params, self.draft_params, chunk_size=sizes[0]
-        )  # nothing is chosen while others compile
-        driver.busy_chunk_size = sizes[-1]
-        return driver
+    def driver(self, size: int | None = None) -> lm.EngineDriver:
+        """With chunks of a size, or the largest: nothing is chosen while others compile."""
+        size = self.engine.chunk_size if size is None else size
+        return lm.EngineDriver(self.engine, self.params, self.draft_params, chunk_size=size)
 
     def compile(self) -> float:
         begin = time.perf_counter()
@@ -150,8 +146,7 @@ class Case:
         """What `warm_up` chooses a size from: milliseconds of a step, and of reading a prompt."""
         found = programs.measure_chunks(self.engine, self.params, self.draft_params)
         prompts = {size: seconds * 1e3 for size, seconds in found.seconds.items()}
-        chosen = found.largest, found.largest_when_busy
-        return {"step_ms": found.step * 1e3, "prompt_ms": prompts, "chosen": chosen}
+        return {"step_ms": found.step * 1e3, "prompt_ms": prompts, "chosen": found.largest}
 
     def prompts(self, rng: np.random.Generator) -> Iterator[list[int]]:
         """Without end; a tenth of them are long. Made beforehand, which takes time."""
@@ -159,9 +154,9 @@ class Case:
         lengths = [sizes.prompt] * 90 + [sizes.long_prompt] * 10
         return itertools.cycle([self.prompt(rng, n) for n in rng.permutation(lengths)])
 
-    def saturated(self, policy: tuple[int, ...], steps: int) -> Served:
+    def saturated(self, size: int, steps: int) -> Served:
         """Somebody always waits: what the engine can deliver."""
-        driver, prompts = self.driver(*policy), self.prompts(np.random.default_rng(1))
+        driver, prompts = self.driver(size), self.prompts(np.random.default_rng(1))
         served = Served()
         while len(served.step_ms) < steps:
             while driver.num_queued < self.slots:
@@ -169,9 +164,9 @@ class Case:
             served.step(driver)
         return served
 
-    def arrivals(self, policy: tuple[int, ...], steps: int, rate: float) -> Served:
+    def arrivals(self, size: int, steps: int, rate: float) -> Served:
         """Requests come at random times, which no policy changes."""
-        driver, rng = self.driver(*policy), np.random.default_rng(2)
+        driver, rng = self.driver(size), np.random.default_rng(2)
         prompts, served, begin = self.prompts(rng), Served(), time.perf_counter()
         due = begin
         while len(served.step_ms) < steps:
@@ -290,33 +285,33 @@ def _counted(name: str) -> Callable[..., Any]:
 def measure_arrivals(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each policy: first all are saturated, then requests come at the same times."""
     costs = case.costs()
-    named = {"largest": (case.engine.chunk_size,), "chosen": costs["chosen"]}
+    named = {"largest": case.engine.chunk_size, "chosen": costs["chosen"]}
     prompts = ", ".join(f"{size} tokens {ms:.2f}" for size, ms in costs["prompt_ms"].items())
     print(f"       ms of a step {costs['step_ms']:.2f}, of a prompt of {prompts}")
-    policies = {name: named.get(name) or (int(name),) for name in options.policies}
+    policies = {name: named.get(name) or int(name) for name in options.policies}
     full: dict[str, list[Served]] = {name: [] for name in policies}
     random: dict[str, list[Served]] = {name: [] for name in policies}
     for _ in range(options.rounds):
-        for name, sizes in policies.items():
-            full[name].append(case.saturated(sizes, options.arrivals))
+        for name, size in policies.items():
+            full[name].append(case.saturated(size, options.arrivals))
     tokens = summary(full[options.policies[0]])["tokens_per_second"]
     rate = LOAD * tokens / case.sizes.budget
     for _ in range(options.rounds):
-        for name, sizes in policies.items():
-            random[name].append(case.arrivals(sizes, options.arrivals, rate))
+        for name, size in policies.items():
+            random[name].append(case.arrivals(size, options.arrivals, rate))
     return [
         {
             "slots": case.slots,
             "drafter": case.drafter,
             "policy": name,
-            "chunk_sizes": sizes,
+            "chunk_size": size,
             "costs": costs,
             "requests_per_second": rate,
             "saturated": summary(full[name]),
             "arrivals": summary(random[name]),
             "samples": samples(random[name]),
         }
-        for name, sizes in policies.items()
+        for name, size in policies.items()
     ]
 
 
@@ -355,7 +350,7 @@ def arrival_cells(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "slots": row["slots"],
         "drafter": row["drafter"],
-        "policy": f"{row['policy']} ({', '.join(map(str, row['chunk_sizes']))})",
+        "policy": f"{row['policy']} ({row['chunk_size']})",
         **{name: f"{found['step'][name]:.2f}" for name in ("p50", "p99")},
         "p99/p50": f"{found['step']['ratio']:.2f}",
         "quiet": f"{found['quiet']['ratio']:.2f}",

@@ -68,7 +68,7 @@ def test_serving_is_measured_with_full_slots_and_arrivals(tmp_path, capsys):
     rate = full["tokens_per_step"] / full["ms"] * 1e3
     np.testing.assert_allclose(full["tokens_per_second"], rate)
     rows = measure.load(tmp_path / "arrivals_gpu.json")["rows"]
-    assert [row["chunk_sizes"] for row in rows] == [[32], [8]]
+    assert [row["chunk_size"] for row in rows] == [32, 8]
     for row in rows:
         assert {len(run) for runs in row["samples"].values() for run in runs} == {60}
         assert row["arrivals"]["step"]["ratio"] >= 1 and row["arrivals"]["first_mean"] > 0

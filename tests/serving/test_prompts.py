@@ -239,45 +239,6 @@ def test_the_largest_chunk_costs_about_a_step(seconds, largest):
     assert ChunkCosts(1.0, seconds).largest == largest
 
 
-@pytest.mark.parametrize(
-    ("seconds", "usual", "busy"),
-    [
-        ({64: 1.0, 128: 2.0, 256: 3.1, 512: 3.3}, 64, 256),
-        ({64: 2.0, 128: 5.4}, 64, 64),
-        ({64: 2.0, 128: 5.2}, 64, 128),
-        ({64: 0.9}, 64, 64),
-    ],
-)
-def test_where_most_steps_wait_larger_chunks_make_the_longest_no_longer_than_twice(
-    seconds, usual, busy
-):
-    costs = ChunkCosts(1.0, seconds)
-    assert (costs.largest, costs.largest_when_busy) == (usual, busy)
-    if busy > usual:
-        assert 1 + seconds[busy] <= 2.1 * (1 + seconds[usual])
-
-
-def test_calls_are_larger_while_most_steps_wait_for_prompts(calls):
-    driver = driver_of(PIECES, *TABLES, max_prefills=1, chunk_size=SMALL)
-    driver.busy_chunk_size = LARGE
-    rng = np.random.default_rng(7)
-    wanted: dict[int, list[int]] = {}
-    found: dict[int, list[int]] = {}
-    sizes = []
-    for step in range(240):
-        while step < 160 and driver.num_queued < SLOTS:
-            one = request(rng, 9 if rng.random() < 0.3 else 2, 3)
-            wanted[driver.submit(**one)] = greedy_truth(one)
-        is_one = driver.num_running > 1
-        del calls[:]
-        for update in driver.step():
-            found.setdefault(update.request_id, []).extend(update.token_ids)
-        sizes.append(sum(calls) * is_one)
-    assert found == wanted
-    assert max(sizes[:40]) == SMALL and max(sizes) == LARGE
-    assert not any(sizes[200:])
-
-
 def costing(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
     monkeypatch.setattr(programs, "measure_chunks", lambda *_: ChunkCosts(1.0, seconds))
 
@@ -290,13 +251,11 @@ def test_warm_up_chooses_and_compiles_what_it_has_chosen(large, chosen, monkeypa
     driver.warm_up(lambda *counts: progress.append(counts))
     assert progress[0][0] == 0 and progress[-1][0] == progress[-1][1] == len(progress) - 1
     assert driver.chunk_size == chosen and driver.is_idle
-    assert driver.busy_chunk_size == LARGE
     costing(monkeypatch, {SMALL: 0.9, LARGE: 2.5 - large})
     again: list[tuple[int, int]] = []
     driver.warm_up(lambda *counts: again.append(counts))
     assert again == progress and driver.chunk_size == SMALL + LARGE - chosen
     rng = np.random.default_rng(4)
-    driver._load.share = 1.0  # busy for the first steps
     with engines.compilations() as names:
         for length in (3, 1, 20, 8, 2, 7, 30):
             driver.submit(**request(rng, length, 5), temperature=0.5)

@@ -31,7 +31,7 @@ from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
-from jax_specdec.lm.decoding.prompts import ChunkedPrefill, ReadingLoad, new_requests, next_group
+from jax_specdec.lm.decoding.prompts import ChunkedPrefill, new_requests, next_group
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.drafting.drafter import has_history
 from jax_specdec.lm.models.protocol import check_params
@@ -75,7 +75,6 @@ class EngineDriver:
     Attributes:
       engine, max_queue, max_steps_ahead, max_prefills, max_retries: as they were given.
       chunk_size: the most tokens of prompts that one call reads while requests run.
-      busy_chunk_size: the same where most steps come after such a call.
       draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
 
     Example:
@@ -122,9 +121,8 @@ class EngineDriver:
             them makes running requests wait. None for as many as free slots and prompts allow.
           chunk_size: the most tokens that such a call reads, one of the engine's `chunk_sizes`:
             longer prompts are read in chunks of so many. None for the largest; `warm_up` then
-            chooses the largest that costs at most 1.1 steps, and a larger one for times in which
-            most steps wait for such a call. While nobody runs, a call reads up to the engine's
-            `chunk_size`.
+            chooses the largest that costs at most 1.1 steps. While nobody runs, a call reads up to
+            the engine's `chunk_size`.
           max_retries: the most failed calls in a row after which a request goes on.
           step_costs: of steps with each number of drafts of the engine's `draft_budget`; None to
             measure them in `warm_up`. Until there are some, every step has the largest number.
@@ -150,8 +148,6 @@ class EngineDriver:
             check_choice("chunk_size", self.chunk_size, engine.chunk_sizes)
             if self.chunk_size < engine.max_length:
                 inputs.check_reads_chunks(engine.drafter, "chunk_size", self.chunk_size)
-        self.busy_chunk_size = self.chunk_size
-        self._load = ReadingLoad()
         self._chooses_chunk_size = (
             chunk_size is None
             and calls is not None
@@ -271,8 +267,7 @@ class EngineDriver:
         def choose() -> None:
             if self._chooses_chunk_size:
                 self._settle()  # there may be no room for two states
-                costs = programs.measure_chunks(engine, *self._weights)
-                self.chunk_size, self.busy_chunk_size = costs.largest, costs.largest_when_busy
+                self.chunk_size = programs.measure_chunks(engine, *self._weights).largest
                 self._is_whole = False
             chunk(self.chunk_size)
 
@@ -295,7 +290,6 @@ class EngineDriver:
             calls.append(functools.partial(self._remember, [[]]))
         if self._chooses_chunk_size or self.chunk_size < engine.max_length:
             calls.append(choose)
-            calls += [lambda: chunk(self.busy_chunk_size)] * self._chooses_chunk_size
             is_other = self._chooses_chunk_size or self.chunk_size < engine.chunk_size
             if is_other and engine.chunk_size < engine.max_length:
                 calls.append(functools.partial(chunk, engine.chunk_size))
@@ -437,14 +431,13 @@ class EngineDriver:
         num_ahead = 0 if is_failing or has_grammar else self.max_steps_ahead
         if len(self._ahead) >= num_ahead + (not self._host.updates):
             return False
-        has_read = self._admit_queued()
+        self._admit_queued()
         running = self._decoding
         if not any(
             one.budget_left > sum(x.request_ids.get(slot) == one.request_id for x in self._ahead)
             for slot, one in running.items()
         ):
             return False  # all budgets are spent after the steps ahead, if each spends one token
-        self._load.add_step(has_read)
         # A request may be longer on the device, and so have fewer drafts there, but never more.
         limits = {i: self.engine.most_drafts(x.options, x.length) for i, x in running.items()}
         if any(one.matching is not None for one in running.values()):
@@ -461,16 +454,14 @@ class EngineDriver:
         self._dispatch_whole(all_neutral, num_drafts)
         return True
 
-    def _admit_queued(self) -> bool:
+    def _admit_queued(self) -> None:
         """Read prompts, if there are any: at most `max_prefills` calls while requests run.
 
         Chunks of a long prompt and groups of shorter prompts take turns.
         """
         num_calls = 0
         while self.max_prefills is None or num_calls < self.max_prefills or not self._decoding:
-            most = self.engine.chunk_size
-            if self._decoding:
-                most = self.busy_chunk_size if self._load.is_busy else self.chunk_size
+            most = self.chunk_size if self._decoding else self.engine.chunk_size
             prefill, host, group = self._prefill, self._host, {}
             if prefill is None or prefill.waits:
                 queue = itertools.chain(host.returning, self._waiting.values())
@@ -483,7 +474,6 @@ class EngineDriver:
             else:
                 break
             num_calls += 1
-        return num_calls > 0
 
     def _read_prompts(self, group: dict[int, ServedRequest], most: int) -> None:
         """Read the prompts of requests by slot, which are of one size; of a long one, a chunk."""

@@ -225,7 +225,7 @@ def measure_chunks(engine: Engine, params: Any, draft_params: Any = None) -> Chu
     costs = ChunkCosts(calls.seconds_of_step(num_drafts), {})
     for size in engine.chunk_sizes:
         costs.seconds[size] = calls.seconds_of_prompt(size)
-        if costs.largest_when_busy < size:
+        if costs.largest < size:
             break
     return costs
 

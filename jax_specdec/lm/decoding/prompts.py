@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -43,22 +42,6 @@ class ChunkedPrefill(NamedTuple):
         """The prompt's tokens from `start` to `end`, that one included; zeros after its last."""
         here = self.request.token_ids[start : end + 1]
         return np.array(here + [0] * (end + 1 - start - len(here)), np.int32)
-
-
-@dataclasses.dataclass
-class ReadingLoad:
-    """How many of the last steps, some 64, waited for a call that read prompts."""
-
-    share: float = 0.0
-
-    def add_step(self, waited: bool) -> None:
-        """One more step."""
-        self.share += (waited - self.share) / 64
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether most did: the median step then waits too."""
-        return self.share > 0.6
 
 
 def next_group(

@@ -17,7 +17,7 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
 _MOST_STEPS = 1.1
-"""What reading a prompt between two steps may add to the median step, in such steps."""
+"""What a call that reads a prompt between two steps may cost, in steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,19 +111,8 @@ class ChunkCosts(NamedTuple):
 
         A step after such a call takes at most 2.1 times as long as one without.
         """
-        return self._largest(self.step)
-
-    @property
-    def largest_when_busy(self) -> int:
-        """The same where most steps come after a call that reads `largest` tokens.
-
-        A step after such a call takes at most 2.1 times as long as those.
-        """
-        return self._largest(self.step + self.seconds[self.largest])
-
-    def _largest(self, median: float) -> int:
-        most = (1 + _MOST_STEPS) * median - self.step
-        return max(n for n, x in self.seconds.items() if n == min(self.seconds) or x <= most)
+        most, least = _MOST_STEPS * self.step, min(self.seconds)
+        return max(size for size, x in self.seconds.items() if size == least or x <= most)
 
 
 @dataclasses.dataclass(eq=False)
