@@ -107,39 +107,6 @@ def test_a_target_that_drafts_for_itself_has_samples_accepted_too():
         assert all(step.num_accepted == K for step in steps)
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize(("has_drafts", "steps_per_turn"), [(True, 4), (False, 5)])
-@pytest.mark.parametrize("groups", [((0,), (1,), (2,)), ((0, 1, 2),)], ids=["alone", "together"])
-def test_several_steps_per_turn_of_the_loop_change_nothing(
-    groups, has_drafts, steps_per_turn, monkeypatch
-):
-    prompts = [[1, 2, 3], [4, 4], [0, POISON]]
-    # The first ends with its budget, which is as many plain steps as there are records; the second
-    # with a stop token; the third with a row that is unusable.
-    options = [
-        lm.RequestOptions(max_new_tokens=32, temperature=temperature, stop_token_ids=[stop])
-        for temperature, stop in ((1.0, POISON), (0.7, 3), (0.0, POISON))
-    ]
-    given: dict[str, Any] = dict(key=jax.random.key(3), logprobs=sd.LogprobsConfig(num_top=1))
-    if has_drafts:
-        given |= dict(drafter=lm.ModelDrafter(tiny.Trigram(VOCAB)), draft_params=jnp.asarray(DRAFT))
-        given["config"] = CONFIG
-
-    def outputs(steps_per_turn: int) -> list[lm.GenerateOutput]:
-        monkeypatch.setitem(generate_lib._STEPS_PER_TURN, "cpu", steps_per_turn)
-        generate = lm.generate if has_drafts else lm.generate_plain
-        weights = tiny.Trigram(VOCAB), jnp.asarray(poisoned(np.nan))
-        chosen = [([prompts[b] for b in group], [options[b] for b in group]) for group in groups]
-        return [generate(*weights, texts, options=asked, **given) for texts, asked in chosen]
-
-    wanted, found = outputs(1), outputs(steps_per_turn)
-    first, second, third = (len(text) for one in wanted for text in one.completions)
-    assert (first, third) == (32, 0) and 0 < second < 32
-    assert any(len(one.steps.num_kept) % steps_per_turn for one in wanted)
-    for one, other in zip(found, wanted, strict=True):
-        tiny.assert_same(one, other)
-
-
 def test_a_stream_can_be_left_early():
     positional, named = arguments()
     stream = lm.generate_stream(*positional, **named)

@@ -26,12 +26,6 @@ from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.protocol import CausalModel, check_model, check_params
 
-_STEPS_PER_TURN = {"gpu": 4}
-"""By platform, the steps between two looks at whether all requests of `generate` are done; else 1.
-
-A GPU waits for the host at each look, some 1 ms, and computes up to 3 steps more than are needed.
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class GenerateOutput:
@@ -79,9 +73,7 @@ def generate(
 ) -> GenerateOutput:
     """Generate with speculative decoding: the target's own distribution, in fewer passes.
 
-    Runs as one compiled `while_loop`, compiled once for each shape of the batch. On GPUs a turn of
-    it is four steps, since the host waits for its condition; steps after the last request is done
-    change nothing.
+    Runs as one compiled `while_loop`, compiled once for each shape of the batch.
 
     Args:
       model: the target, any `CausalModel`.
@@ -216,7 +208,6 @@ class _Prepared(NamedTuple):
             decoder=self.decoder,
             prompt_size=self.prompt_size,
             max_steps=self.max_steps,
-            steps_per_turn=_STEPS_PER_TURN.get(jax.default_backend(), 1),
         )
         count = int(num_steps)
         token_ids, lengths, status = jax.device_get((batch.token_ids, batch.lengths, batch.status))
@@ -352,9 +343,7 @@ _prefill = jax.jit(Decoder.prefilled_state, static_argnames=("self", "prompt_siz
 _step = jax.jit(Decoder.step, static_argnames="self", donate_argnames="state")
 
 
-@functools.partial(
-    jax.jit, static_argnames=("decoder", "prompt_size", "max_steps", "steps_per_turn")
-)
+@functools.partial(jax.jit, static_argnames=("decoder", "prompt_size", "max_steps"))
 def _generate(
     params: Any,
     draft_params: Any,
@@ -363,32 +352,24 @@ def _generate(
     decoder: Decoder,
     prompt_size: int,
     max_steps: int,
-    steps_per_turn: int,
 ) -> tuple[Batch, StepRecord, jax.Array]:
-    """The final batch, the records stacked ``[max_steps + 1, ...]``, and how many there are.
+    """The final batch, the records stacked ``[max_steps, ...]``, and how many there are.
 
-    `max_steps` is at least the largest budget. That is enough, because every step adds a token. A
-    step that begins when all requests are done writes to the row after the last record.
+    `max_steps` is at least the largest budget. That is enough, because every step adds a token.
     """
     state = decoder.prefilled_state(params, draft_params, batch, prompt_size)
-    records = _empty_records(decoder, max_steps + 1, batch.lengths.shape[0])
+    records = _empty_records(decoder, max_steps, batch.lengths.shape[0])
 
     def goes_on(carry: Any) -> jax.Array:
         return ~jnp.all(carry[0].batch.done)
 
-    def step(_: Any, carry: Any) -> Any:
+    def body(carry: Any) -> Any:
         state, records, count = carry
-        counts = goes_on(carry).astype(jnp.int32)
         state, record = decoder.step(params, draft_params, state)
         records = jax.tree.map(
             lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, count, 0), records, record
         )
-        return state, records, count + counts
+        return state, records, count + 1
 
-    def turn(carry: Any) -> Any:
-        if steps_per_turn == 1:
-            return step(0, carry)
-        return lax.fori_loop(0, steps_per_turn, step, carry)
-
-    state, records, count = lax.while_loop(goes_on, turn, (state, records, jnp.int32(0)))
+    state, records, count = lax.while_loop(goes_on, body, (state, records, jnp.int32(0)))
     return state.batch, records, count
