@@ -403,6 +403,18 @@ def test_the_first_child_of_each_node_of_a_chain_is_its_draft(kind: str, method:
     assert (followed > 0.9 * REQUESTS).all(), followed
 
 
+def test_more_candidates_than_nodes_of_a_tree() -> None:
+    head, params, _ = test_block.head_of("DSpark")
+    drafter = lm.BlockDrafter(head, tree_depth=DEPTH, num_candidates=SIZE)
+    found = proposed(drafter, params, agreement(2))
+    assert found.parents is not None
+    for b in range(REQUESTS - 1):
+        scores = path_scores("DSpark", b, SIZE)
+        paths = paths_of(found.token_ids[b], found.parents[b])
+        best = sorted(scores.values(), reverse=True)[:2]
+        np.testing.assert_allclose([scores[path] for path in paths], best, atol=1e-4)
+
+
 def test_with_all_ids_as_candidates_a_tree_is_the_exact_one() -> None:
     head, params, _ = test_block.head_of("DSpark")
     config = agreement(NODES)

@@ -131,7 +131,8 @@ def grow(
     for d in range(depth):
         scores = scores[:, :num_extended]
         found = children(d, token_ids[:, :num_extended])
-        is_shared = found.scores.shape[1] == 1
+        # One node's children are its own, in any order.
+        is_shared = found.scores.shape[1] < scores.shape[1]
         above, rank = _pairs(scores.shape[1], found.scores.shape[2], num_nodes, is_shared)
         after = np.zeros_like(above) if is_shared else above
         # [B, P]: the paths to pairs of a node above and one of its children
