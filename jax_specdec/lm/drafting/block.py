@@ -60,7 +60,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         chosen before the bias is added, and the store holds C logits per draft. This saves memory
         and the reading of most of the bias, and costs acceptance. With a `tree_depth`, each node's
         children are among the C likeliest ids of its level, chosen before the bias is added; the
-        other ids of the vocabulary are then looked at once for all levels. What a chain would draft
+        whole vocabulary is then looked at once for all levels, not by each. What a chain would draft
         need not be among them. Filters are those of the row without the bias.
       tree_depth: D, the most drafts of a path through a tree; 0 for chains.
 
