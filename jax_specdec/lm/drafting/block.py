@@ -59,8 +59,8 @@ class BlockDrafter(HeadDrafter[BlockHead]):
       num_candidates: C, or None. If given, each draft is one of the C likeliest ids of its row,
         chosen before the bias is added, and the store holds C logits per draft. This saves memory
         and the reading of most of the bias, and costs acceptance. With a `tree_depth`, each node's
-        children are among the C likeliest ids of its level, chosen before the bias is added; the
-        whole vocabulary is then looked at once for all levels, not by each. What a chain would draft
+        children are among the C likeliest ids of its level, chosen before the bias; the whole
+        vocabulary is then looked at once for all levels, not by each. What a chain would draft
         need not be among them. Filters are those of the row without the bias.
       tree_depth: D, the most drafts of a path through a tree; 0 for chains.
 
