@@ -189,6 +189,16 @@ def likeliest_and_chain(
     return found, chain.token_ids
 
 
+def test_one_offset_is_that_of_all_rows() -> None:
+    rng = np.random.default_rng(4)
+    logits = rng.normal(size=(BATCH, ROWS, 5000)).astype(np.float32)
+    call = jax.jit(drafting_tree.likeliest, static_argnums=3)
+    each = call(logits, jnp.full((ROWS,), 2, jnp.int32), context_of(BATCH), 8)
+    shared = call(logits, jnp.full((1,), 2, jnp.int32), context_of(BATCH), 8)
+    np.testing.assert_array_equal(each.token_ids, shared.token_ids)
+    np.testing.assert_allclose(each.scores, shared.scores, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("size", [300, 5000, "map"])
 def test_the_likeliest_token_is_the_draft_of_a_chain(size: int | str) -> None:
     rng, ids = np.random.default_rng(0), None
@@ -300,7 +310,7 @@ def proposed(
     return proposal
 
 
-def path_scores(kind: str, b: int) -> dict[Path, float]:
+def path_scores(kind: str, b: int, num_candidates: int | None = None) -> dict[Path, float]:
     """The score of every path by formula, from logits of NumPy."""
     head, params, _ = test_block.head_of(kind)
     context = block_context(agreement(NODES))
@@ -310,31 +320,60 @@ def path_scores(kind: str, b: int) -> dict[Path, float]:
     assert context.sampling.top_k is not None
     top_k = int(context.sampling.top_k[b])
     scores = {(): 0.0}
+
+    def log_chances(row: np.ndarray, gumbel: np.ndarray) -> np.ndarray:
+        """Of a row ``[Vd]`` of the head's ids, ``[V]``, as the request samples."""
+        found = np.full(SIZE, -np.inf)
+        found[ids] = row
+        if temperature > 0 and top_k:
+            found[found < np.sort(found)[-top_k]] = -np.inf
+        found = (found + temperature * gumbel) / drafting_tree.SPREAD
+        chances: np.ndarray = found - np.log(np.sum(np.exp(found)))
+        return chances
+
     for size in range(DEPTH):
         exponential = noise.token_exponentials(context.keys[b], jnp.int32(3 + size), SIZE)
         gumbel = -np.log(np.asarray(exponential, np.float64)[1:])  # one tile
         for above in itertools.product(range(SIZE), repeat=size):
             bias = reference_block.bias(head.config, params, [NEWEST[b], *above][-1])
-            row = np.full(SIZE, -np.inf)
-            row[ids] = logits[size] + bias
-            if temperature > 0 and top_k:
-                row[row < np.sort(row)[-top_k]] = -np.inf
-            row = (row + temperature * gumbel) / drafting_tree.SPREAD
-            row = row - np.log(np.sum(np.exp(row)))
+            if num_candidates is None:
+                row = log_chances(logits[size] + bias, gumbel)
+            else:  # the best without the bias; what is left of 1 stays beside them
+                base = log_chances(logits[size], gumbel)
+                is_left = np.argsort(np.argsort(-base, kind="stable")) >= num_candidates
+                others = np.sum(np.exp(base[is_left]))
+                moved = np.full(SIZE, -np.inf)
+                moved[ids] = bias / drafting_tree.SPREAD
+                row = np.where(is_left, -np.inf, base + moved)
+                row = row - np.log(np.sum(np.exp(row)) + others)
             scores |= {(*above, x): scores[above] + float(row[x]) for x in range(SIZE)}
     del scores[()]
     return scores
 
 
-@pytest.mark.parametrize("kind", ["DFlash", "DSpark", "map"])
-def test_a_block_heads_tree_has_the_paths_with_the_best_scores(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "num_candidates"),
+    [
+        ("DFlash", None),
+        ("DSpark", None),
+        ("map", None),
+        ("DFlash", 2),
+        ("DSpark", 2),
+        ("DSpark", 3),
+        ("map", 2),
+    ],
+)
+def test_a_block_heads_tree_has_the_paths_with_the_best_scores(
+    kind: str, num_candidates: int | None
+) -> None:
     head, params, _ = test_block.head_of(kind)
-    found = proposed(lm.BlockDrafter(head, tree_depth=DEPTH), params, agreement(NODES))
+    drafter = lm.BlockDrafter(head, tree_depth=DEPTH, num_candidates=num_candidates)
+    found = proposed(drafter, params, agreement(NODES))
     assert found.store is None and found.confidences is None and found.parents is not None
     shapes = set()
     for b in range(REQUESTS - 1):
         paths = paths_of(found.token_ids[b], found.parents[b])
-        scores = path_scores(kind, b)
+        scores = path_scores(kind, b, num_candidates)
         best = sorted((x for x in scores.values() if x > -np.inf), reverse=True)[:NODES]
         np.testing.assert_allclose([scores[path] for path in paths], best, atol=1e-4)
         shapes.add(tuple(found.parents[b].tolist()))
@@ -364,9 +403,53 @@ def test_the_first_child_of_each_node_of_a_chain_is_its_draft(kind: str, method:
     assert (followed > 0.9 * REQUESTS).all(), followed
 
 
-def test_a_tree_depends_on_its_own_request_alone() -> None:
+def test_more_candidates_than_nodes_of_a_tree() -> None:
     head, params, _ = test_block.head_of("DSpark")
-    drafter = lm.BlockDrafter(head, tree_depth=DEPTH)
+    drafter = lm.BlockDrafter(head, tree_depth=DEPTH, num_candidates=SIZE)
+    found = proposed(drafter, params, agreement(2))
+    assert found.parents is not None
+    for b in range(REQUESTS - 1):
+        scores = path_scores("DSpark", b, SIZE)
+        paths = paths_of(found.token_ids[b], found.parents[b])
+        best = sorted(scores.values(), reverse=True)[:2]
+        np.testing.assert_allclose([scores[path] for path in paths], best, atol=1e-4)
+
+
+def test_with_all_ids_as_candidates_a_tree_is_the_exact_one() -> None:
+    head, params, _ = test_block.head_of("DSpark")
+    config = agreement(NODES)
+    sampling = sd.SamplingParams(block_context(config).sampling.temperature)  # no filter
+    exact, few = (
+        proposed(
+            lm.BlockDrafter(head, tree_depth=DEPTH, num_candidates=count),
+            params,
+            config,
+            sampling=sampling,
+        )
+        for count in (None, SIZE)
+    )
+    assert exact.parents is not None and few.parents is not None
+    np.testing.assert_array_equal(exact.token_ids, few.token_ids)
+    np.testing.assert_array_equal(exact.parents, few.parents)
+
+
+def test_bias_that_leaves_nothing_or_is_no_number_leaves_scores_in_order() -> None:
+    candidates = drafting_tree.Children(
+        jnp.array([[[4, 7, 1]]]), jnp.log(jnp.array([[[0.75, 0.25, 0.0]]]))
+    )
+    bias = jnp.array([[[0.0, 0.0, 0.0], [jnp.nan, 0.0, 0.0], [-jnp.inf] * 3, [3.0, -1.0, 9.0]]])
+    found = jax.device_get(drafting_tree.with_bias(candidates, bias))
+    assert found.token_ids.tolist() == [[[4, 7, 1]] * 4]
+    np.testing.assert_allclose(np.exp(found.scores[0, 0]), [0.75, 0.25, 0], rtol=1e-6)
+    assert (found.scores[0, 1:3] == -np.inf).all()
+    weights = np.array([0.75 * np.exp(3), 0.25 * np.exp(-1), 0])
+    np.testing.assert_allclose(np.exp(found.scores[0, 3]), weights / weights.sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_candidates", [None, 2])
+def test_a_tree_depends_on_its_own_request_alone(num_candidates: int | None) -> None:
+    head, params, _ = test_block.head_of("DSpark")
+    drafter = lm.BlockDrafter(head, tree_depth=DEPTH, num_candidates=num_candidates)
     before = proposed(drafter, params, agreement(NODES))
     features = FEATURES[:, 1:].copy()
     features[1::2] = np.nan
@@ -401,9 +484,9 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "no number": (lambda: lm.BlockDrafter(HEAD, tree_depth="3"), TypeError, "tree_depth must"),
     "candidates": (
-        lambda: lm.BlockDrafter(HEAD, tree_depth=3, num_candidates=2),
+        lambda: lm.BlockDrafter(HEAD, tree_depth=3, num_candidates=6),
         ValueError,
-        "num_candidates must be None with a tree_depth, but it is 2",
+        r"num_candidates must be in \[1, 5\]",
     ),
     "another rule": (
         lambda: lm.BlockDrafter(HEAD, tree_depth=3).init_store(

@@ -21,7 +21,7 @@ from jax_specdec._src.verify import xla
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.part import part_of
-from jax_specdec._src.verify.requests import DrawnRaces, Uniforms
+from jax_specdec._src.verify.requests import DrawnRaces, OneRace, Uniforms
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, place_of, without_vma
 
 DraftImplementation = Literal["xla", "mosaic_gpu"]
@@ -141,8 +141,26 @@ def sample_draft_tokens(
     return drawn._replace(token_ids=own)
 
 
-_Arrays = tuple[jax.Array, SamplingParams, Uniforms | DrawnRaces]
+_Arrays = tuple[jax.Array, SamplingParams, Uniforms | DrawnRaces | OneRace]
 """Logits, sampling parameters, and the noise as `xla.sample` takes it."""
+
+
+def sample_by_races(
+    logits: jax.Array, sampling: SamplingParams, exponential: jax.Array
+) -> DraftSample:
+    """Sample as `sample_draft_tokens` does under the agreement rule, with noise that is given.
+
+    Args:
+      logits: ``[B, V]``.
+      sampling: parameters of each row.
+      exponential: ``[B, T+L]`` float32, from `token_exponentials`.
+    """
+    arrays = logits, sampling, OneRace(exponential)
+
+    def on_whole(arrays: _Arrays) -> DraftSample:
+        return traced_for_platform(_sample_part, arrays, False, None, False)
+
+    return without_vma(on_whole, arrays, None)
 
 
 @functools.partial(
@@ -193,7 +211,7 @@ def _sample_part(
     """
     logits, sampling, noise = arrays
     if by_kernel is None or (by_kernel and platform == "cuda"):
-        why_not = _unserved(logits, takes_argmax, isinstance(noise, DrawnRaces), axis)
+        why_not = _unserved(logits, takes_argmax, not isinstance(noise, Uniforms), axis)
         if why_not is None:
             # Imported only where a call uses it: see the package's docstring.
             from jax_specdec._src.verify.mosaic_gpu import launch

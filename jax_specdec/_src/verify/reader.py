@@ -16,7 +16,7 @@ from jax_specdec._src.verify import tiles
 from jax_specdec._src.verify.part import of_owner
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.q import Stored
-from jax_specdec._src.verify.requests import DrawnRaces, Races, Request
+from jax_specdec._src.verify.requests import Request, Uniforms
 from jax_specdec._src.verify.rules import accepts_greedy
 from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import Partials, TargetStatistics
@@ -155,7 +155,7 @@ def drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
     shape = positions.row.shape
     nothing = jnp.zeros_like(positions.proposed)
     noise = requests.noise
-    assert isinstance(noise, Races | DrawnRaces)  # as for a rule that draws from every row
+    assert not isinstance(noise, Uniforms)  # as for a rule that draws from every row
     # [B * P, T+L]: the noise of every position, and what it is drawn from
     depth = requests.order.depth(positions.offset)
     exponential = noise.of_rows(depth, rows.padded_vocab_size)

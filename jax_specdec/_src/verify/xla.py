@@ -30,6 +30,7 @@ from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import (
     CallArrays,
     DrawnRaces,
+    OneRace,
     Request,
     Uniforms,
     requests_of,
@@ -122,7 +123,7 @@ def _verify(
 def sample(
     logits: jax.Array,
     sampling: SamplingParams,
-    noise: Uniforms | DrawnRaces,
+    noise: Uniforms | DrawnRaces | OneRace,
     *,
     part: Part,
     backend: Gather,
@@ -132,7 +133,7 @@ def sample(
     Args:
       logits: ``[B, V]``, or this device's columns of them.
       sampling: parameters of each row.
-      noise: uniforms, or what races are drawn from as the agreement rule does.
+      noise: uniforms, or the noise of the agreement rule's races, or what it is drawn from.
       part: of the vocabulary, which the columns are.
       backend: reads the rows, all at once.
 
@@ -146,7 +147,7 @@ def sample(
     rows = LocalRows.of(logits, None, None, size=size, backend=backend, part=part, keeps_sums=True)
     # [B, 1]: one position each, at which nothing is proposed
     unread = Position.unread(requests, size, rows.num_sums)
-    rule = Agreement() if isinstance(noise, DrawnRaces) else Standard()
+    rule = Standard() if isinstance(noise, Uniforms) else Agreement()
     positions = backend.read_ahead(rows, requests, unread, rule)
     last = jax.tree.map(lambda x: x[:, 0], positions)
     token_ids = last.argmax

@@ -17,7 +17,14 @@ from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
 from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
-from jax_specdec.lm.drafting.tree import Children, best_nodes, check_trees, grow, likeliest
+from jax_specdec.lm.drafting.tree import (
+    Children,
+    best_nodes,
+    check_trees,
+    grow,
+    likeliest,
+    with_bias,
+)
 from jax_specdec.lm.models.block import BlockHead
 
 _NUM_EXTENDED = 8
@@ -51,13 +58,16 @@ class BlockDrafter(HeadDrafter[BlockHead]):
       store_dtype: dtype that logits are sampled from and stored in; None for that of the head.
       num_candidates: C, or None. If given, each draft is one of the C likeliest ids of its row,
         chosen before the bias is added, and the store holds C logits per draft. This saves memory
-        and the reading of most of the bias, and costs acceptance. Chains only.
+        and the reading of most of the bias, and costs acceptance. With a `tree_depth`, each node's
+        children are among the C likeliest ids of its level, chosen before the bias; the whole
+        vocabulary is then looked at once for all levels, not by each. What a chain would draft
+        need not be among them. Filters are those of the row without the bias.
       tree_depth: D, the most drafts of a path through a tree; 0 for chains.
 
     Raises:
       TypeError: `head` is not a `BlockHead`, or `num_candidates` or `tree_depth` not an int.
-      ValueError: `num_candidates` is below 1 or more than the ids of the head, or given with
-        `tree_depth`; `tree_depth` is negative or more than the drafts of a block.
+      ValueError: `num_candidates` is below 1 or more than the ids of the head; `tree_depth` is
+        negative or more than the drafts of a block.
 
     Example:
       >>> import jax
@@ -83,8 +93,6 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         check_int("tree_depth", self.tree_depth, 0, self.head.config.max_drafts)
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, self.head.vocab_size)
-            must = "be None with a tree_depth"
-            require(not self.tree_depth, "num_candidates", must, self.num_candidates)
 
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
@@ -182,24 +190,41 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         head, num_nodes = self.head, context.config.num_speculative_tokens
         ids, size = params.get("target_ids"), head.config.layer.vocab_size
         depth = jnp.arange(self.tree_depth, dtype=jnp.int32)
-        if head.config.markov_rank is None:
-            num_extended = num_nodes
-            count = min(num_nodes, size)
-            # [B, D, C]: the nodes of a level have the same children
-            found = likeliest(logits, depth, context, count, ids=ids, vocab_size=size)
+        has_bias, num_candidates = head.config.markov_rank is not None, self.num_candidates
+        num_extended = min(num_nodes, _NUM_EXTENDED) if has_bias else num_nodes
 
-            def children(d: int, token_ids: jax.Array) -> Children:
-                return Children(found.token_ids[:, d, None], found.scores[:, d, None])
+        def best(logits: jax.Array, offsets: jax.Array, count: int) -> Children:
+            return likeliest(logits, offsets, context, count, ids=ids, vocab_size=size)
 
-        else:
-            num_extended = min(num_nodes, _NUM_EXTENDED)
+        if has_bias and num_candidates is None:
             count = min(num_nodes, size, _NUM_CHILDREN)
 
             def children(d: int, token_ids: jax.Array) -> Children:
                 # [B, W, Vd]: the row of each node, with the bias of its token
                 rows = logits[:, d, None] + head.bias(params, token_ids)
-                level = jnp.full((token_ids.shape[1],), d, jnp.int32)
-                return likeliest(rows, level, context, count, ids=ids, vocab_size=size)
+                return best(rows, depth[d : d + 1], count)
+
+        elif has_bias:
+            assert num_candidates is not None
+            # [B, D, C]: chosen once, and where each is among the head's columns
+            found = best(logits, depth, num_candidates)
+            columns = found.token_ids
+            if ids is not None:
+                own = jnp.arange(len(ids), dtype=jnp.int32)
+                columns = jnp.zeros((size,), jnp.int32).at[ids].set(own)[columns]
+
+            def children(d: int, token_ids: jax.Array) -> Children:
+                # [B, W, C]: of each node's token, for the candidates of the level
+                bias = head.bias(params, token_ids, columns[:, d, None])
+                level = Children(found.token_ids[:, d, None], found.scores[:, d, None])
+                return with_bias(level, bias)
+
+        else:
+            # [B, D, C]: the nodes of a level have the same children
+            found = best(logits, depth, min(num_nodes, num_candidates or size))
+
+            def children(d: int, token_ids: jax.Array) -> Children:
+                return Children(found.token_ids[:, d, None], found.scores[:, d, None])
 
         candidates = grow(children, newest, self.tree_depth, num_nodes, num_extended)
         return best_nodes(candidates, num_nodes)

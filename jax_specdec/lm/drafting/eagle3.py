@@ -203,9 +203,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         width = min(_WIDTH, num_nodes, size, MAX_VISIBLE // max(depth - 1, 1))
 
         def children(logits: jax.Array, offset: jax.Array) -> Children:
-            offsets = jnp.broadcast_to(offset, logits.shape[1:2])
             ids = params.get("target_ids")
-            return likeliest(logits, offsets, context, width, ids=ids, vocab_size=size)
+            return likeliest(logits, offset[None], context, width, ids=ids, vocab_size=size)
 
         def grow(level: _Level, offset: jax.Array) -> tuple[_Level, Candidates]:
             """Runs a level; returns the next one, and the candidates that it was chosen from."""

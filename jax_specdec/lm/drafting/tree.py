@@ -22,7 +22,7 @@ from jax import lax
 
 from jax_specdec._src.arrays import require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafts.sample import sample_draft_tokens
+from jax_specdec._src.drafts.sample import sample_by_races
 from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.sampling import SamplingParams, inverse_temperature
 from jax_specdec._src.tree import MAX_VISIBLE
@@ -53,12 +53,12 @@ class Candidates(NamedTuple):
 
 
 class Children(NamedTuple):
-    """The likeliest tokens after each of W nodes of a level, the best first.
+    """The likeliest tokens after each of W nodes of a level, the best first if all have the same.
 
     Attributes:
       token_ids: ``[B, W, C]`` int32.
       scores: ``[B, W, C]`` float32, the logarithm of the chance of each token, after its parent;
-        at most 0 and descending. -inf for none.
+        at most 0. -inf for none.
     """
 
     token_ids: jax.Array
@@ -131,7 +131,8 @@ def grow(
     for d in range(depth):
         scores = scores[:, :num_extended]
         found = children(d, token_ids[:, :num_extended])
-        is_shared = found.scores.shape[1] == 1
+        # One node's children are its own, in any order.
+        is_shared = found.scores.shape[1] < scores.shape[1]
         above, rank = _pairs(scores.shape[1], found.scores.shape[2], num_nodes, is_shared)
         after = np.zeros_like(above) if is_shared else above
         # [B, P]: the paths to pairs of a node above and one of its children
@@ -176,7 +177,8 @@ def likeliest(
 
     Args:
       logits: ``[B, R, Vd]``, a row of the drafter after each node.
-      offsets: ``[R]`` int32, tokens from node 0 to each node: 0 for those after node 0.
+      offsets: ``[R]`` int32, tokens from node 0 to each node: 0 for those after node 0; or ``[1]``,
+        if they are the same for all R, whose noise is then drawn once.
       context: of the step; its config has the agreement rule. If it drafts greedily, noise and
         filters are left out.
       num_children: C, at most as many as the target's ids.
@@ -193,27 +195,43 @@ def likeliest(
         logits = rows.reshape(batch_size, num_rows, vocab_size)
     if context.processors is not None:
         logits = jax.vmap(context.process_logits, in_axes=1, out_axes=1)(logits)
-    # [B*R]: the request and the position of each row
-    sampling, keys, lengths = jax.tree.map(
-        lambda x: jnp.repeat(x, num_rows, axis=0),
-        (context.sampling, context.keys, context.lengths),
-    )
+    # [B*R]: the parameters of each row's request
+    sampling = context.sampling
     if context.config.draft_sample_method == "greedy":
         sampling = SamplingParams(jnp.zeros_like(sampling.temperature))
-    offsets = jnp.tile(offsets, batch_size)
-    drawn = sample_draft_tokens(
-        flat(logits),
-        sampling=sampling,
-        keys=keys,
-        positions=lengths,
-        offset=offsets,
-        config=context.config,
-    )
-    noise = token_exponentials(keys, lengths + offsets, logits.shape[2])
+    sampling = jax.tree.map(lambda x: jnp.repeat(x, num_rows, axis=0), sampling)
+    # [B, R, T+L]: the noise of each row's position
+    positions = context.lengths[:, None] + offsets[None, :]
+    noise = token_exponentials(context.keys[:, None], positions, logits.shape[2])
+    noise = flat(jnp.broadcast_to(noise, (batch_size, num_rows, noise.shape[2])))
+    drawn = sample_by_races(flat(logits), sampling, noise)
     scores = log_scores(flat(logits), sampling.temperature, noise, drawn.threshold)
     token_ids, scores = _largest(scores, drawn.token_ids, num_children)
     shape = (batch_size, num_rows, num_children)
     return Children(token_ids.reshape(shape), scores.reshape(shape))
+
+
+def with_bias(candidates: Children, bias: jax.Array) -> Children:
+    """Returns candidates of a level, scored again for each of its W nodes, whose token adds a bias.
+
+    The chances ``exp(score + b / s)`` of candidates are made to sum to 1 with what the ids that are
+    none had before.
+
+    Args:
+      candidates: ``[B, 1, C]``, of a row without bias; the same for all nodes.
+      bias: ``[B, W, C]``, what each node adds to their logits.
+
+    Returns:
+      ``[B, W, C]``, in the order of `candidates`.
+    """
+    scores = candidates.scores + bias.astype(jnp.float32) / SPREAD
+    # [B, 1, 1]: the mass of other ids; rounding may leave less than none
+    others = 1 - jnp.sum(jnp.exp(candidates.scores), axis=2, keepdims=True)
+    others = jnp.log(jnp.maximum(others, 0.0))
+    total = jnp.logaddexp(jax.nn.logsumexp(scores, axis=2, keepdims=True), others)
+    scores = jnp.minimum(scores - total, 0.0)
+    scores = jnp.where(scores > -jnp.inf, scores, -jnp.inf)  # NaN is none
+    return Children(jnp.broadcast_to(candidates.token_ids, scores.shape), scores)
 
 
 def log_scores(

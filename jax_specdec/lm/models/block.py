@@ -382,7 +382,8 @@ class BlockHead(DraftHead):
         Args:
           params: as for `context`.
           token_ids: ``[...]`` int32, the token before each row, as an id of the target.
-          columns: ``[..., C]`` int32, of the logits; None for all Vd of them.
+          columns: ``[..., C]`` int32, of the logits, with leading axes that broadcast with those of
+            `token_ids`; None for all Vd of them.
 
         Returns:
           ``[..., Vd]`` or ``[..., C]`` in the compute dtype.
