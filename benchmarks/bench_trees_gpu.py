@@ -40,8 +40,10 @@ def measure_batch(
     plain = dataclasses.replace(PLAIN, rejection_sample_method="agreement")
     runs: dict[str, Any] = {"plain": (Decoder(target, None, plain), "step", None)}
     for nodes in options.nodes:
-        depth = 0 if nodes == CHAIN else way.k
-        drafter = dataclasses.replace(way.drafter, tree_depth=depth)
+        drafter = way.drafter
+        if nodes != CHAIN:
+            given = dict(tree_depth=way.k, num_candidates=options.candidates or None)
+            drafter = dataclasses.replace(drafter, **given)
         decoder = Decoder(target, drafter, config_of(way.k if nodes == CHAIN else nodes - 1))
         runs |= {f"{nodes}, {kind}": (decoder, kind, way.params) for kind in ("step", "draft")}
     samples = time_ways(runs, params, size, options.prompt, options)
@@ -50,6 +52,7 @@ def measure_batch(
         {
             "batch": size,
             "nodes": nodes,
+            "candidates": options.candidates,
             "depth": way.k,
             "steps": options.steps,
             "ms": {
@@ -103,6 +106,7 @@ def main(command_line: list[str] | None = None) -> int:
         default=[CHAIN, 8, 16, 32, 64],
         help="the newest token and the drafts; 0 for a chain",
     )
+    add("--candidates", type=int, default=64, help="of each row of the block; 0 for all ids")
     add("--steps", type=int, default=32, help="per run")
     add("--prompt", type=int, default=128, help="tokens before the first step")
     options = parser.parse_args(command_line)
@@ -112,7 +116,7 @@ def main(command_line: list[str] | None = None) -> int:
     target = lm.models.Llama(llamas.TINY if options.tiny else llamas.QWEN3_8B, "bfloat16")
     params = llamas.random_params(target, 0)
     way = block_way(target, params, True, 3 if options.tiny else 7, ())
-    results = measure.Results("trees_gpu", ("batch", "nodes"), options.output)
+    results = measure.Results("trees_gpu", ("batch", "nodes", "candidates"), options.output)
     for size in options.batches:
         if clock.is_late(f"B = {size}"):
             continue
