@@ -198,6 +198,9 @@ def likeliest(
         lambda x: jnp.repeat(x, num_rows, axis=0),
         (context.sampling, context.keys, context.lengths),
     )
+    # The rows of a lone request have one key. XLA for CPUs would simplify their noise in a circle,
+    # for seconds, and print an error: the barrier hides that they are equal.
+    keys, lengths = lax.optimization_barrier((keys, lengths))
     if context.config.draft_sample_method == "greedy":
         sampling = SamplingParams(jnp.zeros_like(sampling.temperature))
     offsets = jnp.tile(offsets, batch_size)
