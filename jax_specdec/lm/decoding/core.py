@@ -506,11 +506,7 @@ def _kept_features(
 ) -> jax.Array:
     """``[B, most, A*H]``, the features of the rows whose tokens were kept; zeros after them.
 
-    Args:
-      features: ``[B, S, A*H]``, of the rows of a target pass.
-      path: ``[B, P]`` int32, the rows of a tree that tokens come from; None for a chain.
-      num_kept: ``[B]`` int32.
-      most: D + 1, the most tokens of a step.
+    The rows are those of ``path [B, P]``, or without it the first ``num_kept [B]``; most is D + 1.
     """
     if path is not None:
         # [B, S, A*H] -> [B, P, A*H]
