@@ -199,6 +199,19 @@ def test_one_offset_is_that_of_all_rows() -> None:
     np.testing.assert_allclose(each.scores, shared.scores, rtol=1e-5, atol=1e-5)
 
 
+def test_xla_compiles_the_level_of_a_lone_request_without_complaint(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """XLA for CPUs knows that its rows have one key and position, and went round in a circle."""
+    level = jnp.zeros((1,), jnp.int32)
+
+    def children(logits: jax.Array, context: lm.DraftContext) -> drafting_tree.Children:
+        return drafting_tree.likeliest(logits, level, context, 8)
+
+    jax.jit(children).lower(jnp.zeros((1, 8, 256)), context_of(1)).compile()
+    assert "circular" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("size", [300, 5000, "map"])
 def test_the_likeliest_token_is_the_draft_of_a_chain(size: int | str) -> None:
     rng, ids = np.random.default_rng(0), None

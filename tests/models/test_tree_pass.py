@@ -249,7 +249,7 @@ def test_a_path_is_kept_in_place(scan_layers: bool) -> None:
 GOOD: dict[str, Any] = {
     "token_ids": np.zeros((2, 3), np.int32),
     "start": np.zeros(2, np.int32),
-    "tree": lm.models.TreeRows(np.zeros((2, 3), np.int32), np.ones((2, 3, 2), np.uint32)),
+    "tree": sd.TreeRows(np.zeros((2, 3), np.int32), np.ones((2, 3, 2), np.uint32)),
 }
 
 

@@ -146,9 +146,10 @@ def _check_trees(drafts: Drafts, owner: np.ndarray, proposed: np.ndarray) -> Non
     must = "be a node before it, from 0 to the number of its request's drafts before it"
     check_entries("drafts.parents[{}]", parents, holds, must, proposed)
     ids = np.asarray(drafts.token_ids)
-    siblings = [(int(owner[i]), int(parents[i]), int(ids[i])) for i in proposed]
+    siblings = np.stack([owner[proposed], parents[proposed], ids[proposed]])
+    first = np.unique(siblings, axis=1, return_index=True)[1]
     is_first = np.ones(len(ids), bool)
-    is_first[proposed] = [one not in siblings[:i] for i, one in enumerate(siblings)]
+    is_first[proposed] = np.isin(np.arange(len(proposed)), first)
     must = "differ from its siblings"
     check_entries("drafts.token_ids[{}]", ids, is_first, must, proposed)
 

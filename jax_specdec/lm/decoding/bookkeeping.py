@@ -121,9 +121,8 @@ class HostState(NamedTuple):
     returning: tuple[ServedRequest, ...]  # those that ran and wait for a slot, before all others
     updates: tuple[RequestUpdate, ...]  # that have not been delivered
     counters: AcceptanceCounters  # of the steps that were read; on the device
-    estimator: (
-        AcceptanceEstimator | TreeEstimator | None
-    )  # of these steps; None without a draft budget
+    # Of these steps; None without a draft budget.
+    estimator: AcceptanceEstimator | TreeEstimator | None
     stats: ServingStats  # of these steps
 
     def slot_of(self, request_id: int) -> int | None:

@@ -398,18 +398,7 @@ class Decoder:
         num_features = None
         if features is not None:
             num_features = record.num_kept
-            if output.path is not None:
-                row = jnp.maximum(output.path, 0)[:, :, None]
-                features = jnp.take_along_axis(features, row, axis=1)
-            missing = self.most_accepted + 1 - features.shape[1]
-            if missing < 0:  # no tree: at most `most_accepted` drafts of it were accepted
-                features = features[:, :missing]
-            if missing > 0:
-                features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
-            row = jnp.arange(features.shape[1], dtype=jnp.int32)[None, :, None]
-            features = jnp.where(
-                row < num_features[:, None, None], features, 0
-            )  # others may be NaN
+            features = _kept_features(features, output.path, num_features, self.most_accepted + 1)
         has_own_drafts = output.num_emitted > 0
         if is_forced is not None:
             has_own_drafts &= ~is_forced
@@ -510,6 +499,25 @@ def _run_as_wide_as_needed(
 
     output: TargetOutput = lax.cond(jnp.any(ids[:, 0] >= 0), wide, narrow, cache)
     return output
+
+
+def _kept_features(
+    features: jax.Array, path: jax.Array | None, num_kept: jax.Array, most: int
+) -> jax.Array:
+    """``[B, most, A*H]``, the features of the rows whose tokens were kept; zeros after them.
+
+    The rows are those of ``path [B, P]``, or without it the first ``num_kept [B]``; most is D + 1.
+    """
+    if path is not None:
+        # [B, S, A*H] -> [B, P, A*H]
+        features = jnp.take_along_axis(features, jnp.maximum(path, 0)[:, :, None], axis=1)
+    missing = most - features.shape[1]
+    if missing < 0:  # no tree: tokens past the first `most` were left out
+        features = features[:, :missing]
+    if missing > 0:
+        features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
+    row = jnp.arange(most, dtype=jnp.int32)[None, :, None]
+    return jnp.where(row < num_kept[:, None, None], features, 0)  # others may be NaN
 
 
 def _with_fewer_tokens(
