@@ -70,7 +70,10 @@ def main(command_line: list[str] | None = None) -> None:
     grid = itertools.product(options.drafters or ways, options.temperatures, options.nodes)
     for name, temperature, nodes in grid:
         drafter, params = ways[name]
-        drafter = dataclasses.replace(drafter, tree_depth=0 if nodes == CHAIN else DEPTH)
+        if nodes != CHAIN:
+            drafter = dataclasses.replace(drafter, tree_depth=DEPTH)
+            if name == "dspark":  # as `bench_trees_gpu.py`, and the command line
+                drafter = dataclasses.replace(drafter, num_candidates=64)
         config = sd.SpecDecodeConfig(
             num_speculative_tokens=DEPTH if nodes == CHAIN else nodes - 1,
             rejection_sample_method="agreement",

@@ -244,7 +244,7 @@ def speed_against_nodes(document: dict[str, Any]) -> Figure | None:
 
     Times of steps are the document's, tokens per pass those of the embedded target.
     """
-    rows = [row for row in document["rows"] if "depth" in row and "step" in row.get("ms", {})]
+    rows = [row for row in document["rows"] if row.get("candidates")]
     lengths = measure.load(measure.RESULTS / "trees_cpu.json")
     if not rows or lengths is None:
         return None

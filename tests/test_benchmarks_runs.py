@@ -8,6 +8,8 @@ import bench_forced_drafts
 import bench_serving_gpu
 import bench_sharded_gpu
 import bench_steps_gpu
+import bench_trees
+import bench_trees_gpu
 import bench_verify_tpu
 import jax
 import jax.numpy as jnp
@@ -54,6 +56,25 @@ def test_a_tpu_compares_times_and_fails_where_tokens_differ(tmp_path, monkeypatc
     )
     assert bench_verify_tpu.main(["--only", "greedy", "--output", str(path)]) == 1
     assert "TOKENS DIFFER" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_trees_are_counted_and_timed(tmp_path, capsys):
+    few = ["--prompts", "2", "--max-new-tokens", "12", "--nodes", "0", "8", "--temperatures", "0.8"]
+    bench_trees.main([*few, "--drafters", "dspark", "--output", str(tmp_path)])
+    chain, tree = json.loads((tmp_path / "trees_cpu.json").read_text())["rows"]
+    assert chain["same_text"] == tree["same_text"] == 2
+    assert 1 <= chain["tokens_per_pass"] <= tree["tokens_per_pass"] <= 8
+
+    tiny = ["--tiny", "--batches", "1", "--nodes", "0", "8", "--candidates", "16"]
+    assert (
+        bench_trees_gpu.main([*tiny, "--repeats", "1", "--steps", "2", "--output", str(tmp_path)])
+        == 0
+    )
+    rows = json.loads((tmp_path / "trees_gpu.json").read_text())["rows"]
+    assert [row["nodes"] for row in rows] == [0, 8]
+    assert all(min(row["ms"].values()) > 0 for row in rows)
+    assert "chain of 3" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -38,6 +38,8 @@ from jax_specdec.lm.models.tokenizer import TextStream, Tokenizer, load_tokenize
 
 MAX_LENGTH = 1024
 """Longest sequence of the embedded models, prompt included."""
+TREE_CANDIDATES = 64
+"""Ids of each row of a block that a tree of a head with a Markov bias is chosen from."""
 
 
 class Draft(NamedTuple):
@@ -55,8 +57,11 @@ class Draft(NamedTuple):
         """
         if num_nodes is None:
             return self.drafter, config
-        head: Any = self.drafter
-        drafter = dataclasses.replace(head, tree_depth=config.num_speculative_tokens)
+        drafter: Any = self.drafter
+        drafter = dataclasses.replace(drafter, tree_depth=config.num_speculative_tokens)
+        if isinstance(drafter, BlockDrafter) and drafter.head.config.markov_rank is not None:
+            most = min(TREE_CANDIDATES, drafter.head.vocab_size)
+            drafter = dataclasses.replace(drafter, num_candidates=most)
         return drafter, dataclasses.replace(config, num_speculative_tokens=num_nodes - 1)
 
 
