@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_specdec as sd
 from jax_specdec import lm
 
 from . import reference_eagle3 as reference
@@ -136,7 +137,7 @@ def test_levels_of_a_tree_are_numpy_on_each_path(option: str) -> None:
         drafts = rng.integers(0, 40, (batch_size, width), np.int32)
         row = depth * width + np.arange(width)
         visible[:, np.arange(width), row // 32] |= np.uint32(1) << (row % 32).astype(np.uint32)
-        tree = lm.models.TreeRows(np.full((batch_size, width), depth, np.int32), visible)
+        tree = sd.TreeRows(np.full((batch_size, width), depth, np.int32), visible)
         logits, feedback, cache = apply(
             params, states, drafts, lengths, cache, tree=tree, first_row=np.int32(depth * width)
         )
@@ -247,7 +248,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         call(token_ids=jnp.zeros((2, 3)))
     with pytest.raises(ValueError, match="^start must"):
         call(start=jnp.zeros(3, jnp.int32))
-    rows = lm.models.TreeRows(jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3, 2), jnp.uint32))
+    rows = sd.TreeRows(jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3, 2), jnp.uint32))
     call(rows)
     with pytest.raises(ValueError, match=r"^tree\.depth must"):
         call(rows._replace(depth=rows.depth[:, 1:]))
