@@ -21,7 +21,7 @@ from jax_specdec._src.verify import xla
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.part import part_of
-from jax_specdec._src.verify.requests import DrawnRaces, OneRace, Uniforms
+from jax_specdec._src.verify.requests import DrawnRaces, Races, Uniforms
 from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, place_of, without_vma
 
 DraftImplementation = Literal["xla", "mosaic_gpu"]
@@ -141,7 +141,7 @@ def sample_draft_tokens(
     return drawn._replace(token_ids=own)
 
 
-_Arrays = tuple[jax.Array, SamplingParams, Uniforms | DrawnRaces | OneRace]
+_Arrays = tuple[jax.Array, SamplingParams, Uniforms | Races | DrawnRaces]
 """Logits, sampling parameters, and the noise as `xla.sample` takes it."""
 
 
@@ -155,7 +155,7 @@ def sample_by_races(
       sampling: parameters of each row.
       exponential: ``[B, T+L]`` float32, from `token_exponentials`.
     """
-    arrays = logits, sampling, OneRace(exponential)
+    arrays = logits, sampling, Races(exponential[:, None])  # of one position each
 
     def on_whole(arrays: _Arrays) -> DraftSample:
         return traced_for_platform(_sample_part, arrays, False, None, False)

@@ -116,20 +116,6 @@ class DrawnRaces(NamedTuple):
         return token_exponentials(self.keys[:, None], at, vocab_size)
 
 
-class OneRace(NamedTuple):
-    """Noise of exponential races that was given, of requests of one row each.
-
-    Attributes:
-      exponential: ``[B, T+L]`` float32.
-    """
-
-    exponential: jax.Array
-
-    def of_rows(self, offset: jax.Array, vocab_size: int) -> jax.Array:
-        """Returns ``[B, 1, T+L]``, the noise of the one position of each request."""
-        return self.exponential[:, None]
-
-
 class Request(NamedTuple):
     """All that verification knows of B requests before any row is read.
 
@@ -165,7 +151,7 @@ class Request(NamedTuple):
     filter: Filter | None
     greedy: jax.Array
     accept: jax.Array
-    noise: Uniforms | Races | DrawnRaces | OneRace
+    noise: Uniforms | Races | DrawnRaces
     bonus_token_id: jax.Array | None
     status: jax.Array
     is_ok: jax.Array
@@ -176,7 +162,7 @@ class Request(NamedTuple):
         cls,
         temperature: jax.Array,
         filter: Filter | None,
-        noise: Uniforms | DrawnRaces | OneRace,
+        noise: Uniforms | Races | DrawnRaces,
     ) -> Request:
         """Returns requests that own a bonus row each, and nothing else.
 

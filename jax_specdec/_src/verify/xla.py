@@ -30,7 +30,7 @@ from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import (
     CallArrays,
     DrawnRaces,
-    OneRace,
+    Races,
     Request,
     Uniforms,
     requests_of,
@@ -123,7 +123,7 @@ def _verify(
 def sample(
     logits: jax.Array,
     sampling: SamplingParams,
-    noise: Uniforms | DrawnRaces | OneRace,
+    noise: Uniforms | Races | DrawnRaces,
     *,
     part: Part,
     backend: Gather,

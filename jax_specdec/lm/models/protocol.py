@@ -265,8 +265,8 @@ def commit_path(model: CausalModel, cache: Cache, start: jax.Array, path: jax.Ar
       TypeError: the model has no `commit`, or its `apply` takes no `tree`.
     """
     check_runs_trees("model", model)
-    commit: Any = getattr(model, "commit")  # noqa: B009  optional, so not of the protocol
-    return commit(cache, start, path)
+    owner: Any = model  # the method is optional, so not of the protocol
+    return owner.commit(cache, start, path)
 
 
 def check_runs_trees(name: str, model: CausalModel) -> None:
