@@ -12,6 +12,7 @@ import jax
 import pytest
 
 ROOT = Path(__file__).parents[1]
+PROGRAMS = ROOT / "build/programs"
 
 collect_ignore = [
     "models/huggingface/make.py",  # they want torch, which no test needs
@@ -55,11 +56,11 @@ def optimize(wanted: bool) -> None:
 optimize(False)  # what files compute when they are collected
 gc.set_threshold(50_000, 20, 50)  # Python looks for cycles after every 700 objects, JAX makes many
 if jax.default_backend() == "cpu":
-    # What took long to compile is kept for the next run, also of processes that tests start.
+    # Programs are kept for the other worker, the next run, and processes that tests start.
+    # Reading a small one takes a sixth of the time of compiling it.
     for name, value in (
-        ("jax_compilation_cache_dir", str(ROOT / "build/programs")),
-        ("jax_compilation_cache_max_size", 2**30),
-        ("jax_persistent_cache_min_compile_time_secs", 0.1),
+        ("jax_compilation_cache_dir", str(PROGRAMS)),
+        ("jax_persistent_cache_min_compile_time_secs", 0.0),
     ):
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
@@ -83,6 +84,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         assert all("@" in item.nodeid for item in session.items), "pytest-xdist sees no groups"
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keeps at most 1 GB of programs, those that were read last.
+
+    JAX's own limit looks at every file, under a lock, each time that it keeps a program.
+    """
+    if hasattr(session.config, "workerinput"):  # a worker; the others may still run
+        return
+    left = 2**30
+    for file in sorted(PROGRAMS.glob("*"), key=lambda x: x.stat().st_atime, reverse=True):
+        left -= file.stat().st_size
+        if left < 0:
+            file.unlink(missing_ok=True)
 
 
 @pytest.fixture(autouse=True, scope="module")

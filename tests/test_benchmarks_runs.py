@@ -21,7 +21,7 @@ import pytest
 from jax_specdec import lm
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compile_time_is_measured_in_every_situation(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     bench_compile_cpu.main(["--batches", "2", "--vocabularies", "64", "--repeats", "2"])
@@ -80,7 +80,7 @@ def test_trees_are_counted_and_timed(tmp_path, capsys):
 @pytest.mark.slow
 def test_serving_is_measured_with_full_slots_and_arrivals(tmp_path, capsys):
     command = ["--tiny", "--slots", "2", "--drafters", "lookup", "--steps", "8", "--repeats", "1"]
-    command += ["--arrivals", "60", "--rounds", "1", "--policies", "largest", "8"]
+    command += ["--arrivals", "60", "--rounds", "1", "--policies", "largest", "8", "steps-8"]
     assert bench_serving_gpu.main([*command, "--output", str(tmp_path)]) == 0
     (row,) = measure.load(tmp_path / "serving_gpu.json")["rows"]
     full = row["full"]
@@ -89,7 +89,7 @@ def test_serving_is_measured_with_full_slots_and_arrivals(tmp_path, capsys):
     rate = full["tokens_per_step"] / full["ms"] * 1e3
     np.testing.assert_allclose(full["tokens_per_second"], rate)
     rows = measure.load(tmp_path / "arrivals_gpu.json")["rows"]
-    assert [row["chunk_size"] for row in rows] == [32, 8]
+    assert [row["chunk_size"] for row in rows] == [32, 8, 8]
     for row in rows:
         assert {len(run) for runs in row["samples"].values() for run in runs} == {60}
         assert row["arrivals"]["step"]["ratio"] >= 1 and row["arrivals"]["first_mean"] > 0
@@ -161,7 +161,7 @@ def test_random_weights_have_the_shapes_of_the_models(scan_layers):
     assert jnp.isfinite(logits).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_forced_tokens_are_counted_with_and_without(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(

@@ -22,7 +22,6 @@ from jax_specdec import lm
 from jax_specdec.__main__ import main
 
 pytestmark = pytest.mark.newest
-long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 B, K, V = 3, 2, 300
 RNG = np.random.default_rng(0)
@@ -174,11 +173,19 @@ CALLS: dict[str, Callable[[], Any]] = {
 }
 
 FEW = "standard", "drafting", "counts", "agreement, cuda", "block, cpu"
+MORE = "standard, cuda", "synthetic, cpu"  # every rule, and every form, is compiled and not
+
+
+def marked(name: str, call: Callable[[], Any]) -> Any:
+    if name in FEW:
+        return call
+    is_long = name in CALLS or name in MORE
+    return pytest.param(call, marks=pytest.mark.long if is_long else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     "call",
-    [call if name in FEW else long(call) for name, call in CALLS.items()],
+    [marked(*item) for item in CALLS.items()],
     ids=CALLS,
 )
 def test_tokens_are_the_same_in_64_bit_mode(call):
@@ -203,7 +210,7 @@ RULES = {
 
 @pytest.mark.parametrize(
     "call",
-    [call if name in FEW else long(call) for name, call in {**CALLS, **RULES}.items()],
+    [marked(*item) for item in {**CALLS, **RULES}.items()],
     ids=[*CALLS, *RULES],
 )
 def test_what_is_not_compiled_gives_the_same(call):
