@@ -163,6 +163,13 @@ def test_lengths_limit_the_drafts_of_a_server() -> None:
     options = parse("serve", "-k4", "--max-drafts-by-length", "1024:2,1500:0")
     driver = make_driver(options, models_lib.load_models(options, []))
     assert driver.engine.max_drafts_by_length == ((1024, 2), (1500, 0))
+    assert not driver.prompts_in_steps
+
+
+def test_steps_of_a_server_read_prompts_if_asked_for() -> None:
+    options = parse("serve", "--prompts-in-steps", "--chunk-size=128")
+    driver = make_driver(options, models_lib.load_models(options, []))
+    assert (driver.prompts_in_steps, driver.chunk_size) == (True, 128)
 
 
 def test_a_stop_token_ends_the_text_and_is_not_printed(

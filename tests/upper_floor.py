@@ -21,10 +21,10 @@ from jax_specdec.lm.decoding import programs
 from jax_specdec.lm.decoding.batch import append
 from jax_specdec.lm.decoding.core import Decoder
 from jax_specdec.lm.decoding.differences import _processed
-from jax_specdec.lm.decoding.engine import put_cache
 from jax_specdec.lm.decoding.generate import make_batch
 from jax_specdec.lm.decoding.options import NUMBERS, PENALTIES, RequestFields, options_per_request
 from jax_specdec.lm.decoding.packing import PACKING, BatchOptions
+from jax_specdec.lm.decoding.slots import put_cache
 from jax_specdec.lm.decoding.step_costs import ChunkCosts
 from jax_specdec.lm.drafting import draw as drafting_draw
 from jax_specdec.lm.drafting import tree as drafting_tree

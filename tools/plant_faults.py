@@ -436,8 +436,47 @@ def _(right, *args, **named):
 
 
 @fault(
+    "the first chunk of a prompt finds the cache of the request before",
+    "lm.decoding.slots:read_into_slots",
+    "serving/test_engine.py drafting/test_eagle3.py",
+)
+def _(right, owner, cache, prompts, length, read):
+    return right(owner, cache, prompts._replace(start=prompts.start + 1), length, read)
+
+
+@fault(
+    "the token after a chunk is not known",
+    "lm.decoding.engine:NewRequests._or_zeros",
+    "serving/test_prompts.py",
+)
+def _(right, self, values):
+    return right(self, None if values is self.next_token_ids else values)
+
+
+@fault(
+    "a step reads a prompt into the next request's slot",
+    "lm.decoding.core:apply_with_prompts",
+    "serving/test_prompts.py",
+)
+def _(right, model, params, token_ids, start, cache, prompts, *rest):
+    wrong = prompts._replace(slots=(prompts.slots + 1) % start.shape[0])
+    return right(model, params, token_ids, start, cache, wrong, *rest)
+
+
+@fault(
+    "drafts of a request that reads its prompt are written over the prompt",
+    "lm.models.layers:write_cache",
+    "models/test_prompt_rows.py",
+)
+def _(right, keys, values, key, value, positions, layer=None, requests=None):
+    if requests is not None:  # places past the end, which are not written, become the first
+        positions = jnp.where(positions >= keys.shape[-1], 0, positions)
+    return right(keys, values, key, value, positions, layer, requests)
+
+
+@fault(
     "a slot keeps the cache of the request before",
-    "lm.decoding.engine:put_cache",
+    "lm.decoding.slots:put_cache",
     "serving/test_engine.py",
 )
 def _(right, cache, some, slots, axis):

@@ -36,8 +36,6 @@ class Loop:
             TARGET, drafter, CONFIG, num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(CHUNK,)
         )
         self.admit = jax.jit(functools.partial(self.engine.admit, PARAMS, params))
-        self.chunk = jax.jit(functools.partial(self.engine.prefill_chunk, PARAMS, params))
-        self.insert = jax.jit(self.engine.insert)
         draft = functools.partial(self.engine.draft, params)
         self.draft = jax.jit(draft, static_argnames="num_drafts")
         self.verify = jax.jit(functools.partial(self.engine.verify, PARAMS))
@@ -51,24 +49,21 @@ class Loop:
 
         It is one that had left, by one token at least: an engine drops a new one's first drafts.
         """
-        prompt = self.engine.pad_prompt(text)
+        prompt = np.append(self.engine.pad_prompt(text), np.int32(0))
         options = lm.RequestOptions(max_new_tokens=len(PROMPTS[slot]) + BUDGET)
-        requests = lm.NewRequests(
-            slots=np.array([slot]),
-            prompts=prompt[None],
-            lengths=np.array([len(text)]),
-            keys=np.array([slot], np.uint32),
-            options=self.engine.options_of([options], [0]),
-        )
-        if len(text) <= CHUNK:
-            return self.admit(state, requests)
-        caches = self.engine.init_caches(params=PARAMS)
-        for start in range(0, len(text), CHUNK):
-            start = min(start, len(prompt) - CHUNK)
-            end = start + CHUNK
-            following = prompt[end] if end < len(prompt) else 0
-            caches = self.chunk(caches, prompt[start:end], start, len(text), following)
-        return self.insert(state, caches, requests)
+        for start in range(0, max(len(text) - 1, 1), CHUNK):
+            start = min(start, len(prompt) - 1 - CHUNK)
+            requests = lm.NewRequests(
+                slots=np.array([slot]),
+                prompts=prompt[None, start : start + CHUNK],
+                lengths=np.array([len(text)]),
+                keys=np.array([slot], np.uint32),
+                options=self.engine.options_of([options], [0]),
+                start=np.array([start]),
+                next_token_ids=prompt[None, start + CHUNK],
+            )
+            state = self.admit(state, requests)
+        return state
 
 
 @functools.cache

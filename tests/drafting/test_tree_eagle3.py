@@ -234,12 +234,12 @@ def test_a_depth_out_of_range_is_told(tree_depth: Any, error: Any, message: str)
 @pytest.mark.parametrize(
     "config, message",
     [
-        ({"rejection_sample_method": "standard"}, "rejection_sample_method must be 'agreement'"),
-        ({"rejection_sample_method": "block"}, "rejection_sample_method must be 'agreement'"),
-        ({"num_speculative_tokens": 64}, "num_speculative_tokens must be at most 63"),
+        ({"rejection_sample_method": "standard"}, 'rejection_sample_method must be "agreement"'),
+        ({"rejection_sample_method": "block"}, 'rejection_sample_method must be "agreement"'),
+        ({"num_speculative_tokens": 64}, "num_speculative_tokens must be below 64"),
     ],
 )
 def test_a_step_that_cannot_have_trees_is_told(config: dict[str, Any], message: str) -> None:
     assert TREES.init_store(HEAD_PARAMS, 1, CONFIG) is None
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=rf"^config\.{message}"):
         TREES.init_store(HEAD_PARAMS, 1, dataclasses.replace(CONFIG, **config))

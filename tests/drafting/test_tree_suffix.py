@@ -130,12 +130,12 @@ def test_a_depth_out_of_range_is_told() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rejection_sample_method": "standard"}, "rejection_sample_method must be 'agreement'"),
-        ({"num_speculative_tokens": 64}, "num_speculative_tokens must be at most 63"),
+        ({"rejection_sample_method": "standard"}, 'rejection_sample_method must be "agreement"'),
+        ({"num_speculative_tokens": 64}, "num_speculative_tokens must be below 64"),
     ],
 )
 def test_a_step_that_cannot_have_trees_is_told(config: dict[str, Any], message: str) -> None:
     given = dict(num_speculative_tokens=4, rejection_sample_method="agreement")
     assert LONG.init_store(None, 1, sd.SpecDecodeConfig(**given)) is None
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=rf"^config\.{message}"):
         LONG.init_store(None, 1, sd.SpecDecodeConfig(**given | config))

@@ -181,7 +181,7 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
     for _ in range(12):
         for update in driver.step():
             texts[update.request_id] += update.token_ids
-    again, _ = programs.init(engine, *weights)
+    again = programs.init(engine, *weights)
     for slot, (prompt, (i, text)) in enumerate(zip(prompts, texts.items(), strict=True)):
         request = lm.NewRequests(
             slots=np.array([slot], np.int32),
@@ -190,7 +190,7 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
             keys=np.array([i], np.uint32),
             options=engine.options_of(asked, [len(prompt)]),  # some tokens are emitted already
         )
-        again = programs.admit(engine, *weights, again, request)
+        again = programs.admit(engine, *weights, again, programs.PackedRequests.of(request))
     found, wanted = (draft(weights[1], state) for state in (driver.state, again))
     assert (wanted.draft_token_ids >= 0).all()
     difference = float(jnp.abs(found.store.logits - wanted.store.logits).max())

@@ -356,8 +356,6 @@ def test_a_released_slot_emits_nothing_and_forgets_its_drafts():
 FUNCTIONS = (
     programs.init,
     programs.admit,
-    programs.prefill_chunk,
-    programs.insert,
     programs.step,
     programs.release,
 )
@@ -367,17 +365,16 @@ FUNCTIONS = (
     ("sizes", "settings", "num_programs"),
     [
         pytest.param(None, {}, 5, marks=pytest.mark.long),
-        ((4, 16), dict(max_steps_ahead=2, max_prefills=1, chunk_size=4), 9),
+        ((4, 16), dict(max_steps_ahead=2, max_prefills=1, chunk_size=4), 6),
+        ((5, 16), dict(max_steps_ahead=2, chunk_size=5, prompts_in_steps=True), 9),
     ],
-    ids=["whole", "pieces"],
+    ids=["whole", "pieces", "in steps"],
 )
 def test_nothing_is_compiled_after_warm_up(sizes, settings, num_programs):
     engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=sizes)
     assert {size for _, size in engine.admit_shapes} == {*(sizes or (32, LONGEST + 1))}
     driver = driver_of(engine, *weights_of(LOOKUP), **settings)
     programs, progress = {"jit(admit)", "jit(step)", "jit(release)"}, []
-    if sizes:
-        programs |= {"jit(prefill_chunk)", "jit(insert)"}
     with compilations() as names:
         driver.warm_up(
             lambda *counts: progress.append((*counts, sum(name in programs for name in names)))

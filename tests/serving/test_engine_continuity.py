@@ -49,7 +49,7 @@ from .engines import (
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 MOST_ALIVE = 16  # counted by request: after a lost state, those that ran wait too
-FUNCTIONS = ("init", "admit", "prefill_chunk", "insert", "step", "release")
+FUNCTIONS = ("init", "admit", "step", "release")
 Call = Callable[..., Any]
 
 
@@ -62,7 +62,7 @@ def driver_of(**settings: Any) -> lm.EngineDriver:
 
 @functools.cache
 def warmed_up() -> lm.EngineDriver:
-    driver = driver_of()
+    driver = driver_of(prompts_in_steps=True)
     driver.warm_up()
     return driver
 
@@ -304,18 +304,28 @@ def test_logits_differ_by_little_however_a_prompt_is_cut() -> None:
     """So the tokens of a preempted request differ only where a decision is as close as this."""
     prompt = np.random.default_rng(0).integers(0, VOCAB, LONGEST).astype(np.int32)
     engines = (dataclasses.replace(LLAMA, prefill_sizes=(piece,)) for piece in (LONGEST, 9))
-    caches = []
+    states = []
     for engine in engines:
-        size, read = engine.chunk_size, jax.jit(engine.prefill_chunk)
-        caches.append(engine.init_caches())
+        size, read = engine.chunk_size, jax.jit(engine.admit)
+        states.append(engine.init_state(weights_of(LLAMA)[1]))
         for start in range(0, LONGEST, size):
             start = min(start, LONGEST - size)
-            chunk = prompt[start : start + size], start, LONGEST, 0
-            caches[-1] = read(*weights_of(LLAMA), caches[-1], *chunk)
+            requests = lm.NewRequests(
+                slots=np.array([0]),
+                prompts=prompt[None, start : start + size],
+                lengths=np.array([LONGEST]),
+                keys=np.array([0], np.uint32),
+                options=engine.options_of([lm.RequestOptions()], [LONGEST]),
+                start=np.array([start]),
+            )
+            states[-1] = read(*weights_of(LLAMA), states[-1], requests)
     last = prompt[None, -1:], np.array([LONGEST - 1], np.int32)
     margins = []
     models = (LLAMA.model, LLAMA.drafter.model)
-    both_caches = ((one.target, one.draft) for one in caches)
+    heads = LLAMA.model.config.num_key_value_heads  # of the first slot
+    both_caches = (
+        jax.tree.map(lambda x: x[:heads], (one.target_cache, one.draft_cache)) for one in states
+    )
     for model, params, *both in zip(models, weights_of(LLAMA), *both_caches, strict=True):
         score = jax.jit(model.apply)
         whole, pieces = (np.asarray(score(params, *last, cache)[0]) for cache in both)
@@ -654,6 +664,7 @@ def test_random_interrupts_and_failures_lose_nothing_and_repeat_nothing(
         max_queue=MOST_ALIVE,
         max_steps_ahead=ahead,
         max_prefills=1 if ahead else None,
+        prompts_in_steps=ahead > 1,
         max_retries=1000,
     )
     interrupts = Interrupts(seed, every=1500)

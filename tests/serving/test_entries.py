@@ -48,14 +48,6 @@ def request() -> lm.NewRequests:
     )
 
 
-def chunk() -> tuple[Any, ...]:
-    return jnp.zeros((LLAMA.chunk_size,), jnp.int32), *map(jnp.int32, (0, 1, 0))
-
-
-def caches(engine: lm.Engine = LLAMA, num_requests: int = 1) -> Any:
-    return engine.init_caches(num_requests)
-
-
 # Every place where weights enter, called with the target's and the drafter's.
 WEIGHTS: dict[str, Callable[[Any, Any], object]] = {
     "generate": lambda p, d: lm.generate(
@@ -70,8 +62,8 @@ WEIGHTS: dict[str, Callable[[Any, Any], object]] = {
     ),
     "init_state": lambda p, d: LLAMA.init_state(d, p),
     "admit": lambda p, d: LLAMA.admit(p, d, state(), request()),
-    "prefill_chunk": lambda p, d: LLAMA.prefill_chunk(p, d, caches(), *chunk()),
     "step": lambda p, d: LLAMA.step(p, d, state()),
+    "step with prompts": lambda p, d: LLAMA.step(p, d, state(), request()),
 }
 
 
@@ -137,7 +129,7 @@ ENTERING: dict[str, tuple[Callable[[], object], str]] = {
     ),
     # Caches
     "verify a state of another engine": (
-        lambda: LLAMA.verify(weights_of(LLAMA)[0], replaced(target_cache=caches().target)),
+        lambda: LLAMA.verify(weights_of(LLAMA)[0], replaced(target_cache=MODEL.init_cache(1, 48))),
         r"state.target_cache\[0\]\[0\] must be an array \[8, 8, \d+\] of float32, as in "
         r"Llama.init_cache\(4, \d+\), but it is an array \[2, 8, \d+\]",
     ),
@@ -157,16 +149,12 @@ ENTERING: dict[str, tuple[Callable[[], object], str]] = {
         ),
         r"state.target_cache\[0\]\[0\] must be .* of float32, .* \[.*\] of bfloat16",
     ),
-    "prefill_chunk of two requests": (
-        lambda: LLAMA.prefill_chunk(*weights_of(LLAMA), caches(num_requests=2), *chunk()),
-        r"caches.target\[0\]\[0\] must be an array \[2, 8, \d+\] of float32, as in Llama.init_cac",
+    "admit into a state without a cache": (
+        lambda: LLAMA.admit(*weights_of(LLAMA), replaced(draft_cache=()), request()),
+        "state.draft_cache must have the structure of ModelDrafter.init_cache",
     ),
-    "insert from a larger engine": (
-        lambda: LLAMA.insert(state(), caches(LARGER), request()),
-        r"caches.target\[0\]\[0\] must be an array \[2, 8, \d+\] of float32, as in Llama.init_cac",
-    ),
-    "insert into a state without a cache": (
-        lambda: LLAMA.insert(replaced(draft_cache=()), caches(), request()),
+    "a step with prompts and a state without a cache": (
+        lambda: LLAMA.step(*weights_of(LLAMA), replaced(draft_cache=()), request()),
         "state.draft_cache must have the structure of ModelDrafter.init_cache",
     ),
 }

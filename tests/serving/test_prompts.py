@@ -26,7 +26,7 @@ SMALL, LARGE = PIECES.chunk_sizes
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of prompts that each call has read, padding included; 0 is a step."""
+    """Tokens of prompts that each call has read, padding included; a step's are negative, or 0."""
     found: list[int] = []
 
     def note(name: str, tokens_of: Callable[..., int]) -> None:
@@ -38,15 +38,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         monkeypatch.setattr(programs, name, call)
 
-    note("admit", lambda *args: args[-1].prompts.size)
-    note("prefill_chunk", lambda *args: args[4].size)
-    note("step", lambda *_: 0)
+    note("admit", lambda *args: prompt_size(args[-1]))
+    note("step", lambda *args: -prompt_size(args[-1]))
     return found
+
+
+def prompt_size(packed: object) -> int:
+    return packed.requests.prompts.size if isinstance(packed, programs.PackedRequests) else 0
 
 
 def between_steps(calls: list[int]) -> list[list[int]]:
     """The calls before each step."""
-    groups = itertools.groupby(calls, key=bool)
+    groups = itertools.groupby(calls, key=lambda n: n > 0)
     return [list(group) for is_read, group in groups if is_read]
 
 
@@ -118,6 +121,42 @@ def test_groups_are_read_while_others_run_where_they_are_small_enough(calls):
     assert calls[0] == LARGE == 4 * SMALL
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_steps_read_prompts_while_somebody_runs(ahead, calls):
+    settings = dict(max_steps_ahead=ahead, chunk_size=LARGE, prompts_in_steps=True)
+    driver = driver_of(PIECES, *TABLES, max_prefills=1, **settings)
+    rng = np.random.default_rng(0)
+    running = driver.submit([1], max_new_tokens=39)
+    updates = driver.step()
+    asked = [request(rng, length, 2) for length in (9, 2, 1, 20, 2, 3, 1)]
+    ids = [driver.submit(**one) for one in asked]
+    del calls[:]
+    while sum(len(u.token_ids) for u in updates if u.request_id == running) < 33:
+        updates += driver.step()
+    # Nothing is read between steps.
+    assert max(calls) == 0 and min(calls) == -LARGE
+    parts = sum(-(-(len(one["prompt"]) - 1) // LARGE) for one in asked if len(one["prompt"]) > 2)
+    found = run(driver, updates)
+    num_reads = sum(n != 0 for n in calls)
+    assert parts < num_reads < parts + 4, "some of the four shortest go together"
+    for request_id, one in zip(ids, asked, strict=True):
+        assert found[request_id].token_ids == greedy_truth(one)
+
+
+def test_a_step_reads_no_prompt_where_nobody_would_run(calls):
+    driver = driver_of(PIECES, *TABLES, max_prefills=1, prompts_in_steps=True)
+    first = driver.submit([1, 2] * 6, max_new_tokens=1)
+    second = driver.submit([2, 1] * 6, max_new_tokens=1)
+    found = run(driver)
+    assert min(calls) == 0, "its budget would be spent before the step"
+    assert [len(found[i].token_ids) for i in (first, second)] == [1, 1]
+
+
+def test_whether_steps_read_prompts_is_a_bool():
+    with pytest.raises(TypeError, match="^prompts_in_steps must be a bool, but it is 1"):
+        lm.EngineDriver(PIECES, *TABLES, prompts_in_steps=1)  # type: ignore[arg-type]
+
+
 # Whose turn it is
 
 
@@ -164,10 +203,10 @@ def test_a_request_may_leave_between_two_chunks(leave):
         assert request_id not in found
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_a_prompt_that_cannot_be_read_to_its_end_ends_its_request_alone(ahead):
+@pytest.mark.parametrize(("ahead", "in_steps"), [(0, False), (2, False), (0, True), (2, True)])
+def test_a_prompt_that_cannot_be_read_to_its_end_ends_its_request_alone(ahead, in_steps):
     driver = failing(lambda tokens: tokens.shape[0] < SLOTS and (tokens == 5).any(), ahead)
-    driver.chunk_size = SMALL
+    driver.chunk_size, driver.prompts_in_steps = SMALL, in_steps
     rng = np.random.default_rng(6)
     asked = [
         dict(prompt=rng.integers(0, 5, n).tolist(), max_new_tokens=9 + n, stop_token_ids=[5])
@@ -201,15 +240,21 @@ DRIVERS: dict[str, tuple[lm.Engine, tuple[Any, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("in_steps", [False, True], ids=["between steps", "in steps"])
 @pytest.mark.parametrize("name", DRIVERS)
-def test_the_size_of_chunks_changes_no_text(name):
+def test_the_size_of_chunks_changes_no_text(name, in_steps):
     engine, weights = DRIVERS[name]
     rng = np.random.default_rng(3)
     asked = [engines.random_request(rng, [0.0, 1.0]) for _ in range(12)]
     driver = driver_of(engine, *weights)
     wanted = [engines.alone(driver, one) for one in asked]
     busy = driver_of(
-        engine, *weights, max_steps_ahead=2, max_prefills=1, chunk_size=engine.chunk_sizes[0]
+        engine,
+        *weights,
+        max_steps_ahead=2,
+        max_prefills=1,
+        chunk_size=engine.chunk_sizes[0],
+        prompts_in_steps=in_steps,
     )
     ids = [busy.submit(**one) for one in asked]
     cancelled = busy.submit([1] * 12, max_new_tokens=20)
@@ -237,10 +282,12 @@ def test_the_size_of_chunks_changes_no_text(name):
 )
 def test_the_largest_chunk_costs_about_a_step(seconds, largest):
     assert ChunkCosts(1.0, seconds).largest == largest
+    within = {size: x / 2.2 for size, x in seconds.items()}
+    assert ChunkCosts(1.0, within, in_steps=True).largest == largest
 
 
 def costing(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
-    monkeypatch.setattr(programs, "measure_chunks", lambda *_: ChunkCosts(1.0, seconds))
+    monkeypatch.setattr(programs, "measure_chunks", lambda *_, **__: ChunkCosts(1.0, seconds))
 
 
 @pytest.mark.parametrize(("large", "chosen"), [(1.0, LARGE), (1.5, SMALL)])
@@ -282,16 +329,18 @@ def test_warm_up_chooses_and_compiles_what_it_has_chosen(large, chosen, monkeypa
 def test_nothing_is_measured_where_there_is_nothing_to_choose(
     engine, weights, settings, monkeypatch
 ):
-    monkeypatch.setattr(programs, "measure_chunks", lambda *_: 1 / 0)
-    monkeypatch.setattr(lm.EngineDriver, "_read_prompts", lambda *_: None)  # compiles nothing
+    monkeypatch.setattr(programs, "measure_chunks", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(lm.EngineDriver, "_read", lambda *_: None)  # compiles nothing
     driver = driver_of(engine, *weights, **settings)
     driver.warm_up()
     assert driver.chunk_size == engine.chunk_size
 
 
-def test_steps_and_prompts_are_measured():
-    costs = programs.measure_chunks(PIECES, *TABLES)
-    assert 0 < costs.step < np.inf and all(0 < x < np.inf for x in costs.seconds.values())
+@pytest.mark.parametrize("in_steps", [False, True])
+def test_steps_and_prompts_are_measured(in_steps):
+    costs = programs.measure_chunks(PIECES, *TABLES, in_steps=in_steps)
+    assert 0 < costs.step < np.inf and np.isfinite([*costs.seconds.values()]).all()
+    assert in_steps or min(costs.seconds.values()) > 0
     assert tuple(costs.seconds) == PIECES.chunk_sizes[: len(costs.seconds)]
     assert costs.largest in costs.seconds
 

@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return call
 
-    for name in ("admit", "prefill_chunk", "insert", "step", "release"):
+    for name in ("admit", "step", "release"):
         monkeypatch.setattr(programs, name, noting(name, getattr(programs, name)))
     return names
 
@@ -185,13 +185,13 @@ def test_requests_go_on_while_a_long_prompt_is_read(ahead, monkeypatch):
         new = driver.step()
         assert running in {u.request_id for u in new}, "each step has a token for it"
         updates += new
-    pieces = -(-33 // 8)
-    reads = names[: names.index("insert") + 1]
-    assert Counter(reads)["prefill_chunk"] == pieces and Counter(reads)["step"] >= pieces - 1
-    # Never two calls that read between two steps, but for the last piece's own.
-    between = "".join({"step": "|", "insert": ""}.get(name, "r") for name in names).split("|")
+    pieces = (33 - 1) // 8  # a step reads the last token
+    assert 1 <= Counter(names)["admit"] - pieces <= len(short)
+    # Never two calls that read between two steps.
+    between = "".join({"step": "|"}.get(name, "r") for name in names).split("|")
     assert max(map(len, between)) == 1
-    assert reads.index("admit") < len(reads) - 1, "short prompts do not wait for all of its pieces"
+    first = list(dict.fromkeys(u.request_id for u in updates))
+    assert first.index(ids[0]) > first.index(ids[1]), "short prompts do not wait for all pieces"
     found = run(driver, updates)
     assert found[ids[0]].token_ids == greedy_truth(long)
     for request_id, request in zip(ids[1:], short, strict=True):
@@ -204,7 +204,7 @@ def test_where_nobody_runs_prompts_are_read_until_somebody_does(monkeypatch):
     driver.submit(**long)
     names = calls(monkeypatch)
     (update,) = driver.step()
-    assert names == ["prefill_chunk"] * 4 + ["insert", "step"]
+    assert names == ["admit"] * 4 + ["step"]
     assert update.token_ids == greedy_truth(long)[:1]
 
 
@@ -375,18 +375,18 @@ def test_a_device_that_fails_at_every_step_ends_every_request():
     assert MOST_RETRIES < num_calls <= len(ids) * (MOST_RETRIES + 1)
 
 
-def test_a_long_prompt_that_cannot_be_read_harms_nobody(monkeypatch):
+def test_a_long_prompt_that_cannot_be_read_harms_nobody():
     driver = failing(lambda tokens: tokens.shape[0] < SLOTS and (tokens == 5).any(), ahead=1)
     good = [dict(prompt=[1, i], max_new_tokens=25, stop_token_ids=[5]) for i in range(2)]
     ids = [driver.submit(**request) for request in good]
     updates = driver.step()
-    names = calls(monkeypatch)
     bad = driver.submit([2] * 20 + [5], max_new_tokens=9)
     found = run(driver, updates)
     assert found[bad].finish_reason == "failed"
     assert [found[i].token_ids for i in ids] == [greedy_truth(request) for request in good]
-    # Its first failure shows in a step, and concerns all; the later ones concern itself alone.
-    assert names.count("admit") <= 1 < MOST_RETRIES
+    # Its first failure may show in a step, and concern all; the later ones concern itself alone.
+    errors = [sum(u.error is not None for u in found[i].updates) for i in (*ids, bad)]
+    assert max(errors[:2]) <= 1 and errors[2] > MOST_RETRIES
 
 
 # Metrics

@@ -96,6 +96,7 @@ class Options:
     max_length: int | None = None
     max_queue: int = 64
     chunk_size: int | None = None
+    prompts_in_steps: bool = False
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     max_logprobs: int = 5
     history: int = 0
@@ -249,6 +250,7 @@ def _add_serve(parser: _Parser) -> None:
     parser.add("--max-length", type=int, metavar="N")
     parser.add("--max-queue", type=int, default=Options.max_queue, metavar="N")
     parser.add("--chunk-size", type=int, metavar="N")
+    parser.add("--prompts-in-steps", action="store_true")
     pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
     parser.add("--max-drafts-by-length", type=pairs, metavar="LENGTH:N,...")
     parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
@@ -303,6 +305,8 @@ _HELP = {
     "--max-queue": "requests that may wait; more are answered with status 429",
     "--chunk-size": """tokens of prompts read between two steps while others run: 64, 128 or 256
         (default: the most that take about as long as a step, measured at the start)""",
+    "--prompts-in-steps": """read prompts in the target's pass of a step, which then takes little
+        longer; the last bits of sums, and so near ties of sampled texts, depend on the load""",
     "--max-drafts-by-length": """the most drafts per step from a length on, prompt included; with
         4096:2,16384:0 there are none from 16384 tokens on (default: K at every length)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns

@@ -93,7 +93,13 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     if size not in (None, *sizes):
         raise InputError(f"--chunk-size must be one of {', '.join(map(str, sizes))}, but is {size}")
     weights = models.target.params, draft.params
-    return lm.EngineDriver(engine, *weights, max_queue=options.max_queue, chunk_size=size)
+    return lm.EngineDriver(
+        engine,
+        *weights,
+        max_queue=options.max_queue,
+        chunk_size=size,
+        prompts_in_steps=options.prompts_in_steps,
+    )
 
 
 def _read_key(options: Options) -> str | None:

@@ -24,6 +24,8 @@ from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
+from jax_specdec.lm.decoding.inputs import reads_chunks
+from jax_specdec.lm.decoding.slots import read_into_slots
 from jax_specdec.lm.drafting.context import with_fewer_drafts
 from jax_specdec.lm.drafting.drafter import (
     Drafter,
@@ -34,9 +36,12 @@ from jax_specdec.lm.drafting.drafter import (
 )
 from jax_specdec.lm.models.protocol import (
     CausalModel,
+    PromptRows,
     TargetOutput,
     apply_model,
+    apply_with_prompts,
     commit_path,
+    reads_beside,
     sharding_of,
 )
 
@@ -139,13 +144,13 @@ class DecodeState:
 
 
 class Caches(NamedTuple):
-    """What both models know of R prompts that are being read.
+    """What both models know of R prompts.
 
     Attributes:
       target: the target's cache.
       draft: the drafter's cache.
-      features: ``[R, 1, A*H]``, of each prompt's last token but one, once it was read: the first
-        step drafts from it. None if the drafter reads none.
+      features: ``[R, 1, A*H]``, of each prompt's last token but one: the first step drafts from it.
+        None if the drafter reads none.
     """
 
     target: Any
@@ -221,7 +226,7 @@ class Decoder:
         store = None
         if self.drafter is not None:
             store = self.drafter.init_store(draft_params, size, self.config)
-        features, num_features = self.first_features(caches, batch.lengths)
+        features, num_features = self.first_features(caches.features, batch.lengths)
         return DecodeState(
             batch=batch,
             target_cache=caches.target,
@@ -241,59 +246,69 @@ class Decoder:
         self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
     ) -> DecodeState:
         """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
-        caches = self.empty_caches(params, *batch.token_ids.shape)
-        prompts = batch.token_ids[:, :prompt_size]
-        caches = self.read(params, draft_params, caches, prompts, batch.lengths)
+        empty = self.empty_caches(params, *batch.token_ids.shape)
+        prompts, zeros = batch.token_ids[:, :prompt_size], jnp.zeros_like(batch.lengths)
+        _, target, features = self._run(params, prompts, zeros, empty.target)
+        caches = empty._replace(target=target)
+        if self.drafter is not None:
+            given = {} if features is None else dict(features=features, next_token_ids=zeros)
+            draft = self.drafter.prefill(draft_params, prompts, empty.draft, **given)
+            features = features_of_last(features, batch.lengths, zeros)
+            caches = Caches(target, draft, features)
         return self.state_of(draft_params, batch, caches)
 
-    def read(
+    def read_prompts(
+        self, params: Any, state: DecodeState, prompts: PromptRows
+    ) -> tuple[DecodeState, jax.Array | None]:
+        """The state after the target has read parts of R prompts, and their ``[R, P, A*H]``."""
+
+        def read(own: Any) -> tuple[Any, jax.Array | None]:
+            output = self._run(params, prompts.token_ids, prompts.start, own)
+            return output.cache, output.features
+
+        length = state.batch.token_ids.shape[1]
+        given = self.model, state.target_cache, prompts, length
+        target_cache, features = read_into_slots(*given, read)
+        return dataclasses.replace(state, target_cache=target_cache), features
+
+    def draft_prompts(
         self,
-        params: Any,
         draft_params: Any,
-        caches: Caches,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        start: jax.Array | None = None,
-        next_token_ids: jax.Array | None = None,
-    ) -> Caches:
-        """Read R prompts, or one chunk of each, with both models.
+        state: DecodeState,
+        prompts: PromptRows,
+        features: jax.Array | None,
+        next_token_ids: jax.Array,
+    ) -> DecodeState:
+        """The state after the drafter has read what the target has.
 
         Args:
-          params: the target's weights.
           draft_params: the drafter's weights.
-          caches: empty, or from the call for the chunk before.
-          token_ids: ``[R, P]`` int32.
-          lengths: ``[R]`` int32, of the whole prompts.
-          start: ``[R]`` int32, position of the first of these tokens; None for whole prompts.
-          next_token_ids: ``[R]`` int32, the token after these; None for whole prompts.
-
-        Returns:
-          The caches.
+          state: after `read_prompts`, or a pass that read the prompts beside.
+          prompts: that were read.
+          features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
+          next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
-        zeros = jnp.zeros((token_ids.shape[0],), jnp.int32)
-        begin = zeros if start is None else start
-        _, target, features = self._run(params, token_ids, begin, caches.target)
         if self.drafter is None:
-            return caches._replace(target=target)
-        given: dict[str, Any] = {} if start is None else {"start": start}
+            return state
+        drafter = self.drafter
+        given: dict[str, Any] = {"start": prompts.start} if reads_chunks(drafter) else {}
         if features is not None:
-            following = zeros if next_token_ids is None else next_token_ids
-            given |= {"features": features, "next_token_ids": following}
-        draft = self.drafter.prefill(draft_params, token_ids, caches.draft, **given)
-        if features is not None and caches.features is not None:
-            row = (lengths - 2 - begin)[:, None, None]
-            is_here = (row >= 0) & (row < token_ids.shape[1])
-            one = jnp.take_along_axis(features, jnp.maximum(row, 0), axis=1, mode="clip")
-            features = jnp.where(is_here, one, caches.features)
-        return Caches(target, draft, features)
+            given |= {"features": features, "next_token_ids": next_token_ids}
+
+        def read(own: Any) -> tuple[Any, None]:
+            return drafter.prefill(draft_params, prompts.token_ids, own, **given), None
+
+        length = state.batch.token_ids.shape[1]
+        draft_cache, _ = read_into_slots(drafter, state.draft_cache, prompts, length, read)
+        return dataclasses.replace(state, draft_cache=draft_cache)
 
     def first_features(
-        self, caches: Caches, lengths: jax.Array
+        self, features: jax.Array | None, lengths: jax.Array
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """`DecodeState.features` and `num_features` after R prompts of these lengths were read."""
-        if caches.features is None:
+        """`DecodeState.features` and `num_features` of R prompts, from `features_of_last`."""
+        if features is None:
             return None, None
-        features = jnp.pad(caches.features, ((0, 0), (0, self.most_accepted), (0, 0)))
+        features = jnp.pad(features, ((0, 0), (0, self.most_accepted), (0, 0)))
         return features, jnp.minimum(lengths - 1, 1)
 
     def step(
@@ -345,19 +360,67 @@ class Decoder:
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """The second half of `step`; see `Engine.verify`."""
+        return self.accept(state, self.score(params, state)[0], token_bitmask, is_forced)
+
+    def score(
+        self, params: Any, state: DecodeState, prompts: PromptRows | None = None
+    ) -> tuple[TargetOutput, jax.Array | None]:
+        """The target's pass over each request's last token and drafts: the first half of `verify`.
+
+        Args:
+          params: the target's weights.
+          state: with drafts.
+          prompts: that are read with the same pass, or after it; None for none.
+
+        Returns:
+          What the target says of the drafts, its cache, and features ``[R, P, A*H]`` of the
+          prompts.
+
+        Raises:
+          ValueError: the state holds features that the drafter has not read.
+        """
         if state.features is not None:
             raise ValueError(
                 f"state must come from draft, because {type(self.drafter).__name__} reads the "
                 "features of every target pass, but it holds some that were not read"
             )
-        batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
+        batch, ids = state.batch, state.draft_token_ids
+        start = batch.lengths - 1
+        last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
+        tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
         tree = None if state.draft_parents is None else TreeRows.of(state.draft_parents)
+        arrays = params, tokens, start, state.target_cache, tree
+        if prompts is not None and reads_beside(self.model):
+            layers = feature_layers_of(self.drafter)
+            return apply_with_prompts(self.model, *arrays[:4], prompts, layers, tree)
+        # Only for a batch of one, or with a draft budget, whose widths depend on the load.
+        # Otherwise the last bits of float32 sums would depend on a request's neighbours.
+        is_free = tokens.shape[0] == 1 or state.estimator is not None
+        if may_abstain(self.drafter) and ids.size and is_free:
+            output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
+        else:
+            output = self._run(*arrays)
+        if prompts is None:
+            return output, None
+        after = dataclasses.replace(state, target_cache=output.cache)
+        after, features = self.read_prompts(params, after, prompts)
+        return output._replace(cache=after.target_cache), features
+
+    def accept(
+        self,
+        state: DecodeState,
+        scored: TargetOutput,
+        token_bitmask: jax.Array | None = None,
+        is_forced: jax.Array | None = None,
+    ) -> tuple[DecodeState, StepRecord]:
+        """The second half of `verify`: check the drafts by what `score` says, and append."""
+        batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
         drafts = Drafts.from_dense(ids, parents=state.draft_parents)
         context = batch.context(self.config)
         if state.store is not None:
             store = state.store if is_forced is None else state.store.evict(is_forced)
             drafts = store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
-        logits, target_cache, features = self._apply(params, state, tree)
+        logits, target_cache, features = scored
         logits = logits.reshape(-1, logits.shape[-1])
         rows = context.process_logits(logits, drafts)
         output = rejection_sample(
@@ -385,10 +448,11 @@ class Decoder:
                 sharding=sharding_of(self.model),
             )
         in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)
-        if tree is None:
+        if state.draft_parents is None:
             num_proposed = jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
         else:  # of the longest path
-            num_proposed = jnp.max(in_range * tree.depth[:, 1:], axis=1)
+            depth = TreeRows.of(state.draft_parents).depth[:, 1:]
+            num_proposed = jnp.max(in_range * depth, axis=1)
         if self.most_accepted < self.num_drafts:
             output, found = _with_fewer_tokens(output, found, self.most_accepted + 1)
             num_proposed = jnp.minimum(num_proposed, self.most_accepted)
@@ -461,21 +525,6 @@ class Decoder:
         layers = feature_layers_of(self.drafter)
         return apply_model(self.model, params, token_ids, start, cache, layers, tree)
 
-    def _apply(self, params: Any, state: DecodeState, tree: TreeRows | None) -> TargetOutput:
-        """The target over each request's last token and drafts."""
-        batch, ids = state.batch, state.draft_token_ids
-        start = batch.lengths - 1
-        last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
-        tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
-        arrays = params, tokens, start, state.target_cache, tree
-        # Only for a batch of one, or with a draft budget, whose widths depend on the load.
-        # Otherwise the last bits of float32 sums would depend on a request's neighbours.
-        is_free = tokens.shape[0] == 1 or state.estimator is not None
-        if may_abstain(self.drafter) and ids.size and is_free:
-            output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
-            return output
-        return self._run(*arrays)
-
 
 def _run_as_wide_as_needed(
     arrays: tuple[Any, ...], decoder: Decoder, platform: Platform
@@ -499,6 +548,24 @@ def _run_as_wide_as_needed(
 
     output: TargetOutput = lax.cond(jnp.any(ids[:, 0] >= 0), wide, narrow, cache)
     return output
+
+
+def features_of_last(
+    features: jax.Array | None, lengths: jax.Array, start: jax.Array
+) -> jax.Array | None:
+    """``[R, 1, A*H]``, of the last token but one of R prompts; zeros if it is not among these.
+
+    Args:
+      features: ``[R, P, A*H]``, from position `start` on.
+      lengths: ``[R]`` int32, of the prompts.
+      start: ``[R]`` int32.
+    """
+    if features is None:
+        return None
+    row = (lengths - 2 - start)[:, None, None]
+    is_here = (row >= 0) & (row < features.shape[1])
+    one = jnp.take_along_axis(features, jnp.maximum(row, 0), axis=1, mode="clip")
+    return jnp.where(is_here, one, 0)
 
 
 def _kept_features(

@@ -25,13 +25,13 @@ from jax_specdec.lm.decoding.bookkeeping import (
     ServedRequest,
     StepAhead,
 )
-from jax_specdec.lm.decoding.core import Caches, DecodeState, on_all_devices
+from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
-from jax_specdec.lm.decoding.prompts import ChunkedPrefill, new_requests, next_group
+from jax_specdec.lm.decoding.prompts import ChunkedPrefill, Prompts, next_group
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.drafting.drafter import has_history
 from jax_specdec.lm.models.protocol import check_params
@@ -58,7 +58,7 @@ class EngineDriver:
     happened completely or not at all; a `preempt` that was has happened to all running requests.
     JAX makes a ValueError of an interrupt of its own caches: it is a KeyboardInterrupt again here.
 
-    **Prompts** are read between steps, while requests run at most `chunk_size` tokens before each.
+    **Prompts** are read between steps, at most `chunk_size` tokens while requests run, or in steps.
 
     **Failed calls**, as on a device with too little memory, are not raised; an error while a
     program is traced is. Each request that was in the call gets an update with the `error`. A
@@ -73,7 +73,7 @@ class EngineDriver:
     is its own context manager.
 
     Attributes:
-      engine, max_queue, max_steps_ahead, max_prefills, max_retries: as they were given.
+      engine, max_queue, max_steps_ahead, max_prefills, prompts_in_steps, max_retries: as given.
       chunk_size: the most tokens of prompts that one call reads while requests run.
       draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
 
@@ -105,6 +105,7 @@ class EngineDriver:
         max_steps_ahead: int = 1,
         max_prefills: int | None = 1,
         chunk_size: int | None = None,
+        prompts_in_steps: bool = False,
         max_retries: int = 5,
         step_costs: StepCosts | None = None,
     ) -> None:
@@ -121,8 +122,13 @@ class EngineDriver:
             them makes running requests wait. None for as many as free slots and prompts allow.
           chunk_size: the most tokens that such a call reads, one of the engine's `chunk_sizes`:
             longer prompts are read in chunks of so many. None for the largest; `warm_up` then
-            chooses the largest that costs at most 1.1 steps. While nobody runs, a call reads up to
-            the engine's `chunk_size`.
+            chooses the largest that costs at most 1.1 steps, or within a step half a step more.
+            While nobody runs, a call reads up to the engine's `chunk_size`.
+          prompts_in_steps: while requests run, read prompts in the target's pass of a step, as many
+            as one call between steps would: see `Engine.step`. So a step with prompts takes little
+            longer than one without, but its sums of floats may differ in their last bits: near
+            ties, and so sampled texts, may then depend on when other requests come. In steps for a
+            grammar, and of requests whose calls have failed, nothing is read.
           max_retries: the most failed calls in a row after which a request goes on.
           step_costs: of steps with each number of drafts of the engine's `draft_budget`; None to
             measure them in `warm_up`. Until there are some, every step has the largest number.
@@ -142,6 +148,8 @@ class EngineDriver:
         self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
         calls = None if max_prefills is None else check_int("max_prefills", max_prefills, 1)
         self.max_prefills = calls
+        check_type("prompts_in_steps", prompts_in_steps, bool)
+        self.prompts_in_steps = prompts_in_steps
         self.chunk_size = engine.chunk_size
         if chunk_size is not None:
             self.chunk_size = check_int("chunk_size", chunk_size)
@@ -168,8 +176,7 @@ class EngineDriver:
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
         # What is on the device: dropped after an exception.
         self._state: DecodeState | None = None
-        self._caches: Caches | None = None  # of the long prompt that is being read
-        self._prefill: ChunkedPrefill | None = None
+        self._prefill: ChunkedPrefill | None = None  # the long prompt that is being read
         self._ahead: list[StepAhead] = []
         self._is_whole = True  # False while something changes, and after an exception
 
@@ -225,9 +232,9 @@ class EngineDriver:
         Args:
           on_progress: called with the number of programs that are ready and the number of all,
             before the first and after each: `admit` for each of the engine's `admit_shapes`,
-            `release`, `step` for each number of drafts and for none, and where prompts are read in
-            chunks, `insert` and `prefill_chunk`. None for no calls. Steps and prompts are measured
-            where a `chunk_size` is to be chosen, or `step_costs` are missing.
+            `release`, and `step` for each number of drafts, for none, and with `prompts_in_steps`
+            for each of these shapes. None for no calls. Steps and prompts are measured where a
+            `chunk_size` is to be chosen, or `step_costs` are missing.
           grammars: whether requests will have matchers; their steps are then compiled, too, as two
             more programs.
 
@@ -265,35 +272,30 @@ class EngineDriver:
             self._read_step()
 
         def choose() -> None:
-            if self._chooses_chunk_size:
-                self._settle()  # there may be no room for two states
-                self.chunk_size = programs.measure_chunks(engine, *self._weights).largest
-                self._is_whole = False
-            chunk(self.chunk_size)
-
-        def chunk(size: int, num_read: int = 0) -> None:
-            if self.chunk_size < engine.max_length:
-                longest = ChunkedPrefill(nowhere, request(engine.max_length), num_read)
-                self._read_chunk(longest, size)
+            self._settle()  # there may be no room for two states
+            given = engine, *self._weights
+            costs = programs.measure_chunks(*given, in_steps=self.prompts_in_steps)
+            self.chunk_size = costs.largest
+            self._is_whole = False
 
         calls: list[Callable[[], object]] = []
-        for num_rows, size in engine.admit_shapes:
-            group = {nowhere + row: request(size) for row in range(num_rows)}
-            calls.append(functools.partial(self._read_prompts, group, engine.chunk_size))
+        prompts = [
+            Prompts({nowhere + row: request(size) for row in range(num_rows)}, 0, size, None)
+            for num_rows, size in engine.admit_shapes
+        ]
+        calls += [functools.partial(self._read, one) for one in prompts]
         calls.append(functools.partial(self._empty, nowhere))
         chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
         each = dict.fromkeys(((False, 0), *chosen))
         calls += [functools.partial(step, self._dispatch_whole, *one) for one in each]
+        beside = functools.partial(step, self._dispatch_whole, False, programs.most_drafts(engine))
+        calls += [functools.partial(beside, one) for one in prompts] * self.prompts_in_steps
         masked = [functools.partial(step, self._dispatch_masked, {nowhere: n}) for n in (0, 1)]
         calls += masked * grammars
         if has_history(engine.drafter):
             calls.append(functools.partial(self._remember, [[]]))
-        if self._chooses_chunk_size or self.chunk_size < engine.max_length:
+        if self._chooses_chunk_size:
             calls.append(choose)
-            is_other = self._chooses_chunk_size or self.chunk_size < engine.chunk_size
-            if is_other and engine.chunk_size < engine.max_length:
-                calls.append(functools.partial(chunk, engine.chunk_size))
-            calls.append(functools.partial(chunk, 0, engine.max_length))  # all was read
         return calls
 
     def submit(
@@ -431,13 +433,17 @@ class EngineDriver:
         num_ahead = 0 if is_failing or has_grammar else self.max_steps_ahead
         if len(self._ahead) >= num_ahead + (not self._host.updates):
             return False
-        self._admit_queued()
-        running = self._decoding
-        if not any(
-            one.budget_left > sum(x.request_ids.get(slot) == one.request_id for x in self._ahead)
-            for slot, one in running.items()
-        ):
-            return False  # all budgets are spent after the steps ahead, if each spends one token
+        prompts = None
+        if self.prompts_in_steps and not (is_failing or has_grammar) and self._has_budget():
+            prompts = self._next_prompts(self.chunk_size)
+            if prompts is not None and any(one.num_failures for one in prompts.group.values()):
+                self._read(prompts)  # if it fails again, that concerns nobody else
+                prompts = None
+        else:
+            self._admit_queued()
+        running = self._running_beside(prompts)
+        if not self._has_budget():
+            return False
         # A request may be longer on the device, and so have fewer drafts there, but never more.
         limits = {i: self.engine.most_drafts(x.options, x.length) for i, x in running.items()}
         if any(one.matching is not None for one in running.values()):
@@ -446,65 +452,66 @@ class EngineDriver:
         neutral = [one.options.is_neutral for one in running.values()]
         all_neutral = self.engine.request_options and all(neutral)
         num_drafts = None
-        if not any(limits.values()):
-            all_neutral, num_drafts = False, 0  # one program is enough
+        if prompts is not None:  # for these, and for no drafts, one program is enough
+            all_neutral, num_drafts = False, programs.most_drafts(self.engine)
+        elif not any(limits.values()):
+            all_neutral, num_drafts = False, 0
         elif self.draft_choice is not None:
             self.draft_choice.limits = [*limits.values()]
             num_drafts = self.draft_choice.next()
-        self._dispatch_whole(all_neutral, num_drafts)
+        self._dispatch_whole(all_neutral, num_drafts, prompts)
         return True
 
-    def _admit_queued(self) -> None:
-        """Read prompts, if there are any: at most `max_prefills` calls while requests run.
+    def _has_budget(self) -> bool:
+        """Whether a request has a budget left after the steps ahead, if each spends one token."""
+        return any(
+            one.budget_left > sum(x.request_ids.get(slot) == one.request_id for x in self._ahead)
+            for slot, one in self._decoding.items()
+        )
 
-        Chunks of a long prompt and groups of shorter prompts take turns.
-        """
+    def _admit_queued(self) -> None:
+        """Read prompts, if there are any: at most `max_prefills` calls while requests run."""
         num_calls = 0
         while self.max_prefills is None or num_calls < self.max_prefills or not self._decoding:
             most = self.chunk_size if self._decoding else self.engine.chunk_size
-            prefill, host, group = self._prefill, self._host, {}
-            if prefill is None or prefill.waits:
-                queue = itertools.chain(host.returning, self._waiting.values())
-                has_long = prefill is not None
-                group = next_group(self.engine, queue, host.slots, most, has_long=has_long)
-            if group:
-                self._read_prompts(self._occupy(group), most)
-            elif prefill is not None:
-                self._read_chunk(prefill, most)
-            else:
+            prompts = self._next_prompts(most)
+            if prompts is None:
                 break
+            self._read(prompts)
             num_calls += 1
 
-    def _read_prompts(self, group: dict[int, ServedRequest], most: int) -> None:
-        """Read the prompts of requests by slot, which are of one size; of a long one, a chunk."""
-        slot, first = next(iter(group.items()))
-        if first.length > most:
-            return self._read_chunk(ChunkedPrefill(slot, first), most)
-        requests = group.values()
-        new = new_requests(self.engine, group, self.engine.prompt_size(first.length))
-        state = self._ready_state(requests)
-        self._state = self._call(requests, programs.admit, *self._weights, state, new)
-        if self._prefill is not None:
-            self._prefill = self._prefill._replace(waits=False)
+    def _next_prompts(self, most: int) -> Prompts | None:
+        """What is to be read next, at most so many tokens; its requests are in slots from now on.
 
-    def _read_chunk(self, prefill: ChunkedPrefill, most: int) -> None:
-        """Read the next chunk of a long prompt, if one is left; after the last, it runs."""
-        slot, request, num_read, _ = prefill
-        state = self._ready_state([request])
-        if not prefill.is_read:
-            start, num_read = prefill.next_chunk(self.engine, most, self.chunk_size)
-            tokens = prefill.tokens(start, num_read)
-            chunk = tokens[:-1], np.int32(start), np.int32(request.length), tokens[-1]
-            given = *self._weights, self._caches, *chunk
-            self._caches = self._call([request], programs.prefill_chunk, *given)
-            if request.num_failures and num_read > request.num_read:
+        Chunks of a long prompt and groups of shorter prompts take turns.
+        """
+        prefill, host, group = self._prefill, self._host, {}
+        if prefill is None or prefill.waits:
+            queue = itertools.chain(host.returning, self._waiting.values())
+            has_long = prefill is not None
+            group = next_group(self.engine, queue, host.slots, most, has_long=has_long)
+        if group:
+            group = self._occupy(group)
+            slot, first = next(iter(group.items()))
+            if first.length <= most:
+                rest = None if prefill is None else prefill._replace(waits=False)
+                return Prompts(group, 0, self.engine.prompt_size(first.length), rest)
+            prefill = ChunkedPrefill(slot, first)
+        return None if prefill is None else prefill.next_chunk(self.engine, most, self.chunk_size)
+
+    def _read(self, prompts: Prompts) -> None:
+        """Read prompts between two steps; those that are read to their end run from now on."""
+        requests = prompts.group.values()
+        state, new = self._ready_state(requests), prompts.arrays(self.engine)
+        self._state = self._call(requests, programs.admit, *self._weights, state, new)
+        self._prefill = rest = prompts.rest
+        is_chunk = prompts.start > 0 or (rest is not None and rest.slot in prompts.group)
+        for slot, request in prompts.group.items():
+            num_read = prompts.start + prompts.size
+            if is_chunk and request.num_failures and num_read > request.num_read:
                 request = request._replace(num_read=num_read, num_failures=0)
                 self._occupy({slot: request})
-        self._prefill = read = ChunkedPrefill(slot, request, num_read, waits=True)
-        if read.is_read:
-            new = new_requests(self.engine, {slot: request}, self.engine.max_length)
-            self._state = self._call([request], programs.insert, state, self._caches, new)
-            self._prefill = None
+                self._prefill = rest and rest._replace(request=request)
 
     def _occupy(self, group: dict[int, ServedRequest]) -> dict[int, ServedRequest]:
         """Requests are in slots from now on."""
@@ -517,12 +524,23 @@ class EngineDriver:
             self._waiting.pop(request_id, None)
         return group
 
-    def _dispatch_whole(self, all_neutral: bool, num_drafts: int | None) -> None:
-        """Dispatch a step; there is a program for each pair of these."""
+    def _dispatch_whole(
+        self, all_neutral: bool, num_drafts: int | None, prompts: Prompts | None = None
+    ) -> None:
+        """Dispatch a step, which may read prompts; there is a program for each pair of the first.
+
+        With prompts, there is one for each shape of these.
+        """
         static = dict(all_neutral=all_neutral, num_drafts=num_drafts)
-        slots = self._decoding
-        given = *self._weights, self._ready_state(slots.values())
-        self._add_step(slots, *self._call(slots.values(), programs.step, *given, **static))
+        slots = self._running_beside(prompts)
+        requests, new = [*slots.values()], None
+        if prompts is not None:
+            requests += prompts.group.values()
+            new = prompts.arrays(self.engine)
+        given = *self._weights, self._ready_state(requests), new
+        state, result = self._call(requests, programs.step, *given, **static)
+        self._prefill = self._prefill if prompts is None else prompts.rest
+        self._add_step(slots, state, result)
 
     def _dispatch_masked(self, limits: dict[int, int]) -> None:
         """Dispatch a step whose rows are masked by grammars, with the most drafts by slot."""
@@ -616,6 +634,11 @@ class EngineDriver:
         waits = None if self._prefill is None else self._prefill.slot
         return {slot: one for slot, one in self._host.slots.items() if slot != waits}
 
+    def _running_beside(self, prompts: Prompts | None) -> dict[int, ServedRequest]:
+        """The requests that run, by slot, without those whose prompts are about to be read."""
+        new = () if prompts is None else prompts.group
+        return {slot: one for slot, one in self._decoding.items() if slot not in new}
+
     # Interrupts and failed calls
 
     @contextlib.contextmanager
@@ -644,7 +667,7 @@ class EngineDriver:
         """
         if self._is_whole:
             return
-        self._state = self._caches = self._prefill = None
+        self._state = self._prefill = None
         self._ahead.clear()
         self._host = self._host.queued_first(sorted(self._host.slots))
         for request in self._host.returning:  # some had got a slot, and were still waiting for one
@@ -655,11 +678,8 @@ class EngineDriver:
         """The state, of empty slots if it was dropped."""
         if self._state is None:
             kept = dict(counters=self._host.counters, estimator=self._host.estimator)
-            has_chunks = self.chunk_size < self.engine.max_length
-            arrays = self._call(
-                requests, programs.init, *self._weights, has_chunks=has_chunks, **kept
-            )
-            self._state, self._caches = on_all_devices(arrays, self.engine.model)
+            state = self._call(requests, programs.init, *self._weights, **kept)
+            self._state = on_all_devices(state, self.engine.model)
         return self._state
 
     def _call(self, requests: Requests, function: Program, *args: Any, **named: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jax_specdec._src import noise
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, pytree, require
@@ -22,13 +21,13 @@ from jax_specdec._src.logprobs import LogprobsConfig
 from jax_specdec._src.types import Status
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
-from jax_specdec.lm.decoding.core import Caches, Decoder, DecodeState
+from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
 from jax_specdec.lm.drafting.drafter import Drafter, has_history
 from jax_specdec.lm.models.protocol import (
     CausalModel,
-    cache_batch_axis_of,
+    PromptRows,
     check_batch_axis,
     check_cache,
     check_model,
@@ -47,6 +46,8 @@ not by reading the weights: reading prompts together then gains little."""
     lengths="[R] int32",
     keys="[R]",
     options=(BatchOptions,),
+    start="[R] int32",
+    next_token_ids="[R] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class NewRequests:
@@ -56,11 +57,16 @@ class NewRequests:
 
     Attributes:
       slots: ``[R]`` int32 in [0, S).
-      prompts: ``[R, P]`` int32, from `Engine.pad_prompt`.
-      lengths: ``[R]`` int32, tokens of each prompt without its padding; at least 1.
+      prompts: ``[R, P]`` int32, from `Engine.pad_prompt`; or P tokens of each prompt from `start`
+        on, with padding after its last.
+      lengths: ``[R]`` int32, tokens of each whole prompt without its padding; at least 1.
       keys: ``[R]`` typed keys of two or four words; or ``[R]`` uint32 seeds, for which the keys
         are ``jax.random.key(seed)``.
       options: from `Engine.options_of`. Prompt and budget together are at most `max_length`.
+      start: ``[R]`` int32, the position of each prompt's first token in `prompts`: all before it
+        were read by earlier calls, for the same slots. None for 0.
+      next_token_ids: ``[R]`` int32, the token that follows `prompts`; any id where none does. None
+        where the prompts are whole.
 
     Example:
       >>> import jax, numpy as np
@@ -85,6 +91,22 @@ class NewRequests:
     lengths: jax.Array
     keys: jax.Array
     options: BatchOptions
+    start: jax.Array | None = None
+    next_token_ids: jax.Array | None = None
+
+    @property
+    def rows(self) -> PromptRows:
+        """The tokens that are read, and where they go."""
+        arrays = self.prompts, self._or_zeros(self.start), self.slots
+        return PromptRows(*(jnp.asarray(x, jnp.int32) for x in arrays))
+
+    @property
+    def following(self) -> jax.Array:
+        """``[R]`` int32, `next_token_ids`; zeros where they are None."""
+        return jnp.asarray(self._or_zeros(self.next_token_ids), jnp.int32)
+
+    def _or_zeros(self, values: jax.Array | None) -> jax.Array:
+        return jnp.zeros(jnp.shape(self.slots), jnp.int32) if values is None else values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,17 +385,14 @@ class Engine:
         kind = TreeEstimator if self.decoder.tree_depth else AcceptanceEstimator
         return kind.create(self.config.num_speculative_tokens)
 
-    def init_caches(self, num_requests: int = 1, params: Any = None) -> Caches:
-        """Empty caches of R requests; `params` and errors are those of `init_state`."""
-        return self.decoder.empty_caches(params, num_requests, self.buffer_length)
-
     def admit(
         self, params: Any, draft_params: Any, state: DecodeState, requests: NewRequests
     ) -> DecodeState:
-        """Read the prompts of R requests with both models, and put the requests into their slots.
+        """Read prompts of R requests, or a part of each, with both models, into their slots.
 
-        Whatever was in those slots is replaced. The first step of a new request has no drafts and
-        emits one token.
+        Whatever was in those slots is replaced. A request whose prompt has been read to its end
+        runs from now on; its first step has no drafts and emits one token. Of a longer prompt, the
+        parts are read one after another, the first from position 0 on; steps may come between.
 
         A request that left its slot comes back with its tokens so far as its prompt. If it had
         emitted some, its next step has drafts, with the same noise as if it had never left. So its
@@ -386,8 +405,7 @@ class Engine:
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
-          requests: with prompts of at most C tokens (`chunk_size`); longer ones are for
-            `prefill_chunk` and `insert`.
+          requests: with at most C tokens of each prompt (`chunk_size`).
 
         Returns:
           The state.
@@ -398,114 +416,72 @@ class Engine:
         """
         check_params("params", self.model, params)
         check_params("draft_params", self.drafter, draft_params)
-        prompts = self._checked_prompts(requests, self.chunk_size)
-        empty = self.init_caches(prompts.shape[0], params)
-        lengths = jnp.asarray(requests.lengths, jnp.int32)
-        caches = self.decoder.read(params, draft_params, empty, prompts, lengths)
-        return self.insert(state, caches, requests)
-
-    def prefill_chunk(
-        self,
-        params: Any,
-        draft_params: Any,
-        caches: Caches,
-        chunk: jax.Array,
-        start: jax.Array,
-        length: jax.Array,
-        next_token_id: jax.Array,
-    ) -> Caches:
-        """Read one chunk of a long prompt with both models; after the last one comes `insert`.
-
-        Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
-          caches: of one request, at first from `init_caches`; donated. A chunk that starts at 0
-            clears them.
-          chunk: ``[P]`` int32; it is compiled for each P.
-          start: ``[]`` int32, position of the chunk's first token.
-          length: ``[]`` int32, tokens of the whole prompt.
-          next_token_id: ``[]`` int32, the prompt's token after the chunk; any id after the last.
-
-        Returns:
-          The caches.
-
-        Raises:
-          TypeError: weights or caches of another dtype.
-          ValueError: shapes that do not fit.
-        """
-        check_params("params", self.model, params)
-        check_params("draft_params", self.drafter, draft_params)
-        self._check_caches(caches, 1)
-        start, length, following = (
-            jnp.asarray(x, jnp.int32) for x in (start, length, next_token_id)
-        )
-        is_first = start == 0
-        empty = self.init_caches(params=params)
-        caches = jax.tree.map(lambda new, old: jnp.where(is_first, new, old), empty, caches)
-        tokens = jnp.asarray(chunk, jnp.int32)[None, :]
-        return self.decoder.read(
-            params, draft_params, caches, tokens, length[None], start[None], following[None]
-        )
-
-    def insert(self, state: DecodeState, caches: Caches, requests: NewRequests) -> DecodeState:
-        """The second half of `admit`: put R requests whose prompts have been read into slots.
-
-        Args:
-          state: donated.
-          caches: of R requests, with their prompts.
-          requests: with prompts of any P up to `buffer_length`.
-
-        Returns:
-          The state.
-
-        Raises:
-          TypeError: caches of another dtype.
-          ValueError: shapes that do not fit.
-        """
-        size, m = self.buffer_length, self.max_stop_tokens
-        prompts, options = self._checked_prompts(requests, size), requests.options
-        r = prompts.shape[0]
-        self._check_caches(caches, r)
+        self._check_requests(requests)
         self._check_target_cache(state)
-        self._check_draft_cache(state)
-        stops = jnp.shape(options.stop_token_ids)
-        if stops != (r, m):
+        state, features = self.decoder.read_prompts(params, state, requests.rows)
+        return self._enter(draft_params, state, requests, features)
+
+    def _check_requests(self, requests: NewRequests) -> None:
+        shape, stops = jnp.shape(requests.prompts), jnp.shape(requests.options.stop_token_ids)
+        if len(shape) != 2 or not 1 <= shape[1] <= self.chunk_size:
             raise ValueError(
-                f"options.stop_token_ids must have shape [{r}, {m}], but it has {list(stops)}: "
-                "options_of gives what admit takes"
+                f"prompts must be [R, P] with P in [1, {self.chunk_size}], but they are "
+                f"{list(shape)}"
             )
+        if stops != (shape[0], self.max_stop_tokens):
+            raise ValueError(
+                f"options.stop_token_ids must have shape [{shape[0]}, {self.max_stop_tokens}], but "
+                f"it has {list(stops)}: options_of gives what admit takes"
+            )
+
+    def _enter(
+        self,
+        draft_params: Any,
+        state: DecodeState,
+        requests: NewRequests,
+        features: jax.Array | None,
+    ) -> DecodeState:
+        """R requests, whose tokens the target has read, in their slots.
+
+        Until a prompt is read to its end, its slot does not run, and is as long as what was read
+        and one token more. So what steps write there comes after that.
+        """
+        self._check_draft_cache(state)
+        rows = requests.rows
+        given = rows, features, requests.following
+        state = self.decoder.draft_prompts(draft_params, state, *given)
+        lengths = jnp.asarray(requests.lengths, jnp.int32)
+        end = rows.start + rows.token_ids.shape[1]
+        is_read = end >= lengths - 1  # a step reads the last token, as it does in every sequence
         keys = jnp.asarray(requests.keys)
         if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
             keys = jax.vmap(jax.random.key)(keys)
+        # [R, L]: what the slots hold, with these tokens and the next one, which a step may read.
+        token_ids = state.batch.token_ids.at[rows.slots].get(mode="clip")
+        added = jnp.concatenate([rows.token_ids, requests.following[:, None]], axis=1)
+        place = rows.start[:, None] + jnp.arange(added.shape[1], dtype=jnp.int32)[None, :]
+        requests_axis = jnp.arange(token_ids.shape[0])[:, None]
         new = Batch(
-            token_ids=jnp.pad(prompts, ((0, 0), (0, size - prompts.shape[1]))),
-            lengths=jnp.asarray(requests.lengths, jnp.int32),
-            done=jnp.zeros((r,), bool),
-            status=jnp.full((r,), int(Status.OK), jnp.int32),
+            token_ids=token_ids.at[requests_axis, place].set(added),
+            lengths=jnp.where(is_read, lengths, end + 1),
+            done=~is_read,
+            status=jnp.full_like(lengths, int(Status.OK)),
             keys=noise.threefry_keys(keys),
-            options=options,
+            options=requests.options,
         ).with_processors(self.model.vocab_size)
-        slots = jnp.asarray(requests.slots, jnp.int32)
-        here = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None] == slots[None, :]
-        target_axis, draft_axis = map(cache_batch_axis_of, (self.model, self.drafter))
+        last = features_of_last(features, lengths, rows.start)
         batch, features, num_features = jax.tree.map(
-            lambda all_, some: all_.at[slots].set(some),
+            lambda all_, some: all_.at[rows.slots].set(some),
             (state.batch, state.features, state.num_features),
-            (new, *self.decoder.first_features(caches, new.lengths)),
+            (new, *self.decoder.first_features(last, lengths)),
         )
+        slots = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
         return dataclasses.replace(
-            state.without_drafts(here.any(axis=1)),
+            state.without_drafts((slots == rows.slots[None, :]).any(axis=1)),
             batch=batch,
-            target_cache=put_cache(state.target_cache, caches.target, slots, target_axis),
-            draft_cache=put_cache(state.draft_cache, caches.draft, slots, draft_axis),
             features=features,
             num_features=num_features,
         )
-
-    def _check_caches(self, caches: Caches, num_requests: int) -> None:
-        sizes = num_requests, self.buffer_length
-        check_cache("caches.target", self.model, caches.target, *sizes)
-        check_cache("caches.draft", self.drafter, caches.draft, *sizes)
 
     def _check_target_cache(self, state: DecodeState) -> None:
         sizes = state.batch.token_ids.shape
@@ -515,19 +491,12 @@ class Engine:
         sizes = state.batch.token_ids.shape
         check_cache("state.draft_cache", self.drafter, state.draft_cache, *sizes)
 
-    def _checked_prompts(self, requests: NewRequests, most: int) -> jax.Array:
-        prompts = jnp.asarray(requests.prompts, jnp.int32)
-        if prompts.ndim != 2 or not 1 <= prompts.shape[1] <= most:
-            raise ValueError(
-                f"prompts must be [R, P] with P in [1, {most}], but they are {list(prompts.shape)}"
-            )
-        return prompts
-
     def step(
         self,
         params: Any,
         draft_params: Any,
         state: DecodeState,
+        requests: NewRequests | None = None,
         *,
         num_drafts: int | None = None,
         all_neutral: bool = False,
@@ -538,6 +507,10 @@ class Engine:
           params: the target's weights.
           draft_params: the drafter's weights.
           state: donated.
+          requests: whose prompts, or parts of them, this step reads too, as `admit` does. A model
+            that has `apply_with_prompts` reads them in the pass that verifies the drafts, which
+            costs little more than that pass; see `CausalModel`. Float32 sums in such a step may
+            differ from those of a step without prompts in their last bits. None for none.
           num_drafts: static; as for `draft`.
           all_neutral: static; true says that no running request asks for anything that needs
             `request_options`, and leaves out all that serves it. The tokens are the same, near
@@ -548,14 +521,25 @@ class Engine:
           why, and the record of the step.
 
         Raises:
-          TypeError, ValueError: as `draft` and `verify` do.
+          TypeError, ValueError: as `draft`, `verify` and `admit` do.
         """
-        if not all_neutral:
-            return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
         options = state.batch.options
-        state = _with_options(state, options.neutral)
-        state, record = self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
-        return _with_options(state, options), record
+        if all_neutral:
+            state = _with_options(state, options.neutral)
+        state = self.draft(draft_params, state, num_drafts=num_drafts)
+        check_params("params", self.model, params)
+        self._check_target_cache(state)
+        rows = None
+        if requests is not None:
+            self._check_requests(requests)
+            rows = requests.rows
+        scored, features = self.decoder.score(params, state, rows)
+        state, record = self.decoder.accept(state, scored)
+        if all_neutral:
+            state = _with_options(state, options)
+        if requests is not None:
+            state = self._enter(draft_params, state, requests, features)
+        return state, record
 
     def draft(
         self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
@@ -631,23 +615,3 @@ class Engine:
 
 def _with_options(state: DecodeState, options: BatchOptions) -> DecodeState:
     return dataclasses.replace(state, batch=dataclasses.replace(state.batch, options=options))
-
-
-def put_cache(cache: Any, some: Any, slots: jax.Array, axis: int) -> Any:
-    """`cache` with the caches of R requests in place of what `slots` held; in place if donated.
-
-    Args:
-      cache: of S requests.
-      some: of R requests.
-      slots: ``[R]`` int32.
-      axis: that holds the requests.
-    """
-
-    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
-        size = new.shape[axis] // slots.shape[0]
-        for row in range(slots.shape[0]):  # a scatter would copy where `axis` is not the first
-            one = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
-            all_ = lax.dynamic_update_slice_in_dim(all_, one, slots[row] * size, axis)
-        return all_
-
-    return jax.tree.map(put, cache, some)

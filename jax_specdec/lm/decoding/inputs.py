@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.tree import MAX_VISIBLE
+from jax_specdec.lm.drafting import tree
 from jax_specdec.lm.drafting.drafter import Drafter, feature_layers_of, tree_depth_of
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.protocol import CausalModel, check_runs_trees, is_loaded_model
@@ -62,15 +62,9 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
       TypeError: `drafter.tree_depth` is no int, or the model runs chains only.
       ValueError: it is below 0, the rule verifies chains only, or K is above 63.
     """
-    depth = check_int("drafter.tree_depth", tree_depth_of(drafter), 0)
-    if not depth:
-        return
-    hint = f"{type(drafter).__name__} with tree_depth={depth} proposes trees, with 0 chains"
-    method, k = config.rejection_sample_method, config.num_speculative_tokens
-    must = 'be "agreement"'
-    require(method == "agreement", "config.rejection_sample_method", must, method, hint)
-    require(k < MAX_VISIBLE, "config.num_speculative_tokens", f"be below {MAX_VISIBLE}", k, hint)
-    check_runs_trees("model", model)
+    if check_int("drafter.tree_depth", tree_depth_of(drafter), 0):
+        tree.check_trees(config, drafter)
+        check_runs_trees("model", model)
 
 
 def reads_chunks(drafter: Drafter) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,13 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.arrays import check_int
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec.lm.decoding.core import Caches, DecodeState, on_all_devices
+from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.step_costs import ChunkCosts, StepCosts
@@ -25,9 +27,6 @@ from jax_specdec.lm.decoding.step_costs import ChunkCosts, StepCosts
 _LONGEST_TIMING = 0.1
 """Seconds that calls may take together when they are dispatched at once to be timed."""
 
-admit = jax.jit(Engine.admit, static_argnums=0, donate_argnames="state")
-prefill_chunk = jax.jit(Engine.prefill_chunk, static_argnums=0, donate_argnames="caches")
-insert = jax.jit(Engine.insert, static_argnums=0, donate_argnames="state")
 release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
 
 
@@ -79,21 +78,65 @@ def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, S
     return state, StepResult(numbers, record.logprobs, rates, state.counters, estimator)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="has_chunks")
-def init(
-    engine: Engine, params: Any, draft_params: Any, *, has_chunks: bool = False, **kept: Any
-) -> tuple[DecodeState, Caches | None]:
-    """Empty slots, and caches for a prompt that is read in chunks if there are such.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedRequests:
+    """`NewRequests` as one array of the host, for one copy to the device.
+
+    A copy of each of its arrays takes a call longer than to dispatch a step.
+
+    Attributes:
+      words: ``[N]`` uint32, the arrays one after another; a bool is a word.
+      layout: static: the structure, and the shape and dtype of each array.
+    """
+
+    words: Any
+    layout: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, requests: NewRequests) -> PackedRequests:
+        """NumPy arrays of 32 bits, or of bools, packed."""
+        leaves, treedef = jax.tree.flatten(requests)
+        words = [
+            x.astype(np.uint32) if x.dtype == bool else np.ascontiguousarray(x).view(np.uint32)
+            for x in leaves
+        ]
+        layout = treedef, tuple((x.shape, x.dtype) for x in leaves)
+        return cls(np.concatenate([x.ravel() for x in words]), layout)
+
+    @property
+    def requests(self) -> NewRequests:
+        """What was packed, as arrays of the device."""
+        treedef, kinds = self.layout
+        ends = np.cumsum([math.prod(shape) for shape, _ in kinds])
+        leaves = []
+        for (shape, dtype), end in zip(kinds, ends.tolist(), strict=True):
+            words = self.words[end - math.prod(shape) : end].reshape(shape)
+            is_flag = jnp.issubdtype(dtype, jnp.bool_)
+            leaves.append(words != 0 if is_flag else lax.bitcast_convert_type(words, dtype))
+        requests: NewRequests = jax.tree.unflatten(treedef, leaves)
+        return requests
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def admit(
+    engine: Engine, params: Any, draft_params: Any, state: DecodeState, packed: PackedRequests
+) -> DecodeState:
+    """`Engine.admit`."""
+    return engine.admit(params, draft_params, state, packed.requests)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def init(engine: Engine, params: Any, draft_params: Any, **kept: Any) -> DecodeState:
+    """Empty slots.
 
     Args:
       engine: static.
       params: the target's weights.
       draft_params: the drafter's weights.
-      has_chunks: static.
       **kept: fields of `DecodeState` that are not to begin anew.
     """
-    state = dataclasses.replace(engine.init_state(draft_params, params), **kept)
-    return state, engine.init_caches(params=params) if has_chunks else None
+    return dataclasses.replace(engine.init_state(draft_params, params), **kept)
 
 
 @functools.partial(
@@ -107,13 +150,15 @@ def step(
     params: Any,
     draft_params: Any,
     state: DecodeState,
+    packed: PackedRequests | None = None,
     *,
     all_neutral: bool = False,
     num_drafts: int | None = None,
 ) -> tuple[DecodeState, StepResult]:
-    """A step, and what the host reads of it."""
+    """A step, which may read prompts too, and what the host reads of it."""
     chosen: Any = dict(all_neutral=all_neutral, num_drafts=num_drafts)
-    return _with_result(*engine.step(params, draft_params, state, **chosen))
+    requests = None if packed is None else packed.requests
+    return _with_result(*engine.step(params, draft_params, state, requests, **chosen))
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -211,23 +256,38 @@ def measure_steps(
     if engine.draft_budget is None:
         raise ValueError("engine must have a draft_budget, but it is None")
     calls = _Calls(engine, params, draft_params)
-    seconds = [calls.seconds_of_step(n, num_steps) for n in engine.draft_budget]
+    seconds = [calls.seconds_of_step(n, num_calls=num_steps) for n in engine.draft_budget]
     return StepCosts(engine.num_slots, engine.draft_budget, tuple(seconds))
 
 
-def measure_chunks(engine: Engine, params: Any, draft_params: Any = None) -> ChunkCosts:
-    """Measure a step, all slots busy, and calls that read a prompt of each of `chunk_sizes`.
+def measure_chunks(
+    engine: Engine, params: Any, draft_params: Any = None, *, in_steps: bool = False
+) -> ChunkCosts:
+    """Measure a step, all slots busy, and what it costs to read a prompt of each of `chunk_sizes`.
 
     The step has the most drafts. Sizes beyond the first that is too large are not measured.
+
+    Args:
+      engine: that is measured.
+      params: the target's weights.
+      draft_params: the drafter's weights.
+      in_steps: whether steps read prompts; a prompt then costs what such a step takes longer.
     """
     calls = _Calls(engine, params, draft_params)
-    num_drafts = None if engine.draft_budget is None else engine.draft_budget[-1]
-    costs = ChunkCosts(calls.seconds_of_step(num_drafts), {})
+    costs = ChunkCosts(calls.seconds_of_step(most_drafts(engine)), {}, in_steps)
     for size in engine.chunk_sizes:
-        costs.seconds[size] = calls.seconds_of_prompt(size)
+        if in_steps:
+            costs.seconds[size] = calls.seconds_of_step(most_drafts(engine), size) - costs.step
+        else:
+            costs.seconds[size] = calls.seconds_of_prompt(size)
         if costs.largest < size:
             break
     return costs
+
+
+def most_drafts(engine: Engine) -> int | None:
+    """As a step's `num_drafts`, the most of a `draft_budget`; None, which is all, without one."""
+    return None if engine.draft_budget is None else engine.draft_budget[-1]
 
 
 class _Calls:
@@ -236,23 +296,42 @@ class _Calls:
     def __init__(self, engine: Engine, params: Any, draft_params: Any) -> None:
         self._engine = engine
         self._weights = on_all_devices((params, draft_params), engine.model)
-        self._state = on_all_devices(init(engine, *self._weights)[0], engine.model)
+        self._state = on_all_devices(init(engine, *self._weights), engine.model)
 
-    def seconds_of_step(self, num_drafts: int | None, num_calls: int = 8) -> float:
+    def seconds_of_step(
+        self, num_drafts: int | None, prompt_size: int = 0, *, num_calls: int = 8
+    ) -> float:
+        """Seconds of a step that also reads a prompt, or none if `prompt_size` is 0."""
         engine = self._engine
         static: Any = dict(all_neutral=engine.request_options, num_drafts=num_drafts)
-        return self._least(lambda x: step(engine, *self._weights, x, **static)[0], num_calls)
+        requests = None
+        if prompt_size:
+            static["all_neutral"] = False
+            requests = self._request(prompt_size)
+
+        def call(state: DecodeState) -> DecodeState:
+            return step(engine, *self._weights, state, requests, **static)[0]
+
+        return self._least(call, num_calls)
 
     def seconds_of_prompt(self, size: int, num_calls: int = 8) -> float:
-        engine = self._engine
-        arrays: dict[str, Any] = dict(
-            slots=np.zeros(1, np.int32),
-            prompts=np.zeros((1, size), np.int32),
-            lengths=np.array([size], np.int32),
-            keys=np.zeros(1, np.uint32),
-        )
-        request = NewRequests(**arrays, options=engine.options_of([RequestOptions()], [size]))
+        """Seconds of a call of `admit` with one prompt."""
+        engine, request = self._engine, self._request(size)
         return self._least(lambda x: admit(engine, *self._weights, x, request), num_calls)
+
+    def _request(self, size: int) -> PackedRequests:
+        zero: Any = np.zeros(1, np.int32)
+        prompts: Any = np.zeros((1, size), np.int32)
+        request = NewRequests(
+            slots=zero,
+            prompts=prompts,
+            lengths=zero + size,
+            keys=zero.astype(np.uint32),
+            options=self._engine.options_of([RequestOptions()], [size]),
+            start=zero,
+            next_token_ids=zero,
+        )
+        return PackedRequests.of(request)
 
     def _least(self, call: Callable[[DecodeState], DecodeState], num_calls: int) -> float:
         """Seconds of a call, the least of three times `num_calls` that are dispatched at once."""

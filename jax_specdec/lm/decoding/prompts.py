@@ -10,6 +10,44 @@ import numpy as np
 
 from jax_specdec.lm.decoding.bookkeeping import ServedRequest
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
+from jax_specdec.lm.decoding.programs import PackedRequests
+
+
+class Prompts(NamedTuple):
+    """What the next call that reads prompts reads: several prompts of one size, or a part of one.
+
+    Attributes:
+      group: the requests, by slot.
+      start: the position of the first token that is read.
+      size: tokens of each prompt that are read, padding included.
+      rest: the long prompt that is being read after the call; None if there is none.
+    """
+
+    group: Mapping[int, ServedRequest]
+    start: int
+    size: int
+    rest: ChunkedPrefill | None
+
+    def arrays(self, engine: Engine) -> PackedRequests:
+        """What a program takes; the first request is repeated to fill it."""
+        rows = [*self.group.items()]
+        if len(rows) > 1:
+            rows += rows[:1] * (engine.group_size(self.size) - len(rows))
+        requests, end = [request for _, request in rows], self.start + self.size
+        # [R, P + 1]: the tokens, and the one that follows them.
+        tokens = [one.token_ids[self.start : end + 1] for one in requests]
+        padded: Any = np.array([x + [0] * (self.size + 1 - len(x)) for x in tokens], np.int32)
+        arrays: dict[str, Any] = dict(
+            slots=np.array([slot for slot, _ in rows], np.int32),
+            prompts=padded[:, :-1],
+            lengths=np.array([one.length for one in requests], np.int32),
+            keys=np.array([one.seed for one in requests], np.uint32),
+            start=np.full(len(rows), self.start, np.int32),
+            next_token_ids=padded[:, -1],
+        )
+        lengths = [one.prompt_length for one in requests]
+        options = engine.options_of([one.options for one in requests], lengths)
+        return PackedRequests.of(NewRequests(**arrays, options=options))
 
 
 class ChunkedPrefill(NamedTuple):
@@ -20,28 +58,21 @@ class ChunkedPrefill(NamedTuple):
     num_read: int = 0  # tokens, in the calls dispatched so far
     waits: bool = False  # shorter prompts go before the next chunk
 
-    @property
-    def is_read(self) -> bool:
-        """Whether no chunk is left."""
-        return self.num_read >= self.request.length
-
-    def next_chunk(self, engine: Engine, most: int, usual: int) -> tuple[int, int]:
-        """Where the next chunk begins and ends.
+    def next_chunk(self, engine: Engine, most: int, usual: int) -> Prompts:
+        """The next chunk. The last ends at the prompt's last token but one, or after it.
 
         Args:
-          engine: whose caches it is read into; no chunk ends beyond the longest prompt there is.
+          engine: whose slots are read into; no chunk ends beyond the longest prompt there is.
           most: the most tokens of this call.
           usual: the most while others run, for which there is a program too.
         """
         longest, left = engine.max_length, self.request.length - self.num_read
         size = most if left > usual and self.num_read + most <= longest else usual
         start = min(self.num_read, longest - size)
-        return start, start + size
-
-    def tokens(self, start: int, end: int) -> np.ndarray:
-        """The prompt's tokens from `start` to `end`, that one included; zeros after its last."""
-        here = self.request.token_ids[start : end + 1]
-        return np.array(here + [0] * (end + 1 - start - len(here)), np.int32)
+        rest = None
+        if start + size < self.request.length - 1:
+            rest = self._replace(num_read=start + size, waits=True)
+        return Prompts({self.slot: self.request}, start, size, rest)
 
 
 def next_group(
@@ -81,27 +112,3 @@ def next_group(
 
 def _is_alone(request: ServedRequest, most: int) -> bool:
     return request.length > most or request.num_failures > 1
-
-
-def new_requests(engine: Engine, group: Mapping[int, ServedRequest], size: int) -> NewRequests:
-    """Requests by slot as arrays; the first one is repeated to fill what `admit` takes.
-
-    Args:
-      engine: that takes them.
-      group: whose prompts are read together, or one alone.
-      size: that their prompts are padded to.
-    """
-    rows = [*group.items()]
-    if len(rows) > 1:
-        rows += rows[:1] * (engine.group_size(size) - len(rows))
-    requests = [request for _, request in rows]
-    prompts = [one.token_ids + [0] * (size - one.length) for one in requests]
-    arrays: dict[str, Any] = dict(
-        slots=np.array([slot for slot, _ in rows], np.int32),
-        prompts=np.array(prompts, np.int32),
-        lengths=np.array([one.length for one in requests], np.int32),
-        keys=np.array([one.seed for one in requests], np.uint32),
-    )
-    lengths = [one.prompt_length for one in requests]
-    options = engine.options_of([one.options for one in requests], lengths)
-    return NewRequests(**arrays, options=options)

@@ -16,8 +16,8 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
-_MOST_STEPS = 1.1
-"""What a call that reads a prompt between two steps may cost, in steps."""
+_MOST_BETWEEN, _MOST_WITHIN = 1.1, 0.5
+"""What it may cost to read a prompt between two steps, and what within one, in steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,23 +95,28 @@ class StepCosts:
 
 
 class ChunkCosts(NamedTuple):
-    """The seconds of a step of an engine, and of a call that reads a prompt with both models.
+    """The seconds of a step of an engine, and of reading a prompt with both models.
 
     Attributes:
       step: all slots busy.
-      seconds: by the tokens of the prompt, which increase.
+      seconds: of a call between steps, or of what a step with a prompt takes longer, by the tokens
+        of the prompt, which increase.
+      in_steps: which of the two.
     """
 
     step: float
     seconds: dict[int, float]
+    in_steps: bool = False
 
     @property
     def largest(self) -> int:
-        """The most tokens that are read in about the time of a step; the least, if all take longer.
+        """The most tokens that are read in 1.1 steps, or within a step in half a step more.
 
-        A step after such a call takes at most 2.1 times as long as one without.
+        The least, if all take longer. A step behind a call takes at most 2.1 times as long as one
+        without, a step with a prompt 1.5 times.
         """
-        most, least = _MOST_STEPS * self.step, min(self.seconds)
+        most = (_MOST_WITHIN if self.in_steps else _MOST_BETWEEN) * self.step
+        least = min(self.seconds)
         return max(size for size, x in self.seconds.items() if size == least or x <= most)
 
 

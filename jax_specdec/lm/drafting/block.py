@@ -104,7 +104,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             nodes of a tree; there is a `tree_depth`, but the rule is not agreement.
         """
         if self.tree_depth:
-            check_trees(config)
+            check_trees(config, self)
             return None
         c, k = self.head.config, config.num_speculative_tokens
         must = f"be at most {c.max_drafts}, the drafts of a block of {c.block_size}"

@@ -151,9 +151,11 @@ class Drafter(Protocol):
           params: the drafter's weights.
           token_ids: ``[B, P]`` int32.
           cache: from `init_cache`, or from the call for the chunk before.
-          start: ``[B]`` int32, position of the first token. Given only if an `Engine` reads prompts
-            in chunks, which may overlap. A drafter without this argument works with engines that
-            read prompts whole, because their `prefill_sizes` reach `max_length`.
+          start: ``[B]`` int32, position of the first token. An `Engine` gives it, because it reads
+            prompts in chunks, which may overlap. Between two chunks `propose` may be called for the
+            request, with a length of what was read and one token more. A drafter without this
+            argument works with engines that read prompts whole, because their `prefill_sizes` reach
+            `max_length`.
         """
         ...
 

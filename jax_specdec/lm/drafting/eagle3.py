@@ -113,7 +113,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         """
         if not self.tree_depth:
             return super().init_store(params, batch_size, config)
-        check_trees(config)
+        check_trees(config, self)
         return None
 
     def prefill(

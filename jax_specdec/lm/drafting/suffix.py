@@ -180,7 +180,7 @@ class SuffixDrafter(LookupDrafter):
             nodes of a tree.
         """
         if self.tree_depth:
-            check_trees(config)
+            check_trees(config, self)
         return super().init_store(params, batch_size, config)
 
     def propose(

@@ -13,7 +13,7 @@ is ``softmax((l + T g) / s)``, with the drafter's own logits in place of l.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,17 +65,18 @@ class Children(NamedTuple):
     scores: jax.Array
 
 
-def check_trees(config: SpecDecodeConfig) -> None:
-    """Checks that the drafts of a step may be trees.
+def check_trees(config: SpecDecodeConfig, drafter: Any) -> None:
+    """Checks that the drafts of a step may be trees, as those of a drafter with a `tree_depth` are.
 
     Raises:
       ValueError: the rule is not agreement, or a step has more drafts than a tree has nodes.
     """
-    method, most = config.rejection_sample_method, MAX_VISIBLE - 1
-    must = "be 'agreement' with a tree_depth"
-    require(method == "agreement", "rejection_sample_method", must, method)
-    count = config.num_speculative_tokens
-    require(count <= most, "num_speculative_tokens", f"be at most {most} with a tree_depth", count)
+    kind, depth = type(drafter).__name__, drafter.tree_depth
+    hint = f"{kind} with tree_depth={depth} proposes trees, with 0 chains"
+    method, k = config.rejection_sample_method, config.num_speculative_tokens
+    must = 'be "agreement"'
+    require(method == "agreement", "config.rejection_sample_method", must, method, hint)
+    require(k < MAX_VISIBLE, "config.num_speculative_tokens", f"be below {MAX_VISIBLE}", k, hint)
 
 
 def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.Array]:

@@ -8,7 +8,7 @@ from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
 from jax_specdec.lm.models.eagle3_files import save_eagle3
 from jax_specdec.lm.models.llama import Llama, stack_layers, unstack_layers
 from jax_specdec.lm.models.llama_config import LlamaConfig
-from jax_specdec.lm.models.protocol import CausalModel, TargetOutput
+from jax_specdec.lm.models.protocol import CausalModel, PromptRows, TargetOutput
 from jax_specdec.lm.models.rotary import RopeScaling
 from jax_specdec.lm.models.tensor_parallel import TensorParallelLlama
 
@@ -20,6 +20,7 @@ __all__ = [
     "Llama",
     "LlamaConfig",
     "LoadedModel",
+    "PromptRows",
     "RopeScaling",
     "TargetOutput",
     "TensorParallelLlama",

@@ -10,6 +10,7 @@ import numpy as np
 from jax_specdec._src.arrays import refuse, require
 from jax_specdec._src.attention.api import decode_attention
 from jax_specdec.lm.models.llama_config import LlamaConfig
+from jax_specdec.lm.models.protocol import PromptRows
 from jax_specdec.lm.models.rotary import rotate
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -127,22 +128,29 @@ def write_cache(
     value: jax.Array,
     positions: jax.Array,
     layer: jax.Array | None = None,
+    requests: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write key and value ``[B, S, N_kv, D]`` at positions ``[B, S]`` into the cache, in place.
 
     It is one layer's, or has an axis of layers, of which `layer` is one. Values are finite in it:
     where one is not, it is written as 0 and its key as NaN, so that those who see it become NaN and
     all others, such as the next request in its slot, do not.
+
+    With `requests`, ``[1, N]`` int32, key and value ``[1, N, N_kv, D]`` are rows of any requests,
+    at ``[1, N]`` positions. A position past the end is not written.
     """
     is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)
     key = jnp.where(is_finite, key, jnp.nan)
     value = jnp.where(is_finite, value, 0)
-    batch_size, _, num_kv, head_dim = key.shape
-    requests = jnp.arange(batch_size)[:, None]
+    num_kv, head_dim = key.shape[2:]
     one = () if layer is None else (layer,)
-    new_keys = keys.reshape(*keys.shape[:-3], batch_size, num_kv, head_dim, -1)
-    new_values = values.reshape(*values.shape[:-3], batch_size, num_kv, -1, head_dim)
+    new_keys = keys.reshape(*keys.shape[:-3], -1, num_kv, head_dim, keys.shape[-1])
+    new_values = values.reshape(*values.shape[:-3], -1, num_kv, values.shape[-2], head_dim)
     mode: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
+    if requests is None:
+        requests = jnp.arange(key.shape[0])[:, None]
+    else:
+        mode = {"mode": "drop"}  # a prompt may come twice
     new_keys = new_keys.at[*one, requests, :, :, positions].set(key, **mode)
     new_values = new_values.at[*one, requests, :, positions].set(value, **mode)
     return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
@@ -216,6 +224,69 @@ def cached_attention(
         finite_cache=True,
     )
     return read, cache
+
+
+def attention_with_prompts(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    prompts: PromptRows,
+    layer: jax.Array | None = None,
+    visible: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Returns what the rows of a batch and those of prompts read of a cache, and the cache.
+
+    All are written at once, before any is read, so that the cache is changed in place. A request
+    that has rows of a prompt keeps these alone: its rows in the batch are not written.
+
+    Args:
+      query: ``[1, B S + R P, N, D]``, first the rows of the batch, then those of prompts.
+      key: ``[1, B S + R P, N_kv, D]``.
+      value: as `key`.
+      cache: as for `cached_attention`.
+      positions: ``[B, S]`` int32, of the batch.
+      prompts: R of them, P rows each.
+      layer: as for `cached_attention`.
+      visible: as for `cached_attention`, of the batch.
+    """
+    num_rows, shape = positions.size, prompts.token_ids.shape
+    batch_size, longest = positions.shape[0], cache[0].shape[-1]
+    requests = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
+    is_read = (requests == prompts.slots[None, :]).any(axis=1, keepdims=True)  # [B, 1]
+    place = prompts.start[:, None] + jnp.arange(shape[1], dtype=jnp.int32)[None, :]  # [R, P]
+    # [1, B S + R P]: whose row each is, and where it goes; nowhere for those that are not kept.
+    pairs = (
+        (jnp.broadcast_to(requests, positions.shape), jnp.where(is_read, longest, positions)),
+        (jnp.broadcast_to(prompts.slots[:, None], shape), place),
+    )
+    owners, places = (
+        jnp.concatenate([x.reshape(1, -1) for x in each], axis=1)
+        for each in zip(*pairs, strict=True)
+    )
+    cache = write_cache(*cache, key, value, places, layer, owners)
+    if layer is not None:
+        cache = jax.lax.optimization_barrier(cache)  # as in `cached_attention`
+    # [1, B S + R P, N, D] -> [B, S, N, D] and [R, P, N, D]
+    own = query[:, :num_rows].reshape(*positions.shape, *query.shape[2:])
+    of_prompts = query[:, num_rows:].reshape(*shape, *query.shape[2:])
+    read = decode_attention(
+        own, *cache, positions[:, 0], visible=visible, layer=layer, finite_cache=True
+    )
+    keys, values = (_of_slots(x, key.shape[2], prompts.slots, layer) for x in cache)
+    prompt_read = decode_attention(of_prompts, keys, values, prompts.start, finite_cache=True)
+    rows = [x.reshape(1, -1, *x.shape[2:]) for x in (read, prompt_read)]
+    return jnp.concatenate(rows, axis=1), cache
+
+
+def _of_slots(
+    cache: jax.Array, num_kv: int, slots: jax.Array, layer: jax.Array | None
+) -> jax.Array:
+    """Keys ``[R N_kv, D, T]`` or values ``[R N_kv, T, D]`` of some requests, of one layer."""
+    one = () if layer is None else (layer,)
+    each = cache.reshape(*cache.shape[:-3], -1, num_kv, *cache.shape[-2:])
+    return each.at[*one, slots].get(mode="clip").reshape(-1, *cache.shape[-2:])
 
 
 def check_length(length: int, cache: Any, name: str = "token_ids") -> None:

@@ -30,6 +30,7 @@ from jax_specdec._src.arrays import (
 )
 from jax_specdec._src.tree import TreeRows
 from jax_specdec.lm.models.layers import (
+    attention_with_prompts,
     cached_attention,
     check_length,
     check_params,
@@ -41,7 +42,7 @@ from jax_specdec.lm.models.layers import (
     rms_norm,
 )
 from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes, stacked_shapes
-from jax_specdec.lm.models.protocol import TargetOutput
+from jax_specdec.lm.models.protocol import PromptRows, TargetOutput
 from jax_specdec.lm.models.rotary import rotation
 
 
@@ -163,9 +164,52 @@ class Llama:
             cache has positions, or `feature_layers` do not increase or are no layers.
           TypeError: ids or positions are not int32, or the tree has other dtypes.
         """
-        return self.apply_with(
-            params, token_ids, start, cache, feature_layers, embed_tokens, tree=tree
-        )
+        given = params, token_ids, start, cache, feature_layers, embed_tokens
+        return self.apply_with(*given, tree=tree)[0]
+
+    def apply_with_prompts(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        prompts: PromptRows,
+        feature_layers: tuple[int, ...] = (),
+        tree: TreeRows | None = None,
+    ) -> tuple[TargetOutput, jax.Array | None]:
+        """Run `apply`, and read prompts in the same pass; see `CausalModel`.
+
+        Args:
+          params: as in `apply`.
+          token_ids: as in `apply`.
+          start: as in `apply`.
+          cache: as in `apply`.
+          prompts: R of them, of P tokens each.
+          feature_layers: as in `apply`.
+          tree: as in `apply`.
+
+        Returns:
+          What `apply` returns, and the features of the prompts, ``[R, P, A H]``.
+
+        Raises:
+          ValueError: as in `apply`, or `prompts` have other shapes, or more tokens than the cache
+            has positions.
+          TypeError: as in `apply`, or `prompts` are not int32.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from jax_specdec import lm
+          >>> model, params = lm.load_embedded_pair()[1]
+          >>> cache = model.init_cache(2, 8)
+          >>> prompts = lm.models.PromptRows(
+          ...     jnp.array([[104, 105, 33]]), start=jnp.array([0]), slots=jnp.array([1]))
+          >>> output, _ = jax.jit(model.apply_with_prompts)(
+          ...     params, jnp.array([[97], [0]]), jnp.array([0, 0]), cache, prompts)
+          >>> output.logits.shape
+          (2, 1, 256)
+        """
+        given = params, token_ids, start, cache, feature_layers, embed_tokens
+        return self.apply_with(*given, tree=tree, prompts=prompts)
 
     def commit(self, cache: Any, start: jax.Array, path: jax.Array) -> Any:
         """Moves what the cache holds of the nodes of a path together; see `CausalModel`.
@@ -211,15 +255,16 @@ class Llama:
         embed: Callable[[jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
         tree: TreeRows | None = None,
-    ) -> TargetOutput:
-        """`apply` with another way to read embeddings, or to end a branch; see `run`.
+        prompts: PromptRows | None = None,
+    ) -> tuple[TargetOutput, jax.Array | None]:
+        """`apply_with_prompts` with another way to read embeddings, or to end a branch; see `run`.
 
         `embed(embed_tokens, token_ids)` gives the rows ``[B, S, H]``.
         """
         sizes: Sizes = {}
         check_array("token_ids", token_ids, "[B, S] int32", sizes)
         check_array("start", start, "[B] int32", sizes)
-        length = token_ids.shape[1]
+        batch_size, length = token_ids.shape
         check_length(length, cache)
         if feature_layers:
             check_increasing("feature_layers", feature_layers, 0, self.config.num_hidden_layers)
@@ -232,25 +277,55 @@ class Llama:
             check_array("tree.visible", tree.visible, "[B, S, 2] uint32", {**sizes, "2": 2})
             positions = start[:, None] + tree.depth
             visible = tree.visible
+        if prompts is not None:
+            check_array("prompts.token_ids", prompts.token_ids, "[R, P] int32", sizes)
+            check_array("prompts.start", prompts.start, "[R] int32", sizes)
+            check_array("prompts.slots", prompts.slots, "[R] int32", sizes)
+            check_length(prompts.token_ids.shape[1], cache, "prompts.token_ids")
+            token_ids, positions = _all_rows(token_ids, positions, prompts)
         embedded = embed(params["embed_tokens"], token_ids)
 
         def cached(
             query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, layer: Any = None
         ) -> tuple[jax.Array, Any]:
-            return cached_attention(query, key, value, cache, slots, layer, visible)
+            given = query, key, value, cache, slots
+            if prompts is not None:
+                return attention_with_prompts(*given, prompts, layer, visible)
+            return cached_attention(*given, layer, visible)
 
-        if self.scan_layers:
-            return self._scan(
-                params, embedded, positions, cached, cache, feature_layers, regularize
-            )
+        layers = self._scan if self.scan_layers else self._listed
+        x, cache, features = layers(
+            params, embedded, positions, cached, cache, feature_layers, regularize
+        )
+        prompt_features = None
+        if prompts is not None:
+            num_rows = batch_size * length
+            if features is not None:
+                # [1, B S + R P, A H] -> [R, P, A H] and [B, S, A H]
+                prompt_features = features[:, num_rows:].reshape(*prompts.token_ids.shape, -1)
+                features = features[:, :num_rows].reshape(batch_size, length, -1)
+            x = x[:, :num_rows].reshape(batch_size, length, -1)  # logits of prompts nobody needs
+        return TargetOutput(self._logits(params, x), cache, features), prompt_features
+
+    def _listed(
+        self,
+        params: dict[str, Any],
+        embedded: jax.Array,
+        positions: jax.Array,
+        cached: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]],
+        cache: list[tuple[jax.Array, jax.Array]],
+        feature_layers: tuple[int, ...],
+        regularize: Callable[[jax.Array], jax.Array],
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """The stream that leaves the last layer, the cache and features, layer after layer."""
         new_cache = list(cache)
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             read, new_cache[layer] = cached(query, key, value, cache[layer])
             return read
 
-        logits, features = self.run(params, embedded, positions, attend, regularize, feature_layers)
-        return TargetOutput(logits, new_cache, features)
+        x, features = self._layers(params, embedded, positions, attend, regularize, feature_layers)
+        return x, new_cache, features
 
     def _scan(
         self,
@@ -261,8 +336,8 @@ class Llama:
         cache: tuple[jax.Array, jax.Array],
         feature_layers: tuple[int, ...],
         regularize: Callable[[jax.Array], jax.Array],
-    ) -> TargetOutput:
-        """`run` and the cache, in a loop over stacked layers; `cached` writes and attends."""
+    ) -> tuple[jax.Array, Any, jax.Array | None]:
+        """What `_listed` returns, in a loop over stacked layers; `cached` writes and attends."""
         cos_sin = self._rotation(positions)
         num_layers, num_features = self.config.num_hidden_layers, len(feature_layers)
         # Where the stream that enters each layer goes: the last place is for those nobody asks for.
@@ -295,7 +370,7 @@ class Llama:
         if streams is not None:
             chosen = [x if i == num_layers else streams[n] for n, i in enumerate(feature_layers)]
             features = jnp.concatenate(chosen, axis=2)
-        return TargetOutput(self._logits(params, x), cache, features)
+        return x, cache, features
 
     def run(
         self,
@@ -321,6 +396,19 @@ class Llama:
         Returns:
           Logits ``[B, S, V]`` and features ``[B, S, A H]``, or None, in the compute dtype.
         """
+        x, features = self._layers(params, embedded, positions, attend, regularize, feature_layers)
+        return self._logits(params, x), features
+
+    def _layers(
+        self,
+        params: dict[str, Any],
+        embedded: jax.Array,
+        positions: jax.Array,
+        attend: Callable[..., jax.Array],
+        regularize: Callable[[jax.Array], jax.Array],
+        feature_layers: tuple[int, ...],
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The stream ``[B, S, H]`` that leaves the last layer, and features; see `run`."""
         cos_sin = self._rotation(positions)
         streams = [embedded]  # that enter each layer, and that leaves the last one
         for index, layer in enumerate(params["layers"]):
@@ -329,7 +417,7 @@ class Llama:
             streams.append(x)
         chosen = [streams[i] for i in feature_layers]
         features = jnp.concatenate(chosen, axis=2) if chosen else None
-        return self._logits(params, streams[-1]), features
+        return streams[-1], features
 
     def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
@@ -342,6 +430,16 @@ class Llama:
         tied = c.tie_word_embeddings
         lm_head = params["embed_tokens" if tied else "lm_head"]
         return output_logits(x, lm_head, tied, c.num_token_ids)
+
+
+def _all_rows(
+    token_ids: jax.Array, positions: jax.Array, prompts: PromptRows
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens and positions ``[1, B S + R P]``: all rows of a pass, those of prompts last."""
+    place = jnp.arange(prompts.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    pairs = (token_ids, prompts.token_ids), (positions, prompts.start[:, None] + place)
+    first, second = (jnp.concatenate([x.reshape(1, -1) for x in pair], axis=1) for pair in pairs)
+    return first, second
 
 
 def stack_layers(params: dict[str, Any]) -> dict[str, Any]:

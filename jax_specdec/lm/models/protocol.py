@@ -42,6 +42,27 @@ class TargetOutput(NamedTuple):
     features: jax.Array | None = None
 
 
+class PromptRows(NamedTuple):
+    """P tokens of each of R prompts, which a pass reads into the cache.
+
+    Attributes:
+      token_ids: ``[R, P]`` int32; what follows the end of a prompt is padding.
+      start: ``[R]`` int32, absolute position of each prompt's first token among these.
+      slots: ``[R]`` int32, the requests of the cache that they are for. One may come twice, with
+        the same tokens.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> rows = PromptRows(jnp.zeros((2, 64), jnp.int32), jnp.array([0, 128]), jnp.array([3, 1]))
+      >>> rows.token_ids.shape
+      (2, 64)
+    """
+
+    token_ids: jax.Array
+    start: jax.Array
+    slots: jax.Array
+
+
 @runtime_checkable
 class CausalModel(Protocol):
     """A causal language model with a cache that is addressed by absolute position.
@@ -99,6 +120,14 @@ class CausalModel(Protocol):
       what a pass over the text alone would have left, up to rounding.
 
     `Llama` and `TensorParallelLlama` do this.
+
+    **Prompts beside.** A model may have a method ``apply_with_prompts(params, token_ids, start,
+    cache, prompts: PromptRows, feature_layers, tree)``, where `feature_layers` may be empty and
+    `tree` None. It does what `apply` does, and also reads the tokens of prompts into the cache, in
+    the same pass over the weights. It returns the `TargetOutput` of the S tokens, and the features
+    ``[R, P, A H]`` of the prompts, or None; nobody needs their logits. The S tokens of a request
+    that has rows in `prompts` do not matter, and where both write one position, the prompt's stays.
+    A model without the method is called twice. `Llama` and `TensorParallelLlama` have it.
 
     Example:
       The smallest model: a bigram table, whose next token depends on the last one alone.
@@ -230,17 +259,75 @@ def apply_model(
     if not feature_layers:
         logits, cache = apply(params, token_ids, start, cache, **asked)[:2]
         return TargetOutput(logits, cache)
-    must = (
+    if not _takes(apply, "feature_layers"):
+        raise TypeError(
+            f"{_must_give_features(model, feature_layers)} takes {inspect.signature(apply)}: see "
+            "feature_layers in CausalModel"
+        )
+    output = apply(params, token_ids, start, cache, feature_layers=feature_layers, **asked)
+    _check_features(model, feature_layers, output, token_ids)
+    return output
+
+
+def apply_with_prompts(
+    model: CausalModel,
+    params: Params,
+    token_ids: jax.Array,
+    start: jax.Array,
+    cache: Cache,
+    prompts: PromptRows,
+    feature_layers: tuple[int, ...] = (),
+    tree: TreeRows | None = None,
+) -> tuple[TargetOutput, jax.Array | None]:
+    """`apply_model`, and the features of prompts that are read in the same pass.
+
+    Args:
+      model: that `reads_beside`.
+      params: as for `apply_model`.
+      token_ids: as for `apply_model`.
+      start: as for `apply_model`.
+      cache: as for `apply_model`.
+      prompts: R prompts.
+      feature_layers: as for `apply_model`.
+      tree: as for `apply_model`.
+
+    Raises:
+      TypeError: features are needed, and the model returns none.
+      ValueError: they are not ``[B, S, A H]`` and ``[R, P, A H]``.
+    """
+    owner: Any = model  # the method is optional, so not of the protocol
+    given = params, token_ids, start, cache, prompts, feature_layers, tree
+    output, features = owner.apply_with_prompts(*given)
+    if feature_layers:
+        _check_features(model, feature_layers, output, token_ids)
+        of_prompts = TargetOutput(output.logits, output.cache, features)
+        _check_features(model, feature_layers, of_prompts, prompts.token_ids)
+    return output, features
+
+
+def reads_beside(model: CausalModel) -> bool:
+    """Whether a model reads prompts in the pass that verifies drafts; see `CausalModel`."""
+    return callable(getattr(model, "apply_with_prompts", None))
+
+
+def _must_give_features(model: CausalModel, feature_layers: tuple[int, ...]) -> str:
+    return (
         f"model must give features, because the drafter reads those of layers {feature_layers}, "
         f"but {type(model).__name__}.apply"
     )
-    if not _takes(apply, "feature_layers"):
-        raise TypeError(
-            f"{must} takes {inspect.signature(apply)}: see feature_layers in CausalModel"
-        )
-    asked["feature_layers"] = feature_layers
-    output = apply(params, token_ids, start, cache, **asked)
+
+
+def _check_features(
+    model: CausalModel, feature_layers: tuple[int, ...], output: Any, token_ids: jax.Array
+) -> None:
+    """Check that there are features of tokens ``[B, S]``, ``[B, S, A H]``.
+
+    Raises:
+      TypeError: there are none.
+      ValueError: they have another shape.
+    """
     if not isinstance(output, TargetOutput) or output.features is None:
+        must = _must_give_features(model, feature_layers)
         raise TypeError(f"{must} returns none: it must return a TargetOutput with features")
     shape = output.features.shape
     if len(shape) != 3 or shape[:2] != token_ids.shape or shape[2] % len(feature_layers):
@@ -249,7 +336,6 @@ def apply_model(
             f"features must be [B, S, A H] = [{batch_size}, {length}, {len(feature_layers)} H], "
             f"but {type(model).__name__}.apply returns {list(shape)}"
         )
-    return output
 
 
 def commit_path(model: CausalModel, cache: Cache, start: jax.Array, path: jax.Array) -> Cache:

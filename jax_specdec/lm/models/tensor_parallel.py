@@ -28,7 +28,7 @@ from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.protocol import TargetOutput
+from jax_specdec.lm.models.protocol import PromptRows, TargetOutput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,15 +199,41 @@ class TensorParallelLlama:
           ValueError: as in `Llama.apply`.
           TypeError: as in `Llama.apply`.
         """
-        output_specs: Any = (P(None, None, self.axis), P(self.axis), P())
+        return self._apply(params, token_ids, start, cache, feature_layers, tree)[0]
+
+    def apply_with_prompts(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        prompts: PromptRows,
+        feature_layers: tuple[int, ...] = (),
+        tree: TreeRows | None = None,
+    ) -> tuple[TargetOutput, jax.Array | None]:
+        """Run `apply`, and read prompts in the same pass; see `Llama.apply_with_prompts`."""
+        return self._apply(params, token_ids, start, cache, feature_layers, tree, prompts)
+
+    def _apply(
+        self,
+        params: dict[str, Any],
+        token_ids: jax.Array,
+        start: jax.Array,
+        cache: Any,
+        feature_layers: tuple[int, ...],
+        tree: TreeRows | None,
+        prompts: PromptRows | None = None,
+    ) -> tuple[TargetOutput, jax.Array | None]:
+        """Each device's part of the pass."""
+        specs: Any = P(None, None, self.axis), P(self.axis), P()
         run = jax.shard_map(
             functools.partial(self._apply_share, feature_layers=feature_layers),
             mesh=self.mesh,
-            in_specs=(P(self.axis), P(), P(), P(self.axis), P()),
-            out_specs=TargetOutput(*output_specs),
+            in_specs=(P(self.axis), P(), P(), P(self.axis), P(), P()),
+            out_specs=(TargetOutput(*specs), P()),
             check_vma=False,  # which kernels do not follow
         )
-        return run(params, token_ids, start, cache, tree)
+        return run(params, token_ids, start, cache, tree, prompts)
 
     def commit(self, cache: Any, start: jax.Array, path: jax.Array) -> Any:
         """Moves what the cache holds of the nodes of a path together; see `Llama.commit`."""
@@ -228,10 +254,11 @@ class TensorParallelLlama:
         start: jax.Array,
         cache: Any,
         tree: TreeRows | None,
+        prompts: PromptRows | None,
         *,
         feature_layers: tuple[int, ...],
-    ) -> TargetOutput:
-        """One device's part of `apply`."""
+    ) -> tuple[TargetOutput, jax.Array | None]:
+        """One device's part of `apply_with_prompts`."""
         local, c = self._local, self.model.config
         first_id = lax.axis_index(self.axis) * local.vocab_size
 
@@ -245,14 +272,15 @@ class TensorParallelLlama:
             return sum_devices(jnp.where(is_local[..., None], rows, 0))
 
         params, cache = jax.tree.map(lambda x: x[0], (params, cache))
-        logits, cache, features = local.apply_with(
-            params, token_ids, start, cache, feature_layers, embed, sum_devices, tree
+        (logits, cache, features), prompt_features = local.apply_with(
+            params, token_ids, start, cache, feature_layers, embed, sum_devices, tree, prompts
         )
         num_token_ids = c.num_token_ids or c.vocab_size
         if num_token_ids < self.vocab_size:
             ids = first_id + jnp.arange(local.vocab_size, dtype=jnp.int32)
             logits = jnp.where((ids < num_token_ids)[None, None, :], logits, -jnp.inf)
-        return TargetOutput(logits, jax.tree.map(lambda x: x[None], cache), features)
+        cache = jax.tree.map(lambda x: x[None], cache)
+        return TargetOutput(logits, cache, features), prompt_features
 
     def _part(self, name: str, x: np.ndarray, device: int) -> np.ndarray:
         """What one device holds of a weight, which `param_shapes` describes."""

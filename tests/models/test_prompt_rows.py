@@ -1,0 +1,177 @@
+"""Prompts that the pass over drafts reads beside: against passes of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from upper_floor import protocol
+
+import jax_specdec as sd
+from jax_specdec import lm
+
+from .test_tree_pass import CONFIG, FORMS, LAYERS, WHOLE, B, T, entries, form, made, read
+from .weights import random_ids
+
+pytestmark = pytest.mark.newest
+
+P = 8
+READING = (1, 3)
+"""Requests whose prompts are read: one from its beginning, one from position P on."""
+TEXTS = random_ids((B, 2 * P), CONFIG.vocab_size, 11)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both(
+    model: Any, params: Any, token_ids: Any, start: Any, cache: Any, prompts: Any, parents: Any
+) -> Any:
+    tree = None if parents is None else sd.TreeRows.of(parents)
+    given = model, params, token_ids, start, cache, prompts, LAYERS, tree
+    return protocol.apply_with_prompts(*given)
+
+
+def prompts_of(texts: np.ndarray) -> lm.models.PromptRows:
+    """Three of them: the last request comes twice."""
+    start = np.array([0, P, P], np.int32)
+    slots = np.array([*READING, READING[1]], np.int32)
+    rows = [texts[slot, first : first + P] for slot, first in zip(slots, start, strict=True)]
+    return lm.models.PromptRows(np.array(rows, np.int32), start, slots)
+
+
+def given(model: Any, params: Any, texts: np.ndarray) -> tuple[Any, ...]:
+    """Trees of drafts of all requests, after the first P tokens of the second prompt."""
+    case = made(4)
+    before = [*case.texts]
+    before[READING[0]], before[READING[1]] = [0], texts[READING[1], :P].tolist()
+    start = case.start.copy()
+    start[list(READING)] = 0, P
+    cache = read(model, params, before, model.init_cache(B, T))
+    return params, case.token_ids, start, cache, case.parents
+
+
+@pytest.mark.parametrize("has_trees", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_pass_with_prompts_is_a_pass_and_a_reading(name: str, has_trees: bool) -> None:
+    model, params = form(name)
+    _, token_ids, start, cache, parents = given(model, params, TEXTS)
+    if not has_trees:
+        parents = None
+    prompts = prompts_of(TEXTS)
+    alone, _ = both(model, params, token_ids, start, cache, prompts_of(TEXTS * 0), parents)
+    output, features = both(model, params, token_ids, start, cache, prompts, parents)
+    # Those who do not read: as without these prompts, and not as after a change of one draft.
+    others = np.array([b for b in range(B) if b not in READING])
+    from_tree = functools.partial(jax.jit(protocol.apply_model, static_argnums=(0, 5)), model)
+    tree = None if parents is None else sd.TreeRows.of(parents)
+    plain = from_tree(params, token_ids, start, cache, LAYERS, tree)
+    for ours, whole in zip(output[::2], plain[::2], strict=True):
+        np.testing.assert_allclose(ours[others], whole[others], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(output.logits[others], alone.logits[others])
+    # Those who read: features and cache are those of a pass over their texts alone.
+    texts = [TEXTS[b, : P if b == READING[0] else 2 * P].tolist() for b in range(B)]
+    fresh = read(model, params, texts, model.init_cache(B, T))
+    for b in READING:
+        pairs = (entries(one, b, len(texts[b])) for one in (output.cache, fresh))
+        for ours, whole in zip(*pairs, strict=True):
+            np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-5)
+    zeros = np.zeros(B, np.int32)
+    padded = np.array([np.resize(text, 2 * P) for text in texts], np.int32)
+    wanted = from_tree(params, padded, zeros, model.init_cache(B, T), LAYERS, None).features
+    for row, (slot, first) in enumerate(zip(prompts.slots, prompts.start, strict=True)):
+        np.testing.assert_allclose(
+            features[row], wanted[slot, first : first + P], rtol=1e-5, atol=1e-5
+        )
+    # Nobody else's cache has changed but where drafts are written.
+    for b in others:
+        pairs = (entries(one, b, int(start[b])) for one in (output.cache, cache))
+        for ours, whole in zip(*pairs, strict=True):
+            np.testing.assert_array_equal(ours, whole)
+
+
+@pytest.mark.parametrize("name", FORMS[:2])
+def test_nan_in_a_prompt_reaches_nobody_else(name: str) -> None:
+    model, params = form(name)
+    bad = CONFIG.vocab_size - 1
+    params = params | {"embed_tokens": params["embed_tokens"].at[bad].set(jnp.inf)}
+    texts = np.minimum(TEXTS, bad - 1)
+    spoiled = texts.copy()
+    spoiled[READING[0], 2] = bad
+    args = given(model, params, texts)
+    args = args[0], np.minimum(args[1], bad - 1), *args[2:]
+    good, nan = (both(model, *args[:4], prompts_of(one), args[4])[0] for one in (texts, spoiled))
+    others = np.array([b for b in range(B) if b != READING[0]])
+    used = args[1][others] >= 0
+    assert np.isfinite(np.asarray(good.logits)[others][used]).all()
+    np.testing.assert_array_equal(nan.logits[others], good.logits[others])
+    for b in others:
+        for ours, whole in zip(*(entries(x.cache, b, P) for x in (nan, good)), strict=True):
+            np.testing.assert_array_equal(ours, whole)
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_the_cache_is_written_in_place(scan_layers: bool) -> None:
+    model = dataclasses.replace(WHOLE, scan_layers=scan_layers)
+    length = 8192
+    cache = jax.eval_shape(lambda: model.init_cache(B, length))
+    params = jax.eval_shape(model.init_params, jax.random.key(0))
+    tokens, start = np.zeros((B, 3), np.int32), np.zeros(B, np.int32)
+    args = params, tokens, start, cache, prompts_of(TEXTS)
+    compiled = jax.jit(model.apply_with_prompts, donate_argnums=3).lower(*args).compile()
+    whole = sum(x.size * 4 for x in jax.tree.leaves(cache))
+    assert compiled.memory_analysis().alias_size_in_bytes >= whole
+    copies = re.findall(rf"= \S*\b{length}\b\S* copy\(", compiled.as_text())
+    assert not copies, "nor are parts of it copied while it is read"
+
+
+GOOD = prompts_of(TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        (GOOD._replace(start=GOOD.start[:2]), ValueError, r"prompts\.start must be .*\[R\]"),
+        (GOOD._replace(slots=GOOD.slots * 1.0), TypeError, r"prompts\.slots must be .*int32"),
+        (GOOD._replace(token_ids=TEXTS[0]), ValueError, r"prompts\.token_ids must be .*\[R, P\]"),
+        (
+            GOOD._replace(token_ids=np.zeros((3, T + 1), np.int32)),
+            ValueError,
+            f"prompts.token_ids must have at most {T} tokens per request",
+        ),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(
+    prompts: Any, error: type[Exception], message: str
+) -> None:
+    params, token_ids, start, cache, _ = given(*form("list"), TEXTS)
+    with pytest.raises(error, match=message):
+        both(WHOLE, params, token_ids, start, cache, prompts, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Features(lm.models.Llama):
+    """Gives other features of prompts than it should."""
+
+    shape: tuple[int, ...] | None = None
+
+    def apply_with_prompts(self, *args: Any, **named: Any) -> Any:
+        output, _ = super().apply_with_prompts(*args, **named)
+        return output, None if self.shape is None else jnp.zeros(self.shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "error", "message"),
+    [
+        (None, TypeError, "model must give features.* returns none"),
+        ((3, P, 2), ValueError, rf"features must be \[B, S, A H\] = \[3, {P}, 3 H\]"),
+    ],
+)
+def test_features_of_prompts_are_checked(shape: Any, error: type[Exception], message: str) -> None:
+    params, token_ids, start, cache, _ = given(*form("list"), TEXTS)
+    with pytest.raises(error, match=message):
+        both(Features(CONFIG, shape=shape), params, token_ids, start, cache, GOOD, None)
