@@ -1,7 +1,8 @@
 """What serving costs beside the engine's step.
 
-A target of the shape of Llama 3.2 1B and a drafter of 4 narrower layers, random weights in
-bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the same programs:
+A target of the shape of Llama 3.2 1B, or of Llama 3 8B, and a drafter of 4 narrower layers, random
+weights in bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the same
+programs:
 
 - *bare*: the compiled step again and again, nothing read from the device.
 - *full*: all slots busy, nobody comes or goes; the host's share of a step is ``1 - bare / full``.
@@ -10,8 +11,9 @@ bfloat16; drafts by a lookup or by that drafter. Per number of slots, with the s
   ones for their first token. *saturated*: somebody always waits for a slot; tokens per second.
 
 A policy says how many tokens of prompts a call reads while requests run: a number, "largest" for
-the most that the engine reads at once, or "chosen" for what `EngineDriver.warm_up` takes.
-All policies see the same requests at the same times, in turn, in one process.
+the most that the engine reads at once, or "chosen" for what `EngineDriver.warm_up` takes; with
+"steps-" before it, steps read so many (`prompts_in_steps`). All policies see the same requests at
+the same times, in turn, in one process.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.decoding import programs
 
-IDENTITY = ("slots", "drafter")
+IDENTITY = ("target", "slots", "drafter")
 K = 4
 LOAD = 0.75
 """Requests that come, of those that the first policy can serve."""
@@ -59,7 +61,7 @@ class Sizes:
     prompt: int
     long_prompt: int
     budget: int
-    prefill_sizes: tuple[int, int]
+    prefill_sizes: tuple[int, ...]
     max_length: int
 
 
@@ -67,11 +69,21 @@ LARGE = Sizes(llamas.LLAMA_3_1B, DRAFTER, 64, 600, 64, (64, 128), 1024)
 SMALL = Sizes(llamas.TINY, llamas.TINY, 8, 40, 16, (8, 32), 512)
 
 
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Settings of an `EngineDriver`."""
+
+    chunk_size: int
+    prompts_in_steps: bool = False
+
+
 class Case:
     """An engine, compiled, and its drivers."""
 
-    def __init__(self, sizes: Sizes, slots: int, drafter: str, weights: dict[str, Any]) -> None:
-        self.sizes, self.slots, self.drafter = sizes, slots, drafter
+    def __init__(
+        self, sizes: Sizes, target: str, slots: int, drafter: str, weights: dict[str, Any]
+    ) -> None:
+        self.sizes, self.target, self.slots, self.drafter = sizes, target, slots, drafter
         models = {name: lm.models.Llama(getattr(sizes, name), "bfloat16") for name in weights}
         self.engine = lm.Engine(
             models["target"],
@@ -84,15 +96,15 @@ class Case:
         self.params = weights["target"]
         self.draft_params = None if drafter == "lookup" else weights["drafter"]
 
-    def driver(self, size: int | None = None) -> lm.EngineDriver:
-        """With chunks of a size, or the largest: nothing is chosen while others compile."""
-        size = self.engine.chunk_size if size is None else size
-        return lm.EngineDriver(self.engine, self.params, self.draft_params, chunk_size=size)
+    def driver(self, policy: Policy | None = None) -> lm.EngineDriver:
+        """By a policy, or with the largest chunks: nothing is chosen while others compile."""
+        policy = policy or Policy(self.engine.chunk_size)
+        weights = self.params, self.draft_params
+        return lm.EngineDriver(self.engine, *weights, **dataclasses.asdict(policy))
 
     def compile(self) -> float:
         begin = time.perf_counter()
-        for size in self.engine.chunk_sizes:
-            self.driver(size).warm_up()
+        self.driver(Policy(self.engine.chunk_size, prompts_in_steps=True)).warm_up()
         return time.perf_counter() - begin
 
     def prompt(self, rng: np.random.Generator, length: int) -> list[int]:
@@ -142,9 +154,10 @@ class Case:
             "steps_ahead": spent.mean_steps_ahead,
         }
 
-    def costs(self) -> dict[str, Any]:
+    def costs(self, in_steps: bool) -> dict[str, Any]:
         """What `warm_up` chooses a size from: milliseconds of a step, and of reading a prompt."""
-        found = programs.measure_chunks(self.engine, self.params, self.draft_params)
+        weights = self.params, self.draft_params
+        found = programs.measure_chunks(self.engine, *weights, in_steps=in_steps)
         prompts = {size: seconds * 1e3 for size, seconds in found.seconds.items()}
         return {"step_ms": found.step * 1e3, "prompt_ms": prompts, "chosen": found.largest}
 
@@ -154,9 +167,9 @@ class Case:
         lengths = [sizes.prompt] * 90 + [sizes.long_prompt] * 10
         return itertools.cycle([self.prompt(rng, n) for n in rng.permutation(lengths)])
 
-    def saturated(self, size: int, steps: int) -> Served:
+    def saturated(self, policy: Policy, steps: int) -> Served:
         """Somebody always waits: what the engine can deliver."""
-        driver, prompts = self.driver(size), self.prompts(np.random.default_rng(1))
+        driver, prompts = self.driver(policy), self.prompts(np.random.default_rng(1))
         served = Served()
         while len(served.step_ms) < steps:
             while driver.num_queued < self.slots:
@@ -164,9 +177,9 @@ class Case:
             served.step(driver)
         return served
 
-    def arrivals(self, size: int, steps: int, rate: float) -> Served:
+    def arrivals(self, policy: Policy, steps: int, rate: float) -> Served:
         """Requests come at random times, which no policy changes."""
-        driver, rng = self.driver(size), np.random.default_rng(2)
+        driver, rng = self.driver(policy), np.random.default_rng(2)
         prompts, served, begin = self.prompts(rng), Served(), time.perf_counter()
         due = begin
         while len(served.step_ms) < steps:
@@ -267,7 +280,7 @@ def samples(runs: list[Served]) -> dict[str, list[list[float]]]:
 def counting_reads() -> Iterator[None]:
     """Every call that reads prompts counts for `Served`."""
     with contextlib.ExitStack() as stack:
-        for name in ("admit", "prefill_chunk"):
+        for name in ("admit", "step"):
             stack.enter_context(mock.patch.object(programs, name, _counted(name)))
         yield
 
@@ -275,43 +288,48 @@ def counting_reads() -> Iterator[None]:
 def _counted(name: str) -> Callable[..., Any]:
     function = getattr(programs, name)
 
-    def call(*args: Any) -> Any:
-        Served.num_reads += 1
-        return function(*args)
+    def call(*args: Any, **static: Any) -> Any:
+        Served.num_reads += isinstance(args[-1], programs.PackedRequests)
+        return function(*args, **static)
 
     return call
 
 
 def measure_arrivals(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each policy: first all are saturated, then requests come at the same times."""
-    costs = case.costs()
-    named = {"largest": case.engine.chunk_size, "chosen": costs["chosen"]}
-    prompts = ", ".join(f"{size} tokens {ms:.2f}" for size, ms in costs["prompt_ms"].items())
-    print(f"       ms of a step {costs['step_ms']:.2f}, of a prompt of {prompts}")
-    policies = {name: named.get(name) or int(name) for name in options.policies}
+    policies, costs = {}, {in_steps: case.costs(in_steps) for in_steps in (False, True)}
+    for in_steps, found in costs.items():
+        each = ", ".join(f"{size} tokens {ms:.2f}" for size, ms in found["prompt_ms"].items())
+        where = "within steps" if in_steps else "between steps"
+        print(f"       ms of a step {found['step_ms']:.2f}, of a prompt {where} of {each}")
+    for name in options.policies:
+        in_steps, size = name.startswith("steps-"), name.removeprefix("steps-")
+        named = {"largest": case.engine.chunk_size, "chosen": costs[in_steps]["chosen"]}
+        policies[name] = Policy(named.get(size) or int(size), in_steps)
     full: dict[str, list[Served]] = {name: [] for name in policies}
     random: dict[str, list[Served]] = {name: [] for name in policies}
     for _ in range(options.rounds):
-        for name, size in policies.items():
-            full[name].append(case.saturated(size, options.arrivals))
+        for name, policy in policies.items():
+            full[name].append(case.saturated(policy, options.arrivals))
     tokens = summary(full[options.policies[0]])["tokens_per_second"]
     rate = LOAD * tokens / case.sizes.budget
     for _ in range(options.rounds):
-        for name, size in policies.items():
-            random[name].append(case.arrivals(size, options.arrivals, rate))
+        for name, policy in policies.items():
+            random[name].append(case.arrivals(policy, options.arrivals, rate))
     return [
         {
+            "target": case.target,
             "slots": case.slots,
             "drafter": case.drafter,
             "policy": name,
-            "chunk_size": size,
-            "costs": costs,
+            "chunk_size": policy.chunk_size,
+            "costs": costs[policy.prompts_in_steps],
             "requests_per_second": rate,
             "saturated": summary(full[name]),
             "arrivals": summary(random[name]),
             "samples": samples(random[name]),
         }
-        for name, size in policies.items()
+        for name, policy in policies.items()
     ]
 
 
@@ -323,6 +341,7 @@ def measure_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     bare_ms = measure.median([one["ms"] for one in bare[1:]])
     full = {key: measure.median([one[key] for one in busy]) for key in busy[0]}
     return {
+        "target": case.target,
         "slots": case.slots,
         "drafter": case.drafter,
         "bare_ms": bare_ms,
@@ -335,6 +354,7 @@ def measure_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 def cells(row: dict[str, Any]) -> dict[str, Any]:
     full = row["full"]
     return {
+        "target": row["target"],
         "slots": row["slots"],
         "drafter": row["drafter"],
         "bare": f"{row['bare_ms']:.2f}",
@@ -348,6 +368,7 @@ def cells(row: dict[str, Any]) -> dict[str, Any]:
 def arrival_cells(row: dict[str, Any]) -> dict[str, Any]:
     found, full = row["arrivals"], row["saturated"]
     return {
+        "target": row["target"],
         "slots": row["slots"],
         "drafter": row["drafter"],
         "policy": f"{row['policy']} ({row['chunk_size']})",
@@ -376,16 +397,22 @@ def main(command_line: list[str] | None = None) -> int:
     add("--steps", type=int, default=60, help="of a run with all slots busy; some 80 at most")
     add("--arrivals", type=int, default=600, help="steps of a run while requests arrive")
     add("--rounds", type=int, default=2, help="such runs of each policy")
-    add("--policies", nargs="+", default=["largest", "chosen"])
+    add("--policies", nargs="+", default=["largest", "chosen", "steps-chosen"])
     add("--only", choices=("full", "arrivals"), help="one half of it")
+    add("--target", choices=("1B", "8B"), default="1B", help="its shape")
     add("--piece", type=int, help="tokens of a prompt that one call reads; 128, and 32 if tiny")
     options = parser.parse_args(command_line)
     if measure.lacks_gpu(options):
         return 0
     clock = measure.Clock(options.seconds)
     sizes = SMALL if options.tiny else LARGE
+    if options.target == "8B":
+        sizes = dataclasses.replace(sizes, target=llamas.LLAMA_3_8B)
     if options.piece is not None:
-        sizes = dataclasses.replace(sizes, prefill_sizes=(sizes.prompt, options.piece))
+        powers = itertools.takewhile(
+            lambda n: n < options.piece, (sizes.prompt << i for i in itertools.count())
+        )
+        sizes = dataclasses.replace(sizes, prefill_sizes=(*powers, options.piece))
     weights = {
         name: llamas.random_params(lm.models.Llama(getattr(sizes, name), "bfloat16"), seed)
         for seed, name in enumerate(("target", "drafter"))
@@ -393,7 +420,7 @@ def main(command_line: list[str] | None = None) -> int:
     jax.block_until_ready(weights)
     clock.say("weights")
     cases = [
-        Case(sizes, slots, drafter, weights)
+        Case(sizes, options.target, slots, drafter, weights)
         for slots in options.slots
         for drafter in options.drafters
     ]
