@@ -258,18 +258,22 @@ class Decoder:
         return self.state_of(draft_params, batch, caches)
 
     def read_prompts(
-        self, params: Any, state: DecodeState, prompts: PromptRows
-    ) -> tuple[DecodeState, jax.Array | None]:
-        """The state after the target has read parts of R prompts, and their ``[R, P, A*H]``."""
+        self, params: Any, cache: Any, prompts: PromptRows, length: int
+    ) -> tuple[Any, jax.Array | None]:
+        """The target's cache after it has read parts of R prompts, and their ``[R, P, A*H]``.
+
+        Args:
+          params: the target's weights.
+          cache: of all slots, of `length` positions each.
+          prompts: R of them.
+          length: L.
+        """
 
         def read(own: Any) -> tuple[Any, jax.Array | None]:
             output = self._run(params, prompts.token_ids, prompts.start, own)
             return output.cache, output.features
 
-        length = state.batch.token_ids.shape[1]
-        given = self.model, state.target_cache, prompts, length
-        target_cache, features = read_into_slots(*given, read)
-        return dataclasses.replace(state, target_cache=target_cache), features
+        return read_into_slots(self.model, cache, prompts, length, read)
 
     def draft_prompts(
         self,
@@ -402,9 +406,9 @@ class Decoder:
             output = self._run(*arrays)
         if prompts is None:
             return output, None
-        after = dataclasses.replace(state, target_cache=output.cache)
-        after, features = self.read_prompts(params, after, prompts)
-        return output._replace(cache=after.target_cache), features
+        length = batch.token_ids.shape[1]
+        cache, features = self.read_prompts(params, output.cache, prompts, length)
+        return output._replace(cache=cache), features
 
     def accept(
         self,

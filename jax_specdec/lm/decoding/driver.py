@@ -288,7 +288,7 @@ class EngineDriver:
         chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
         each = dict.fromkeys(((False, 0), *chosen))
         calls += [functools.partial(step, self._dispatch_whole, *one) for one in each]
-        beside = functools.partial(step, self._dispatch_whole, False, programs.most_drafts(engine))
+        beside = functools.partial(step, self._dispatch_whole, False, programs.full_budget(engine))
         calls += [functools.partial(beside, one) for one in prompts] * self.prompts_in_steps
         masked = [functools.partial(step, self._dispatch_masked, {nowhere: n}) for n in (0, 1)]
         calls += masked * grammars
@@ -453,7 +453,7 @@ class EngineDriver:
         all_neutral = self.engine.request_options and all(neutral)
         num_drafts = None
         if prompts is not None:  # for these, and for no drafts, one program is enough
-            all_neutral, num_drafts = False, programs.most_drafts(self.engine)
+            all_neutral, num_drafts = False, programs.full_budget(self.engine)
         elif not any(limits.values()):
             all_neutral, num_drafts = False, 0
         elif self.draft_choice is not None:

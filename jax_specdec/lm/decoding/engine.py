@@ -418,7 +418,9 @@ class Engine:
         check_params("draft_params", self.drafter, draft_params)
         self._check_requests(requests)
         self._check_target_cache(state)
-        state, features = self.decoder.read_prompts(params, state, requests.rows)
+        given = state.target_cache, requests.rows, state.batch.token_ids.shape[1]
+        cache, features = self.decoder.read_prompts(params, *given)
+        state = dataclasses.replace(state, target_cache=cache)
         return self._enter(draft_params, state, requests, features)
 
     def _check_requests(self, requests: NewRequests) -> None:

@@ -274,10 +274,10 @@ def measure_chunks(
       in_steps: whether steps read prompts; a prompt then costs what such a step takes longer.
     """
     calls = _Calls(engine, params, draft_params)
-    costs = ChunkCosts(calls.seconds_of_step(most_drafts(engine)), {}, in_steps)
+    costs = ChunkCosts(calls.seconds_of_step(full_budget(engine)), {}, in_steps)
     for size in engine.chunk_sizes:
         if in_steps:
-            costs.seconds[size] = calls.seconds_of_step(most_drafts(engine), size) - costs.step
+            costs.seconds[size] = calls.seconds_of_step(full_budget(engine), size) - costs.step
         else:
             costs.seconds[size] = calls.seconds_of_prompt(size)
         if costs.largest < size:
@@ -285,7 +285,7 @@ def measure_chunks(
     return costs
 
 
-def most_drafts(engine: Engine) -> int | None:
+def full_budget(engine: Engine) -> int | None:
     """As a step's `num_drafts`, the most of a `draft_budget`; None, which is all, without one."""
     return None if engine.draft_budget is None else engine.draft_budget[-1]
 

@@ -233,13 +233,13 @@ def attention_with_prompts(
     cache: tuple[jax.Array, jax.Array],
     positions: jax.Array,
     prompts: PromptRows,
+    places: tuple[jax.Array, jax.Array],
     layer: jax.Array | None = None,
     visible: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns what the rows of a batch and those of prompts read of a cache, and the cache.
 
-    All are written at once, before any is read, so that the cache is changed in place. A request
-    that has rows of a prompt keeps these alone: its rows in the batch are not written.
+    All are written at once, before any is read, so that the cache is changed in place.
 
     Args:
       query: ``[1, B S + R P, N, D]``, first the rows of the batch, then those of prompts.
@@ -248,24 +248,13 @@ def attention_with_prompts(
       cache: as for `cached_attention`.
       positions: ``[B, S]`` int32, of the batch.
       prompts: R of them, P rows each.
+      places: of `places_of_rows`, the same for all layers.
       layer: as for `cached_attention`.
       visible: as for `cached_attention`, of the batch.
     """
     num_rows, shape = positions.size, prompts.token_ids.shape
-    batch_size, longest = positions.shape[0], cache[0].shape[-1]
-    requests = jnp.arange(batch_size, dtype=jnp.int32)[:, None]
-    is_read = (requests == prompts.slots[None, :]).any(axis=1, keepdims=True)  # [B, 1]
-    place = prompts.start[:, None] + jnp.arange(shape[1], dtype=jnp.int32)[None, :]  # [R, P]
-    # [1, B S + R P]: whose row each is, and where it goes; nowhere for those that are not kept.
-    pairs = (
-        (jnp.broadcast_to(requests, positions.shape), jnp.where(is_read, longest, positions)),
-        (jnp.broadcast_to(prompts.slots[:, None], shape), place),
-    )
-    owners, places = (
-        jnp.concatenate([x.reshape(1, -1) for x in each], axis=1)
-        for each in zip(*pairs, strict=True)
-    )
-    cache = write_cache(*cache, key, value, places, layer, owners)
+    requests, places_in_cache = places
+    cache = write_cache(*cache, key, value, places_in_cache, layer, requests)
     if layer is not None:
         cache = jax.lax.optimization_barrier(cache)  # as in `cached_attention`
     # [1, B S + R P, N, D] -> [B, S, N, D] and [R, P, N, D]
@@ -278,6 +267,29 @@ def attention_with_prompts(
     prompt_read = decode_attention(of_prompts, keys, values, prompts.start, finite_cache=True)
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in (read, prompt_read)]
     return jnp.concatenate(rows, axis=1), cache
+
+
+def places_of_rows(
+    positions: jax.Array, prompts: PromptRows, longest: int
+) -> tuple[jax.Array, jax.Array]:
+    """Requests and positions ``[1, B S + R P]`` of the rows of a pass that reads prompts beside.
+
+    A request that has rows of a prompt keeps these alone: its rows in the batch, at positions
+    ``[B, S]``, go to position `longest`, which a cache does not have.
+    """
+    requests = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
+    is_read = (requests == prompts.slots[None, :]).any(axis=1, keepdims=True)  # [B, 1]
+    owners = jnp.broadcast_to(requests, positions.shape)
+    owners_of_prompts = jnp.broadcast_to(prompts.slots[:, None], prompts.token_ids.shape)
+    return (
+        all_rows(owners, owners_of_prompts),
+        all_rows(jnp.where(is_read, longest, positions), prompts.positions),
+    )
+
+
+def all_rows(of_batch: jax.Array, of_prompts: jax.Array) -> jax.Array:
+    """``[1, B S + R P]``: what ``[B, S]`` and then ``[R, P]`` hold, one row after another."""
+    return jnp.concatenate([of_batch.reshape(1, -1), of_prompts.reshape(1, -1)], axis=1)
 
 
 def _of_slots(

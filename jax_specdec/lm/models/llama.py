@@ -30,6 +30,7 @@ from jax_specdec._src.arrays import (
 )
 from jax_specdec._src.tree import TreeRows
 from jax_specdec.lm.models.layers import (
+    all_rows,
     attention_with_prompts,
     cached_attention,
     check_length,
@@ -38,6 +39,7 @@ from jax_specdec.lm.models.layers import (
     embed_tokens,
     move_in_cache,
     output_logits,
+    places_of_rows,
     random_weights,
     rms_norm,
 )
@@ -179,14 +181,7 @@ class Llama:
     ) -> tuple[TargetOutput, jax.Array | None]:
         """Run `apply`, and read prompts in the same pass; see `CausalModel`.
 
-        Args:
-          params: as in `apply`.
-          token_ids: as in `apply`.
-          start: as in `apply`.
-          cache: as in `apply`.
-          prompts: R of them, of P tokens each.
-          feature_layers: as in `apply`.
-          tree: as in `apply`.
+        The arguments are those of `apply`, and `prompts`: R of them, of P tokens each.
 
         Returns:
           What `apply` returns, and the features of the prompts, ``[R, P, A H]``.
@@ -282,7 +277,9 @@ class Llama:
             check_array("prompts.start", prompts.start, "[R] int32", sizes)
             check_array("prompts.slots", prompts.slots, "[R] int32", sizes)
             check_length(prompts.token_ids.shape[1], cache, "prompts.token_ids")
-            token_ids, positions = _all_rows(token_ids, positions, prompts)
+            places = places_of_rows(slots, prompts, jax.tree.leaves(cache)[0].shape[-1])
+            token_ids = all_rows(token_ids, prompts.token_ids)
+            positions = all_rows(positions, prompts.positions)
         embedded = embed(params["embed_tokens"], token_ids)
 
         def cached(
@@ -290,7 +287,7 @@ class Llama:
         ) -> tuple[jax.Array, Any]:
             given = query, key, value, cache, slots
             if prompts is not None:
-                return attention_with_prompts(*given, prompts, layer, visible)
+                return attention_with_prompts(*given, prompts, places, layer, visible)
             return cached_attention(*given, layer, visible)
 
         layers = self._scan if self.scan_layers else self._listed
@@ -430,16 +427,6 @@ class Llama:
         tied = c.tie_word_embeddings
         lm_head = params["embed_tokens" if tied else "lm_head"]
         return output_logits(x, lm_head, tied, c.num_token_ids)
-
-
-def _all_rows(
-    token_ids: jax.Array, positions: jax.Array, prompts: PromptRows
-) -> tuple[jax.Array, jax.Array]:
-    """Tokens and positions ``[1, B S + R P]``: all rows of a pass, those of prompts last."""
-    place = jnp.arange(prompts.token_ids.shape[1], dtype=jnp.int32)[None, :]
-    pairs = (token_ids, prompts.token_ids), (positions, prompts.start[:, None] + place)
-    first, second = (jnp.concatenate([x.reshape(1, -1) for x in pair], axis=1) for pair in pairs)
-    return first, second
 
 
 def stack_layers(params: dict[str, Any]) -> dict[str, Any]:

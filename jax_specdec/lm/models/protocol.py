@@ -9,6 +9,7 @@ import inspect
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 
 from jax_specdec._src.arrays import described, refuse, require
 from jax_specdec._src.tree import TreeRows
@@ -61,6 +62,12 @@ class PromptRows(NamedTuple):
     token_ids: jax.Array
     start: jax.Array
     slots: jax.Array
+
+    @property
+    def positions(self) -> jax.Array:
+        """``[R, P]`` int32, of each token."""
+        place = jnp.arange(self.token_ids.shape[1], dtype=jnp.int32)
+        return self.start[:, None] + place[None, :]
 
 
 @runtime_checkable
@@ -279,17 +286,9 @@ def apply_with_prompts(
     feature_layers: tuple[int, ...] = (),
     tree: TreeRows | None = None,
 ) -> tuple[TargetOutput, jax.Array | None]:
-    """`apply_model`, and the features of prompts that are read in the same pass.
+    """`apply_model`, and the features of R prompts that are read in the same pass.
 
-    Args:
-      model: that `reads_beside`.
-      params: as for `apply_model`.
-      token_ids: as for `apply_model`.
-      start: as for `apply_model`.
-      cache: as for `apply_model`.
-      prompts: R prompts.
-      feature_layers: as for `apply_model`.
-      tree: as for `apply_model`.
+    The model is one that `reads_beside`; the arguments but `prompts` are those of `apply_model`.
 
     Raises:
       TypeError: features are needed, and the model returns none.
