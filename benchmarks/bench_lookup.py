@@ -84,7 +84,6 @@ def main(command_line: list[str] | None = None) -> None:
         eagle3 = lm.Eagle3Drafter(head)
         drafts["eagle3"] = Draft(eagle3, head_params)
         drafts["suffix+eagle3"] = Draft(lm.FirstOf(lookup, eagle3), (None, head_params))
-        drafts["eagle3, then suffix"] = Draft(lm.Chain(lookup, eagle3, 4), (None, head_params))
         block = lm.load_embedded_head(target, "dspark")
         dspark = lm.BlockDrafter(block.model)
         drafts["dspark"] = Draft(dspark, block.params)

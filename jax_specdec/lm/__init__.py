@@ -29,7 +29,7 @@ from jax_specdec.lm.decoding.programs import measure_steps
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.drafting.block import BlockDrafter
-from jax_specdec.lm.drafting.combined import Chain, FirstOf
+from jax_specdec.lm.drafting.combined import FirstOf
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter, Proposal
@@ -49,7 +49,6 @@ __all__ = [
     "BlockDrafter",
     "BlockHead",
     "BlockHeadConfig",
-    "Chain",
     "DecodeState",
     "DraftChoice",
     "DraftContext",

@@ -1,4 +1,4 @@
-"""Lookup beside a head, and after it: the law of the text, by enumeration, and who drafts."""
+"""Lookup beside a head: the law of the text, by enumeration, and who drafts."""
 
 from __future__ import annotations
 
@@ -177,40 +177,14 @@ def test_a_wrong_choice_changes_the_law(fault: str, monkeypatch) -> None:
     assert distances[1] < 1e-6  # where the head drafts, nothing is wrong
 
 
-def test_the_law_of_one_after_the_other_is_the_targets() -> None:
-    distances, ids = laws(lm.Chain(LOOKUP, Forced(), num_head_drafts=1), [COPIES, BRIEF, NEW])
-    assert max(distances) < 1e-6
-    by_head = [x for x, _ in itertools.product(range(V), repeat=K)]
-    assert (ids[:, :, 0] == by_head).all()
-    # What followed 0, 1 and 2, where these are drafted after the text: the latest, of equals.
-    assert ids[:, ::V, 1].tolist() == [[1, 2, 0], [-1, 1, 2], [1, 1, -1]]
-
-
-def test_rows_of_other_drafts_change_the_law(monkeypatch) -> None:
-    write = sd.DraftStore.write
-
-    def flat(self: Any, offset: Any, logits: jax.Array, *normalizer: Any, **named: Any) -> Any:
-        if offset:  # a draft by lookup is said to have been drawn from all ids alike
-            logits, normalizer = jnp.zeros_like(logits), (normalizer[0] + np.log(V), normalizer[1])
-        return write(self, offset, logits, *normalizer, **named)
-
-    monkeypatch.setattr(sd.DraftStore, "write", flat)
-    distances, _ = laws(lm.Chain(LOOKUP, Forced(), num_head_drafts=1), [COPIES])
-    assert distances[0] > 0.01
-
-
 # Through the loops
 
 
 def test_sampled_texts_have_the_targets_distribution() -> None:
-    drafters = (
-        lm.FirstOf(LOOKUP, lm.ModelDrafter(tiny.Trigram(test_lossless.VOCAB))),
-        lm.Chain(LOOKUP, lm.ModelDrafter(tiny.Trigram(test_lossless.VOCAB)), num_head_drafts=1),
-    )
-    for drafter in drafters:
-        output = test_lossless.sampled(drafter, (None, test_lossless.draft_table()))
-        test_lossless.assert_some_accepted(output)
-        test_lossless.assert_lossless(output)
+    drafter = lm.FirstOf(LOOKUP, lm.ModelDrafter(tiny.Trigram(test_lossless.VOCAB)))
+    output = test_lossless.sampled(drafter, (None, test_lossless.draft_table()))
+    test_lossless.assert_some_accepted(output)
+    test_lossless.assert_lossless(output)
 
 
 def tokens_per_pass(drafter: Any, draft_params: Any, target: np.ndarray, budget: int) -> float:
@@ -242,17 +216,7 @@ def test_who_was_right_before_drafts(is_right: bool) -> None:
     assert (by_head > by_lookup) == is_right
 
 
-def test_one_after_the_other_drafts_what_both_do() -> None:
-    model, budget = tiny.Trigram(engines.VOCAB), 80
-    head, params = lm.ModelDrafter(model), jnp.asarray(engines.TARGET)
-    chain = lm.Chain(LOOKUP, head, num_head_drafts=2)
-    assert tokens_per_pass(chain, (None, params), engines.TARGET, budget) > 4
-    wrong = tokens_per_pass(chain, (None, -params), engines.TARGET, budget)
-    assert wrong == 1  # the lookup goes on from drafts that are wrong
-
-
 MODEL = lm.ModelDrafter(tiny.Trigram(V))
-FEW = lm.ModelDrafter(tiny.Trigram(V), num_candidates=2)
 
 
 @pytest.mark.parametrize(
@@ -260,17 +224,10 @@ FEW = lm.ModelDrafter(tiny.Trigram(V), num_candidates=2)
     [
         (lambda: lm.FirstOf(lm.NGramDrafter(), MODEL), TypeError, "lookup must be a SuffixDrafter"),
         (lambda: lm.FirstOf(LOOKUP, tiny.Trigram(V)), TypeError, "head must be a Drafter"),
-        (lambda: lm.Chain(LOOKUP, MODEL, 0), ValueError, "num_head_drafts must be at least 1"),
-        (lambda: lm.Chain(LOOKUP, MODEL, 1.5), TypeError, "num_head_drafts must be an int"),
         (
             lambda: plain_text(lm.FirstOf(LOOKUP, MODEL), None),
             ValueError,
             "must be a pair, the par",
-        ),
-        (
-            lambda: plain_text(lm.Chain(LOOKUP, FEW), (None, jnp.zeros((V, V, V)))),
-            ValueError,
-            "head must have rows that share their ids",
         ),
     ],
 )

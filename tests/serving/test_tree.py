@@ -694,7 +694,6 @@ def run_with(drafter: Any, model: Any = MODEL, **fields: Any) -> lm.GenerateOutp
             "head must propose chains",
             lambda: lm.FirstOf(lm.SuffixDrafter(), Planned()),
         ),
-        (ValueError, "head must propose chains", lambda: lm.Chain(lm.SuffixDrafter(), Planned())),
     ],
 )
 def test_mistakes_are_named(error: type, says: str, call: Any) -> None:

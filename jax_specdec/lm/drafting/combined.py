@@ -1,4 +1,4 @@
-"""Lookup together with a drafter that runs a model: one or the other, or one after the other."""
+"""Lookup beside a drafter that runs a model: in each step a request has drafts of one of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_int, check_type, require
+from jax_specdec._src.arrays import check_type, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.drafting.context import DraftContext, with_fewer_drafts
+from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import (
     Drafter,
     Proposal,
@@ -28,75 +27,6 @@ _FADE = 0.9
 _FIRST_RATE, _WEIGHT = 0.7, 2.0
 """How many of the head's drafts are expected to be accepted before any step, and the weight of
 what is expected, in drafts. Of a lookup, what its counts say is expected."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """What the two forms have in common: a lookup, and a drafter that runs in every step."""
-
-    lookup: SuffixDrafter
-    head: Drafter
-
-    def __post_init__(self) -> None:
-        check_type("lookup", self.lookup, SuffixDrafter)
-        is_drafter = callable(getattr(self.head, "propose", None))
-        require(is_drafter, "head", "be a Drafter", self.head, error=TypeError)
-        for name, one in (("lookup", self.lookup), ("head", self.head)):
-            must = "propose chains, without a tree_depth"
-            require(not tree_depth_of(one), name, must, one)
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Those of the head; see `Drafter`."""
-        return feature_layers_of(self.head)
-
-    @property
-    def cache_batch_axis(self) -> int:
-        """That of the head."""
-        return cache_batch_axis_of(self.head)
-
-    @property
-    def has_history(self) -> bool:
-        """Whether the lookup has one; see `Drafter`."""
-        return self.lookup.has_history
-
-    def add(self, params: Any, token_ids: Any) -> Any:
-        """The params with one more text in the history; see `SuffixDrafter.add`."""
-        return self.lookup.add(params[0], token_ids), params[1]
-
-    def check_params(self, name: str, params: Any) -> None:
-        """Check both.
-
-        Raises:
-          ValueError: they are no pair.
-        """
-        is_pair = isinstance(params, (tuple, list)) and len(params) == 2
-        must = "be a pair, the params of the lookup (None without a history) and of the head"
-        require(is_pair, name, must, params)
-        check_params(f"{name}[0]", self.lookup, params[0])
-        check_params(f"{name}[1]", self.head, params[1])
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """The head's cache."""
-        return self.head.init_cache(batch_size, max_length)
-
-    def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
-    ) -> DraftStore | None:
-        """The head's store."""
-        return self.head.init_store(params[1], batch_size, config)
-
-    def prefill(
-        self,
-        params: Any,
-        token_ids: jax.Array,
-        cache: Any,
-        start: jax.Array | None = None,
-        **features: Any,
-    ) -> Any:
-        """Read the prompts with the head; see `Drafter.prefill`."""
-        given = features if start is None else features | {"start": start}
-        return self.head.prefill(params[1], token_ids, cache, **given)
 
 
 class _Memory(NamedTuple):
@@ -122,28 +52,32 @@ class _Memory(NamedTuple):
 
     @classmethod
     def create(cls, batch_size: int) -> _Memory:
-        """Of requests that have had no drafts."""
+        """Returns the memory of requests that have had no drafts."""
         zero = jnp.zeros((batch_size,), jnp.int32)
         pair = jnp.zeros((batch_size, 2), jnp.float32)
         return cls(zero, pair.astype(jnp.int32), pair, zero, zero > 0, pair, pair)
 
     def after(self, context: DraftContext) -> _Memory:
-        """With what became of the last drafts, as far as the text shows.
+        """Returns the memory with what became of the last drafts, as far as the text shows.
 
         All new tokens but the last were drafts that were accepted. A first draft that equals the
         only new token was not verified: nobody wanted drafts, or others were verified.
         """
         num_new = context.lengths - self.length
+        # [B, 1], the token that came first, and [B, 2], how many drafts of the lookup and of the
+        # head are known to be right.
         came = jnp.take_along_axis(context.token_ids, self.length[:, None], axis=1, mode="clip")
         is_right = (self.first == came).astype(jnp.int32)
         num_right = jnp.maximum(num_new[:, None] - 1, is_right)
         is_known = (self.length > 0) & (num_new > 0)
+        # [B, 2]: right and expected, of all drafts of a lookup that was verified, or of its first.
         was_verified = self.is_lookup & ((num_new > 1) | (is_right[:, 0] == 0))
         lookup = jnp.where(
             was_verified[:, None],
             jnp.stack([num_right[:, 0].astype(jnp.float32), self.expected[:, 1]], axis=1),
             jnp.stack([is_right[:, 0].astype(jnp.float32), self.expected[:, 0]], axis=1),
         )
+        # [B, 2]: accepted and verified, of the head's drafts; the first that is wrong was verified.
         visited = jnp.minimum(num_right[:, 1] + 1, self.num_drafts)
         head = jnp.stack([num_right[:, 1], visited], axis=1).astype(jnp.float32)
         taught = (
@@ -157,14 +91,18 @@ class _Memory(NamedTuple):
         )
 
     def prefers_lookup(self, found: Lookup, k: int) -> jax.Array:
-        """``[B]`` bool, whether more of its drafts are likely to be accepted than of the head's K.
+        """Returns ``[B]`` bool, whether more of its drafts are likely to be accepted.
+
+        More than of the head's K drafts, that is.
 
         The counts of a lookup are careful: one occurrence is a half, whatever came of those before.
         So they are scaled by what came true of them.
         """
+        # [B]: the expected number of accepted drafts, a sum over the probabilities of each.
         right, due = self.lookup.T
         scale = (right + _WEIGHT) / (due + _WEIGHT)
         by_lookup = jnp.sum(jnp.minimum(scale[:, None] * found.probabilities, 1.0), axis=1)
+        # [B, K]: rate, rate^2, ..., since a draft is accepted only after all before it.
         accepted, visited = self.head.T
         rate = (accepted + _WEIGHT * _FIRST_RATE) / (visited + _WEIGHT)
         by_head = jnp.sum(jnp.cumprod(jnp.broadcast_to(rate[:, None], (rate.size, k)), 1), axis=1)
@@ -173,7 +111,7 @@ class _Memory(NamedTuple):
     def with_drafts(
         self, context: DraftContext, found: Lookup, drafts: jax.Array, is_lookup: jax.Array
     ) -> _Memory:
-        """With the drafts of this step: those of the lookup, and those of the head."""
+        """Returns the memory with this step's drafts of the lookup and of the head."""
         return self._replace(
             length=context.lengths,
             first=jnp.stack([found.token_ids[:, 0], drafts[:, 0]], axis=1),
@@ -184,7 +122,7 @@ class _Memory(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstOf(_Pair):
+class FirstOf:
     """Drafts by lookup where that is likely to have more drafts accepted, else with a head.
 
     Each request, in each step, has the drafts of the one or of the other. How many drafts of the
@@ -218,10 +156,58 @@ class FirstOf(_Pair):
       60
     """
 
+    lookup: SuffixDrafter
+    head: Drafter
+
+    def __post_init__(self) -> None:
+        check_type("lookup", self.lookup, SuffixDrafter)
+        is_drafter = callable(getattr(self.head, "propose", None))
+        require(is_drafter, "head", "be a Drafter", self.head, error=TypeError)
+        for name, one in (("lookup", self.lookup), ("head", self.head)):
+            must = "propose chains, without a tree_depth"
+            require(not tree_depth_of(one), name, must, one)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose features the head reads; see `Drafter`."""
+        return feature_layers_of(self.head)
+
+    @property
+    def cache_batch_axis(self) -> int:
+        """The axis of requests in the cache, which is that of the head's."""
+        return cache_batch_axis_of(self.head)
+
+    @property
+    def has_history(self) -> bool:
+        """Whether the lookup has one; see `Drafter`."""
+        return self.lookup.has_history
+
+    def add(self, params: Any, token_ids: Any) -> Any:
+        """Returns the params with one more text in the history; see `SuffixDrafter.add`."""
+        return self.lookup.add(params[0], token_ids), params[1]
+
+    def check_params(self, name: str, params: Any) -> None:
+        """Check both.
+
+        Raises:
+          ValueError: they are no pair.
+        """
+        is_pair = isinstance(params, (tuple, list)) and len(params) == 2
+        must = "be a pair, the params of the lookup (None without a history) and of the head"
+        require(is_pair, name, must, params)
+        check_params(f"{name}[0]", self.lookup, params[0])
+        check_params(f"{name}[1]", self.head, params[1])
+
     def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """The head's cache, and what is known of each request."""
+        """Returns the head's cache, and what is known of each request."""
         memory = _with_batch_axis(_Memory.create(batch_size), self.cache_batch_axis)
-        return super().init_cache(batch_size, max_length), memory
+        return self.head.init_cache(batch_size, max_length), memory
+
+    def init_store(
+        self, params: Any, batch_size: int, config: SpecDecodeConfig
+    ) -> DraftStore | None:
+        """Returns the head's store."""
+        return self.head.init_store(params[1], batch_size, config)
 
     def prefill(
         self,
@@ -232,16 +218,22 @@ class FirstOf(_Pair):
         **features: Any,
     ) -> Any:
         """Read the prompts with the head; see `Drafter.prefill`."""
-        return super().prefill(params, token_ids, cache[0], start, **features), cache[1]
+        if start is not None:
+            features["start"] = start
+        head_cache, memory = cache
+        return self.head.prefill(params[1], token_ids, head_cache, **features), memory
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
     ) -> tuple[Proposal, Any]:
         """Draft with both, and choose; see `Drafter.propose`."""
+        # What came of the drafts before, and new drafts of both, [B, K] each.
         memory: _Memory = _without_batch_axis(cache[1], self.cache_batch_axis).after(context)
         found = self.lookup.lookup(params[0], context)
         own, head_cache = self.head.propose(params[1], context, cache[0], store)
-        drafts, store = own.token_ids, own.store
+        drafts = own.token_ids
+        store = own.store
+        # A request drafts by lookup where that promises more, or the head has nothing.
         k = context.config.num_speculative_tokens
         is_lookup = (found.token_ids[:, 0] >= 0) & (
             memory.prefers_lookup(found, k) | (drafts[:, 0] < 0)
@@ -249,120 +241,16 @@ class FirstOf(_Pair):
         memory = memory.with_drafts(context, found, drafts, is_lookup)
         token_ids = jnp.where(is_lookup[:, None], found.token_ids, drafts)
         if store is not None:
-            store = store.evict(is_lookup)
+            store = store.evict(is_lookup)  # those are verified one-hot
         memory = _with_batch_axis(memory, self.cache_batch_axis)
         return Proposal(token_ids, store), (head_cache, memory)
 
 
 def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
-    """Arrays whose axis `axis` holds the requests, as that of the head's cache does."""
+    """Returns arrays whose axis `axis` holds the requests, as that of the head's cache does."""
     return jax.tree.map(lambda x: x.reshape((1,) * axis + x.shape), memory)
 
 
 def _without_batch_axis(memory: _Memory, axis: int) -> _Memory:
-    """The memory whose first axes hold the requests."""
+    """Returns the memory whose first axes hold the requests."""
     return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), memory)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain(_Pair):
-    """Drafts with a head first, then goes on by lookup of the text and these drafts.
-
-    The head drafts k tokens. The lookup then searches for the last tokens with these among them,
-    and proposes what follows, as far as its counts go. Those drafts are one-hot: what the head
-    leaves open, it has decided. They are stored as rows with all weight on one id, after the rows
-    of the head, so that each draft is verified with what it came from. A token that the head does
-    not score ends the drafts.
-
-    Attributes:
-      lookup: what looks up.
-      head: any other `Drafter` whose rows do not list ids of their own. The `draft_params` are a
-        pair: those of the lookup (None without a history), and those of the head.
-      num_head_drafts: k, at least 1.
-
-    Raises:
-      TypeError: `lookup` is no `SuffixDrafter`, `head` no `Drafter`, or k no int.
-      ValueError: k is below 1, or one of them proposes trees.
-
-    Example:
-      >>> import jax_specdec as sd
-      >>> from jax_specdec import lm
-      >>> (target, params), (draft, draft_params) = lm.load_embedded_pair()
-      >>> output = lm.generate(
-      ...     target, params, [lm.encode_bytes("def quicksort(items):")],
-      ...     drafter=lm.Chain(lm.SuffixDrafter(), lm.ModelDrafter(draft), num_head_drafts=2),
-      ...     draft_params=(None, draft_params),
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=6), max_new_tokens=60)
-      >>> len(output.completions[0])
-      60
-    """
-
-    num_head_drafts: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_int("num_head_drafts", self.num_head_drafts)
-
-    def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
-    ) -> DraftStore | None:
-        """The head's store.
-
-        Raises:
-          ValueError: its rows list ids of their own.
-        """
-        store = super().init_store(params, batch_size, config)
-        lists_ids = store is not None and store.has_own_ids
-        must = "have rows that share their ids, because drafts by lookup are stored in such rows"
-        require(not lists_ids, "head", must, self.head)
-        return store
-
-    def propose(
-        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
-    ) -> tuple[Proposal, Any]:
-        """Draft with the head, then look up; see `Drafter.propose`."""
-        config = context.config
-        k = min(self.num_head_drafts, config.num_speculative_tokens)
-        first = dataclasses.replace(context, config=with_fewer_drafts(config, k))
-        own, cache = self.head.propose(params[1], first, cache, store)
-        drafts, store = own.token_ids, own.store
-        num_left = config.num_speculative_tokens - k
-        if not num_left:
-            return Proposal(drafts, store), cache
-        now = dataclasses.replace(
-            context, config=with_fewer_drafts(config, num_left), processors=None
-        )
-        for offset in range(k):
-            now = now.append(jnp.maximum(drafts[:, offset], 0))
-        found = self.lookup.lookup(params[0], now).token_ids
-        found = jnp.where(drafts[:, -1:] >= 0, found, PLACEHOLDER_TOKEN_ID)
-        if store is not None:
-            found, store = _stored_one_hot(store, found, k, context)
-        return Proposal(jnp.concatenate([drafts, found], axis=1), store), cache
-
-
-def _stored_one_hot(
-    store: DraftStore, token_ids: jax.Array, first: int, context: DraftContext
-) -> tuple[jax.Array, DraftStore]:
-    """Drafts ``[B, n]`` from offset `first` on, with rows that have all weight on each of them.
-
-    A draft without a column, and those after it, are left out.
-    """
-    size = store.logits.shape[1]
-    columns = jnp.arange(size, dtype=jnp.int32) if store.ids is None else store.ids
-    is_kept = jnp.ones((token_ids.shape[0],), bool)
-    none = jnp.zeros(is_kept.shape, jnp.float32)
-    kept = []
-    for j in range(token_ids.shape[1]):
-        hot = columns[None, :] == token_ids[:, j, None]  # [B, Vd]
-        is_kept &= jnp.any(hot, axis=1)
-        kept.append(jnp.where(is_kept, token_ids[:, j], PLACEHOLDER_TOKEN_ID))
-        store = store.write(
-            first + j,
-            jnp.where(hot, 0, -jnp.inf).astype(store.logits.dtype),
-            none,  # the logarithm of the row's sum, relative to its maximum
-            none,
-            positions=context.lengths,
-            sampling=context.sampling,
-        )
-    return jnp.stack(kept, axis=1), store
