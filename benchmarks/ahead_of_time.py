@@ -194,7 +194,6 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     from jax.sharding import PartitionSpec as P
 
     import jax_specdec as sd
-    from jax_specdec._src.verify.mosaic_tpu import support
     from jax_specdec.adapters import sglang_jax, tpu_inference
 
     devices, batch, n = devices_of(case.device), case.batch, case.batch * K
@@ -214,8 +213,6 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     def array(shape: tuple[int, ...], dtype: Any, where: Any = whole) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=where)
 
-    if case.implementation == "mosaic_tpu":  # it is compiled, not run
-        support.no_device = lambda: None
     settings: dict[str, Any] = {"num_speculative_tokens": K}
     if case.rule not in ("standard", "greedy"):
         settings["rejection_sample_method"] = case.rule
@@ -344,7 +341,7 @@ def report(case: Case, folder: Path | None) -> dict[str, Any]:
     import jax
     import measure
 
-    from jax_specdec._src.verify.mosaic_tpu.largest import ALL_ENTRIES
+    from jax_specdec._src.verify.backends.largest import ALL_ENTRIES
 
     run, arrays = program(case)
     if case.implementation == "mosaic_gpu":

@@ -23,6 +23,7 @@ from jax_specdec._src.verify import draw as draw_lib
 from jax_specdec._src.verify import rows as rows_lib
 from jax_specdec._src.verify.api import support
 from jax_specdec._src.verify.backends import gather
+from jax_specdec._src.verify.backends import largest as tpu_largest
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import cluster as gpu_cluster
 from jax_specdec._src.verify.mosaic_gpu import launch as gpu_launch
@@ -40,10 +41,6 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
 )
 from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
 from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, Threads
-from jax_specdec._src.verify.mosaic_tpu import largest as tpu_largest
-from jax_specdec._src.verify.mosaic_tpu import residual as tpu_residual
-from jax_specdec._src.verify.mosaic_tpu import statistics as tpu_statistics
-from jax_specdec._src.verify.mosaic_tpu import support as tpu_support
 from jax_specdec._src.verify.part import SplitPart
 from jax_specdec._src.verify.position import DraftScale, Position
 from jax_specdec._src.verify.q import q_of

@@ -37,20 +37,17 @@ def test_compile_time_is_measured_in_every_situation(tmp_path, monkeypatch, caps
 
 @pytest.mark.long
 def test_a_tpu_compares_times_and_fails_where_tokens_differ(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_verify_tpu, "FORMS", ("mosaic_tpu", "plain"))
     path = tmp_path / "verify_tpu.json"
     assert bench_verify_tpu.main(["--only", "greedy", "--output", str(path)]) == 0
     document = json.loads(path.read_text())
     (row,) = document["rows"]
-    assert set(row["samples"]) == {"mosaic_tpu", "plain"}
+    assert set(row["samples"]) == {"xla", "plain"}
     assert all(len(samples) == 1 for samples in row["samples"].values())
-    judged = row["disagreements"]
-    assert judged["ok"] and judged["decisions"] >= 2 * 2 and judged["margins"] == []
+    assert row["margins"] == []
     printed = capsys.readouterr().out
     assert "tokens agree" in printed and f"attach {path}" in printed.replace("\n", "")
 
-    wrong = {"ok": False, "margins": [0.5], "decisions": 4}
-    monkeypatch.setattr(bench_verify_tpu.disagreements, "sweep", lambda *_: wrong)
+    monkeypatch.setattr(bench_verify_tpu, "margins", lambda *_: [0.5])
     monkeypatch.setattr(
         bench_verify_tpu, "seconds_per_call", lambda case, forms, *_: dict.fromkeys(forms, [1.0])
     )

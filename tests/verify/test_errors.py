@@ -240,12 +240,12 @@ def test_errors_are_raised_while_tracing():
         jax.eval_shape(lambda x: with_noise(arguments(target_logits=x)), zeros((N, V)))
 
 
+@pytest.mark.parametrize("name", ["triton", "mosaic_tpu"])
 @pytest.mark.parametrize("call", [with_noise, with_keys, validate])
-def test_an_unknown_implementation_is_refused(call):
-    with pytest.raises(
-        ValueError, match="implementation must be 'mosaic_gpu', 'mosaic_tpu', 'xla'"
-    ):
-        call(arguments(implementation="triton"))
+def test_an_unknown_implementation_is_refused(call, name):
+    must = f"implementation must be 'mosaic_gpu', 'xla' or None, but it is '{name}'"
+    with pytest.raises(ValueError, match=must):
+        call(arguments(implementation=name))
 
 
 @pytest.mark.parametrize("call", [with_noise, with_keys, validate])

@@ -270,7 +270,7 @@ def test_it_needs_a_gpu_and_the_name_of_an_implementation():
     ):
         draw(jnp.zeros((1, 8)), sd.SamplingParams(jnp.ones(1)))
     with pytest.raises(ValueError, match="implementation must be 'xla', 'mosaic_gpu' or None"):
-        draw(jnp.zeros((1, 8)), sd.SamplingParams(jnp.ones(1)), "mosaic_tpu")
+        draw(jnp.zeros((1, 8)), sd.SamplingParams(jnp.ones(1)), "triton")
 
 
 # On a GPU.

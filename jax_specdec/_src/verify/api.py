@@ -25,7 +25,6 @@ from jax_specdec._src.types import (
 )
 from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.backends.mosaic_gpu import MosaicGpu
-from jax_specdec._src.verify.backends.tiles import MosaicTpu
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.call import Implementation, Settings, Static, checked
 from jax_specdec._src.verify.mosaic_gpu import support
@@ -36,7 +35,6 @@ from jax_specdec._src.verify.sharding import VerifySharding, over_parts
 
 BACKENDS: dict[str, Backend] = {
     "mosaic_gpu": MosaicGpu(),
-    "mosaic_tpu": MosaicTpu(),
     "xla": Xla(),
 }
 """Every implementation, by its name. A new one is a class in `verify.backends`, and a row here."""
@@ -106,8 +104,7 @@ def rejection_sample(
       implementation: "mosaic_gpu" (the default on Hopper GPUs), "xla", or None for the first that
         supports the call; see `which_implementation`. A named one never falls back to another.
         "xla" reads as suits the platform that the program is for: all rows at once or, on CPUs, one
-        request after another. "mosaic_tpu" does so with a kernel for TPUs that reads the target
-        rows in one pass; it has never run on a TPU, and is used only if it is named.
+        request after another.
       kernel_config: settings of "mosaic_gpu" that change its speed only; None for the default.
       sharding: the mesh axes that the vocabulary and the requests are split over. None to go by
         where `target_logits` is, which is known outside of `jax.jit`, and for explicit axes.

@@ -39,7 +39,7 @@ from jax_specdec._src.verify.sharding import (
 )
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
-Implementation = Literal["xla", "mosaic_gpu", "mosaic_tpu"]
+Implementation = Literal["xla", "mosaic_gpu"]
 
 
 class Settings(NamedTuple):

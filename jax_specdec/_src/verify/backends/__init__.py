@@ -7,7 +7,7 @@ rest to ``super()``. Here are
 - `gather`: all rows at once, by operations on whole matrices. GPUs, and devices that nothing is
   known of.
 - `in_order`: one request after another. CPUs.
-- `tiles`: all rows tile by tile. TPUs. Whatever is for TPUs alone is behind this file, and no TPU
-  has run it.
+- `tiles`: all rows tile by tile. TPUs, though none has run it. `largest` finds the largest entries
+  of rows, for filters.
 - `mosaic_gpu`: a kernel that verifies, or kernels that read a part of the vocabulary. Hopper GPUs.
 """

@@ -1,7 +1,6 @@
-"""`Tiles` and `MosaicTpu`: all rows tile by tile, for TPUs; no TPU has run any of it.
+"""`Tiles`: all rows tile by tile, for TPUs.
 
-This file is the one door to all that is for TPUs alone; behind it is the package `mosaic_tpu`. What
-stands here was compiled for TPUs, and measured by the schedules of their programs.
+No TPU has run it: it was compiled for TPUs, and measured by the schedules of the programs.
 
 A TPU copies columns of every row to its vector memory, and takes the rows there: to read one row of
 its main memory, it copies the eight that lie together.
@@ -19,23 +18,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.blocks import BLOCK, any_under_vmap, by_blocks, take_few
-from jax_specdec._src.platform import Platform
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.verify import draw, tiles
 from jax_specdec._src.verify.backends import gather
 from jax_specdec._src.verify.backends.gather import Gather
-from jax_specdec._src.verify.draw import TileMasses
-from jax_specdec._src.verify.mosaic_tpu import support
-from jax_specdec._src.verify.mosaic_tpu.largest import (
+from jax_specdec._src.verify.backends.largest import (
     LANES,
     Largest,
     lists_of,
     search_among_largest,
 )
+from jax_specdec._src.verify.draw import TileMasses
 from jax_specdec._src.verify.part import Part
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.q import Dense, Stored
-from jax_specdec._src.verify.requests import CallArrays, Request
+from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.source import LocalRows, Source
@@ -43,7 +40,7 @@ from jax_specdec._src.verify.statistics import MANY_PAIRS, Partials, TargetStati
 from jax_specdec._src.verify.tiles import TILE
 
 if TYPE_CHECKING:
-    from jax_specdec._src.verify.call import Static
+    pass
 
 
 class Tiles(Gather):
@@ -178,8 +175,9 @@ class Tiles(Gather):
     ) -> jax.Array:
         if index is not None or rows.part.is_split:
             return super().search(rows, index, filter, limited, peak, inv_temperature)
+        mass = functools.partial(self.exp_sums, rows, None, peak, inv_temperature)
         return search_among_largest(
-            self.largest(rows, peak, inv_temperature),
+            lambda: Largest.of(lists_of(rows.matrix, rows.width), mass),
             rows,
             filter,
             limited,
@@ -188,17 +186,10 @@ class Tiles(Gather):
             self.tests_at_once,
         )
 
-    def largest(
-        self, rows: Rows, peak: jax.Array, inv_temperature: jax.Array
-    ) -> Callable[[], Largest]:
-        """Returns what finds the largest entries of all rows."""
-        mass = functools.partial(self.exp_sums, rows, None, peak, inv_temperature)
-        return lambda: Largest.of(lists_of(rows.matrix, rows.width), mass)
-
     # Drawing tokens.
 
     def residuals(self, rows: LocalRows, sources: Source) -> draw.Residuals:
-        if not self.sums_apart(rows, sources):
+        if not self._sums_apart(rows, sources):
             return super().residuals(rows, sources)
         # The residual alone is summed, [B * P, T], and the last of several positions has none.
         is_cut = sources.row.shape[1] > 1
@@ -209,9 +200,10 @@ class Tiles(Gather):
         known = sources._replace(residual_masses=residual)
         return draw.Residuals(known, None, jnp.sum(residual, axis=2))
 
-    def sums_apart(self, rows: LocalRows, source: Source) -> bool:
+    def _sums_apart(self, rows: LocalRows, source: Source) -> bool:
         """Whether the masses of sources that use q are summed without those of ``p``."""
-        return _has_sums(rows, source) and self.reads_tiles(rows)
+        knows_p = source.p_masses is not None
+        return knows_p and not rows.q.is_one_hot and self.reads_tiles(rows)
 
     def reads_tiles(self, rows: LocalRows) -> bool:
         """Whether many rows are read by tiles of all rows, as a TPU reads them best."""
@@ -234,7 +226,7 @@ class Tiles(Gather):
 
     def masses(self, rows: LocalRows, source: Source) -> TileMasses:
         # Summed apart, if the block rule has not summed them before.
-        if source.residual_masses is None and self.sums_apart(rows, source):
+        if source.residual_masses is None and self._sums_apart(rows, source):
             source = source._replace(residual_masses=self.residual_masses(rows, source))
         return super().masses(rows, source)
 
@@ -293,89 +285,6 @@ class Tiles(Gather):
         is_first = draw.has_mass(total, may_have_mass)
         weights = jnp.where(is_first[:, None], both[:, 0], both[:, 1])
         return self.pick(weights[:, None], u)[0][:, 0], total
-
-
-@dataclasses.dataclass(frozen=True)
-class MosaicTpu(Tiles):
-    """`Tiles`, with kernels that read target rows in one pass and sum residuals where rows lie.
-
-    Kernels are imported where a call uses them, because Pallas is slow to import.
-    """
-
-    only: ClassVar[Platform | None] = "tpu"
-
-    def no_device(self) -> str | None:
-        return support.no_device()
-
-    def unserved(self, arrays: CallArrays, static: Static) -> str | None:
-        return support.unsupported(arrays)
-
-    def keeps_sums(self, part: Part, rule: Rule, filter: Filter | None) -> bool:
-        return not part.is_split  # the kernel has summed by tile anyway
-
-    def statistics(
-        self, rows: LocalRows, requests: Request, positions: Position, rule: Rule, samples: bool
-    ) -> TargetStatistics:
-        """Returns them by one pass; with a filter by two, around the search for thresholds.
-
-        Thresholds are searched for among the largest entries, if this device has whole rows.
-        """
-        from jax_specdec._src.verify.mosaic_tpu.statistics import row_statistics
-
-        target, filter = rows.target, requests.filter
-        num_rows = target.matrix.shape[0]
-        end = jnp.int32(target.width)
-        if target.part.is_split:
-            end = jnp.clip(target.size - target.part.first_id, 0, end)
-        # [M]: of the request that owns a row
-        given = requests.inv_temperature, requests.greedy, requests.is_ok & ~requests.greedy
-        inv, greedy, wanted, filter = of_owners(requests, num_rows, (*given, filter))
-        statistics = functools.partial(row_statistics, target.matrix, end, inv)
-        is_filtered = samples and filter is not None
-        ranked = None
-        if is_filtered and not target.part.is_split:
-            ranked = wanted & filter.is_searched(target.size)
-        peak, argmax, sums, lists = statistics(greedy, with_sums=samples, ranked=ranked)
-        least = None
-        if is_filtered:
-            by: Tiles = self
-            if lists is not None:
-                mass = functools.partial(jnp.sum, sums, axis=1)
-                by = _WithLists(functools.partial(Largest.of, lists, mass))
-            least = by.thresholds(target, None, filter, wanted, peak, inv)
-            _, _, sums, _ = statistics(greedy, (peak, least))
-        argmax = target.part.ids(argmax)
-        partials = Partials(peak, jnp.sum(sums, axis=1), argmax).checked()
-        kept = sums[:, : rows.num_tiles] if samples and rows.keeps_sums else None
-        return self.at_positions(TargetStatistics(partials, least, kept), positions)
-
-    def sums_apart(self, rows: LocalRows, source: Source) -> bool:
-        return _has_sums(rows, source) and (self.reads_tiles(rows) or self._copies_rows(rows))
-
-    def _copies_rows(self, rows: LocalRows) -> bool:
-        """Whether the kernel can copy the rows of a residual."""
-        from jax_specdec._src.verify.mosaic_tpu import residual
-
-        return isinstance(rows.q, Stored) and residual.serves(rows.target, rows.q)
-
-    def residual_masses(self, rows: LocalRows, source: Source) -> jax.Array:
-        from jax_specdec._src.verify.mosaic_tpu import residual
-
-        if isinstance(rows.q, Stored) and residual.serves(rows.target, rows.q):
-            return residual.residual_masses(rows.target, rows.q, source)
-        return super().residual_masses(rows, source)
-
-
-@dataclasses.dataclass(frozen=True)
-class _WithLists(Tiles):
-    """`Tiles` whose largest entries a kernel has found."""
-
-    found: Callable[[], Largest]
-
-    def largest(
-        self, rows: Rows, peak: jax.Array, inv_temperature: jax.Array
-    ) -> Callable[[], Largest]:
-        return self.found
 
 
 def columns(rows: Rows, index: jax.Array | None, start: Any, length: int) -> Rows:
@@ -438,11 +347,6 @@ def by_tile(
     base = jnp.where(jnp.isfinite(peak), peak, 0.0)[None]
     sums = (sums * jnp.exp((peaks - base) * inv_temperature[None])).T
     return Partials(peak, jnp.sum(sums, axis=1), argmax).checked(), sums
-
-
-def _has_sums(rows: LocalRows, source: Source) -> bool:
-    """Returns whether the masses of ``p`` are known, and those of a residual are asked for."""
-    return not rows.q.is_one_hot and source.p_masses is not None
 
 
 def _sums_by_matrix(x: jax.Array) -> jax.Array:

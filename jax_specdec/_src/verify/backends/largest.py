@@ -34,9 +34,6 @@ fit in 1 of 10,000 rows, the 100 largest in 1 of 300."""
 PLACES = [slice(i * LANES, (i + 1) * LANES) for i in range(_LISTS * _DEPTH)]
 """The columns of each rank of each list, a list after another."""
 
-NUM_LISTED = len(PLACES) * LANES
-"""Entries listed of each row."""
-
 
 class Largest(NamedTuple):
     """The largest entries of rows, as `threshold.SomeRows`.
@@ -64,7 +61,7 @@ class Largest(NamedTuple):
         return self.entries.astype(jnp.float32)
 
 
-def sort_in(
+def _sort_in(
     lists: list[jax.Array], load: Callable[[int], jax.Array], count: int
 ) -> list[jax.Array]:
     """Returns lists, float32 ``[n, 128]`` each, with `count` chunks of 128 columns sorted in."""
@@ -93,7 +90,7 @@ def lists_of(matrix: jax.Array, width: int) -> jax.Array:
             tile = jnp.pad(tile, ((0, 0), (0, missing)), constant_values=-jnp.inf)
         chunks = jnp.split(tile, tile.shape[1] // LANES, axis=1)
         found = [x.astype(jnp.float32) for x in lists]
-        found = sort_in(found, lambda i: chunks[i].astype(jnp.float32), len(chunks))
+        found = _sort_in(found, lambda i: chunks[i].astype(jnp.float32), len(chunks))
         return [x.astype(matrix.dtype) for x in found]
 
     # The lists go from tile to tile in the dtype of the rows, which is exact for entries of them.
