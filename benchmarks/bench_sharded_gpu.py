@@ -4,10 +4,14 @@ For each batch size: microseconds per call in one compiled chain of many calls, 
 before (see `chain.py` for the traps). All ways take turns in one process:
 
 - "split": logits stay where they are, `VerifySharding(vocab_axis=...)`;
-- "gathered": an all-gather of target and draft logits, then verification on every device;
+- "gathered": an all-gather of target and draft logits, then verification on every device, by the
+  implementation that is the default there;
 - "one": all logits on one device;
 - "empty": the collectives of "split" and nothing else;
-- "split in graphs", "empty in graphs": the same in CUDA graphs.
+- "split in graphs", and so on: the same in CUDA graphs.
+
+The library itself gathers the rows of a few requests (`MOST_GATHERED`): where "gathered" and
+"split" cross. Here "split" never gathers.
 
 What is compared also gives the same tokens: "split" against "one", with the same keys.
 """
@@ -20,6 +24,7 @@ import functools
 import math
 import traceback
 from typing import Any
+from unittest import mock
 
 import disagreements
 import inputs as inputs_lib
@@ -33,10 +38,12 @@ from jax.sharding import PartitionSpec as P
 from verify_cases import STANDARD, Case
 
 import jax_specdec as sd
+from jax_specdec._src.verify import sharding
 from jax_specdec._src.verify.tiles import tiles_of_part
 
 AXIS = "vocabulary"
-WAYS = ("split", "gathered", "one", "empty", "split in graphs", "empty in graphs")
+KINDS = "split", "gathered", "one", "empty"
+WAYS = *KINDS, *(f"{kind} in graphs" for kind in KINDS)
 GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,COLLECTIVES"
 COMPILER_OPTIONS = {
     "": {},
@@ -44,7 +51,7 @@ COMPILER_OPTIONS = {
 }
 IDENTITY = ("kind", "name", "batch", "k", "vocabulary", "dtype", "devices", "way")
 FIRST_SEED = 9
-LEAST_CALLS = {1: 600, 64: 400, 256: 200}
+LEAST_CALLS = {64: 400, 256: 200}
 TINY_CALLS = 4
 
 
@@ -124,7 +131,7 @@ class Study:
             jnp.full((case.batch,), case.temperature, jnp.float32),
             jnp.asarray(np.random.default_rng(0).integers(2**32, size=(case.batch, 2)), jnp.uint32),
         )
-        least = TINY_CALLS if options.tiny else LEAST_CALLS.get(case.batch, 200)
+        least = TINY_CALLS if options.tiny else LEAST_CALLS.get(case.batch, 600)
         self.trips = math.ceil(least / options.inputs)
         self.sets = {"one": sets, "split": [self._split(inputs) for inputs in sets]}
         chains = {way: pool.submit(self._compile_chain, way) for way in options.ways}
@@ -200,7 +207,7 @@ class Study:
         )
 
     def _sets(self, way: str) -> Any:
-        return self.sets["one" if way == "one" else "split"]
+        return self.sets["one" if way.startswith("one") else "split"]
 
     def _mapped(self, function: Any, way: str, inputs_specs: Any, *rest: P) -> Any:
         if way == "one":
@@ -243,7 +250,7 @@ def main(command_line: list[str] | None = None) -> int:
     parser = measure.gpu_parser(__doc__, repeats=7, seconds=200, threads=6)
     add = parser.add_argument
     add("--devices", type=int, help="of this machine; all of them if not given")
-    add("--batches", type=int, nargs="+", default=[1, 64, 256])
+    add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256])
     add("--ways", nargs="+", choices=WAYS, default=WAYS)
     add("--draws", type=int, default=20, help="batches compared; 0 for none")
     add("--inputs", type=int, default=2, help="different inputs; each is a call to compile")
@@ -258,7 +265,8 @@ def main(command_line: list[str] | None = None) -> int:
     results = measure.Results("sharded_gpu", IDENTITY, options.output, devices=len(devices))
     mesh = Mesh(np.array(devices), (AXIS,))
     shown = []
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+    split = mock.patch.object(sharding, "MOST_GATHERED", 0)  # nothing is gathered by "split"
+    with split, concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         for case in cases(options.tiny, options.batches):
             if clock.is_late(case.label):
                 continue

@@ -25,7 +25,7 @@ collect_ignore = [
 DEAREST = (
     "test_cli test_server test_modes test_sample test_listed test_xla test_mosaic_gpu "
     "test_scan_layers test_options test_engine test_processors "
-    "test_mosaic_gpu_parts test_benchmarks test_mosaic_gpu_lists test_greedy test_sharded "
+    "test_benchmarks test_mosaic_gpu_lists test_greedy test_sharded "
     "test_tensor_parallel test_grammar test_llama test_notebooks"
 ).split()
 

@@ -27,7 +27,6 @@ from jax_specdec._src.verify.backends import largest as tpu_largest
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import cluster as gpu_cluster
 from jax_specdec._src.verify.mosaic_gpu import launch as gpu_launch
-from jax_specdec._src.verify.mosaic_gpu import parts as gpu_parts
 from jax_specdec._src.verify.mosaic_gpu import request as gpu_request
 from jax_specdec._src.verify.mosaic_gpu.cluster import parity_of, slot_of
 from jax_specdec._src.verify.mosaic_gpu.draw import pick_of

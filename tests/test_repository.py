@@ -50,7 +50,7 @@ MOST_LINES = {
     # read by name. Trees of drafts: their rows (110), the walk (125), the oracle's (55), parents
     # in drafts, checks and log-probabilities (110), what is learned of their ranks (90), and races
     # with noise that a level shares (30).
-    "_src without kernels": 11_050,
+    "_src without kernels": 11_080,
     # 5,500; then prompts between steps (250), limits of drafts and forced tokens (200), heads that
     # draft a block (200), and lookup with counts, with a history, and beside a head (700). Trees of
     # drafts: growing them (270), from each head and from counts (260), and in the loops (170).

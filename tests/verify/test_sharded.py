@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lower_floor import sharding, xla
+from lower_floor import api, assume, sharding, xla
 from measure import collectives
 
 import jax_specdec as sd
@@ -94,6 +97,83 @@ FILTERED = Layout(
 )
 def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(parts, layout):
     agree(random_batches(layout, range(12)), over(parts))
+
+
+# On GPUs.
+
+GATHERED = Layout(vocab=4120, vocab_size=4099, **BIG, kind="normalized", dtype="bfloat16")
+OTHER = dataclasses.replace(FILTERED, vocab=2608)  # a constant is no part of what JAX caches by
+
+
+@newest
+@pytest.mark.parametrize(("layout", "most"), [(GATHERED, 2**23), (OTHER, 0)], ids=str)
+def test_a_form_for_gpus_gives_the_tokens_of_the_oracle(layout, most, monkeypatch):
+    """With the rows gathered first, and split."""
+    monkeypatch.setattr(sharding, "MOST_GATHERED", most)
+    with assume("cuda"):
+        agree(random_batches(layout, range(4)), over(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("most", [0, 2**40])
+@pytest.mark.parametrize("layout", [CUT, FILTERED, GATHERED], ids=str)
+def test_one_gpu_or_more_give_the_tokens_of_the_oracle(layout, most, monkeypatch):
+    monkeypatch.setattr(sharding, "MOST_GATHERED", most)
+    jax.clear_caches()
+    num_parts = 2 ** (len(jax.devices()).bit_length() - 1)
+    mesh = jax.make_mesh((num_parts,), ("v",), (AxisType.Auto,), devices=jax.devices()[:num_parts])
+    call = functools.partial(
+        sd.testing.rejection_sample_with_noise, sharding=sd.VerifySharding(mesh, "v")
+    )
+    agree(random_batches(layout, range(4)), jitted(call))
+
+
+def on_a_gpu(batch: int, **options: Any) -> str:
+    """The program of a call over four GPUs."""
+    k, v, mesh = 4, 128256, mesh_of(4)
+    split, whole = NamedSharding(mesh, P(None, "v")), NamedSharding(mesh, P())
+
+    def array(*shape, dtype="float32", where=whole):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=where)
+
+    drafts = sd.Drafts(
+        array(batch * k, dtype="int32"),
+        array(batch + 1, dtype="int32"),
+        sd.DraftLogits(array(batch * k, v, dtype="bfloat16", where=split)),
+    )
+    run = functools.partial(
+        sd.rejection_sample,
+        config=sd.SpecDecodeConfig(num_speculative_tokens=k),
+        sharding=sd.VerifySharding(mesh, "v"),
+        **options,
+    )
+    with assume("cuda"):
+        lowered = jax.jit(run).lower(
+            array(batch * (k + 1), v, dtype="bfloat16", where=split),
+            drafts,
+            sampling=sd.SamplingParams(array(batch)),
+            keys=jax.eval_shape(lambda: jax.random.split(jax.random.key(0), batch)),
+            positions=array(batch, dtype="int32"),
+        )
+    return lowered.as_text()
+
+
+@newest
+@pytest.mark.parametrize(
+    ("batch", "gathered"), [(1, {"4x128256xbf16", "5x128256xbf16"}), (8, set())]
+)
+def test_gpus_gather_the_rows_of_a_few_requests_alone(batch, gathered):
+    """The matrices that an exchange leaves."""
+    left = re.findall(r"stablehlo.all_gather.*-> tensor<([^>]*)>", on_a_gpu(batch))
+    assert left and {x for x in left if "128256" in x} == gathered
+
+
+def test_the_kernel_refuses_rows_that_are_not_gathered():
+    with (
+        mock.patch.object(api.support, "no_device", lambda: None),
+        pytest.raises(NotImplementedError, match="split over devices.*too large to be gathered"),
+    ):
+        on_a_gpu(8, implementation="mosaic_gpu")
 
 
 # Requests split over a mesh axis.

@@ -31,7 +31,7 @@ from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rules import rule_of
-from jax_specdec._src.verify.sharding import VerifySharding, over_parts
+from jax_specdec._src.verify.sharding import VerifySharding, gathered_if_small, over_parts
 
 BACKENDS: dict[str, Backend] = {
     "mosaic_gpu": MosaicGpu(),
@@ -289,7 +289,11 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
     drafts = dataclasses.replace(arrays.drafts, distribution=distribution)
     arrays = dataclasses.replace(arrays, drafts=drafts)
 
-    # The platform is asked for here, and nowhere below.
+    # The platform is asked for here, and nowhere below. On GPUs an exchange takes as long as it
+    # takes to gather a few rows.
+    if platform == "cuda":
+        arrays, layout = gathered_if_small(arrays, static.layout)
+        static = static._replace(layout=layout)
     name = static.implementation or _default(arrays, static, platform)
     backend = BACKENDS[name].on(platform)
     why_not = backend.unserved(arrays, static)

@@ -314,6 +314,35 @@ def over_parts(
     return over_mesh(on_part, layout.mesh, specs, P(batch), arrays)
 
 
+MOST_GATHERED = 8 * 2**20
+"""Bytes of whole rows, of target and draft together, up to which a GPU gathers them first."""
+
+
+def gathered_if_small(arrays: CallArrays, layout: ArrayLayout) -> tuple[CallArrays, ArrayLayout]:
+    """Returns one device's part of a call with whole rows, if these are small; else as it is."""
+    axis = layout.vocab_axis
+    if axis is None:
+        return arrays, layout
+    distribution = arrays.drafts.distribution if layout.draft_vocab else None
+    # Logits, and draft storage without a list of ids: the only matrices.
+    matrices = [x for x in jax.tree.leaves((arrays.target_logits, distribution)) if x.ndim == 2]
+    if lax.axis_size(axis) * sum(x.nbytes for x in matrices) > MOST_GATHERED:
+        return arrays, layout
+
+    def gathered(x: jax.Array) -> jax.Array:
+        if x.ndim < 2:
+            return x
+        return lax.all_gather(x, axis, axis=1, tiled=True, to="invarying")
+
+    drafts = arrays.drafts
+    if distribution is not None:
+        drafts = dataclasses.replace(drafts, distribution=jax.tree.map(gathered, distribution))
+    arrays = dataclasses.replace(
+        arrays, target_logits=gathered(arrays.target_logits), drafts=drafts
+    )
+    return arrays, layout._replace(vocab_axis=None, draft_vocab=False)
+
+
 def over_mesh(
     function: Callable[[Any], Any],
     mesh: Mesh | AbstractMesh,

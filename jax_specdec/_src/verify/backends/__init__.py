@@ -9,5 +9,5 @@ rest to ``super()``. Here are
 - `in_order`: one request after another. CPUs.
 - `tiles`: all rows tile by tile. TPUs, though none has run it. `largest` finds the largest entries
   of rows, for filters.
-- `mosaic_gpu`: a kernel that verifies, or kernels that read a part of the vocabulary. Hopper GPUs.
+- `mosaic_gpu`: a kernel that verifies. Hopper GPUs.
 """

@@ -20,9 +20,8 @@
 - ``threads``: the operations of a warpgroup's threads.
 - ``ptx``: these on a GPU, also those that Pallas lacks, such as loads of several entries at once.
 - ``interpret``: these in jnp, for GPU interpret mode.
-- ``parts``: statistics, masses and draw for one device's part of a split vocabulary.
 
-`verify.backends.mosaic_gpu` is what calls ``launch`` and ``parts``.
+`verify.backends.mosaic_gpu` is what calls ``launch``.
 
 ``launch`` and the modules that it needs are imported only if a call uses the kernel. They need
 modules that JAX calls experimental, which must not slow down, or break, programs for other devices.

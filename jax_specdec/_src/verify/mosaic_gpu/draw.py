@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify.mosaic_gpu.cluster import Masses, sums_by_lane, tree_sum
+from jax_specdec._src.verify.mosaic_gpu.cluster import Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.drafted import Work
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
@@ -427,27 +427,6 @@ def first_past(
     for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
         least = jnp.minimum(least, key_of(lane + i * WARP, inclusive > past, mass))
     return place_of(threads.warp_min(least))
-
-
-def pick(
-    threads: Threads, masses: list[jax.Array], aim: jax.Array, *, is_share: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the least place whose inclusive sum exceeds `aim`, or this share of the total.
-
-    Each warp has masses of its own, one array for every 32 places.
-
-    Returns:
-      ``[128]`` int32 places, and the aim less the sum before the place.
-    """
-    sums, total = sums_by_lane(threads, masses)
-    past = aim * total if is_share else aim
-    place = first_past(threads, masses, sums, past)
-    # The sum before the place, from the lane and the array that have it.
-    before = threads.filled(0.0)
-    for i, (mass, inclusive) in enumerate(zip(masses, sums, strict=True)):
-        up_to = threads.shuffle(inclusive - mass, place & (WARP - 1))
-        before = jnp.where(lax.div(place, WARP) == i, up_to, before)
-    return place, past - before
 
 
 def pick_of(weights: list[jax.Array], aim: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
-from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Ref, Shuffle, T
+from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Ref, Shuffle
 from jax_specdec._src.verify.tiles import TILE
 
 
@@ -77,10 +77,6 @@ class InterpretedThreads:
 
     def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
         return self.scalar(self.shuffle(x, lane))
-
-    def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
-        # Both are computed, and each thread keeps its own.
-        return jax.tree.map(lambda a, b: jnp.where(which, a, b), true(), false())
 
     # Barriers.
 
@@ -188,9 +184,6 @@ class InterpretedThreads:
         # [128 * each] -> [128, each], a row for each thread.
         loaded = ref[pl.ds(start, THREADS * each)].astype(jnp.float32).reshape(THREADS, each)
         return [loaded[:, j] for j in range(each)]
-
-    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        return self.row_run(ref, row, start, 0, each)
 
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         return [ref[...][row, start + j] for j in range(each)]  # entries stand for words

@@ -224,7 +224,6 @@ def _run(
             stride=memory.stride,
             first_barrier=own.first_barrier,
             limits=limits,
-            end=plan.size,
         )
         cluster = Cluster(
             threads=place.threads,
@@ -520,8 +519,8 @@ def launch(
     out: Any,
     scratch: Any,
     grid: int,
-    cluster: int = 1,
-    warpgroups: int = 1,
+    cluster: int,
+    warpgroups: int,
     interpret: Any,
 ) -> Any:
     """Run a kernel.
@@ -532,7 +531,7 @@ def launch(
       out: a pytree of the shapes and dtypes of the outputs.
       scratch: a pytree of what each CTA has.
       grid: number of clusters.
-      cluster: CTAs of a cluster; 1 for independent CTAs.
+      cluster: CTAs of a cluster.
       warpgroups: warpgroups of a CTA.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
 

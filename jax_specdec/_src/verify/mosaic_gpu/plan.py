@@ -248,15 +248,15 @@ class SharedMemory(NamedTuple):
         num_requests: int,
         size: int,
         config: KernelConfig | None,
-        most_rows: int = 1,
+        most_rows: int,
         is_plain: bool = False,
     ) -> SharedMemory:
-        """Returns that of a call, or of a launch that reads rows of one matrix.
+        """Returns that of a call.
 
         Args:
           target_logits: of the call.
           draft: how the draft distribution is stored.
-          num_requests: B, or how many rows are read.
+          num_requests: B.
           size: ids of a row, without padding.
           config: the caller's choice, or None.
           most_rows: rows of a request that can be read at once.

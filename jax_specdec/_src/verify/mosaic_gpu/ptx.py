@@ -32,7 +32,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
-from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Ref, Shuffle, T
+from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, WARP, Ref, Shuffle
 from jax_specdec._src.verify.threshold import in_order
 from jax_specdec._src.verify.tiles import TILE
 
@@ -127,9 +127,6 @@ class GpuThreads:
         if x.dtype == jnp.bool_:
             return self.at(x.astype(jnp.int32), lane) == 1  # a shuffle moves 32 bits
         return self.scalar(self.shuffle(x, lane))
-
-    def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
-        return lax.cond(self.scalar(which.astype(jnp.int32)) == 1, true, false)
 
     # Barriers.
 
@@ -369,11 +366,6 @@ class GpuThreads:
             return [x for word in words for x in _numbers(word, dtype)]
 
         return _inline(run, (ref,), (start, self.index), [jnp.float32] * each)
-
-    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        if each == 1:
-            return [self.gather(ref, row, start)]
-        return self.numbers(self.row_words(ref, row, start, each), ref.dtype)
 
     def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
         dtype = jnp.dtype(ref.dtype)

@@ -1,6 +1,6 @@
 """A CTA's slice of target rows, in shared memory, and of draft rows, in global memory.
 
-Or, in global memory, a row for each warp. How a row is cut, from the largest to the smallest:
+How a row is cut, from the largest to the smallest:
 
 - a slice for each CTA of the cluster: `per_slice` whole tiles;
 - a tile: 2048 ids, the unit of a copy and of a draw;
@@ -92,39 +92,6 @@ class Forbidden(NamedTuple):
         ]
 
 
-class ForbiddenInPart(NamedTuple):
-    """Hides ids that a bitmask of the whole vocabulary does not allow, in rows of a part of it.
-
-    A part may begin anywhere if its rows are not aligned: then two ids of a thread may be in
-    different words. A thread has two ids, or one, only there.
-    """
-
-    words: Ref  # ref [R, words] int32
-    first_id: jax.Array  # [] int32, the part's first id
-
-    def hidden(
-        self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
-    ) -> list[jax.Array]:
-        """Returns which ids the bitmask forbids."""
-        ids = target.ids(tile) + chunk * target.chunk  # counted from the part's first one
-        ids = self.first_id + ids
-        return [bit == 0 for bit in self._allowed(target.threads, row, ids, len(entries))]
-
-    def cut(self, threads: Threads, row: jax.Array, ids: jax.Array, entries: Chunk) -> Chunk:
-        """Returns the entries, -inf where the bitmask forbids the id, of the whole vocabulary."""
-        allowed = self._allowed(threads, row, ids, len(entries))
-        return [jnp.where(bit != 0, x, -jnp.inf) for bit, x in zip(allowed, entries, strict=True)]
-
-    def _allowed(
-        self, threads: Threads, row: jax.Array, ids: jax.Array, each: int
-    ) -> list[jax.Array]:
-        """Returns an int32 for each of `each` ids from `ids` on, 0 where it is not allowed."""
-        if each > 2:  # aligned: one word has all of them
-            bits = _bits(threads, self.words, row, ids)
-            return [bits & (1 << j) for j in range(each)]
-        return [_bits(threads, self.words, row, ids + j) & 1 for j in range(each)]
-
-
 def _bits(threads: Threads, words: Ref, row: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns the bits of a bitmask from `ids` on, as far as their word goes."""
     # Padding past the last id may have no word.
@@ -208,8 +175,6 @@ class TargetSlice(RowSlice):
     stride: int
     first_barrier: jax.Array | int  # the barrier of the first tile; the next tiles have the next
     limits: tuple[Limit, ...]  # what hides entries of every row
-    # Columns from it on are padding: `size`, or [] int32 for a part of the vocabulary.
-    end: jax.Array | int
 
     # Copying.
 
@@ -241,7 +206,7 @@ class TargetSlice(RowSlice):
         """Returns whether copies and fill never overlap, so that one fill lasts for all rows."""
         # A copy of whole units would overwrite what was filled in the last unit of a row that ends
         # within one. In interpret mode a copy overwrites the whole tile.
-        ends_with_a_unit = self.size * self.entry_size % COPIED == 0 and isinstance(self.end, int)
+        ends_with_a_unit = self.size * self.entry_size % COPIED == 0
         return ends_with_a_unit and self.stride == TILE and not self.threads.interpreted
 
     def ready(self, row: jax.Array, tile: jax.Array, rows_before: jax.Array) -> None:
@@ -258,7 +223,7 @@ class TargetSlice(RowSlice):
         for limit in self.limits:
             self.hide(limit, row, tile)
         if not self._fills_once:  # count: entries of this tile that are not padding
-            count = jnp.clip(self.end - self.first - tile * TILE, 0, TILE)
+            count = jnp.clip(self.size - self.first - tile * TILE, 0, TILE)
             pl.when(count < TILE)(lambda: self._fill(count, row, tile))
 
     def copy_again(self, row: jax.Array, rows_before: jax.Array) -> None:
@@ -548,57 +513,6 @@ class NoDraftRows(NamedTuple):
 
     def prefetch(self, row: jax.Array) -> None:
         """Do nothing."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WarpRow:
-    """A row for each warp, in global memory, read by id: a whole row, or a part with a first id."""
-
-    threads: Threads  # the operations of the warpgroup
-    matrix: Ref  # ref [R, columns]
-    row: jax.Array  # [128] int32, in range
-    each: int  # consecutive ids per thread; if not 1, aligned pieces of every row
-    first: jax.Array  # [] int32, the id of the first column
-    size: int  # ids from it on are padding
-    fill: float  # the entry of padding, and of ids that are not here
-    limits: tuple[Limit, ...]  # what hides entries
-
-    def entries(self, ids: jax.Array) -> Chunk:
-        """Returns the entries of the ids from `ids` on, which are multiples of `each`."""
-        found = self._stored(ids)
-        for limit in self.limits:
-            found = limit.cut(self.threads, self.row, ids, found)
-        return found
-
-    def _stored(self, ids: jax.Array) -> Chunk:
-        """Returns what `entries` does, before anything is hidden."""
-        width = self.matrix.shape[1]
-        # [128]: the column of each thread's first id, moved into the row to be loaded from there.
-        start = ids - self.first
-        end = jnp.clip(self.size - self.first, 0, width)
-        inside = jnp.clip(start, 0, width - self.each)
-        # An id before the first column lies past every end.
-        place = jnp.where(start < 0, width, start)
-        found = self.threads.row_entries(self.matrix, self.row, inside, self.each)
-        return [jnp.where(place < end - j, x, self.fill) for j, x in enumerate(found)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MappedWarpRow(WarpRow):
-    """A row for each warp whose columns stand for the ids of a map."""
-
-    columns: Ref  # ref [size] int32, the column of each id; past the last column if it has none
-
-    def _stored(self, ids: jax.Array) -> Chunk:
-        threads = self.threads
-        width = self.matrix.shape[1]
-        found = list[jax.Array]()
-        # Two loads for each id: its column, then the entry there.
-        for j in range(self.each):
-            column = threads.gather(self.columns, jnp.minimum(ids + j, self.size - 1))
-            entry = threads.gather(self.matrix, self.row, jnp.minimum(column, width - 1))
-            found.append(jnp.where(column < width, entry, self.fill))
-        return found
 
 
 def _whole_tiles(ids: jax.Array, most: int) -> jax.Array:

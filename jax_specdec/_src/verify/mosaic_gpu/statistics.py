@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, TargetSlice
@@ -231,34 +230,6 @@ def tile_masses(
 
     sums = tiles.fold(row, rows_before, add, TileSums.start(threads))
     return sums.first(threads, tiles.per_slice)
-
-
-def base_and_sum(
-    tiles: TargetSlice, row: jax.Array, rows_before: jax.Array, factor: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns a base of each warp's part of a row, and the mass of that part relative to it.
-
-    Tiles are read as they arrive, into memory that holds all of them. The base is the largest entry
-    of the first tile: any entry of the order of the row's largest will do, so that the others need
-    no comparison. If it turns out not to be of that order, `max_and_sum` reads the row again. The
-    base is not finite if there is no mass.
-    """
-    threads = tiles.threads
-    none = jnp.int32(0)
-    some = tiles.count() > 0  # the last CTAs of a cluster may have no tile
-    pl.when(some)(lambda: tiles.ready(row, none, rows_before))
-    first = threads.warp_max(jnp.where(some, tree_max(tiles.of_tile(row, none)), -jnp.inf))
-    base = base_of(first)
-    weights = weight_function(base, factor, tiles.entry_size)
-
-    def add(tile: jax.Array, total: jax.Array) -> jax.Array:
-        pl.when(tile > 0)(lambda: tiles.ready(row, tile, rows_before))
-        return total + tree_sum(weights(tiles.of_tile(row, tile)))
-
-    total = threads.warp_sum(lax.fori_loop(0, tiles.count(), add, threads.filled(0.0)))
-    # It is not too small: the base is an entry of this part, whose own weight is 1.
-    usable = is_finite(first) & (total < _LARGEST_MASS) & (jnp.abs(base * factor) < _LARGEST_SHIFT)
-    return threads.cond(usable, lambda: (base, total), lambda: max_and_sum(tiles, row, factor))
 
 
 def max_and_sum(

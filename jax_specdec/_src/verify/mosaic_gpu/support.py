@@ -17,13 +17,17 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     KernelConfig,
     SharedMemory,
 )
-from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Block, Rule, Standard, Synthetic
 
 _RULES = (Standard, Block, Synthetic)  # those that `kernel.verify_request` has a branch for
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
-_NO_REQUESTS = "implementation='mosaic_gpu' needs at least one request, but B is 0"
+
+SPLIT = (
+    "implementation='mosaic_gpu' verifies whole rows, but the vocabulary is split over devices, "
+    "and its rows are too large to be gathered: give 'xla' or None"
+)
+"""Why it cannot serve a split vocabulary."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +121,7 @@ def unsupported(
     if is_race:
         return "implementation='mosaic_gpu' draws by inverse CDF: pass Noise, not RaceNoise"
     if num_requests == 0:
-        return _NO_REQUESTS
+        return "implementation='mosaic_gpu' needs at least one request, but B is 0"
     if k > _MAX_DRAFTS:
         return (
             f"implementation='mosaic_gpu' takes up to {_MAX_DRAFTS} drafts per request, but "
@@ -155,33 +159,3 @@ def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
         f"barriers in each of {ctas} blocks, and a block of {generation.name} has "
         f"{generation.shared_bytes} and {MAX_BARRIERS}"
     )
-
-
-def part_unsupported(
-    arrays: CallArrays,
-    k: int,
-    *,
-    size: int,
-    num_parts: int,
-    config: KernelConfig | None = None,
-) -> str | None:
-    """Returns why the kernels cannot serve a split vocabulary, a sentence; None if they can."""
-    num_requests = arrays.sampling.temperature.shape[0]
-    if num_requests == 0:
-        return _NO_REQUESTS
-    if jax.typeof(arrays.target_logits).manual_axis_type.varying:
-        return (
-            "implementation='mosaic_gpu' knows nothing of how values vary over a mesh: give "
-            "jax.shard_map check_vma=False"
-        )
-    last = (num_parts - 1) * arrays.target_logits.shape[1]
-    if size <= last:
-        return (
-            "implementation='mosaic_gpu' needs an id in each part of the vocabulary, but the last "
-            f"of {num_parts} parts begins with id {last} and vocab_size is {size}"
-        )
-    # Every row of the batch may be read by a cluster of its own.
-    rows = num_requests * (k + 1)
-    logits = arrays.target_logits
-    shared = SharedMemory.of(logits, num_requests=rows, size=logits.shape[1], config=config)
-    return _too_large(shared, [logits])

@@ -7,8 +7,7 @@ thread t. Every operation takes and returns such arrays, or scalars that all thr
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +22,6 @@ COPIED = 16
 
 Shuffle = Literal["idx", "bfly", "up"]
 """How a shuffle counts lanes, by PTX's names."""
-
-T = TypeVar("T")
 
 
 class Ref(Protocol):
@@ -90,9 +87,6 @@ class Threads(Protocol):
 
         It is the same in all warps, and so is `lane`.
         """
-
-    def cond(self, which: jax.Array, true: Callable[[], T], false: Callable[[], T]) -> T:
-        """Returns ``true()`` or ``false()``; `which` must be the same in all threads of a warp."""
 
     # Barriers. `sync` orders what the threads of a warpgroup do; an mbarrier counts arrivals and
     # bytes, and completes one phase after another.
@@ -206,15 +200,12 @@ class Threads(Protocol):
         sixteen bytes, which are read at once; if not, they may be any. `offset` is whole words.
         """
 
-    def row_entries(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """Returns ``ref[row, start + j]`` by each thread as float32, ``[128]`` for each j.
+    def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
+        """Returns the words of ``ref[row, start + j]``; `numbers` turns them into entries.
 
         From global memory. The entries must be an aligned piece of up to sixteen bytes, which is
         read at once, or several such pieces.
         """
-
-    def row_words(self, ref: Ref, row: jax.Array, start: jax.Array, each: int) -> list[jax.Array]:
-        """Returns `row_entries` as the words that are loaded; `numbers` turns them into entries."""
 
     def numbers(self, words: list[jax.Array], dtype: Any) -> list[jax.Array]:
         """Returns entries as float32, from words that hold one or two of them."""
@@ -222,4 +213,7 @@ class Threads(Protocol):
     def row_run(
         self, ref: Ref, row: jax.Array, start: jax.Array, offset: int, each: int
     ) -> list[jax.Array]:
-        """Returns `row_entries` from ``start + offset`` on, at any address, one at a time."""
+        """Returns ``ref[row, start + offset + j]`` by each thread as float32, ``[128]`` for each j.
+
+        From global memory, at any address, one entry at a time.
+        """
