@@ -124,7 +124,7 @@ def target_of(name: str) -> tuple[Any, Any]:
         "llama-8b": llamas.LLAMA_3_8B,
         "tiny": llamas.TINY,
     }[name]
-    model = lm.models.Llama(config, dtype=jnp.bfloat16, scan_layers=True)
+    model = lm.models.Llama(config, dtype=jnp.bfloat16)
     return model, llamas.random_params(model, 0)
 
 

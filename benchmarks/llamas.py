@@ -59,13 +59,9 @@ TINY = lm.models.LlamaConfig(
 
 def random_params(model: lm.models.Llama, seed: int) -> dict[str, Any]:
     """Random weights, made on the device a layer at a time: one layer's program serves for all."""
-    one = dataclasses.replace(
-        model,
-        config=dataclasses.replace(model.config, num_hidden_layers=1),
-        scan_layers=False,
-    ).init_params
+    config = dataclasses.replace(model.config, num_hidden_layers=1)
+    one = dataclasses.replace(model, config=config).init_params
     first, *keys = jax.random.split(jax.random.key(seed), model.config.num_hidden_layers + 1)
     rest = jax.jit(lambda key: {k: v for k, v in one(key).items() if k != "layers"})(first)
     layer = jax.jit(lambda key: one(key)["layers"][0])
-    params = {**rest, "layers": [layer(key) for key in keys]}
-    return lm.models.stack_layers(params) if model.scan_layers else params
+    return {**rest, "layers": [layer(key) for key in keys]}

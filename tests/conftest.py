@@ -24,7 +24,7 @@ collect_ignore = [
 # Files that take long begin before the others, so that no worker is left with one at the end.
 DEAREST = (
     "test_cli test_server test_modes test_sample test_listed test_xla test_mosaic_gpu "
-    "test_scan_layers test_options test_engine test_processors "
+    "test_options test_engine test_processors "
     "test_benchmarks test_mosaic_gpu_lists test_greedy test_sharded "
     "test_tensor_parallel test_grammar test_llama test_notebooks"
 ).split()

@@ -166,15 +166,13 @@ where = SingleDeviceSharding(devices_of("h200")[0])
 config = lm.models.LlamaConfig(
     vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
     num_attention_heads=8, num_key_value_heads=8, head_dim=128)
-for scan_layers in (False, True):
-    model = lm.models.Llama(config, jnp.bfloat16, scan_layers)
-    shapes = jax.eval_shape(lambda: (
-        model.init_cache(4, 4096), jnp.zeros((4,), jnp.int32), jnp.zeros((4, 8), jnp.int32)))
-    given = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
-    traced = jax.jit(model.commit, donate_argnums=0).trace(*given)
-    compiled = traced.lower(lowering_platforms=("cuda",)).compile()
-    print(scan_layers, compiled.memory_analysis().temp_size_in_bytes)
+model = lm.models.Llama(config, jnp.bfloat16)
+shapes = jax.eval_shape(lambda: (
+    model.init_cache(4, 4096), jnp.zeros((4,), jnp.int32), jnp.zeros((4, 8), jnp.int32)))
+given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+traced = jax.jit(model.commit, donate_argnums=0).trace(*given)
+compiled = traced.lower(lowering_platforms=("cuda",)).compile()
+print(compiled.memory_analysis().temp_size_in_bytes)
 """
 
 
@@ -188,8 +186,7 @@ def test_a_path_of_a_tree_is_kept_in_place():
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
-    temporaries = [int(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(temporaries) == 2 and max(temporaries) < 2**22
+    assert int(done.stdout) < 2**22
 
 
 # What is counted in a program's text.

@@ -150,13 +150,12 @@ def test_block_heads_are_timed_beside_other_drafters(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_random_weights_have_the_shapes_of_the_models(scan_layers):
+def test_random_weights_have_the_shapes_of_the_models():
     for config, billions in ((llamas.LLAMA_3_8B, 8.03), (llamas.LLAMA_3_1B, 1.24)):
         shapes = lm.models.Llama(config).init_params
         sizes = jax.tree.leaves(jax.eval_shape(shapes, jax.random.key(0)))
         assert abs(sum(x.size for x in sizes) / 1e9 - billions) < 0.01
-    model = lm.models.Llama(llamas.TINY, "bfloat16", scan_layers=scan_layers)
+    model = lm.models.Llama(llamas.TINY, "bfloat16")
     params = llamas.random_params(model, 0)
     start = jnp.zeros((1,), jnp.int32)
     logits = model.apply(params, start[None, :], start, model.init_cache(1, 1)).logits

@@ -815,7 +815,6 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --draft=eagle3 --history=9", "--history needs --draft suffix, or suffix+ before"),
         ("serve --draft=suffix --history=-1", "--history must be in [0, 16777216]"),
         ("generate --dtype=float32", "--dtype needs --target"),
-        ("generate --scan-layers", "--scan-layers needs --target"),
         ("generate --chat", "--chat needs --target, whose tokenizer has the chat template"),
         ("generate --target=. --dtype=int8", "argument --dtype: invalid choice: 'int8'"),
         (

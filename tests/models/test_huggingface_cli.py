@@ -77,13 +77,6 @@ def test_a_drafter_of_another_family_and_dtype_changes_no_text(
     assert result["text"] == str(expected("qwen3")["greedy_text"])
 
 
-@pytest.mark.long
-def test_layers_in_a_scan_change_no_text(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "qwen2", "qwen2_draft", "--scan-layers")
-    assert result["text"] == str(expected("qwen2")["greedy_text"])
-    assert result["num_accepted_tokens"] > 0
-
-
 @pytest.mark.slow
 def test_lookup_drafts_for_a_sharded_target(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_json(capsys, "llama", "ngram")

@@ -27,7 +27,7 @@ WHOLE = lm.models.Llama(CONFIG)
 B, T, K = 4, 64, 36  # node 36 has its bit in the second word
 PROMPTS = np.array([5, 1, 9, 3], np.int32)  # tokens before node 0
 LAYERS = (0, 2, 3)
-FORMS = ("list", "scan", "devices")
+FORMS = ("whole", "devices")
 
 
 @functools.cache
@@ -37,11 +37,8 @@ def weights() -> Any:
 
 def form(name: str) -> tuple[Any, Any]:
     """A model, and its weights."""
-    if name == "list":
+    if name == "whole":
         return WHOLE, weights()
-    if name == "scan":
-        stacked = jax.jit(lm.models.stack_layers)(weights())
-        return dataclasses.replace(WHOLE, scan_layers=True), stacked
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     parallel = lm.models.TensorParallelLlama(WHOLE, mesh, "tensor")
     return parallel, parallel.shard_params(weights())
@@ -173,10 +170,9 @@ def test_a_node_reads_its_path_and_a_path_that_is_kept_is_its_text(name: str) ->
     check_rows(second, output)
 
 
-@pytest.mark.parametrize("name", FORMS[:2])
-def test_nan_is_for_those_who_come_after_it(name: str) -> None:
+def test_nan_is_for_those_who_come_after_it() -> None:
     """A token whose embedding is infinite: its own node and its descendants, and no other."""
-    model, params = form(name)
+    model, params = form("whole")
     bad = 7
     case = made(4)
     case.token_ids[case.token_ids == bad] = bad + 1
@@ -210,9 +206,8 @@ def test_nan_is_for_those_who_come_after_it(name: str) -> None:
     np.testing.assert_array_equal(logits[0].logits, logits[1].logits)
 
 
-@pytest.mark.parametrize("name", FORMS[:2])
-def test_a_tree_that_is_a_chain_is_the_chain_to_the_last_bit(name: str) -> None:
-    model, params = form(name)
+def test_a_tree_that_is_a_chain_is_the_chain_to_the_last_bit() -> None:
+    model, params = form("whole")
     case = made(2)
     chain = np.broadcast_to(np.arange(K, dtype=np.int32), (B, K))
     cache = read(model, params, case.texts, model.init_cache(B, T))
@@ -235,12 +230,10 @@ def test_nothing_is_moved_where_there_is_no_path(name: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, kept, cache)
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
-def test_a_path_is_kept_in_place(scan_layers: bool) -> None:
-    model = dataclasses.replace(WHOLE, scan_layers=scan_layers)
-    cache = jax.eval_shape(lambda: model.init_cache(B, 8192))
+def test_a_path_is_kept_in_place() -> None:
+    cache = jax.eval_shape(lambda: WHOLE.init_cache(B, 8192))
     given = cache, np.zeros(B, np.int32), np.zeros((B, 8), np.int32)
-    compiled = jax.jit(model.commit, donate_argnums=0).lower(*given).compile()
+    compiled = jax.jit(WHOLE.commit, donate_argnums=0).lower(*given).compile()
     one = B * CONFIG.num_key_value_heads * CONFIG.head_dim * 4  # bytes of a token's keys
     most = 4 * CONFIG.num_hidden_layers * 8 * one
     assert compiled.memory_analysis().temp_size_in_bytes < most

@@ -23,7 +23,6 @@ DRAFTER = lm.ModelDrafter(DRAFT)
 LARGER = dataclasses.replace(LLAMA, max_length=200)
 MESH = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
 SPREAD = lm.models.TensorParallelLlama(MODEL, MESH, "tensor")
-SCANNED = dataclasses.replace(MODEL, scan_layers=True)
 HEAD = lm.models.Eagle3Head(
     lm.models.Eagle3Config(
         layer=MODEL.config,
@@ -113,12 +112,10 @@ ENTERING: dict[str, tuple[Callable[[], object], str]] = {
         lambda: lm.generate_plain(SPREAD, weights_of(LLAMA)[0], [[1]], max_new_tokens=1),
         r"params\['embed_tokens'\] must be an array \[1, 6, 16\] of float32, but it is an array ",
     ),
-    "listed layers for stacked ones": (
-        lambda: lm.generate_plain(SCANNED, weights_of(LLAMA)[0], [[1]], max_new_tokens=1),
-        r"params\['layers'\]\['down_proj'\] must be an array \[1, 24, 16\]",
-    ),
-    "stacked layers for listed ones": (
-        lambda: lm.EngineDriver(LLAMA, lm.models.stack_layers(weights_of(LLAMA)[0])),
+    "one layer for a list of layers": (
+        lambda: lm.EngineDriver(
+            LLAMA, with_weight(weights_of(LLAMA)[0], "layers", weights_of(LLAMA)[0]["layers"][0])
+        ),
         r"params\['layers'\]\[0\]\['down_proj'\] must be an array \[24, 16\]",
     ),
     "the target's for a head": (
@@ -137,8 +134,8 @@ ENTERING: dict[str, tuple[Callable[[], object], str]] = {
         lambda: LLAMA.draft(weights_of(LLAMA)[1], replaced(draft_cache=[])),
         r"state.draft_cache must have the structure of ModelDrafter.init_cache\(4, \d+\), but it ",
     ),
-    "step with a cache that is stacked": (
-        lambda: LLAMA.step(*weights_of(LLAMA), replaced(target_cache=SCANNED.init_cache(4, 48))),
+    "step with the cache of one layer": (
+        lambda: LLAMA.step(*weights_of(LLAMA), replaced(target_cache=MODEL.init_cache(4, 48)[0])),
         r"state.target_cache must have the structure of Llama.init_cache\(4, \d+\), but it is Py",
     ),
     "admit into another dtype": (

@@ -43,7 +43,6 @@ def decode_attention(
     start: jax.Array | np.ndarray,
     *,
     visible: jax.Array | np.ndarray | None = None,
-    layer: jax.Array | np.ndarray | None = None,
     window: int | None = None,
     finite_cache: bool = False,
     implementation: AttentionImplementation | None = None,
@@ -74,8 +73,6 @@ def decode_attention(
         of itself sets S bits. Rows may be written elsewhere than from `start` on, within these 64
         positions, as a tree is that grows by a level a call. Bits of positions from T on are not
         looked at. Each row must see a position. None for a chain.
-      layer: ``[]`` int32. Keys and values then have a leading axis of layers, of which this one is
-        read, in place where the kernel serves the call.
       window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
         with `visible`, no row sees one up to ``start[b] - window``. None for all positions.
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
@@ -104,9 +101,8 @@ def decode_attention(
     sizes: Sizes = {}
     check_array("query", query, f"[B, S, N, D] {LOGITS}", sizes)
     dtype = query.dtype
-    layers = "" if layer is None else "L, "
-    check_array("keys", keys, f"[{layers}G, D, T] {dtype}", sizes)
-    check_array("values", values, f"[{layers}G, T, D] {dtype}", sizes)
+    check_array("keys", keys, f"[G, D, T] {dtype}", sizes)
+    check_array("values", values, f"[G, T, D] {dtype}", sizes)
     check_array("start", start, "[B] int32", sizes)
     batch_size, num_rows, num_heads, heads = (sizes[letter] for letter in "BSNG")
     must = f"have B * Nkv heads, for B = {batch_size} and N = {num_heads} query heads"
@@ -120,9 +116,6 @@ def decode_attention(
         require(num_rows <= MAX_VISIBLE, "visible", must, visible)
         num_visible = _num_visible(visible, num_rows)
         visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
-    if layer is not None:
-        check_array("layer", layer, "[] int32", {})
-        layer = jnp.asarray(layer)
     if window is not None:
         check_int("window", window, 1)
     check_choice(
@@ -136,7 +129,6 @@ def decode_attention(
         values=jnp.asarray(values),
         start=jnp.asarray(start),
         visible=visible,
-        layer=layer,
     )
     static = AttentionStatic(
         window=window,

@@ -16,7 +16,6 @@ class AttentionArrays(NamedTuple):
       values: ``[B * Nkv, T, D]``.
       start: ``[B]`` int32.
       visible: ``[B, S, 2]`` uint32, or None for a chain.
-      layer: ``[]`` int32, of keys and values with a leading axis of layers; or None.
     """
 
     query: jax.Array
@@ -24,4 +23,3 @@ class AttentionArrays(NamedTuple):
     values: jax.Array
     start: jax.Array
     visible: jax.Array | None = None
-    layer: jax.Array | None = None

@@ -87,14 +87,8 @@ def attend(
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
     batch_size, num_new, num_heads, head_dim = arrays.query.shape
-    heads, _, room = arrays.keys.shape[-3:]
-    # The heads of all layers lie one after another.
-    keys = arrays.keys.reshape(-1, head_dim, room)
-    values = arrays.values.reshape(-1, room, head_dim)
-    # NumPy's zeros are constants of the program, those of JAX would be a launch.
-    first_head: Any = np.zeros((1,), np.int32)
-    if arrays.layer is not None:
-        first_head = (arrays.layer * heads)[None]
+    keys = arrays.keys
+    heads, _, room = keys.shape
     num_kv = heads // batch_size
     group = num_heads // num_kv
     # Rows of one product with a head of keys: every new row, by every query head that shares it.
@@ -127,7 +121,7 @@ def attend(
     # [B * Nkv, splits, padded, D], and [B * Nkv, splits, row_blocks * 64] twice.
     with jax.enable_x64(False):
         found, largest, total = _launch(shape, keys.dtype, heads, interpret)(
-            query, keys, values, arrays.start, first_head, words
+            query, keys, arrays.values, arrays.start, words
         )
     # Each split has its own maximum: its product and its total are scaled to the largest of all.
     if splits > 1:
@@ -143,6 +137,7 @@ def attend(
 def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
     """Returns ``[B, 2, row_blocks * 64]`` int32, the words of each row; one of each for a chain."""
     if visible is None:
+        # NumPy's zeros are constants of the program, those of JAX would be a launch.
         return np.zeros((1, 2, ROWS), np.int32)
     words = lax.bitcast_convert_type(visible, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
     # A row of a product for each query head of a new row: [B, 2, S * group], padded to blocks.
@@ -201,10 +196,9 @@ class Operands(NamedTuple):
     """Refs in global memory: operands, then outputs."""
 
     query: Any  # [B * Nkv * padded, D], and 64 rows at least
-    keys: Any  # [heads of all layers, D, T]
-    values: Any  # [heads of all layers, T, D]
+    keys: Any  # [B * Nkv, D, T]
+    values: Any  # [B * Nkv, T, D]
     start: Any  # [B] int32
-    first_head: Any  # [1] int32, of the layer
     words: Any  # [B, 2, row_blocks * 64] int32, bits of what each row sees from start on
     found: Any  # [B * Nkv, splits, padded, D]
     largest: Any  # [B * Nkv, splits, row_blocks * 64] float32, the largest score of each row
@@ -231,7 +225,6 @@ class Block(NamedTuple):
     """Work of a block, ``[]`` int32 each."""
 
     head: jax.Array  # of keys, of all requests
-    stored_head: jax.Array  # where it is among the heads of all layers
     split: jax.Array  # of the positions
     row: jax.Array  # first row
     start: jax.Array  # tokens before the new rows
@@ -247,7 +240,6 @@ class Block(NamedTuple):
         head = lax.axis_index("head")
         split = lax.axis_index("split")
         row = lax.axis_index("row_block") * ROWS
-        stored_head = operands.first_head[0] + head
         start = operands.start[lax.div(head, jnp.int32(shape.num_kv))]
         # New rows of the first and of the last row of this block.
         first_new = lax.div(row, jnp.int32(shape.group))
@@ -276,7 +268,6 @@ class Block(NamedTuple):
         end_whole = jnp.clip(end_whole, first_whole, num_tiles)
         return cls(
             head=head,
-            stored_head=stored_head,
             split=split,
             row=row,
             start=start,
@@ -294,7 +285,7 @@ def _copy_keys(block: Block, operands: Operands, scratch: Scratch, i: jax.Array 
 
     @pl.when(i < block.num_tiles)
     def copy() -> None:
-        source = operands.keys.at[block.stored_head, :, pl.ds((block.tile + i) * TILE, TILE)]
+        source = operands.keys.at[block.head, :, pl.ds((block.tile + i) * TILE, TILE)]
         plgpu.copy_gmem_to_smem(source, scratch.keys.at[slot], scratch.keys_came.at[slot])
 
 
@@ -304,7 +295,7 @@ def _copy_values(block: Block, operands: Operands, scratch: Scratch, i: jax.Arra
 
     @pl.when(i < block.num_tiles)
     def copy() -> None:
-        source = operands.values.at[block.stored_head, pl.ds((block.tile + i) * TILE, TILE), :]
+        source = operands.values.at[block.head, pl.ds((block.tile + i) * TILE, TILE), :]
         plgpu.copy_gmem_to_smem(source, scratch.values.at[slot], scratch.values_came.at[slot])
 
 

@@ -21,9 +21,6 @@ def attend(
     """Returns ``[B, S, N, D]``; see `api.decode_attention` and `api.AttentionStatic`."""
     keys = arrays.keys
     values = arrays.values
-    if arrays.layer is not None:
-        keys = keys[arrays.layer]
-        values = values[arrays.layer]
     batch_size, num_rows, num_heads, head_dim = arrays.query.shape
     num_kv = keys.shape[0] // batch_size
     room = keys.shape[2]

@@ -124,7 +124,7 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
     prompts = _encode(options, texts, tokenizer, config)
     most = config.max_position_embeddings
     budget = _budget(options, prompts, most, "tokens")
-    load = functools.partial(load_huggingface, dtype=options.dtype, scan_layers=options.scan_layers)
+    load = functools.partial(load_huggingface, dtype=options.dtype)
     target = load(options.target)
     size = target.model.vocab_size
     drafters = _load_drafters(

@@ -85,7 +85,6 @@ class Options:
     repeats: int | None = None
     target: Path | None = None
     dtype: str | None = None
-    scan_layers: bool = False
     drafters: tuple[str, ...]
     configs: tuple[SpecDecodeConfig, ...]
     tree: int | None = None
@@ -202,7 +201,6 @@ def _add_requests(parser: _Parser) -> None:
 def _add_models(parser: _Parser) -> None:
     parser.add("--target", type=Path, metavar="DIR")
     parser.add("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add("--scan-layers", action="store_true")
     methods = get_args(RejectionSampleMethod)
     parser.add("--method", dest="rejection_sample_method", choices=methods)
     parser.add("--acceptance-length", dest="synthetic_acceptance_length", type=float, metavar="L")
@@ -270,7 +268,6 @@ _HELP = {
     "--json": "print one JSON object instead of text and tables",
     "--target": "the target's checkpoint (default: the embedded target)",
     "--dtype": "compute dtype of checkpoints (default: as stored)",
-    "--scan-layers": "loop over the layers of checkpoints: compiles faster, runs slower",
     "--method": """block judges the drafts of a step jointly, which is as exact and accepts more;
         agreement gives the text of plain decoding with the same seed, token for token; synthetic
         accepts at given rates, whatever the models say (default: standard, or agreement with
@@ -355,9 +352,8 @@ def _check(given: dict[str, Any]) -> Options:
     has_target, chat = "target" in given, given.get("chat", False)
     if chat and not has_target:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
-    for name in ("dtype", "scan_layers"):
-        if name in given and not has_target:
-            raise ValueError(f"{_flag(name)} needs --target")
+    if "dtype" in given and not has_target:
+        raise ValueError("--dtype needs --target")
     drafters = _drafters(given, has_target)
     given = {"rejection_sample_method": "agreement" if "tree" in given else "standard"} | given
     default_k = LOOKUP_K if set(drafters) <= set(LOOKUPS) else DEFAULT_K

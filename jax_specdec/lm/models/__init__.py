@@ -6,7 +6,7 @@ from jax_specdec.lm.models.block_files import save_block_head
 from jax_specdec.lm.models.checkpoint import LoadedModel, load_checkpoint, save_checkpoint
 from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
 from jax_specdec.lm.models.eagle3_files import save_eagle3
-from jax_specdec.lm.models.llama import Llama, stack_layers, unstack_layers
+from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.protocol import CausalModel, PromptRows, TargetOutput
 from jax_specdec.lm.models.rotary import RopeScaling
@@ -29,6 +29,4 @@ __all__ = [
     "save_block_head",
     "save_checkpoint",
     "save_eagle3",
-    "stack_layers",
-    "unstack_layers",
 ]

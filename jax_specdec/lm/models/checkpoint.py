@@ -14,7 +14,7 @@ from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype
 from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json, read_config
 from jax_specdec.lm.models.files import is_there, path_of
 from jax_specdec.lm.models.layers import check_params
-from jax_specdec.lm.models.llama import Llama, unstack_layers
+from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.tensors import (
     WEIGHTS_FILE,
     check_finite,
@@ -51,7 +51,6 @@ def load_checkpoint(
     dtype: Any = jnp.float32,
     *,
     allow_nonfinite: bool = False,
-    scan_layers: bool = False,
 ) -> LoadedModel[Llama]:
     """Read a checkpoint of this package, as `save_checkpoint` writes it.
 
@@ -59,7 +58,6 @@ def load_checkpoint(
       directory: holds `config.json` and the weights.
       dtype: compute dtype; weights are converted to it once, here.
       allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
-      scan_layers: compile one layer and loop over it; see `Llama`.
 
     Returns:
       The model and its weights.
@@ -78,7 +76,7 @@ def load_checkpoint(
       ...     load_checkpoint(directory).model == model
       True
     """
-    return _load(path_of(directory), dtype, None, allow_nonfinite, scan_layers)
+    return _load(path_of(directory), dtype, None, allow_nonfinite)
 
 
 def load_huggingface(
@@ -87,7 +85,6 @@ def load_huggingface(
     *,
     max_vocab_size: int | None = None,
     allow_nonfinite: bool = False,
-    scan_layers: bool = False,
 ) -> LoadedModel[Llama]:
     """Read a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
 
@@ -107,7 +104,6 @@ def load_huggingface(
       max_vocab_size: ids from this one on are left out. For a drafter, give the target's
         `vocab_size`: verification needs Vd <= V.
       allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
-      scan_layers: compile one layer and loop over it; see `Llama`.
 
     Returns:
       The model and its weights.
@@ -135,7 +131,7 @@ def load_huggingface(
         max_vocab_size = check_int("max_vocab_size", max_vocab_size)
     directory = path_of(directory)
     tokenizer = directory / TOKENIZER_FILE
-    return _load(directory, dtype, max_vocab_size, allow_nonfinite, scan_layers, tokenizer)
+    return _load(directory, dtype, max_vocab_size, allow_nonfinite, tokenizer)
 
 
 def _load(
@@ -143,7 +139,6 @@ def _load(
     dtype: Any,
     max_vocab_size: int | None,
     allow_nonfinite: bool,
-    scan_layers: bool,
     tokenizer: Path | None = None,
 ) -> LoadedModel[Llama]:
     config = read_config(directory / CONFIG_FILE)
@@ -163,9 +158,8 @@ def _load(
         kept = dataclasses.replace(
             config, vocab_size=size, num_token_ids=known if known < size else None
         )
-        model = Llama(kept, dtype, scan_layers)
-        how = dict(allow_nonfinite=allow_nonfinite, scan_layers=scan_layers)
-        return LoadedModel(model, read_params(tensors, config, model.dtype, size, **how))
+        params = read_params(tensors, config, dtype, size, allow_nonfinite=allow_nonfinite)
+        return LoadedModel(Llama(kept, dtype), params)
 
 
 def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel[Llama], LoadedModel[Llama]]:
@@ -228,8 +222,7 @@ def save_checkpoint(
     stored = checked_dtype(dtype, LOGITS)
     config = config_json(model.config, stored.name)
     check_params("params", model.weight_shapes, params)
-    listed = unstack_layers(params) if model.scan_layers else params
-    tensors = stored_tensors(unfuse(model.config, listed), stored, allow_nonfinite=allow_nonfinite)
+    tensors = stored_tensors(unfuse(model.config, params), stored, allow_nonfinite=allow_nonfinite)
     write_files(directory, config, tensors)
 
 

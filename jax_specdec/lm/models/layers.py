@@ -127,14 +127,12 @@ def write_cache(
     key: jax.Array,
     value: jax.Array,
     positions: jax.Array,
-    layer: jax.Array | None = None,
     requests: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write key and value ``[B, S, N_kv, D]`` at positions ``[B, S]`` into the cache, in place.
 
-    It is one layer's, or has an axis of layers, of which `layer` is one. Values are finite in it:
-    where one is not, it is written as 0 and its key as NaN, so that those who see it become NaN and
-    all others, such as the next request in its slot, do not.
+    Values are finite in it: where one is not, it is written as 0 and its key as NaN, so that those
+    who see it become NaN and all others, such as the next request in its slot, do not.
 
     With `requests`, ``[1, N]`` int32, key and value ``[1, N, N_kv, D]`` are rows of any requests,
     at ``[1, N]`` positions. A position past the end is not written.
@@ -143,16 +141,16 @@ def write_cache(
     key = jnp.where(is_finite, key, jnp.nan)
     value = jnp.where(is_finite, value, 0)
     num_kv, head_dim = key.shape[2:]
-    one = () if layer is None else (layer,)
-    new_keys = keys.reshape(*keys.shape[:-3], -1, num_kv, head_dim, keys.shape[-1])
-    new_values = values.reshape(*values.shape[:-3], -1, num_kv, values.shape[-2], head_dim)
+    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
+    new_keys = keys.reshape(-1, num_kv, *keys.shape[1:])
+    new_values = values.reshape(-1, num_kv, *values.shape[1:])
     mode: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
     if requests is None:
         requests = jnp.arange(key.shape[0])[:, None]
     else:
         mode = {"mode": "drop"}  # a prompt may come twice
-    new_keys = new_keys.at[*one, requests, :, :, positions].set(key, **mode)
-    new_values = new_values.at[*one, requests, :, positions].set(value, **mode)
+    new_keys = new_keys.at[requests, :, :, positions].set(key, **mode)
+    new_values = new_values.at[requests, :, positions].set(value, **mode)
     return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
 
 
@@ -162,33 +160,33 @@ def move_in_cache(
     """Returns a cache in which ``start[b] + j`` holds what ``start[b] + path[b, j]`` held before.
 
     Args:
-      cache: keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of one layer, or of all with an
-        axis of layers before these. They are changed in place.
+      cache: keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of a layer, changed in place.
       start: ``[B]`` int32.
       path: ``[B, P]`` int32; nothing is moved to ``start[b] + j`` where it is negative.
     """
     keys, values = cache
     batch_size, length = path.shape
-    head_dim, room = keys.shape[-2:]
-    new_keys = keys.reshape(*keys.shape[:-3], batch_size, -1, head_dim, room)
-    new_values = values.reshape(*values.shape[:-3], batch_size, -1, room, head_dim)
+    head_dim, room = keys.shape[1:]
+    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
+    new_keys = keys.reshape(batch_size, -1, head_dim, room)
+    new_values = values.reshape(batch_size, -1, room, head_dim)
     requests = jnp.arange(batch_size)[:, None]
     index = jnp.arange(length, dtype=jnp.int32)[None, :]
     # [B, P]: where each entry is, and where it goes. What is not moved goes past the end, to a
     # place of its own, and is dropped.
     source = start[:, None] + path
     target = jnp.where(path < 0, room, start[:, None]) + index
-    # [B, P, N_kv, D], or [B, P, L, N_kv, D].
-    key = new_keys.at[..., requests, :, :, source].get(mode="clip")
-    value = new_values.at[..., requests, :, source, :].get(mode="clip")
+    # [B, P, N_kv, D]
+    key = new_keys.at[requests, :, :, source].get(mode="clip")
+    value = new_values.at[requests, :, source, :].get(mode="clip")
     # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
     # for which it copies the whole cache.
     key, value, new_keys, new_values = jax.lax.optimization_barrier(
         (key, value, new_keys, new_values)
     )
     mode: dict[str, Any] = {"mode": "drop", "unique_indices": True}
-    new_keys = new_keys.at[..., requests, :, :, target].set(key, **mode)
-    new_values = new_values.at[..., requests, :, target, :].set(value, **mode)
+    new_keys = new_keys.at[requests, :, :, target].set(key, **mode)
+    new_values = new_values.at[requests, :, target, :].set(value, **mode)
     return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
 
 
@@ -198,7 +196,6 @@ def cached_attention(
     value: jax.Array,
     cache: tuple[jax.Array, jax.Array],
     positions: jax.Array,
-    layer: jax.Array | None = None,
     visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
     start: jax.Array | None = None,
@@ -207,19 +204,14 @@ def cached_attention(
 
     It is softmax(q k / sqrt(D)) v over the positions that are <= the query's own, ``[B, S]``, which
     follow one another, or as `visible` and `window` say; see `decode_attention`. Bits of `visible`
-    count from `start`, ``[B]`` int32; None for the first position that is written. The cache is one
-    layer's, or has an axis of layers, of which `layer` is one.
+    count from `start`, ``[B]`` int32; None for the first position that is written.
     """
-    cache = write_cache(*cache, key, value, positions, layer)
-    if layer is not None:
-        # Otherwise XLA writes a second time, into a copy of the whole cache, as it reads.
-        cache = jax.lax.optimization_barrier(cache)
+    cache = write_cache(*cache, key, value, positions)
     read = decode_attention(
         query,
         *cache,
         positions[:, 0] if start is None else start,
         visible=visible,
-        layer=layer,
         window=window,
         finite_cache=True,
     )
@@ -234,7 +226,6 @@ def attention_with_prompts(
     positions: jax.Array,
     prompts: PromptRows,
     places: tuple[jax.Array, jax.Array],
-    layer: jax.Array | None = None,
     visible: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Returns what the rows of a batch and those of prompts read of a cache, and the cache.
@@ -249,21 +240,16 @@ def attention_with_prompts(
       positions: ``[B, S]`` int32, of the batch.
       prompts: R of them, P rows each.
       places: of `places_of_rows`, the same for all layers.
-      layer: as for `cached_attention`.
       visible: as for `cached_attention`, of the batch.
     """
     num_rows, shape = positions.size, prompts.token_ids.shape
     requests, places_in_cache = places
-    cache = write_cache(*cache, key, value, places_in_cache, layer, requests)
-    if layer is not None:
-        cache = jax.lax.optimization_barrier(cache)  # as in `cached_attention`
+    cache = write_cache(*cache, key, value, places_in_cache, requests)
     # [1, B S + R P, N, D] -> [B, S, N, D] and [R, P, N, D]
     own = query[:, :num_rows].reshape(*positions.shape, *query.shape[2:])
     of_prompts = query[:, num_rows:].reshape(*shape, *query.shape[2:])
-    read = decode_attention(
-        own, *cache, positions[:, 0], visible=visible, layer=layer, finite_cache=True
-    )
-    keys, values = (_of_slots(x, key.shape[2], prompts.slots, layer) for x in cache)
+    read = decode_attention(own, *cache, positions[:, 0], visible=visible, finite_cache=True)
+    keys, values = (_of_slots(x, key.shape[2], prompts.slots) for x in cache)
     prompt_read = decode_attention(of_prompts, keys, values, prompts.start, finite_cache=True)
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in (read, prompt_read)]
     return jnp.concatenate(rows, axis=1), cache
@@ -292,13 +278,10 @@ def all_rows(of_batch: jax.Array, of_prompts: jax.Array) -> jax.Array:
     return jnp.concatenate([of_batch.reshape(1, -1), of_prompts.reshape(1, -1)], axis=1)
 
 
-def _of_slots(
-    cache: jax.Array, num_kv: int, slots: jax.Array, layer: jax.Array | None
-) -> jax.Array:
-    """Keys ``[R N_kv, D, T]`` or values ``[R N_kv, T, D]`` of some requests, of one layer."""
-    one = () if layer is None else (layer,)
-    each = cache.reshape(*cache.shape[:-3], -1, num_kv, *cache.shape[-2:])
-    return each.at[*one, slots].get(mode="clip").reshape(-1, *cache.shape[-2:])
+def _of_slots(cache: jax.Array, num_kv: int, slots: jax.Array) -> jax.Array:
+    """Returns keys ``[R N_kv, D, T]`` or values ``[R N_kv, T, D]`` of some requests."""
+    each = cache.reshape(-1, num_kv, *cache.shape[1:])
+    return each.at[slots].get(mode="clip").reshape(-1, *cache.shape[1:])
 
 
 def check_length(length: int, cache: Any, name: str = "token_ids") -> None:

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_specdec._src.arrays import (
     Sizes,
@@ -43,7 +42,7 @@ from jax_specdec.lm.models.layers import (
     random_weights,
     rms_norm,
 )
-from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes, stacked_shapes
+from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
 from jax_specdec.lm.models.protocol import PromptRows, TargetOutput
 from jax_specdec.lm.models.rotary import rotation
 
@@ -54,17 +53,12 @@ class Llama:
 
     The cache is a list of one `(keys, values)` pair per layer, keys ``[B N_kv, D, T]`` and values
     ``[B N_kv, T, D]`` in the compute dtype: the layouts in which attention reads them, so that XLA
-    neither transposes nor copies a cache in a loop (if B N_kv is one, it copies). With
-    `scan_layers` it is one such pair, of arrays with a leading axis of L.
+    neither transposes nor copies a cache in a loop (if B N_kv is one, it copies).
 
     Attributes:
       config: the sizes.
       dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
         angles and the attention softmax are float32 whatever it is.
-      scan_layers: compile one layer and loop over it, instead of all L one after another. A program
-        compiles several times as fast, and a pass over a few tokens takes longer, because each
-        layer's weights are copied out of arrays that hold those of all layers (docs/models.md
-        has figures). Weights are then those of `stack_layers`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -82,7 +76,6 @@ class Llama:
 
     config: LlamaConfig
     dtype: Any = jnp.dtype("float32")
-    scan_layers: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))
@@ -95,7 +88,7 @@ class Llama:
     @property
     def weight_shapes(self) -> dict[str, Any]:
         """The structure of the params, with a shape in place of each array."""
-        return (stacked_shapes if self.scan_layers else param_shapes)(self.config)
+        return param_shapes(self.config)
 
     def check_params(self, name: str, params: Any) -> None:
         """Check weights; see `CausalModel`."""
@@ -110,14 +103,9 @@ class Llama:
         Args:
           key: a typed PRNG key.
         """
-        c = self.config
-        listed = random_weights(param_shapes(c), key, self.dtype, c.num_hidden_layers)
-        return stack_layers(listed) if self.scan_layers else listed
-
-    @property
-    def cache_batch_axis(self) -> int:
-        """See `CausalModel`."""
-        return 1 if self.scan_layers else 0
+        num_layers = self.config.num_hidden_layers
+        params: dict[str, Any] = random_weights(self.weight_shapes, key, self.dtype, num_layers)
+        return params
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache for B = batch_size requests of at most T = max_length positions.
@@ -128,11 +116,12 @@ class Llama:
         if self.dtype.itemsize == 2:
             max_length = -(-max_length // 64) * 64
         heads = batch_size * c.num_key_value_heads
-        keys, values = (heads, c.head_dim, max_length), (heads, max_length, c.head_dim)
-        layers = c.num_hidden_layers
-        if self.scan_layers:
-            return jnp.zeros((layers, *keys), self.dtype), jnp.zeros((layers, *values), self.dtype)
-        return [(jnp.zeros(keys, self.dtype), jnp.zeros(values, self.dtype)) for _ in range(layers)]
+        keys = heads, c.head_dim, max_length
+        values = heads, max_length, c.head_dim
+        return [
+            (jnp.zeros(keys, self.dtype), jnp.zeros(values, self.dtype))
+            for _ in range(c.num_hidden_layers)
+        ]
 
     def apply(
         self,
@@ -148,8 +137,7 @@ class Llama:
         Weights are not checked; `check_params` does that, where they enter.
 
         Args:
-          params: weights of the structure and shapes of `param_shapes`, in the compute dtype; with
-            `scan_layers` those of `stack_layers`.
+          params: weights of the structure and shapes of `param_shapes`, in the compute dtype.
           token_ids: ``[B, S]`` int32; ids outside the vocabulary, such as -1, are read as some id
             in it.
           start: ``[B]`` int32, absolute position of each request's first token.
@@ -236,8 +224,6 @@ class Llama:
         check_array("start", start, "[B] int32", sizes)
         check_array("path", path, "[B, P] int32", sizes)
         check_length(path.shape[1], cache, "path")
-        if self.scan_layers:
-            return move_in_cache(cache, start, path)
         return [move_in_cache(layer, start, path) for layer in cache]
 
     def apply_with(
@@ -282,18 +268,17 @@ class Llama:
             positions = all_rows(positions, prompts.positions)
         embedded = embed(params["embed_tokens"], token_ids)
 
-        def cached(
-            query: jax.Array, key: jax.Array, value: jax.Array, cache: Any, layer: Any = None
-        ) -> tuple[jax.Array, Any]:
-            given = query, key, value, cache, slots
-            if prompts is not None:
-                return attention_with_prompts(*given, prompts, places, layer, visible)
-            return cached_attention(*given, layer, visible)
+        new_cache = list(cache)
 
-        layers = self._scan if self.scan_layers else self._listed
-        x, cache, features = layers(
-            params, embedded, positions, cached, cache, feature_layers, regularize
-        )
+        def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            given = query, key, value, cache[layer], slots
+            if prompts is None:
+                read, new_cache[layer] = cached_attention(*given, visible)
+            else:
+                read, new_cache[layer] = attention_with_prompts(*given, prompts, places, visible)
+            return read
+
+        x, features = self._layers(params, embedded, positions, attend, regularize, feature_layers)
         prompt_features = None
         if prompts is not None:
             num_rows = batch_size * length
@@ -302,72 +287,7 @@ class Llama:
                 prompt_features = features[:, num_rows:].reshape(*prompts.token_ids.shape, -1)
                 features = features[:, :num_rows].reshape(batch_size, length, -1)
             x = x[:, :num_rows].reshape(batch_size, length, -1)  # logits of prompts nobody needs
-        return TargetOutput(self._logits(params, x), cache, features), prompt_features
-
-    def _listed(
-        self,
-        params: dict[str, Any],
-        embedded: jax.Array,
-        positions: jax.Array,
-        cached: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]],
-        cache: list[tuple[jax.Array, jax.Array]],
-        feature_layers: tuple[int, ...],
-        regularize: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
-        """The stream that leaves the last layer, the cache and features, layer after layer."""
-        new_cache = list(cache)
-
-        def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            read, new_cache[layer] = cached(query, key, value, cache[layer])
-            return read
-
-        x, features = self._layers(params, embedded, positions, attend, regularize, feature_layers)
-        return x, new_cache, features
-
-    def _scan(
-        self,
-        params: dict[str, Any],
-        embedded: jax.Array,
-        positions: jax.Array,
-        cached: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]],
-        cache: tuple[jax.Array, jax.Array],
-        feature_layers: tuple[int, ...],
-        regularize: Callable[[jax.Array], jax.Array],
-    ) -> tuple[jax.Array, Any, jax.Array | None]:
-        """What `_listed` returns, in a loop over stacked layers; `cached` writes and attends."""
-        cos_sin = self._rotation(positions)
-        num_layers, num_features = self.config.num_hidden_layers, len(feature_layers)
-        # Where the stream that enters each layer goes: the last place is for those nobody asks for.
-        places = [
-            feature_layers.index(i) if i in feature_layers else num_features
-            for i in range(num_layers)
-        ]
-        streams = None
-        if feature_layers:
-            streams = jnp.zeros((num_features + 1, *embedded.shape), self.dtype)
-
-        def step(carry: Any, given: Any) -> tuple[Any, None]:
-            x, cache, streams = carry
-            layer, index = given
-            if streams is not None:
-                streams = streams.at[jnp.array(places, jnp.int32)[index]].set(x)
-
-            def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-                nonlocal cache
-                read, cache = cached(query, key, value, cache, index)
-                return read
-
-            x = decoder_layer(self.config, layer, x, cos_sin, attend, regularize)
-            return (x, cache, streams), None
-
-        indices = jnp.arange(num_layers, dtype=jnp.int32)
-        carry, _ = lax.scan(step, (embedded, cache, streams), (params["layers"], indices))
-        x, cache, streams = carry
-        features = None
-        if streams is not None:
-            chosen = [x if i == num_layers else streams[n] for n, i in enumerate(feature_layers)]
-            features = jnp.concatenate(chosen, axis=2)
-        return x, cache, features
+        return TargetOutput(self._logits(params, x), new_cache, features), prompt_features
 
     def run(
         self,
@@ -381,8 +301,7 @@ class Llama:
         """The decoder around a given attention: what `apply` and training share.
 
         Args:
-          params: weights of the structure and shapes of `param_shapes`, in the compute dtype, not
-            stacked.
+          params: weights of the structure and shapes of `param_shapes`, in the compute dtype.
           embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
           positions: ``[B, S]`` int32, absolute positions, for the rotary embedding.
           attend: an `Attend` whose first argument is the index of the layer, called once for each.
@@ -406,19 +325,16 @@ class Llama:
         feature_layers: tuple[int, ...],
     ) -> tuple[jax.Array, jax.Array | None]:
         """The stream ``[B, S, H]`` that leaves the last layer, and features; see `run`."""
-        cos_sin = self._rotation(positions)
+        c = self.config
+        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         streams = [embedded]  # that enter each layer, and that leaves the last one
         for index, layer in enumerate(params["layers"]):
             one = functools.partial(attend, index)
-            x = decoder_layer(self.config, layer, streams[-1], cos_sin, one, regularize)
+            x = decoder_layer(c, layer, streams[-1], cos_sin, one, regularize)
             streams.append(x)
         chosen = [streams[i] for i in feature_layers]
         features = jnp.concatenate(chosen, axis=2) if chosen else None
         return streams[-1], features
-
-    def _rotation(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        c = self.config
-        return rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
 
     def _logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """Logits ``[B, S, V]`` of the residual stream after the last layer."""
@@ -427,38 +343,3 @@ class Llama:
         tied = c.tie_word_embeddings
         lm_head = params["embed_tokens" if tied else "lm_head"]
         return output_logits(x, lm_head, tied, c.num_token_ids)
-
-
-def stack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """The weights of a `Llama` for `scan_layers`: ``layers`` as one dict of ``[L, ...]`` arrays.
-
-    Args:
-      params: of the structure of `param_shapes`, where ``layers`` is a list of dicts.
-
-    Returns:
-      New arrays for the layers; the others are shared.
-
-    Example:
-      >>> import dataclasses
-      >>> from jax_specdec import lm
-      >>> _, (model, params) = lm.load_embedded_pair()
-      >>> model = dataclasses.replace(model, scan_layers=True)
-      >>> params = lm.models.stack_layers(params)
-      >>> params["layers"]["input_layernorm"].shape[0] == model.config.num_hidden_layers
-      True
-    """
-    return {**params, "layers": jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])}
-
-
-def unstack_layers(params: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `stack_layers`.
-
-    Example:
-      >>> from jax_specdec import lm
-      >>> _, (model, params) = lm.load_embedded_pair()
-      >>> len(lm.models.unstack_layers(lm.models.stack_layers(params))["layers"])
-      2
-    """
-    layers = params["layers"]
-    size = len(next(iter(layers.values())))
-    return {**params, "layers": [{k: x[i] for k, x in layers.items()} for i in range(size)]}

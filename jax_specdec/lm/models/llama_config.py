@@ -104,10 +104,3 @@ def param_shapes(config: LlamaConfig) -> dict[str, Any]:
     if not c.tie_word_embeddings:
         shapes["lm_head"] = (c.hidden_size, c.vocab_size)
     return shapes
-
-
-def stacked_shapes(config: LlamaConfig) -> dict[str, Any]:
-    """`param_shapes` with one dict for all layers, whose shapes begin with L."""
-    one = param_shapes(dataclasses.replace(config, num_hidden_layers=1))
-    (layer,) = one["layers"]
-    return one | {"layers": {k: (config.num_hidden_layers, *shape) for k, shape in layer.items()}}

@@ -116,7 +116,7 @@ class TensorParallelLlama:
             intermediate_size=-(-c.intermediate_size // n),
             num_token_ids=None,
         )
-        return Llama(config, self.model.dtype, self.model.scan_layers)
+        return Llama(config, self.model.dtype)
 
     def shard_params(self, params: dict[str, Any]) -> dict[str, Any]:
         """The weights, each device's where it runs.
@@ -134,17 +134,12 @@ class TensorParallelLlama:
 
         def place(path: Any, x: jax.Array) -> jax.Array:
             name, whole = path[-1].key, np.asarray(x)
-            is_stacked = self.model.scan_layers and path[0].key == "layers"
-
-            def part(device: int) -> np.ndarray:
-                if is_stacked:
-                    return np.stack([self._part(name, layer, device) for layer in whole])
-                return self._part(name, whole, device)
 
             def read(index: Any) -> np.ndarray:
-                return np.stack([part(device) for device in range(self.num_devices)[index[0]]])
+                devices = range(self.num_devices)[index[0]]
+                return np.stack([self._part(name, whole, device) for device in devices])
 
-            shape = (self.num_devices, *part(0).shape)
+            shape = (self.num_devices, *self._part(name, whole, 0).shape)
             return jax.make_array_from_callback(shape, sharding, read)
 
         return jax.tree.map_with_path(place, params)
@@ -160,7 +155,7 @@ class TensorParallelLlama:
     @property
     def cache_batch_axis(self) -> int:
         """See `CausalModel`; the devices come first."""
-        return 1 + self._local.cache_batch_axis
+        return 1
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """An empty cache; see `CausalModel.init_cache`."""

@@ -213,7 +213,6 @@ def read_params(
     vocab_size: int,
     *,
     allow_nonfinite: bool,
-    scan_layers: bool = False,
 ) -> Any:
     """The params of `Llama`.
 
@@ -223,11 +222,9 @@ def read_params(
       dtype: of the params.
       vocab_size: ids from this on are left out.
       allow_nonfinite: weights may be NaN or infinite.
-      scan_layers: as in `Llama`.
 
     Returns:
-      The pytree of `param_shapes` or, with `scan_layers`, of `stacked_shapes`, with `vocab_size`
-      ids.
+      The pytree of `param_shapes`, with `vocab_size` ids.
 
     Raises:
       ValueError: a weight is NaN or infinite in `dtype`.
@@ -238,13 +235,7 @@ def read_params(
         return tensors.fused(array, names, dtype, size=size, allow_nonfinite=allow_nonfinite)
 
     parts = [layer_tensors(config, _prefix(index)) for index in range(config.num_hidden_layers)]
-    layers: Any
-    if scan_layers:  # one name at a time, so that no more than its weights are held twice
-        layers = {
-            name: jnp.stack([read(name, layer[name]) for layer in parts]) for name in parts[0]
-        }
-    else:
-        layers = [{name: read(name, names) for name, names in layer.items()} for layer in parts]
+    layers = [{name: read(name, names) for name, names in layer.items()} for layer in parts]
     whole = {name: read(name, names) for name, names in _model_tensors(config).items()}
     return {**whole, "layers": layers}
 
