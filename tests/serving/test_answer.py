@@ -72,9 +72,7 @@ def choice_text(
         target=types.SimpleNamespace(model=types.SimpleNamespace(vocab_size=size)),
     )
     asked = Asked(True, [], [], 0, list(stops), 1, False, False)
-    return ChoiceText(
-        asked, tokenizer.stream(prompt), Vocabulary(loaded, Limits(), max_length=2**20), min_tokens
-    )
+    return ChoiceText(asked, tokenizer.stream(prompt), Vocabulary(loaded, Limits()), min_tokens)
 
 
 def answer(text: ChoiceText, token_ids: list[int], sizes: Iterable[int] = ()) -> Piece:

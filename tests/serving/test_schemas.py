@@ -113,7 +113,7 @@ def vocabulary(size: int, tokenizer: Any = None, stops: tuple[int, ...] = (NUM_B
     models: Any = types.SimpleNamespace(
         stop_token_ids=stops, stream=None, tokenizer=tokenizer, target=target
     )
-    return Vocabulary(models, Limits(), max_length=2**20)
+    return Vocabulary(models, Limits())
 
 
 @pytest.mark.parametrize(("size", "num_added"), [(257, 1), (257, 2), (257, 9), (258, 1), (300, 2)])

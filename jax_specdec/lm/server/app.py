@@ -60,7 +60,7 @@ class Server:
         """
         self.limits = limits = limits or Limits()
         self.model_name = model_name
-        self.words = Vocabulary(models, limits, driver.engine.max_length)
+        self.words = Vocabulary(models, limits)
         self.worker = Worker(driver)
         self._engine, self._is_local = driver.engine, is_local
         self._key = None if key is None else _digest(key.encode())

@@ -7,7 +7,6 @@ import concurrent.futures
 import functools
 import importlib.util
 import json
-import math
 import threading
 from typing import Any
 
@@ -16,7 +15,6 @@ from jax_specdec import lm
 from jax_specdec.lm.cli import terminal
 from jax_specdec.lm.cli.models import Models
 from jax_specdec.lm.models.fields import shown
-from jax_specdec.lm.models.token_sizes import most_bytes_per_token
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.limits import ApiError, Json, Limits
 
@@ -24,13 +22,12 @@ from jax_specdec.lm.server.limits import ApiError, Json, Limits
 class Vocabulary:
     """Between texts and the target's tokens; slow work is for threads."""
 
-    def __init__(self, models: Models, limits: Limits, max_length: int) -> None:
+    def __init__(self, models: Models, limits: Limits) -> None:
         self.stop_token_ids, self.stream = models.stop_token_ids, models.stream
         self._tokenizer, self._limits = models.tokenizer, limits
         self.special_tokens = {} if models.tokenizer is None else models.tokenizer.special_tokens
         self.token = functools.lru_cache(2**16)(self._token)
-        self._size, self._max_length = models.target.model.vocab_size, max_length
-        self._most_bytes = 1.0 if self._tokenizer is None else most_bytes_per_token(self._tokenizer)
+        self._size = models.target.model.vocab_size
         self._turns = threading.Semaphore(2)  # to tokenize; more would leave no core to the engine
         # Each thread waits for the process of one schema.
         self._compilers = concurrent.futures.ThreadPoolExecutor(limits.schema_processes)
@@ -41,37 +38,26 @@ class Vocabulary:
         """The token ids of a prompt, which may be ids already.
 
         Raises:
-          ApiError: a text has too many tokens, which is known without them.
           ValueError: an id is not of this vocabulary.
         """
         if isinstance(prompt, list):
             if prompt and not 0 <= min(prompt) <= max(prompt) < self._size:
                 raise ValueError(f"prompt must have token ids in [0, {self._size})")
             return prompt
-        return self._encode("prompt", prompt, add_special_tokens=True)
+        return self._encode(prompt, add_special_tokens=True)
 
     def encode_chat(self, messages: list[Json]) -> list[int]:
         """The token ids of a conversation.
 
         Raises:
-          ApiError: its text has too many tokens, which is known without them.
           ValueError: there is no chat template, or it refuses the messages.
         """
         if self._tokenizer is None:
             raise ValueError("this model has no chat template: use /v1/completions")
         text = self._tokenizer.chat_text(messages)
-        return self._encode("messages", text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False)
 
-    def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The tokens of a text; one that cannot fit is refused before they are found."""
-        fewest = math.ceil(len(text.encode(errors="replace")) / self._most_bytes)
-        if fewest > self._max_length:
-            raise ApiError(
-                f"this model has {self._max_length} tokens for prompt and answer, but the prompt "
-                f"has at least {fewest}",
-                name,
-                code="context_length_exceeded",
-            )
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             return lm.encode_bytes(text)
         with self._turns:
