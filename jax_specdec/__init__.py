@@ -93,34 +93,10 @@ __all__ = [
     "validate",
 ]
 
-_MOVED = {
-    "lm": (
-        "DOCUMENT_SEPARATOR DraftContext Drafter Eagle3Drafter Engine EngineDriver "
-        "GenerateOutput ModelDrafter NGramDrafter PrometheusExporter Proposal RequestOptions "
-        "ServingStats TextStream Tokenizer decode_bytes encode_bytes generate generate_plain "
-        "generate_stream load_eagle3 load_embedded_head load_embedded_pair load_huggingface "
-        "load_tokenizer"
-    ),
-    "grammar": (
-        "CopyingMatcher DelayedMatcher GrammarError GrammarLookahead GrammarMatcher "
-        "LlguidanceMatcher advance_matchers grammar_bitmask"
-    ),
-    "testing": ("reference which_implementation"),
-}
-"""Where names are now that once were at the top."""
-_MOVED_MODULES = {
-    "integrations": "jax_specdec.adapters or jax_specdec.lm.models.foreign",
-    "models": "jax_specdec.lm.models",
-    "serving": "jax_specdec.lm",
-}
-
 if not TYPE_CHECKING:  # else every name would be one, to a type checker
 
     def __getattr__(name: str) -> object:
-        """Load `lm` when it is asked for; say where a name is that once was here."""
+        """Load `lm` when it is asked for."""
         if name == "lm":
             return importlib.import_module("jax_specdec.lm")
-        message = f"module 'jax_specdec' has no attribute {name!r}"
-        places = [f"jax_specdec.{x}.{name}" for x, names in _MOVED.items() if name in names.split()]
-        places += [_MOVED_MODULES[name]] if name in _MOVED_MODULES else []
-        raise AttributeError(f"{message}: it is {places[0]} now" if places else message)
+        raise AttributeError(f"module 'jax_specdec' has no attribute {name!r}")

@@ -8,8 +8,6 @@ from jax_specdec.lm.extras import extra
 with extra("lm"):
     import safetensors as safetensors  # which reading models needs; what else does asks for it
 
-from typing import TYPE_CHECKING
-
 from jax_specdec.lm import models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
 from jax_specdec.lm.decoding.core import DecodeState
@@ -88,12 +86,3 @@ __all__ = [
     "measure_steps",
     "models",
 ]
-
-if not TYPE_CHECKING:  # else every name would be one, to a type checker
-
-    def __getattr__(name: str) -> object:
-        """Say what took the place of a name that once was here."""
-        message = f"module 'jax_specdec.lm' has no attribute {name!r}"
-        if name == "GrammarDriver":
-            message += ": EngineDriver.submit takes a matcher now"
-        raise AttributeError(message)

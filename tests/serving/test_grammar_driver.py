@@ -255,10 +255,3 @@ def test_warming_up_for_grammars_compiles_two_more_programs_and_leaves_nothing()
     assert totals[1] == totals[0] + 2  # with drafts and without
     assert served.is_idle and served.stats().num_tokens == 0
     served.warm_up(grammars=True)
-
-
-def test_the_old_name_says_what_took_its_place() -> None:
-    with pytest.raises(AttributeError, match="'GrammarDriver': EngineDriver.submit takes a match"):
-        lm.GrammarDriver  # type: ignore[attr-defined]  # noqa: B018
-    with pytest.raises(AttributeError, match="'jax_specdec.lm' has no attribute 'Driver'$"):
-        lm.Driver  # type: ignore[attr-defined]  # noqa: B018
