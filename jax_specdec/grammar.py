@@ -8,15 +8,9 @@ from jax_specdec._src.grammar import (
     forced_drafts,
     grammar_bitmask,
 )
-from jax_specdec._src.matchers import (
-    CopyingMatcher,
-    DelayedMatcher,
-    GrammarMatcher,
-    LlguidanceMatcher,
-)
+from jax_specdec._src.matchers import DelayedMatcher, GrammarMatcher, LlguidanceMatcher
 
 __all__ = [
-    "CopyingMatcher",
     "DelayedMatcher",
     "ForcedDrafts",
     "GrammarError",

@@ -411,7 +411,6 @@ def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
     for b, matcher in enumerate(matchers):
         missing = [name for name in methods if not callable(getattr(matcher, name, None))]
         hint = f"it has no {', '.join(missing)}"
-        hint += "; wrap it in a CopyingMatcher" if missing == ["rollback"] else ""
         is_matcher = matcher is None or not missing
         must = "be a GrammarMatcher or None"
         require(is_matcher, f"matchers[{b}]", must, type(matcher), hint, TypeError)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from jax_specdec._src.arrays import check_int, require
+from jax_specdec._src.arrays import require
 
 ALL_ALLOWED = -1
 """A word of a bitmask with every bit set."""
@@ -20,7 +18,7 @@ class GrammarMatcher(Protocol):
     """Follows one request's tokens and knows which may come next.
 
     The methods are those of xgrammar's ``GrammarMatcher``. One of llguidance is wrapped in a
-    `LlguidanceMatcher`, and one that cannot roll back in a `CopyingMatcher`.
+    `LlguidanceMatcher`.
 
     A matcher that cannot go on, such as one whose limits are exceeded, raises any exception. Its
     callers raise a `GrammarError` then, which names the matcher: its request alone has failed.
@@ -150,67 +148,6 @@ class DelayedMatcher:
     def is_terminated(self) -> bool:
         """See `GrammarMatcher`."""
         return self.has_begun and self._matcher.is_terminated()
-
-
-class CopyingMatcher:
-    """A `GrammarMatcher` that adds `rollback` to a matcher without it, by keeping copies.
-
-    Example:
-      >>> import numpy as np
-      >>> import jax_specdec as sd
-      >>> class Countdown:
-      ...     count = 3
-      ...     def fill_next_token_bitmask(self, bitmask, index):
-      ...         bitmask[index] = 1 << self.count
-      ...     def accept_token(self, token_id):
-      ...         allowed = token_id == self.count
-      ...         self.count -= allowed
-      ...         return allowed
-      ...     def is_terminated(self):
-      ...         return self.count == 0
-      >>> matcher = sd.grammar.CopyingMatcher(Countdown(), max_rollback_tokens=4)
-      >>> matcher.accept_token(3), matcher.accept_token(2), matcher.rollback(2)
-      (True, True, None)
-      >>> matcher.accept_token(3)
-      True
-    """
-
-    def __init__(self, matcher: Any, max_rollback_tokens: int) -> None:
-        """Keep copies.
-
-        Args:
-          matcher: has the other methods of `GrammarMatcher`, and can be copied by `copy.deepcopy`.
-          max_rollback_tokens: K, how many copies are kept.
-        """
-        size = check_int("max_rollback_tokens", max_rollback_tokens) + 1
-        self._states: collections.deque[Any] = collections.deque([matcher], size)  # the last is now
-
-    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        """See `GrammarMatcher`."""
-        self._states[-1].fill_next_token_bitmask(bitmask, index)
-
-    def accept_token(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
-        after = copy.deepcopy(self._states[-1])
-        if not after.accept_token(token_id):
-            return False
-        self._states.append(after)
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`.
-
-        Raises:
-          ValueError: `num_tokens` is more than the copies that are kept.
-        """
-        kept = len(self._states) - 1
-        require(num_tokens <= kept, "num_tokens", f"be at most {kept}, which are kept", num_tokens)
-        for _ in range(num_tokens):
-            self._states.pop()
-
-    def is_terminated(self) -> bool:
-        """See `GrammarMatcher`."""
-        return bool(self._states[-1].is_terminated())
 
 
 class LlguidanceMatcher:

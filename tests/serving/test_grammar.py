@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import re
@@ -63,27 +62,10 @@ class Automaton:
         del self.states[-num_tokens:]
 
 
-class NoRollback:
-    """The same without a way back."""
-
-    def __init__(self) -> None:
-        self.inner = Automaton()
-        self.is_terminated = self.inner.is_terminated
-        self.fill_next_token_bitmask = self.inner.fill_next_token_bitmask
-        self.accept_token = self.inner.accept_token
-
-    def __deepcopy__(self, memo: Any) -> NoRollback:
-        other = NoRollback()
-        other.inner.states[:] = self.inner.states
-        return other
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "grammar": Automaton,
     "delayed": lambda: sd.grammar.DelayedMatcher(Automaton(), [BEGIN]),
-    "after two": lambda: sd.grammar.DelayedMatcher(
-        sd.grammar.CopyingMatcher(NoRollback(), max_rollback_tokens=K), [7, BEGIN]
-    ),
+    "after two": lambda: sd.grammar.DelayedMatcher(Automaton(), [7, BEGIN]),
     "none": lambda: None,
 }
 
@@ -583,6 +565,10 @@ class Refuses(Automaton):
         return False
 
 
+class NoRollback:
+    accept_token = fill_next_token_bitmask = is_terminated = Automaton.accept_token
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "one matcher": (
         lambda: lookahead(Automaton()),
@@ -595,9 +581,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         r"matchers\[1\]",
     ),
     "no rollback": (
-        lambda: lookahead([NoRollback()]),
+        lambda: lookahead([NoRollback]),
         TypeError,
-        r"matchers\[0\]",
+        r"matchers\[0\] must be a GrammarMatcher or None.*it has no rollback",
     ),
     "no vocabulary": (
         lambda: lookahead([None], vocab_size=0),
@@ -648,11 +634,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: sd.grammar.DelayedMatcher(Automaton(), []),
         ValueError,
         "begin_token_ids",
-    ),
-    "too far back": (
-        lambda: sd.grammar.CopyingMatcher(copy.deepcopy(NoRollback()), 2).rollback(1),
-        ValueError,
-        "num_tokens",
     ),
 }
 
