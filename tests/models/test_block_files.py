@@ -105,6 +105,7 @@ def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
 
 
 WINDOW = {"sliding_window": 3, "sliding_layers": (0, 1)}
+SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}
 
 
 @pytest.mark.parametrize(
@@ -115,8 +116,17 @@ WINDOW = {"sliding_window": 3, "sliding_layers": (0, 1)}
         ({"layer": dataclasses.replace(CONFIG.layer, tie_word_embeddings=True)}, {}),
         (
             {**WINDOW, "sliding_window_non_causal": True, "feature_layers": (2, 6)},
-            {"dflash_config": {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}},
+            {"dflash_config": SWA | {"target_layer_ids": [1, 5]}},
         ),
+        (  # the window of z-lab's switch counts, not that of the layers
+            {**WINDOW, "sliding_window_non_causal": True, "feature_layers": (2, 6)},
+            {"dflash_config": SWA | {"target_layer_ids": [1, 5]}, "sliding_window": 9},
+        ),
+        (
+            {"sliding_window": 3, "sliding_layers": (1,)},
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3},
+        ),
+        ({}, {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 3}),
         (WINDOW, {"layer_types": ["sliding_attention"] * 2}),
         (
             {"sliding_window": 3, "sliding_layers": (1,)},
@@ -165,14 +175,25 @@ def test_defaults_are_those_of_each_layout(tmp_path: Path) -> None:
     assert lm.load_block_head(tmp_path / "dflash", target).model.config.max_drafts == 8
 
 
-@pytest.mark.parametrize("depth, layers", [(1, (5,)), (2, (2, 6)), (5, (2, 3, 4, 5, 6))])
-def test_layers_that_zlab_does_not_name_are_spread(
-    depth: int, layers: tuple[int, ...], tmp_path: Path
-) -> None:
-    layer = dataclasses.replace(CONFIG.layer, num_hidden_layers=depth)
-    written = write(tmp_path, layer=layer, feature_layers=layers)
-    as_zlab(tmp_path, dflash_config={"mask_token_id": 39})
-    assert_read(written)
+@pytest.mark.parametrize("key", ["sample_from_anchor", "query_zero_predicts_next"])
+def test_the_first_row_of_a_block_is_read_wherever_it_is_said(key: str, tmp_path: Path) -> None:
+    directory, target, _ = write(tmp_path, feature_layers=(2, 6))
+    own = {"mask_token_id": 39, "target_layer_ids": [1, 5]}
+    as_zlab(directory, dflash_config=own)
+    for changes in ({key: True}, {"dflash_config": own | {key: True}}):
+        edit_json(directory / FILE, **{key: ..., **changes})
+        assert lm.load_block_head(directory, target).model.config.sample_from_anchor
+    edit_json(directory / FILE, sample_from_anchor=False)
+    says = f"sample_from_anchor = False and .*{key} = True, which contradict each other"
+    assert_refused(directory, target, says)
+
+
+@pytest.mark.parametrize("ids", [..., None, []])
+def test_layers_that_a_block_head_does_not_name_are_not_guessed(ids: Any, tmp_path: Path) -> None:
+    directory, target, _ = write(tmp_path)
+    own = {"mask_token_id": 39, "target_layer_ids": ids}
+    as_zlab(directory, dflash_config={key: x for key, x in own.items() if x is not ...})
+    assert_refused(directory, target, "config.json lacks .*target_layer_ids")
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
@@ -211,6 +232,9 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
         ({"speculators_model_type": "dflash2"}, "= 'dflash2', but only 'dflash' and 'dspark' are"),
         ({"speculators_model_type": "eagle3"}, "speculators_model_type = 'eagle3', but only"),
         ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
+        ({"speculators_model_type": ["dspark"]}, "speculators_model_type = .*, but only"),
+        ({"mask_token_id": [39]}, r"mask_token_id must be an id in \[0, 40\)"),
+        ({"block_size": {"a": 1}}, "block_size must be a positive integer"),
         ({"markov_head_type": "gated"}, "markov_head_type = 'gated', but only 'vanilla' is"),
         ({"markov_head_type": "rnn"}, "markov_head_type = 'rnn', but only 'vanilla' is"),
         ({"is_neox_style": False}, "is_neox_style = False, but only True is supported"),
@@ -234,7 +258,10 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
         ({"aux_hidden_state_layer_ids": None}, "lacks aux_hidden_state_layer_ids"),
         ({"aux_hidden_state_layer_ids": [4, 2, 1]}, r"must be ascending layer ids in \[0, 8\]"),
         ({"aux_hidden_state_layer_ids": [1, 2, 9]}, r"must be ascending layer ids in \[0, 8\]"),
-        ({"aux_hidden_state_layer_ids": []}, "must be ascending layer ids"),
+        (
+            {"aux_hidden_state_layer_ids": []},
+            "lacks aux_hidden_state_layer_ids or target_layer_ids",
+        ),
         ({"aux_hidden_state_layer_ids": [1, 2]}, r"fc.weight of shape \(16, 48\), but"),
         ({"target_hidden_size": 32}, "target_hidden_size = 32, but the target's hidden_size is 16"),
         ({"draft_vocab_size": 11}, r"has lm_head.weight of shape \(12, 16\)"),
@@ -255,10 +282,16 @@ def test_a_config_that_is_not_served_is_named(changes: Any, says: str, written: 
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None},
             "sliding_window = None, but sliding layers need a positive integer",
         ),
+        ({"layer_types": [[], {}]}, "layer_types = .* it must be a list of"),
+        ({"layer_types": "sliding_attention"}, "layer_types = .* it must be a list of"),
+        (
+            {"layer_types": None, "use_sliding_window": True, "max_window_layers": "1"},
+            "max_window_layers = '1', but it must be an integer from 0 on",
+        ),
         ({"num_hidden_layers": 3}, "lacks the tensor layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 2**31 - 1}, "lacks the tensor layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, r"layers\.1\.[a-z._]*, which its config.json does not call for"),
-        ({"vocab_size": 41}, "vocab_size = 41, but the target's is 40"),
+        ({"vocab_size": 41}, "vocab_size = 41, but the target's vocab_size is 40"),
         ({"is_neox_style": False}, "is_neox_style = False, but only True"),
         ({"model_type": "gpt2"}, "model_type = 'gpt2', but only"),
         ({"attention_bias": True}, "lacks the tensor layers.0.self_attn.q_proj.bias"),
@@ -278,15 +311,19 @@ def test_a_layer_that_is_not_served_is_named(changes: Any, says: str, written: W
             {"architectures": ["LlamaForCausalLM"]},
             "architectures = .*, but only",
         ),
+        ({"architectures": [["DFlashDraftModel"], {}]}, "architectures = .*, but only"),
         ({"architectures": "DFlashDraftModel"}, "architectures = 'DFlashDraftModel', but only"),
-        ({"num_target_layers": 36}, "num_target_layers = 36, but the target has 8"),
+        (
+            {"num_target_layers": 36},
+            "num_target_layers = 36, but the target's num_hidden_layers is 8",
+        ),
         ({"dflash_config": {"target_layer_ids": [0, 1, 3]}}, "lacks mask_token_id"),
         ({"dflash_config": 5}, "dflash_config = 5, which is not a JSON object"),
         (
             {"dflash_config": {"target_layer_ids": [1, 2, 8]}},
             r"target_layer_ids = \[1, 2, 8\], but it must be ascending layer ids in \[-1, 7\]",
         ),
-        ({"block_size": None}, "block_size must be a positive integer"),
+        ({"block_size": None}, "lacks block_size"),
         (
             {"layer_types": ["full_attention", "sliding_attention"], "is_causal": True},
             "is_causal = True, but full attention over a block is not causal",
@@ -324,6 +361,13 @@ def test_tensors_that_do_not_fit_are_named(changes: Any, says: str, written: Wri
     directory, target, _ = written
     edit_tensors(directory / WEIGHTS, **changes)
     assert_refused(directory, target, says)
+
+
+def test_two_tensors_of_one_name_are_named(written: Written) -> None:
+    directory, target, _ = written
+    tensors = safetensors.numpy.load_file(directory / WEIGHTS)
+    edit_tensors(directory / WEIGHTS, **{"model.fc.weight": tensors["fc.weight"]})
+    assert_refused(directory, target, "has both fc.weight and model.fc.weight")
 
 
 def test_a_mask_of_its_own_is_named(written: Written) -> None:

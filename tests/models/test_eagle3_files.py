@@ -227,15 +227,26 @@ def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
         lm.load_eagle3(tmp_path, target)
 
 
-def test_norm_output_of_specforge_is_not_fed_back(written: Written) -> None:
-    directory, target, _ = written
-    edit_json(directory / FILE, norm_output=True)
-    assert lm.load_eagle3(directory, target).model.config.norm_output
-    as_eagle(directory, norm_output=True)
-    assert not lm.load_eagle3(directory, target).model.config.norm_output
-    edit_json(directory / FILE, norm_output=False)
-    with pytest.raises(ValueError, match="norm_output = False, but only True"):
-        lm.load_eagle3(directory, target)
+def test_norm_output_of_specforge_is_fed_back_where_that_is_clear(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, fc_norm=True)
+    target = target_for(config)
+    lm.models.save_eagle3(tmp_path, *head_for(config, target))
+
+    def found() -> bool:
+        return lm.load_eagle3(tmp_path, target).model.config.norm_output
+
+    edit_json(tmp_path / FILE, norm_output=True)
+    assert found()
+    as_eagle(tmp_path, norm_output=True)
+    assert found()  # with norms of chunks, true is EAGLE 3.1's
+    edit_json(tmp_path / FILE, norm_output=False, parallel_drafting=False)
+    assert not found()
+    edit_json(tmp_path / FILE, norm_output="yes")
+    assert_refused(tmp_path, target, "norm_output must be true or false")
+    # Without, SpecForge's true may mean the norm before the output matrix.
+    lm.models.save_eagle3(tmp_path, *head_for(CONFIG, target))
+    as_eagle(tmp_path, norm_output=True)
+    assert not found()
 
 
 @pytest.mark.parametrize(
@@ -327,14 +338,21 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
         ({"norm_before_fc": True}, "lacks the tensor input_norm.weight"),
         ({"fc_norm": True}, "lacks the tensor fc_norm.0.weight"),
         ({"norm_before_fc": True, "fc_norm": True}, "must not both be true"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "must be different ones"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"different ones in \[0, 8\]"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, -1]}, "must be a list of layer ids"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2.0, 3]}, "must be a list of layer ids"),
-        ({"eagle_aux_hidden_state_layer_ids": {"a": 1}}, "must be a list of layer ids"),
-        ({"target_layer_ids": [1, 2, 3]}, "which name different layers"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]},
+            r"must be different layer ids in \[0, 8\]",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"different layer ids in \[0, 8\]"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, -1]}, "must be different layer ids in"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2.0, 3]}, "must be different layer ids in"),
+        ({"eagle_aux_hidden_state_layer_ids": {"a": 1}}, "must be different layer ids in"),
+        ({"target_layer_ids": [1, 2, 3]}, "= .1, 2, 3. and .*, which contradict each other"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"has fc.weight of shape \(16, 48\), but"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
+        ({"parallel_drafting": True}, "parallel_drafting = True, but only False is supported"),
+        ({"speculators_model_type": ["eagle3"]}, "speculators_model_type = .*, but only"),
+        ({"norm_output": [1]}, "norm_output must be true or false"),
+        ({"draft_vocab_size": {}}, "draft_vocab_size must be a positive integer"),
     ],
 )
 def test_a_config_that_is_not_served_is_named(
@@ -352,7 +370,7 @@ def test_a_config_that_is_not_served_is_named(
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, but it is 2: systems differ"),
         ({"num_hidden_layers": True}, "num_hidden_layers must"),
-        ({"vocab_size": 41}, "vocab_size = 41, but the target's is 40"),
+        ({"vocab_size": 41}, "vocab_size = 41, but the target's vocab_size is 40"),
         (
             {"hidden_size": 32},
             r"fc.weight of shape \(16, 48\), but its config.json says \(32, 48\)",
@@ -363,6 +381,11 @@ def test_a_config_that_is_not_served_is_named(
         ({"model_type": "qwen3"}, "lacks the tensor layers.0.self_attn.q_norm.weight"),
         ({"intermediate_size": 48}, "gate_proj.weight of shape"),
         ({"logit_scale": 0}, "logit_scale must be a positive number"),
+        ({"logit_scale": [1]}, "logit_scale must be a positive number"),
+        ({"model_type": ["llama"]}, "model_type = .*, but only"),
+        ({"hidden_act": {}}, "hidden_act = {}, but only 'silu'"),
+        ({"layer_types": [[]]}, "layer_types = .*, but only 'full_attention'"),
+        ({"rope_scaling": {"rope_type": []}}, "rope_type = .*, but only 'default' and 'llama3'"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a positive number"),
     ],
 )
@@ -375,6 +398,17 @@ def test_a_layer_that_is_not_served_is_named(
     layer = json.loads((directory / FILE).read_text())["transformer_layer_config"]
     edit_json(directory / FILE, transformer_layer_config={**layer, **changes})
     assert_refused(directory, target, says)
+
+
+def test_whole_numbers_are_floats_however_large_they_are(written: Written) -> None:
+    directory, target, _ = written
+    layer = json.loads((directory / FILE).read_text())["transformer_layer_config"]
+    large = {"logit_scale": 2**31, "rope_theta": 2**40, "rms_norm_eps": 2**31}
+    edit_json(directory / FILE, transformer_layer_config={**layer, **large})
+    head, params = lm.load_eagle3(directory, target)
+    states, ids = jnp.ones((1, 1, 16)), jnp.zeros((1, 1), jnp.int32)
+    logits, *_ = head.apply(params, states, ids, jnp.zeros(1, jnp.int32), head.init_cache(1, 8))
+    assert np.isfinite(logits).all() and head.config.logit_scale == 2**31
 
 
 OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of the ids above
@@ -422,7 +456,7 @@ def test_default_layers_that_coincide_are_named(written: Written) -> None:
     directory, _, _ = written
     edit_json(directory / FILE, eagle_aux_hidden_state_layer_ids=...)
     target = target_for(dataclasses.replace(CONFIG, **NARROW), num_layers=4)
-    assert_refused(directory, target, r"no layer ids, which means the feature layers \(1, 2, 2\)")
+    assert_refused(directory, target, r"feature_layers must be different layer ids .* \(1, 2, 2\)")
 
 
 def test_a_file_of_torch_names_the_converter(written: Written) -> None:

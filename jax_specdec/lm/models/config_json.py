@@ -52,12 +52,12 @@ def parse_config(raw: JsonObject) -> LlamaConfig:
     """The sizes in the JSON object of a `config.json`; raises as `read_config` does."""
     family = raw.given("model_type", "llama")
     is_known = isinstance(family, str) and family in _FAMILIES
-    raw.require(is_known, "model_type", _only(*_FAMILIES))
+    raw.require(is_known, "model_type", only(*_FAMILIES))
     for key, allowed in _UNSUPPORTED.items():
-        raw.require(raw.get(key) in allowed, key, _only(allowed[0]))
+        raw.require(raw.get(key) in allowed, key, only(allowed[0]))
     layers = raw.given("layer_types", [])
     are_full = isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
-    raw.require(are_full, "layer_types", _only("full_attention"))
+    raw.require(are_full, "layer_types", only("full_attention"))
     size, heads = raw.needed("hidden_size"), raw.needed("num_attention_heads")
     are_whole = isinstance(size, int) and isinstance(heads, int) and heads > 0
     quotient = size // heads if are_whole else size  # LlamaConfig refuses what is not whole
@@ -126,13 +126,14 @@ def _read_rope_of(raw: JsonObject, name: str) -> tuple[Any, RopeScaling | None]:
     theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     key = "type" if "rope_type" not in rope else "rope_type"
     kind = rope.get(key, "default")
-    rope.require(kind in ("default", "llama3"), key, _only("default", "llama3"))
+    rope.require(kind in ("default", "llama3"), key, only("default", "llama3"))
     rotated = "partial_rotary_factor"
-    rope.require(rope.get(rotated) in _UNSUPPORTED[rotated], rotated, _only(1.0))
+    rope.require(rope.get(rotated) in _UNSUPPORTED[rotated], rotated, only(1.0))
     return theta, None if kind == "default" else _made(RopeScaling, rope)
 
 
-def _only(*supported: object) -> str:
+def only(*supported: object) -> str:
+    """Returns the end of a sentence about a value that is none of these."""
     *others, last = map(repr, supported)
     listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     return f"but only {listed} supported"

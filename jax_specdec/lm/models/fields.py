@@ -41,6 +41,8 @@ def is_token_id(value: Any) -> bool:
 def check_fields(config: Any) -> None:
     """Check the fields of a dataclass that are annotated `int`, `float` or `bool`.
 
+    A whole number in a field of `float` becomes one: as an integer, JAX might not hold it.
+
     Raises:
       ValueError: an integer is not positive or more than int32 holds, a number is not positive or
         not one that float32 holds, or a switch is not a boolean.
@@ -49,6 +51,8 @@ def check_fields(config: Any) -> None:
         value = getattr(config, field.name)
         if (rule := _broken_rule(field.type, value)) is not None:
             refuse(ValueError, field.name, f"be {rule}", value)
+        if field.type is float:
+            object.__setattr__(config, field.name, float(value))
 
 
 def _broken_rule(kind: Any, value: Any) -> str | None:

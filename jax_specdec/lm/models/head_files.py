@@ -1,7 +1,7 @@
-"""What the files of draft heads of all kinds have in common."""
+"""Reading and writing the files of draft heads of all kinds: what their public functions share."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,25 +9,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import check_listed, require
-from jax_specdec.lm.models.checkpoint import LoadedModel
-from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json, parse_config
+from jax_specdec._src.arrays import LOGITS, check_listed, checked_dtype, require
+from jax_specdec.lm.models.checkpoint import LoadedModel, stored_tensors, write_files
+from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json
 from jax_specdec.lm.models.fields import quoted, shown
-from jax_specdec.lm.models.files import JsonObject, errors_name, path_of, read_json
+from jax_specdec.lm.models.files import errors_name, path_of, read_json
+from jax_specdec.lm.models.head_layouts import LEGACY_NORMS, layer_prefix, read_head_config
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
+from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.llama_config import LlamaConfig
-from jax_specdec.lm.models.tensors import Tensors, open_files
+from jax_specdec.lm.models.tensors import (
+    Tensors,
+    check_tensors,
+    layer_tensors,
+    open_files,
+    part_sizes,
+    stored_shapes,
+    unfuse_arrays,
+)
 
 _Head = TypeVar("_Head", bound=DraftHead)
+
+_NAMES = {
+    "markov_w1": "markov_head.markov_w1.weight",
+    "markov_w2": "markov_head.markov_w2.weight",
+    "confidence_proj": "confidence_head.proj.weight",
+    "confidence_bias": "confidence_head.proj.bias",
+}
+"""Tensors whose names are not those of the arrays."""
 
 
 def load_head(
     directory: str | Path,
     target: LoadedModel[Llama],
     kind: type[_Head],
-    read_config: Callable[[JsonObject, Tensors, LlamaConfig], HeadConfig],
-    read_arrays: Callable[[Tensors, _Head], dict[str, Any]],
+    config: type[HeadConfig],
     prefix: str = "",
 ) -> LoadedModel[_Head]:
     """Read a head for a target, whose own arrays stand for those that are equal to them.
@@ -36,8 +52,7 @@ def load_head(
       directory: holds `config.json` and `model.safetensors`.
       target: the target.
       kind: the class of the head.
-      read_config: the config, of `config.json`, the tensors and the target's config.
-      read_arrays: the arrays that the files hold, but for ``target_ids``.
+      config: the class of its config.
       prefix: names of tensors are read without it.
 
     Raises:
@@ -52,92 +67,138 @@ def load_head(
     raw = read_json(directory / CONFIG_FILE)
     with open_files(directory) as files:
         tensors = files.without(prefix)
-        head = kind(read_config(raw, tensors, target.model.config), target.model.dtype)
-        params = read_target_ids(tensors, head.config) | read_arrays(tensors, head)
-        config = _shared_again(tensors, head.config, params, target)
-    return LoadedModel(kind(config, head.dtype), params | shared_params(config, target.params))
+        head = kind(read_head_config(config, raw, tensors, target.model.config), target.model.dtype)
+        names = _tensor_names(head, tensors.files)
+        check_tensors(tensors, _tensor_shapes(head, names), ("d2t", "t2d"))
+        params: dict[str, Any] = {**_read_target_ids(tensors, head.config)}
+        own, *layers = [
+            {array: tensors.fused(array, parts, head.dtype) for array, parts in group.items()}
+            for group in names
+        ]
+        params |= own
+        if "layers" in head.weight_shapes:
+            params["layers"] = layers
+        else:
+            params["layer"] = layers[0]
+        shared = _shared_again(tensors, head.config, params, target)
+    return LoadedModel(kind(shared, head.dtype), params | shared_params(shared, target.params))
 
 
-def read_layer(raw: JsonObject, target: LlamaConfig, tensors: Tensors, prefix: str) -> LlamaConfig:
-    """Sizes of a head's layers, of a `config.json` and of the tensors of attention `prefix`.
+def save_head(
+    directory: str | Path,
+    model: DraftHead,
+    params: dict[str, Any],
+    dtype: Any,
+    raw: dict[str, Any],
+    *,
+    layer: dict[str, Any] | None = None,
+    drafts: int,
+    target_name: str | None,
+    whole: bool = False,
+) -> None:
+    """Write a head in the layout of speculators.
+
+    Args:
+      directory: created if it does not exist; existing files are replaced.
+      model: the head.
+      params: its weights.
+      dtype: dtype of the stored tensors.
+      raw: keys of `config.json` that are those of this kind of head.
+      layer: further keys of its ``transformer_layer_config``.
+      drafts: K that readers take by default.
+      target_name: the target's name or path; None if it is not said.
+      whole: what the head shares with its target is written too.
 
     Raises:
-      ValueError: they ask for something that is not computed, or do not fit the target.
+      TypeError: `dtype` is none of float32, bfloat16 and float16, or `directory` is not a path.
+      ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
+        written then.
     """
-    names = tensors.files
-    bias = raw.given("attention_bias", False)
-    raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
-    layer = parse_config(JsonObject({**raw, "attention_bias": None}, raw.where))
-    wanted = f"but the target's is {target.vocab_size}"
-    raw.require(layer.vocab_size == target.vocab_size, "vocab_size", wanted)
-    return dataclasses.replace(
-        layer,
-        tie_word_embeddings=target.tie_word_embeddings,
-        num_token_ids=target.num_token_ids,
-        qkv_bias=bias or f"{prefix}.q_proj.bias" in names,
-        qk_norm=layer.qk_norm or f"{prefix}.q_norm.weight" in names,
-    )
-
-
-def layer_json(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """The ``transformer_layer_config`` of speculators that `read_layer` reads."""
+    directory = path_of(directory)
+    stored = checked_dtype(dtype, LOGITS)
+    check_params("params", model.weight_shapes, params)
+    c = model.config
+    # The output matrix is stored ``[Vd, H]``, also where it is the target's embedding.
+    arrays = params
+    if c.output_is_embedding:
+        arrays = params | {"lm_head": params["lm_head"].T}
+    if whole:
+        whole_config = dataclasses.replace(c, own_embedding=True, own_lm_head=True)
+        model = dataclasses.replace(model, config=whole_config)
+    tensors: dict[str, np.ndarray] = {}
+    for names, piece in zip(_tensor_names(model), _pieces(arrays), strict=True):
+        tensors |= unfuse_arrays(names, piece, _part_sizes(c))
+    tensors = stored_tensors(tensors, stored) | _target_id_tensors(c, params)
     # Biases and norms of queries and keys are both there in a qwen3 layer with attention_bias.
-    plain = dataclasses.replace(config.layer, qkv_bias=False, tie_word_embeddings=False)
-    return {
-        **config_json(plain, dtype),
-        "attention_bias": config.layer.qkv_bias,
-        "logit_scale": config.logit_scale,
+    plain = dataclasses.replace(c.layer, qkv_bias=False, tie_word_embeddings=False)
+    config = {
+        "torch_dtype": stored.name,
+        "draft_vocab_size": c.draft_vocab_size,
+        "target_hidden_size": c.target_hidden_size,
+        **raw,
+        "transformer_layer_config": {
+            **config_json(plain, stored.name),
+            "attention_bias": c.layer.qkv_bias,
+            "logit_scale": c.logit_scale,
+            **(layer or {}),
+        },
+        "speculators_config": {
+            "algorithm": raw["speculators_model_type"],
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+            "verifier": {"name_or_path": target_name, "architectures": []},
+        },
     }
+    write_files(directory, config, tensors)
 
 
-def speculators_json(algorithm: str, target_name: str | None, drafts: int) -> dict[str, Any]:
-    """The ``speculators_config``, which names the target and K."""
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
-        "verifier": {"name_or_path": target_name, "architectures": []},
-    }
+def _pieces(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the parts of what has the structure of params: a head's own, and of each layer."""
+    return [tree, *(tree["layers"] if "layers" in tree else [tree["layer"]])]
 
 
-def common_fields(
-    raw: JsonObject, layer_raw: JsonObject, tensors: Tensors, target: LlamaConfig, prefix: str
-) -> dict[str, Any]:
-    """The fields of a `HeadConfig` but the feature layers, as `config.json` says and the tensors.
+def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[dict[str, list[str]]]:
+    """Returns the tensors of each array, in order of fusion, of each of the `_pieces`.
 
-    Raises:
-      ValueError: they do not fit the target.
+    Names are those of `stored` tensors where layouts differ, else those that are written.
     """
-    names = tensors.files
-    layer = read_layer(layer_raw, target, tensors, f"{prefix}.self_attn")
-    key, width = "target_hidden_size", target.hidden_size
-    fits = raw.given(key, width) == width
-    raw.require(fits, key, f"but the target's hidden_size is {width}")
-    scale = layer_raw.get("logit_scale", raw.get("logit_scale"))
-    return {
-        "layer": layer,
-        "draft_vocab_size": raw.given("draft_vocab_size", target.vocab_size),
-        "target_hidden_size": width,
-        "o_proj_bias": f"{prefix}.self_attn.o_proj.bias" in names,
-        "own_embedding": "embed_tokens.weight" in names,
-        "own_lm_head": "lm_head.weight" in names,
-        "logit_scale": 1.0 if scale is None else scale,
-    }
+    c = head.config
+    shapes = head.weight_shapes
+    elsewhere = {"layer", "layers", "target_ids"}
+    if not c.own_embedding:
+        elsewhere.add("embed_tokens")
+    if not c.own_lm_head:
+        elsewhere.add("lm_head")
+    own = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
+    if "fc_norm" in own:
+        count = len(c.feature_layers)
+        is_legacy = count == len(LEGACY_NORMS) and LEGACY_NORMS[0] in stored
+        names = [f"fc_norm.{index}.weight" for index in range(count)]
+        own["fc_norm"] = list(LEGACY_NORMS) if is_legacy else names
+    layers = []
+    for index, shapes_of_layer in enumerate(_pieces(shapes)[1:]):
+        prefix = layer_prefix(stored) if index == 0 else f"layers.{index}"
+        names_of_layer = layer_tensors(c.layer, prefix)
+        if "hidden_norm" in shapes_of_layer:
+            names_of_layer["hidden_norm"] = [f"{prefix}.hidden_norm.weight"]
+        if "o_bias" in shapes_of_layer:
+            names_of_layer["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
+        layers.append(names_of_layer)
+    return [own, *layers]
 
 
-def common_tensors(config: HeadConfig) -> dict[str, list[str]]:
-    """The tensor of each array that every head has, beside those of its layers."""
-    names = {"fc": ["fc.weight"], "norm": ["norm.weight"]}
-    if config.own_embedding:
-        names["embed_tokens"] = ["embed_tokens.weight"]
-    if config.own_lm_head:
-        names["lm_head"] = ["lm_head.weight"]
-    return names
+def _tensor_shapes(
+    head: DraftHead, names: list[dict[str, list[str]]]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Returns name and shape ``[out, in]`` of each tensor."""
+    for group, shapes in zip(names, _pieces(head.weight_shapes), strict=True):
+        yield from stored_shapes(group, shapes, _part_sizes(head.config))
 
 
-def stored_lm_head(config: HeadConfig, lm_head: jax.Array) -> jax.Array:
-    """The output matrix ``[H, Vd]``, whether it is the target's embedding or not."""
-    return lm_head.T if config.output_is_embedding else lm_head
+def _part_sizes(config: HeadConfig) -> dict[str, list[int]]:
+    """Returns how the last axis of each fused array is cut into tensors."""
+    norms = [config.target_hidden_size] * len(config.feature_layers)
+    return part_sizes(config.layer) | {"fc_norm": norms}
 
 
 def _shared_again(
@@ -158,7 +219,7 @@ def _shared_again(
     )
 
 
-def read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Array]:
+def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Array]:
     """``target_ids`` if a head has them, as d2t says and t2d, if it is there, too.
 
     Raises:
@@ -190,7 +251,7 @@ def read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Array
     return {"target_ids": jnp.asarray(ids, jnp.int32)} if size < whole else {}
 
 
-def target_id_tensors(config: HeadConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
+def _target_id_tensors(config: HeadConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
     """d2t and t2d, if a head has a list of ids.
 
     Raises:

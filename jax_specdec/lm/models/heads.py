@@ -107,9 +107,9 @@ def common_shapes(config: HeadConfig) -> dict[str, Any]:
     c = config.layer
     embedding, lm_head = (c.vocab_size, c.hidden_size), (c.hidden_size, config.draft_vocab_size)
     shapes: dict[str, Any] = {
-        "embed_tokens": embedding,
-        "fc": (config.num_features, c.hidden_size),
+        "fc": (config.num_features, c.hidden_size),  # first: in it, other kinds of heads differ
         "norm": (c.hidden_size,),
+        "embed_tokens": embedding,
         "lm_head": embedding if config.output_is_embedding else lm_head,
     }
     if config.draft_vocab_size < c.vocab_size:

@@ -46,8 +46,15 @@ class Tensors:
     names: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def without(self, prefix: str) -> "Tensors":
-        """The tensors, those whose names begin with a prefix without it."""
-        names = {name.removeprefix(prefix): name for name in self.files}
+        """The tensors, those whose names begin with a prefix without it.
+
+        Raises:
+          ValueError: two of them have one name then.
+        """
+        names: dict[str, str] = {}
+        for old in sorted(self.files):
+            if (other := names.setdefault(old.removeprefix(prefix), old)) != old:
+                raise ValueError(f"{shown(self.origin)} has both {shown(other)} and {shown(old)}.")
         return Tensors(self.origin, {new: self.files[old] for new, old in names.items()}, names)
 
     def read(self, name: str) -> np.ndarray:
