@@ -25,25 +25,15 @@ FEW = 32
 """Up to so many positions of a request, operations on each stand in the program one by one."""
 
 
-def gathering(
-    function: Callable[..., Any], platform: Platform, rows: jax.Array, *arrays: Any
-) -> Any:
-    """``function(*arrays)``, in the blocks of rows that suit the platform.
+def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *arrays: Any) -> Any:
+    """Returns ``function(*arrays)``, in blocks of rows.
 
     Args:
       function: reads rows of matrices, and returns arrays ``[n, ...]``.
-      platform: that the program is for.
+      length: rows of a block.
       rows: ``[n]`` int32, those read. For row -1 nothing need be read: the result is undefined.
       *arrays: pytrees of arrays ``[n, ...]``.
     """
-    length = {"cpu": 1, "tpu": BLOCK}.get(platform)
-    if length is None:
-        return function(*arrays)
-    return by_blocks(function, length, rows, *arrays)
-
-
-def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *arrays: Any) -> Any:
-    """`gathering`, with `length` rows at a time."""
     size = rows.shape[0]
     length, function = min(length, size), jax.jit(function)  # which traces it once for both uses
     given, tree = jax.tree.flatten(arrays)
