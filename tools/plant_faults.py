@@ -406,11 +406,11 @@ def _(right, self, params, token_ids, columns=None):
 
 @fault(
     "layers that are counted after a layer are read before it",
-    "lm.models.block_files:_feature_layers",
+    "lm.models.head_layouts:_layer_ids",
     "models/test_block_files.py",
 )
-def _(right, raw, own, depth, target):
-    return tuple(max(layer - 1, 0) for layer in right(raw, own, depth, target))
+def _(right, place, key, shift, num_layers):
+    return tuple(layer - shift for layer in right(place, key, shift, num_layers))
 
 
 @fault(
@@ -468,10 +468,10 @@ def _(right, model, params, token_ids, start, cache, prompts, *rest):
     "lm.models.layers:write_cache",
     "models/test_prompt_rows.py",
 )
-def _(right, keys, values, key, value, positions, layer=None, requests=None):
+def _(right, keys, values, key, value, positions, requests=None):
     if requests is not None:  # places past the end, which are not written, become the first
         positions = jnp.where(positions >= keys.shape[-1], 0, positions)
-    return right(keys, values, key, value, positions, layer, requests)
+    return right(keys, values, key, value, positions, requests)
 
 
 @fault(

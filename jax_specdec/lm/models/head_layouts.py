@@ -209,18 +209,11 @@ def _value(
         place = objects[name]
         if place.get(key) in (None, []):
             continue
-        value = place[key]
-        if shift is not None:
-            # EAGLE's ids may have any order, and features are read in that of the layers.
-            are_ids = isinstance(value, list) and all(type(x) is int for x in value)
-            in_order = sorted({*value}) if are_ids else []
-            fits = are_ids and in_order == (sorted(value) if key.startswith("eagle") else value)
-            fits = fits and 0 <= in_order[0] + shift and in_order[-1] + shift <= num_layers
-            order = "different" if key.startswith("eagle") else "ascending"
-            wanted = f"but it must be {order} layer ids in [{-shift}, {num_layers - shift}]"
-            place.require(fits, key, wanted)
-            value = tuple(x + shift for x in in_order)
-        found[f"{place.where} has {key} = {quoted(place[key])}"] = value
+        says = f"{place.where} has {key} = {quoted(place[key])}"
+        if shift is None:
+            found[says] = place[key]
+        else:
+            found[says] = _layer_ids(place, key, shift, num_layers)
     if not found:
         if default is dataclasses.MISSING:
             keys = dict.fromkeys(path.rpartition(".")[2] for path in places)
@@ -231,6 +224,20 @@ def _value(
         if other != value:
             raise ValueError(f"{first} and {says}, which contradict each other.")
     return value
+
+
+def _layer_ids(place: JsonObject, key: str, shift: int, num_layers: int) -> tuple[int, ...]:
+    """Returns the layers before which features are read, ascending, of ids without `shift`."""
+    ids = place[key]
+    may_be_mixed = key.startswith("eagle")
+    are_ids = isinstance(ids, list) and all(type(x) is int for x in ids)
+    in_order = sorted({*ids}) if are_ids else []
+    fits = are_ids and in_order == (sorted(ids) if may_be_mixed else ids)
+    fits = fits and 0 <= in_order[0] + shift and in_order[-1] + shift <= num_layers
+    order = "different" if may_be_mixed else "ascending"
+    wanted = f"but it must be {order} layer ids in [{-shift}, {num_layers - shift}]"
+    place.require(fits, key, wanted)
+    return tuple(x + shift for x in in_order)
 
 
 def _read_layer(
