@@ -26,7 +26,7 @@ def decoder_layer(
     attend: Attend,
     regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
 ) -> jax.Array:
-    """The residual stream ``[B, S, H]`` after one more layer.
+    """Returns the residual stream ``[B, S, H]`` after one more layer.
 
     Args:
       config: as for `self_attention`.
@@ -49,7 +49,7 @@ def self_attention(
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
 ) -> jax.Array:
-    """What attention adds to the residual stream, ``[B, S, H]``.
+    """Returns what attention adds to the residual stream, ``[B, S, H]``.
 
     Args:
       config: heads, and the switches of queries, keys and values.
@@ -59,8 +59,11 @@ def self_attention(
       attend: what the heads read.
     """
     read = attend(*rotated_heads(config, layer, h, cos_sin))
+    # [B, S, N, D] -> [B, S, N D] -> [B, S, H]
     branch = read.reshape(*h.shape[:2], -1) @ layer["o_proj"]
-    return branch + layer["o_bias"][None, None, :] if "o_bias" in layer else branch
+    if "o_bias" in layer:
+        branch = branch + layer["o_bias"][None, None, :]
+    return branch
 
 
 def rotated_heads(
@@ -69,14 +72,16 @@ def rotated_heads(
     h: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`."""
+    """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`."""
     c = config
-    num_query, num_kv = c.num_attention_heads, c.num_key_value_heads
-    leading = h.shape[:2]
+    num_query = c.num_attention_heads
+    num_kv = c.num_key_value_heads
+    # [B, S, (N + 2 N_kv) D]: one product for all heads
     heads = h @ layer["qkv_proj"]
     if c.qkv_bias:
         heads = heads + layer["qkv_bias"][None, None, :]
-    heads = heads.reshape(*leading, num_query + 2 * num_kv, c.head_dim)
+    # [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads
+    heads = heads.reshape(*h.shape[:2], num_query + 2 * num_kv, c.head_dim)
     query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
     if c.qk_norm:
         query = rms_norm(query, layer["q_norm"], c.rms_norm_eps)
@@ -85,7 +90,8 @@ def rotated_heads(
 
 
 def feed_forward(layer: dict[str, jax.Array], h: jax.Array) -> jax.Array:
-    """What SwiGLU adds to the residual stream, ``[B, S, H]``; h ``[B, S, H]`` is normed."""
+    """Returns what SwiGLU adds to the residual stream, ``[B, S, H]``; h ``[B, S, H]`` is normed."""
+    # [B, S, 2 I] -> [B, S, I] twice
     gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
     return (jax.nn.silu(gate) * up) @ layer["down_proj"]
 
@@ -93,7 +99,7 @@ def feed_forward(layer: dict[str, jax.Array], h: jax.Array) -> jax.Array:
 def output_logits(
     x: jax.Array, lm_head: jax.Array, tied: bool, num_token_ids: int | None
 ) -> jax.Array:
-    """Logits ``[B, S, V]`` of normed states ``[B, S, H]``.
+    """Returns logits ``[B, S, V]`` of normed states ``[B, S, H]``.
 
     Args:
       x: the states.
@@ -110,7 +116,7 @@ def output_logits(
 
 
 def embed_tokens(embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
-    """Rows ``[B, S, H]`` of the embedding ``[V, H]``; an id outside it is read as some id in it."""
+    """Returns rows ``[B, S, H]`` of the embedding ``[V, H]``; ids outside read some row."""
     return embedding.at[token_ids].get(mode="clip")
 
 
@@ -137,7 +143,7 @@ def write_cache(
     With `requests`, ``[1, N]`` int32, key and value ``[1, N, N_kv, D]`` are rows of any requests,
     at ``[1, N]`` positions. A position past the end is not written.
     """
-    is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)
+    is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)  # [B, S, N_kv, 1]
     key = jnp.where(is_finite, key, jnp.nan)
     value = jnp.where(is_finite, value, 0)
     num_kv, head_dim = key.shape[2:]
@@ -258,13 +264,14 @@ def attention_with_prompts(
 def places_of_rows(
     positions: jax.Array, prompts: PromptRows, longest: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Requests and positions ``[1, B S + R P]`` of the rows of a pass that reads prompts beside.
+    """Returns requests and positions ``[1, B S + R P]`` of the rows of a pass with prompts.
 
     A request that has rows of a prompt keeps these alone: its rows in the batch, at positions
     ``[B, S]``, go to position `longest`, which a cache does not have.
     """
     requests = jnp.arange(positions.shape[0], dtype=jnp.int32)[:, None]
     is_read = (requests == prompts.slots[None, :]).any(axis=1, keepdims=True)  # [B, 1]
+    # [B, S] and [R, P]: the request of each row
     owners = jnp.broadcast_to(requests, positions.shape)
     owners_of_prompts = jnp.broadcast_to(prompts.slots[:, None], prompts.token_ids.shape)
     return (
@@ -274,7 +281,7 @@ def places_of_rows(
 
 
 def all_rows(of_batch: jax.Array, of_prompts: jax.Array) -> jax.Array:
-    """``[1, B S + R P]``: what ``[B, S]`` and then ``[R, P]`` hold, one row after another."""
+    """Returns ``[1, B S + R P]``: what ``[B, S]`` and then ``[R, P]`` hold, row after row."""
     return jnp.concatenate([of_batch.reshape(1, -1), of_prompts.reshape(1, -1)], axis=1)
 
 
@@ -296,7 +303,7 @@ def check_length(length: int, cache: Any, name: str = "token_ids") -> None:
 
 
 def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any:
-    """Random weights of the structure of `shapes`, which has a shape in place of each array.
+    """Returns random weights of the structure of `shapes`, which has a shape for each array.
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream divided
     by a further 2 L, with L = num_layers; norms are one, biases zero.

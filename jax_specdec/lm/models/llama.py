@@ -263,6 +263,7 @@ class Llama:
             check_array("prompts.start", prompts.start, "[R] int32", sizes)
             check_array("prompts.slots", prompts.slots, "[R] int32", sizes)
             check_length(prompts.token_ids.shape[1], cache, "prompts.token_ids")
+            # All rows of the batch, then all of the prompts, as one request: [1, B S + R P].
             places = places_of_rows(slots, prompts, jax.tree.leaves(cache)[0].shape[-1])
             token_ids = all_rows(token_ids, prompts.token_ids)
             positions = all_rows(positions, prompts.positions)
@@ -286,7 +287,8 @@ class Llama:
                 # [1, B S + R P, A H] -> [R, P, A H] and [B, S, A H]
                 prompt_features = features[:, num_rows:].reshape(*prompts.token_ids.shape, -1)
                 features = features[:, :num_rows].reshape(batch_size, length, -1)
-            x = x[:, :num_rows].reshape(batch_size, length, -1)  # logits of prompts nobody needs
+            # [1, B S + R P, H] -> [B, S, H]: nobody needs logits of prompts
+            x = x[:, :num_rows].reshape(batch_size, length, -1)
         return TargetOutput(self._logits(params, x), new_cache, features), prompt_features
 
     def run(
@@ -324,7 +326,7 @@ class Llama:
         regularize: Callable[[jax.Array], jax.Array],
         feature_layers: tuple[int, ...],
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The stream ``[B, S, H]`` that leaves the last layer, and features; see `run`."""
+        """Returns the stream ``[B, S, H]`` that leaves the last layer, and features; see `run`."""
         c = self.config
         cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         streams = [embedded]  # that enter each layer, and that leaves the last one
@@ -332,12 +334,13 @@ class Llama:
             one = functools.partial(attend, index)
             x = decoder_layer(c, layer, streams[-1], cos_sin, one, regularize)
             streams.append(x)
+        # A times [B, S, H] -> [B, S, A H]
         chosen = [streams[i] for i in feature_layers]
         features = jnp.concatenate(chosen, axis=2) if chosen else None
         return streams[-1], features
 
     def _logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
-        """Logits ``[B, S, V]`` of the residual stream after the last layer."""
+        """Returns logits ``[B, S, V]`` of the residual stream after the last layer."""
         c = self.config
         x = rms_norm(x, params["norm"], c.rms_norm_eps)
         tied = c.tie_word_embeddings

@@ -261,15 +261,18 @@ class TensorParallelLlama:
             return lax.psum(branch, self.axis)
 
         def embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
+            # One device has the row of an id, the others add zeros: [B, S, H].
             ids = jnp.clip(token_ids, 0, c.vocab_size - 1) - first_id
             is_local = (ids >= 0) & (ids < local.vocab_size)
             rows = embed_tokens.at[ids].get(mode="clip")
             return sum_devices(jnp.where(is_local[..., None], rows, 0))
 
+        # Without the axis of devices, of which this one's part has one entry.
         params, cache = jax.tree.map(lambda x: x[0], (params, cache))
         (logits, cache, features), prompt_features = local.apply_with(
             params, token_ids, start, cache, feature_layers, embed, sum_devices, tree, prompts
         )
+        # [B, S, V / n]: ids that are padding, of the checkpoint or up to a multiple of n
         num_token_ids = c.num_token_ids or c.vocab_size
         if num_token_ids < self.vocab_size:
             ids = first_id + jnp.arange(local.vocab_size, dtype=jnp.int32)
@@ -278,7 +281,7 @@ class TensorParallelLlama:
         return TargetOutput(logits, cache, features), prompt_features
 
     def _part(self, name: str, x: np.ndarray, device: int) -> np.ndarray:
-        """What one device holds of a weight, which `param_shapes` describes."""
+        """Returns what one device holds of a weight, which `param_shapes` describes."""
         n = self.num_devices
         if name in ("qkv_proj", "qkv_bias"):
             return self._heads(x, device)
@@ -289,15 +292,18 @@ class TensorParallelLlama:
         if name == "lm_head":
             return _slice(x.T, device, n).T
         if name == "gate_up_proj":
-            halves = np.split(x, 2, axis=1)
+            halves = np.split(x, 2, axis=1)  # each device has the same columns of both
             return np.concatenate([_slice(half.T, device, n).T for half in halves], axis=1)
         return x
 
     def _heads(self, x: np.ndarray, device: int) -> np.ndarray:
-        """Query, key and value heads of the device's group, of ``[..., (N + 2 N_kv) D]``."""
-        c, query = self.model.config, self._query_heads(device)
+        """Returns query, key and value heads of the group, of ``[..., (N + 2 N_kv) D]``."""
+        c = self.model.config
+        query = self._query_heads(device)
+        # The heads of keys that the group's query heads share.
         per_key = c.num_attention_heads // c.num_key_value_heads
         keys = slice(query.start // per_key, (query.stop - 1) // per_key + 1)
+        # [..., N + 2 N_kv, D]
         x = x.reshape(*x.shape[:-1], -1, c.head_dim)
         ends = [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads]
         q, k, v = np.split(x, ends, axis=-2)
@@ -305,9 +311,11 @@ class TensorParallelLlama:
         return x.reshape(*x.shape[:-2], -1)
 
     def _head_rows(self, x: np.ndarray, device: int) -> np.ndarray:
-        """Rows of ``[N D, H]`` of the group's heads; zeros but on its first device: one adds."""
-        c, query = self.model.config, self._query_heads(device)
-        rows = x[query.start * c.head_dim : query.stop * c.head_dim]
+        """Returns rows of ``[N D, H]`` of the group's heads; zeros but on its first device."""
+        size = self.model.config.head_dim
+        query = self._query_heads(device)
+        rows = x[query.start * size : query.stop * size]
+        # Branches are summed over devices: one of the group adds its heads.
         is_first = device % (self.num_devices // self.num_head_groups) == 0
         return rows if is_first else np.zeros_like(rows)
 
@@ -319,7 +327,7 @@ class TensorParallelLlama:
 
 
 def _slice(x: np.ndarray, device: int, n: int) -> np.ndarray:
-    """Rows of one device: an n-th of them, filled up with zeros."""
+    """Returns rows of one device: an n-th of them, filled up with zeros."""
     size = math.ceil(x.shape[0] / n)
     rows = x[device * size : (device + 1) * size]
     return np.pad(rows, [(0, size - len(rows)), *[(0, 0)] * (x.ndim - 1)])
