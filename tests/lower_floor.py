@@ -18,13 +18,15 @@ from jax_specdec._src.platform import assume
 from jax_specdec._src.process_logits import PROCESSORS
 from jax_specdec._src.processors import Sequences
 from jax_specdec._src.types import ROW_NUMBERS
-from jax_specdec._src.verify import api, sharding, statistics, threshold, tiles, xla
+from jax_specdec._src.verify import api, sharding, statistics, threshold, tiles
 from jax_specdec._src.verify import draw as draw_lib
 from jax_specdec._src.verify import rows as rows_lib
 from jax_specdec._src.verify.api import support
 from jax_specdec._src.verify.backends import gather
 from jax_specdec._src.verify.backends import largest as tpu_largest
+from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.backends.xla import Xla
+from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.mosaic_gpu import cluster as gpu_cluster
 from jax_specdec._src.verify.mosaic_gpu import launch as gpu_launch
 from jax_specdec._src.verify.mosaic_gpu import request as gpu_request
@@ -41,10 +43,9 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
 from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
 from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, Threads
 from jax_specdec._src.verify.part import SplitPart
-from jax_specdec._src.verify.position import DraftScale, Position
+from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import q_of
 from jax_specdec._src.verify.requests import CallArrays, Request, Uniforms
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Standard
-from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.tiles import TILE

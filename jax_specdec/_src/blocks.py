@@ -26,7 +26,7 @@ FEW = 32
 
 
 def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *arrays: Any) -> Any:
-    """Returns ``function(*arrays)``, in blocks of rows.
+    """Returns ``function(*arrays)``, of `length` rows at a time.
 
     Args:
       function: reads rows of matrices, and returns arrays ``[n, ...]``.
@@ -58,15 +58,8 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
     return jax.tree.unflatten(found_tree, found)
 
 
-def take(tree: Any, rows: jax.Array, platform: Platform) -> Any:
-    """``x[rows]`` of matrices, for rows ``[n]`` in range. Few are sliced, except on GPUs."""
-    if platform not in ("cpu", "tpu"):
-        return jax.tree.map(lambda x: x[rows], tree)
-    return take_few(tree, rows)
-
-
 def take_few(tree: Any, rows: jax.Array) -> Any:
-    """``x[rows]`` of matrices, for rows ``[n]`` in range, of which few are sliced."""
+    """Returns ``x[rows]`` of matrices, for rows ``[n]`` in range, of which few are sliced."""
     matrices, treedef = jax.tree.flatten(tree)
     if rows.shape[0] > BLOCK:
         return jax.tree.unflatten(treedef, [x[rows] for x in matrices])

@@ -29,6 +29,7 @@ from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.backends.gather import Gather
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.call import Settings, check_arrays
+from jax_specdec._src.verify.device import Device
 from jax_specdec._src.verify.part import of_owner, part_of
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import Rows
@@ -197,7 +198,7 @@ def token_logprobs(
         if np.shape(target_logits)[:1] == drafts.token_ids.shape:  # a bonus was given
             bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
     call, sizes = check_arrays(
-        CallArrays(target_logits, drafts, None, sampling, bonus, None, token_bitmask),
+        CallArrays.given(target_logits, drafts, None, sampling, bonus, None, token_bitmask),
         Settings(config, vocab_size, padded_rows, sharding=sharding),
     )
     sizes["K"] = config.num_speculative_tokens
@@ -308,11 +309,11 @@ def _read_emitted(
     """`read_emitted`: on a CPU row by row, elsewhere, or if rows are split, B at a time."""
     target_logits, token_bitmask, emitted = arrays
     backend = Xla().on(platform)
-    rows = _rows(target_logits, size, token_bitmask, axis, backend)
+    rows = _rows(target_logits, size, token_bitmask, axis, backend.device)
     if platform == "cpu" and axis is None:
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
         which = jnp.where(flat.exists, flat.row, -1)
-        found = backend.in_blocks(
+        found = backend.device.in_blocks(
             lambda those: _read_batch(rows, those, num_top, backend), which, flat
         )
         shape = emitted.row.shape
@@ -335,7 +336,7 @@ def _derivative(
     target_logits, token_bitmask, emitted = primals
     backend = Gather()
     one = jax.tree.map(lambda x: x.reshape(-1), emitted)
-    rows = _rows(target_logits, size, token_bitmask, axis, backend)
+    rows = _rows(target_logits, size, token_bitmask, axis, backend.device)
     of_part, kept = _partials(rows, one, backend)
     stats = Partials.of_whole(rows.part.gather(of_part), one.inv_temperature)
     x = rows.whole(one.row)
@@ -370,11 +371,11 @@ def _rows(
     size: int,
     token_bitmask: jax.Array | None,
     axis: str | None,
-    backend: Gather,
+    device: Device,
 ) -> Rows:
     """Target rows, or this device's part of them."""
     part = part_of(axis, target_logits.shape[1])
-    return Rows(target_logits, size, -jnp.inf, backend, token_bitmask, None, part)
+    return Rows(target_logits, size, -jnp.inf, device, token_bitmask, None, part)
 
 
 def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, jax.Array | None]:

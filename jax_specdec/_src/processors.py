@@ -16,12 +16,12 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.arrays import check_entries, pytree, require
-from jax_specdec._src.blocks import BLOCK, by_blocks, scatter, take
+from jax_specdec._src.blocks import BLOCK, by_blocks, scatter
 from jax_specdec._src.grammar import bitmask_of
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.ragged import Owners
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec._src.verify.backends.xla import Xla
+from jax_specdec._src.verify.device import device_of
 from jax_specdec._src.verify.rows import Rows
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
@@ -245,7 +245,7 @@ class Penalties(Processor):
         ]
 
         def of_owners(owner: jax.Array, logits: jax.Array, before: list[jax.Array]) -> jax.Array:
-            own = take(self, owner, platform) if num_drafts else self
+            own = device_of(platform).take(self, owner) if num_drafts else self
             return own._penalize(logits, before)
 
         return lax.cond(
@@ -470,10 +470,9 @@ class AllowedTokens(Processor):
         """The rows with -inf for tokens that are not allowed."""
 
         def masked(owner: jax.Array, logits: jax.Array) -> jax.Array:
-            words = take(self.token_bitmask, owner, platform)
-            return (
-                Rows(logits, logits.shape[1], -jnp.inf, Xla().on(platform), words).masked().matrix
-            )
+            device = device_of(platform)
+            words = device.take(self.token_bitmask, owner)
+            return Rows(logits, logits.shape[1], -jnp.inf, device, words).masked().matrix
 
         return _by_owner(masked, rows, platform, logits)
 

@@ -159,7 +159,7 @@ def rows_with_ties() -> np.ndarray:
 def test_the_largest_entry_is_that_of_numpy_with_ties(platform, which):
     x = rows_with_ties()
     backend = Xla().on(platform)
-    rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf, backend)
+    rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf, backend.device)
     peak, best = jax.jit(functools.partial(backend.max_and_argmax, rows))(which)
     x = x if which is None else x[which]
     expected = np.where(np.isnan(x).any(axis=1), np.inf, np.max(x, axis=1))
@@ -178,7 +178,7 @@ def test_ids_that_do_not_count_are_not_the_largest():
     @functools.partial(jax.jit, static_argnames="platform")
     def read(x: jax.Array, bits: jax.Array, first: jax.Array, platform: str) -> Any:
         backend = Xla().on(platform)
-        rows = rows_lib.Rows(x, 4990, -math.inf, backend, bits)
+        rows = rows_lib.Rows(x, 4990, -math.inf, backend.device, bits)
         index = jnp.arange(5, dtype=jnp.int32)
         return (
             backend.max_and_argmax(rows, None),

@@ -168,11 +168,11 @@ def weights_of(
 ) -> tuple[LocalRows, Source]:
     """What is left of each target row by the draft row of its own."""
     backend = Xla().on("cpu")
-    target = Rows(jnp.asarray(logits), V, -np.inf, backend)
-    q, rows = q_of(distribution, V, backend), jnp.arange(N, dtype=jnp.int32)
+    target = Rows(jnp.asarray(logits), V, -np.inf, backend.device)
+    q, rows = q_of(distribution, V, backend.device), jnp.arange(N, dtype=jnp.int32)
     peak, one = backend.peak(target, rows), jnp.ones(N)
     total = backend.exp_sums(target, rows, peak, one)
-    return LocalRows(target, q, backend, 4), source_of_rows(
+    return LocalRows(target, q, 4), source_of_rows(
         N,
         V,
         draft_row=rows,
@@ -204,7 +204,7 @@ def masses(logits: Any, distribution: Any, weight: Any) -> tuple[jax.Array, jax.
     def of_tile(t: jax.Array) -> jax.Array:
         return weights.in_tile(source, jnp.full(N, t))[1][:, 0].sum(1)
 
-    of_tiles = weights.backend.masses_of(weights, source)[:, 0]
+    of_tiles = Xla().on("cpu").masses_of(weights, source)[:, 0]
     return of_tiles, jax.lax.map(of_tile, jnp.arange(4)).T
 
 

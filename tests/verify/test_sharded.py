@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lower_floor import api, assume, sharding, xla
+from lower_floor import Backend, api, assume, sharding
 from measure import collectives
 
 import jax_specdec as sd
@@ -286,13 +286,13 @@ def test_arrays_that_are_split_are_verified_where_they_are(
 ):
     layout = Layout(vocab=vocab, **EVEN, kind="probs")
     mesh, seen = mesh_of(4, 2, axis_type), []
-    inner = xla.verify
+    inner = Backend.verify
 
-    def watched(arrays, *given, **options):
+    def watched(self, arrays, *given):
         seen.append((arrays.target_logits.shape, arrays.drafts.distribution.probs.shape))
-        return inner(arrays, *given, **options)
+        return inner(self, arrays, *given)
 
-    monkeypatch.setattr(xla, "verify", watched)
+    monkeypatch.setattr(Backend, "verify", watched)
     call = sd.testing.rejection_sample_with_noise
     batch = even_batch(layout, 3)
     (target_logits, drafts, noise), options = batch.arguments()
@@ -333,13 +333,13 @@ def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monk
 
 @newest
 def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
-    inner, axes = xla.verify, []
+    inner, axes = Backend.verify, []
 
-    def watched(arrays, rule, static, **options):
+    def watched(self, arrays, rule, static):
         axes.append(static.layout.vocab_axis)
-        return inner(arrays, rule, static, **options)
+        return inner(self, arrays, rule, static)
 
-    monkeypatch.setattr(xla, "verify", watched)
+    monkeypatch.setattr(Backend, "verify", watched)
     layout = Layout(vocab=97, num_requests=3, num_drafts=5, race=True)
     batch = random_batch(layout, 2)
     args, named = batch.arguments()

@@ -38,7 +38,7 @@ def thresholds(
     logits: jax.Array, temperature: jax.Array, filter: sampling.Filter, platform: str = "cpu"
 ) -> jax.Array:
     backend = Xla().on(platform)
-    target = rows.Rows(logits, logits.shape[1], -jnp.inf, backend)
+    target = rows.Rows(logits, logits.shape[1], -jnp.inf, backend.device)
     wanted, inv = jnp.ones((B,), bool), sampling.inverse_temperature(temperature)
     peak = backend.peak(target, None)
     return backend.thresholds(target, None, filter, wanted, peak, inv)

@@ -17,7 +17,6 @@ from jax_specdec._src.noise import Stream, check_keys, uniforms
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.sampling import Filter, SamplingParams, per_request
 from jax_specdec._src.types import Array, Integers
-from jax_specdec._src.verify import xla
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.part import part_of
@@ -142,7 +141,7 @@ def sample_draft_tokens(
 
 
 _Arrays = tuple[jax.Array, SamplingParams, Uniforms | Races | DrawnRaces]
-"""Logits, sampling parameters, and the noise as `xla.sample` takes it."""
+"""Logits, sampling parameters, and the noise as `Gather.sample` takes it."""
 
 
 def sample_by_races(
@@ -223,8 +222,8 @@ def _sample_part(
     part = part_of(axis, logits.shape[1])
     backend = Xla().on(platform)
     if takes_argmax:
-        return DraftSample(xla.argmax(logits, part=part, backend=backend))
-    return DraftSample(*xla.sample(logits, sampling, noise, part=part, backend=backend))
+        return DraftSample(backend.argmax(logits, part))
+    return DraftSample(*backend.sample(logits, sampling, noise, part))
 
 
 def _unserved(

@@ -146,7 +146,7 @@ def rejection_sample(
     # Arrays in one pytree, which declares them; static arguments in another.
     of_requests = (keys, positions), sampling, bonus_token_ids, active
     return _call(
-        CallArrays(target_logits, drafts, *of_requests, token_bitmask),
+        CallArrays.given(target_logits, drafts, *of_requests, token_bitmask),
         Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
 
@@ -191,7 +191,7 @@ def rejection_sample_with_noise(
     """
     of_requests = noise, sampling, bonus_token_ids, active
     return _call(
-        CallArrays(target_logits, drafts, *of_requests, token_bitmask),
+        CallArrays.given(target_logits, drafts, *of_requests, token_bitmask),
         Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
 

@@ -18,15 +18,12 @@ from jax import lax
 
 from jax_specdec._src.blocks import entry_of
 from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.local_rows import LocalRows
+from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import Listed
-from jax_specdec._src.verify.requests import Races, Request, Uniforms
 from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import argmax_of_parts
 from jax_specdec._src.verify.tiles import TILE, pieces_of_tiles
-
-_MOST_SUMMED_APART = 256
-"""Up to so many weights, one sum for each costs less than a cumulative sum."""
 
 
 class TileMasses(NamedTuple):
@@ -88,35 +85,20 @@ class ChosenTile(NamedTuple):
     bad_draft: jax.Array
 
 
-def draw(
-    rows: LocalRows, requests: Request, last: Source, known: TileMasses | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the last token of each request.
-
-    Args:
-      rows: the rows on this device.
-      requests: ``[B]``.
-      last: ``[B]``, what to draw from.
-      known: the masses of its tiles, if the rule has needed them.
-
-    Returns:
-      ``[B]`` int32 tokens, and ``[B]`` bool, whether the draft row is bad.
-    """
-    noise = requests.noise
-    # By one race of all ids, or by two levels.
-    if isinstance(noise, Races):
-        drawn, bad_draft = race(rows, last, noise.exponential)
-    else:
-        assert isinstance(noise, Uniforms)  # a rule that draws from every row has nothing left
-        masses = rows.backend.masses(rows, last) if known is None else known
-        drawn, bad_draft = rows.backend.token(rows, last, masses, noise.recover)
-    return jnp.where(requests.greedy, last.argmax, drawn), bad_draft & ~requests.greedy
-
-
 def inverse_cdf_draw(
     rows: LocalRows, source: Source, masses: TileMasses, recover: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns what `draw` does, of sources ``[n]`` by uniforms ``[n, 2]``."""
+    """Draws tokens by inverse CDF.
+
+    Args:
+      rows: the rows on this device.
+      source: what to draw from, ``[n]``.
+      masses: of its tiles.
+      recover: ``[n, 2]`` uniforms for tile and token.
+
+    Returns:
+      ``[n]`` int32 tokens, and ``[n]`` bool, whether the draft row is bad.
+    """
     chosen = choose_tile(rows, source, masses, recover)
     if not isinstance(rows.q, Listed):
         return draw_in_tile(rows, source, chosen)[0], chosen.bad_draft
@@ -163,7 +145,7 @@ def choose_tile(
         flat = _of_all_parts(masses.both)
         by_tile = jnp.sum(flat[:, :, pieces], axis=3)
     # [n]: the first uniform picks the tile; NaN in any weight is in the total
-    tile, total = rows.backend.pick_of_both(by_tile, recover[:, 0])
+    tile, total = rows.device.pick_of_both(by_tile, recover[:, 0])
     has_mass = total > 0
     bad_draft = source.uses_q & (jnp.isnan(total) | source.draft_scale.bad)
     part = jnp.zeros_like(tile)
@@ -172,7 +154,7 @@ def choose_tile(
         of_tile = jnp.asarray(pieces)[tile]
         flat = jnp.where(has_mass[:, None], flat[:, 0], flat[:, 1])
         held = jnp.take_along_axis(flat, of_tile, axis=1)
-        piece = rows.backend.pick(held[:, None], u)[0][:, 0]
+        piece = rows.device.pick(held[:, None], u)[0][:, 0]
         own, sums = entry_of((held, jnp.cumsum(held, axis=1)), piece)
         part = entry_of(of_tile, piece) // rows.num_tiles
         # How far into the piece, from 0 to 1.
@@ -193,7 +175,7 @@ def draw_in_tile(
     part = rows.part
     ids, inside = rows.in_tile(source, chosen.tile)  # [n, L] and [n, 2, L]
     # Rounding can leave a tile of tiny residual mass without a positive weight of its own.
-    place, total = rows.backend.pick_of_both(inside, chosen.uniform, chosen.has_mass)
+    place, total = rows.device.pick_of_both(inside, chosen.uniform, chosen.has_mass)
     token_ids = ids[:, 0] + place
     # The part that holds the token says it; the others say 0. The third exchange.
     if not part.is_split:
@@ -220,7 +202,7 @@ def race(rows: LocalRows, source: Source, exponential: jax.Array) -> tuple[jax.A
       exponential: ``[n, V]`` float32 Exp(1) noise.
 
     Returns:
-      What `draw` does.
+      What `inverse_cdf_draw` does.
     """
     width = rows.target.width
     q_entries = rows.q.whole(source.draft_row, width)
@@ -258,7 +240,7 @@ def race_draw(
     # The noise of an id is that of its place in the tile; `ids` need not begin with the first. It
     # is taken from two copies of the noise side by side, as a slice from that place on.
     of_ids = exponential[:, tiles.num_tiles(rows.padded_vocab_size) :]
-    twice = Rows(jnp.tile(of_ids, 2), 2 * of_ids.shape[1], 0.0, rows.backend)
+    twice = Rows(jnp.tile(of_ids, 2), 2 * of_ids.shape[1], 0.0, rows.device)
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     of_ids = twice.slices(index, ids[:, 0] % TILE, ids.shape[1], twice.size)
     # The best of each part, then of all parts.
@@ -277,60 +259,3 @@ def winner(weights: jax.Array, exponential: jax.Array) -> tuple[jax.Array, jax.A
     # Two plain reductions: on a CPU, an argmax takes four times as long.
     is_best = ~(score < best[:, None])
     return jnp.min(jnp.where(is_best, place, score.shape[1]), axis=1), best
-
-
-# Inverse CDF.
-
-
-def pick(weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the places picked of weights ``[n, m, L]`` by uniforms ``[n]``; totals ``[n, m]``.
-
-    The place picked is the least whose inclusive sum exceeds ``u * total``. It never has weight
-    zero: if rounding leaves none, it is the last of positive weight.
-    """
-    index = jnp.arange(weights.shape[2], dtype=jnp.int32)
-    if weights.shape[2] > _MOST_SUMMED_APART:
-        sums = jnp.cumsum(weights, axis=-1)
-    else:  # [n, m, L, L]: a sum for each, one kernel on a GPU
-        is_before = index[None, :] <= index[:, None]
-        sums = jnp.sum(jnp.where(is_before, weights[..., None, :], 0.0), axis=-1)
-    return pick_by_sums(weights, index, sums, u)
-
-
-def pick_by_sums(
-    weights: jax.Array, index: jax.Array, sums: jax.Array, u: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Does `pick`, from the places ``index [L]`` and the cumulative sums ``[n, m, L]``."""
-    size = weights.shape[2]
-    total = sums[:, :, -1]
-    place = index[None, None, :]
-    positive = weights > 0
-    # [n, m, L]: whether the sum up to here exceeds the share of the total that u is
-    hit = positive & (sums > (u[:, None] * total)[:, :, None])
-    # One reduction finds the first hit, or else the last of positive weight, counted from the end.
-    key = jnp.where(hit, place, jnp.where(positive, 2 * size - place, 2 * size))
-    found = jnp.min(key, axis=2)
-    return jnp.where(found < size, found, 2 * size - found), total
-
-
-def pick_of_both(
-    both: jax.Array, u: jax.Array, may_have_mass: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Does `pick` on the first of two rows of weights, or on the second if it has no mass.
-
-    Args:
-      both: ``[n, 2, L]``.
-      u: ``[n]`` uniforms.
-      may_have_mass: ``[n]`` bool, if False the second is drawn from; None for all True.
-
-    Returns:
-      The places ``[n]``, and the totals ``[n]`` of the first.
-    """
-    place, totals = pick(both, u)  # of both rows: fewer operations than to choose first
-    total = totals[:, 0]
-    return jnp.where(has_mass(total, may_have_mass), place[:, 0], place[:, 1]), total
-
-
-def has_mass(total: jax.Array, may_have_mass: jax.Array | None) -> jax.Array:
-    """Returns ``total > 0``, and False where `may_have_mass` is."""
-    return total > 0 if may_have_mass is None else may_have_mass & (total > 0)

@@ -7,7 +7,7 @@ each depth, on a path; with the positions of this path in order, all else is as 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,7 @@ from jax import lax
 
 from jax_specdec._src.tree import depths, lineage, nodes_above
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-
-if TYPE_CHECKING:
-    from jax_specdec._src.verify.position import Position
-    from jax_specdec._src.verify.requests import Request
+from jax_specdec._src.verify.position import Position
 
 
 class ChainOrder(NamedTuple):
@@ -28,19 +25,22 @@ class ChainOrder(NamedTuple):
         """Returns how many drafts come before rows ``offset [B, P]``."""
         return offset
 
-    def followed(self, request: Request, position: Position) -> Position:
-        """Returns a position ``[1, 1]`` that was read, with the draft that is judged there."""
+    def followed(self, token_ids: jax.Array, position: Position) -> Position:
+        """Returns a position ``[1, 1]`` that was read, with the draft that is judged there.
+
+        `token_ids` are the drafts ``[1, K+1]`` of its request, here and below.
+        """
         return position
 
-    def next_row(self, request: Request, position: Position, index: jax.Array) -> jax.Array:
+    def next_row(self, token_ids: jax.Array, position: Position, index: jax.Array) -> jax.Array:
         """Returns the row ``[]`` uint32 after row `index`, whose position has `followed`."""
         return index + 1
 
     def along_path(
-        self, requests: Request, positions: Position
-    ) -> tuple[Request, Position, jax.Array | None]:
-        """Returns requests and positions ``[B, K+1]`` in the order of the path; and its nodes."""
-        return requests, positions, None
+        self, token_ids: jax.Array, positions: Position
+    ) -> tuple[jax.Array, Position, jax.Array | None]:
+        """Returns drafts and positions ``[B, K+1]`` in the order of the path; and its nodes."""
+        return token_ids, positions, None
 
 
 class TreeOrder(NamedTuple):
@@ -77,30 +77,30 @@ class TreeOrder(NamedTuple):
         """See `ChainOrder`."""
         return jnp.take_along_axis(depths(self.sees), offset, axis=1)
 
-    def followed(self, request: Request, position: Position) -> Position:
+    def followed(self, token_ids: jax.Array, position: Position) -> Position:
         """See `ChainOrder`: the draft is the child that was drawn, or none."""
         drawn = position.argmax
-        is_there = jnp.any(self._is_child(request, position), axis=1, keepdims=True)
-        token_id = jnp.where(is_there, drawn, PLACEHOLDER_TOKEN_ID)
-        return position._replace(token_id=token_id, proposed=is_there)
+        is_there = jnp.any(self._is_child(token_ids, position), axis=1, keepdims=True)
+        draft = jnp.where(is_there, drawn, PLACEHOLDER_TOKEN_ID)
+        return position._replace(token_id=draft, proposed=is_there)
 
-    def next_row(self, request: Request, position: Position, index: jax.Array) -> jax.Array:
+    def next_row(self, token_ids: jax.Array, position: Position, index: jax.Array) -> jax.Array:
         """See `ChainOrder`: that of the child."""
-        return lax.argmax(self._is_child(request, position)[0], 0, jnp.uint32) + 1
+        return lax.argmax(self._is_child(token_ids, position)[0], 0, jnp.uint32) + 1
 
-    def _is_child(self, request: Request, position: Position) -> jax.Array:
+    def _is_child(self, token_ids: jax.Array, position: Position) -> jax.Array:
         """Returns ``[1, K]``: drafts that follow this node, and equal the token drawn there."""
-        is_drawn = request.token_ids[:, :-1] == position.argmax
+        is_drawn = token_ids[:, :-1] == position.argmax
         return is_drawn & (self.above[:, 1:] == position.offset)
 
     def along_path(
-        self, requests: Request, positions: Position
-    ) -> tuple[Request, Position, jax.Array | None]:
+        self, token_ids: jax.Array, positions: Position
+    ) -> tuple[jax.Array, Position, jax.Array | None]:
         """See `ChainOrder`; past its end, the last position of the path without a draft."""
         node = lax.broadcasted_iota(jnp.int32, self.above.shape, 1)
         # [B, K+1]: the token of each node, and whether it was drawn from the row of its parent
-        token_ids = jnp.pad(requests.token_ids[:, :-1], ((0, 0), (1, 0)))
-        is_drawn = token_ids == jnp.take_along_axis(positions.argmax, self.above, axis=1)
+        token_of = jnp.pad(token_ids[:, :-1], ((0, 0), (1, 0)))
+        is_drawn = token_of == jnp.take_along_axis(positions.argmax, self.above, axis=1)
         is_drawn |= node == 0
         # [B, K+1]: a node is on the path if all nodes that it sees were drawn
         is_on_path = jnp.all(is_drawn[:, None, :] | ~self.sees, axis=2)
@@ -111,7 +111,7 @@ class TreeOrder(NamedTuple):
         # [B, K+1]: the draft after each position of the path is the token of the next one
         following = jnp.pad(path[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
         is_there = following >= 0
-        drafts = jnp.take_along_axis(token_ids, jnp.maximum(following, 0), axis=1)
+        drafts = jnp.take_along_axis(token_of, jnp.maximum(following, 0), axis=1)
         drafts = jnp.where(is_there, drafts, PLACEHOLDER_TOKEN_ID)
         last = jnp.max(path, axis=1, keepdims=True)  # nodes of a path have rising numbers
         row = jnp.where(path >= 0, path, last)
@@ -121,4 +121,4 @@ class TreeOrder(NamedTuple):
             argmax=jnp.take_along_axis(positions.argmax, row, axis=1),
             status=jnp.take_along_axis(positions.status, row, axis=1),
         )
-        return requests._replace(token_ids=drafts), positions, path
+        return drafts, positions, path

@@ -1,7 +1,13 @@
-"""`Position`: what verification knows of a position of a request, once its rows are read.
+"""`Position`: what is known of a position of a request; and `Source`: what a token is drawn from.
 
-The reader writes it, and the rule adds its weight and counts by it. What the last token is drawn
-from is a `Source`.
+The reader writes a position once its rows are read, and the rule adds its weight and counts by it.
+
+The weights of the ids at a source are
+
+- ``(weight * p - q)+`` if `uses_q`: a rejected draft with a draft distribution;
+- ``p``, and 0 for the draft, if the draft is one-hot;
+- ``p`` if no draft was proposed: a bonus token;
+- ``p`` too, for a rejected draft, if no id has any weight left: p and q differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -9,10 +15,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax import lax
 
 from jax_specdec._src.types import Status
-from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.tiles import Scale
 
 
@@ -65,47 +70,63 @@ class Position(NamedTuple):
     weight: jax.Array
     status: jax.Array
 
-    @classmethod
-    def unread(cls, requests: Request, size: int, num_sums: int | None) -> Position:
-        """Returns all positions ``[B, K+1]`` of requests, before a row is read.
-
-        Args:
-          requests: the requests.
-          size: ids from it on are padding.
-          num_sums: tiles of this device, if the sums of target rows are kept by tile, else None.
-        """
-        # Ids out of range, among them -1 past the last draft, are no proposal.
-        token_id = requests.token_ids
-        shape = token_id.shape
-        greedy = requests.greedy[:, None]
-        proposed = (token_id >= 0) & (token_id < size)
-        # [B, K+1]: 0, 1, ..., K of every request
-        offset = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-        zero = jnp.zeros(shape, jnp.float32)
-        none = jnp.zeros(shape, jnp.int32)
-        # What is not read stays as it is here: p = 0, q = 1, weight 1, status OK.
-        scale = Scale(zero, zero)
-        return cls(
-            offset=offset,
-            row=requests.first_row[:, None] + offset,
-            draft_row=requests.draft_rows,
-            token_id=token_id,
-            proposed=proposed,
-            uses_q=proposed & requests.has_q & ~greedy,
-            uniform=jnp.where(greedy, 0.0, requests.accept),
-            inv_temperature=jnp.broadcast_to(requests.inv_temperature[:, None], shape),
-            argmax=none,
-            scale=scale,
-            threshold=None if requests.filter is None else zero,
-            p_masses=None if num_sums is None else jnp.zeros((*shape, num_sums), jnp.float32),
-            draft_scale=DraftScale(scale, jnp.zeros(shape, bool)),
-            p=zero,
-            q=zero + 1,
-            weight=zero + 1,
-            status=none,
-        )
-
     @property
     def is_good(self) -> jax.Array:
         """Whether a draft was proposed and the rows read are good: later positions may matter."""
         return self.proposed & (self.status == Status.OK)
+
+
+class Source(NamedTuple):
+    """What tokens are drawn from. The arrays have equal leading axes, ``[B, P]`` or ``[n]``.
+
+    Attributes:
+      row: int32, target row; -1 where nothing is drawn: no row need be read.
+      draft_row: as of a `Position`, and so are the next ones.
+      token_id: the draft, which is removed if it is one-hot.
+      proposed: whether there is a draft.
+      uses_q: whether the weights are the residual of a draft distribution.
+      inv_temperature: float32.
+      argmax: int32, the token of a greedy request.
+      scale: normalizer of the target row.
+      threshold: float32, target logits below it have no weight; None without a filter.
+      p_masses: ``[..., T]`` float32, the mass of ``p`` in each tile of this device, if it is known.
+      draft_scale: normalizer of the draft row.
+      weight: float32, joint weight of the drafts before.
+      residual_masses: ``[..., T]`` float32, the mass of the weights in each tile of this device, of
+        sources that use q, if it is known.
+    """
+
+    row: jax.Array
+    draft_row: jax.Array
+    token_id: jax.Array
+    proposed: jax.Array
+    uses_q: jax.Array
+    inv_temperature: jax.Array
+    argmax: jax.Array
+    scale: Scale
+    threshold: jax.Array | None
+    p_masses: jax.Array | None
+    draft_scale: DraftScale
+    weight: jax.Array
+    residual_masses: jax.Array | None = None
+
+    @classmethod
+    def at(cls, positions: Position) -> Source:
+        """Returns what positions are drawn from."""
+        return cls(**{name: getattr(positions, name) for name in _OF_POSITION})
+
+    @property
+    def is_one_hot(self) -> jax.Array:
+        """Whether a draft was proposed without a draft distribution."""
+        return self.proposed & ~self.uses_q
+
+    def spread(self, axes: int) -> Source:
+        """Returns it with so many axes more, to be used with entries ``[n, ...]`` of rows."""
+        # Only what is used beside entries: masses and the argmax stay as they are.
+        values = [getattr(self, name) for name in _OF_IDS]
+        values = jax.tree.map(lambda x: lax.expand_dims(x, range(1, axes + 1)), values)
+        return self._replace(**dict(zip(_OF_IDS, values, strict=True)))
+
+
+_OF_POSITION = tuple(x for x in Source._fields if x != "residual_masses")
+_OF_IDS = tuple(x for x in Source._fields if x not in ("argmax", "p_masses", "residual_masses"))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,12 @@ from jax import lax
 
 from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.verify import rules
+from jax_specdec._src.verify.device import Device, entries_of
 from jax_specdec._src.verify.part import WHOLE, Part
-from jax_specdec._src.verify.position import DraftScale
+from jax_specdec._src.verify.position import DraftScale, Source
 from jax_specdec._src.verify.rows import Rows, storage_of
 from jax_specdec._src.verify.statistics import Partials
 from jax_specdec._src.verify.tiles import Scale
-
-if TYPE_CHECKING:  # backends read these
-    from jax_specdec._src.verify.backends.base import Backend
-    from jax_specdec._src.verify.source import Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,18 +263,14 @@ class Listed(Stored):
 
     def at(self, index: jax.Array, ids: jax.Array) -> jax.Array:
         """Returns the entries of `ids`; `index` must have their shape."""
-        return self.find(index.reshape(-1), ids.reshape(-1, 1)).reshape(ids.shape)
-
-    def find(self, index: jax.Array, ids: jax.Array) -> jax.Array:
-        """Returns the entries of ids ``[n, L]`` in rows ``[n]``."""
-        listed, entries = self.listed(index)
-        # [n, L, C]: which of the listed ids it is, if any
-        hits = listed[:, None, :] == ids[:, :, None]
-        found = jnp.sum(jnp.where(hits, entries[:, None, :], 0.0), axis=2)
-        return jnp.where(jnp.any(hits, axis=2), found, self.storage.fill)
+        # [n]: one id of each row
+        flat = index.reshape(-1)
+        asked = ids.reshape(-1, 1)
+        return entries_of(*self.listed(flat), asked, self.storage.fill).reshape(ids.shape)
 
     def slices(self, index: jax.Array, first: jax.Array, length: int, end: int) -> list[jax.Array]:
-        return [self.storage.backend.listed_slices(self, index, first, length)]
+        listed, entries = self.listed(index)
+        return [self.storage.device.listed(listed, entries, first, length, self.storage.fill)]
 
     def whole(self, index: jax.Array, width: int) -> list[jax.Array]:
         """Returns what `Q.whole` does; only a race asks for it."""
@@ -294,22 +287,22 @@ class Listed(Stored):
         return bad | bad_list.reshape(index.shape)
 
     def _ids(self, index: jax.Array) -> jax.Array:
-        # [n, C]: lists of the rows, taken as the backend takes rows
-        found: jax.Array = self.storage.backend.take(
+        # [n, C]: lists of the rows, taken as the device takes rows
+        found: jax.Array = self.storage.device.take(
             self.ids, jnp.clip(index, 0, self.ids.shape[0] - 1)
         )
         return found
 
 
 def q_of(
-    distribution: DraftDistribution | None, size: int, backend: Backend, part: Part = WHOLE
+    distribution: DraftDistribution | None, size: int, device: Device, part: Part = WHOLE
 ) -> Q:
     """Returns the rows of a draft distribution.
 
     Args:
       distribution: with storage ``[R, Vd]``, or this device's columns of it; None without one.
       size: ids from it on are padding.
-      backend: reads them.
+      device: that they are on.
       part: of the vocabulary, which the columns are.
     """
     if distribution is None:
@@ -319,9 +312,9 @@ def q_of(
     storage = storage_of(distribution)
     ids = distribution.ids
     if ids is None:
-        rows = Rows(storage, size, kind.fill, backend, None, kind.thresholds, part)
+        rows = Rows(storage, size, kind.fill, device, None, kind.thresholds, part)
         return Dense(rows, kind)
-    rows = Rows(storage, storage.shape[1], kind.fill, backend, None, kind.thresholds)
+    rows = Rows(storage, storage.shape[1], kind.fill, device, None, kind.thresholds)
     if ids.ndim == 1:
         return Mapped.of(rows, kind, ids, size)
     return Listed(rows, kind, size, ids)

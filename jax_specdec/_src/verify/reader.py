@@ -6,20 +6,27 @@ statistics lets all devices decide alike; filters exchange sums as well. No row 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.types import Status
 from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.part import of_owner
-from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.position import Position, Source
 from jax_specdec._src.verify.q import Stored
 from jax_specdec._src.verify.requests import Request, Uniforms
 from jax_specdec._src.verify.rules import accepts_greedy
-from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import Partials, TargetStatistics
+
+SumDrafts: TypeAlias = Callable[[Stored, Request, jax.Array, jax.Array], Partials]
+"""Returns the partials of draft rows: `Gather.draft_partials`."""
+
+Race: TypeAlias = Callable[[LocalRows, Source, jax.Array], jax.Array]
+"""Returns tokens drawn by races: `Gather.race_token`."""
 
 
 class DraftsRead(NamedTuple):
@@ -35,7 +42,11 @@ class DraftsRead(NamedTuple):
 
 
 def judged(
-    rows: LocalRows, requests: Request, positions: Position, stats: TargetStatistics
+    rows: LocalRows,
+    requests: Request,
+    positions: Position,
+    stats: TargetStatistics,
+    sum_drafts: SumDrafts,
 ) -> Position:
     """Returns positions with p, q and the status of their rows.
 
@@ -44,6 +55,7 @@ def judged(
       requests: ``[B]``.
       positions: ``[B, P]``, unread.
       stats: of their target rows, or of this part of them.
+      sum_drafts: sums draft rows, where they must be read to be normalized.
     """
     part = rows.part
     ids = positions.token_id
@@ -52,7 +64,7 @@ def judged(
     logit = rows.target.at(positions.row, ids)
     # Nothing is proposed at the last of several positions.
     num_with_draft = max(1, ids.shape[1] - 1)
-    drafts = _drafts_read(rows, requests, positions, num_with_draft)
+    drafts = _drafts_read(rows, requests, positions, num_with_draft, sum_drafts)
 
     # From the statistics of this part to those of whole rows. The first exchange.
     whole = stats.partials
@@ -98,7 +110,11 @@ def _p_masses(
 
 
 def _drafts_read(
-    rows: LocalRows, requests: Request, positions: Position, num_with_draft: int
+    rows: LocalRows,
+    requests: Request,
+    positions: Position,
+    num_with_draft: int,
+    sum_drafts: SumDrafts,
 ) -> DraftsRead | None:
     """Returns what draft rows hold of the first drafts of each request; None without such rows."""
     q = rows.q
@@ -113,7 +129,7 @@ def _drafts_read(
     # [B, D]: rows to be summed, -1 where q is not used
     index = jnp.where(wanted, index, -1)
     inv = positions.inv_temperature
-    return DraftsRead(entries, rows.backend.draft_partials(q, requests, index, inv))
+    return DraftsRead(entries, sum_drafts(q, requests, index, inv))
 
 
 def _of_whole_rows(of_parts: DraftsRead, positions: Position, width: int) -> DraftsRead:
@@ -146,7 +162,7 @@ def _with_q(q: Stored, positions: Position, drafts: DraftsRead) -> Position:
     return positions._replace(q=found, draft_scale=draft_scale, status=status)
 
 
-def drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
+def drawn(rows: LocalRows, requests: Request, positions: Position, race: Race) -> Position:
     """Returns positions with the token drawn from each row in place of its argmax.
 
     The sums by tile that the statistics found are used again. If none were kept, rows are read once
@@ -160,7 +176,7 @@ def drawn(rows: LocalRows, requests: Request, positions: Position) -> Position:
     depth = requests.order.depth(positions.offset)
     exponential = noise.of_rows(depth, rows.padded_vocab_size)
     exponential = exponential.reshape(-1, exponential.shape[2])
-    source = Source.of(requests, positions)._replace(proposed=nothing, uses_q=nothing)
+    source = requests.sources(positions)._replace(proposed=nothing, uses_q=nothing)
     source = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
-    own = rows.backend.race_token(rows, source, exponential).reshape(shape)
+    own = race(rows, source, exponential).reshape(shape)
     return positions._replace(argmax=jnp.where(requests.greedy[:, None], positions.argmax, own))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from jax_specdec._src.types import (
     Status,
 )
 from jax_specdec._src.verify.order import ChainOrder, TreeOrder
+from jax_specdec._src.verify.position import DraftScale, Position, Source
+from jax_specdec._src.verify.tiles import Scale
 
 KeysAndPositions = tuple[jax.Array, jax.Array]
 """Keys ``[B]`` and positions ``[B]``, to draw noise from."""
@@ -59,18 +61,28 @@ class CallArrays:
     active: jax.Array | None = None
     token_bitmask: jax.Array | None = None
 
-    if TYPE_CHECKING:  # what a caller may give, before `call.checked`
-
-        def __init__(
-            self,
-            target_logits: Array,
-            drafts: Drafts,
-            randomness: Noise | RaceNoise | tuple[jax.Array, Integers] | None,
-            sampling: SamplingParams,
-            bonus_token_ids: Array | None = None,
-            active: Array | None = None,
-            token_bitmask: Array | None = None,
-        ) -> None: ...
+    @classmethod
+    def given(
+        cls,
+        target_logits: Array,
+        drafts: Drafts,
+        randomness: Noise | RaceNoise | tuple[jax.Array, Integers] | None,
+        sampling: SamplingParams,
+        bonus_token_ids: Array | None = None,
+        active: Array | None = None,
+        token_bitmask: Array | None = None,
+    ) -> CallArrays:
+        """Returns what a caller gave, before `call.checked`."""
+        values: dict[str, Any] = dict(
+            target_logits=target_logits,
+            drafts=drafts,
+            randomness=randomness,
+            sampling=sampling,
+            bonus_token_ids=bonus_token_ids,
+            active=active,
+            token_bitmask=token_bitmask,
+        )
+        return cls(**values)
 
 
 class Uniforms(NamedTuple):
@@ -189,6 +201,51 @@ class Request(NamedTuple):
             status=jnp.zeros_like(row),
             is_ok=row >= 0,
         )
+
+    def unread(self, size: int, num_sums: int | None) -> Position:
+        """Returns all positions ``[B, K+1]``, before a row is read.
+
+        Args:
+          size: ids from it on are padding.
+          num_sums: tiles of this device, if the sums of target rows are kept by tile, else None.
+        """
+        # Ids out of range, among them -1 past the last draft, are no proposal.
+        token_id = self.token_ids
+        shape = token_id.shape
+        greedy = self.greedy[:, None]
+        proposed = (token_id >= 0) & (token_id < size)
+        # [B, K+1]: 0, 1, ..., K of every request
+        offset = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+        zero = jnp.zeros(shape, jnp.float32)
+        none = jnp.zeros(shape, jnp.int32)
+        # What is not read stays as it is here: p = 0, q = 1, weight 1, status OK.
+        scale = Scale(zero, zero)
+        return Position(
+            offset=offset,
+            row=self.first_row[:, None] + offset,
+            draft_row=self.draft_rows,
+            token_id=token_id,
+            proposed=proposed,
+            uses_q=proposed & self.has_q & ~greedy,
+            uniform=jnp.where(greedy, 0.0, self.accept),
+            inv_temperature=jnp.broadcast_to(self.inv_temperature[:, None], shape),
+            argmax=none,
+            scale=scale,
+            threshold=None if self.filter is None else zero,
+            p_masses=None if num_sums is None else jnp.zeros((*shape, num_sums), jnp.float32),
+            draft_scale=DraftScale(scale, jnp.zeros(shape, bool)),
+            p=zero,
+            q=zero + 1,
+            weight=zero + 1,
+            status=none,
+        )
+
+    def sources(self, positions: Position) -> Source:
+        """Returns what positions ``[B, P]`` are drawn from; row -1 where no token can be drawn."""
+        # Of a request that samples, a position that has a row and that a prefix can end at.
+        may_draw = (self.is_ok & ~self.greedy)[:, None] & (positions.weight > 0)
+        may_draw &= positions.offset < self.num_rows[:, None]
+        return Source.at(positions)._replace(row=jnp.where(may_draw, positions.row, -1))
 
 
 def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Request:

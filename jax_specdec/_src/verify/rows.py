@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,8 @@ from jax import lax
 
 from jax_specdec._src.types import DraftDistribution, DraftProbs
 from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.device import Device
 from jax_specdec._src.verify.part import WHOLE, Part
-
-if TYPE_CHECKING:  # backends read rows
-    from jax_specdec._src.verify.backends.base import Backend
 
 
 def bits_at(words: jax.Array, index: jax.Array, ids: jax.Array) -> jax.Array:
@@ -41,7 +39,7 @@ class Rows:
       size: ids from it on are padding.
       fill: what is read for padding, for ids that the bitmask forbids or that other devices hold,
         and for entries below the threshold.
-      backend: moves rows and bits as its device does best.
+      device: moves rows and bits as it does best.
       token_bitmask: ``[R, ceil(V/32)]``, the ids that are allowed; None for all.
       thresholds: ``[R]`` float32, one per row; None for none.
       part: of the vocabulary, which the columns are.
@@ -50,7 +48,7 @@ class Rows:
     matrix: jax.Array
     size: int
     fill: float
-    backend: Backend
+    device: Device
     token_bitmask: jax.Array | None = None
     thresholds: jax.Array | None = None
     part: Part = WHOLE
@@ -123,11 +121,11 @@ class Rows:
 
     def select(self, index: jax.Array | None) -> Rows:
         """Returns some rows, with their bits and thresholds; all of them without an index."""
-        # A backend takes rows of all three alike: None has no leaves.
+        # A device takes rows of all three alike: None has no leaves.
         if index is None:
             return self
         given = self.matrix, self.token_bitmask, self.thresholds
-        found = self.backend.take(given, jnp.clip(index, 0, self.matrix.shape[0] - 1))
+        found = self.device.take(given, jnp.clip(index, 0, self.matrix.shape[0] - 1))
         matrix, words, thresholds = found
         return dataclasses.replace(self, matrix=matrix, token_bitmask=words, thresholds=thresholds)
 
@@ -153,7 +151,7 @@ class Rows:
     def _bits(self, words: jax.Array, columns: int) -> jax.Array:
         """Returns ``[..., columns]`` bool, from words ``[..., ceil(V/32)]`` of all ids."""
         if not self.part.is_split:
-            return self.backend.bits(words)[..., :columns]
+            return self.device.bits(words)[..., :columns]
         # As many words as a part may lie in: it may begin and end inside of one.
         first = self.part.first_id
         count = columns // 32 + 2 * (columns % 32 > 0)
@@ -161,7 +159,7 @@ class Rows:
         word = jnp.minimum(first // 32, words.shape[-1] - count)
         words = lax.dynamic_slice_in_dim(words, word, count, axis=-1)
         shift = first - 32 * word
-        bits = self.backend.bits(words)
+        bits = self.device.bits(words)
         if columns % 32 == 0:  # then a part begins with a word
             return bits[..., :columns]
         return lax.dynamic_slice_in_dim(bits, shift, columns, axis=-1)

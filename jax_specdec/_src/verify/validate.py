@@ -77,7 +77,7 @@ def validate(
     check_implementation(implementation)
     of_requests = sampling, bonus_token_ids, active
     arrays, static = checked(
-        CallArrays(target_logits, drafts, None, *of_requests, token_bitmask),
+        CallArrays.given(target_logits, drafts, None, *of_requests, token_bitmask),
         Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
     size, k, sampling = static.size, config.num_speculative_tokens, arrays.sampling

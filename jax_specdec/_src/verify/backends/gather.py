@@ -6,38 +6,37 @@ is known of. Other backends are made of it.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.sampling import Filter
-from jax_specdec._src.types import RejectionSampleOutput
-from jax_specdec._src.verify import draw, reader, tiles, xla
+from jax_specdec._src.sampling import Filter, SamplingParams
+from jax_specdec._src.verify import draw, reader, tiles
 from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.draw import TileMasses
+from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.part import Part
-from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.position import Position, Source
 from jax_specdec._src.verify.q import Listed, Mapped, Stored
-from jax_specdec._src.verify.requests import CallArrays, Request
+from jax_specdec._src.verify.requests import DrawnRaces, Races, Request, Uniforms
 from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.rules import Rule
-from jax_specdec._src.verify.source import LocalRows, Source
-from jax_specdec._src.verify.statistics import Partials, TargetStatistics, of_owners
+from jax_specdec._src.verify.rules import Agreement, Rule, Standard
+from jax_specdec._src.verify.statistics import (
+    Partials,
+    TargetStatistics,
+    argmax_of_parts,
+    of_owners,
+)
 from jax_specdec._src.verify.threshold import find_thresholds
 from jax_specdec._src.verify.tiles import TILE
-
-if TYPE_CHECKING:
-    from jax_specdec._src.verify.call import Static
 
 TileViews = list[tuple[int, list[jax.Array]]]
 """Some tiles of each of several matrices, after the number of the first."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Gather(Backend):
     """All rows at once.
 
@@ -47,16 +46,12 @@ class Gather(Backend):
 
     tests_at_once: ClassVar[int] = 1
 
-    def verify(self, arrays: CallArrays, rule: Rule, static: Static) -> RejectionSampleOutput:
-        return xla.verify(arrays, rule, static, backend=self)
-
     def keeps_sums(self, part: Part, rule: Rule, filter: Filter | None) -> bool:
         # Of a part, the sums of all rows would have to be exchanged.
         return rule.draws_every_row or not part.is_split
 
-    def prepared(self, target: Rows) -> Rows:
-        # Bits of a part are expensive to read repeatedly.
-        return target.masked() if target.part.is_split else target
+    def applies_bitmask(self, part: Part) -> bool:
+        return part.is_split  # bits of a part are expensive to read repeatedly
 
     # Reading rows.
 
@@ -81,15 +76,19 @@ class Gather(Backend):
         """Does `read` for all positions at once, whatever the positions before them hold."""
         # One pass or two over rows of logits. All that follows has arrays [B, P].
         stats = self.statistics(rows, requests, positions, rule, samples)
-        positions = reader.judged(rows, requests, positions, stats)
+        positions = reader.judged(rows, requests, positions, stats, self.draft_partials)
         # Under the agreement rule the token drawn from a row takes the place of its argmax.
         if rule.draws_every_row and samples:
-            return reader.drawn(rows, requests, positions)
+            return reader.drawn(rows, requests, positions, self.race_token)
         return positions
 
     def statistics(
         self, rows: LocalRows, requests: Request, positions: Position, rule: Rule, samples: bool
     ) -> TargetStatistics:
+        """Returns the statistics of the target rows of positions ``[B, P]``.
+
+        If not `samples`, no sum is needed.
+        """
         if rule.reads_one_position:
             return self.of_chosen_rows(rows, requests, positions)
         stats = self.of_all_rows(rows, requests, samples)
@@ -119,7 +118,7 @@ class Gather(Backend):
         given = requests.inv_temperature, wanted & ~requests.greedy, requests.filter
         # [B], -1 for a row that need not be read
         index = jnp.where(wanted, positions.row[:, 0], -1)
-        found = self.in_blocks(read, index, index, *given)
+        found = self.device.in_blocks(read, index, index, *given)
         # [B, 1]: one position
         return jax.tree.map(lambda x: x[:, None], found)
 
@@ -155,6 +154,8 @@ class Gather(Backend):
     def draft_partials(
         self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array
     ) -> Partials:
+        """Returns the partials of the draft rows ``index [B, P]`` that are not negative."""
+
         def read(index: jax.Array, inv: jax.Array) -> Partials:
             """Returns the partials of some of the rows: first their maxima, then their sums."""
             peak = self.peak(q.storage, index)
@@ -163,7 +164,7 @@ class Gather(Backend):
         # [B * P]: rows one after another
         flat = index.reshape(-1)
         inv = inv_temperature[:, : index.shape[1]].reshape(-1)
-        found = self.in_blocks(read, flat, flat, inv)
+        found = self.device.in_blocks(read, flat, flat, inv)
         return jax.tree.map(lambda x: x.reshape(index.shape), found)
 
     # Statistics of some rows ``[n]`` of a matrix, or of all without an index.
@@ -346,7 +347,7 @@ class Gather(Backend):
         def masses(source: Source) -> jax.Array:
             return self.masses_of(rows, source)
 
-        found: jax.Array = self.in_blocks(masses, source.row, source)
+        found: jax.Array = self.device.in_blocks(masses, source.row, source)
         return found
 
     def masses_of(self, rows: LocalRows, source: Source) -> jax.Array:
@@ -445,38 +446,56 @@ class Gather(Backend):
         return draw.inverse_cdf_draw(rows, source, masses, recover)
 
     def race_token(self, rows: LocalRows, source: Source, exponential: jax.Array) -> jax.Array:
+        """Returns tokens ``[n]`` drawn from ``p`` by races with noise ``[n, T+L]``."""
         masses = source.p_masses  # [n, T]
         if masses is None:
-            masses = self.in_blocks(
+            masses = self.device.in_blocks(
                 lambda those: self.masses_of(rows, those)[:, 1], source.row, source
             )
         return draw.race_draw(rows, source, rows.part.gather(masses), exponential)
 
-    # What all of these are made of.
+    # One token of each row.
 
-    def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:
-        return function(*arrays)  # all rows: a GPU gathers them in place
+    def sample(
+        self,
+        logits: jax.Array,
+        sampling: SamplingParams,
+        noise: Uniforms | Races | DrawnRaces,
+        part: Part,
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Samples one token from each row: a verification without drafts.
 
-    def take(self, tree: Any, index: jax.Array) -> Any:
-        return jax.tree.map(lambda x: x[index], tree)
+        Args:
+          logits: ``[B, V]``, or this device's columns of them.
+          sampling: parameters of each row.
+          noise: uniforms, or the noise of the agreement rule's races, or what it is drawn from.
+          part: of the vocabulary, which the columns are.
 
-    def bits(self, words: jax.Array) -> jax.Array:
-        octets = lax.bitcast_convert_type(words, jnp.uint8)[..., None]  # lowest bits first
-        places = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * words.ndim + (1, 8))
-        return ((octets >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
+        Returns:
+          Four arrays ``[B]``: token ids; ``logsumexp((logits - maximum) / temperature)`` of the
+          logits that the filter keeps; the maxima; and the thresholds below which it keeps none, or
+          None without a filter.
+        """
+        requests = Request.without_drafts(sampling.temperature, Filter.of(sampling), noise)
+        size = logits.shape[1] * part.num_parts
+        rows = LocalRows.of(
+            logits, None, None, size=size, device=self.device, part=part, keeps_sums=True
+        )
+        # [B, 1]: one position each, at which nothing is proposed
+        unread = requests.unread(size, rows.num_sums)
+        rule = Standard() if isinstance(noise, Uniforms) else Agreement()
+        positions = self.read_ahead(rows, requests, unread, rule)
+        last = jax.tree.map(lambda x: x[:, 0], positions)
+        token_ids = last.argmax
+        if not rule.draws_every_row:
+            token_ids, _ = self.draw(rows, requests, Source.at(last), None)
+        return token_ids, last.scale.log_scale, last.scale.shift, last.threshold
 
-    def listed_slices(
-        self, q: Listed, index: jax.Array, first: jax.Array, length: int
-    ) -> jax.Array:
-        return q.find(index, first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :])
-
-    def pick(self, weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return draw.pick(weights, u)
-
-    def pick_of_both(
-        self, both: jax.Array, u: jax.Array, may_have_mass: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        return draw.pick_of_both(both, u, may_have_mass)
+    def argmax(self, logits: jax.Array, part: Part) -> jax.Array:
+        """Returns ``[B]`` int32, the argmax of each row ``[B, V]``; ties go to the lowest id."""
+        size = logits.shape[1] * part.num_parts
+        rows = LocalRows.of(logits, None, None, size=size, device=self.device, part=part)
+        return argmax_of_parts(*part.gather(self.max_and_argmax(rows.target, None)))
 
 
 def has_cut_tiles(rows: Rows) -> bool:

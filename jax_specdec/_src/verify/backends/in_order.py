@@ -7,23 +7,22 @@ exchange, the rows of all requests are read ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import by_blocks, take_few
 from jax_specdec._src.verify import reader
 from jax_specdec._src.verify.backends.gather import Gather, TileViews, has_cut_tiles, whole_and_cut
+from jax_specdec._src.verify.device import Cpu, Device
+from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.part import pack, unpack
 from jax_specdec._src.verify.position import Position
-from jax_specdec._src.verify.q import Listed
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Rule
-from jax_specdec._src.verify.source import LocalRows
 from jax_specdec._src.verify.statistics import Partials, TargetStatistics
 
 _FOUND = "argmax", "scale", "threshold", "p_masses", "draft_scale", "p", "q", "weight", "status"
@@ -37,6 +36,7 @@ class InOrder(Gather):
     """Rows in order."""
 
     reads_ahead: ClassVar[bool] = False
+    device: ClassVar[Device] = Cpu()
 
     def read(
         self,
@@ -69,17 +69,20 @@ class InOrder(Gather):
                 own = jax.tree.map(lambda x: lax.dynamic_slice(x, place, (1, 1)), given)
                 this = positions._replace(**dict(zip(_GIVEN, own, strict=True)))
                 stats = self.of_one_row(rows, one, this)
-                this = reader.judged(rows, one, this, stats)._replace(weight=weight)
+                this = reader.judged(rows, one, this, stats, self.draft_partials)
+                this = this._replace(weight=weight)
                 if rule.draws_every_row:
                     this = lax.cond(
-                        one.greedy[0], lambda: this, lambda: reader.drawn(rows, one, this)
+                        one.greedy[0],
+                        lambda: this,
+                        lambda: reader.drawn(rows, one, this, self.race_token),
                     )
                 # All that was found of it is written as one array.
                 found = pack(_found_of(this), 2)
                 words = lax.dynamic_update_slice(words, found, (*place, jnp.uint32(0)))
-                this = one.order.followed(one, this)
-                row = one.order.next_row
-                return rule.goes_on(this)[0, 0], row(one, this, i), rule.next_weight(this), words
+                this = one.order.followed(one.token_ids, this)
+                next_row = one.order.next_row(one.token_ids, this, i)
+                return rule.goes_on(this)[0, 0], next_row, rule.next_weight(this), words
 
             start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), words
             return lax.while_loop(lambda state: state[0] & (state[1] < last), step, start)[3]
@@ -136,23 +139,6 @@ class InOrder(Gather):
         if by_first_id and has_cut_tiles(rows):
             return super().in_tiles(rows, matrices, count, by_first_id, by_lanes)
         return [*whole_and_cut(matrices)]
-
-    def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:
-        return by_blocks(function, 1, index, *arrays)
-
-    def take(self, tree: Any, index: jax.Array) -> Any:
-        return take_few(tree, index)
-
-    def listed_slices(
-        self, q: Listed, index: jax.Array, first: jax.Array, length: int
-    ) -> jax.Array:
-        # By n * C writes: faster on a CPU than n * length * C comparisons.
-        listed, entries = q.listed(index)  # [n, C]
-        place = listed - first[:, None]
-        place = jnp.where(place < 0, length, place)  # dropped
-        found = jnp.full((index.shape[0], length), q.storage.fill, jnp.float32)
-        these = jnp.arange(index.shape[0], dtype=jnp.int32)[:, None]
-        return found.at[these, place].set(entries, mode="drop")
 
 
 def _found_of(positions: Position) -> tuple[Any, ...]:

@@ -18,11 +18,10 @@ from jax import lax
 
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.verify import threshold
+from jax_specdec._src.verify.device import LANES
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.threshold import XlaAmounts
 from jax_specdec._src.verify.tiles import TILE
-
-LANES = 128
 
 ALL_ENTRIES = "all_entries"
 """The scope of the operations that search all entries of rows."""

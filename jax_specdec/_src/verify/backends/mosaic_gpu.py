@@ -5,17 +5,15 @@ It is imported where a call uses it: see the docstring of the package `mosaic_gp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from jax_specdec._src.platform import Platform
 from jax_specdec._src.types import RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify.backends.gather import Gather
+from jax_specdec._src.verify.call import Static
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rules import Rule, rule_of
-
-if TYPE_CHECKING:
-    from jax_specdec._src.verify.call import Static
 
 
 class MosaicGpu(Gather):
@@ -41,7 +39,7 @@ class MosaicGpu(Gather):
         )
 
     def verify(self, arrays: CallArrays, rule: Rule, static: Static) -> RejectionSampleOutput:
-        # The kernel does all that `xla.verify` does.
+        # The kernel does all that `Backend.verify` does.
         from jax_specdec._src.verify.mosaic_gpu import launch
 
         return launch.verify(

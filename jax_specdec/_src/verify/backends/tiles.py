@@ -10,37 +10,30 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import BLOCK, any_under_vmap, by_blocks, take_few
+from jax_specdec._src.blocks import any_under_vmap
 from jax_specdec._src.sampling import Filter
 from jax_specdec._src.verify import draw, tiles
 from jax_specdec._src.verify.backends import gather
 from jax_specdec._src.verify.backends.gather import Gather
-from jax_specdec._src.verify.backends.largest import (
-    LANES,
-    Largest,
-    lists_of,
-    search_among_largest,
-)
+from jax_specdec._src.verify.backends.largest import Largest, lists_of, search_among_largest
+from jax_specdec._src.verify.device import LANES, Device, Tpu
 from jax_specdec._src.verify.draw import TileMasses
+from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.part import Part
-from jax_specdec._src.verify.position import Position
+from jax_specdec._src.verify.position import Position, Source
 from jax_specdec._src.verify.q import Dense, Stored
 from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Rule
-from jax_specdec._src.verify.source import LocalRows, Source
 from jax_specdec._src.verify.statistics import MANY_PAIRS, Partials, TargetStatistics, of_owners
 from jax_specdec._src.verify.tiles import TILE
-
-if TYPE_CHECKING:
-    pass
 
 
 class Tiles(Gather):
@@ -48,13 +41,14 @@ class Tiles(Gather):
 
     # Three tests of a threshold take about as long to compute as the rows take to read.
     tests_at_once: ClassVar[int] = 3
+    device: ClassVar[Device] = Tpu()
 
     def keeps_sums(self, part: Part, rule: Rule, filter: Filter | None) -> bool:
         # To sum filtered rows by tile, XLA would copy all of them.
         return filter is None and not part.is_split
 
-    def prepared(self, target: Rows) -> Rows:
-        return target.masked()
+    def applies_bitmask(self, part: Part) -> bool:
+        return True
 
     # Reading rows.
 
@@ -91,7 +85,7 @@ class Tiles(Gather):
     ) -> TargetStatistics:
         """Returns the statistics of rows ``index [n]``, or of all."""
         wants_argmax = any_under_vmap(jnp.any(requests.is_ok & requests.greedy))
-        partials, sums = by_tile(rows.target, index, inv_temperature, wants_argmax)
+        partials, sums = self.by_tile(rows.target, index, inv_temperature, wants_argmax)
         return TargetStatistics(partials, None, sums if rows.keeps_sums else None)
 
     def at_positions(self, stats: TargetStatistics, positions: Position) -> TargetStatistics:
@@ -118,11 +112,59 @@ class Tiles(Gather):
         # [B * P]: rows one after another, which a tile of all rows is taken for
         flat = index.reshape(-1)
         inv = inv_temperature[:, : index.shape[1]].reshape(-1)
-        partials, _ = by_tile(q.storage, flat, inv, jnp.bool_(False))
+        partials, _ = self.by_tile(q.storage, flat, inv, jnp.bool_(False))
         partials = partials._replace(argmax=None)
         return jax.tree.map(lambda x: x.reshape(index.shape), partials)
 
     # Statistics of some rows of a matrix.
+
+    def by_tile(
+        self,
+        rows: Rows,
+        index: jax.Array | None,
+        inv_temperature: jax.Array,
+        wants_argmax: jax.Array,
+    ) -> tuple[Partials, jax.Array]:
+        """Returns partials and sums by tile of many rows, in one pass over the tiles of all.
+
+        In vector memory, the sum of a tile is taken relative to its own maximum. Without a bitmask.
+        Tiles are counted from the first column.
+
+        Args:
+          rows: this device's part of them.
+          index: ``[n]`` int32, or None for all rows.
+          inv_temperature: ``[n]`` float32.
+          wants_argmax: ``[]`` bool, whether the argmax of any row is wanted.
+
+        Returns:
+          Partials ``[n]``, whose argmax is undefined if it is not wanted; and ``[n, T]``, the sums
+          relative to their maxima.
+        """
+
+        def read(start: Any, length: int) -> jax.Array:
+            """Returns ``[3, n]``: maximum, place of it, and sum of a tile of each row."""
+            tile = columns(rows, index, start, length)
+            peak = self.peak(tile, None)
+
+            def argmax() -> jax.Array:  # as float32, whose minimum is one operation
+                place = jnp.arange(length, dtype=jnp.float32)[None, :]
+                return jnp.min(jnp.where(tile.whole() == peak[:, None], place, length), axis=1)
+
+            place = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak))
+            return jnp.stack([peak, place, self.exp_sums(tile, None, peak, inv_temperature)])
+
+        # [T, n] each
+        peaks, places, sums = jnp.moveaxis(tiles.each_tile(read, rows.width), 1, 0)
+        starts = jnp.arange(peaks.shape[0], dtype=jnp.int32) * TILE
+        argmaxes = starts[:, None] + places.astype(jnp.int32)
+        argmaxes = argmaxes + rows.part.first_id if rows.part.is_split else argmaxes
+        peak = jnp.max(peaks, axis=0)
+        none = jnp.iinfo(jnp.int32).max
+        argmax = jnp.min(jnp.where(peaks == peak[None], argmaxes, none), axis=0)
+        # From the maximum of each tile to that of the row.
+        base = jnp.where(jnp.isfinite(peak), peak, 0.0)[None]
+        sums = (sums * jnp.exp((peaks - base) * inv_temperature[None])).T
+        return Partials(peak, jnp.sum(sums, axis=1), argmax).checked(), sums
 
     def largest_of(
         self, rows: Rows, x: jax.Array, index: jax.Array | None
@@ -252,40 +294,6 @@ class Tiles(Gather):
         sums = tiles.each_tile(read, rows.target.width)  # [T, 1 or 2, n]
         return [*jnp.moveaxis(sums, 0, 2)]
 
-    # What all of these are made of.
-
-    def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:
-        return by_blocks(function, BLOCK, index, *arrays)
-
-    def take(self, tree: Any, index: jax.Array) -> Any:
-        return take_few(tree, index)
-
-    def bits(self, words: jax.Array) -> jax.Array:
-        # It is slow to move numbers between lanes, but a product with zeros and ones does it: one
-        # octet goes to eight lanes, exactly.
-        missing = -words.shape[-1] % (LANES // 32)
-        words = jnp.pad(words, (*[(0, 0)] * (words.ndim - 1), (0, missing)))
-        # [..., n, 4], then [..., octets / 16, 16]: an octet goes into one of 16 lanes
-        octets = jnp.stack([(words >> i) & 255 for i in range(0, 32, 8)], axis=-1)
-        octets = octets.reshape(*words.shape[:-1], -1, LANES // 8).astype(jnp.bfloat16)
-        to_lanes = jnp.repeat(jnp.eye(LANES // 8, dtype=jnp.bfloat16), 8, axis=1)
-        given = jnp.dot(octets, to_lanes, preferred_element_type=jnp.float32).astype(jnp.int32)
-        places = lax.broadcasted_iota(jnp.int32, given.shape, given.ndim - 1) % 8
-        return ((given >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
-
-    def pick(self, weights: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = jnp.arange(weights.shape[2], dtype=jnp.int32)
-        return draw.pick_by_sums(weights, index, _sums_by_matrix(weights), u)
-
-    def pick_of_both(
-        self, both: jax.Array, u: jax.Array, may_have_mass: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        # Which row it is comes first: a product with a matrix costs more than a sum.
-        total = jnp.sum(both[:, 0], axis=1)
-        is_first = draw.has_mass(total, may_have_mass)
-        weights = jnp.where(is_first[:, None], both[:, 0], both[:, 1])
-        return self.pick(weights[:, None], u)[0][:, 0], total
-
 
 def columns(rows: Rows, index: jax.Array | None, start: Any, length: int) -> Rows:
     """Returns some columns of many rows, or of all without an index; without a bitmask."""
@@ -300,69 +308,3 @@ def columns(rows: Rows, index: jax.Array | None, start: Any, length: int) -> Row
     return dataclasses.replace(
         rows, matrix=matrix, token_bitmask=None, thresholds=least, part=rows.part.moved(start)
     )
-
-
-def by_tile(
-    rows: Rows, index: jax.Array | None, inv_temperature: jax.Array, wants_argmax: jax.Array
-) -> tuple[Partials, jax.Array]:
-    """Returns partials and sums by tile of many rows, in one pass over the tiles of all.
-
-    In vector memory, the sum of a tile is taken relative to its own maximum. Without a bitmask.
-    Tiles are counted from the first column.
-
-    Args:
-      rows: this device's part of them.
-      index: ``[n]`` int32, or None for all rows.
-      inv_temperature: ``[n]`` float32.
-      wants_argmax: ``[]`` bool, whether the argmax of any row is wanted.
-
-    Returns:
-      Partials ``[n]``, whose argmax is undefined if it is not wanted; and ``[n, T]``, the sums
-      relative to their maxima.
-    """
-    backend = rows.backend
-    assert isinstance(backend, Tiles)
-
-    def read(start: Any, length: int) -> jax.Array:
-        """Returns ``[3, n]``: maximum, place of it, and sum of a tile of each row."""
-        tile = columns(rows, index, start, length)
-        peak = backend.peak(tile, None)
-
-        def argmax() -> jax.Array:  # as float32, whose minimum is one operation
-            place = jnp.arange(length, dtype=jnp.float32)[None, :]
-            return jnp.min(jnp.where(tile.whole() == peak[:, None], place, length), axis=1)
-
-        place = lax.cond(wants_argmax, argmax, lambda: jnp.zeros_like(peak))
-        return jnp.stack([peak, place, backend.exp_sums(tile, None, peak, inv_temperature)])
-
-    # [T, n] each
-    peaks, places, sums = jnp.moveaxis(tiles.each_tile(read, rows.width), 1, 0)
-    starts = jnp.arange(peaks.shape[0], dtype=jnp.int32) * TILE
-    argmaxes = starts[:, None] + places.astype(jnp.int32)
-    argmaxes = argmaxes + rows.part.first_id if rows.part.is_split else argmaxes
-    peak = jnp.max(peaks, axis=0)
-    none = jnp.iinfo(jnp.int32).max
-    argmax = jnp.min(jnp.where(peaks == peak[None], argmaxes, none), axis=0)
-    # From the maximum of each tile to that of the row.
-    base = jnp.where(jnp.isfinite(peak), peak, 0.0)[None]
-    sums = (sums * jnp.exp((peaks - base) * inv_temperature[None])).T
-    return Partials(peak, jnp.sum(sums, axis=1), argmax).checked(), sums
-
-
-def _sums_by_matrix(x: jax.Array) -> jax.Array:
-    """Returns the cumulative sums of the last axis of ``[n, m, L]``.
-
-    128 entries at a time by a triangular matrix, then of the sums of these.
-    """
-    size = x.shape[-1]
-    index = jnp.arange(LANES, dtype=jnp.int32)
-    ones = (index[:, None] <= index[None, :]).astype(jnp.float32)
-    missing = [(0, 0)] * (x.ndim - 1) + [(0, -size % LANES)]
-    # [n, m, chunks, 128]
-    chunks = jnp.pad(x, missing).reshape(*x.shape[:-1], -1, LANES)
-    inside = jnp.matmul(chunks, ones, precision=lax.Precision.HIGHEST)
-    # [n, m, chunks]: the sum of all chunks before each
-    chunk = jnp.arange(chunks.shape[-2], dtype=jnp.int32)
-    is_before = chunk[None, :] < chunk[:, None]
-    before = jnp.sum(jnp.where(is_before, inside[..., None, :, -1], 0.0), axis=-1)
-    return (inside + before[..., None]).reshape(*x.shape[:-1], -1)[..., :size]

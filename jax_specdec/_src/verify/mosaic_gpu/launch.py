@@ -131,7 +131,7 @@ def sample(
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Sample one token from each row, as `xla.sample`: a verification without drafts, K = 0.
+    """Sample one token from each row, as `Gather.sample`: a verification without drafts, K = 0.
 
     Its outputs are a token and what the kernel knows of its row, instead of a status. From a row
     that holds NaN or infinity it "samples" id 0; its maximum shows it.
@@ -144,7 +144,7 @@ def sample(
       interpret: as for `verify`.
 
     Returns:
-      What `xla.sample` returns.
+      What `Gather.sample` returns.
     """
     batch, size = logits.shape
     has_filter = Filter.of(sampling) is not None

@@ -1,98 +1,21 @@
-"""`Source`: what a token is drawn from, and `LocalRows`, the rows that give its weights.
-
-The weights of the ids at a source are
-
-- ``(weight * p - q)+`` if `uses_q`: a rejected draft with a draft distribution;
-- ``p``, and 0 for the draft, if the draft is one-hot;
-- ``p`` if no draft was proposed: a bonus token;
-- ``p`` too, for a rejected draft, if no id has any weight left: p and q differ by rounding alone.
-"""
+"""`LocalRows`: the rows of a call that are on this device, and the weights that they give."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_specdec._src.types import DraftDistribution
 from jax_specdec._src.verify import tiles
+from jax_specdec._src.verify.device import Device
 from jax_specdec._src.verify.part import WHOLE, Part
-from jax_specdec._src.verify.position import DraftScale, Position
+from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import OneHot, Q, Stored, q_of
-from jax_specdec._src.verify.requests import Request
 from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.tiles import TILE, Scale, tiles_of_part
-
-if TYPE_CHECKING:  # backends read these
-    from jax_specdec._src.verify.backends.base import Backend
-
-
-class Source(NamedTuple):
-    """What tokens are drawn from. The arrays have equal leading axes, ``[B, P]`` or ``[n]``.
-
-    Attributes:
-      row: int32, target row; `Source.of` gives -1 where nothing is drawn: no row need be read.
-      draft_row: as of a `Position`, and so are the next ones.
-      token_id: the draft, which is removed if it is one-hot.
-      proposed: whether there is a draft.
-      uses_q: whether the weights are the residual of a draft distribution.
-      inv_temperature: float32.
-      argmax: int32, the token of a greedy request.
-      scale: normalizer of the target row.
-      threshold: float32, target logits below it have no weight; None without a filter.
-      p_masses: ``[..., T]`` float32, the mass of ``p`` in each tile of this device, if it is known.
-      draft_scale: normalizer of the draft row.
-      weight: float32, joint weight of the drafts before.
-      residual_masses: ``[..., T]`` float32, the mass of the weights in each tile of this device, of
-        sources that use q, if it is known.
-    """
-
-    row: jax.Array
-    draft_row: jax.Array
-    token_id: jax.Array
-    proposed: jax.Array
-    uses_q: jax.Array
-    inv_temperature: jax.Array
-    argmax: jax.Array
-    scale: Scale
-    threshold: jax.Array | None
-    p_masses: jax.Array | None
-    draft_scale: DraftScale
-    weight: jax.Array
-    residual_masses: jax.Array | None = None
-
-    @classmethod
-    def at(cls, positions: Position) -> Source:
-        """Returns what positions are drawn from."""
-        return cls(**{name: getattr(positions, name) for name in _OF_POSITION})
-
-    @classmethod
-    def of(cls, requests: Request, positions: Position) -> Source:
-        """Returns the same of positions ``[B, P]``; `row` is -1 where no token can be drawn."""
-        # Of a request that samples, a position that has a row and that a prefix can end at.
-        may_draw = (requests.is_ok & ~requests.greedy)[:, None] & (positions.weight > 0)
-        may_draw &= positions.offset < requests.num_rows[:, None]
-        return cls.at(positions)._replace(row=jnp.where(may_draw, positions.row, -1))
-
-    @property
-    def is_one_hot(self) -> jax.Array:
-        """Whether a draft was proposed without a draft distribution."""
-        return self.proposed & ~self.uses_q
-
-    def spread(self, axes: int) -> Source:
-        """Returns it with so many axes more, to be used with entries ``[n, ...]`` of rows."""
-        # Only what is used beside entries: masses and the argmax stay as they are.
-        values = [getattr(self, name) for name in _OF_IDS]
-        values = jax.tree.map(lambda x: lax.expand_dims(x, range(1, axes + 1)), values)
-        return self._replace(**dict(zip(_OF_IDS, values, strict=True)))
-
-
-_OF_POSITION = tuple(x for x in Source._fields if x != "residual_masses")
-_OF_IDS = tuple(x for x in Source._fields if x not in ("argmax", "p_masses", "residual_masses"))
+from jax_specdec._src.verify.tiles import TILE, tiles_of_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +25,12 @@ class LocalRows:
     Attributes:
       target: target rows, or this device's part of them.
       q: draft distributions, whole or in the same parts.
-      backend: reads them.
       num_tiles: tiles that a part overlaps at most, counted from the one that it begins in.
       keeps_sums: whether the sums of target rows are kept by tile.
     """
 
     target: Rows
     q: Q
-    backend: Backend
     num_tiles: int
     keeps_sums: bool = False
 
@@ -121,10 +42,11 @@ class LocalRows:
         token_bitmask: jax.Array | None,
         *,
         size: int,
-        backend: Backend,
+        device: Device,
         part: Part = WHOLE,
         draft_is_split: bool = False,
         keeps_sums: bool = False,
+        applies_bitmask: bool = False,
     ) -> LocalRows:
         """Returns the rows of a call.
 
@@ -133,17 +55,24 @@ class LocalRows:
           distribution: draft distributions, or None.
           token_bitmask: ``[M, ceil(V/32)]`` or None.
           size: ids from it on are padding.
-          backend: reads them.
+          device: that they are on.
           part: of the vocabulary, which the columns are.
           draft_is_split: whether draft rows are split in the same way.
           keeps_sums: whether the sums of target rows are kept by tile.
+          applies_bitmask: whether a copy of the target rows is made with the bitmask.
         """
         # The target's rows: padding, bits and other parts' ids are filled with -inf.
-        logits = Rows(target_logits, size, -math.inf, backend, token_bitmask, None, part)
-        target = backend.prepared(logits)
-        q = q_of(distribution, size, backend, part if draft_is_split else WHOLE)
+        target = Rows(target_logits, size, -math.inf, device, token_bitmask, None, part)
+        if applies_bitmask:
+            target = target.masked()
+        q = q_of(distribution, size, device, part if draft_is_split else WHOLE)
         num_tiles = tiles_of_part(target.width, part.num_parts)
-        return cls(target, q, backend, num_tiles, keeps_sums)
+        return cls(target, q, num_tiles, keeps_sums)
+
+    @property
+    def device(self) -> Device:
+        """What the rows are on."""
+        return self.target.device
 
     @property
     def part(self) -> Part:
