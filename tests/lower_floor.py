@@ -47,5 +47,5 @@ from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import q_of
 from jax_specdec._src.verify.requests import CallArrays, Request, Uniforms
 from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.rules import Standard
+from jax_specdec._src.verify.rules import OneByOne
 from jax_specdec._src.verify.tiles import TILE

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import TILE, Standard, api, support
+from lower_floor import TILE, OneByOne, api, support
 from lower_floor import gpu_launch as mosaic_gpu
 from lower_floor import gpu_request as request
 
@@ -463,13 +463,16 @@ def test_calls_it_cannot_serve_are_refused_in_a_sentence():
 
 
 def test_a_rule_that_the_kernel_lacks_is_refused_by_name():
-    class Newer(Standard):
-        pass
+    class Newer(OneByOne):
+        name = "newer"
+
+        def goes_on(self, positions):
+            return positions.is_good
 
     assert "rejection_sample_method is 'newer'" in support.rule_unsupported(Newer())
     # Past that check, the kernel does not verify by another rule instead.
     with mock.patch.object(api, "rule_of", lambda config: Newer()):
-        with pytest.raises(TypeError, match="no branch for the rule Newer"):
+        with pytest.raises(TypeError, match="no walk for the rule 'newer'"):
             lowered(Layout(vocab=128, num_requests=1, num_drafts=1))
 
 

@@ -32,8 +32,9 @@ References:
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -136,40 +137,48 @@ def passes(u: jax.Array, weight: jax.Array, mass: jax.Array) -> jax.Array:
     return u * (mass + (1.0 - weight)) < mass
 
 
-@dataclasses.dataclass(frozen=True)
-class Standard:
-    """Drafts are accepted one after another, up to the first rejection.
+KernelWalk = Literal["row by row", "by residual masses", "one row"]
+"""How the kernel of `mosaic_gpu` goes over the positions of a request that samples."""
 
-    A rule says which positions are read, whether those after one may matter, and how many drafts
-    are accepted. Positions are ``[B, P]``.
+
+class Rule(abc.ABC):
+    """What is asked of a rule; nobody asks for its class. Positions are ``[B, P]``.
 
     Attributes:
+      name: as `SpecDecodeConfig.rejection_sample_method` has it.
       is_block: whether it takes the residual mass of every position.
-      draws_every_row: whether a token is drawn from each row that is read, not from the last alone.
       reads_one_position: whether it chooses the position that is read, before any is.
+      draws_every_row: whether a token is drawn from each row that is read, not from the last alone.
+      reads_ahead: whether the kernel may read rows before the positions ahead of them are judged.
+      kernel_walk: None if the kernel does not serve it.
+      conditional_rates: at which drafts are accepted; none where the models decide.
     """
 
+    name: ClassVar[str]
     is_block: ClassVar[bool] = False
     reads_one_position: ClassVar[bool] = False
     draws_every_row: ClassVar[bool] = False
-    conditional_rates: tuple[float, ...] | None = dataclasses.field(default=None, init=False)
+    reads_ahead: ClassVar[bool] = False
+    kernel_walk: ClassVar[KernelWalk | None] = None
+    conditional_rates: tuple[float, ...] = ()
 
+    @abc.abstractmethod
     def choose(self, requests: Request, positions: Position) -> Position:
         """Returns the positions whose rows are read, of all that there are."""
-        return positions
 
+    @abc.abstractmethod
     def with_weights(self, positions: Position) -> Position:
         """Returns all positions, with the joint weight of the drafts before each."""
-        return positions
 
+    @abc.abstractmethod
     def next_weight(self, positions: Position) -> jax.Array:
         """Returns ``[B, P]`` float32, the joint weight of the drafts up to each position."""
-        return positions.weight
 
+    @abc.abstractmethod
     def goes_on(self, positions: Position) -> jax.Array:
         """Returns ``[B, P]`` bool, whether the rows after a position may matter."""
-        return positions.is_good & accepts(positions.uniform, positions.p, positions.q)
 
+    @abc.abstractmethod
     def count(
         self, requests: Request, positions: Position, residual_masses: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -184,16 +193,50 @@ class Standard:
         Returns:
           ``num_accepted [B]``, and the status ``[B]`` of the rows that the decision rests on.
         """
+
+
+class OneByOne(Rule):
+    """Drafts are accepted one after another, up to the first rejection."""
+
+    def choose(self, requests: Request, positions: Position) -> Position:
+        return positions
+
+    def with_weights(self, positions: Position) -> Position:
+        return positions
+
+    def next_weight(self, positions: Position) -> jax.Array:
+        return positions.weight
+
+    def count(
+        self, requests: Request, positions: Position, residual_masses: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         # [B]: the first position that ends the request, which may be the bonus
         stop = _first_true(~self.goes_on(positions))
         return stop, _status_at(requests, positions.status, stop, stop < requests.num_rows)
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(Standard):
+class Standard(OneByOne):
+    """A draft is accepted by the ratio of p and q."""
+
+    name: ClassVar[str] = "standard"
+    reads_ahead: ClassVar[bool] = True
+    kernel_walk: ClassVar[KernelWalk | None] = "row by row"
+
+    def goes_on(self, positions: Position) -> jax.Array:
+        return positions.is_good & accepts(positions.uniform, positions.p, positions.q)
+
+
+@dataclasses.dataclass(frozen=True)
+class Block(Rule):
     """The longest prefix of drafts that passes is accepted."""
 
+    name: ClassVar[str] = "block"
     is_block: ClassVar[bool] = True
+    kernel_walk: ClassVar[KernelWalk | None] = "by residual masses"
+
+    def choose(self, requests: Request, positions: Position) -> Position:
+        return positions
 
     def with_weights(self, positions: Position) -> Position:
         # [P, B]: the weight goes from each position to the next.
@@ -239,9 +282,10 @@ class Block(Standard):
 
 
 @dataclasses.dataclass(frozen=True)
-class Agreement(Standard):
-    """Drafts are accepted while they equal the token that was drawn from their row."""
+class Agreement(OneByOne):
+    """A draft is accepted if it equals the token that was drawn from its row."""
 
+    name: ClassVar[str] = "agreement"
     draws_every_row: ClassVar[bool] = True
 
     def goes_on(self, positions: Position) -> jax.Array:
@@ -249,11 +293,17 @@ class Agreement(Standard):
 
 
 @dataclasses.dataclass(frozen=True)
-class Synthetic(Standard):
+class Synthetic(OneByOne):
     """Drafts are accepted at K conditional rates; only the position they end at is read."""
 
+    name: ClassVar[str] = "synthetic"
     reads_one_position: ClassVar[bool] = True
+    kernel_walk: ClassVar[KernelWalk | None] = "one row"
     conditional_rates: tuple[float, ...]
+
+    def goes_on(self, positions: Position) -> jax.Array:
+        # Whatever it says, no other row of the request is read.
+        return positions.is_good & accepts(positions.uniform, positions.p, positions.q)
 
     def choose(self, requests: Request, positions: Position) -> Position:
         rates = jnp.array([*self.conditional_rates, 0.0], jnp.float32)
@@ -271,16 +321,16 @@ class Synthetic(Standard):
         return num_accepted, _status_at(requests, positions.status, first, is_visited)
 
 
-Rule = Standard | Block | Agreement | Synthetic
+RULES: tuple[type[Rule], ...] = (Standard, Block, Synthetic, Agreement)
+"""Every rule."""
 
 
 def rule_of(config: SpecDecodeConfig) -> Rule:
     """Returns the rule that a config asks for."""
-    method = config.rejection_sample_method
-    if method == "synthetic":
-        assert config.conditional_rates is not None
+    if config.conditional_rates is not None:
         return Synthetic(config.conditional_rates)
-    return {"standard": Standard, "block": Block, "agreement": Agreement}[method]()
+    by_name = {rule.name: rule for rule in (Standard, Block, Agreement)}
+    return by_name[config.rejection_sample_method]()
 
 
 def _first_true(x: jax.Array) -> jax.Array:

@@ -55,11 +55,11 @@ def verify_request(
     def _() -> None:
         # Small loads come before rows: behind these they would wait for megabytes.
         draft_loads = DraftLoads(request, target, draft)
-        is_synthetic = isinstance(plan.rule, rules.Synthetic)
+        is_known = plan.rule.reads_one_position
         # The first row to read: one for each warpgroup, or the only one that the synthetic rule
         # reads, which its uniforms alone decide.
         position = warpgroups.index
-        if is_synthetic:
+        if is_known:
             uniforms = request.uniforms()
             position = _accepted_by_rate(request, uniforms)
         copy_row(request, target, position)
@@ -69,7 +69,7 @@ def verify_request(
             # fetched too, before it is known whether the position is reached.
             uses_q = threads.at(draft_loads.uses_q, position)
             pl.when(uses_q)(lambda: draft_loads.prefetch(position))
-        if not is_synthetic:  # while rows are under way
+        if not is_known:  # while rows are under way
             uniforms = request.uniforms()
         drafted = DraftedTokens(draft_loads, uniforms)
         # From here on other CTAs' barriers may be signalled: all are initialized.
@@ -77,18 +77,18 @@ def verify_request(
         work = Work(request=request, target=target, draft=draft, drafted=drafted, cluster=cluster)
         walk = Walk(work, warpgroups)
         round = jnp.int32(0)
-        match type(plan.rule):  # every rule is a subclass of the standard one
-            case rules.Synthetic:  # the one row that the last token comes from
+        match plan.rule.kernel_walk:
+            case "one row":  # the one that the last token comes from
                 result, round = walk.visit(position, round)
                 walk.emit(position, result, round)
-            case rules.Block:
+            case "by residual masses":
                 # Of a greedy request both rules accept the same drafts.
                 pl.when(request.greedy)(lambda: walk.walk_and_emit(round))
                 pl.when(~request.greedy)(lambda: BlockRuleWalk(walk).run(round))
-            case rules.Standard:
+            case "row by row":
                 walk.walk_and_emit(round)
-            case unknown:
-                raise TypeError(f"the kernel has no branch for the rule {unknown.__name__}")
+            case None:
+                raise TypeError(f"the kernel has no walk for the rule {plan.rule.name!r}")
 
     @pl.when(~ok)
     def _() -> None:
@@ -102,7 +102,7 @@ def _accepted_by_rate(request: KernelRequest, uniforms: jax.Array) -> jax.Array:
     lane = request.lane
     threads = request.threads
     rate = threads.filled(0.0)
-    for i, value in enumerate(request.plan.rule.conditional_rates or ()):
+    for i, value in enumerate(request.plan.rule.conditional_rates):
         rate = jnp.where(lane == i, jnp.float32(value), rate)
     accepted = request.proposed & rules.accepts_synthetic(uniforms, rate)
     # By lane: its index if its draft is the end, else past every lane. The least is where it ends.

@@ -14,7 +14,7 @@ import jax
 from jax_specdec._src.arrays import check_int
 from jax_specdec._src.types import DraftDistribution, DraftLogits
 from jax_specdec._src.verify.rows import storage_of
-from jax_specdec._src.verify.rules import Rule, Standard
+from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 Entries = Literal["none", "probs", "logits", "normalized"]
@@ -372,8 +372,7 @@ class Plan:
                 num_requests=num_requests,
                 size=size,
                 config=config,
-                # Only the walk of the standard rule reads several rows at once.
-                most_rows=k + 1 if type(rule) is Standard else 1,
+                most_rows=k + 1 if rule.reads_ahead else 1,
                 is_plain=is_plain,
             ),
         )

@@ -18,9 +18,8 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     SharedMemory,
 )
 from jax_specdec._src.verify.rows import storage_of
-from jax_specdec._src.verify.rules import Block, Rule, Standard, Synthetic
+from jax_specdec._src.verify.rules import RULES, Rule
 
-_RULES = (Standard, Block, Synthetic)  # those that `kernel.verify_request` has a branch for
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with
 
 SPLIT = (
@@ -86,13 +85,12 @@ def not_by_default() -> str | None:
 
 def rule_unsupported(rule: Rule) -> str | None:
     """Returns why the kernel cannot serve a rule, a sentence; None if it can."""
-    # By the type itself: every rule is a subclass of the standard one.
-    if type(rule) in _RULES:
+    if rule.kernel_walk is not None:
         return None
-    served = ", ".join(x.__name__.lower() for x in _RULES)
+    served = ", ".join(x.name for x in RULES if x.kernel_walk is not None)
     return (
         f"implementation='mosaic_gpu' serves the rules {served}, but rejection_sample_method is "
-        f"{type(rule).__name__.lower()!r}: give 'xla' or None"
+        f"{rule.name!r}: give 'xla' or None"
     )
 
 

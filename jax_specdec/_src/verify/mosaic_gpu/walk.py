@@ -114,8 +114,8 @@ class Walk:
     ) -> tuple[PositionResult, jax.Array]:
         request = self.request
         drafted = self.drafted
-        is_synthetic = isinstance(self.plan.rule, rules.Synthetic)
-        rows_before = jnp.int32(0) if is_synthetic else self.warpgroups.rows_before(position)
+        is_judged = not self.plan.rule.reads_one_position
+        rows_before = self.warpgroups.rows_before(position) if is_judged else jnp.int32(0)
         result, round = Reader.of(self.work, self.nothing, position, rows_before).read(round)
         # NaN or +inf in a row, or nothing but -inf, leaves no finite maximum.
         bad_target = ~is_finite(result.target.peak)
@@ -123,7 +123,7 @@ class Walk:
 
         # [128] by lane: what the lane of this position finds is right.
         accepted = self.threads.filled(0, jnp.int32)
-        if not is_synthetic:
+        if is_judged:
             p, q = drafted.probabilities(result.target, result.draft)
             bad_draft = bad_draft | (drafted.uses_q & ~((q >= 0) & (q < jnp.inf)))
             # The rule, by every lane for its own draft: the greedy one, or u q < p.
