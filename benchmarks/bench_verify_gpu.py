@@ -220,7 +220,7 @@ def cells(row: dict[str, Any], bandwidth: float | None) -> dict[str, str]:
 
 def kernel_config(text: str) -> Any:
     """``max_cluster=4,rows_at_once=2`` to a `KernelConfig`."""
-    from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+    from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 
     pairs = (part.split("=") for part in text.split(","))
     return KernelConfig(**{name: int(value) for name, value in pairs})

@@ -36,7 +36,7 @@ from jax_specdec._src.types import (
     parse_output,
 )
 from jax_specdec._src.verify.api import rejection_sample
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.validate import validate
 

@@ -22,7 +22,7 @@ from jax_specdec._src.verify import api, sharding, statistics, threshold, tiles
 from jax_specdec._src.verify import draw as draw_lib
 from jax_specdec._src.verify import rows as rows_lib
 from jax_specdec._src.verify.api import support
-from jax_specdec._src.verify.backends import gather
+from jax_specdec._src.verify.backends import base, gather
 from jax_specdec._src.verify.backends import largest as tpu_largest
 from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.backends.xla import Xla
@@ -38,6 +38,7 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     SLOTS,
     SharedMemory,
     Slices,
+    default_config,
     power_of_two,
 )
 from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
@@ -47,5 +48,5 @@ from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import q_of
 from jax_specdec._src.verify.requests import CallArrays, Request, Uniforms
 from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.rules import OneByOne
+from jax_specdec._src.verify.rules import OneByOne, Standard
 from jax_specdec._src.verify.tiles import TILE

@@ -6,27 +6,46 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
 
-def imports_by_module(package: Path) -> dict[str, set[str]]:
-    """Every module of the package, and the modules of the package that it imports anywhere."""
+def imports_by_module(package: Path, for_types: bool = False) -> dict[str, set[str]]:
+    """Every module of the package, and the modules of the package that it imports anywhere.
+
+    With `for_types`, what is imported for type checkers alone counts too.
+    """
     files = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
         files[".".join(part for part in parts if part != "__init__")] = path
-    return {name: set(_imports(name, path, files)) for name, path in files.items()}
+    return {name: set(_imports(name, path, files, for_types)) for name, path in files.items()}
 
 
-def _imports(name: str, path: Path, files: dict[str, Path]) -> Iterator[str]:
+def circle_of(imports: dict[str, set[str]]) -> list[str]:
+    """Files that import each other, in a circle; empty if there are none.
+
+    Importing a name from a package whose ``__init__`` has it does not count: what stands there is
+    read with the package.
+    """
+    packages = {name.rpartition(".")[0] for name in imports}
+    between_files = {name: targets - packages for name, targets in imports.items()}
+    try:
+        graphlib.TopologicalSorter(between_files).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def _imports(name: str, path: Path, files: dict[str, Path], for_types: bool) -> Iterator[str]:
     root = name.partition(".")[0]
     parent = name if path.name == "__init__.py" else name.rpartition(".")[0]
     tree = ast.parse(path.read_text())
-    for node in tree.body:  # what is imported for type checkers alone is not imported
+    for node in tree.body:
         if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
-            node.body = []
+            node.body = node.body if for_types else []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]

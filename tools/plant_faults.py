@@ -112,9 +112,9 @@ def _(right, key, position, stream, offset):
     "_src.verify.reader:drawn",
     "verify/test_xla.py serving/test_agreement.py",
 )
-def _(right, rows, requests, positions):
+def _(right, rows, requests, positions, race):
     of_step = positions._replace(offset=0 * positions.offset)
-    return right(rows, requests, of_step)._replace(offset=positions.offset)
+    return right(rows, requests, of_step, race)._replace(offset=positions.offset)
 
 
 # Rows and draws
@@ -160,16 +160,16 @@ def _(right, self, logits, inv_temperature):
 
 @fault(
     "the last tokens of a tile are never drawn",
-    "_src.verify.draw:pick",
+    "_src.verify.device:Device.pick",
     "verify/test_xla.py",
 )
-def _(right, weights, u):
-    return right(weights, 0.9 * u)
+def _(right, self, weights, u):
+    return right(self, weights, 0.9 * u)
 
 
-@fault("a token of weight zero is drawn", "_src.verify.draw:pick", "verify/test_xla.py")
-def _(right, weights, u):
-    place, total = right(weights, u)
+@fault("a token of weight zero is drawn", "_src.verify.device:Device.pick", "verify/test_xla.py")
+def _(right, self, weights, u):
+    place, total = right(self, weights, u)
     return jnp.minimum(place + 1, weights.shape[2] - 1), total
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import full, ones, zeros
-from lower_floor import Xla, api, assume, ragged, rows_lib, statistics, xla
+from lower_floor import Xla, api, assume, base, ragged, rows_lib, statistics
 
 import jax_specdec as sd
 
@@ -29,7 +29,7 @@ from .test_xla_all_at_once import all_at_once
 def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
     inner = api._rejection_sample.__wrapped__  # not traced before, as a small batch
     with (
-        mock.patch.object(xla, "_LARGE", 0),
+        mock.patch.object(base, "_LARGE", 0),
         mock.patch.object(statistics, "MANY_PAIRS", 0),
         mock.patch.object(api, "_rejection_sample", inner),
     ):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from lower_floor import SHARED_BYTES, SharedMemory, Slices, power_of_two
+from lower_floor import SHARED_BYTES, SharedMemory, Slices, default_config, power_of_two
 
 from jax_specdec import KernelConfig
 
@@ -27,7 +27,7 @@ def test_a_config_out_of_range_is_refused(name, most):
 
 def test_the_default_config_uses_the_device_and_no_more():
     def blocks(num_requests, size, held=2, num_cores=132):
-        config = KernelConfig.choose(num_requests, size, held, num_cores)
+        config = default_config(num_requests, size, held, num_cores)
         return config.max_cluster
 
     assert blocks(1, 128256) == blocks(32, 128256) == 16
@@ -42,7 +42,7 @@ def test_the_default_config_uses_the_device_and_no_more():
 @pytest.mark.newest
 def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room():
     def rows(num_requests, size=128256, held=2, num_cores=132):
-        return KernelConfig.choose(num_requests, size, held, num_cores).rows_at_once
+        return default_config(num_requests, size, held, num_cores).rows_at_once
 
     assert [rows(n) for n in (1, 3, 4, 7, 8, 14, 15, 256)] == [3, 3, 4, 4, 2, 2, 1, 1]
     assert [rows(n, held=4) for n in (4, 5, 14, 15)] == [3, 2, 2, 1]  # four have few registers
@@ -60,7 +60,7 @@ def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room
 def test_tiles_are_loaded_at_once_where_blocks_have_registers_to_spare():
     def tiles(num_requests, size=128256, **sizes):
         held = sizes.pop("held", 2)
-        return KernelConfig.choose(num_requests, size, held, 132, **sizes).tiles_at_once
+        return default_config(num_requests, size, held, 132, **sizes).tiles_at_once
 
     assert [tiles(n) for n in (1, 14, 15, 33, 34, 256)] == [4, 4, 1, 1, 2, 2]
     assert [tiles(n, held=4) for n in (1, 5, 64, 256)] == [4, 4, 1, 1]  # four in each block

@@ -28,7 +28,7 @@ from jax_specdec._src.verify.backends.mosaic_gpu import MosaicGpu
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.call import Implementation, Settings, Static, checked
 from jax_specdec._src.verify.mosaic_gpu import support
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rules import rule_of
 from jax_specdec._src.verify.sharding import VerifySharding, gathered_if_small, over_parts
@@ -305,7 +305,7 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
 def _default(arrays: CallArrays, static: Static, platform: Platform) -> str:
     """Returns the implementation of a call that names none."""
     # The kernel, if JAX's default device has run it and the program is for such a device.
-    may_be_kernel = static.may_be_kernel and platform == "cuda"
+    may_be_kernel = platform == "cuda" and support.not_by_default() is None
     if may_be_kernel and not BACKENDS["mosaic_gpu"].unserved(arrays, static):
         return "mosaic_gpu"
     return "xla"

@@ -26,8 +26,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SamplingParams, per_request
 from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, Noise, RaceNoise
-from jax_specdec._src.verify.mosaic_gpu import support
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import rule_of
@@ -60,7 +59,6 @@ class Static(NamedTuple):
       config: of the call.
       size: ids from it on are padding.
       implementation: the one that was named.
-      may_be_kernel: whether the kernel is the default, since JAX's default device has run it.
       kernel_config: of the call.
       layout: how the arrays are split.
     """
@@ -68,7 +66,6 @@ class Static(NamedTuple):
     config: SpecDecodeConfig
     size: int
     implementation: Implementation | None
-    may_be_kernel: bool
     kernel_config: KernelConfig | None
     layout: ArrayLayout
 
@@ -90,13 +87,10 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
         sizes["K"] = config.num_speculative_tokens
         _check_noise(arrays.randomness, sizes, config)
         _check_counts(arrays.drafts, sizes)
-    # Whether the default device has run the kernel is known here, outside of any program.
-    may_be_kernel = settings.implementation is None and support.not_by_default() is None
     return arrays, Static(
         config=config,
         size=sizes["size"],
         implementation=settings.implementation,
-        may_be_kernel=may_be_kernel,
         kernel_config=settings.kernel_config,
         layout=layout,
     )

@@ -21,7 +21,7 @@ from jax_specdec._src.types import (
 )
 from jax_specdec._src.verify.api import check_implementation
 from jax_specdec._src.verify.call import Implementation, Settings, checked
-from jax_specdec._src.verify.mosaic_gpu.plan import KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.sharding import VerifySharding

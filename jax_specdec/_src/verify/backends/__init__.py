@@ -1,8 +1,8 @@
 """Backends: how rows are read, and tokens drawn from them, on each kind of device.
 
-A backend is a class in a file, and a row of the table in `verify.api`. `base` says what it answers,
-and `gather` answers everything: a new backend overrides what its device does better, and leaves the
-rest to ``super()``. Here are
+A backend is a class in a file, and a row of the table in `verify.api`. `base` has verification as a
+whole, and `gather` fills what that leaves open: a new backend overrides what its device does
+better, and leaves the rest to ``super()``. Here are
 
 - `gather`: all rows at once, by operations on whole matrices. GPUs, and devices that nothing is
   known of.

@@ -81,8 +81,9 @@ class InOrder(Gather):
                 found = pack(_found_of(this), 2)
                 words = lax.dynamic_update_slice(words, found, (*place, jnp.uint32(0)))
                 this = one.order.followed(one.token_ids, this)
-                next_row = one.order.next_row(one.token_ids, this, i)
-                return rule.goes_on(this)[0, 0], next_row, rule.next_weight(this), words
+                goes_on = rule.goes_on(this)[0, 0]
+                row = one.order.next_row(one.token_ids, this, i)
+                return goes_on, row, rule.next_weight(this), words
 
             start = jnp.bool_(True), jnp.uint32(0), jnp.ones((1, 1), jnp.float32), words
             return lax.while_loop(lambda state: state[0] & (state[1] < last), step, start)[3]

@@ -3,7 +3,8 @@
 ``docs/kernel.md`` explains what the kernel does. Where to look:
 
 - ``support``: which GPUs and calls it serves. A new GPU generation begins here.
-- ``plan``: what is static about a launch: slices of rows, shared memory, ``KernelConfig``.
+- ``config``: ``KernelConfig``, what a caller may set.
+- ``plan``: what is static about a launch: slices of rows, shared memory.
 - ``launch``: operands, scratch memory, the launch.
 - ``kernel``: one request: which loads and copies begin when, and which rule's walk follows. A new
   rule begins here, in ``support`` and in ``verify/rules.py``.

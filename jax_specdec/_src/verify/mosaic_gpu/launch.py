@@ -20,6 +20,7 @@ from jax_specdec._src.types import (
     RejectionSampleOutput,
 )
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, OneWarpgroup, Warpgroups
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.mosaic_gpu.drafted import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.kernel import verify_request
@@ -28,7 +29,6 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     NO_DRAFT,
     SLOTS,
     DraftLayout,
-    KernelConfig,
     Plan,
     is_aligned,
 )

@@ -1,6 +1,6 @@
 """The static side of a launch: how rows are cut into slices, and what shared memory holds.
 
-A caller may set it by a `KernelConfig`; if not, `KernelConfig.choose` does, by a rule of thumb.
+A caller may set it by a `KernelConfig`; if not, `default_config` does, by a rule of thumb.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jax_specdec._src.arrays import check_int
 from jax_specdec._src.types import DraftDistribution, DraftLogits
+from jax_specdec._src.verify.mosaic_gpu.config import MAX_CLUSTER, MAX_TILES, KernelConfig
 from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.tiles import TILE, num_tiles
@@ -29,17 +29,8 @@ WARPS = 4
 SLOTS = 2
 """Slots of an exchange between CTAs; see `cluster`."""
 
-MAX_CLUSTER = 16
-"""CTAs of a cluster on a Hopper GPU, at most; more than 8 need a GPC with 16 cores."""
-
 MAX_BARRIERS = 32
 """Barriers of a warpgroup, at most: each is initialized by one thread of its first warp."""
-
-MAX_WARPGROUPS = 5
-"""Warpgroups of a CTA, at most: more would have too few registers each."""
-
-MAX_TILES = 4
-"""Tiles whose entries a thread loads at once, at most, for the same reason."""
 
 MAX_CANDIDATES = 128
 """Ids that a draft row may list, at most: one for each thread of a warpgroup."""
@@ -58,98 +49,62 @@ _FREE_CTAS_PER_CORE = 4  # so many are placed without waiting
 _MOST_BYTES = 48 * 1024  # of a slice: four CTAs on a multiprocessor
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelConfig:
-    """Static settings of the Mosaic GPU kernel. They change its speed, not its tokens.
+def default_config(
+    num_requests: int, size: int, held: int, num_cores: int, draft_size: int = 0
+) -> KernelConfig:
+    """Returns the default settings, by a rule of thumb.
 
-    A request is verified by a cluster of CTAs, each of which holds a slice of the current row. If
-    rows are cut into other slices, sums are added in another order: tokens are then the same but
-    for float32 ties.
+    For few requests, enough CTAs to use the whole device. Time then goes into latency and one
+    exponential per entry, not into bandwidth, so rows that may not be needed are read too. For
+    many requests, no more CTAs than have work, because each costs time, and little shared
+    memory, so that many run at once. Several tiles of a draft row are loaded at once if that
+    leaves enough registers for the CTAs of a multiprocessor.
 
-    Attributes:
-      max_cluster: CTAs that share one request, at most 16; more than 8 need a large device. The
-        largest power of two up to it is used, because other clusters take up to twice the time.
-      rows_at_once: target rows of a request that are read at once, at most 5, each by its own
-        warpgroup. Rows after a rejection are read in vain.
-      tiles_at_once: tiles of a draft row, at most 4, that are loaded before the first of them is
-        used. The largest power of two up to it is used, but one if not all rows begin at multiples
-        of sixteen bytes. With more tiles, threads wait less and need more registers.
-
-    Raises:
-      TypeError: a field is not an integer.
-      ValueError: a number is out of range.
-
-    Example:
-      >>> KernelConfig(max_cluster=16, rows_at_once=2)
-      KernelConfig(max_cluster=16, rows_at_once=2, tiles_at_once=1)
+    Args:
+      num_requests: B.
+      size: ids of a row, without padding.
+      held: bytes that a CTA holds per id of its slice.
+      num_cores: multiprocessors of the device.
+      draft_size: bytes of a draft entry.
     """
-
-    max_cluster: int = 8
-    rows_at_once: int = 1
-    tiles_at_once: int = 1
-
-    def __post_init__(self) -> None:
-        check_int("max_cluster", self.max_cluster, 1, MAX_CLUSTER)
-        check_int("rows_at_once", self.rows_at_once, 1, MAX_WARPGROUPS)
-        check_int("tiles_at_once", self.tiles_at_once, 1, MAX_TILES)
-
-    @classmethod
-    def choose(
-        cls, num_requests: int, size: int, held: int, num_cores: int, draft_size: int = 0
-    ) -> KernelConfig:
-        """Returns the default settings, by a rule of thumb.
-
-        For few requests, enough CTAs to use the whole device. Time then goes into latency and one
-        exponential per entry, not into bandwidth, so rows that may not be needed are read too. For
-        many requests, no more CTAs than have work, because each costs time, and little shared
-        memory, so that many run at once. Several tiles of a draft row are loaded at once if that
-        leaves enough registers for the CTAs of a multiprocessor.
-
-        Args:
-          num_requests: B.
-          size: ids of a row, without padding.
-          held: bytes that a CTA holds per id of its slice.
-          num_cores: multiprocessors of the device.
-          draft_size: bytes of a draft entry.
-        """
-        is_large = num_cores >= _CORES_OF_LARGE
-        ctas = num_requests * MAX_CLUSTER
-        is_few = ctas <= _FREE_CTAS_PER_CORE * num_cores
-        if is_large and (is_few or Slices.of(size, 8).ids * held > _MOST_BYTES):
-            # Clusters of 16 reach seven eighths of the multiprocessors. For three or four rows
-            # there are registers enough if each CTA has its own multiprocessor; else for two.
-            cluster = MAX_CLUSTER
-            reached = 7 * num_cores // 8
-            rows = 2 if ctas <= 2 * reached else 1
-            if 2 * ctas <= num_cores:
-                rows = 3
-            if ctas <= reached < 2 * ctas and max(held, draft_size) == 2:
-                rows = 4  # of entries of four bytes registers are too few
-        else:
-            at_once = _FREE_CTAS_PER_CORE * num_cores // num_requests
-            row_tiles = num_tiles(size)
-            is_pair = row_tiles * TILE * held <= _PAIR_BYTES
-            with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_CTA)
-            # The next power of two, from 2 to 8.
-            cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
-            rows = 1
-        slices = Slices.of(size, cluster)
-        # With up to two rows, two CTAs share a multiprocessor and its memory.
-        room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
-        # Tiles at once: of a CTA's tiles a divisor, or some would be read in vain. Four if there
-        # are registers enough, since CTAs are few and read several rows. Else two, so that six CTAs
-        # fit on a multiprocessor; one if there are few tiles: none would be summed while others
-        # arrive.
-        most = 1
-        if rows > 1:
-            most = MAX_TILES
-        elif slices.tiles > MAX_TILES:
-            most = 2
-        return cls(
-            max_cluster=cluster,
-            rows_at_once=max(1, min(rows, room // (slices.ids * held + _SLOT_BYTES))),
-            tiles_at_once=math.gcd(slices.tiles, most),
-        )
+    is_large = num_cores >= _CORES_OF_LARGE
+    ctas = num_requests * MAX_CLUSTER
+    is_few = ctas <= _FREE_CTAS_PER_CORE * num_cores
+    if is_large and (is_few or Slices.of(size, 8).ids * held > _MOST_BYTES):
+        # Clusters of 16 reach seven eighths of the multiprocessors. For three or four rows
+        # there are registers enough if each CTA has its own multiprocessor; else for two.
+        cluster = MAX_CLUSTER
+        reached = 7 * num_cores // 8
+        rows = 2 if ctas <= 2 * reached else 1
+        if 2 * ctas <= num_cores:
+            rows = 3
+        if ctas <= reached < 2 * ctas and max(held, draft_size) == 2:
+            rows = 4  # of entries of four bytes registers are too few
+    else:
+        at_once = _FREE_CTAS_PER_CORE * num_cores // num_requests
+        row_tiles = num_tiles(size)
+        is_pair = row_tiles * TILE * held <= _PAIR_BYTES
+        with_work = 1 if is_pair else -(-row_tiles // _TILES_PER_CTA)
+        # The next power of two, from 2 to 8.
+        cluster = min(8, 1 << (max(2, at_once, with_work) - 1).bit_length())
+        rows = 1
+    slices = Slices.of(size, cluster)
+    # With up to two rows, two CTAs share a multiprocessor and its memory.
+    room = SHARED_BYTES if rows > 2 else SHARED_BYTES // 2
+    # Tiles at once: of a CTA's tiles a divisor, or some would be read in vain. Four if there
+    # are registers enough, since CTAs are few and read several rows. Else two, so that six CTAs
+    # fit on a multiprocessor; one if there are few tiles: none would be summed while others
+    # arrive.
+    most = 1
+    if rows > 1:
+        most = MAX_TILES
+    elif slices.tiles > MAX_TILES:
+        most = 2
+    return KernelConfig(
+        max_cluster=cluster,
+        rows_at_once=max(1, min(rows, room // (slices.ids * held + _SLOT_BYTES))),
+        tiles_at_once=math.gcd(slices.tiles, most),
+    )
 
 
 def power_of_two(count: int) -> int:
@@ -267,7 +222,7 @@ class SharedMemory(NamedTuple):
         draft_size = draft.entry_size if in_order else 0
         if config is None:
             cores = getattr(jax.devices()[0], "core_count", None) or _CORES_OF_LARGE
-            config = KernelConfig.choose(num_requests, size, target_size, cores, draft_size)
+            config = default_config(num_requests, size, target_size, cores, draft_size)
         slices = Slices.of(size, config.max_cluster)
         stride = TILE
         each = 2  # what is loaded one by one

@@ -7,14 +7,13 @@ import dataclasses
 import jax
 
 from jax_specdec._src.types import DraftDistribution
+from jax_specdec._src.verify.mosaic_gpu.config import MAX_CLUSTER, KernelConfig
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
     MAX_CANDIDATES,
-    MAX_CLUSTER,
     MAX_MAPPED,
     SHARED_BYTES,
     DraftLayout,
-    KernelConfig,
     SharedMemory,
 )
 from jax_specdec._src.verify.rows import storage_of
