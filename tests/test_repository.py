@@ -301,7 +301,13 @@ def test_public_names_are_documented_with_an_example() -> None:
         if callable(thing) and typing.get_origin(thing) is None  # no example for a type alias
     }
     # Not inspect.getdoc, which would answer with the docstring of a base class.
-    undocumented = [name for name, thing in callables.items() if ">>>" not in (thing.__doc__ or "")]
+    docs = {name: thing.__doc__ or "" for name, thing in callables.items()}
+    elsewhere = re.compile(r"^ *Example: see `(\w+)`\.$", re.MULTILINE)
+    undocumented = []
+    for name, doc in docs.items():
+        see = elsewhere.search(doc)
+        if ">>>" not in (docs.get(see[1], "") if see else doc):
+            undocumented.append(name)
     assert undocumented == []
 
 

@@ -37,14 +37,7 @@ class StepRecord:
       num_emitted: ``[B]`` int32, tokens that were emitted; 0 for finished requests.
       logprobs: `TokenLogprobs` of the tokens kept; None unless asked for.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> record = StepRecord(  # the first request stopped at a token before its last
-      ...     token_ids=jnp.array([[5, 6, -1], [8, -1, -1]]), num_kept=jnp.array([2, 1]),
-      ...     num_proposed=jnp.array([2, 2]), num_accepted=jnp.array([2, 0]),
-      ...     num_emitted=jnp.array([3, 1]))
-      >>> record.token_ids.shape, int(record.num_kept.sum())
-      ((2, 3), 3)
+    Example: see `AcceptanceStats`.
     """
 
     token_ids: jax.Array

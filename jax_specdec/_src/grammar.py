@@ -69,12 +69,7 @@ class GrammarLookahead:
         All tokens are allowed for a request without a grammar, and after a draft that was refused,
         where no row is reached.
 
-    Example:
-      >>> import jax_specdec as sd
-      >>> with sd.grammar.GrammarLookahead([None], vocab_size=40) as lookahead:  # no grammar
-      ...     lookahead.append([7])
-      ...     lookahead.bitmask.tolist()
-      [[4294967295, 4294967295]]
+    Example: see `GrammarMatcher`.
     """
 
     bitmask: np.ndarray
@@ -258,11 +253,7 @@ class ForcedDrafts(NamedTuple):
         `DraftStore.evict` their rows.
       token_bitmask: ``[B*(K+1), ceil(V/32)]`` uint32, for `rejection_sample`.
 
-    Example:
-      >>> import numpy as np
-      >>> import jax_specdec as sd
-      >>> sd.grammar.forced_drafts([None], np.array([[3, 4]]), vocab_size=32).token_ids.tolist()
-      [[3, 4]]
+    Example: see `GrammarMatcher`.
     """
 
     token_ids: np.ndarray
@@ -308,25 +299,7 @@ def forced_drafts(
       ValueError: there is not one matcher per request, or an id is outside the vocabulary.
       GrammarError: a matcher has failed; the others are where they were.
 
-    Example:
-      In a grammar in which 3 and 5 alternate, both are forced:
-
-      >>> import numpy as np
-      >>> import jax_specdec as sd
-      >>> class Turns:
-      ...     count = 0
-      ...     def fill_next_token_bitmask(self, bitmask, index):
-      ...         bitmask[index] = 1 << (3, 5)[self.count % 2]
-      ...     def accept_token(self, token_id):
-      ...         self.count += 1
-      ...         return True
-      ...     def rollback(self, num_tokens):
-      ...         self.count -= num_tokens
-      ...     def is_terminated(self):
-      ...         return False
-      >>> drafts = sd.grammar.forced_drafts([Turns()], np.array([[7, -1]]), vocab_size=8)
-      >>> drafts.token_ids.tolist(), drafts.is_forced.tolist()
-      ([[3, 5]], [True])
+    Example: see `GrammarMatcher`.
     """
     ids = np.array(token_ids)
     check_array("token_ids", ids, "[B, K]", {})

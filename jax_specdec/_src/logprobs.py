@@ -82,12 +82,7 @@ class TokenLogprobs:
       top_logprobs: ``[B, K+1, n]`` float32, their log-probabilities; NaN where no token was
         emitted, -inf for tokens of probability 0.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> sd.TokenLogprobs(
-      ...     jnp.zeros((1, 3)), jnp.zeros((1, 3, 2), int), jnp.zeros((1, 3, 2))).logprobs.shape
-      (1, 3)
+    Example: see `token_logprobs`.
     """
 
     logprobs: jax.Array

@@ -41,9 +41,14 @@ class GrammarMatcher(Protocol):
       ...         self.count -= num_tokens
       ...     def is_terminated(self):
       ...         return False
-      >>> with sd.grammar.GrammarLookahead([Turns()], vocab_size=8) as lookahead:
+      >>> later = sd.grammar.DelayedMatcher(Turns(), begin_token_ids=[9])
+      >>> with sd.grammar.GrammarLookahead([Turns(), later], vocab_size=16) as lookahead:
+      ...     lookahead.append([3, 9])
       ...     lookahead.bitmask.tolist()
-      [[8]]
+      [[32], [8]]
+      >>> drafts = sd.grammar.forced_drafts([Turns()], np.array([[7, -1]]), vocab_size=8)
+      >>> drafts.token_ids.tolist(), drafts.is_forced.tolist()  # both tokens are forced
+      ([[3, 5]], [True])
     """
 
     def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> object:
@@ -80,23 +85,7 @@ class DelayedMatcher:
 
     Before that, everything is allowed.
 
-    Example:
-      >>> import numpy as np
-      >>> import jax_specdec as sd
-      >>> class Only3:
-      ...     def fill_next_token_bitmask(self, bitmask, index):
-      ...         bitmask[index] = 1 << 3
-      ...     def accept_token(self, token_id):
-      ...         return token_id == 3
-      ...     def rollback(self, num_tokens):
-      ...         pass
-      ...     def is_terminated(self):
-      ...         return False
-      >>> matcher = sd.grammar.DelayedMatcher(Only3(), begin_token_ids=[9])
-      >>> with sd.grammar.GrammarLookahead([matcher], vocab_size=16) as lookahead:
-      ...     lookahead.append([9])
-      ...     lookahead.bitmask.tolist()
-      [[8]]
+    Example: see `GrammarMatcher`.
     """
 
     def __init__(self, matcher: GrammarMatcher, begin_token_ids: Sequence[int]) -> None:

@@ -39,11 +39,7 @@ class LogitsProcessors(Processor):
       min_tokens: stop tokens get -inf as long as a request has fewer tokens.
       allowed_tokens: all others get -inf.
 
-    Example:
-      >>> import jax_specdec as sd
-      >>> processors = sd.LogitsProcessors(logit_bias=sd.LogitBias.from_mappings([{3: -1.0}]))
-      >>> bool(processors.is_neutral)
-      False
+    Example: see `process_logits`.
     """
 
     logit_bias: LogitBias | None = None
@@ -135,12 +131,13 @@ def process_logits(
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
       >>> processors = sd.LogitsProcessors(
+      ...     allowed_tokens=sd.AllowedTokens.pack([[0, 1]], vocab_size=3),
       ...     logit_bias=sd.LogitBias.from_mappings([{0: 2.0}]),
       ...     min_tokens=sd.MinTokens(jnp.array([[1]]), remaining=jnp.array([1])))
       >>> sd.process_logits(
-      ...     jnp.zeros((2, 3)), sd.Drafts.from_dense(jnp.array([[2]])), processors,
+      ...     jnp.zeros((2, 3)), sd.Drafts.from_dense(jnp.array([[0]])), processors,
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
-      [[2.0, -inf, 0.0], [2.0, 0.0, 0.0]]
+      [[2.0, -inf, -inf], [2.0, 0.0, -inf]]
 
     References:
       vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
@@ -179,9 +176,11 @@ def apply_penalties(
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
       >>> one = jnp.ones(1)
-      >>> penalties = sd.Penalties(  # token 2 is in the prompt, 0 was generated twice
-      ...     frequency=0.5 * one, presence=0 * one, repetition=2 * one,
-      ...     counts=jnp.array([[2, 0, 0]]), in_prompt=jnp.array([[False, False, True]]))
+      >>> penalties = sd.Penalties.from_sequences(  # 2 is in the prompt, 0 was generated twice
+      ...     jnp.array([[2, 0, 0]]), lengths=jnp.array([3]), prompt_lengths=jnp.array([1]),
+      ...     vocab_size=3, frequency=0.5 * one, presence=0 * one, repetition=2 * one)
+      >>> penalties.counts.tolist(), penalties.in_prompt.tolist()
+      ([[2, 0, 0]], [[False, False, True]])
       >>> drafts = sd.Drafts.from_flat(jnp.array([1]), jnp.array([1]))
       >>> sd.apply_penalties(
       ...     jnp.array([[4.0, 4.0, -4.0], [4.0, 4.0, -4.0]]), drafts, penalties,

@@ -90,11 +90,7 @@ class LogitBias(Processor):
         as -1, is ignored.
       values: ``[B, C]`` float32.
 
-    Example:
-      >>> import jax_specdec as sd
-      >>> bias = sd.LogitBias.from_mappings([{7: 2.5}, {}])
-      >>> bias.token_ids.tolist(), bias.values.tolist()
-      ([[7], [-1]], [[2.5], [0.0]])
+    Example: see `process_logits`.
     """
 
     token_ids: jax.Array
@@ -154,15 +150,7 @@ class Penalties(Processor):
       counts: ``[B, V]`` int32, occurrences of each token in the output so far.
       in_prompt: ``[B, V]`` bool, whether a token occurs in the prompt.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> penalties = sd.Penalties.from_sequences(
-      ...     jnp.array([[3, 1, 1, 2]]), lengths=jnp.array([3]), prompt_lengths=jnp.array([1]),
-      ...     vocab_size=4, frequency=jnp.array([0.5]), presence=jnp.zeros(1),
-      ...     repetition=jnp.ones(1))
-      >>> penalties.counts.tolist(), penalties.in_prompt.tolist()
-      ([[0, 2, 0, 0]], [[False, False, False, True]])
+    Example: see `apply_penalties`.
     """
 
     frequency: jax.Array
@@ -400,12 +388,7 @@ class MinTokens(Processor):
       remaining: ``[B]`` int32, tokens that must come before a stop token is allowed:
         ``min_tokens - (lengths - prompt_lengths)``. If it is not positive, nothing is forbidden.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> least = sd.MinTokens(jnp.array([[2]]), remaining=jnp.array([3]))
-      >>> least.append(jnp.array([7])).remaining.tolist()
-      [2]
+    Example: see `process_logits`.
     """
 
     stop_token_ids: jax.Array
@@ -442,10 +425,7 @@ class AllowedTokens(Processor):
       token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
         token i is allowed.
 
-    Example:
-      >>> import jax_specdec as sd
-      >>> sd.AllowedTokens.pack([[0, 2], None], vocab_size=4).token_bitmask.tolist()
-      [[5], [4294967295]]
+    Example: see `process_logits`.
     """
 
     token_bitmask: jax.Array

@@ -219,11 +219,7 @@ class PackedDrafts(NamedTuple):
       offsets: ``[N+B]`` int32 in [0, K], how many drafts of its request come before the row, which
         scores the token after them; of a tree, the node that the row comes after. 0 for padding.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> packed = pack_drafts(jnp.array([[7, 3], [4, 0]]), jnp.array([0, 2]), size=2)
-      >>> packed.requests.tolist(), packed.offsets.tolist()
-      ([0, 1, 1, 1], [0, 0, 1, 2])
+    Example: see `pack_drafts`.
     """
 
     drafts: Drafts

@@ -367,10 +367,7 @@ class Noise:
       recover: ``[B, 2]`` float32: the first picks a tile of the vocabulary, the second a
         token inside it, each by inverse CDF.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> Noise(accept=jnp.zeros((2, 4)), recover=jnp.zeros((2, 2))).recover.shape
-      (2, 2)
+    Example: see `rejection_sample_with_noise`.
     """
 
     accept: jax.Array
@@ -423,12 +420,7 @@ class RejectionSampleOutput:
         one: node 0, then those of the drafts kept. None for drafts without parents, where node j
         gives token j.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> zero = jnp.zeros((1,), jnp.int32)
-      >>> output = RejectionSampleOutput(jnp.array([[4, 2, -1]]), zero + 1, zero + 2, zero)
-      >>> parse_output(output)
-      [[4, 2]]
+    Example: see `parse_output`.
     """
 
     token_ids: jax.Array

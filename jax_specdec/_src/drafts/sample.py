@@ -39,10 +39,7 @@ class DraftSample(NamedTuple):
       threshold: ``[B]`` float32, for `DraftLogits`; None if `sampling` has no min-p, top-k or
         top-p.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> DraftSample(jnp.array([7])).threshold is None
-      True
+    Example: see `sample_draft_tokens`.
     """
 
     token_ids: jax.Array

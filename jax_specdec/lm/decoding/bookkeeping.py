@@ -38,10 +38,7 @@ class RequestUpdate:
         that failed. Such an update has no tokens. If it has no finish reason either, the request is
         read again and goes on.
 
-    Example:
-      >>> from jax_specdec import lm
-      >>> lm.RequestUpdate(0, [7], "stop").status.name
-      'OK'
+    Example: see `EngineDriver`.
     """
 
     request_id: int

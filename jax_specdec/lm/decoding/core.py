@@ -82,16 +82,7 @@ class DecodeState:
       draft_parents: ``[B, K]`` int32, as in `Proposal`, of `draft_token_ids`. Only between `draft`
         and `verify`, and None for chains.
 
-    Example:
-      >>> import jax_specdec as sd
-      >>> from jax_specdec import lm
-      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
-      >>> engine = lm.Engine(
-      ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
-      ...     num_slots=4, max_length=64)
-      >>> state = engine.init_state()
-      >>> state.draft_token_ids.shape, state.store
-      ((4, 2), None)
+    Example: see `Engine`.
     """
 
     batch: Batch

@@ -68,22 +68,7 @@ class NewRequests:
       next_token_ids: ``[R]`` int32, the token that follows `prompts`; any id where none does. None
         where the prompts are whole.
 
-    Example:
-      >>> import jax, numpy as np
-      >>> import jax_specdec as sd
-      >>> from jax_specdec import lm
-      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
-      >>> engine = lm.Engine(
-      ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
-      ...     num_slots=2, max_length=32)
-      >>> prompts = [lm.encode_bytes("import "), lm.encode_bytes("def ")]
-      >>> requests = lm.NewRequests(
-      ...     slots=np.array([1, 0]), prompts=np.stack([engine.pad_prompt(p) for p in prompts]),
-      ...     lengths=np.array([7, 4]), keys=np.array([0, 1], np.uint32),
-      ...     options=engine.options_of([lm.RequestOptions(max_new_tokens=8)] * 2, [7, 4]))
-      >>> state = jax.jit(engine.admit)(params, None, engine.init_state(), requests)
-      >>> state.batch.lengths.tolist()
-      [4, 7]
+    Example: see `Engine`.
     """
 
     slots: jax.Array

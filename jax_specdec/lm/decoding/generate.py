@@ -37,12 +37,7 @@ class GenerateOutput:
       status: B values of `Status`; not OK for a request that ended because it could not be
         verified.
 
-    Example:
-      >>> from jax_specdec import lm
-      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
-      >>> output = lm.generate_plain(model, params, [lm.encode_bytes("import ")], max_new_tokens=4)
-      >>> output.status
-      [<Status.OK: 0>]
+    Example: see `generate`.
     """
 
     completions: list[list[int]]
@@ -135,16 +130,7 @@ def generate_stream(
     Yields:
       One `StepRecord` of NumPy arrays ``[B, ...]`` for each step.
 
-    Example:
-      >>> import jax_specdec as sd
-      >>> from jax_specdec import lm
-      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
-      >>> steps = lm.generate_stream(
-      ...     model, params, [lm.encode_bytes("import os, import ")],
-      ...     drafter=lm.NGramDrafter(), config=sd.SpecDecodeConfig(num_speculative_tokens=2),
-      ...     max_new_tokens=4)
-      >>> sum(int(step.num_kept[0]) for step in steps)
-      4
+    Example: see `TextStream`.
     """
     inputs.check_drafter(drafter, config)
     return _prepare(
@@ -172,12 +158,7 @@ def generate_plain(
     Returns:
       `GenerateOutput`; its steps propose nothing and emit one token each.
 
-    Example:
-      >>> from jax_specdec import lm
-      >>> _, (model, params) = lm.load_embedded_pair()  # the smaller one
-      >>> output = lm.generate_plain(model, params, [lm.encode_bytes("import ")], max_new_tokens=4)
-      >>> len(output.completions[0])
-      4
+    Example: see `greedy_differences`.
     """
     config = PLAIN if config is None else config
     check_type("config", config, SpecDecodeConfig)

@@ -69,16 +69,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
       ValueError: `num_candidates` is below 1 or more than the ids of the head; `tree_depth` is
         negative or more than the drafts of a block.
 
-    Example:
-      >>> import jax
-      >>> from jax_specdec import lm
-      >>> target, _ = lm.load_embedded_pair()
-      >>> head = lm.BlockHead(lm.BlockHeadConfig(
-      ...     layer=target.model.config, draft_vocab_size=256, feature_layers=(2, 4, 5),
-      ...     target_hidden_size=256, block_size=8, mask_token_id=255))
-      >>> drafter = lm.BlockDrafter(head)  # for `generate`, with the head's draft_params
-      >>> drafter.feature_layers, drafter.head.config.max_drafts
-      ((2, 4, 5), 7)
+    Example: see `load_block_head`.
 
     References:
       DFlash, 2026, https://arxiv.org/abs/2602.06036

@@ -144,16 +144,10 @@ class FirstOf:
       ValueError: one of them proposes trees.
 
     Example:
-      >>> import jax_specdec as sd
       >>> from jax_specdec import lm
-      >>> (target, params), (draft, draft_params) = lm.load_embedded_pair()
-      >>> output = lm.generate(
-      ...     target, params, [lm.encode_bytes("def quicksort(items):")],
-      ...     drafter=lm.FirstOf(lm.SuffixDrafter(), lm.ModelDrafter(draft)),
-      ...     draft_params=(None, draft_params),
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=4), max_new_tokens=60)
-      >>> len(output.completions[0])
-      60
+      >>> _, (draft, draft_params) = lm.load_embedded_pair()
+      >>> drafter = lm.FirstOf(lm.SuffixDrafter(), lm.ModelDrafter(draft))
+      >>> draft_params = (None, draft_params)  # for `generate`, beside the drafter
     """
 
     lookup: SuffixDrafter

@@ -47,16 +47,7 @@ class DraftContext:
         1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
         After a `prefill` there is one row, of those that it got (none for a prompt of one token).
 
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> from jax_specdec import lm
-      >>> context = lm.DraftContext(
-      ...     token_ids=jnp.array([[5, 6, 0, 0]]), lengths=jnp.array([2]),
-      ...     sampling=sd.SamplingParams(jnp.zeros(1)), keys=jax.random.split(jax.random.key(0), 1),
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2))
-      >>> context.append(jnp.array([7])).token_ids.tolist()
-      [[5, 6, 7, 0]]
+    Example: see `NGramDrafter`.
     """
 
     token_ids: jax.Array

@@ -74,10 +74,7 @@ class ModelDrafter:
       ValueError: `ids` are not ``[Vd]``, or one is negative or listed twice; `num_candidates` is
         below 1.
 
-    Example:
-      >>> from jax_specdec import lm
-      >>> _, (draft, draft_params) = lm.load_embedded_pair()
-      >>> drafter = lm.ModelDrafter(draft)
+    Example: see `generate`.
     """
 
     model: CausalModel

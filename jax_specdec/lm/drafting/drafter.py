@@ -23,10 +23,7 @@ class Proposal(NamedTuple):
       parents: ``[B, K]`` int32, the node that each draft follows, as in `Drafts`; None for chains.
         The best nodes come first: the first n of them are the best tree of n drafts.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> Proposal(jnp.array([[7, -1]])).token_ids.shape
-      (1, 2)
+    Example: see `Drafter`.
     """
 
     token_ids: jax.Array

@@ -80,16 +80,7 @@ class BlockHeadConfig(HeadConfig):
     Raises:
       ValueError: a field is out of range, or fields contradict one another.
 
-    Example:
-      >>> from jax_specdec.lm.models import LlamaConfig
-      >>> layer = LlamaConfig(
-      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True)
-      >>> config = BlockHeadConfig(
-      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4), target_hidden_size=32,
-      ...     block_size=8, mask_token_id=255)
-      >>> config.max_drafts
-      7
+    Example: see `BlockHead`.
     """
 
     block_size: int
@@ -179,10 +170,7 @@ class BlockOutput(NamedTuple):
       states: ``[B, K, H]`` in the compute dtype, for `BlockHead.confidences`.
       cache: of the structure of the one passed in.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> BlockOutput(jnp.zeros((1, 7, 256)), jnp.zeros((1, 7, 32)), []).logits.shape
-      (1, 7, 256)
+    Example: see `BlockHead`.
     """
 
     logits: jax.Array

@@ -55,6 +55,7 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     lm.models.save_block_head(directory, head, params)
       ...     loaded = lm.load_block_head(directory, target)
+      >>> drafter = lm.BlockDrafter(loaded.model)  # for `generate`, with draft_params=loaded.params
       >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
       (True, True)
     """
@@ -88,12 +89,7 @@ def save_block_head(
       ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
         written then.
 
-    Example:
-      See `load_block_head`, which reads what this wrote.
-
-      >>> save_block_head("head", None, {})
-      Traceback (most recent call last):
-      TypeError: model must be a BlockHead, but it is None
+    Example: see `load_block_head`.
     """
     check_type("model", model, BlockHead)
     c = model.config

@@ -35,11 +35,7 @@ class LoadedModel(NamedTuple, Generic[Model]):
       model: the static model object, a `CausalModel` or an `Eagle3Head`.
       params: its weights.
 
-    Example:
-      >>> target, draft = load_embedded_pair()
-      >>> model, params = target
-      >>> model.vocab_size
-      256
+    Example: see `load_embedded_pair`.
     """
 
     model: Model
@@ -66,14 +62,11 @@ def load_checkpoint(
       FileNotFoundError, OSError, ValueError, TypeError: as for `load_huggingface`.
 
     Example:
-      >>> import jax, tempfile
-      >>> from jax_specdec.lm.models import LlamaConfig
-      >>> model = Llama(LlamaConfig(
-      ...     vocab_size=256, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
-      ...     num_attention_heads=2, num_key_value_heads=1, head_dim=4))
+      >>> import tempfile
+      >>> _, draft = load_embedded_pair()
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     save_checkpoint(directory, model, model.init_params(jax.random.key(0)))
-      ...     load_checkpoint(directory).model == model
+      ...     save_checkpoint(directory, *draft)
+      ...     load_checkpoint(directory).model == draft.model
       True
     """
     return _load(path_of(directory), dtype, None, allow_nonfinite)
@@ -176,7 +169,8 @@ def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel[Llama], Lo
 
     Example:
       >>> target, draft = load_embedded_pair()
-      >>> target.model.vocab_size, draft.model.vocab_size
+      >>> model, params = target
+      >>> model.vocab_size, draft.model.vocab_size
       (256, 256)
     """
     weights = importlib.resources.files("jax_specdec.lm") / "weights"
@@ -209,13 +203,7 @@ def save_checkpoint(
       ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
         written then.
 
-    Example:
-      >>> import os, tempfile
-      >>> _, draft = load_embedded_pair()
-      >>> with tempfile.TemporaryDirectory() as directory:
-      ...     save_checkpoint(directory, *draft, jnp.bfloat16)
-      ...     sorted(os.listdir(directory))
-      ['config.json', 'model.safetensors']
+    Example: see `load_checkpoint`.
     """
     directory = path_of(directory)
     check_type("model", model, Llama)

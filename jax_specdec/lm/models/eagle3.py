@@ -61,15 +61,7 @@ class Eagle3Config(HeadConfig):
     Raises:
       ValueError: a field is out of range, or fields contradict one another.
 
-    Example:
-      >>> from jax_specdec.lm.models import LlamaConfig
-      >>> layer = LlamaConfig(
-      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-      >>> config = Eagle3Config(
-      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32)
-      >>> config.num_features
-      96
+    Example: see `Eagle3Head`.
     """
 
     norm_before_fc: bool = False

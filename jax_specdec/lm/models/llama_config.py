@@ -34,12 +34,7 @@ class LlamaConfig:
       ValueError: a size is not a positive integer below 2**31, a number is not positive or not one
         that float32 holds, `rope_theta` is less than 1, or sizes do not fit together.
 
-    Example:
-      >>> config = LlamaConfig(
-      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-      >>> config.rope_theta
-      10000.0
+    Example: see `Llama`.
     """
 
     vocab_size: int

@@ -31,11 +31,7 @@ class TargetOutput(NamedTuple):
       cache: of the same structure, shapes and dtypes as the one passed in.
       features: ``[B, S, A H]``, for the A layers of `feature_layers`; None if there are none.
 
-    Example:
-      >>> import jax.numpy as jnp
-      >>> logits, cache, features = TargetOutput(jnp.zeros((1, 2, 8)), ())
-      >>> features is None
-      True
+    Example: see `Llama`.
     """
 
     logits: jax.Array

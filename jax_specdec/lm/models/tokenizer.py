@@ -42,12 +42,7 @@ class Tokenizer:
       stop_token_ids: ids that end a text, from the checkpoint's `generation_config.json` or else
         its `config.json`, and the `eos_token` of its `tokenizer_config.json`.
 
-    Example:
-      >>> import tokenizers
-      >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
-      >>> tokenizer = Tokenizer(Path("tokenizer.json"), words, stop_token_ids=())
-      >>> tokenizer.encode("yes"), tokenizer.decode([1, 0])
-      ([1], 'yes no')
+    Example: see `load_tokenizer`.
     """
 
     path: Path
@@ -103,8 +98,10 @@ class Tokenizer:
           ...     words.save(f"{directory}/tokenizer.json")
           ...     template = Path(directory) / "chat_template.jinja"
           ...     _ = template.write_text("<{{ messages[0].role }}> {{ messages[0].content }}")
-          ...     load_tokenizer(directory).encode_chat([{"role": "user", "content": "yes"}])
-          [0, 1]
+          ...     tokenizer = load_tokenizer(directory)
+          ...     messages = [{"role": "user", "content": "yes"}]
+          ...     tokenizer.chat_text(messages), tokenizer.encode_chat(messages)
+          ('<user> yes', [0, 1])
         """
         return self.encode(self.chat_text(messages), add_special_tokens=False)
 
@@ -117,15 +114,7 @@ class Tokenizer:
         Raises:
           ImportError, OSError, TypeError, ValueError: as `encode_chat` does.
 
-        Example:
-          >>> import tempfile, tokenizers
-          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"yes": 0}))
-          >>> with tempfile.TemporaryDirectory() as directory:
-          ...     words.save(f"{directory}/tokenizer.json")
-          ...     template = Path(directory) / "chat_template.jinja"
-          ...     _ = template.write_text("<{{ messages[0].role }}> {{ messages[0].content }}")
-          ...     load_tokenizer(directory).chat_text([{"role": "user", "content": "yes"}])
-          '<user> yes'
+        Example: see `encode_chat`.
         """
         return read_chat_template(self.path.parent).apply(messages)
 
@@ -149,11 +138,7 @@ class Tokenizer:
           TypeError: the id is not an integer.
           ValueError: it is outside [0, 2**31), or the tokenizer's decoder fails.
 
-        Example:
-          >>> import tokenizers
-          >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
-          >>> Tokenizer(Path("tokenizer.json"), words, stop_token_ids=()).token_bytes(1)
-          b' yes'
+        Example: see `load_tokenizer`.
         """
         if not self._has_text(token_id):
             return b""
@@ -415,8 +400,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       >>> words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"no": 0, "yes": 1}))
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     words.save(f"{directory}/tokenizer.json")
-      ...     load_tokenizer(directory).encode("yes")
-      [1]
+      ...     tokenizer = load_tokenizer(directory)
+      >>> tokenizer.encode("yes"), tokenizer.decode([1, 0]), tokenizer.token_bytes(1)
+      ([1], 'yes no', b' yes')
     """
     path = existing(path_of(directory) / TOKENIZER_FILE)
     with extra("lm"):
