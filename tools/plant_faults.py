@@ -1,4 +1,4 @@
-"""Plants faults one at a time and prints which test of the default suite catches each.
+"""Plants faults one at a time and prints which test, long ones included, catches each.
 
     python tools/plant_faults.py [NAME...]
 
@@ -558,6 +558,7 @@ def caught_by(name: str) -> str | None:
     """The first test that fails with the fault; None where none does."""
     files = [f"tests/{file}" for file in FAULTS[name].tests.split()]
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "plant_faults"]
+    options += ["-m", "not slow and not gpu and not aot"]
     paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *files],

@@ -48,10 +48,12 @@ LLAMA = lm.Engine(
 )
 EVERYTHING = dataclasses.replace(  # longer prompts are read in pieces
     TABLE,
-    prefill_sizes=(PIECE // 4, PIECE),
+    prefill_sizes=(PIECE,),
     request_options=True,
     logprobs=sd.LogprobsConfig(num_top=1, distribution="processed"),
 )
+# Many slots, for statistics, and fewer drafts where the load asks for it.
+BUDGETED = dataclasses.replace(TABLE, num_slots=64, draft_budget=(0, 1, 2))
 TABLES = jax.device_put((TARGET, DRAFT))
 NAMES = {TABLE: "table", JOINTLY: "block", LOOKUP: "lookup", LLAMA: "llama"}
 

@@ -19,8 +19,10 @@ from . import engines, test_block, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 from .engines import TARGET, VOCAB
 
-BUDGET, SLOTS = (0, 1, 2), 64
-TABLE = dataclasses.replace(engines.TABLE, draft_budget=BUDGET, num_slots=SLOTS)
+pytestmark = pytest.mark.xdist_group("engines")
+
+TABLE = engines.BUDGETED
+BUDGET, SLOTS = TABLE.draft_budget, TABLE.num_slots
 
 
 class Cycling(lm.DraftChoice):
@@ -102,7 +104,7 @@ def test_text_under_load_is_distributed_as_the_targets(drafter):
             assert_distributed(counts, probabilities, what)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_synthetic_rates_hold_for_sampled_drafts_and_for_fewer():
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=2,
@@ -141,7 +143,6 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
 @pytest.mark.parametrize(
     ("engine", "weights_of", "has_holes"),
     [
-        (LLAMA, engines.weights_of, False),
         pytest.param(
             dataclasses.replace(LLAMA, drafter=Forgetful(engines.llama(8))),
             engines.weights_of,
@@ -154,7 +155,12 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             False,
             marks=pytest.mark.long,
         ),
-        (dataclasses.replace(test_block.ENGINE, **SIZES), test_block.weights_of, False),
+        pytest.param(
+            dataclasses.replace(test_block.ENGINE, **SIZES),
+            test_block.weights_of,
+            False,
+            marks=pytest.mark.long,
+        ),
         pytest.param(  # the head drafts where its drafts are not taken, too
             dataclasses.replace(
                 LLAMA,
@@ -167,7 +173,7 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             marks=pytest.mark.long,
         ),
     ],
-    ids=["model", "control", "eagle3", "block", "lookup beside a model"],
+    ids=["control", "eagle3", "block", "lookup beside a model"],
 )
 def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weights_of, has_holes):
     """The drafter's logits are those of one that has read the same tokens at once."""

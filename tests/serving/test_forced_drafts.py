@@ -356,18 +356,12 @@ def nothing_forced() -> Iterator[None]:
 AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
 AGREEING = dataclasses.replace(engines.EVERYTHING, config=AGREEMENT)
 """Under it, sampled text does not depend on drafts either."""
-ENGINES = {
-    "model": engines.TABLE,
-    "lookup": engines.LOOKUP,
-    "block": engines.JOINTLY,
-    "llama": engines.LLAMA,
-    "everything": engines.EVERYTHING,
-    "agreement": AGREEING,
-}
+ENGINES = {"model": engines.TABLE, "lookup": engines.LOOKUP, "agreement": AGREEING}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[pytest.mark.newest] * (x != "model")) for x in ENGINES]
+    "name",
+    ["model", *(pytest.param(name, marks=pytest.mark.long) for name in ("lookup", "agreement"))],
 )
 def test_texts_and_logprobs_are_those_without_forced_drafts_in_fewer_steps(name: str) -> None:
     engine, found, passes = ENGINES[name], [], []
@@ -406,16 +400,13 @@ def test_texts_and_logprobs_are_those_without_forced_drafts_in_fewer_steps(name:
             np.testing.assert_allclose(*chosen, atol=1e-5)
 
 
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "where q is 0"])
-def test_forced_drafts_come_in_the_first_step_and_keep_to_limits(sampled: bool) -> None:
-    driver = engines.driver_of(engines.EVERYTHING if sampled else engines.TABLE)
+def test_forced_drafts_come_in_the_first_step_and_keep_to_limits() -> None:
+    driver = engines.driver_of(engines.TABLE)
 
     def allowed(text: tuple[int, ...]) -> tuple[int, ...]:
         return ((len(text) + 1) % VOCAB,)
 
     asked: dict[str, Any] = dict(prompt=[1], max_new_tokens=9)
-    if sampled:
-        asked |= dict(temperature=0.8, top_k=1)
     for most, sizes in ((None, [3, 3, 3]), (1, [2, 2, 2, 2, 1]), (0, [1] * 9)):
         i = driver.submit(**asked, max_drafts=most, matcher=Follows(allowed))
         one = engines.run(driver)[i]
@@ -423,11 +414,9 @@ def test_forced_drafts_come_in_the_first_step_and_keep_to_limits(sampled: bool) 
         assert [len(update.token_ids) for update in one.updates] == sizes
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("name", ["model", "block", "lookup"])
-def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar(name: str) -> None:
-    engine = dataclasses.replace(ENGINES[name], num_slots=64)
-    driver, prompt = engines.driver_of(engine), [1, 4, 0]
+@pytest.mark.long
+def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar() -> None:
+    driver, prompt = engines.driver_of(engines.BUDGETED), [1, 4, 0]
     for _ in range(5000):
         driver.submit(prompt, max_new_tokens=6, temperature=1.0, matcher=Follows(by_step))
     tokens = np.array([one.token_ids for one in engines.run(driver).values()])
@@ -454,7 +443,7 @@ def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar
 
 
 def test_the_estimator_learns_nothing_of_forced_drafts() -> None:
-    driver = engines.driver_of(dataclasses.replace(engines.TABLE, draft_budget=(1, 2)))
+    driver = engines.driver_of(engines.BUDGETED)
     before = driver.state.estimator.visited.tolist()
     driver.submit([1], max_new_tokens=9, matcher=Follows(lambda text: (2,)))
     engines.run(driver)

@@ -21,13 +21,7 @@ pytestmark = pytest.mark.xdist_group("engines")
 
 BY_LENGTH = ((12, 1), (20, 0))
 SHORTER = dataclasses.replace(engines.TABLE, max_drafts_by_length=BY_LENGTH)
-BUDGET = dataclasses.replace(SHORTER, draft_budget=(1, 2), num_slots=8)
-ENGINES = {
-    "lengths": SHORTER,
-    "lookup": dataclasses.replace(engines.LOOKUP, max_drafts_by_length=BY_LENGTH),
-    "block": dataclasses.replace(engines.JOINTLY, max_drafts_by_length=BY_LENGTH),
-    "a budget": BUDGET,
-}
+BUDGET = dataclasses.replace(SHORTER, draft_budget=(1, 2))
 
 
 def allowed(max_drafts: int | None, length: int) -> int:
@@ -36,11 +30,11 @@ def allowed(max_drafts: int | None, length: int) -> int:
     return min(own, K if length < 12 else 1 if length < 20 else 0)
 
 
-@pytest.mark.parametrize("max_steps_ahead", [0, 2])
 @pytest.mark.parametrize(
-    "engine", [pytest.param(x, marks=[pytest.mark.newest] * (x is not SHORTER), id=name)
-               for name, x in ENGINES.items()]
-)  # fmt: skip
+    ("engine", "max_steps_ahead"),
+    [(SHORTER, 0), (SHORTER, 2), pytest.param(BUDGET, 0, marks=pytest.mark.long)],
+    ids=["at once", "ahead", "a budget"],
+)
 def test_no_request_has_more_drafts_than_it_may_and_greedy_text_stays(
     engine: lm.Engine, max_steps_ahead: int
 ) -> None:
@@ -85,14 +79,11 @@ def test_a_limit_is_the_same_on_the_host_and_on_the_device() -> None:
         assert [SHORTER.most_drafts(one, length) for one in options] == wanted
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_sampled_text_keeps_its_law_with_limits_and_a_budget() -> None:
-    """Limits that differ by request and length, beside numbers that the load decides."""
-    engine = dataclasses.replace(
-        engines.TABLE, max_drafts_by_length=((5, 1),), draft_budget=(0, 1, 2), num_slots=64
-    )
+    """Limits that differ by request, beside numbers that the load decides."""
     costs = lm.StepCosts(64, (0, 1, 2), (1.0, 1.1, 1.3))
-    driver = engines.driver_of(engine, step_costs=costs)
+    driver = engines.driver_of(engines.BUDGETED, step_costs=costs)
     prompt, count = [1, 4, 0], 4
     for i in range(6000):
         driver.submit(prompt, max_new_tokens=count, temperature=1.0, max_drafts=(None, 1, 2)[i % 3])
@@ -137,10 +128,9 @@ class Silent(lm.ModelDrafter):
         raise AssertionError("nobody wants drafts")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_generate_without_drafts_is_plain_decoding(temperature: float) -> None:
+def test_generate_without_drafts_is_plain_decoding() -> None:
     model, (params, draft_params) = tiny.Trigram(VOCAB), engines.TABLES
-    asked: dict[str, Any] = dict(max_new_tokens=9, temperature=temperature)
+    asked: dict[str, Any] = dict(max_new_tokens=9, temperature=1.0)
     given = model, params, [[1, 2], [3]]
     plain = lm.generate_plain(*given, **asked)
     drafting = dict(drafter=Silent(model), draft_params=draft_params, config=engines.CONFIG)
@@ -155,27 +145,26 @@ def test_generate_without_drafts_is_plain_decoding(temperature: float) -> None:
 def test_generate_keeps_to_the_limits_of_a_batch() -> None:
     model, (params, draft_params) = tiny.Trigram(VOCAB), engines.TABLES
     prompts, limits = [[1, 2], [3], [4, 4, 1], [0]], (None, 0, 1, 2)
-    for method in ("standard", "agreement"):
-        config = dataclasses.replace(engines.CONFIG, rejection_sample_method=method)
-        asked: dict[str, Any] = dict(max_new_tokens=12, temperature=float(method == "agreement"))
-        output = lm.generate(
-            model,
-            params,
-            prompts,
-            drafter=lm.ModelDrafter(model),
-            draft_params=draft_params,
-            config=config,
-            options=[lm.RequestOptions(max_drafts=one, **asked) for one in limits],
-        )
-        assert output.steps.num_proposed.max(axis=0).tolist() == [2, 0, 1, 2]
-        plain = lm.generate_plain(model, params, prompts, config=config, **asked)
-        assert output.completions == plain.completions
+    config = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
+    asked: dict[str, Any] = dict(max_new_tokens=12, temperature=1.0)
+    output = lm.generate(
+        model,
+        params,
+        prompts,
+        drafter=lm.ModelDrafter(model),
+        draft_params=draft_params,
+        config=config,
+        options=[lm.RequestOptions(max_drafts=one, **asked) for one in limits],
+    )
+    assert output.steps.num_proposed.max(axis=0).tolist() == [2, 0, 1, 2]
+    plain = lm.generate_plain(model, params, prompts, config=config, **asked)
+    assert output.completions == plain.completions
 
 
 @pytest.mark.newest
 def test_no_value_is_compiled_for_after_warm_up() -> None:
     driver = engines.driver_of(SHORTER, max_steps_ahead=1)
-    driver.warm_up(grammars=True)
+    driver.warm_up()
     with engines.compilations() as names:
         for i in range(12):
             driver.submit([1 + i % 3, 2], max_new_tokens=9 + i, max_drafts=(None, 0, 1, 2)[i % 4])
@@ -217,7 +206,7 @@ def test_no_trial_and_no_unmeasured_step_has_more_drafts_than_anybody_may_have()
 
 
 def test_the_estimator_learns_nothing_of_drafts_that_a_request_may_not_have() -> None:
-    driver = engines.driver_of(dataclasses.replace(BUDGET, max_drafts_by_length=()))
+    driver = engines.driver_of(engines.BUDGETED)
     driver.draft_choice.next = lambda: K  # as wide as for requests that may have more
     for _ in range(8):
         driver.submit([1, 2], max_new_tokens=30, max_drafts=1)
