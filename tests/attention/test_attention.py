@@ -38,7 +38,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "one row at the end of its cache": (1, 1, 1, 8, 64, 64, (63,), None, "chain", None),
 }
 INTERPRETED = [
-    pytest.param(name, marks=() if i in (1, 2, 3, 6, 7) else pytest.mark.long)
+    pytest.param(
+        name, marks=() if i == 1 else pytest.mark.long if i in (2, 3, 6, 7) else pytest.mark.slow
+    )
     for i, name in enumerate(CASES)
 ]
 ON_GPU: dict[str, tuple[Any, ...]] = CASES | {

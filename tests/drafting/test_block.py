@@ -62,6 +62,7 @@ def one_pass(text: np.ndarray, length: int, drafts: np.ndarray) -> np.ndarray:
     return logits[:K] + biases
 
 
+@pytest.mark.long
 def test_drafts_are_those_of_one_pass_over_the_text() -> None:
     loops.check(LOOP, one_pass, IDS, plain_step=4)
 

@@ -15,7 +15,7 @@ from serving import test_options, tiny
 import jax_specdec as sd
 from jax_specdec import lm
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 BATCH, SLOTS, K, VOCAB, C = 4, 5, 3, 60, 6
 MAP = jax.device_put(np.array([50, 3, 17, 41, 8, 29], np.int32))

@@ -191,6 +191,7 @@ def test_drafts_have_the_distribution_of_the_stored_logits(dtype):
         assert_distributed(counts, expected, f"temperature {t}")
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_drafts_have_the_distribution_of_the_stored_logits_across_tiles():
     vocab_size, batch = 4099, 3000  # a prime, in three tiles of 2048
@@ -263,6 +264,7 @@ def test_by_agreement_the_target_as_drafter_is_always_right():
     assert (accepted(others) == 1).all()
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_shared_noise_agrees_as_often_as_one_race():
     """One race of p and of q has the winner i in both with 1 / sum_j max(p_j / p_i, q_j / q_i)."""
@@ -306,6 +308,7 @@ def test_shared_noise_agrees_as_often_as_one_race():
     assert alone.pvalue < CONTROL
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize("rule", ["standard", "agreement"])
 def test_split_logits_give_the_tokens_of_whole_ones(rule):

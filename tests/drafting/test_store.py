@@ -409,6 +409,7 @@ def filled(logits: np.ndarray, position: int, rounded: bool = True) -> Any:
     return write(store, i32(0), stored, *numbers, places, ones), ids
 
 
+@pytest.mark.long
 def test_a_draft_beside_an_old_row_is_lossless():
     old, _ = filled(np.array([3.0, 0.0, 0.0, -1.0, 0.0, 2.0]), position=2)
     _, ids = filled(np.array([0.0, 2.0, 0.0, 1.0, 0.0, 0.0]), position=3)

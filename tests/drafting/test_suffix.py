@@ -234,6 +234,7 @@ def history_of(drafter: lm.SuffixDrafter, texts: Sequence[Sequence[int]]) -> Any
 WITH_HISTORY = lm.SuffixDrafter(max_match=8, history=HISTORY, **EXACT)
 
 
+@pytest.mark.long
 @hypothesis.given(own=texts(1), others=st.integers(0, 5).flatmap(lambda n: texts(n, 2 * HISTORY)))
 def test_a_history_holds_the_newest_texts_and_no_match_goes_over_their_ends(own, others) -> None:
     """The ring wraps around again and again; the oracle has a list of tokens."""
@@ -253,6 +254,7 @@ def test_of_equal_scores_the_texts_own_draft_is_taken() -> None:
     assert drafts_of(WITH_HISTORY, [[1, 2]], params) == [([7, 7], [0.5, 0.5])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wraps", [False, True])
 def test_nothing_is_copied_over_the_seam_nor_over_the_end_of_a_text(wraps: bool) -> None:
     # The ring is 1 2 3 | 4 5 6 | ...: after 1 2 comes 3, and not what the next text begins with.

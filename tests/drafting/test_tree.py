@@ -21,7 +21,7 @@ from jax_specdec import lm
 
 from . import test_block
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 Path = tuple[int, ...]
 """Ranks of the tokens on the path to a node."""

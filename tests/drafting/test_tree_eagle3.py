@@ -19,7 +19,7 @@ from jax_specdec import lm
 from .loops import LONGEST, PARAMS, TARGET, VOCAB
 from .test_eagle3 import HEAD, HEAD_PARAMS, IDS, LAYERS
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 DEPTH, NODES, BATCH = 4, 20, 4
 WIDTH = 8  # nodes of a level that are run

@@ -18,7 +18,7 @@ from jax_specdec import lm
 
 from .test_suffix import EXACT, HISTORY, SIZE, context, history_of, places, texts
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 NODES = 6
 LONG = lm.SuffixDrafter(max_match=12, spec_factor=2.5, tree_depth=5, **EXACT)

@@ -18,6 +18,8 @@ from verify.cases import random_request
 
 import jax_specdec as sd
 
+pytestmark = pytest.mark.long
+
 LAYOUT = Layout(
     vocab=1024,
     vocab_size=1000,
@@ -156,7 +158,7 @@ def simple(form: str | None, rule: str) -> Any:
         (None, "standard"),
         pytest.param(None, "block", marks=pytest.mark.slow),
         pytest.param(None, "synthetic", marks=pytest.mark.slow),
-        pytest.param("cuda", "standard", marks=pytest.mark.long),
+        pytest.param("cuda", "standard", marks=pytest.mark.slow),
         pytest.param("cuda", "block", marks=pytest.mark.slow),
     ],
 )

@@ -90,7 +90,8 @@ GRID = [
 OTHERS = [*(GRID[i] for i in (1, 3, 4, 5, 7, 10, 11, 13, 14, 15, 16))]  # slow
 DEFAULT = [
     *(GRID[0], GRID[2], GRID[6], GRID[8]),  # one of each kind, on every JAX
-    *(pytest.param(GRID[i], marks=pytest.mark.newest) for i in (9, 12, 17)),
+    pytest.param(GRID[9], marks=pytest.mark.newest),
+    *(pytest.param(GRID[i], marks=[pytest.mark.newest, pytest.mark.long]) for i in (12, 17)),
 ]
 BLOCK = [
     Layout(vocab=97, **BIG, block=True, has_bonus=True, has_active=True),
@@ -170,7 +171,7 @@ class OracleSuite:
 
     @pytest.mark.newest
     @pytest.mark.parametrize(
-        "layout", [*BLOCK[:3:2], pytest.param(BLOCK[4], marks=pytest.mark.long)], ids=str
+        "layout", [*BLOCK[:3:2], pytest.param(BLOCK[4], marks=pytest.mark.slow)], ids=str
     )
     def test_gives_the_tokens_of_the_oracle_under_the_block_rule(self, layout):
         self.agree(layout)

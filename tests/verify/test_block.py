@@ -17,7 +17,7 @@ from .batch import ALMOST_ONE, XLA, Layout, pack, verify
 from .between import request
 from .cases import random_request
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 V, K = 3, 3
 NUM_MODELS = 12

@@ -23,6 +23,8 @@ from .test_memory import VOCAB, shape, temporary_rows
 from .test_sharded import EVEN, even_batch, over
 from .test_xla_all_at_once import all_at_once
 
+pytestmark = pytest.mark.long
+
 BIG: Any = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
 STORED: Any = dict(store_rows=40, has_valid=True, has_active=True)
 EVERYTHING: Any = dict(has_filters=True, has_bitmask=True, has_threshold=True)
@@ -39,7 +41,6 @@ GRID = [
 ]
 RACE = Layout(vocab=2049, **BIG, race=True, kind="logits", vocab_size=2000)
 LENGTHS = {"map": 0.7, "candidates": 0.01}
-long = pytest.mark.long
 on_grid = pytest.mark.parametrize(("ids", "layout"), GRID, ids=str)
 
 
@@ -71,7 +72,7 @@ def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) ->
     [
         *(GRID[1], GRID[5]),
         pytest.param(*GRID[6], marks=pytest.mark.newest),
-        *(pytest.param(*case, marks=long) for case in (*GRID[2:5], GRID[7])),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (*GRID[2:5], GRID[7])),
     ],
     ids=str,
 )
@@ -90,8 +91,8 @@ def test_a_race_gives_the_tokens_of_the_oracle(ids):
     ("ids", "layout"),
     [
         GRID[0],
-        *(pytest.param(*case, marks=long) for case in GRID[1:3]),
-        pytest.param(*GRID[6], marks=long),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID[1:3]),
+        pytest.param(*GRID[6], marks=pytest.mark.slow),
         pytest.param(*GRID[4], marks=pytest.mark.slow),
     ],
     ids=str,
@@ -134,7 +135,7 @@ def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout, verifier):
     [
         ("candidates", Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
         *(
-            pytest.param(ids, Layout(**size, **BIG, **rest), marks=long)
+            pytest.param(ids, Layout(**size, **BIG, **rest), marks=pytest.mark.slow)
             for ids, size, rest in (
                 (
                     "candidates",
@@ -152,7 +153,7 @@ def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(ids, layout):
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("ids", ["candidates", pytest.param("map", marks=long)])
+@pytest.mark.parametrize("ids", ["candidates", pytest.param("map", marks=pytest.mark.slow)])
 def test_requests_split_over_an_axis_give_the_oracles_tokens(ids):
     layout = Layout(vocab=5000, **EVEN, kind="logits", has_valid=True)
     agree((with_ids(even_batch(layout, seed), ids, 50, seed)[0] for seed in range(8)), over(2, 4))
@@ -214,7 +215,7 @@ def masses(logits: Any, distribution: Any, weight: Any) -> tuple[jax.Array, jax.
     [
         (8, 1.0),
         (V, 0.0),
-        *(pytest.param(*case, marks=long) for case in ((500, 0.0), (V - 50, 0.01))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((500, 0.0), (V - 50, 0.01))),
     ],
 )
 def test_what_candidates_leave_of_tiles_is_right_to_22_bits(length, noise):
@@ -232,7 +233,7 @@ def test_what_candidates_leave_of_tiles_is_right_to_22_bits(length, noise):
 @pytest.mark.newest
 @pytest.mark.parametrize(
     "verifier",
-    [pytest.param(XLA, marks=long), all_at_once],
+    [pytest.param(XLA, marks=pytest.mark.slow), all_at_once],
     ids=["one by one", "all at once"],
 )
 def test_a_tile_with_mass_by_rounding_alone_is_passed_over(verifier):
@@ -273,8 +274,8 @@ def test_a_tile_with_mass_by_rounding_alone_is_passed_over(verifier):
     ("ids", "length", "form", "method"),
     [
         ("map", 32000, "cpu", "standard"),
-        pytest.param("map", 32000, "cuda", "block", marks=long),
-        pytest.param("candidates", 32, "cpu", "block", marks=long),
+        pytest.param("map", 32000, "cuda", "block", marks=pytest.mark.slow),
+        pytest.param("candidates", 32, "cpu", "block", marks=pytest.mark.slow),
         ("candidates", 32, "cuda", "standard"),
     ],
 )

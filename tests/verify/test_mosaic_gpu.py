@@ -153,7 +153,7 @@ TILES = dataclasses.replace(LAYOUTS[5], vocab=12416)  # six whole tiles and 128 
 
 @pytest.mark.parametrize(
     "layout",
-    [*newest(SYNTHETIC), *long(TILES), *slow(*LAYOUTS[:6])],
+    [*newest(SYNTHETIC), *slow(TILES, *LAYOUTS[:6])],
     ids=str,
 )
 def test_gives_the_tokens_of_the_oracle(layout):
@@ -185,6 +185,7 @@ def test_gives_the_tokens_of_the_oracle_for_more_requests(layout):
     agrees(layout, alone)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("layout", "draft_vocab", "tiles_at_once"),
@@ -206,10 +207,11 @@ def test_gives_the_tokens_of_the_oracle_over_many_tiles(layout, draft_vocab, til
     agrees(dataclasses.replace(layout, vocab=12416, draft_vocab=draft_vocab), verifier)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize(
     "verifier",
-    [pytest.param(alone, marks=pytest.mark.long), four_tiles],
+    [pytest.param(alone, marks=pytest.mark.slow), four_tiles],
     ids=["one tile", "four tiles"],
 )
 def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from(verifier):
@@ -232,12 +234,14 @@ def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from(verifie
     assert found == set(range(-(-layout.vocab // TILE)))
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_cold_requests_get_the_tokens_of_the_oracle():
     """As in `test_normalizers`: logits far from 0, over very low temperatures."""
     agree((cold_batch(TILES, seed) for seed in range(3)), four_tiles)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize("impl", ["rbg", pytest.param("threefry2x32", marks=pytest.mark.slow)])
 def test_noise_from_keys_is_what_draw_noise_gives(impl):
@@ -358,14 +362,16 @@ def emitted_at_edges():
     return {name: list(itertools.islice(emitted, len(cases))) for name, cases in EDGES.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EDGES)
 def test_edges_come_out_as_by_hand(name):
     for emitted, (_, possible) in zip(emitted_at_edges()[name], EDGES[name], strict=True):
         assert emitted in possible
 
 
+@pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize("groups", [1, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("groups", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_request_sees_all_before_it_whose_rows_it_would_share(groups):
     index = np.arange(SMALL.num_requests + 1)
     # Some begin too early.
@@ -379,6 +385,7 @@ def test_a_request_sees_all_before_it_whose_rows_it_would_share(groups):
         np.testing.assert_array_equal(np.flatnonzero(output.status == sd.Status.BAD_INPUT), bad)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_an_empty_residual_samples_the_target():
     target = logits([[5], [5], [1]], vocab=SYNTHETIC.vocab)
@@ -425,9 +432,10 @@ EVERY_DTYPE = [
 @pytest.mark.parametrize(
     "layout",
     [
-        *(LAYOUTS[4], BLOCK[0], BLOCK[2], FILTERED[3]),
-        *long(LAYOUTS[1], LAYOUTS[3], *LAYOUTS[5:]),
-        *slow(LAYOUTS[0], LAYOUTS[2], BLOCK[1], BLOCK[3], *FILTERED[:3], *EVERY_DTYPE),
+        LAYOUTS[4],
+        *long(BLOCK[2], FILTERED[3]),
+        *slow(*LAYOUTS[:4], *LAYOUTS[5:], BLOCK[0], BLOCK[1], BLOCK[3]),
+        *slow(*FILTERED[:3], *EVERY_DTYPE),
     ],
     ids=str,
 )
@@ -435,7 +443,7 @@ def test_lowers_for_cuda_to_one_kernel(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[5], *long(FILTERED[2])], ids=str)
+@pytest.mark.parametrize("layout", [*long(LAYOUTS[5]), *slow(FILTERED[2])], ids=str)
 def test_lowers_for_cuda_in_64_bit_mode(layout):
     with jax.enable_x64(True):
         assert lowered(layout).count("@mosaic_gpu") == 1

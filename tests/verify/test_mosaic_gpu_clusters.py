@@ -27,7 +27,7 @@ from .test_mosaic_gpu import (
     logits,
 )
 
-pytestmark = pytest.mark.newest  # older versions do not interpret clusters
+pytestmark = [pytest.mark.newest, pytest.mark.long]  # older versions do not interpret clusters
 TWO, FOUR = KernelConfig(max_cluster=2), KernelConfig(max_cluster=4)
 
 
@@ -35,7 +35,7 @@ TWO, FOUR = KernelConfig(max_cluster=2), KernelConfig(max_cluster=4)
     ("config", "layout"),
     [
         (TWO, dataclasses.replace(BLOCK[3], num_requests=2, num_drafts=7)),
-        pytest.param(FOUR, few(TILES), marks=pytest.mark.long),
+        pytest.param(FOUR, few(TILES), marks=pytest.mark.slow),
         *(
             pytest.param(config, layout, marks=pytest.mark.slow)
             for config in (TWO, FOUR)

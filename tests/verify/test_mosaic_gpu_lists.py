@@ -34,7 +34,7 @@ from .test_mosaic_gpu import (
     two_rows,
 )
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 STORED: Any = dict(dtype="bfloat16", store_rows=50, has_valid=True)
 PROBS = few(Layout(vocab=4224, **BIG, **STORED, kind="probs"))
 UNALIGNED = few(Layout(vocab=4203, **BIG, kind="logits", vocab_size=4100, has_bonus=True))
@@ -92,8 +92,8 @@ SLOW: list[tuple[str, int, Layout]] = [
     ("ids", "length", "layout", "scatters"),
     [
         (*FAST[1], False),
-        pytest.param(*FAST[0], False, marks=pytest.mark.long),
-        pytest.param(*FAST[2], True, marks=pytest.mark.long),
+        pytest.param(*FAST[0], False, marks=pytest.mark.slow),
+        pytest.param(*FAST[2], True, marks=pytest.mark.slow),
         *(pytest.param(*case, True, marks=pytest.mark.slow) for case in SLOW),
     ],
     ids=str,
@@ -201,15 +201,15 @@ def test_no_thread_reads_an_entry_that_another_hides():
     ("ids", "length", "layout"),
     [
         ("map", 3000, UNALIGNED),
-        pytest.param("candidates", 128, FILTERED[2], marks=pytest.mark.long),
-        pytest.param("map", 3000, BLOCK[3], marks=pytest.mark.long),
+        pytest.param("candidates", 128, FILTERED[2], marks=pytest.mark.slow),
+        pytest.param("map", 3000, BLOCK[3], marks=pytest.mark.slow),
         pytest.param("candidates", 128, BLOCK[3], marks=pytest.mark.slow),
         pytest.param("map", 3000, FILTERED[2], marks=pytest.mark.slow),
         pytest.param("candidates", 128, UNALIGNED, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("bits64", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("bits64", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_lowers_for_cuda_to_one_kernel(ids, length, layout, bits64):
     listed, _ = with_ids(random_batch(layout, 0, broken=0), ids, length)
     with jax.enable_x64(bits64):

@@ -19,7 +19,7 @@ import jax_specdec as sd
 from .batch import packed
 from .test_statistics import p_value
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 V, LENGTH = 7, 3  # the third token is a bonus token at times
 GROUPS: list[dict[str, Any]] = [

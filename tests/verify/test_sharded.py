@@ -41,6 +41,7 @@ def over(vocab: int, batch: int | None = None):
 
 
 newest, slow = pytest.mark.newest, pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CUT = Layout(vocab=4104, vocab_size=4099, **BIG, kind="probs", has_bonus=True)
 FILTERED = Layout(
@@ -75,9 +76,7 @@ FILTERED = Layout(
                 (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True)),
             ]
         ],
-        pytest.param(
-            8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16"), marks=pytest.mark.long
-        ),
+        pytest.param(8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16"), marks=slow),
         *[
             pytest.param(parts, layout, marks=slow)
             for parts, layout in [
@@ -193,7 +192,7 @@ def even_batch(layout: Layout, seed: int) -> Batch:
         pytest.param(
             Layout(vocab=97, **EVEN, kind="normalized", store_rows=64, has_bonus=True),
             None,
-            marks=pytest.mark.long,
+            marks=slow,
         ),
     ],
     ids=["both axes", "requests alone"],
@@ -254,7 +253,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
     ("draft_vocab", "draft_spec", "check_vma", "agreement"),
     [
         (None, P(None, "v"), True, False),
-        pytest.param(None, P(None, "v"), True, True, marks=pytest.mark.long),
+        pytest.param(None, P(None, "v"), True, True, marks=slow),
         pytest.param(None, P(None, "v"), False, False, marks=slow),
         pytest.param(9, P(), True, False, marks=newest),  # narrower than a part, and whole
         pytest.param(60, P(), False, False, marks=slow),
@@ -273,9 +272,7 @@ def test_a_call_inside_shard_map_gives_the_oracles_tokens(
 @pytest.mark.parametrize(
     ("vocab", "axis_type", "under_jit"),  # of which `vocab` has it traced each time
     [
-        pytest.param(
-            96, AxisType.Auto, False, marks=pytest.mark.long, id="top level, automatic axes"
-        ),
+        pytest.param(96, AxisType.Auto, False, marks=slow, id="top level, automatic axes"),
         pytest.param(104, AxisType.Explicit, True, marks=newest, id="jit, explicit axes"),
         pytest.param(112, AxisType.Explicit, False, marks=slow, id="top level, explicit axes"),
         pytest.param(120, AxisType.Auto, True, marks=slow, id="jit, automatic axes"),
@@ -312,9 +309,7 @@ def test_arrays_that_are_split_are_verified_where_they_are(
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
-        pytest.param(
-            P("b", None), {}, marks=pytest.mark.long, id="three requests over two devices"
-        ),
+        pytest.param(P("b", None), {}, marks=slow, id="three requests over two devices"),
         pytest.param(P(("b", "v"), None), {}, marks=slow, id="two axes"),
         pytest.param(P(None, "v"), {"sharding": sd.VerifySharding()}, marks=slow, id="not wanted"),
     ],

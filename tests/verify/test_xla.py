@@ -10,13 +10,14 @@ class TestOracle(suite.RaceSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize(
     "layout",
     [
         processed.PROCESSED[3],
-        pytest.param(suite.BLOCK[1], marks=pytest.mark.long),
+        pytest.param(suite.BLOCK[1], marks=pytest.mark.slow),
         pytest.param(suite.GRID[5], marks=pytest.mark.slow),
     ],
     ids=str,
@@ -49,6 +50,7 @@ class TestBlock(block_edges.BlockSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 class TestProcessed(processed.ProcessedSuite):
     verifier = staticmethod(XLA)
