@@ -18,8 +18,6 @@ from verify.cases import random_request
 
 import jax_specdec as sd
 
-pytestmark = pytest.mark.long
-
 LAYOUT = Layout(
     vocab=1024,
     vocab_size=1000,
@@ -60,7 +58,7 @@ def placed(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (put(logits, "data", "tensor"), drafts, put(noise, "data")), named
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_filtered_requests_at_top_level_gather_no_row():
     positional, named = placed(dense(0))
     call = jitted(sd.testing.rejection_sample_with_noise).lower(*positional, **named).compile()
@@ -109,7 +107,7 @@ def in_shard_map(form: str | None, over_tensor: bool) -> Any:
     return jitted(verifier)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "over_tensor"),
     [
@@ -172,7 +170,7 @@ def test_a_part_of_the_requests_gives_what_all_do(form, rule):
     assert want.num_emitted.min() >= 1 and want.num_accepted.max() > 0
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_drafts_of_a_part_are_those_of_all():
     def part(logits, keys, positions):
         k = jnp.full_like(positions, 7)

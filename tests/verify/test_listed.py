@@ -23,8 +23,6 @@ from .test_memory import VOCAB, shape, temporary_rows
 from .test_sharded import EVEN, even_batch, over
 from .test_xla_all_at_once import all_at_once
 
-pytestmark = pytest.mark.long
-
 BIG: Any = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
 STORED: Any = dict(store_rows=40, has_valid=True, has_active=True)
 EVERYTHING: Any = dict(has_filters=True, has_bitmask=True, has_threshold=True)
@@ -51,7 +49,7 @@ def batches(ids: str, layout: Layout, seeds: Any) -> Any:
         yield with_ids(random_batch(layout, seed), ids, length, seed)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @on_grid
 def test_the_oracle_gives_the_tokens_of_the_scattered_rows(ids, layout):
     accepted = 0
@@ -71,7 +69,7 @@ def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) ->
     ("ids", "layout"),
     [
         *(GRID[1], GRID[5]),
-        pytest.param(*GRID[6], marks=pytest.mark.newest),
+        pytest.param(*GRID[6], marks=pytest.mark.long),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (*GRID[2:5], GRID[7])),
     ],
     ids=str,
@@ -80,13 +78,13 @@ def test_rows_read_one_by_one_give_the_oracles_tokens(ids, layout):
     agree_on(ids, layout, XLA)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize("ids", LENGTHS)
 def test_a_race_gives_the_tokens_of_the_oracle(ids):
     agree_on(ids, RACE, XLA)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ids", "layout"),
     [
@@ -101,7 +99,7 @@ def test_rows_read_at_once_give_the_tokens_of_the_oracle(ids, layout):
     agree_on(ids, layout, all_at_once)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ids", "layout"), [pytest.param(*GRID[1], marks=pytest.mark.slow), GRID[5]], ids=str
 )
@@ -114,8 +112,8 @@ def test_rows_read_as_on_tpus_give_the_oracles_tokens(ids, layout):
     [
         (*GRID[1], XLA),
         (*GRID[5], XLA),
-        pytest.param(*GRID[0], all_at_once, marks=pytest.mark.newest),
-        pytest.param(*GRID[5], on_tpu, marks=pytest.mark.newest),
+        pytest.param(*GRID[0], all_at_once, marks=pytest.mark.long),
+        pytest.param(*GRID[5], on_tpu, marks=pytest.mark.long),
     ],
     ids=["map", "candidates", "map, all at once", "candidates, as on TPUs"],
 )
@@ -129,7 +127,7 @@ def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout, verifier):
 # Over a mesh.
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ids", "layout"),
     [
@@ -152,7 +150,7 @@ def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(ids, layout):
     agree_on(ids, layout, over(8), range(8))
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize("ids", ["candidates", pytest.param("map", marks=pytest.mark.slow)])
 def test_requests_split_over_an_axis_give_the_oracles_tokens(ids):
     layout = Layout(vocab=5000, **EVEN, kind="logits", has_valid=True)
@@ -209,7 +207,7 @@ def masses(logits: Any, distribution: Any, weight: Any) -> tuple[jax.Array, jax.
     return of_tiles, jax.lax.map(of_tile, jnp.arange(4)).T
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("length", "noise"),
     [
@@ -230,7 +228,7 @@ def test_what_candidates_leave_of_tiles_is_right_to_22_bits(length, noise):
     assert (np.abs(inside - expected) / weight[:, None]).max() <= 2.0**-22
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     "verifier",
     [pytest.param(XLA, marks=pytest.mark.slow), all_at_once],
@@ -269,7 +267,7 @@ def test_a_tile_with_mass_by_rounding_alone_is_passed_over(verifier):
 # Memory.
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ids", "length", "form", "method"),
     [

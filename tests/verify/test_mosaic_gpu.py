@@ -134,10 +134,6 @@ def agrees(layout, verifier, seeds=range(4)):
     agree(random_batches(layout, [first + seed for seed in seeds], broken=0.2), verifier)
 
 
-def newest(*layouts: Layout):
-    return [pytest.param(layout, marks=pytest.mark.newest) for layout in layouts]
-
-
 def long(*layouts: Layout):
     return [pytest.param(layout, marks=pytest.mark.long) for layout in layouts]
 
@@ -153,7 +149,7 @@ TILES = dataclasses.replace(LAYOUTS[5], vocab=12416)  # six whole tiles and 128 
 
 @pytest.mark.parametrize(
     "layout",
-    [*newest(SYNTHETIC), *slow(TILES, *LAYOUTS[:6])],
+    [*long(SYNTHETIC), *slow(TILES, *LAYOUTS[:6])],
     ids=str,
 )
 def test_gives_the_tokens_of_the_oracle(layout):
@@ -362,7 +358,6 @@ def emitted_at_edges():
     return {name: list(itertools.islice(emitted, len(cases))) for name, cases in EDGES.items()}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", EDGES)
 def test_edges_come_out_as_by_hand(name):
     for emitted, (_, possible) in zip(emitted_at_edges()[name], EDGES[name], strict=True):

@@ -24,8 +24,6 @@ from jax_specdec.testing import reference
 from .batch import MAX_MARGIN
 from .interpret_mode import interpret_gpu_params
 
-pytestmark = pytest.mark.long
-
 importlib.import_module("jax.experimental.pallas.fuser")  # as in test_mosaic_gpu
 
 VOCAB, OFFSET = 4200, 2
@@ -120,7 +118,7 @@ def check(logits: jax.Array, sampling: sd.SamplingParams, drawn: sd.DraftSample)
 
 CASES = [
     ("float32", False),
-    pytest.param("bfloat16", True, marks=pytest.mark.newest),
+    pytest.param("bfloat16", True, marks=pytest.mark.long),
     *(
         pytest.param(dtype, filters, marks=pytest.mark.slow)
         for dtype, filters in (("bfloat16", False), ("float32", True), ("float16", True))
@@ -202,7 +200,7 @@ def config(**given: Any) -> sd.SpecDecodeConfig:
     return sd.SpecDecodeConfig(num_speculative_tokens=2, **given)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_it_is_the_default_on_hopper_for_the_calls_it_serves():
     assert kernels(filters=True) == 1
     by_block = config(rejection_sample_method="block")

@@ -40,8 +40,7 @@ def over(vocab: int, batch: int | None = None):
     return jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
 
 
-newest, slow = pytest.mark.newest, pytest.mark.slow
-pytestmark = pytest.mark.long
+long, slow = pytest.mark.long, pytest.mark.slow
 
 CUT = Layout(vocab=4104, vocab_size=4099, **BIG, kind="probs", has_bonus=True)
 FILTERED = Layout(
@@ -65,7 +64,7 @@ FILTERED = Layout(
     [
         (8, CUT),
         *[
-            pytest.param(parts, layout, marks=newest)
+            pytest.param(parts, layout, marks=long)
             for parts, layout in [
                 (
                     2,
@@ -104,7 +103,7 @@ GATHERED = Layout(vocab=4120, vocab_size=4099, **BIG, kind="normalized", dtype="
 OTHER = dataclasses.replace(FILTERED, vocab=2608)  # a constant is no part of what JAX caches by
 
 
-@newest
+@long
 @pytest.mark.parametrize(("layout", "most"), [(GATHERED, 2**23), (OTHER, 0)], ids=str)
 def test_a_form_for_gpus_gives_the_tokens_of_the_oracle(layout, most, monkeypatch):
     """With the rows gathered first, and split."""
@@ -157,7 +156,7 @@ def on_a_gpu(batch: int, **options: Any) -> str:
     return lowered.as_text()
 
 
-@newest
+@long
 @pytest.mark.parametrize(
     ("batch", "gathered"), [(1, {"4x128256xbf16", "5x128256xbf16"}), (8, set())]
 )
@@ -188,7 +187,7 @@ def even_batch(layout: Layout, seed: int) -> Batch:
 @pytest.mark.parametrize(
     ("layout", "vocab_parts"),
     [
-        pytest.param(Layout(vocab=5000, **EVEN, kind="logits", has_valid=True), 2, marks=newest),
+        pytest.param(Layout(vocab=5000, **EVEN, kind="logits", has_valid=True), 2, marks=long),
         pytest.param(
             Layout(vocab=97, **EVEN, kind="normalized", store_rows=64, has_bonus=True),
             None,
@@ -204,7 +203,7 @@ def test_requests_split_over_an_axis_give_the_oracles_tokens(layout, vocab_parts
     agree((even_batch(layout, seed) for seed in range(12)), verifier)
 
 
-@newest
+@long
 def test_requests_whose_drafts_lie_in_another_part_are_bad_input():
     layout = Layout(vocab=96, num_speculative_tokens=2, num_requests=4, num_drafts=4)
     rng = np.random.default_rng(0)
@@ -255,7 +254,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
         (None, P(None, "v"), True, False),
         pytest.param(None, P(None, "v"), True, True, marks=slow),
         pytest.param(None, P(None, "v"), False, False, marks=slow),
-        pytest.param(9, P(), True, False, marks=newest),  # narrower than a part, and whole
+        pytest.param(9, P(), True, False, marks=long),  # narrower than a part, and whole
         pytest.param(60, P(), False, False, marks=slow),
     ],
 )
@@ -273,7 +272,7 @@ def test_a_call_inside_shard_map_gives_the_oracles_tokens(
     ("vocab", "axis_type", "under_jit"),  # of which `vocab` has it traced each time
     [
         pytest.param(96, AxisType.Auto, False, marks=slow, id="top level, automatic axes"),
-        pytest.param(104, AxisType.Explicit, True, marks=newest, id="jit, explicit axes"),
+        pytest.param(104, AxisType.Explicit, True, marks=long, id="jit, explicit axes"),
         pytest.param(112, AxisType.Explicit, False, marks=slow, id="top level, explicit axes"),
         pytest.param(120, AxisType.Auto, True, marks=slow, id="jit, automatic axes"),
     ],
@@ -326,7 +325,7 @@ def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monk
     check(batch, jax.device_get(output))
 
 
-@newest
+@long
 def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
     inner, axes = Backend.verify, []
 
@@ -390,7 +389,7 @@ def test_three_small_collectives_and_no_copy_of_logits(kind, method):
     assert used < 1.5 * (b * (k + 1) * v // 8 * 4), f"{used} bytes"
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_filters_exchange_sums_and_no_row():
     """16 bits of a threshold, four at a time: at most 15 sums of each row in each exchange."""
     b, k, v = 16, 4, 32000
@@ -542,7 +541,7 @@ class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(padded)
 
 
-@newest
+@long
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_a_residual_of_rounding_gives_a_sample_of_the_target(temperature):
     TestEdges().test_an_empty_residual_of_equal_logits_samples_the_target(temperature)
