@@ -30,6 +30,7 @@ def test_a_lookup_drafts_four_tokens_by_default() -> None:
         assert parse(["generate", "x", "--draft", name], "1").config.num_speculative_tokens == k
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize("name", ["suffix", pytest.param("suffix+eagle3", marks=pytest.mark.slow)])
 def test_the_text_is_that_of_plain_decoding(name: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -145,6 +145,7 @@ def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[s
     assert "def quicksort(items):" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_checkpoint_drafts_for_another(capsys: pytest.CaptureFixture[str]) -> None:
     real = blocks("models")[0].replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
     real = real.replace("Qwen2.5-0.5B", str(CHECKPOINTS / "qwen2_draft"))
@@ -177,6 +178,7 @@ def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
     assert scope["line"] == texts[0].partition("\n\n")[0]
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None:
     drafter, features = blocks("drafting")

@@ -237,6 +237,7 @@ def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
 # The loop.
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @of_one_other_kind
 def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
@@ -270,6 +271,7 @@ def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
         assert output.completions[b] == sequence[len(prompt) :]
 
 
+@pytest.mark.long
 @of_one_other_kind
 def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
     def middle(neighbour: list[int], count: int) -> list[int]:
@@ -328,6 +330,7 @@ def alone(impl: str, seed: int) -> list[int]:
     return served({2: (jax.random.key(seed, impl=impl), PROMPT, BUDGET)})[2]
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @of_one_other_kind
 def test_a_request_of_the_engine_gets_what_it_gets_alone(impl):

@@ -117,6 +117,7 @@ def test_the_loop_emits_what_plain_decoding_emits():
     np.testing.assert_allclose(tokens_per_pass(scope)[:2], [3.3, 3.8], atol=0.05)  # as it says
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_a_target_that_drafts_for_itself_has_everything_accepted():
     """With fewer drafts, which is enough for a draft pass after the first."""

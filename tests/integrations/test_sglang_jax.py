@@ -110,6 +110,7 @@ def placed() -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (logits, put(chains.reshape(-1), "data"), put(lengths, "data")), named | dict(keys=keys)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_logits_over_data_and_tensor_stay_where_they_are():
     positional, named = placed()
@@ -151,6 +152,7 @@ def test_hidden_states_are_gathered_on_an_explicit_mesh():
         assert (rows[last:] == states[b, last]).all()
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_inside_shard_map_places_are_those_of_the_part():
     positional, named = placed()

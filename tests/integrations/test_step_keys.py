@@ -122,6 +122,7 @@ def tokens_of_three(found: Any) -> np.ndarray:
     return np.asarray(found.output.token_ids)[:3]
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long)])
 def test_padding_changes_no_token_and_the_slot_does(impl):
@@ -167,6 +168,7 @@ def test_raw_keys_are_the_same_keys(impl):
         np.testing.assert_array_equal(found[1], want[1])
 
 
+@pytest.mark.long
 def test_one_parameter_for_all_requests_is_that_of_each():
     given, keys = small(3), jax.random.key_data(jax.random.key(5, impl="rbg"))
     want = FLAT(**given | dict(top_p=np.full(3, 0.9, np.float32)), keys=keys)

@@ -217,6 +217,7 @@ def mesh_of(axis_type: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((2, 4), ("data", "tensor"), (axis_type,) * 2)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("axis_type", "with_bonus_rows"),
@@ -233,6 +234,7 @@ def test_requests_over_data_and_vocabulary_over_tensor_fit(axis_type, with_bonus
     check_parts(parts, positional, call(logits, *rest, **named))
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_in_shard_map_each_part_is_a_batch():
     mesh = mesh_of(AxisType.Auto)
