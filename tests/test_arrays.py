@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -52,6 +53,152 @@ def test_a_declared_class_travels_through_export(cls: type) -> None:
     again = export.deserialize(exported.serialize()).call(tree)
     assert type(again) is cls
     assert [leaf.tolist() for leaf in jax.tree.leaves(again)] == [[i] for i in range(len(fields))]
+
+
+# The whole sentence of each checker. Where a function calls it, its own tests name the argument.
+
+BASE, NB = "x must be", {"N": 3, "B": 2}
+SENTENCES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+    (TypeError, f"{BASE} an int, but it is 1.5", lambda: arrays.check_int("x", 1.5)),
+    (TypeError, f"{BASE} an int, but it is True", lambda: arrays.check_int("x", True)),
+    (ValueError, f"{BASE} at least 1, but it is 0", lambda: arrays.check_int("x", 0)),
+    (ValueError, f"{BASE} in [1, 3], but it is 4", lambda: arrays.check_int("x", 4, 1, 3)),
+    (ValueError, f"{BASE} in (0, 1], but it is 0.0", lambda: Range(0, 1, "(]").check("x", 0.0)),
+    (
+        TypeError,
+        f"{BASE} a Drafts, an int or None, but it is 'a': use b",
+        lambda: arrays.check_type("x", "a", sd.Drafts, int, None, hint="use b"),
+    ),
+    (
+        ValueError,
+        f"{BASE} 'a', 'b' or 'c', but it is 'd'",
+        lambda: arrays.check_choice("x", "d", ("a", "b", "c"), str),
+    ),
+    (
+        TypeError,
+        f"{BASE} a str, but it is None",
+        lambda: arrays.check_choice("x", None, ("a", "b", "c"), str),
+    ),
+    (
+        ValueError,
+        f"{BASE} an array [N+B, V] = [5, V] of float32 or bfloat16, but it is an array [4, 7] of "
+        "float32: why",
+        lambda: check_array("x", np.ones((4, 7), "f4"), "[N+B, V] float32 or bfloat16", NB, "why"),
+    ),
+    (
+        TypeError,
+        f"{BASE} an array [B] = [2] of int32, but it is [1, 2]",
+        lambda: check_array("x", [1, 2], "[B] int32", NB),
+    ),
+    (
+        ValueError,
+        f"{BASE} increasing ints, at least one, but it is (8, 8)",
+        lambda: arrays.check_increasing("x", (8, 8), 1),
+    ),
+    (
+        TypeError,
+        "x[1] must be an int, but it is 2.5",
+        lambda: arrays.check_increasing("x", (8, 2.5), 1),
+    ),
+    (
+        ValueError,
+        "x[1] must be at least 0, but it is -3: why",
+        lambda: arrays.check_entries(
+            "x[{}]", np.array([0, -3, -4]), [True, False, False], "be at least 0", hint="why"
+        ),
+    ),
+    (
+        ValueError,
+        "x[1] must be an id in [0, 5), but it is 7",
+        lambda: arrays.check_listed("x", np.array([2, 7]), 5),
+    ),
+    (
+        ValueError,
+        "x must list each id once, but it is [2, 4, 2]: [2] comes twice",
+        lambda: arrays.check_listed("x", np.array([2, 4, 2]), 5),
+    ),
+    (
+        ValueError,
+        f"{BASE} integers that int32 holds, but it is 2147483648",
+        lambda: arrays.as_int32("x", [5, 2**31]),
+    ),
+    (TypeError, f"{BASE} integers, but it is [2.5]", lambda: arrays.as_int32("x", [2.5])),
+    (
+        ValueError,
+        f"{BASE} an array [B] = [2], but it is an array [] of int32",
+        lambda: arrays.as_int32("x", 5, "[B]", NB),
+    ),
+    (
+        TypeError,
+        f"{BASE} floating point, but it is an array [2] of int32",
+        lambda: arrays.as_float32("x", np.int32([1, 2]), "[B] float32", NB),
+    ),
+    (
+        TypeError,
+        "dtype must be a floating dtype, but it is 'float23'",
+        lambda: arrays.checked_dtype("float23"),
+    ),
+    (
+        TypeError,
+        "dtype must be float32 or float16, but it is dtype('int8')",
+        lambda: arrays.checked_dtype("int8", "float32 or float16"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "sentence", "check"), SENTENCES)
+def test_a_refusal_is_one_sentence(
+    error: type[Exception], sentence: str, check: Callable[[], Any]
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
+        check()
+
+
+def test_a_value_is_described_in_one_short_line() -> None:
+    short = [np.float32(0.1), jnp.zeros(2), "a\nb", lm.models.LlamaConfig]
+    assert [described(value) for value in short] == [
+        "0.1",
+        "an array [2] of float32",
+        r"'a\nb'",
+        "<class 'jax_specdec.lm.models.llama_config.LlamaConfig'>",
+    ]
+    assert described(list(range(100))) == str(list(range(100)))[:80]
+    assert described(sd.SpecDecodeConfig(num_speculative_tokens=1)) == "a SpecDecodeConfig"
+    assert described(9**9999) == "an int that is too long to write"
+
+
+# Integers
+
+
+NO_INT32: list[tuple[Any, type[Exception]]] = [
+    *((values, TypeError) for values in ([2.7], np.float32([1]), [True], ["5"], [None])),
+    *((values, ValueError) for values in ([2**40], [-(2**31) - 1], np.uint32([2**31]))),
+    (jnp.uint32([2**32 - 1]), ValueError),
+    (jnp.float32([1]), TypeError),
+]
+
+
+@pytest.mark.parametrize(("values", "error"), NO_INT32, ids=str)
+def test_what_a_cast_to_int32_would_change_is_refused(values: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="^x must be integers"):
+        arrays.as_int32("x", values)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_traced_values_that_are_no_integers_are_refused(dtype: str) -> None:
+    with pytest.raises(TypeError, match=f"^x must be integers, .* of {dtype}"):
+        jax.eval_shape(lambda x: arrays.as_int32("x", x), jax.ShapeDtypeStruct((1,), dtype))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("dtype", ["uint32", "int64", "uint64"])
+def test_traced_integers_that_int32_does_not_hold_are_the_nearest_that_it_does(dtype: str) -> None:
+    limits, far = np.iinfo(np.int32), np.iinfo(dtype)
+    with jax.enable_x64(True):
+        values = jnp.asarray([far.min, 5, far.max], dtype)
+        found = jax.jit(lambda x: arrays.as_int32("x", x))(values)
+    assert found.tolist() == [max(far.min, limits.min), 5, limits.max]
+    assert found.dtype == jnp.int32
 
 
 # Shapes: declared, what letters stand for, what came, and what the letters stand for afterwards
@@ -171,7 +318,3 @@ def test_the_table_is_what_classes_and_options_have() -> None:
     assert default.temperature == 0.0
     for one in (*sampling.FILTERS, *PENALTIES):
         assert getattr(default, one.name) == one.neutral and one.range.holds(one.neutral)
-    # Text, a bool or a wrong dtype is described, never compared.
-    assert (
-        described(np.float32(0.1)) == "0.1" and described(jnp.zeros(2)) == "an array [2] of float32"
-    )
