@@ -82,15 +82,24 @@ def assert_refused(directory: Path, file: str, says: str) -> None:
         assert re.search(says, text), text
 
 
-def assert_each_refused(
-    tmp_path: Path, file: str, kinds: dict[str, tuple[Callable[[Path], Any], str]]
-) -> None:
+Damage = Callable[[Path], Any]
+Kinds = dict[str, tuple[Damage, str]]
+
+
+def assert_each_refused(tmp_path: Path, file: str, kinds: Kinds) -> None:
     """Damages a file in each of the ways, one after another."""
-    for number, (kind, (damage, says)) in enumerate(kinds.items()):
+    directory = checkpoint(tmp_path, file)
+    original = (directory / file).read_bytes()
+    for kind, (damage, says) in kinds.items():
         print(kind)  # the last one printed is the one that failed
-        directory = checkpoint(tmp_path / str(number), file)
+        (directory / file).write_bytes(original)
         damage(directory / file)
         assert_refused(directory, file, says)
+        remove(directory / file)
+
+
+def remove(path: Path) -> None:
+    path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def test_undamaged_files_are_read(tmp_path: Path) -> None:
@@ -112,46 +121,44 @@ def listening(path: Path) -> None:
         server.bind(path.name)
 
 
-def link(to: str) -> Callable[[Path], Any]:
-    return lambda path: path.symlink_to(to)
+def in_place(make: Damage) -> Damage:
+    return lambda path: (path.unlink(), make(path))
 
 
-PLACES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "directory": (Path.mkdir, "is a directory, but must be a file"),
-    "named pipe": (os.mkfifo, "is a named pipe, but must be a file"),
-    "socket": (listening, "is a socket, but must be a file"),
+def link(to: str) -> Damage:
+    return in_place(lambda path: path.symlink_to(to))
+
+
+PLACES: Kinds = {
+    "directory": (in_place(Path.mkdir), "is a directory, but must be a file"),
+    "named pipe": (in_place(os.mkfifo), "is a named pipe, but must be a file"),
+    "socket": (in_place(listening), "is a socket, but must be a file"),
     "link to nothing": (link("blobs/0123"), "is a link to blobs/0123, which does not exist"),
-    "link to itself": (lambda path: path.symlink_to(path.name), "cannot be opened: "),
-    "link to a directory": (link("/"), "is a directory, but must be a file"),
+    "link to itself": (link(CONFIG), "cannot be opened: "),
     "link to zeros": (link("/dev/zero"), "is a device, but must be a file"),
-    "link to a terminal": (link("/dev/tty"), "is a device, but must be a file"),
-    "file that fails": (
-        link("/proc/self/mem"),
-        "cannot be opened: |is not a readable safetensors file",
-    ),
+    "file that fails": (link("/proc/self/mem"), "cannot be opened: "),
 }
 
 
-@pytest.mark.parametrize("file", READERS)
-def test_what_stands_in_place_of_a_file_is_named(tmp_path: Path, file: str) -> None:
-    def in_place(make: Callable[[Path], Any]) -> Callable[[Path], Any]:
-        return lambda path: (path.unlink(), make(path))
+def test_what_stands_in_place_of_a_file_is_named(tmp_path: Path) -> None:
+    assert_each_refused(tmp_path, CONFIG, PLACES)
 
-    kinds = {kind: (in_place(make), says) for kind, (make, says) in PLACES.items()}
-    assert_each_refused(tmp_path, file, kinds)
+
+@pytest.mark.parametrize("file", [file for file in READERS if file != CONFIG])
+def test_whatever_the_file_a_pipe_in_its_place_is_named(tmp_path: Path, file: str) -> None:
+    assert_each_refused(tmp_path / "kinds", file, {"named pipe": PLACES["named pipe"]})
 
 
 @pytest.mark.parametrize(
     "name, says",
     [
         ("a" * 5000, r"^a{120}\.\.\..*/config.json cannot be opened: "),
-        ("a/" * 5000, "/config.json cannot be opened: "),
         ("a\0b", r"'a\\x00b/config.json' cannot be opened: "),
         ("a\ud800b", r"'a\\ud800b/config.json' cannot be opened: "),
         ("a\nb", r"'a\\nb' does not exist"),
         (__file__, "test_hostile_files.py is a file, but a checkpoint must be a directory of conf"),
     ],
-    ids=["long", "deep", "null", "surrogate", "line", "file"],
+    ids=["long", "null", "surrogate", "line", "file"],
 )
 def test_a_directory_that_cannot_be_is_named(name: str, says: str) -> None:
     for read in (lm.load_huggingface, lm.models.load_checkpoint):
@@ -173,6 +180,10 @@ def in_json(path: Path, *keys: str | int, text: str) -> None:
     path.write_text(json.dumps(root).replace('"PLACE"', text))
 
 
+def json_text(*keys: str | int, text: str) -> Damage:
+    return lambda path: in_json(path, *keys, text=text)
+
+
 def replace(content: str | bytes) -> Callable[[Path], Any]:
     data = content.encode() if isinstance(content, str) else content
     return lambda path: path.write_bytes(data)
@@ -182,21 +193,13 @@ def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], Any]:
     return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-NOT_JSON: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "empty": (replace(""), "is not valid JSON: "),
-    "cut": (rewrite(lambda data: data[:-40]), "is not valid JSON: "),
-    "byte order mark": (rewrite(lambda data: b"\xef\xbb\xbf" + data), "is not valid JSON: "),
-    "UTF-16": (rewrite(lambda data: data.decode().encode("utf-16")), "is not text in UTF-8: "),
+NOT_JSON: Kinds = {
     "two objects": (rewrite(lambda data: data + b"{}"), "is not valid JSON: "),
-    "number": (replace("1e400"), "must hold a JSON object"),
+    "UTF-16": (rewrite(lambda data: data.decode().encode("utf-16")), "is not text in UTF-8: "),
     "list": (replace("[]"), "must hold a JSON object"),
     "deep": (replace('{"a":' + "[" * 10**6), "is not valid JSON: "),
     "many digits": (replace(f'{{"a": {"9" * 10**6}}}'), "is not valid JSON: "),
     "key twice": (
-        rewrite(lambda data: b'{"a": {"k": 1, "j": 2, "k": 1}, ' + data[1:]),
-        "is not valid JSON: an object has the key 'k' twice",
-    ),
-    "long key twice": (
         rewrite(lambda data: b'{"K": 1, "K": 2, '.replace(b"K", b"\\n" * 10**5) + data[1:]),
         r"is not valid JSON: an object has the key '[\\n]*\.\.\.[\\n]*' twice",
     ),
@@ -204,9 +207,14 @@ NOT_JSON: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
+def test_what_is_no_json_object_is_named(tmp_path: Path) -> None:
+    assert_each_refused(tmp_path, CONFIG, NOT_JSON)
+
+
 @pytest.mark.parametrize("file", JSON_FILES)
-def test_what_is_no_json_object_is_named(tmp_path: Path, file: str) -> None:
-    assert_each_refused(tmp_path, file, NOT_JSON)
+def test_whatever_the_file_json_cut_short_is_named(tmp_path: Path, file: str) -> None:
+    cut = rewrite(lambda data: data[:-40])
+    assert_each_refused(tmp_path, file, {"cut": (cut, "is not valid JSON: ")})
 
 
 NO_NUMBER = ('"8"', "true", "[]", "[8]", "{}", "null", "-1", "0", "-0.0", "NaN", "-1e400")
@@ -215,33 +223,30 @@ NO_FLOAT32 = (*NO_NUMBER, "1e400", "Infinity", "1e39", "1e-39", "1" + 400 * "0")
 NO_SWITCH = ('"false"', "0", "1", "null", "[]", "NaN")
 NO_TOKEN_ID = ('"5"', "true", "5.9", "5.0", "-1", "NaN", "1e400", "[[]]", "{}", "2147483648")
 
-FIELDS: dict[tuple[str | int, ...], tuple[str, ...]] = {
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "num_token_ids",
+)  # fmt: skip
+FIELDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("vocab_size",): NO_INTEGER,
-    ("hidden_size",): NO_INTEGER,
-    ("intermediate_size",): NO_INTEGER,
-    ("num_hidden_layers",): NO_INTEGER,
-    ("num_attention_heads",): NO_INTEGER,
-    ("num_key_value_heads",): tuple(text for text in NO_INTEGER if text != "null"),
-    ("head_dim",): tuple(text for text in NO_INTEGER if text != "null"),
-    ("max_position_embeddings",): NO_INTEGER,
-    ("num_token_ids",): tuple(text for text in NO_INTEGER if text != "null"),
+    **{(size,): ('"8"', "0") for size in SIZES},
     ("rms_norm_eps",): NO_FLOAT32,
-    ("rope_parameters", "rope_theta"): (*NO_FLOAT32, "0.5"),
-    ("rope_parameters", "factor"): (*NO_FLOAT32, "0.5"),
-    ("rope_parameters", "low_freq_factor"): NO_FLOAT32,
-    ("rope_parameters", "high_freq_factor"): NO_FLOAT32,
-    ("rope_parameters", "original_max_position_embeddings"): NO_INTEGER,
-    ("rope_parameters", "rope_type"): ('"yarn"', "null", "[]", "true", "1e400"),
-    ("rope_parameters", "partial_rotary_factor"): ('"1"', "0.5", "NaN", "[]", "1e400"),
-    ("rope_parameters",): ('"llama3"', "8", "[]", "true", "NaN"),
+    ("rope_parameters", "rope_theta"): ("null", "0.5"),
+    ("rope_parameters", "factor"): ("null", "0.5"),
+    ("rope_parameters", "low_freq_factor"): ('"8"',),
+    ("rope_parameters", "high_freq_factor"): ('"8"',),
+    ("rope_parameters", "original_max_position_embeddings"): ("8.0",),
+    ("rope_parameters", "rope_type"): ('"yarn"', "null", "[]", "1e400"),
+    ("rope_parameters", "partial_rotary_factor"): ('"1"', "0.5", "NaN"),
+    ("rope_parameters",): ('"llama3"', "[]", "NaN"),
     ("tie_word_embeddings",): NO_SWITCH,
-    ("attention_bias",): ("true", '"false"', "[]", "NaN"),
-    ("mlp_bias",): ("true", '"false"', "{}"),
-    ("use_sliding_window",): ("true", '"false"', "NaN"),
-    ("hidden_act",): ('"gelu"', "5", "[]", '"' + "s" * 10**5 + '"'),
-    ("quantization_config",): ("{}", '{"bits": 4}', "false"),
-    ("layer_types",): ('"sliding_attention"', '["full_attention", 5]', "{}", "7", "[[]]"),
-    ("model_type",): ('"gpt2"', "5", '""', "false", "[]", '["llama"]', '"\\n\\ud800"'),
+    ("attention_bias",): ("true", '"false"', "NaN"),
+    ("mlp_bias",): ("true",),
+    ("use_sliding_window",): ("true",),
+    ("hidden_act",): ('"gelu"', '"' + "s" * 10**5 + '"'),
+    ("quantization_config",): ("{}",),
+    ("layer_types",): ('"sliding_attention"', '["full_attention", 5]', "{}", "[[]]"),
+    ("model_type",): ('"gpt2"', "5", "[]", '"\\n\\ud800"'),
 }
 
 
@@ -249,12 +254,8 @@ FIELDS: dict[tuple[str | int, ...], tuple[str, ...]] = {
 def test_a_value_that_config_json_cannot_have_is_named(
     tmp_path: Path, keys: tuple[str, ...]
 ) -> None:
-    directory = checkpoint(tmp_path, CONFIG)
-    original = (directory / CONFIG).read_bytes()
-    for text in FIELDS[keys]:
-        (directory / CONFIG).write_bytes(original)
-        in_json(directory / CONFIG, *keys, text=text)
-        assert_refused(directory, CONFIG, keys[-1])
+    kinds = {text: (json_text(*keys, text=text), keys[-1]) for text in FIELDS[keys]}
+    assert_each_refused(tmp_path, CONFIG, kinds)
 
 
 def test_more_layers_than_tensors_are_refused_without_memory(tmp_path: Path) -> None:
@@ -277,30 +278,26 @@ def test_sizes_beyond_any_array_are_refused_by_shape(tmp_path: Path) -> None:
 
 TOKEN_IDS: dict[str, tuple[str, tuple[str | int, ...], tuple[str, ...], str]] = {
     "vocabulary": (TOKENIZER, ("model", "vocab", "a"), (*NO_TOKEN_ID, "null"), "vocab .* for 'a'"),
-    "added token": (TOKENIZER, ("added_tokens", 1, "id"), (*NO_TOKEN_ID, "null"), "added.* for 1"),
-    "stop token": (GENERATION, ("eos_token_id",), NO_TOKEN_ID, "eos_token_id = "),
-    "stop tokens": (GENERATION, ("eos_token_id", 1), (*NO_TOKEN_ID, "null"), r"eos_token_id = \["),
+    "added token": (TOKENIZER, ("added_tokens", 1, "id"), ("5.0", "null"), "added.* for 1"),
+    "stop token": (GENERATION, ("eos_token_id",), ('"5"', "-1"), "eos_token_id = "),
+    "stop tokens": (GENERATION, ("eos_token_id", 1), ("5.9", "null"), r"eos_token_id = \["),
     "two tokens": (TOKENIZER, ("model", "vocab", "a"), ("5", "0"), "for '.' and for 'a', but an"),
     "no vocabulary": (
         TOKENIZER,
         ("model", "vocab"),
-        ("5", '"abc"', "null", "[]", "{}", "[1, 2]", '["a"]', "NaN"),
+        ("5", "null", "{}", "[1, 2]", '["a"]'),
         "has no vocabulary of token ids",
     ),
-    "no model": (TOKENIZER, ("model",), ("5", "[]", "null", "{}", '"BPE"'), "has no vocabulary"),
-    "no added tokens": (TOKENIZER, ("added_tokens",), ("5", "{}", "[1]", "[[]]", '""'), "added_to"),
+    "no model": (TOKENIZER, ("model",), ("5", "null", "{}"), "has no vocabulary"),
+    "no added tokens": (TOKENIZER, ("added_tokens",), ("5", "[1]"), "added_to"),
 }
 
 
 @pytest.mark.parametrize("kind", TOKEN_IDS)
 def test_what_is_no_token_id_is_named_with_its_field(tmp_path: Path, kind: str) -> None:
     file, keys, texts, says = TOKEN_IDS[kind]
-    directory = checkpoint(tmp_path, file)
-    original = (directory / file).read_bytes()
-    for text in texts:
-        (directory / file).write_bytes(original)
-        in_json(directory / file, *keys, text=text)
-        assert_refused(directory, file, says)
+    kinds = {text: (json_text(*keys, text=text), says) for text in texts}
+    assert_each_refused(tmp_path, file, kinds)
 
 
 def test_what_the_tokenizers_library_refuses_is_named(tmp_path: Path) -> None:
@@ -308,12 +305,8 @@ def test_what_the_tokenizers_library_refuses_is_named(tmp_path: Path) -> None:
     original = (directory / TOKENIZER).read_bytes()
     for keys, text in (
         (("model", "merges"), "5"),
-        (("model", "merges"), '[["no", "such"]]'),
-        (("model", "type"), '"' + "x" * 10**5 + '"'),
         (("model", "continuing_subword_prefix"), '"' + "x" * 50 + '"'),  # the library panics
         (("post_processor", "special_tokens"), "{}"),  # and at the first text
-        (("normalizer",), "[" * 400 + "]" * 400),
-        (("version",), '"9.0"'),
     ):
         (directory / TOKENIZER).write_bytes(original)
         in_json(directory / TOKENIZER, *keys, text=text)
@@ -338,16 +331,8 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
     return edit
 
 
-def header_text(text: bytes) -> Callable[[Path], Any]:
-    return lambda path: write_header(path, text, b"")
-
-
 def write_header(path: Path, text: bytes, data: bytes) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-
-
-def length(value: int) -> Callable[[Path], Any]:
-    return rewrite(lambda data: struct.pack("<Q", value) + data[8:])
 
 
 def norm(**fields: Any) -> Callable[[Path], Any]:
@@ -370,45 +355,12 @@ def added(name: str) -> Callable[[Path], Any]:
     )
 
 
-def bytes_of(name: str, dtype: str, itemsize: int) -> Callable[[dict[str, Any]], None]:
-    """The same bytes as elements of another dtype."""
-
-    def change(entries: dict[str, Any]) -> None:
-        begin, end = entries[name]["data_offsets"]
-        entries[name].update(dtype=dtype, shape=[(end - begin) // itemsize])
-
-    return change
-
-
-ENTRY = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
-UNREADABLE: dict[str, Callable[[Path], Any]] = {
-    "empty": replace(""),
-    "pickle": replace(b"\x80\x04\x95" + bytes(100)),
-    "header past the end": length(10**6),
-    "header of 99 MB": length(99_000_000),
-    "header of all the world": length(2**64 - 1),
-    "data cut": rewrite(lambda data: data[:-1]),
-    "data longer": rewrite(lambda data: data + b"\0"),
-    "header no object": header_text(b"[]"),
-    "header no UTF-8": header_text(b'{"\xff": 1}'),
-    "header deep": header_text(b'{"__metadata__":' + b"[" * 10**6),
-    "no dtype": norm(dtype=...),
-    "dtype of a length": norm(dtype="F" * 10**6),
-    "shape negative": norm(shape=[-32]),
-    "shape overflows": norm(shape=[2**62, 2**62]),
-    "shape overflows to nothing": norm(shape=[2**63, 2, 0]),
-    "shape of other size": norm(shape=[33]),
-    "offsets overlap": norm(data_offsets=[0, 128]),
-    "offsets out of range": norm(data_offsets=[2**40, 2**40 + 128]),
-    "field twice": header_text(b'{"a": {"dtype": "F32", ' + ENTRY[1:].encode() + b"}"),
-}
-TENSORS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    **{kind: (edit, "is not a readable safetensors file: ") for kind, edit in UNREADABLE.items()},
-    "name twice": (
-        lambda path: write_header(path, f'{{"a": {ENTRY}, "a": {ENTRY}}}'.encode(), bytes(4)),
-        "lacks the tensor",
-    ),
-    "no tensors": (header_text(b"{}"), "lacks the tensor model.embed_tokens.weight"),
+TENSORS: Kinds = {
+    "empty": (replace(""), "is not a readable safetensors file: "),
+    "pickle": (replace(b"\x80\x04\x95" + bytes(100)), "is not a readable safetensors file: "),
+    "data cut": (rewrite(lambda data: data[:-1]), "is not a readable safetensors file: "),
+    "dtype of a length": (norm(dtype="F" * 10**6), "is not a readable safetensors file: "),
+    "no tensors": (header(dict.clear), "is not a readable safetensors file: |lacks the tensor"),
     "tensor of a line": (renamed("a\nb"), "lacks the tensor model.norm.weight"),
     "tensor of a length": (renamed("a" * 10**6), "lacks the tensor model.norm.weight"),
     **{
@@ -424,8 +376,6 @@ TENSORS: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"model.embed_tokens.weight of shape \(32, 288\), but its config.json says \(288, 32\)",
     ),
     "integers": (norm(dtype="I32"), "model.norm.weight of dtype I32, but only F64, F32, F16, BF16"),
-    "bytes": (header(bytes_of("model.norm.weight", "U8", 1)), r"of shape \(128,\), but its config"),
-    "eight bits": (header(bytes_of("model.norm.weight", "F8_E4M3", 1)), r"of shape \(128,\), but"),
 }
 
 
@@ -437,25 +387,11 @@ def test_damaged_tensors_are_named(tmp_path: Path) -> None:
 
 LEAVES = "in its weight_map, which must not leave the directory"
 INDICES: dict[str, tuple[str, ...]] = {
-    "lacks a weight_map from names": ("[]", "null", '{"a": 1}', '{"a": ["b"]}'),
-    "lacks the tensor": (
-        "{}",
-        '{"a": "SHARD"}',
-        '{"a\\n\\n": "SHARD"}',
-        '{"' + "a" * 10**6 + '": "SHARD"}',
-    ),
-    LEAVES: (
-        '{"a": "OUTSIDE/SHARD"}',
-        '{"a": "../outside/SHARD"}',
-        '{"a": "b/../../outside/SHARD"}',
-        '{"a": "/etc/passwd"}',
-        '{"a": "/dev/zero"}',
-        '{"a": ".."}',
-        '{"a": "' + "../" * 10**5 + '"}',
-    ),
-    "is a directory, but must be a file": ('{"a": "."}', '{"a": ""}'),
+    "lacks a weight_map from names": ("[]", "null", '{"a": 1}'),
+    "lacks the tensor": ("{}", '{"a": "SHARD"}', '{"a\\n\\n": "SHARD"}'),
+    LEAVES: ('{"a": "OUTSIDE/SHARD"}', '{"a": "b/../../outside/SHARD"}', '{"a": ".."}'),
+    "is a directory, but must be a file": ('{"a": ""}',),
     "does not exist, but model.safetensors.index.json lists it": (
-        '{"a": "b"}',
         '{"a": "b\\nc"}',
         '{"a": "' + "b" * 10**5 + '"}',
         '{"a": "b\\u0000"}',
@@ -476,16 +412,6 @@ def test_an_index_that_lies_is_named(tmp_path: Path, says: str) -> None:
             with pytest.raises(Exception) as raised:
                 read(directory)
             assert says in sentence(raised.value), str(raised.value)
-
-
-@pytest.mark.parametrize("prefix", ["../outside/", "OUTSIDE/"])
-def test_an_index_of_whole_files_elsewhere_is_refused(tmp_path: Path, prefix: str) -> None:
-    outside = copy("llama", tmp_path / "outside")
-    directory = copy("llama", tmp_path / "llama")
-    path = directory / INDEX
-    prefix = prefix.replace("OUTSIDE", str(outside))
-    path.write_text(path.read_text().replace('"model-', f'"{prefix}model-'))
-    assert_refused(directory, INDEX, f"has the file '.*' {LEAVES}")
 
 
 def test_a_file_outside_is_read_through_a_link(tmp_path: Path) -> None:
