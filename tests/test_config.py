@@ -249,11 +249,7 @@ def test_a_config_survives_a_round_trip_through_json(config: SpecDecodeConfig) -
             ValueError,
             "unknown key 'rejection_method'; did you mean 'rejection_sample_method'",
         ),
-        (
-            {"num_speculative_tokens": 4, 7: "standard"},
-            ValueError,
-            "unknown key 7",
-        ),
+        ({"num_speculative_tokens": 4, 7: "standard"}, ValueError, "unknown key 7"),
         (
             {"num_speculative_tokens": 4, "synthetic_acceptance_rate": 0.6},
             ValueError,
@@ -271,11 +267,7 @@ def test_a_config_survives_a_round_trip_through_json(config: SpecDecodeConfig) -
             ValueError,
             "values must have the key num_speculative_tokens",
         ),
-        (
-            {"num_speculative_tokens": "4"},
-            TypeError,
-            "num_speculative_tokens must",
-        ),
+        ({"num_speculative_tokens": "4"}, TypeError, "num_speculative_tokens must"),
         ([("num_speculative_tokens", 4)], TypeError, "values must"),
         (None, TypeError, "values must"),
     ],

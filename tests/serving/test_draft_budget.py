@@ -316,26 +316,10 @@ StepCosts, measure_steps = lm.StepCosts, lm.measure_steps
         (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1, 0))),
         (TypeError, "num_slots", lambda: StepCosts(4.5, (1,), (1,))),
         (TypeError, "step_costs", lambda: engines.driver_of(TABLE, step_costs=1)),
-        (
-            ValueError,
-            "step_costs",
-            lambda: engines.driver_of(engines.TABLE, step_costs=COSTS),
-        ),
-        (
-            ValueError,
-            "draft_budget",
-            lambda: lm.measure_steps(engines.TABLE, *engines.TABLES),
-        ),
-        (
-            ValueError,
-            "num_steps",
-            lambda: lm.measure_steps(TABLE, *engines.TABLES, num_steps=0),
-        ),
-        (
-            ValueError,
-            "num_drafts",
-            lambda: TABLE.draft(None, None, num_drafts=3),
-        ),
+        (ValueError, "step_costs", lambda: engines.driver_of(engines.TABLE, step_costs=COSTS)),
+        (ValueError, "draft_budget", lambda: lm.measure_steps(engines.TABLE, *engines.TABLES)),
+        (ValueError, "num_steps", lambda: lm.measure_steps(TABLE, *engines.TABLES, num_steps=0)),
+        (ValueError, "num_drafts", lambda: TABLE.draft(None, None, num_drafts=3)),
     ],
 )
 def test_mistakes_are_named(error, name, call):

@@ -685,11 +685,7 @@ def run_with(drafter: Any, model: Any = MODEL, **fields: Any) -> lm.GenerateOutp
         (TypeError, "parents of Shapeless.propose", lambda: run_with(Shapeless())),
         (TypeError, "parents of Wrong.propose", lambda: run_with(Wrong())),
         (TypeError, "parents of Undeclared.propose", lambda: run_with(Undeclared(0))),
-        (
-            ValueError,
-            "head must propose chains",
-            lambda: lm.FirstOf(lm.SuffixDrafter(), Planned()),
-        ),
+        (ValueError, "head must propose chains", lambda: lm.FirstOf(lm.SuffixDrafter(), Planned())),
     ],
 )
 def test_mistakes_are_named(error: type, says: str, call: Any) -> None:
