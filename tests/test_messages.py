@@ -206,8 +206,6 @@ NAMED: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "model", lambda: engine(target())),
     (TypeError, "model", lambda: lm.generate_plain(target().params, target().model, [[1]])),
     (TypeError, "model", lambda: save(draft().params, model=draft())),
-    (TypeError, "model", lambda: lm.models.save_block_head("/nowhere", None, {})),
-    (TypeError, "model", lambda: lm.models.save_eagle3("/nowhere", None, {})),
     (TypeError, "params", lambda: generate(target().model, target(), [[1]])),
     (TypeError, "params", lambda: driver(engine(), target())),
     (TypeError, "config", lambda: generate(config=3)),

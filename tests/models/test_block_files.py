@@ -230,13 +230,8 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
     "changes, says",
     [
         ({"speculators_model_type": "dflash2"}, "= 'dflash2', but only 'dflash' and 'dspark' are"),
-        ({"speculators_model_type": "eagle3"}, "speculators_model_type = 'eagle3', but only"),
         ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
-        ({"speculators_model_type": ["dspark"]}, "speculators_model_type = .*, but only"),
-        ({"mask_token_id": [39]}, r"mask_token_id must be an id in \[0, 40\)"),
-        ({"block_size": {"a": 1}}, "block_size must be a positive integer"),
         ({"markov_head_type": "gated"}, "markov_head_type = 'gated', but only 'vanilla' is"),
-        ({"markov_head_type": "rnn"}, "markov_head_type = 'rnn', but only 'vanilla' is"),
         ({"is_neox_style": False}, "is_neox_style = False, but only True is supported"),
         ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias = True, but only"),
         ({"attention_value_scale": 0.5}, "attention_value_scale = 0.5, but only 1.0"),
@@ -257,7 +252,6 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
         ({"confidence_head_with_markov": False}, r"confidence_head.proj.weight of shape \(1, 19\)"),
         ({"aux_hidden_state_layer_ids": None}, "lacks aux_hidden_state_layer_ids"),
         ({"aux_hidden_state_layer_ids": [4, 2, 1]}, r"must be ascending layer ids in \[0, 8\]"),
-        ({"aux_hidden_state_layer_ids": [1, 2, 9]}, r"must be ascending layer ids in \[0, 8\]"),
         (
             {"aux_hidden_state_layer_ids": []},
             "lacks aux_hidden_state_layer_ids or target_layer_ids",
@@ -282,7 +276,6 @@ def test_a_config_that_is_not_served_is_named(changes: Any, says: str, written: 
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None},
             "sliding_window = None, but sliding layers need a positive integer",
         ),
-        ({"layer_types": [[], {}]}, "layer_types = .* it must be a list of"),
         ({"layer_types": "sliding_attention"}, "layer_types = .* it must be a list of"),
         (
             {"layer_types": None, "use_sliding_window": True, "max_window_layers": "1"},
@@ -293,8 +286,6 @@ def test_a_config_that_is_not_served_is_named(changes: Any, says: str, written: 
         ({"num_hidden_layers": 1}, r"layers\.1\.[a-z._]*, which its config.json does not call for"),
         ({"vocab_size": 41}, "vocab_size = 41, but the target's vocab_size is 40"),
         ({"is_neox_style": False}, "is_neox_style = False, but only True"),
-        ({"model_type": "gpt2"}, "model_type = 'gpt2', but only"),
-        ({"attention_bias": True}, "lacks the tensor layers.0.self_attn.q_proj.bias"),
     ],
 )
 def test_a_layer_that_is_not_served_is_named(changes: Any, says: str, written: Written) -> None:
@@ -311,7 +302,6 @@ def test_a_layer_that_is_not_served_is_named(changes: Any, says: str, written: W
             {"architectures": ["LlamaForCausalLM"]},
             "architectures = .*, but only",
         ),
-        ({"architectures": [["DFlashDraftModel"], {}]}, "architectures = .*, but only"),
         ({"architectures": "DFlashDraftModel"}, "architectures = 'DFlashDraftModel', but only"),
         (
             {"num_target_layers": 36},
@@ -347,14 +337,11 @@ def test_a_config_of_zlab_that_is_not_served_is_named(
             "gate_proj.weight, which",
         ),
         ({"hidden_norm.weight": ...}, "lacks the tensor hidden_norm.weight"),
-        ({"fc.weight": np.full((16, 48), np.nan, np.float32)}, "fc.weight with a weight of nan"),
         (
             {"markov_head.markov_w2.weight": np.zeros((40, 3), np.float32)},
             "markov_w2.weight of sha",
         ),
         ({"d2t": ...}, "lacks the tensor d2t"),
-        ({"d2t": np.zeros(12, np.float32)}, "d2t of dtype F32"),
-        ({"t2d": np.ones(40, np.bool_)}, "a t2d that is not the mask of the ids that d2t lists"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(changes: Any, says: str, written: Written) -> None:

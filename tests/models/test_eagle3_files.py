@@ -331,7 +331,6 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
         ({"speculators_model_type": "peagle"}, "speculators_model_type = 'peagle', but only"),
         ({"transformer_layer_config": None}, "lacks transformer_layer_config"),
         ({"draft_vocab_size": 41}, "draft_vocab_size must be at most"),
-        ({"draft_vocab_size": "12"}, "draft_vocab_size must be a positive integer"),
         ({"draft_vocab_size": 11}, r"has lm_head.weight of shape \(12, 16\)"),
         ({"target_hidden_size": 32}, "target_hidden_size = 32, but the target's hidden_size is 16"),
         ({"norm_before_residual": "yes"}, "norm_before_residual must be true or false"),
@@ -343,16 +342,11 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
             r"must be different layer ids in \[0, 8\]",
         ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"different layer ids in \[0, 8\]"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, -1]}, "must be different layer ids in"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2.0, 3]}, "must be different layer ids in"),
         ({"eagle_aux_hidden_state_layer_ids": {"a": 1}}, "must be different layer ids in"),
         ({"target_layer_ids": [1, 2, 3]}, "= .1, 2, 3. and .*, which contradict each other"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"has fc.weight of shape \(16, 48\), but"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
         ({"parallel_drafting": True}, "parallel_drafting = True, but only False is supported"),
-        ({"speculators_model_type": ["eagle3"]}, "speculators_model_type = .*, but only"),
-        ({"norm_output": [1]}, "norm_output must be true or false"),
-        ({"draft_vocab_size": {}}, "draft_vocab_size must be a positive integer"),
     ],
 )
 def test_a_config_that_is_not_served_is_named(
@@ -369,7 +363,6 @@ def test_a_config_that_is_not_served_is_named(
     "changes, says",
     [
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, but it is 2: systems differ"),
-        ({"num_hidden_layers": True}, "num_hidden_layers must"),
         ({"vocab_size": 41}, "vocab_size = 41, but the target's vocab_size is 40"),
         (
             {"hidden_size": 32},
@@ -379,14 +372,7 @@ def test_a_config_that_is_not_served_is_named(
         ({"attention_bias": 1}, "attention_bias = 1, but it must be a boolean"),
         ({"attention_bias": True}, "lacks the tensor layers.0.self_attn.q_proj.bias"),
         ({"model_type": "qwen3"}, "lacks the tensor layers.0.self_attn.q_norm.weight"),
-        ({"intermediate_size": 48}, "gate_proj.weight of shape"),
         ({"logit_scale": 0}, "logit_scale must be a positive number"),
-        ({"logit_scale": [1]}, "logit_scale must be a positive number"),
-        ({"model_type": ["llama"]}, "model_type = .*, but only"),
-        ({"hidden_act": {}}, "hidden_act = {}, but only 'silu'"),
-        ({"layer_types": [[]]}, "layer_types = .*, but only 'full_attention'"),
-        ({"rope_scaling": {"rope_type": []}}, "rope_type = .*, but only 'default' and 'llama3'"),
-        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a positive number"),
     ],
 )
 def test_a_layer_that_is_not_served_is_named(
@@ -418,14 +404,10 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
     "changes, says",
     [
         ({"mask_hidden": np.zeros((1, 1, 48), np.float32)}, "has a tensor mask_hidden, which its"),
-        ({"layers.1.mlp.up_proj.weight": np.zeros((2, 2), np.float32)}, "does not call for"),
         ({"midlayer.hidden_norm.weight": np.zeros(16, np.float32)}, "does not call for"),
-        ({"input_norm.weight": np.ones(48, np.float32)}, "input_norm.weight, which its config"),
         ({"fc.weight": ...}, "lacks the tensor fc.weight"),
         ({"fc.weight": np.zeros((16, 32), np.float32)}, r"fc.weight of shape \(16, 32\), but"),
         ({"fc.weight": np.full((16, 48), np.nan, np.float32)}, "fc.weight with a weight of nan"),
-        ({"fc.weight": np.zeros((16, 48), np.int8)}, "fc.weight of dtype I8"),
-        ({"norm.weight": np.zeros(8, np.float32)}, r"norm.weight of shape \(8,\)"),
         ({"lm_head.weight": ...}, "own_lm_head must be true with draft_vocab_size = 12"),
         ({"d2t": ...}, "lacks the tensor d2t"),
         ({"d2t": OFFSETS[:-1].copy()}, r"d2t of dtype I64 and shape \(11,\)"),
@@ -434,12 +416,8 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
         ({"d2t": OFFSETS - (np.arange(12) == 0)}, r"ids of d2t\[0\] must be an id in \[0, 40\)"),
         ({"d2t": OFFSETS - (np.arange(12) == 2)}, "ids of d2t must list each id once"),
         ({"d2t": np.full(12, 2**63 - 1, np.int64)}, r"ids of d2t\[0\] must"),
-        ({"d2t": np.full(12, -(2**63), np.int64)}, r"ids of d2t\[0\] must"),
         ({"t2d": np.ones(40, np.bool_)}, "a t2d that is not the mask of the ids that d2t lists"),
         ({"t2d": np.zeros(41, np.bool_)}, "a t2d that is not the mask"),
-        ({"t2d": np.zeros(40, np.int8)}, "a t2d that is not the mask"),
-        ({"lm_head.bias": np.zeros(12, np.float32)}, "lm_head.bias, which its config"),
-        ({"embed_tokens.weight": np.zeros((40, 3), np.int8)}, r"embed_tokens.weight of shape"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(

@@ -10,10 +10,10 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -268,14 +268,6 @@ def test_more_layers_than_tensors_are_refused_without_memory(tmp_path: Path) -> 
         assert_refused(directory, CONFIG, "num_hidden_layers must be at most 2147483647")
 
 
-def test_sizes_beyond_any_array_are_refused_by_shape(tmp_path: Path) -> None:
-    directory = checkpoint(tmp_path, WEIGHTS)
-    in_json(directory / CONFIG, "head_dim", text="8")
-    for field in ("intermediate_size", "num_attention_heads", "head_dim", "hidden_size"):
-        in_json(directory / CONFIG, field, text=str(2**31 - 2**10))
-        assert_refused(directory, WEIGHTS, r"of shape \(.*\), but its config.json says \(.*\)")
-
-
 TOKEN_IDS: dict[str, tuple[str, tuple[str | int, ...], tuple[str, ...], str]] = {
     "vocabulary": (TOKENIZER, ("model", "vocab", "a"), (*NO_TOKEN_ID, "null"), "vocab .* for 'a'"),
     "added token": (TOKENIZER, ("added_tokens", 1, "id"), ("5.0", "null"), "added.* for 1"),
@@ -464,38 +456,19 @@ def read_headers(directory: Path) -> None:
         count_token_ids(directory / TOKENIZER)
 
 
-def assert_read_or_refused(
-    tmp_path: Path, seed: int, readers: tuple[Callable[[Path], Any], ...]
-) -> bool:
-    """Whether all of the readers took one damaged checkpoint."""
-    chance = random.Random(seed)
-    file = chance.choice(list(READERS))
+def test_damage_at_random_is_harmless_or_named(tmp_path: Path) -> None:
     taken = 0
-    with tempfile.TemporaryDirectory(dir=tmp_path) as name:
-        directory = checkpoint(Path(name), file)
+    for seed in range(300):
+        chance = random.Random(seed)
+        file = chance.choice(list(READERS))
+        directory = checkpoint(tmp_path / str(seed), file)
         damage_at_random(directory, file, chance)
-        for read in readers:
+        for read in (read_headers, lm.load_tokenizer):
             try:
                 read(directory)
                 taken += 1
             except Exception as error:
                 print(f"seed {seed}, {file}: {error!r}")
                 sentence(error)
-    return taken == len(readers)
-
-
-def test_damage_at_random_is_harmless_or_named(tmp_path: Path) -> None:
-    taken = [
-        assert_read_or_refused(tmp_path, seed, (read_headers, lm.load_tokenizer))
-        for seed in range(300)
-    ]
-    assert 20 < sum(taken) < 200  # both happen
-
-
-@pytest.mark.slow
-def test_more_damage_at_random_is_harmless_or_named(tmp_path: Path) -> None:
-    first = random.SystemRandom().randrange(2**32)
-    readers = (lm.load_huggingface, lm.models.load_checkpoint, lm.load_tokenizer)
-    for seed in range(first, first + 20_000):
-        signal.alarm(SECONDS)
-        assert_read_or_refused(tmp_path, seed, readers)
+        shutil.rmtree(tmp_path / str(seed))
+    assert 150 < taken < 450  # both happen
