@@ -87,28 +87,6 @@ class BlockSuite(Between):
             middle = request(p, [1, id_, 6], accept=[u, 0.0, 0.0], bonus=7, valid=kind == "none")
             assert self.answer(middle, kind=kind) == answer
 
-    def test_the_given_bonus_follows_when_every_draft_is_kept(self):
-        middle = request([on(1), on(2, 3), ALL], [1, 2], accept=[0.9, 0.4], bonus=6, valid=False)
-        assert self.answer(middle, kind="probs") == [1, 2, 6]
-        assert self.answer(request([ALL], bonus=5), kind="probs") == [5]
-
-    @stored
-    def test_a_greedy_request_reads_no_draft_row(self, kind):
-        p, nothing = [on(1), on(2), on(3)], np.full((2, 8), np.nan)
-        for ids, answer in (([1, 2], [1, 2, 3]), ([1, 5], [1, 2]), ([5, 2], [1])):
-            middle = request(
-                p,
-                ids,
-                kind=kind,
-                temperature=0.0,
-                accept=[ALMOST_ONE] * 2,
-                draft=nothing,
-                log_normalizer=nothing[:, 0],
-                bad_rows=frozenset([0, 1]),
-                bonus=3,
-            )
-            assert self.answer(middle, kind=kind) == answer
-
     # Rows that cannot be used.
 
     @pytest.mark.parametrize("entry", BAD)
@@ -120,30 +98,6 @@ class BlockSuite(Between):
         bad[0] = [0, -np.inf, *[0] * 6]
         impossible = Request(bad, [1, 2], accept=[0.9, 0.9], recover=(0.5, 0.0))
         assert self.answer(impossible) == [0]
-
-    def test_the_bonus_row_counts_if_every_draft_is_kept(self):
-        target = np.zeros((2, 8))
-        target[1] = np.nan
-        assert self.answer(Request(target, [1], accept=[0.1])) == sd.Status.BAD_TARGET_ROW
-        assert self.answer(Request(target, [0], accept=[0.2], recover=(0.5, 0.0))) == [1]
-
-    @pytest.mark.parametrize("entry", [*BAD, -0.5])
-    def test_every_entry_of_a_draft_row_counts_while_it_matters(self, entry):
-        q = np.array([on(1, 2), on(1, 2)])
-        q[1, 6] = entry
-        for u in (0.0, 0.9):
-            middle = request([ALL, ALL, ALL], [1, 2], q, "probs", accept=[u, 0.0])
-            assert self.answer(middle, kind="probs") == sd.Status.BAD_DRAFT_ROW
-        impossible = request([on(3), ALL, ALL], [1, 2], q, "probs", accept=[0.0, 0.0])
-        assert self.answer(impossible, kind="probs") == [3]
-
-    @stored
-    def test_a_row_index_outside_the_store_counts_while_it_matters(self, kind):
-        drafts: Any = dict(q=[on(1, 2)] * 2, kind=kind, bad_rows=frozenset([1]))
-        middle = request([ALL, ALL, ALL], [1, 2], accept=[0.9, 0.9], **drafts)
-        assert self.answer(middle, kind=kind) == sd.Status.BAD_DRAFT_ROW
-        impossible = request([on(3), ALL, ALL], [1, 2], accept=[0.0, 0.0], **drafts)
-        assert self.answer(impossible, kind=kind) == [3]
 
     def test_the_first_bad_row_gives_the_status_target_before_draft(self):
         q = np.array([on(1, 2)] * 2)

@@ -82,11 +82,6 @@ ONE_LAYOUT = Layout(
         ONE_LAYOUT,
         Layout(vocab=2049, **MANY, kind="probs", block=True, has_bonus=True),
         Layout(vocab=2049, **MANY, agreement=True, has_filters=True, has_bitmask=True),
-        pytest.param(Layout(vocab=97, **MANY), marks=pytest.mark.slow),
-        pytest.param(
-            Layout(vocab=97, **MANY, kind="probs", rates=(0.9, 0.5, 0.2)), marks=pytest.mark.slow
-        ),
-        pytest.param(Layout(vocab=97, **MANY, kind="logits", race=True), marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -15,7 +15,6 @@ from jax_specdec import KernelConfig
 from .batch import Request
 from .test_mosaic_gpu import (
     BLOCK,
-    FILTERED,
     GIVEN_BONUS,
     LAYOUTS,
     TILES,
@@ -34,13 +33,8 @@ TWO, FOUR = KernelConfig(max_cluster=2), KernelConfig(max_cluster=4)
 @pytest.mark.parametrize(
     ("config", "layout"),
     [
-        (TWO, dataclasses.replace(BLOCK[3], num_requests=2, num_drafts=7)),
+        (TWO, dataclasses.replace(BLOCK[1], num_requests=2, num_drafts=7)),
         pytest.param(FOUR, few(TILES), marks=pytest.mark.slow),
-        *(
-            pytest.param(config, layout, marks=pytest.mark.slow)
-            for config in (TWO, FOUR)
-            for layout in (GIVEN_BONUS, FILTERED[3], dataclasses.replace(BLOCK[2], vocab=12416))
-        ),
     ],
     ids=lambda x: str(x) if isinstance(x, type(TILES)) else str(x.max_cluster),
 )

@@ -116,17 +116,10 @@ def check(logits: jax.Array, sampling: sd.SamplingParams, drawn: sd.DraftSample)
     np.testing.assert_allclose(drawn.log_normalizer[sampled], expected, rtol=1e-5, atol=1e-5)
 
 
-CASES = [
-    ("float32", False),
-    pytest.param("bfloat16", True, marks=pytest.mark.long),
-    *(
-        pytest.param(dtype, filters, marks=pytest.mark.slow)
-        for dtype, filters in (("bfloat16", False), ("float32", True), ("float16", True))
-    ),
-]
-
-
-@pytest.mark.parametrize(("dtype", "filters"), CASES)
+@pytest.mark.parametrize(
+    ("dtype", "filters"),
+    [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.long)],
+)
 def test_a_sample_is_the_oracles_and_its_numbers_are_those_of_float64(dtype, filters):
     rng = np.random.default_rng(0)
     for scale in (0.5, 3.0, 10.0):
@@ -135,14 +128,11 @@ def test_a_sample_is_the_oracles_and_its_numbers_are_those_of_float64(dtype, fil
         check(logits, sampling, interpreted(logits, sampling))
 
 
-@pytest.mark.parametrize(
-    "filters", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "filtered"]
-)
-def test_a_bad_row_gives_an_id_and_numbers_that_tell(filters):
+def test_a_bad_row_gives_an_id_and_numbers_that_tell():
     """The same as in XLA, and the row beside it is as it was."""
     rng = np.random.default_rng(1)
     logits = rng.standard_normal((4, VOCAB)).astype(np.float32)
-    sampling = random_sampling(rng, 4, filters)
+    sampling = random_sampling(rng, 4, filters=False)
     good = interpreted(logits, sampling)
     logits[0, 100], logits[1, 4150], logits[2] = np.nan, np.inf, -np.inf
     drawn = jax.device_get(interpreted(logits, sampling))

@@ -21,7 +21,7 @@ import jax_specdec as sd
 
 from .batch import ALMOST_ONE, XLA, Layout, Request, agree, pack, verify
 from .cases import cold_batch
-from .test_mosaic_gpu import alone, long, slow
+from .test_mosaic_gpu import alone
 from .test_xla_all_at_once import all_at_once
 
 pytestmark = pytest.mark.newest
@@ -70,20 +70,12 @@ def test_cold_requests_get_the_tokens_of_the_oracle(layout, verifier):
     agree((cold_batch(layout, seed) for seed in range(12)), verifier)
 
 
-SMALL = dataclasses.replace(COLD[0], num_requests=6, num_drafts=12)
-HALF = dataclasses.replace(SMALL, dtype="bfloat16", draft_dtype="bfloat16")
+HALF = dataclasses.replace(COLD[1], vocab=256, num_requests=6, num_drafts=12, kind="logits")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        *long(dataclasses.replace(HALF, kind="logits", block=True)),
-        *slow(HALF, SMALL),
-    ],
-    ids=str,
-)
-def test_cold_requests_get_them_from_the_kernel_too(layout):
-    agree((cold_batch(layout, seed) for seed in range(6)), alone)
+@pytest.mark.long
+def test_cold_requests_get_them_from_the_kernel_too():
+    agree((cold_batch(HALF, seed) for seed in range(6)), alone)
 
 
 # Chi-square tests.

@@ -58,15 +58,7 @@ FORMS = {
     [
         ("in order", LAYOUT),
         ("at once", WITHOUT_BONUS_ROWS),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in (
-                ("in order", WITHOUT_BONUS_ROWS),
-                ("at once", LAYOUT),
-                ("kernel", LAYOUT),
-            )
-        ),
-        pytest.param("kernel", WITHOUT_BONUS_ROWS, marks=pytest.mark.slow),
+        pytest.param("kernel", LAYOUT, marks=pytest.mark.long),
     ],
     ids=str,
 )

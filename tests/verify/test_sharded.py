@@ -19,7 +19,7 @@ from measure import collectives
 
 import jax_specdec as sd
 
-from . import bad_rows, edges, suite
+from . import edges, suite
 from .batch import Batch, Layout, agree, check, jitted, pack, verify
 from .cases import random_batch, random_batches, random_request
 
@@ -73,21 +73,6 @@ FILTERED = Layout(
                 (8, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
                 (8, FILTERED),
                 (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True)),
-            ]
-        ],
-        pytest.param(8, Layout(vocab=96, **BIG, rates=suite.RATES, dtype="bfloat16"), marks=slow),
-        *[
-            pytest.param(parts, layout, marks=slow)
-            for parts, layout in [
-                (8, dataclasses.replace(FILTERED, kind="logits", rates=suite.RATES)),
-                (4, dataclasses.replace(FILTERED, dtype="float32", draft_vocab=None, block=True)),
-                (1, CUT),
-                (2, CUT),
-                (4, CUT),
-                (8, Layout(vocab=8192, **BIG, kind="logits", store_rows=50, has_valid=True)),
-                (8, Layout(vocab=96, **BIG, dtype="bfloat16", has_active=True)),
-                (8, Layout(vocab=96, **BIG, kind="probs", rates=suite.RATES, has_valid=True)),
-                (8, Layout(vocab=96, **BIG, block=True, has_bonus=True)),
             ]
         ],
     ],
@@ -252,10 +237,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
     ("draft_vocab", "draft_spec", "check_vma", "agreement"),
     [
         (None, P(None, "v"), True, False),
-        pytest.param(None, P(None, "v"), True, True, marks=slow),
-        pytest.param(None, P(None, "v"), False, False, marks=slow),
         pytest.param(9, P(), True, False, marks=long),  # narrower than a part, and whole
-        pytest.param(60, P(), False, False, marks=slow),
     ],
 )
 def test_a_call_inside_shard_map_gives_the_oracles_tokens(
@@ -273,8 +255,6 @@ def test_a_call_inside_shard_map_gives_the_oracles_tokens(
     [
         pytest.param(96, AxisType.Auto, False, marks=slow, id="top level, automatic axes"),
         pytest.param(104, AxisType.Explicit, True, marks=long, id="jit, explicit axes"),
-        pytest.param(112, AxisType.Explicit, False, marks=slow, id="top level, explicit axes"),
-        pytest.param(120, AxisType.Auto, True, marks=slow, id="jit, automatic axes"),
     ],
 )
 def test_arrays_that_are_split_are_verified_where_they_are(
@@ -305,13 +285,11 @@ def test_arrays_that_are_split_are_verified_where_they_are(
     check(batch, output)
 
 
+@slow
 @pytest.mark.parametrize(
     ("spec", "options"),
-    [
-        pytest.param(P("b", None), {}, marks=slow, id="three requests over two devices"),
-        pytest.param(P(("b", "v"), None), {}, marks=slow, id="two axes"),
-        pytest.param(P(None, "v"), {"sharding": sd.VerifySharding()}, marks=slow, id="not wanted"),
-    ],
+    [(P("b", None), {}), (P(None, "v"), {"sharding": sd.VerifySharding()})],
+    ids=["three requests over two devices", "not wanted"],
 )
 def test_other_arrays_are_verified_as_if_they_were_not_split(spec, options, monkeypatch):
     monkeypatch.delattr(sharding, "over_mesh")
@@ -352,8 +330,7 @@ WHOLE = P()
     ("kind", "method"),
     [
         ("logits", "standard"),
-        pytest.param("logits", "block", marks=slow),
-        pytest.param("normalized", "standard", marks=slow),
+        pytest.param("logits", "block", marks=pytest.mark.slow),
     ],
 )
 def test_three_small_collectives_and_no_copy_of_logits(kind, method):
@@ -507,7 +484,7 @@ def test_draft_storage_that_cannot_be_read_in_parts_is_refused():
         )
 
 
-# Every edge case, with what is not wide enough padded by NaN.
+# A vocabulary that is not wide enough is padded by NaN.
 
 
 @jitted
@@ -521,27 +498,11 @@ def padded(target_logits, drafts, noise, *, vocab_size=None, **options):
     )
 
 
-@slow
-class TestOracle(suite.OracleSuite):
-    verifier = staticmethod(padded)
-
-
-@slow
-class TestInvariance(suite.InvarianceSuite):
-    verifier = staticmethod(padded)
-
-
-@slow
-class TestEdges(edges.EdgeSuite):
-    verifier = staticmethod(padded)
-
-
-@slow
-class TestBadRows(bad_rows.BadRowSuite):
+class Edges(edges.EdgeSuite):
     verifier = staticmethod(padded)
 
 
 @long
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_a_residual_of_rounding_gives_a_sample_of_the_target(temperature):
-    TestEdges().test_an_empty_residual_of_equal_logits_samples_the_target(temperature)
+    Edges().test_an_empty_residual_of_equal_logits_samples_the_target(temperature)

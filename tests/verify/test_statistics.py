@@ -27,11 +27,9 @@ from .batch import jitted
 pytestmark = pytest.mark.newest
 
 
-def marked(mark, *kinds):
-    return [pytest.param(kind, marks=mark) for kind in kinds]
+def long(*kinds):
+    return [pytest.param(kind, marks=pytest.mark.long) for kind in kinds]
 
-
-long, slow = (functools.partial(marked, mark) for mark in (pytest.mark.long, pytest.mark.slow))
 
 V, K, LENGTH = 5, 2, 3
 TEMPERATURES = (0.6, 1.0, 1.6)
@@ -53,7 +51,7 @@ LISTS = {
 """Ids that the drafter knows after each token."""
 
 KINDS = ("probs", "logits", "normalized", "lookup", "chance", *LISTS)
-BLOCK_KINDS = ("logits", "normalized", "lookup", *LISTS)
+BLOCK_KINDS = ("normalized", "lookup", "map")
 NUM_TESTS = (len(KINDS) + len(BLOCK_KINDS) + 1) * len(TEMPERATURES) * LENGTH + 1
 ALPHA = 0.01 / NUM_TESTS  # one failure in a hundred suites, had the keys not been fixed
 
@@ -216,9 +214,7 @@ def test_decoding_is_lossless_token_by_token_and_jointly(kind):
     print("least p-value", check_lossless(decode(kind, seed=1)))
 
 
-@pytest.mark.parametrize(
-    "kind", ["normalized", *long("lookup", "map"), *slow("candidates", "logits")]
-)
+@pytest.mark.parametrize("kind", ["normalized", *long("lookup", "map")])
 def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
     print("least p-value", check_lossless(decode(kind, seed=1, config=BLOCK)))
 
@@ -314,26 +310,6 @@ def test_races_in_two_levels_draw_from_the_row():
         counts = np.bincount(cells[np.ravel(draw(shares))], minlength=len(expected))
         p, report = p_value(counts, expected)
         assert (p < 1e-12) if shares else (p > ALPHA), report
-
-
-def test_a_long_flat_tail_gets_its_mass():
-    b, vocab, buckets = 1000, 20000, 10
-    logits = np.zeros((b, vocab), np.float32)
-    logits[:, 0] = np.log(vocab)  # half on id 0
-    out = verify(
-        logits,
-        sd.Drafts(np.zeros(0, np.int32), np.zeros(b + 1, np.int32)),
-        sampling=sd.SamplingParams(temperature=np.ones(b, np.float32)),
-        keys=jax.random.split(jax.random.key(2), b),
-        positions=np.zeros(b, np.int32),
-        config=CONFIG,
-    )
-    tokens = np.asarray(out.token_ids[:, 0])
-    counts = np.bincount(tokens * buckets // vocab, minlength=buckets)
-    counts = np.append(counts, (tokens == 0).sum())
-    counts[0] -= counts[-1]
-    p, report = p_value(counts, np.append(np.full(buckets, 0.5 / buckets), 0.5))
-    assert p > ALPHA, report
 
 
 @functools.cache

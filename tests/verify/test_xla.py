@@ -13,21 +13,12 @@ class TestOracle(suite.RaceSuite):
 @pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize(
-    "layout",
-    [
-        processed.PROCESSED[3],
-        pytest.param(suite.BLOCK[1], marks=pytest.mark.slow),
-        pytest.param(suite.GRID[5], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
 class TestOptimized:
     verifier = staticmethod(OPTIMIZED)
     seeds = range(12)
 
-    def test_gives_the_tokens_of_the_oracle_as_users_compile_it(self, layout):
-        suite.OracleSuite.agree(self, layout)
+    def test_gives_the_tokens_of_the_oracle_as_users_compile_it(self):
+        suite.OracleSuite.agree(self, processed.PROCESSED[3])
 
 
 @pytest.mark.newest
@@ -54,10 +45,6 @@ class TestBlock(block_edges.BlockSuite):
 @pytest.mark.newest
 class TestProcessed(processed.ProcessedSuite):
     verifier = staticmethod(XLA)
-
-    @pytest.mark.slow
-    def test_gives_the_tokens_of_the_oracle_in_a_race(self):
-        suite.OracleSuite.agree(self, processed.RACE)
 
 
 @pytest.mark.newest
