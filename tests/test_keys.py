@@ -76,18 +76,6 @@ def test_the_noise_of_a_request_is_what_it_gets_alone(impl):
         np.testing.assert_array_equal(together.recover[b : b + 1], alone.recover)
 
 
-@pytest.mark.newest
-@of_every_kind
-def test_a_thousand_seeds_draw_different_noise(impl):
-    @jax.jit
-    def drawn(seeds):
-        keys = jax.vmap(lambda seed: jax.random.key(seed, impl=impl))(seeds)
-        return sd.testing.draw_noise(keys, jnp.zeros((1001,), jnp.int32), K)
-
-    found = drawn(np.arange(1001))
-    assert len(np.unique(np.concatenate([found.accept, found.recover], axis=1), axis=0)) == 1001
-
-
 @of_every_kind
 def test_keys_of_a_batch_are_those_of_folding_in_indices(impl):
     key = jax.random.key(3, impl=impl)
@@ -269,26 +257,6 @@ def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
             row = tiny.next_logits(engines.TARGET, sequence)
             sequence.append(int(next_token(row, b, np.int32(len(sequence)))))
         assert output.completions[b] == sequence[len(prompt) :]
-
-
-@pytest.mark.long
-@of_one_other_kind
-def test_tokens_of_the_loop_do_not_depend_on_the_neighbours(impl):
-    def middle(neighbour: list[int], count: int) -> list[int]:
-        output = lm.generate(
-            tiny.Trigram(V),
-            jnp.asarray(engines.TARGET),
-            [neighbour, [1, 2], neighbour],
-            drafter=lm.ModelDrafter(tiny.Trigram(V)),
-            draft_params=jnp.asarray(engines.DRAFT),
-            config=engines.CONFIG,
-            temperature=1.3,
-            options=tiny.options_of(3, max_new_tokens=[count, 12, 0]),
-            key=jax.random.key(7, impl=impl),
-        )
-        return output.completions[1]
-
-    assert middle([3], 12) == middle([0, 5, 2], 1)
 
 
 # The engine.

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax import export
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -224,20 +223,6 @@ def test_counting_in_a_loop_agrees_with_the_records() -> None:
     assert stats.num_drafts == drafts
 
 
-def test_counters_and_step_records_read_the_same() -> None:
-    steps = random_steps(1)
-    proposed, accepted, emitted = steps.transpose(1, 0, 2)
-    record = sd.StepRecord(
-        token_ids=np.full((20, 4, K + 1), -1),
-        num_kept=emitted,
-        num_proposed=np.where(emitted > 0, proposed, 0),
-        num_accepted=accepted,
-        num_emitted=emitted,
-    )
-    counters = count(sd.AcceptanceCounters.create(K), steps, jnp.zeros(20, jnp.int32))
-    assert sd.AcceptanceStats.from_counters(counters) == sd.AcceptanceStats.from_steps(record)
-
-
 def test_counts_past_32_bits_do_not_wrap() -> None:
     steps = random_steps(2)
     fallbacks = jnp.full(20, 2**31 - 1, jnp.int32)
@@ -265,15 +250,6 @@ def test_an_update_talks_to_no_host() -> None:
         counters = program(counters, steps, fallbacks)
     assert "callback" not in str(jax.make_jaxpr(count)(counters, steps, fallbacks))
     assert counters.words.shape == (2, 3 * K + 3)
-
-
-def test_a_function_of_counters_survives_export() -> None:
-    counters, steps = sd.AcceptanceCounters.create(K), jnp.asarray(random_steps(4))
-    fallbacks = jnp.zeros(20, jnp.int32)
-    exported = export.export(count)(counters, steps, fallbacks)
-    again = export.deserialize(exported.serialize())
-    expected = count(counters, steps, fallbacks)
-    np.testing.assert_array_equal(again.call(counters, steps, fallbacks).words, expected.words)
 
 
 @pytest.mark.parametrize(

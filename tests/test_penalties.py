@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import scipy.stats
 from filled import ones, zeros
-from jax import export
 from lower_floor import platform
 
 import jax_specdec as sd
@@ -272,17 +270,6 @@ def test_without_requests_or_rows_nothing_is_done() -> None:
     none = jax.tree.map(lambda x: x[:0], penalties())
     drafts = sd.Drafts.from_flat(jnp.array([1, 2]), jnp.zeros((0,), jnp.int32))
     assert apply(logits(2), drafts, none, config=CONFIG).shape == (2, V)
-
-
-@pytest.mark.newest
-def test_penalties_travel_through_export() -> None:
-    function = jax.jit(functools.partial(sd.apply_penalties, config=CONFIG))
-    drafts = packed()
-    x = logits(drafts.token_ids.shape[0] + len(PROMPTS))
-    exported = export.deserialize(export.export(function)(x, drafts, penalties()).serialize())
-    np.testing.assert_array_equal(
-        exported.call(x, drafts, penalties()), function(x, drafts, penalties())
-    )
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def _(right, filter, *args, **named):
 @fault(
     "one large normalizer makes all drafts of its request one-hot",
     "_src.verify.requests:usable_normalizers",
-    "verify/test_normalizers.py",
+    "verify/test_xla.py",
 )
 def _(right, distribution, rows):
     usable = right(distribution, rows)

@@ -82,39 +82,6 @@ def test_proposals_are_those_of_the_search_in_python(min_ngram, max_ngram, seque
     assert found == [oracle(sequence, min_ngram, max_ngram, K) for sequence in sequences]
 
 
-@hypothesis.given(
-    sequence=st.lists(st.integers(0, 2), min_size=1, max_size=SIZE - 1), seed=st.integers(0, 99)
-)
-def test_what_lies_past_the_length_has_no_influence(sequence, seed):
-    # Rubbish, and the same sequence again, which would match everything.
-    rows = [sequence] * 3
-    clean, rubbish = proposals(rows, 1, 3), proposals(rows, 1, 3, seed=seed)
-    repeated = np.tile(np.resize(sequence, SIZE), (3, 1))
-    drafter, lengths = lm.NGramDrafter(1, 3), jnp.full((3,), len(sequence), jnp.int32)
-    assert clean == rubbish == propose(drafter, jnp.asarray(repeated), lengths, K).tolist()
-
-
-@pytest.mark.parametrize(
-    ("sequence", "wanted"),
-    [
-        ([1, 2, 7, 3, 2, 8, 1, 2], [7, 3, 2, 8]),  # two tokens match before one does
-        ([2, 7, 2, 8, 2], [8, 2, 8, 2]),  # the latest of equals; past the end, what is proposed
-        ([5, 6, 5, 6, 5], [6, 5, 6, 5]),  # period 2
-        ([7, 8, 9, 7, 8], [9, 7, 8, 9]),  # period 3
-        ([4, 4, 4, 4], [4, 4, 4, 4]),  # a match may overlap what it matches
-        ([1, 2, 3], [-1, -1, -1, -1]),
-        ([1], [-1, -1, -1, -1]),
-    ],
-)
-def test_lookup_by_hand(sequence, wanted):
-    assert proposals([sequence], 1, 3) == [wanted]
-
-
-def test_a_match_shorter_than_the_minimum_does_not_count():
-    assert proposals([[1, 2, 9, 2]], 2, 3) == [[-1] * K]
-    assert proposals([[1, 2, 9, 2]], 1, 3) == [[9, 2, 9, 2]]
-
-
 @pytest.mark.parametrize("bounds", [dict(min_ngram=2.0), dict(max_ngram=4.0)])
 def test_bounds_are_integers(bounds):
     (name,) = bounds

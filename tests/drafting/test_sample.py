@@ -161,26 +161,6 @@ def test_what_filters_leave_out_lies_below_the_threshold():
 
 
 @pytest.mark.newest
-def test_requests_positions_and_offsets_have_noise_of_their_own():
-    draws = {
-        (seed, position, offset): draw(FLAT, 1.0, seed=seed, position=position, offset=offset)[0]
-        for seed in (0, 1)
-        for position in (3, 4)
-        for offset in (0, 1, 2)
-    }
-    # Within a call the requests differ in their keys alone.
-    for name, ids in draws.items():
-        assert_distributed(np.bincount(ids, minlength=VOCAB), np.full(VOCAB, 1 / VOCAB), f"{name}")
-    names = list(draws)
-    for i, one in enumerate(names):
-        for other in names[:i]:
-            table = np.zeros((VOCAB, VOCAB))
-            np.add.at(table, (draws[one], draws[other]), 1)
-            p = scipy.stats.chi2_contingency(table).pvalue
-            assert p > ALPHA / 10, f"{one} and {other}: p = {p:.2g}"  # of 66 pairs
-
-
-@pytest.mark.newest
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_have_the_distribution_of_the_stored_logits(dtype):
     row = random_logits(dtype)[0]

@@ -184,30 +184,6 @@ def test_drafts_are_those_of_a_suffix_tree() -> None:
         np.testing.assert_allclose(probabilities[b, : len(draft)], wanted, atol=1e-4)
 
 
-BY_HAND = lm.SuffixDrafter(max_match=8, **EXACT)
-
-
-@pytest.mark.parametrize(
-    ("text", "ids", "probabilities"),
-    [
-        ([1, 2, 7, 1, 2], [7, 1], [1 / 2, 1 / 2]),  # as many drafts as tokens match
-        (
-            [1, 7, 1, 7, 1],
-            [7, 1],
-            [1 / 2, 1 / 2],
-        ),  # then the text ends
-        ([1, 7, 1, 8, 1], [8], [1 / 3]),  # two places disagree: the latest
-        ([1, 7, 2, 1, 7, 2, 1, 8, 1], [7], [2 / 4]),  # two of three agree
-        ([4, 4], [4], [1 / 2]),
-        ([1, 2, 3], [], []),
-        ([1], [], []),
-    ],
-)
-def test_drafts_by_hand(text, ids, probabilities) -> None:
-    (found,) = drafts_of(BY_HAND, [text])
-    assert found == (ids, pytest.approx(probabilities))
-
-
 def test_confidences_are_the_chance_after_the_drafts_before() -> None:
     text = jnp.array([[1, 7, 8, 1, 7, 9, 2, 1, 7, 9, 1, 1]])  # 1: 7 7 7; 1 7: 9 9 8
     drafter = lm.SuffixDrafter(max_match=8, spec_factor=2.0, **EXACT)
@@ -252,25 +228,6 @@ def test_of_equal_scores_the_texts_own_draft_is_taken() -> None:
     params = history_of(WITH_HISTORY, [[1, 2, 7, 7]])
     assert drafts_of(WITH_HISTORY, [[1, 2, 8, 8, 1, 2]], params) == [([8, 8], [0.5, 0.5])]
     assert drafts_of(WITH_HISTORY, [[1, 2]], params) == [([7, 7], [0.5, 0.5])]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("wraps", [False, True])
-def test_nothing_is_copied_over_the_seam_nor_over_the_end_of_a_text(wraps: bool) -> None:
-    # The ring is 1 2 3 | 4 5 6 | ...: after 1 2 comes 3, and not what the next text begins with.
-    texts = [[1, 2, 3], [4, 5, 6]]
-    if wraps:  # the text that is written over the end of the array goes on at its beginning
-        texts = [[9] * (HISTORY - 7), *texts]
-    params = history_of(WITH_HISTORY, texts)
-    assert drafts_of(WITH_HISTORY, [[1, 2], [3], [6], [4, 5]], params) == [
-        ([3], [0.5]),
-        ([], []),
-        ([], []),
-        ([6], [0.5]),
-    ]
-    full = history_of(WITH_HISTORY, [list(range(100, 100 + HISTORY - 1))])
-    first, last = 100, 100 + HISTORY - 2  # no match goes from the newest token to the oldest
-    assert drafts_of(WITH_HISTORY, [[last], [last, first]], full) == [([], []), ([101], [0.5])]
 
 
 def test_an_empty_text_changes_nothing() -> None:

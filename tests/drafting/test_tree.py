@@ -410,8 +410,6 @@ def test_a_block_heads_tree_has_the_paths_with_the_best_scores(
     [
         ("DFlash", "greedy"),
         ("map", "probabilistic"),  # a map of a DSpark head
-        pytest.param("DSpark", "probabilistic", marks=pytest.mark.slow),
-        pytest.param("map", "greedy", marks=pytest.mark.slow),
     ],
 )
 def test_the_first_child_of_each_node_of_a_chain_is_its_draft(kind: str, method: Any) -> None:
@@ -444,24 +442,6 @@ def test_more_candidates_than_nodes_of_a_tree() -> None:
         paths = paths_of(found.token_ids[b], found.parents[b])
         best = sorted(scores.values(), reverse=True)[:2]
         np.testing.assert_allclose([scores[path] for path in paths], best, atol=1e-4)
-
-
-def test_with_all_ids_as_candidates_a_tree_is_the_exact_one() -> None:
-    head, params, _ = test_block.head_of("DSpark")
-    config = agreement(NODES)
-    sampling = sd.SamplingParams(block_context(config).sampling.temperature)  # no filter
-    exact, few = (
-        proposed(
-            lm.BlockDrafter(head, tree_depth=DEPTH, num_candidates=count),
-            params,
-            config,
-            sampling=sampling,
-        )
-        for count in (None, SIZE)
-    )
-    assert exact.parents is not None and few.parents is not None
-    np.testing.assert_array_equal(exact.token_ids, few.token_ids)
-    np.testing.assert_array_equal(exact.parents, few.parents)
 
 
 def test_bias_that_leaves_nothing_or_is_no_number_leaves_scores_in_order() -> None:

@@ -10,20 +10,18 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from filled import full, ones, zeros
-from lower_floor import ROW_NUMBERS, Stream, uniforms
+from filled import ones, zeros
+from lower_floor import ROW_NUMBERS
 
 import jax_specdec as sd
 
-from .batch import MAX_MARGIN, XLA, Layout, oracle, pack, verify
-from .cases import random_batch, random_request
+from .batch import MAX_MARGIN, XLA, Layout, oracle, verify
+from .cases import random_batch
 from .suite import take
 
 B, K, V = 4, 3, 16
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 LAYOUT = Layout(vocab=V, num_requests=B, num_drafts=B * K, kind="logits")
-TABLE = jax.device_put(np.random.default_rng(0).standard_normal((V, V)).astype(np.float32))
-
 draw_noise = jax.jit(sd.testing.draw_noise, static_argnames="num_speculative_tokens")
 keyed = jax.jit(functools.partial(sd.rejection_sample, config=CONFIG))
 
@@ -50,51 +48,6 @@ def test_without_jit_tokens_are_the_same_but_for_close_calls():
         answers = verify(batch, eager), verify(batch, XLA)
         far = oracle(batch).margin > MAX_MARGIN
         chex.assert_trees_all_equal(*(take(answer, far) for answer in answers))
-
-
-def decode_step(state):
-    """One step of a serving loop over a table of logits; greedy drafting by the same table."""
-    keys, positions, last, tokens = state
-    ids = [last]
-    for _ in range(K):
-        ids.append(jnp.argmax(TABLE[ids[-1]] + 0.3 * jnp.roll(TABLE[ids[-1]], 1, axis=-1), axis=-1))
-        ids[-1] = ids[-1].astype(jnp.int32)
-    context = jnp.stack(ids, axis=1)
-    output = sd.rejection_sample(
-        TABLE[context].reshape(-1, V),
-        sd.Drafts.from_dense(context[:, 1:]),
-        sampling=sd.SamplingParams(jnp.arange(B, dtype=jnp.float32) / 2),
-        keys=keys,
-        positions=positions,
-        config=CONFIG,
-    )
-    places = positions[:, None] + jnp.arange(K + 1, dtype=jnp.int32)[None, :]
-    places = jnp.where(output.token_ids >= 0, places, tokens.shape[1])
-    slots = jnp.arange(B, dtype=jnp.int32)
-    tokens = tokens.at[slots[:, None], places].set(output.token_ids, mode="drop")
-    last = output.token_ids[slots, output.num_accepted]
-    return keys, positions + output.num_emitted, last, tokens
-
-
-def first_state():
-    nothing = zeros(B, jnp.int32)
-    return jax.random.split(jax.random.key(1), B), nothing, nothing, full((B, 40), -1, jnp.int32)
-
-
-@pytest.mark.newest
-def test_a_while_loop_over_a_scan_gives_the_tokens_of_single_steps():
-    @jax.jit
-    def looped(state):
-        def two_steps(state):
-            return jax.lax.scan(lambda s, _: (decode_step(s), None), state, length=2)[0]
-
-        return jax.lax.while_loop(lambda s: s[1].min() < 20, two_steps, state)
-
-    found, single, step = looped(first_state()), first_state(), jax.jit(decode_step)
-    while single[1].min() < 20:
-        single = step(step(single))
-    chex.assert_trees_all_equal(found[1:], single[1:])
-    assert (np.asarray(found[3])[:, :20] >= 0).all()
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -153,25 +106,6 @@ def test_the_keyed_form_is_the_explicit_one_with_drawn_noise():
         chex.assert_trees_all_equal(keyed(*args, **named, **noise), explicit)
 
 
-@pytest.mark.newest
-def test_with_keys_no_other_request_or_slot_changes_a_token():
-    rng = np.random.default_rng(5)
-    requests = [random_request(LAYOUT, rng, int(rng.integers(K + 1))) for _ in range(2 * B)]
-    keys = jax.random.split(jax.random.key(9), 2 * B)
-    positions = rng.integers(1000, size=2 * B).astype(np.int32)
-    seen: dict[int, list[int]] = {}
-    for _ in range(8):
-        chosen = rng.permutation(2 * B)[:B]
-        batch = pack([requests[i] for i in chosen], LAYOUT, int(rng.integers(99)))
-        args, named = batch.arguments()
-        output = keyed(
-            *args[:2], sampling=named["sampling"], keys=keys[chosen], positions=positions[chosen]
-        )
-        for i, tokens in zip(chosen.tolist(), sd.parse_output(output), strict=True):
-            assert seen.setdefault(i, tokens) == tokens
-    assert len(seen) == 2 * B
-
-
 def test_a_negative_position_is_bad_input_of_its_request_alone():
     """It would draw the noise of another position: -1 that of 2**31 - 1."""
     args, named = keyed_arguments(6)
@@ -187,77 +121,7 @@ def test_a_negative_position_is_bad_input_of_its_request_alone():
         chex.assert_trees_all_equal(take(output, others), take(expected, others))
 
 
-def test_greedy_tokens_do_not_depend_on_the_keys():
-    args, _ = keyed_arguments(4)
-    sampling = sd.SamplingParams(np.zeros(B, np.float32))
-    outputs = [keyed(*args, sampling=sampling, **keys_and_positions(s)) for s in range(3)]
-    chex.assert_trees_all_equal(*outputs)
-
-
-def test_uniforms_are_24_bits_below_1():
-    keys = jax.random.split(jax.random.key(0), 500)
-    noise = draw_noise(keys, np.arange(500, dtype=np.int32), num_speculative_tokens=8)
-    for x in (noise.accept, noise.recover):
-        chex.assert_type(x, jnp.float32)
-        steps = np.asarray(x, np.float64) * 2**24
-        assert (steps == np.floor(steps)).all()
-        assert (steps % 2 == 1).any()  # 23 bits would all be even
-        assert 0 <= x.min() < 0.01 < 0.99 < x.max() < 1
-        assert abs(x.mean() - 0.5) < 0.03
-
-
-@pytest.mark.newest
-def test_no_two_places_share_bits():
-    """Keys, positions, offsets and streams: 12000 numbers, about 4 of them equal by chance."""
-    keys = jax.random.split(jax.random.key(0), 20)
-    positions, offsets = jnp.arange(25), jnp.arange(8)
-
-    @jax.jit
-    def draw(keys, positions, offsets):
-        drawn = []
-        for stream in Stream:
-            by_offset = jax.vmap(lambda k, p, o, s=stream: uniforms(k, p, s, o)[0], (None, None, 0))
-            by_position = jax.vmap(by_offset, (None, 0, None))
-            drawn.append(jax.vmap(by_position, (0, None, None))(keys, positions, offsets))
-        return jnp.stack(drawn)
-
-    values = np.asarray(draw(keys, positions, offsets)).ravel()
-    assert values.size == 12000
-    assert values.size - np.unique(values).size < 25
-
-
-def test_accept_noise_does_not_depend_on_k():
-    keys, positions = jax.random.split(jax.random.key(1), B), jnp.arange(B)
-    few, many = (draw_noise(keys, positions, num_speculative_tokens=k) for k in (2, 7))
-    chex.assert_trees_all_equal(few.accept, many.accept[:, :2])
-    chex.assert_trees_all_equal(few.recover, many.recover)
-
-
 # Ways in and out.
-
-
-@pytest.mark.newest
-def test_the_dense_constructor_gives_what_the_flat_one_gives():
-    rng = np.random.default_rng(6)
-    for counts in ([K] * B, [0, 1, 2, 3], [0] * B):
-        logits = rng.standard_normal((B, K + 1, V)).astype(np.float32)
-        ids = rng.integers(V, size=(B, K)).astype(np.int32)
-        q = rng.dirichlet(np.ones(V), size=(B, K)).astype(np.float32)
-        noise = draw_noise(**keys_and_positions(6), num_speculative_tokens=K)
-        sampling = sd.SamplingParams(np.float32([0.0, 1.0, 0.7, 1.0]))
-        dense = sd.Drafts.from_dense(ids, np.int32(counts), sd.DraftProbs(q))
-        verified = XLA(logits.reshape(-1, V), dense, noise, sampling=sampling, config=CONFIG)
-        kept = np.arange(K) < np.array(counts)[:, None]
-        rows = np.arange(K + 1) <= np.array(counts)[:, None]
-        padding = B * K - sum(counts)
-        flat = sd.Drafts.from_flat(
-            np.pad(ids[kept], (0, padding)),
-            np.int32(counts),
-            sd.DraftProbs(np.pad(q[kept], ((0, padding), (0, 0)))),
-        )
-        flat_logits = np.pad(logits[rows], ((0, padding), (0, 0)))
-        want = XLA(flat_logits, flat, noise, sampling=sampling, config=CONFIG)
-        chex.assert_trees_all_equal(verified, want)
 
 
 def test_dense_storage_may_keep_its_shape():

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from lower_floor import platform
 
 import jax_specdec as sd
@@ -225,22 +224,6 @@ def test_temporaries_are_those_of_one_row(num_top: int) -> None:
     used = lowered.compile().memory_analysis().temp_size_in_bytes
     rows = used / (4 * vocab)
     assert rows < (4 if num_top else 1.1), f"{rows:.2f} float32 rows"
-
-
-@pytest.mark.newest
-def test_they_travel_through_export() -> None:
-    batch = random_batch(TIED, 3)
-    output = jax.tree.map(jnp.asarray, verify(batch, XLA))
-    args, kwargs = batch.arguments()
-    static = dict(config=batch.layout.config, num_top=2)
-    function = jax.jit(functools.partial(sd.token_logprobs, **static))
-    call = dict(sampling=kwargs["sampling"])
-    exported = export.deserialize(export.export(function)(*args[:2], output, **call).serialize())
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        exported.call(*args[:2], output, **call),
-        function(*args[:2], output, **call),
-    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Log-normalizers that are stored: exact at any temperature, or not used at all.
+"""Log-normalizers that are stored are exact at any temperature.
 
 Without `row_max` both terms of ``x / T - log_normalizer`` are of the size of ``max(x) / T``, and q
 is off by half a unit in the last place of that. Relative to the maximum of the row it is not. The
@@ -19,7 +19,7 @@ from serving.chi_square import ALPHA, p_value, tally
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, XLA, Layout, Request, agree, pack, verify
+from .batch import XLA, Layout, agree
 from .cases import cold_batch
 from .test_mosaic_gpu import alone
 from .test_xla_all_at_once import all_at_once
@@ -190,125 +190,3 @@ def test_one_number_without_the_maximum_would_not_be():
         for (temperature, peak), p in zip(CASES, found, strict=True)
         if peak / temperature > 2.9e5
     )
-
-
-# The law of what is emitted where some normalizers are too large, by enumeration.
-
-SMALL_V, NUM_MODELS = 3, 6
-SIZES = 0.5, 1500.25  # of log-normalizers: one that is used, and one that is not
-
-
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """Distributions after each prefix, ``[V] * i + [V]``, and which draft rows are too large."""
-
-    p: list[np.ndarray]
-    q: list[np.ndarray]
-    is_large: list[np.ndarray]  # [V] * i
-
-    @classmethod
-    def random(cls, seed: int) -> Tree:
-        rng = np.random.default_rng(seed)
-        p = [rng.dirichlet(np.ones(SMALL_V), size=[SMALL_V] * i) for i in range(K + 1)]
-        q = [rng.dirichlet(np.ones(SMALL_V), size=x.shape[:-1]) for x in p[:K]]
-        return cls(p, q, [rng.random(x.shape[:-1]) < 0.5 for x in q])
-
-    def drafted(self, ids: tuple[int, ...]) -> float:
-        """Probability that `ids` are drafted."""
-        return float(np.prod([self.q[i][ids[: i + 1]] for i in range(K)]))
-
-
-TREES = [Tree.random(seed) for seed in range(NUM_MODELS)]
-DRAFTED = [(tree, ids) for tree in TREES for ids in itertools.product(range(SMALL_V), repeat=K)]
-
-
-def request_of(tree: Tree, ids: tuple[int, ...], by_request: bool) -> Request:
-    """`by_request` is the mistake: then one large normalizer has all drafts verified one-hot."""
-    is_large = np.array([tree.is_large[i][ids[:i]] for i in range(K)])
-    size = np.where(is_large & (not by_request), *SIZES[::-1])
-    with np.errstate(divide="ignore"):
-        target = np.log([tree.p[i][ids[:i]] for i in range(K + 1)])
-        draft = np.log([tree.q[i][ids[:i]] for i in range(K)]) + size[:, None]
-    valid = not (by_request and is_large.any())
-    return Request(target, ids, draft, log_normalizer=size, valid=valid)
-
-
-def bisected(holds, *shape: int) -> np.ndarray:
-    """The share of the 2**24 uniforms, the least of them, for which something holds."""
-    count = np.zeros(shape, np.int64)
-    for bit in 2 ** np.arange(24, -1, -1):
-        u = np.minimum((count + bit - 1) * 2.0**-24, ALMOST_ONE)
-        count += bit * (holds(u) & (count + bit <= 2**24))
-    return count * 2.0**-24
-
-
-def emitted(block: bool, by_request: bool) -> list[np.ndarray]:
-    """For each tree the distribution of K + 1 tokens: what a step emits, then the target's own."""
-    cases, cuts = len(DRAFTED), SMALL_V - 1
-    each = (K + 1) * cuts
-    layout = Layout(
-        vocab=SMALL_V,
-        num_speculative_tokens=K,
-        num_requests=cases * each,
-        num_drafts=cases * each * K,
-        kind="normalized",
-        has_valid=True,
-        block=block,
-    )
-    requests = [request_of(*case, by_request) for case in DRAFTED]
-    batch = pack([one for one in requests for _ in range(each)], layout)
-    kept = np.tile(np.repeat(np.arange(K + 1), cuts), cases)  # how many are to be
-    cut = np.tile(np.arange(cuts), cases * (K + 1))
-
-    def output(accept: np.ndarray, u: np.ndarray | float) -> sd.RejectionSampleOutput:
-        recover = np.stack(np.broadcast_arrays(0.5, u, np.zeros(len(kept)))[:2], axis=1)
-        noise = sd.testing.Noise(accept.astype(np.float32), recover.astype(np.float32))
-        found = verify(batch.replace(noise=noise), XLA)
-        assert not found.status.any()
-        return found
-
-    # Draft `kept` decides: of the others, all before it are kept by the standard rule, and by the
-    # block rule, where a longer prefix that passes hides the shorter ones, none is.
-    others = ALMOST_ONE if block else 0.0
-    own = np.arange(K) == kept[:, None]
-    passes = bisected(
-        lambda u: output(np.where(own, u[:, None], others), 0.5).num_accepted > kept, len(kept)
-    ).reshape(cases, K + 1, cuts)[:, :K, 0]
-    # Then what follows: here the drafts are cut where they should be.
-    before = np.arange(K) == kept[:, None] - 1 if block else np.arange(K) < kept[:, None]
-    accept = np.where(before, 0.0, ALMOST_ONE)
-    is_cut = output(accept, 0.5).num_accepted == kept
-
-    def is_below(u: np.ndarray) -> np.ndarray:
-        return output(accept, u).token_ids[np.arange(len(kept)), kept] <= cut
-
-    below = bisected(is_below, len(kept)).reshape(cases, K + 1, cuts)
-    tokens = np.diff(below, axis=2, prepend=0.0, append=1.0)
-
-    joint = [np.zeros([SMALL_V] * (K + 1)) for _ in TREES]
-    for c, (tree, ids) in enumerate(DRAFTED):
-        h = np.append(1.0, passes[c])
-        if block:  # the longest prefix that passes
-            law = h * np.append(np.cumprod((1 - h)[:0:-1])[::-1], 1.0)
-        else:
-            law = np.cumprod(h) * np.append(1 - h[1:], 1.0)
-        for i, chance in enumerate(law):
-            assert chance < 1e-6 or is_cut.reshape(cases, -1)[c, i * cuts]
-            following = tokens[c, i]
-            for j in range(i + 1, K + 1):
-                following = following[..., None] * tree.p[j][ids[:i]]
-            joint[c // SMALL_V**K][ids[:i]] += tree.drafted(ids) * chance * following
-    return joint
-
-
-@pytest.mark.parametrize("block", [False, True], ids=["standard", "block"])
-def test_each_draft_is_one_hot_by_its_own_normalizer_losslessly(block):
-    off = []
-    for tree, right, wrong in zip(TREES, *[emitted(block, x) for x in (False, True)], strict=True):
-        target = np.ones(())
-        for p in tree.p:
-            target = target[..., None] * p
-        np.testing.assert_allclose(right, target, atol=2e-6)
-        off.append(abs(wrong - target).sum() / 2)
-    print("total variation if the whole request were one-hot", np.round(off, 4))
-    assert max(off) > 0.01
