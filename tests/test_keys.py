@@ -199,7 +199,7 @@ def counts(tokens: np.ndarray) -> np.ndarray:
     return np.bincount(tokens[tokens >= 0], minlength=V)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @of_one_other_kind
 def test_drafting_and_verification_beside_an_idle_slot_are_lossless(impl):
     tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3)))
@@ -215,7 +215,7 @@ def test_drafting_and_verification_beside_an_idle_slot_are_lossless(impl):
     np.testing.assert_array_equal(others[:, 1], tokens[:, 1])
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize("impl", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)])
 def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
     tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3), jax_draws=True))

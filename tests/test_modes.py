@@ -172,20 +172,17 @@ CALLS: dict[str, Callable[[], Any]] = {
     "engine": served,
 }
 
-FEW = "standard", "drafting", "counts", "agreement, cuda", "block, cpu"
-MORE = "standard, cuda", "synthetic, cpu"  # every rule, and every form, is compiled and not
+MORE = "standard", "counts", "loop"
+NOT_COMPILED = "drafting", "agreement, cuda"
 
 
-def marked(name: str, call: Callable[[], Any]) -> Any:
-    if name in FEW:
-        return call
-    is_long = name in CALLS or name in MORE
-    return pytest.param(call, marks=pytest.mark.long if is_long else pytest.mark.slow)
+def marked(name: str, call: Callable[[], Any], more: tuple[str, ...]) -> Any:
+    return pytest.param(call, marks=pytest.mark.long if name in more else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
     "call",
-    [marked(*item) for item in CALLS.items()],
+    [call if name == "drafting" else marked(name, call, MORE) for name, call in CALLS.items()],
     ids=CALLS,
 )
 def test_tokens_are_the_same_in_64_bit_mode(call):
@@ -210,7 +207,7 @@ RULES = {
 
 @pytest.mark.parametrize(
     "call",
-    [marked(*item) for item in {**CALLS, **RULES}.items()],
+    [marked(*item, NOT_COMPILED) for item in {**CALLS, **RULES}.items()],
     ids=[*CALLS, *RULES],
 )
 def test_what_is_not_compiled_gives_the_same(call):
@@ -219,7 +216,7 @@ def test_what_is_not_compiled_gives_the_same(call):
         assert call() == expected
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_command_line_prints_the_same_in_64_bit_mode(capsys):
     """In a process of its own, with JAX's own promotion of dtypes."""
     command = ["generate", "import ", "--draft", "ngram", "--temperature", "0.8", "--json"]

@@ -89,6 +89,7 @@ def test_ids_outside_the_vocabulary_are_not_counted() -> None:
     assert found.counts.tolist()[0] == [0, 0, 1, *[0] * (V - 3)]
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def apply_in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
     """As a TPU does it."""
     with platform.assume("tpu"):

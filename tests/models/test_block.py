@@ -1,6 +1,7 @@
 """DFlash and DSpark heads against NumPy, with every option, and against `speculators`."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sliding_layers": (0,),
     },
 }
-LONG = [pytest.param(x, marks=pytest.mark.long) for x in OPTIONS if x not in ("DFlash", "DSpark")]
+TOGETHER = "a window in which the block sees itself", "all together"
+LONG = [
+    pytest.param(x, marks=pytest.mark.long if x in TOGETHER else pytest.mark.slow)
+    for x in OPTIONS
+    if x not in ("DFlash", "DSpark")
+]
 
 
 def head_of(**changes: Any) -> lm.BlockHead:
@@ -71,6 +77,7 @@ def random_params(head: lm.BlockHead, seed: int = 0) -> dict[str, Any]:
     return random_weights(head, seed, moved=0.2)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def blocks(
     head: lm.BlockHead, params: Any, features: Any, newest: Any, start: Any
 ) -> lm.models.BlockOutput:
@@ -90,7 +97,7 @@ def test_a_block_is_that_of_numpy(option: str) -> None:
     params, rng = random_params(head), np.random.default_rng(1)
     features = rng.normal(size=(2, 7, head.num_features)).astype(np.float32)
     newest, start = np.array([3, 11], np.int32), np.array([6, 1], np.int32)
-    found = jax.jit(blocks, static_argnums=0)(head, params, features, newest, start)
+    found = blocks(head, params, features, newest, start)
     before = rng.integers(0, 40, (2, head.config.max_drafts), np.int32)
     if head.config.markov_rank is not None:
         biases = head.bias(params, before)
@@ -135,7 +142,7 @@ FAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_the_comparison_finds_faults() -> None:
     head = head_of(sliding_window=3, sliding_layers=(1,), sliding_window_non_causal=True)
     params, rng = random_params(head), np.random.default_rng(1)
@@ -187,7 +194,7 @@ def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it
     features = rng.normal(size=(2, 12, head.num_features)).astype(np.float32)
     newest, start = np.array([3, 5], np.int32), np.array([9, 4], np.int32)
     whole = blocks(head, params, features, newest, start)
-    write, apply = jax.jit(head.write_context), jax.jit(head.apply)
+    write, apply = jax.jit(head.write_context), jax.jit(head.apply, static_argnames="num_drafts")
     # `write_cache` keeps values finite, and keys of those that are not are NaN.
     cache = [
         (jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9))
@@ -204,7 +211,7 @@ def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it
     assert place.tolist() == start.tolist()
     found = apply(params, newest, start, cache)
     assert_close(found.logits, whole.logits)
-    few = head.apply(params, newest, start, cache, num_drafts=2)
+    few = apply(params, newest, start, cache, num_drafts=2)
     assert_close(few.states, found.states[:, :2])
     assert few.logits.shape == (2, 2, 40)
 
@@ -215,7 +222,7 @@ def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it
 def test_ids_that_are_no_tokens_are_never_drafted_but_may_be_the_mask() -> None:
     head = head_of(layer=dataclasses.replace(LAYER, num_token_ids=33))
     params, zero = random_params(head), np.zeros(1, np.int32)
-    logits = np.asarray(head.apply(params, zero, zero, head.init_cache(1, 4)).logits)
+    logits = np.asarray(jax.jit(head.apply)(params, zero, zero, head.init_cache(1, 4)).logits)
     assert np.isneginf(logits[..., 33:]).all() and np.isfinite(logits[..., :33]).all()
 
 

@@ -67,7 +67,11 @@ def two_calls(model: lm.models.CausalModel, params: Any) -> list[np.ndarray]:
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    "case", [pytest.param(list(CASES)[2], marks=pytest.mark.slow), *list(CASES)[3:]]
+    "case",
+    [
+        pytest.param(list(CASES)[2], marks=pytest.mark.slow),
+        pytest.param(list(CASES)[3], marks=pytest.mark.long),
+    ],
 )
 def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
     check(case)

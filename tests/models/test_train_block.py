@@ -66,7 +66,7 @@ def plain_block(
     return norm(x, params["norm"])
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.long), "dspark"])
 def test_blocks_are_those_of_one_anchor_at_a_time(kind: str) -> None:
     head, rng = HEADS[kind], np.random.default_rng(0)
     params = weights_of(head)
@@ -84,7 +84,8 @@ def test_blocks_are_those_of_one_anchor_at_a_time(kind: str) -> None:
         np.testing.assert_allclose(states[b, a], expected[first:], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 def test_a_head_of_zeros_has_the_loss_of_uniform_drafts(kind: str) -> None:
     head, (target, _) = HEADS[kind], lm.load_embedded_pair()
     params = jax.tree.map(jnp.zeros_like, weights_of(head))
@@ -118,6 +119,7 @@ def test_the_markov_head_and_the_confidence_see_the_token_before() -> None:
     np.testing.assert_allclose(confidence[0], both, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_greedy_decoding_is_that_of_the_target() -> None:
     target, _ = lm.load_embedded_pair()
     prompts = [lm.encode_bytes(text) for text in ("def f(x):\n", "import os\nclass A")]

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.newest
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"norm_output": True, "norm_before_residual": True}], ids=["plain", "norms"]
+    "changes",
+    [pytest.param({}, marks=pytest.mark.long), {"norm_output": True, "norm_before_residual": True}],
+    ids=["plain", "norms"],
 )
 def test_unrolling_computes_what_drafting_does(changes: dict[str, Any]) -> None:
     head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, **changes))

@@ -64,14 +64,19 @@ NONE = [-1] * 8
     ("drafter", "script", "wanted"),
     [
         (Abstaining(), [SOME], [[1, 4, 1, 1, 4, 4]]),
-        (tiny.Scripted(), [SOME], [[4] * 6]),  # it does not say that it may
-        (Abstaining(), [NONE, NONE], [[4] * 6] * 2),  # a neighbour chooses nothing for a request
+        pytest.param(  # it does not say that it may
+            tiny.Scripted(), [SOME], [[4] * 6], marks=pytest.mark.slow
+        ),
+        pytest.param(  # a neighbour chooses nothing for a request
+            Abstaining(), [NONE, NONE], [[4] * 6] * 2, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_pass_without_drafts_is_narrow_for_one_request(drafter, script, wanted) -> None:
     assert widths(drafter, script) == wanted
 
 
+@pytest.mark.slow
 def test_a_lookup_that_finds_nothing_makes_a_narrow_pass() -> None:
     prompt, drafter = [1, 2, 3, 1, 2], lm.NGramDrafter(2, 2)
     output = lm.generate(
@@ -82,6 +87,7 @@ def test_a_lookup_that_finds_nothing_makes_a_narrow_pass() -> None:
     assert output.steps.num_proposed[:, 0].tolist() == [3, 0, 0]
 
 
+@pytest.mark.long
 def test_tokens_and_log_probabilities_are_those_of_wide_passes() -> None:
     # A table sums no floats, so nothing may differ by a bit.
     rng = np.random.default_rng(0)
@@ -106,10 +112,12 @@ def test_tokens_and_log_probabilities_are_those_of_wide_passes() -> None:
 @pytest.mark.parametrize(
     ("scripts", "budget", "wanted"),
     [
-        ([SOME], None, [1, 4, 1, 1]),  # drafts of position 2, and none before the first token
+        # Drafts of position 2, and none before the first token.
+        pytest.param([SOME], None, [1, 4, 1, 1], marks=pytest.mark.slow),
         ([SOME, NONE], (K,), [1, 4, 1, 1]),  # one that drafts makes all passes wide
         ([NONE, NONE], (K,), [1, 1, 1, 1]),
-        ([NONE, NONE], None, [4, 4, 4, 4]),  # without a budget, no neighbour changes a pass
+        # Without a budget, no neighbour changes a pass.
+        pytest.param([NONE, NONE], None, [4, 4, 4, 4], marks=pytest.mark.slow),
     ],
 )
 def test_an_engine_makes_narrow_passes_where_none_drafts(scripts, budget, wanted) -> None:

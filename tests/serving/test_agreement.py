@@ -124,13 +124,12 @@ def check_texts(texts: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     ("name", "k", "fields"),
     [
-        ("model", 2, {}),
+        pytest.param("model", 2, {}, marks=pytest.mark.long),
         pytest.param(
-            "few candidates", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.long
+            "few candidates", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.slow
         ),
         ("own", 5, {}),
-        ("block", 3, {}),
-        pytest.param("block", 3, dict(draft_sample_method="greedy"), marks=pytest.mark.long),
+        pytest.param("block", 3, {}, marks=pytest.mark.slow),
     ],
 )
 def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
@@ -150,7 +149,7 @@ def test_generate_gives_the_text_of_plain_decoding(name, k, fields):
     assert output.steps.num_accepted.sum() > 0
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_engines_give_it_whatever_the_traffic_and_who_is_preempted():
     budget = (0, 2)
     engine = dataclasses.replace(

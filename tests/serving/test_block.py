@@ -64,10 +64,12 @@ def weights_of(engine: lm.Engine) -> tuple[Any, Any]:
     return engines.weights_of(engines.LLAMA)[0], head_params(HEAD, IDS)
 
 
+@pytest.mark.slow
 def test_neither_traffic_nor_chunks_nor_leaving_change_a_request() -> None:
     test_eagle3.check_traffic(ENGINE, weights_of(ENGINE))
 
 
+@pytest.mark.long
 def test_confidences_take_the_place_of_what_was_accepted() -> None:
     engine = dataclasses.replace(ENGINE, draft_budget=(0, 2))
     target, params = weights_of(engine)
@@ -83,6 +85,7 @@ def test_confidences_take_the_place_of_what_was_accepted() -> None:
         assert driver.state.confidences is None
 
 
+@pytest.mark.slow
 def test_a_request_with_a_grammar_gets_what_it_allows() -> None:
     driver = engines.driver_of(ENGINE, *weights_of(ENGINE), max_steps_ahead=1)
     asked = lm.RequestOptions(max_new_tokens=12, temperature=1.0)
@@ -161,7 +164,11 @@ def sampled(kind: str, roll: int = 0) -> lm.GenerateOutput:
 
 
 @pytest.mark.parametrize(
-    "kind", [*list(KINDS)[:2], pytest.param([*KINDS][2], marks=pytest.mark.long)]
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.long if "candidates" in kind else pytest.mark.slow)
+        for kind in KINDS
+    ],
 )
 def test_sampled_text_is_distributed_as_the_targets(kind: str) -> None:
     right = sampled(kind)

@@ -110,12 +110,17 @@ def laws(drafter: Any, texts: list[list[int]]) -> tuple[list[float], np.ndarray]
     )
     params = None, forced
     store = drafter.init_store(params, size, config)
-    proposal, _ = drafter.propose(params, context, drafter.init_cache(size, 16), store)
-    drafts = sd.Drafts.from_dense(proposal.token_ids)
-    read = proposal.store.attach(drafts, positions=lengths, sampling=context.sampling).distribution
+
+    @jax.jit
+    def drafted() -> tuple[jax.Array, Any]:
+        proposal, _ = drafter.propose(params, context, drafter.init_cache(size, 16), store)
+        drafts = sd.Drafts.from_dense(proposal.token_ids)
+        attached = proposal.store.attach(drafts, positions=lengths, sampling=context.sampling)
+        return proposal.token_ids, attached.distribution
+
+    ids, read = jax.device_get(drafted())
     scaled = read.logits / TEMPERATURE - (read.row_max / TEMPERATURE + read.log_normalizer)[:, None]
-    q = np.exp(np.asarray(scaled))[np.asarray(read.rows).reshape(size, K)]
-    ids = np.asarray(proposal.token_ids)
+    q = np.exp(scaled)[read.rows.reshape(size, K)]
     distances = []
     for i, text in enumerate(texts):
         found: dict[tuple[int, ...], float] = {}
@@ -180,6 +185,7 @@ def test_a_wrong_choice_changes_the_law(fault: str, monkeypatch) -> None:
 # Through the loops
 
 
+@pytest.mark.long
 def test_sampled_texts_have_the_targets_distribution() -> None:
     drafter = lm.FirstOf(LOOKUP, lm.ModelDrafter(tiny.Trigram(test_lossless.VOCAB)))
     output = test_lossless.sampled(drafter, (None, test_lossless.draft_table()))
@@ -203,6 +209,7 @@ def tokens_per_pass(drafter: Any, draft_params: Any, target: np.ndarray, budget:
     return budget / len(output.steps.num_kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_right", [False, True])
 def test_who_was_right_before_drafts(is_right: bool) -> None:
     """A text that comes to repeat itself, with a head that is always right, or never."""

@@ -51,6 +51,7 @@ def driver_of(engine: lm.Engine, choice: type, *weights: Any, **settings: Any) -
 # What is emitted
 
 
+@pytest.mark.long
 def test_greedy_text_is_the_targets_whatever_the_numbers_of_drafts():
     rng = np.random.default_rng(0)
     requests = [engines.random_request(rng, [0.0]) for _ in range(96)]
@@ -75,10 +76,10 @@ class Peeking(lm.ModelDrafter):
         return proposal._replace(token_ids=ids), cache
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     "drafter",
-    [lm.ModelDrafter, pytest.param(Peeking, marks=pytest.mark.long)],
+    [lm.ModelDrafter, Peeking],
     ids=["drafts", "control"],
 )
 def test_text_under_load_is_distributed_as_the_targets(drafter):
@@ -104,7 +105,7 @@ def test_text_under_load_is_distributed_as_the_targets(drafter):
             assert_distributed(counts, probabilities, what)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_synthetic_rates_hold_for_sampled_drafts_and_for_fewer():
     config = sd.SpecDecodeConfig(
         num_speculative_tokens=2,
@@ -139,7 +140,6 @@ SIZES = dict(prefill_sizes=(engines.LONGEST,), draft_budget=(0, 2))
 LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("engine", "weights_of", "has_holes"),
     [
@@ -153,7 +153,7 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             dataclasses.replace(test_eagle3.ENGINE, **SIZES),
             test_eagle3.weights_of,
             False,
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             dataclasses.replace(test_block.ENGINE, **SIZES),
@@ -170,7 +170,7 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             ),
             lambda _: ((weights := engines.weights_of(LLAMA))[0], (None, weights[1])),
             False,
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["control", "eagle3", "block", "lookup beside a model"],
@@ -207,7 +207,7 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
 # Compilations
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_nothing_is_compiled_after_warm_up():
     driver = engines.driver_of(TABLE, max_steps_ahead=1)
     progress: list[tuple[int, int]] = []
@@ -243,7 +243,7 @@ def test_the_best_number_of_drafts_gives_most_tokens_per_second(survival, best):
     assert COSTS.best(survival) == best
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_a_choice_learns_whether_speculation_pays():
     """From real verifications, of drafts that are always or never accepted."""
     for is_good in (True, False):
@@ -285,6 +285,7 @@ def test_costs_are_saved_and_loaded(tmp_path):
             lm.StepCosts.load(tmp_path / "other.json")
 
 
+@pytest.mark.long
 def test_a_broken_step_keeps_what_was_learned(monkeypatch):
     driver = engines.driver_of(TABLE, step_costs=COSTS)
     for _ in range(4):

@@ -51,6 +51,7 @@ def weights_of(engine: lm.Engine) -> tuple[Any, Any]:
     return engines.weights_of(engines.LLAMA)[0], head_params(HEAD, [3, 0, 5, 1])
 
 
+@pytest.mark.long
 def test_neither_traffic_nor_chunks_nor_leaving_change_a_request() -> None:
     check_traffic(ENGINE, weights_of(ENGINE))
 
@@ -210,6 +211,7 @@ def rates(output: lm.GenerateOutput) -> float:
     return float(output.steps.num_accepted.sum() / output.steps.num_proposed.sum())
 
 
+@pytest.mark.long
 def test_sampled_text_is_distributed_as_the_targets_whatever_the_map() -> None:
     right = sampled()
     shifted = sampled(target_ids=(skipping()[1]["target_ids"] + 1) % VOCAB)
@@ -219,6 +221,7 @@ def test_sampled_text_is_distributed_as_the_targets_whatever_the_map() -> None:
     assert 0.1 < rates(shifted) < rates(right) - 0.1 < 0.85
 
 
+@pytest.mark.long
 def test_the_row_of_another_request_is_not_lossless() -> None:
     first_tokens = windows(sampled(roll=2))[::2]  # the other prompt's
     assert all(p_value(*window) < CONTROL for window in first_tokens)

@@ -59,7 +59,6 @@ SCHEDULES: dict[str, dict[str, Any]] = {
     "length 2.5": dict(synthetic_acceptance_length=2.5),
     "length K + 1": dict(synthetic_acceptance_length=K + 1.0),
 }
-DEFAULT = ("falling rates", "rates that end", "length 2.5")  # each schedule compiles an engine
 
 
 @functools.cache
@@ -150,9 +149,8 @@ def assert_follows(accepted: np.ndarray, rates: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "falling rates",
-        *(pytest.param(name, marks=pytest.mark.long) for name in DEFAULT[1:]),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES if name not in DEFAULT),
+        pytest.param(name, marks=pytest.mark.long if name == "falling rates" else pytest.mark.slow)
+        for name in SCHEDULES
     ],
 )
 def test_measured_rates_and_length_are_those_of_the_schedule(name):
@@ -175,6 +173,7 @@ def test_measured_rates_and_length_are_those_of_the_schedule(name):
         assert (accepted[proposed == 0] == 0).all()
 
 
+@pytest.mark.long
 def test_the_bounds_tell_other_schedules_and_cut_counts_apart():
     rows = serve("falling rates")
     for temperature in (0.0, 0.8):

@@ -356,13 +356,10 @@ def nothing_forced() -> Iterator[None]:
 AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
 AGREEING = dataclasses.replace(engines.EVERYTHING, config=AGREEMENT)
 """Under it, sampled text does not depend on drafts either."""
-ENGINES = {"model": engines.TABLE, "lookup": engines.LOOKUP, "agreement": AGREEING}
+ENGINES = {"model": engines.TABLE, "agreement": AGREEING}
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["model", *(pytest.param(name, marks=pytest.mark.long) for name in ("lookup", "agreement"))],
-)
+@pytest.mark.parametrize("name", ["model", pytest.param("agreement", marks=pytest.mark.long)])
 def test_texts_and_logprobs_are_those_without_forced_drafts_in_fewer_steps(name: str) -> None:
     engine, found, passes = ENGINES[name], [], []
     for context in (contextlib.nullcontext, nothing_forced):
@@ -442,6 +439,7 @@ def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar
     assert stats.num_fallbacks == 0  # nobody lost rows that were to be used
 
 
+@pytest.mark.long
 def test_the_estimator_learns_nothing_of_forced_drafts() -> None:
     driver = engines.driver_of(engines.BUDGETED)
     before = driver.state.estimator.visited.tolist()

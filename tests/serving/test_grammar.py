@@ -346,10 +346,10 @@ def test_greedy_texts_are_those_of_one_token_at_a_time(masked_drafter: bool) -> 
         assert text[: len(want)] == want
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     "masked_drafter",
-    [False, pytest.param(True, marks=pytest.mark.long)],
+    [False, pytest.param(True, marks=pytest.mark.slow)],
     ids=["stale drafts", "masked drafts"],
 )
 def test_texts_have_the_distribution_of_plain_decoding_under_the_grammar(
@@ -366,7 +366,7 @@ def test_texts_have_the_distribution_of_plain_decoding_under_the_grammar(
         np.testing.assert_allclose(p.sum(), 1, atol=1e-6)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_forbidden_drafts_changed_to_no_proposal_bias_the_text() -> None:
     texts, _ = decode(["grammar"] * 12000, 3, TEMPERATURE, forbidden_to_placeholder=True)
     wanted = exact("grammar", 3)

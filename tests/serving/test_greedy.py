@@ -24,7 +24,7 @@ pytestmark = pytest.mark.newest
 MAX_GAP = 1e-4
 """Two best logits closer than this are within the rounding of float32 sums."""
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 MODEL = lm.models.Llama(
     lm.models.LlamaConfig(
         vocab_size=97,
@@ -128,9 +128,9 @@ def test_plain_decoding_emits_the_argmax_of_a_full_pass():
 
 
 CASES = [
-    (narrow_model, "probabilistic", 2),
+    pytest.param(narrow_model, "probabilistic", 2, marks=pytest.mark.long),
     (near_model, "greedy", 5),
-    pytest.param(adversary, "probabilistic", 5, marks=pytest.mark.long),
+    pytest.param(adversary, "probabilistic", 5, marks=pytest.mark.slow),
 ]
 
 
@@ -192,7 +192,7 @@ VOCAB = 5
 SCRIPT_SIZE = 64
 MAX_BUDGET = 12
 STATIC = [
-    pytest.param(1, (), marks=pytest.mark.long),
+    pytest.param(1, (), marks=pytest.mark.slow),
     pytest.param(2, (0, 3), marks=pytest.mark.slow),
     (5, (3,)),
 ]  # K and stop tokens; each compiles once
@@ -261,27 +261,6 @@ def test_nothing_is_kept_after_an_accepted_stop_token():
     for b in range(4):
         (step,) = tiny.steps_of(output, b)
         assert (step.num_proposed, step.num_accepted, step.num_emitted) == (5, 5, 6)
-
-
-def test_plain_decoding_of_a_table_is_the_loop_in_python():
-    stop_token_ids = (0, 3)
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (1, 2, 7, 32)]
-    budgets = [MAX_BUDGET, 1, 0, 7]
-    for seed in range(10):
-        table = tiny.random_table(VOCAB, seed)
-        output = lm.generate_plain(
-            tiny.Trigram(VOCAB),
-            jnp.asarray(table),
-            prompts,
-            options=tiny.options_of(len(prompts), max_new_tokens=budgets),
-            stop_token_ids=stop_token_ids,
-        )
-        for b, (prompt, budget) in enumerate(zip(prompts, budgets, strict=True)):
-            wanted = tiny.greedy_steps(
-                table, prompt, [-1] * 64, k=1, budget=budget, stop_token_ids=stop_token_ids
-            )
-            assert tiny.steps_of(output, b) == wanted
 
 
 # Reporting a difference.

@@ -59,6 +59,7 @@ def test_greedy_texts_stay_and_more_drafts_are_accepted() -> None:
     assert lengths[DRAFTER] > lengths[LOCAL] + 0.1
 
 
+@pytest.mark.long
 def test_texts_are_those_of_plain_decoding_under_agreement() -> None:
     asked = requests(16, temperature=0.7)
     driver = driver_of(dataclasses.replace(ENGINE, config=AGREEMENT), max_steps_ahead=1)
@@ -75,7 +76,7 @@ def test_texts_are_those_of_plain_decoding_under_agreement() -> None:
     assert found == plain
 
 
-@pytest.mark.parametrize("history", [0, 64])
+@pytest.mark.parametrize("history", [pytest.param(0, marks=pytest.mark.slow), 64])
 def test_without_a_history_others_do_not_change_a_requests_drafts(history: int) -> None:
     drafter = dataclasses.replace(DRAFTER, history=history)
     driver = driver_of(dataclasses.replace(ENGINE, drafter=drafter))
@@ -163,6 +164,7 @@ def test_a_text_that_cannot_be_kept_is_delivered_all_the_same(monkeypatch) -> No
     assert driver.serving_stats().num_failed_calls == 1
 
 
+@pytest.mark.slow
 def test_generate_reads_a_history_and_leaves_it_as_it_is() -> None:
     truth = engines.greedy_truth(REQUEST)
     run = functools.partial(

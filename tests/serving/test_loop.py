@@ -226,7 +226,7 @@ def test_unusable_rows_of_the_drafter_end_sampled_requests_alone():
 # Rollback
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_rejected_drafts_leave_no_trace():
     model = lm.models.Llama(
         lm.models.LlamaConfig(
@@ -334,7 +334,9 @@ class WholeSequence:
 @pytest.mark.parametrize(
     ("model", "score"),
     [
-        (Bigram(9), lambda table, sequence: table[sequence[-1]]),
+        pytest.param(
+            Bigram(9), lambda table, sequence: table[sequence[-1]], marks=pytest.mark.long
+        ),
         (WholeSequence(9), lambda table, sequence: table[sequence].sum(axis=0)),
     ],
     ids=lambda x: type(x).__name__,

@@ -93,6 +93,7 @@ def draft_table(vocab_size: int = VOCAB) -> jax.Array:
     return jnp.asarray((0.6 * TARGET + 0.6 * other)[:, :, :vocab_size])
 
 
+@pytest.mark.slow
 def test_plain_sampling_has_the_targets_distribution():
     output = lm.generate_plain(
         tiny.Trigram(VOCAB),
@@ -112,6 +113,7 @@ def test_block_verification_with_a_narrower_vocabulary_is_lossless():
     assert_lossless(output)
 
 
+@pytest.mark.long
 def test_sampled_drafts_of_a_few_candidates_are_lossless():
     output = sampled(lm.ModelDrafter(tiny.Trigram(VOCAB), num_candidates=2), draft_table())
     assert_some_accepted(output)
@@ -126,12 +128,14 @@ def test_argmax_drafts_of_a_model_are_lossless():
     assert_lossless(output)
 
 
+@pytest.mark.slow
 def test_drafts_by_lookup_are_lossless():
     output = sampled(lm.NGramDrafter(min_ngram=1), None)
     assert_some_accepted(output)
     assert_lossless(output)
 
 
+@pytest.mark.long
 def test_arbitrary_drafts_with_gaps_are_lossless():
     rng = np.random.default_rng(0)
     script = rng.integers(-1, VOCAB + 1, (REQUESTS, 32))

@@ -32,7 +32,7 @@ def allowed(max_drafts: int | None, length: int) -> int:
 
 @pytest.mark.parametrize(
     ("engine", "max_steps_ahead"),
-    [(SHORTER, 0), (SHORTER, 2), pytest.param(BUDGET, 0, marks=pytest.mark.long)],
+    [(SHORTER, 0), (SHORTER, 2), pytest.param(BUDGET, 0, marks=pytest.mark.slow)],
     ids=["at once", "ahead", "a budget"],
 )
 def test_no_request_has_more_drafts_than_it_may_and_greedy_text_stays(
@@ -128,6 +128,7 @@ class Silent(lm.ModelDrafter):
         raise AssertionError("nobody wants drafts")
 
 
+@pytest.mark.long
 def test_generate_without_drafts_is_plain_decoding() -> None:
     model, (params, draft_params) = tiny.Trigram(VOCAB), engines.TABLES
     asked: dict[str, Any] = dict(max_new_tokens=9, temperature=1.0)
@@ -142,6 +143,7 @@ def test_generate_without_drafts_is_plain_decoding() -> None:
         lm.generate(*given, **drafting, **asked)
 
 
+@pytest.mark.long
 def test_generate_keeps_to_the_limits_of_a_batch() -> None:
     model, (params, draft_params) = tiny.Trigram(VOCAB), engines.TABLES
     prompts, limits = [[1, 2], [3], [4, 4, 1], [0]], (None, 0, 1, 2)
@@ -205,6 +207,7 @@ def test_no_trial_and_no_unmeasured_step_has_more_drafts_than_anybody_may_have()
     assert [unmeasured.best, unmeasured.next()] == [1, 1]
 
 
+@pytest.mark.long
 def test_the_estimator_learns_nothing_of_drafts_that_a_request_may_not_have() -> None:
     driver = engines.driver_of(engines.BUDGETED)
     driver.draft_choice.next = lambda: K  # as wide as for requests that may have more

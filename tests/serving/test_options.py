@@ -128,7 +128,7 @@ def test_plain_decoding_takes_the_same_options() -> None:
     assert plainly().completions == TRUTH
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_stream_takes_the_same_options_whatever_drafts() -> None:
     steps: Any = run(lm.generate_stream, drafter=LOOKUP[0], config=CONFIG)
     found: list[list[int]] = [[] for _ in OPTIONS]
@@ -376,6 +376,7 @@ def test_a_field_out_of_range_is_refused(error: type[Exception], name: str, valu
         lm.RequestOptions(**{name: value})
 
 
+@pytest.mark.long
 def test_extremes_that_are_taken_are_served() -> None:
     """At their ends, together, and where float32 is 0."""
     tiny_top_p, least = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).min)

@@ -240,7 +240,7 @@ def test_nothing_but_the_rows_has_the_vocabularys_size() -> None:
     assert memory.temp_size_in_bytes < 0.01 * memory.output_size_in_bytes
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_rows_of_a_split_vocabulary_stay_where_they_are(kind: AxisType) -> None:
     columns = 64
@@ -263,7 +263,7 @@ def test_without_requests_or_rows_nothing_is_done() -> None:
     assert apply(logits(2), drafts, none, config=CONFIG).shape == (2, WIDE)
 
 
-@pytest.mark.newest
+@pytest.mark.slow
 def test_processors_travel_through_export() -> None:
     function = jax.jit(functools.partial(sd.process_logits, config=CONFIG))
     arguments = logits(13), packed(), processors()
@@ -357,8 +357,8 @@ GREEDY = [
 NUM_GREEDY = 14
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("drafter_sees", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("drafter_sees", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_greedy_tokens_are_those_of_one_token_at_a_time(drafter_sees: bool) -> None:
     tokens, share = decode(GREEDY, 0.0, NUM_GREEDY, drafter_sees)
     assert 0 < share < 1

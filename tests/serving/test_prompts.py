@@ -119,6 +119,7 @@ def test_groups_are_read_while_others_run_where_they_are_small_enough(calls):
     assert calls[0] == LARGE == 4 * SMALL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_steps_read_prompts_while_somebody_runs(ahead, calls):
     settings = dict(max_steps_ahead=ahead, chunk_size=LARGE, prompts_in_steps=True)
@@ -200,7 +201,10 @@ def test_a_request_may_leave_between_two_chunks(leave):
         assert request_id not in found
 
 
-@pytest.mark.parametrize(("ahead", "in_steps"), [(0, False), (2, False), (0, True), (2, True)])
+@pytest.mark.parametrize(
+    ("ahead", "in_steps"),
+    [(0, False), (2, False), *(pytest.param(n, True, marks=pytest.mark.long) for n in (0, 2))],
+)
 def test_a_prompt_that_cannot_be_read_to_its_end_ends_its_request_alone(ahead, in_steps):
     driver = failing(reads_5, ahead)
     driver.chunk_size, driver.prompts_in_steps = SMALL, in_steps
@@ -229,8 +233,14 @@ DRIVERS: dict[str, tuple[lm.Engine, tuple[Any, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("in_steps", [False, True], ids=["between steps", "in steps"])
-@pytest.mark.parametrize("name", ["table", pytest.param("eagle3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("name", "in_steps"),
+    [
+        ("table", False),
+        pytest.param("table", True, marks=pytest.mark.long),
+        pytest.param("eagle3", True, marks=pytest.mark.long),
+    ],
+)
 def test_the_size_of_chunks_changes_no_text(name, in_steps):
     engine, weights = DRIVERS[name]
     Failing.shall_fail = staticmethod(lambda tokens: False)
@@ -327,7 +337,7 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(
     assert driver.chunk_size == engine.chunk_size
 
 
-@pytest.mark.parametrize("in_steps", [False, True])
+@pytest.mark.parametrize("in_steps", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_steps_and_prompts_are_measured(in_steps):
     costs = programs.measure_chunks(PIECES, *TABLES, in_steps=in_steps)
     assert 0 < costs.step < np.inf and np.isfinite([*costs.seconds.values()]).all()

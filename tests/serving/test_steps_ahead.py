@@ -18,7 +18,6 @@ from jax_specdec import lm
 
 from . import tiny
 from .engines import (
-    LLAMA,
     SLOTS,
     TABLE,
     TABLES,
@@ -28,7 +27,6 @@ from .engines import (
     driver_of,
     greedy_truth,
     run,
-    weights_of,
 )
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
@@ -262,23 +260,6 @@ def test_a_request_may_leave_while_its_prompt_is_read(leave):
         assert found[request_id].token_ids == greedy_truth(long)
     else:
         assert request_id not in found
-
-
-@pytest.mark.long
-def test_tokens_are_those_of_plain_decoding_however_prompts_are_read():
-    rng = np.random.default_rng(8)
-    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 4, 2, 30, 9, 1, 21, 4, 4, 12)]
-    plain = lm.generate_plain(
-        LLAMA.model,
-        weights_of(LLAMA)[0],
-        prompts,
-        max_new_tokens=9,
-    )
-    driver = driver_of(LLAMA, *weights_of(LLAMA), max_steps_ahead=2, max_prefills=1)
-    for prompt in prompts:
-        driver.submit(prompt, max_new_tokens=9)
-    found = run(driver)
-    assert [found[i].token_ids for i in range(len(prompts))] == plain.completions
 
 
 # Failures on the device

@@ -175,7 +175,7 @@ def test_an_engine_over_devices_serves_the_tokens_of_one(
     assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_a_step_moves_no_logits_and_works_in_place() -> None:
     given = on_eight(split_drafter=True)
     driver = driver_of(given, has_options=False)

@@ -226,7 +226,7 @@ def test_log_probabilities_are_those_of_plain_decoding() -> None:
             np.testing.assert_allclose(np.array(one), np.array(other), atol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_stream_has_the_steps_of_generate() -> None:
     records = lm.generate_stream(
         MODEL,
@@ -242,7 +242,7 @@ def test_a_stream_has_the_steps_of_generate() -> None:
     jax.tree.map(np.testing.assert_array_equal, stacked, generated().steps)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_chain_as_a_tree_has_the_steps_of_the_chain() -> None:
     k = DEPTH
     script = rng.integers(-1, VOCAB, (PLANS, engines.LONGEST, k)).astype(np.int32)
@@ -283,9 +283,9 @@ BUDGET = (0, 3, NODES)
 @pytest.mark.parametrize(
     ("choice", "max_steps_ahead"),
     [
-        (None, 0),
+        pytest.param(None, 0, marks=pytest.mark.slow),
         pytest.param(Cycling, 2, marks=pytest.mark.long),
-        pytest.param(FromThePast, 1, marks=pytest.mark.long),
+        pytest.param(FromThePast, 1, marks=pytest.mark.slow),
     ],
 )
 def test_engines_give_it_whatever_the_traffic_and_the_budget(
@@ -344,7 +344,7 @@ def test_requests_with_grammars_beside_others() -> None:
     assert all(proposed.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampled_tokens_under_a_grammar_are_those_of_chains() -> None:
     texts = []
     for drafter in (Planned(), Planned(0)):
@@ -377,7 +377,7 @@ def test_forced_tokens_are_accepted_up_to_the_depth_of_trees() -> None:
     assert {x.num_proposed for x in found.updates} == {DEPTH}
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_a_verification_alone_is_a_plain_step_or_one_of_chains() -> None:
     """Drafts of the caller's own, without parents, follow one another."""
     driver = engines.driver_of(ENGINE, engines.TABLES[0], peeking().params)
@@ -491,7 +491,7 @@ def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("eagle3", marks=pytest.mark.long),
+        pytest.param("eagle3", marks=pytest.mark.slow),
         pytest.param("block", marks=pytest.mark.slow),
         pytest.param("suffix", marks=pytest.mark.slow),
     ],
