@@ -79,7 +79,7 @@ class Peeking(lm.ModelDrafter):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "drafter",
-    [lm.ModelDrafter, Peeking],
+    [lm.ModelDrafter, pytest.param(Peeking, marks=pytest.mark.slow)],
     ids=["drafts", "control"],
 )
 def test_text_under_load_is_distributed_as_the_targets(drafter):
@@ -147,7 +147,7 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             dataclasses.replace(LLAMA, drafter=Forgetful(engines.llama(8))),
             engines.weights_of,
             True,
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             dataclasses.replace(test_eagle3.ENGINE, **SIZES),

@@ -158,7 +158,7 @@ def served(
     return found, names, driver
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("has_options", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_engine_over_devices_serves_the_tokens_of_one(
     has_options: bool,
