@@ -28,7 +28,7 @@ from jax_specdec.lm.decoding.slots import put_cache
 from jax_specdec.lm.decoding.step_costs import ChunkCosts
 from jax_specdec.lm.drafting import draw as drafting_draw
 from jax_specdec.lm.drafting import tree as drafting_tree
-from jax_specdec.lm.models import chat, chat_worker, protocol
+from jax_specdec.lm.models import chat, protocol
 from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE
 from jax_specdec.lm.models.chat import read_chat_template
 from jax_specdec.lm.models.config_json import read_config

@@ -1,11 +1,9 @@
-"""Chat templates: the text that `transformers` makes of them, and nothing that they could break."""
+"""Chat templates: the text that `transformers` makes of them."""
 
 import contextlib
 import datetime
 import json
-import os
 import re
-import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import jinja2
 import jinja2.sandbox
 import pytest
-from upper_floor import chat, chat_worker, read_chat_template
+from upper_floor import chat, read_chat_template
 
 from jax_specdec import lm
 
@@ -238,7 +236,7 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path: Path) -> None:
         assert lm.load_tokenizer(target).stop_token_ids == wanted
 
 
-# What a stranger's program may not do
+# What is refused
 
 
 @pytest.mark.parametrize(
@@ -247,11 +245,9 @@ def test_the_end_of_a_turn_ends_a_text(tmp_path: Path) -> None:
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
         "{% for i in range(10**9) %}{% endfor %}",
-        "{{ messages[0].content.__init__.__globals__ }}",
         "{{ raise_exception('only\nfour turns') }}",
         "{{ 1 / 0 }}",
         "{{ nothing.at.all }}",
-        "{{ messages | map(attribute='__class__') | list | first | attr('mro') }}{{ x.y }}",
     ],
 )
 def test_a_template_that_fails_is_named_in_one_sentence(tmp_path: Path, template: str) -> None:
@@ -261,111 +257,22 @@ def test_a_template_that_fails_is_named_in_one_sentence(tmp_path: Path, template
     assert str(tmp_path) not in str(raised.value) and "\n" not in str(raised.value)
 
 
-def worker_process() -> Any:
-    return chat._worker(os.getpid())._process
-
-
-GROWS = "{% set ns = namespace(x='abcdefgh') %}{% for i in range(50) %}{% set ns.x = ns.x ~ ns.x %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3, "applied: it takes longer than"),
-        ("{{ 9**(9**9) }}", "applied: it takes longer than 0.5 s"),  # when it is parsed
-        ("{{ messages[0].content * 10**10 }}", "applied: it needs more than 512 MiB of memory"),
-        (GROWS + "{% endfor %}", "applied: it needs more than 512 MiB of memory"),
-        ("{{ 'x' * 2**25 }}", "its text has 33554432 characters, more than 16777216"),
-        ("{{ " + "(" * 100_000 + ")" * 100_000 + " }}", "has a chat template that cannot be "),
-        ("{{ " + "-" * 100_000 + "1 }}", "has a chat template that cannot be "),
-        ("{{ " + "not " * 100_000 + "1 }}", "has a chat template that cannot be "),
-        ("{% set x = [1] %}" + "{% set x = [x, x] %}" * 40 + "{{ x }}", "applied: it takes longer"),
-        ("{{ '{:999999999}'.format('x') }}", "applied: it needs more than 512 MiB of memory"),
-        ("{{ [1] | tojson(indent=10**9) }}", "applied: it needs more than 512 MiB of memory"),
-    ],
-    ids=[
-        *("loops", "power", "repeat", "double", "output", "parens", "minus"),
-        *("not", "shared", "width", "indent"),
-    ],
-)
-def test_a_template_that_takes_too_much_is_refused_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, message: str
-) -> None:
-    assert text(tmp_path, CHATML).endswith("assistant\n")
-    limits = resource.prlimit(worker_process().pid, resource.RLIMIT_AS)
-    assert limits == (chat_worker.MAX_MEMORY,) * 2
-    with monkeypatch.context() as context, pytest.raises(ValueError) as raised:
-        if "longer" in message:
-            context.setattr(chat, "SECONDS", 0.5)
-        text(tmp_path, template)
-    assert str(raised.value).startswith("tokenizer_config.json has a chat template")
-    assert message in str(raised.value) and "\n" not in str(raised.value)
-    assert text(tmp_path, CHATML).endswith("assistant\n")
-
-
-def test_a_template_runs_in_one_process_that_inherits_nothing(tmp_path: Path) -> None:
-    text(tmp_path, CHATML)
-    first = worker_process()
-    text(tmp_path, LLAMA_3, bos_token="")
-    assert worker_process() is first
-    assert Path(f"/proc/{first.pid}/environ").read_bytes() == b""
-
-
-def test_an_interrupt_leaves_no_answer_for_the_next_conversation(
+def test_an_error_without_a_message_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text(tmp_path, CHATML)
-    exchange = chat._exchange
+    def fail(value: Any) -> None:
+        raise AssertionError
 
-    def interrupted(*arguments: Any) -> bytes:
-        exchange(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
-        context.setattr(chat, "_exchange", interrupted)
-        text(tmp_path, "mine")
-    assert text(tmp_path, "yours") == "yours"
-
-
-def test_a_process_that_has_died_meanwhile_is_started_again(tmp_path: Path) -> None:
-    text(tmp_path, CHATML)
-    worker_process().kill()
-    worker_process().wait()
-    assert text(tmp_path, "yes") == "yes"
-
-
-def test_where_no_process_can_be_started_one_sentence_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for program, message in {
-        "/none": "its process cannot be started: No such file or directory.$",
-        "/bin/false": "the process that applies it ended with code 1",
-    }.items():
-        chat._worker(os.getpid()).end()
-        monkeypatch.setattr(sys, "executable", program)
-        with pytest.raises(ValueError, match=f"that cannot be applied: .*{message}"):
-            text(tmp_path, CHATML)
-
-
-def test_an_error_without_a_message_is_named() -> None:
-    class Silent:
-        globals: dict[str, Any] = {}
-
-        def from_string(self, source: str) -> None:
-            raise AssertionError
-
-    answer = chat_worker._answer(Silent(), {"now": "2026-01-01", "source": ""})
-    assert answer["reason"] == "it raises AssertionError without a message"
+    monkeypatch.setitem(chat._environment().filters, "fails", fail)
+    with pytest.raises(ValueError, match=r"cannot be applied: AssertionError\.$"):
+        text(tmp_path, "{{ 1 | fails }}")
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
         ("{% break %}", "cannot be parsed: 'break' outside loop"),
-        ("{{ " + "1" * 5000 + " }}", "cannot be parsed: Exceeds the limit .* for integer string"),
-        ("x" * (chat.MAX_CHARACTERS + 1), "must have a chat template of at most 1048576 charac"),
         ("{% if %}", "tokenizer_config.json has a chat template that cannot be parsed: "),
-        ("{% include 'x' %}{{", "tokenizer_config.json has a chat template that cannot be parsed"),
         (3, "tokenizer_config.json has chat_template = 3, which is not text"),
         (None, "has no chat template, neither chat_template.jinja nor one in tokenizer_config.js"),
         ([{"name": "tool_use", "template": "x"}], "has no chat template, neither "),
@@ -382,21 +289,6 @@ def test_a_file_that_is_no_template_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(ValueError, match="chat_template.jinja is not text in UTF-8: "):
         read_chat_template(tmp_path)
-    path.write_text("x" * (chat.MAX_CHARACTERS + 1))
-    with pytest.raises(ValueError, match="chat_template.jinja must have a chat template of at mo"):
-        read_chat_template(tmp_path)
-
-
-def test_a_file_that_may_not_be_read_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    (tmp_path / "chat_template.jinja").write_text("")
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(OSError, match=r"template.jinja cannot be opened: Permission denied\.$"):
-        read_chat_template(tmp_path)
 
 
 def test_a_checkpoint_without_a_template_is_named() -> None:
@@ -410,8 +302,6 @@ def test_a_checkpoint_without_a_template_is_named() -> None:
         ("Hi", r"messages must be a list such as \[{'role': 'user', 'content': 'Hi'}\], but it"),
         (HI[0], "messages must be a list such as"),
         (["Hi"], r"messages\[0\] must have a 'role' and a 'content', but it is 'Hi'"),
-        ([{"role": "user", "content": b"Hi"}], r"messages\[0\] must hold what JSON can hold, but"),
-        ([{"role": "user", "content": HI, "extra": {1, 2}}], "JSON can hold, .*: Object of type"),
         ([{"role": "user"}], r"messages\[0\] must have a 'role' and a 'content', but it is {'ro"),
     ],
     ids=str,
@@ -429,6 +319,7 @@ def test_special_tokens_that_are_no_text_are_named(tmp_path: Path) -> None:
 def test_without_the_library_one_sentence_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    chat._environment.cache_clear()
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ImportError, match="^jinja2 is not installed: .* the extra lm, pip"):
         text(tmp_path, CHATML)

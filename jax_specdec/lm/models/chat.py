@@ -1,51 +1,27 @@
 """Chat templates of Hugging Face checkpoints: from messages to the format of a model's training.
 
-A template is a Jinja program by the authors of the checkpoint, so it runs in Jinja's sandbox. That
-does not bound time or memory, so the sandbox is in a process of its own (`chat_worker`), which has
-a memory limit and is killed when it takes too long. The process is started without a fork, which
-JAX's threads forbid, and without `multiprocessing`, which would import the user's script again.
-
-MiniJinja with fuel, in this process, was tried in its place (minijinja 3.1.0). It renders templates
-after the structure of published ones alike, save for strings' `%` and some of their methods. But
-fuel bounds neither time nor depth: printing a list that holds a list twice, which holds another
-twice, and so on 40 times, does not end and cannot be stopped; and a namespace that holds itself, or
-100,000 times `not` in one expression, overflows the stack, which ends all that the process serves.
+A template is a Jinja program by the authors of the checkpoint. It runs in Jinja's sandbox, with the
+names and filters that `transformers` gives it. The sandbox keeps it from the rest of the process,
+but does not bound its time and memory: who chooses a checkpoint trusts its template that far.
 """
 
-import atexit
-import contextlib
 import dataclasses
 import datetime
 import functools
-import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-import threading
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from jax_specdec._src.arrays import refuse, require
+from jax_specdec._src.arrays import require
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.models.added_tokens import TOKENIZER_CONFIG_FILE, special_tokens
-from jax_specdec.lm.models.fields import reason, shown
+from jax_specdec.lm.models.fields import reason
 from jax_specdec.lm.models.files import is_there, read_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
-
-SECONDS = 5.0
-"""The most that a template may take; published ones take milliseconds."""
-
-START_SECONDS = 60.0
-"""The most that the process may take to start; it usually takes less than 0.5 s."""
-
-MAX_CHARACTERS = 2**20
-"""Of a template; published ones have some thousands."""
 
 _USUAL_ROLES = ("system", "user", "assistant")
 """Roles that templates know; one that leaves out system messages does so by intent."""
@@ -66,7 +42,7 @@ class ChatTemplate:
     special_tokens: dict[str, str]
 
     def apply(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text of a conversation, up to where the model's answer begins.
+        """Returns the text of a conversation, up to where the model's answer begins.
 
         A "developer" is the "system" of a template that does not name that role. Errors name no
         directory, because a server shows them to its clients.
@@ -75,30 +51,44 @@ class ChatTemplate:
           messages: each with a "role" and a "content".
 
         Raises:
+          ImportError: the `jinja2` library is not installed.
           TypeError: `messages` is something else.
-          ValueError: the template refuses the messages or leaves one out, cannot be parsed or run,
-            or takes too much time or memory.
+          ValueError: the template refuses the messages or leaves one out, or cannot be parsed or
+            run.
         """
-        is_list, must = not isinstance(messages, (str, Mapping)), "be a list such as "
-        must += "[{'role': 'user', 'content': 'Hi'}]"
+        is_list = not isinstance(messages, (str, Mapping))
+        must = "be a list such as [{'role': 'user', 'content': 'Hi'}]"
         require(is_list, "messages", must, messages, error=TypeError)
+        must = "have a 'role' and a 'content'"
         for index, message in enumerate(messages):
-            name, must = f"messages[{index}]", "have a 'role' and a 'content'"
             is_one = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
-            require(is_one, name, must, message, error=TypeError)
-            try:
-                json.dumps(dict(message))
-            except (TypeError, ValueError, RecursionError) as error:
-                refuse(TypeError, name, "hold what JSON can hold", message, reason(error))
-        answer = self._answer(messages)
-        if "text" not in answer:
-            verb = "applied" if answer["is_parsed"] else "parsed"
-            raise ValueError(
-                f"{self.path.name} has a chat template that cannot be {verb}: "
-                f"{reason(answer['reason'])}."
-            )
+            require(is_one, f"messages[{index}]", must, message, error=TypeError)
+        text = self._render(messages)
         self._check_nothing_is_left_out(messages)
-        return answer["text"]
+        return text
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        known = "developer" if re.search("[\"']developer[\"']", self.source) else "system"
+        variables = {
+            "messages": [
+                {**message, "role": known if message["role"] == "developer" else message["role"]}
+                for message in messages
+            ],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self.special_tokens,
+        }
+        environment = _environment()
+        verb = "parsed"
+        try:
+            template = _parsed(environment, self.source)
+            verb = "applied"
+            return template.render(variables)
+        except Exception as error:  # a program may raise anything
+            why = reason(error) or type(error).__name__
+            message = f"{self.path.name} has a chat template that cannot be {verb}: {why}."
+            raise ValueError(message) from error
 
     def _check_nothing_is_left_out(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Check that the text has every message of an unusual role: many templates skip those.
@@ -114,45 +104,22 @@ class ChatTemplate:
         }
         if not marked:
             return
-        answer = self._answer([marked.get(i, message) for i, message in enumerate(messages)])
-        if "text" not in answer:  # who refuses another content has looked at it
-            return
-        written = set(re.findall(f"{mark}-([0-9]+)-", answer["text"]))
-        for index, message in marked.items():
-            name, must = f"messages[{index}]['role']", "be one that the chat template writes out"
-            require(str(index) in written, name, must, message["role"])
-
-    def _answer(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What `chat_worker` answers, or why it does not."""
-        known = "developer" if re.search("[\"']developer[\"']", self.source) else "system"
-        variables = {
-            "messages": [
-                {**message, "role": known if message["role"] == "developer" else message["role"]}
-                for message in messages
-            ],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-            **self.special_tokens,
-        }
-        now = datetime.datetime.now().isoformat()
-        job = {"source": self.source, "variables": variables, "now": now, "seconds": 2 * SECONDS}
         try:
-            return _worker(os.getpid()).answer(job)
-        except OSError as error:
-            what = f"its process cannot be started: {error.strerror}"
-            return {"reason": what, "is_parsed": True}
-        except ValueError as error:
-            return {"reason": str(error), "is_parsed": True}
+            text = self._render([marked.get(i, message) for i, message in enumerate(messages)])
+        except ValueError:  # a template that refuses another content has looked at it
+            return
+        written = set(re.findall(f"{mark}-([0-9]+)-", text))
+        must = "be one that the chat template writes out"
+        for index, message in marked.items():
+            require(str(index) in written, f"messages[{index}]['role']", must, message["role"])
 
 
 def read_chat_template(directory: Path) -> ChatTemplate:
     """Read the chat template of a checkpoint.
 
     Raises:
-      ImportError: the `jinja2` library is not installed.
       OSError: something other than a file is in its place, or a file cannot be opened.
-      ValueError: there is no template, or it is not text or too long.
+      ValueError: there is no template, or it is not text.
     """
     path = directory / TEMPLATE_FILE
     if is_there(path):
@@ -171,91 +138,47 @@ def read_chat_template(directory: Path) -> ChatTemplate:
             f"the checkpoint has no chat template, neither {TEMPLATE_FILE} nor one in "
             f"{TOKENIZER_CONFIG_FILE}; a model that was not trained to chat has none."
         )
-    if len(source) > MAX_CHARACTERS:
-        raise ValueError(
-            f"{shown(path)} must have a chat template of at most {MAX_CHARACTERS} characters, but "
-            "it has more."
-        )
-    with extra("lm"):
-        import jinja2  # noqa: F401  # which the worker imports
     return ChatTemplate(path, source, special_tokens(directory))
 
 
+@functools.lru_cache(8)
+def _parsed(environment: Any, source: str) -> Any:
+    """Returns a template; parsing one takes tens of times as long as rendering it."""
+    return environment.from_string(source)
+
+
 @functools.cache
-def _worker(process_id: int) -> "_Worker":
-    """The worker of a process; a fork of it gets one of its own."""
-    return _Worker()
+def _environment() -> Any:
+    """Returns Jinja's sandbox with what `transformers` gives to templates.
 
+    Raises:
+      ImportError: the `jinja2` library is not installed.
+    """
+    with extra("lm"):
+        import jinja2
+        import jinja2.ext
+        import jinja2.sandbox
 
-class _Worker:
-    """A process that applies templates; started when needed, and again after it was killed."""
+    class Generation(jinja2.ext.Extension):
+        """`{% generation %}` marks answers in training texts; here it has no effect."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        atexit.register(self.end)
+        tags = {"generation"}
 
-    def answer(self, job: dict[str, Any]) -> dict[str, Any]:
-        """What `chat_worker` answers to a job.
+        def parse(self, parser: Any) -> Any:
+            """Returns the body of the block."""
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-        Raises:
-          OSError: the process cannot be started.
-          ValueError: it was killed because it took too long, or it ended by itself.
-        """
-        line = json.dumps(job).encode() + b"\n"
-        with self._lock:
-            try:
-                if self._process is not None and self._process.poll() is not None:
-                    self.end()  # it has ended since, by an interrupt from the terminal for example
-                if self._process is None:
-                    self._process = _start()
-                    _exchange(self._process, b"", START_SECONDS)
-                return json.loads(_exchange(self._process, line, SECONDS))
-            except BaseException:  # an interrupt too: the answer must not go to the next job
-                self.end()
-                raise
+    def refuse(message: str) -> NoReturn:
+        raise jinja2.TemplateError(message)
 
-    def end(self) -> None:
-        """Kill the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            with contextlib.suppress(OSError), process:  # closes its pipes, and waits
-                pass
+    def to_json(value: Any, **options: Any) -> str:  # Jinja's own escapes "<", for web pages
+        return json.dumps(value, **{"ensure_ascii": False, **options})
 
-
-def _start() -> subprocess.Popen[bytes]:
-    paths: dict[str, None] = {}
-    for name in ("jinja2", "markupsafe"):
-        spec = importlib.util.find_spec(name)
-        for path in () if spec is None else spec.submodule_search_locations or ():
-            paths[str(Path(path).parent)] = None
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(Path(__file__).with_name("chat_worker.py")), *paths],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ},  # Windows
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
     )
-
-
-def _exchange(process: subprocess.Popen[bytes], line: bytes, seconds: float) -> bytes:
-    """The line with which a process answers; if there is none after some seconds, it is killed."""
-    assert process.stdin is not None and process.stdout is not None
-    begin, answer = time.monotonic(), b""
-    timer = threading.Timer(seconds, process.kill)
-    timer.start()
-    try:
-        process.stdin.write(line)
-        process.stdin.flush()
-        answer = process.stdout.readline()
-    except OSError:  # it has ended
-        pass
-    finally:
-        timer.cancel()
-        timer.join()
-    if time.monotonic() - begin >= seconds:
-        raise ValueError(f"it takes longer than {seconds:g} s")
-    if not answer.endswith(b"\n"):
-        raise ValueError(f"the process that applies it ended with code {process.wait()}")
-    return answer
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)
+    environment.filters["tojson"] = to_json
+    return environment

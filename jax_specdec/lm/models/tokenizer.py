@@ -73,9 +73,8 @@ class Tokenizer:
         """The ids of a conversation, up to where the model's answer begins.
 
         The checkpoint's chat template, from `chat_template.jinja` or else `tokenizer_config.json`,
-        makes the text, special tokens included. It is a Jinja program, and runs in a sandbox in a
-        process of its own: for at most 5 s, and in at most 512 MiB of memory. Systems that do not
-        limit the memory of a process, such as Windows and macOS, bound the time alone.
+        makes the text, special tokens included. It is a program by the authors of the checkpoint;
+        Jinja's sandbox keeps it from files and from Python, but does not bound its time and memory.
 
         A "developer" is the "system" of a template that does not name that role. A message of
         another role than "system", "user" and "assistant" is refused if the template leaves it out.
@@ -87,8 +86,8 @@ class Tokenizer:
           ImportError: the `jinja2` library is not installed.
           OSError: a file cannot be opened.
           TypeError: `messages` is something else.
-          ValueError: there is no template, it cannot be applied to the messages, leaves one out or
-            takes too much time or memory, or the tokenizer has no ids for the text.
+          ValueError: there is no template, it cannot be applied to the messages or leaves one out,
+            or the tokenizer has no ids for the text.
 
         Example:
           >>> import tempfile, tokenizers
