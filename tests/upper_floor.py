@@ -38,6 +38,7 @@ from jax_specdec.lm.server import app as server_app
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.answer import ChoiceText, Piece, _event
 from jax_specdec.lm.server.app import Server
+from jax_specdec.lm.server.connection import Connection, close_stuck
 from jax_specdec.lm.server.limits import ApiError, Limits
 from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary

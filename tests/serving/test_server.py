@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import http.client
 import io
+import itertools
 import json
 import logging
 import os
@@ -23,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -33,7 +36,16 @@ import openai
 import pytest
 from models.checkpoints import copy, expected
 from scipy import special
-from upper_floor import Asked, ChoiceText, InputError, Limits, Server, make_driver
+from upper_floor import (
+    Asked,
+    ChoiceText,
+    Connection,
+    InputError,
+    Limits,
+    Server,
+    close_stuck,
+    make_driver,
+)
 from upper_floor import cli_models as models_lib
 from upper_floor import cli_options as options_lib
 from upper_floor import cli_process as process
@@ -189,6 +201,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 @pytest.fixture(scope="module")
 def running(site: Site) -> Iterator[Running]:
     with site.serve() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def slow(site: Site) -> Iterator[Running]:
+    """A server whose steps take a while, so that a client can leave before the end of its text."""
+    with site.serve() as running:
+        stalled(running.driver)
         yield running
 
 
@@ -704,6 +724,7 @@ def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) ->
     _, headers, _ = post(running.port, b"{", Origin="http://evil.example")
     assert not [name for name in headers if name.startswith("access-control")]
     assert raw(running.port, b"\x16\x03\x01 no HTTP\r\n\r\n")[0] == 400
+    assert post(running.port, good, Connection="Upgrade", Upgrade="h2c")[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -750,8 +771,11 @@ def test_a_large_body_is_refused_before_its_end(running: Running) -> None:
     begin = b" " * 70_000  # chunks without an end
     chunks = b"11170\r\n" + begin + b"\r\n"
     assert post(running.port, chunks * 16, Transfer_Encoding="chunked")[0] == 413
-    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 200_000
-    assert raw(running.port, head)[0] in (0, 400)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    tiny = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000
+    assert raw(running.port, head + tiny)[0] in (0, 400)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2**21
+    assert raw(running.port, head)[0] == 0
 
 
 def test_a_key_is_needed_and_never_shown(site: Site) -> None:
@@ -857,76 +881,60 @@ def stalled(driver: lm.EngineDriver, seconds: float = 0.02) -> None:
     driver.step = lambda: (time.sleep(seconds), step())[1]  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("way", ["reset", "close", "half-close", "half-close, whole"])
-def test_a_client_that_leaves_cancels_its_request(site: Site, way: str) -> None:
-    with site.serve() as running:
-        stalled(running.driver)
-        connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
-        with connection:
-            is_stream = "whole" not in way
-            connection.sendall(request_bytes(n=4, stream=is_stream))
-            if is_stream:
-                assert connection.recv(17).startswith(b"HTTP/1.1 200")
-            else:
-                running.wait_until_running()
-            if "half" in way:
-                connection.shutdown(socket.SHUT_WR)
-                while connection.recv(65536):  # the server closes its half too
-                    pass
-            elif way == "reset":
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        running.wait_until_idle()
-        assert running.num_tokens < 4 * (LENGTH - NUM_PROMPT_TOKENS) / 2
-
-
-EARLY = {
-    "a line": b"\r\n",
-    "a request": b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    "half a request": b"POST /v1/compl",
-    "no HTTP": b"\xff\0" * 500,
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+WAYS_TO_LEAVE: dict[str, dict[str, Any]] = {
+    "reset": {"is_reset": True},
+    "close": {},
+    "half-close": {"is_half": True},
+    "reset within a stream": {"is_reset": True, "is_stream": True},
+    "half-close of a stream": {"is_half": True, "is_stream": True},
+    "a line": {"early": b"\r\n"},
+    "a request": {"early": HEALTH},
+    "half a request": {"early": b"POST /v1/compl"},
+    "no HTTP": {"early": b"\xff\0" * 500},
+    "too much": {"early": b" " * 2**22},
+    "a request with it": {"sent_with_it": HEALTH},
+    "a request, last": {"early": HEALTH, "header": CLOSE},
 }
 
 
-@pytest.mark.parametrize("header", ["", CLOSE, "Connection: upgrade\r\nUpgrade: h2c\r\n"])
-@pytest.mark.parametrize("way", [*EARLY, "with it", "too much"])
-def test_a_client_that_leaves_is_noticed_whatever_it_has_sent(
-    site: Site, way: str, header: str
-) -> None:
-    with site.serve() as running:
-        stalled(running.driver)
-        connection = socket.create_connection(("127.0.0.1", running.port), timeout=30)
-        with connection:
-            asked = request_bytes(n=4, header=header)
-            connection.sendall(asked + EARLY["a request"] * (way == "with it"))
-            running.wait_until_running()
-            if way == "too much":
-                with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-                    connection.sendall(b" " * 2**20)
-                    assert connection.recv(1) == b""
-            elif way in EARLY:
-                connection.sendall(EARLY[way])
-                time.sleep(0.1)  # so that it is read before the end of the connection
-        running.wait_until_idle()
-        assert running.num_tokens < 4 * (LENGTH - NUM_PROMPT_TOKENS) / 2
+@pytest.mark.parametrize("way", WAYS_TO_LEAVE.values(), ids=WAYS_TO_LEAVE)
+def test_a_client_that_leaves_cancels_its_request(slow: Running, way: dict[str, Any]) -> None:
+    """Whatever it has sent before it leaves."""
+    before, is_stream = slow.num_tokens, way.get("is_stream", False)
+    asked = request_bytes(way.get("header", ""), n=4, stream=is_stream)
+    with socket.create_connection(("127.0.0.1", slow.port), timeout=30) as connection:
+        connection.sendall(asked + way.get("sent_with_it", b""))
+        if is_stream:
+            assert connection.recv(17).startswith(b"HTTP/1.1 200")
+        else:
+            slow.wait_until_running()
+        if early := way.get("early"):
+            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
+                connection.sendall(early)
+            time.sleep(0.1)  # so that it is read before the end of the connection
+        if way.get("is_half"):
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):  # the server closes its half too
+                pass
+        elif way.get("is_reset"):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    slow.wait_until_idle()
+    assert slow.num_tokens - before < 4 * (LENGTH - NUM_PROMPT_TOKENS) / 2
 
 
-def test_requests_that_come_early_are_answered_in_order(running: Running) -> None:
-    health = "GET /health HTTP/1.1\r\nHost: localhost\r\n"
-    last = f"{health}Connection: close\r\n\r\n".encode()
-    asked = request_bytes(max_tokens=NUM_NEW, stream=True)
-    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as connection:
-        connection.sendall(asked + asked + f"{health}\r\n".encode())
-        answer = connection.recv(1)
-        connection.sendall(asked[:100])  # while the first one is answered
-        time.sleep(0.1)
-        connection.sendall(asked[100:] + last)
-        while piece := connection.recv(65536):
-            answer += piece
-    parts = re.split(rb"HTTP/1.1 200 OK\r\n", answer)[1:]
-    is_stream = [b"data: [DONE]" in part for part in parts]
-    is_health = [b'{"status":"ok"}' in part for part in parts]
-    assert is_stream == [True, True, False, True, False]
-    assert is_health == [False, False, True, False, True]
+def test_a_request_before_the_last_answer_is_dropped(running: Running) -> None:
+    asked = request_bytes(max_tokens=NUM_NEW)
+    status, _, body = raw(running.port, asked + request_bytes(max_tokens=3) + HEALTH)
+    assert status == 200 and json.loads(body)["choices"][0]["text"] == TEXT
+
+
+def test_a_connection_serves_one_request_after_another(running: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+    with contextlib.closing(connection):
+        for _ in range(3):
+            connection.request("GET", "/health")
+            assert connection.getresponse().read() == b'{"status":"ok"}'
 
 
 def test_clients_that_leave_while_they_send_are_no_errors(
@@ -955,7 +963,7 @@ def test_clients_that_leave_while_they_send_are_no_errors(
 
 
 def test_a_client_that_does_not_read_is_cancelled_alone(site: Site) -> None:
-    sizes = dict(send_buffer=4096, unsent_updates=2, send_seconds=0.5)
+    sizes = dict(send_buffer=4096, unsent_updates=2, client_seconds=0.5)
     with site.serve(**sizes) as running:
         stalled(running.driver)
         with socket.socket() as connection:
@@ -972,8 +980,8 @@ def test_a_client_that_does_not_read_is_cancelled_alone(site: Site) -> None:
                 time.sleep(0.01)
 
 
-def test_slow_requests_and_connections_too_many_are_closed(site: Site) -> None:
-    with site.serve(request_seconds=2.0, connections=3) as running:
+def test_slow_requests_are_closed_and_connections_too_many_refused(site: Site) -> None:
+    with site.serve(client_seconds=2.0, connections=3) as running:
         parts = [b"", b"POST /v1/comp", request_bytes()[:-3]]
         slow = [socket.create_connection(("127.0.0.1", running.port), 30) for _ in parts]
         for connection, part in zip(slow, parts, strict=True):
@@ -981,9 +989,7 @@ def test_slow_requests_and_connections_too_many_are_closed(site: Site) -> None:
         connections = running.server._uvicorn.server_state.connections
         while len(connections) < 3:
             time.sleep(0.01)
-        status, headers, body = raw(running.port, b"")
-        assert status == 503 and headers["retry-after"] == "1"
-        assert json.loads(body)["error"]["type"] == "server_error"
+        assert raw(running.port, HEALTH)[0] == 503
         for connection in slow:
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(100) == b""
@@ -991,6 +997,43 @@ def test_slow_requests_and_connections_too_many_are_closed(site: Site) -> None:
         while connections:
             time.sleep(0.01)
         assert greedy(running).choices[0].text == TEXT
+
+
+def test_who_reads_slowly_is_waited_for_and_who_does_not_is_not() -> None:
+    """Connections by how many bytes are unread at each look, and the state of their request."""
+    looks = itertools.count()
+
+    class Cycle:
+        def __init__(self, more_body: bool, response_complete: bool) -> None:
+            self.more_body, self.response_complete = more_body, response_complete
+
+    sending, answering, complete = Cycle(True, False), Cycle(False, False), Cycle(False, True)
+    made: dict[str, Connection] = {}
+
+    def make(name: str, cycle: Any, num_unread: Callable[[], int]) -> None:
+        abort = functools.partial(closed.append, name)
+        transport: Any = SimpleNamespace(get_write_buffer_size=num_unread, abort=abort)
+        made[name] = object.__new__(Connection)
+        made[name].cycle = cycle
+        made[name].transport = transport
+
+    closed: list[str] = []
+    make("steady", complete, lambda: 10**6 - next(looks))
+    make("answered", answering, lambda: 0)
+    make("stopped", answering, lambda: 7)
+    make("stopped at the end", complete, lambda: 7)
+    make("sending", sending, lambda: 0)
+    make("idle", None, lambda: 0)
+    server: Any = SimpleNamespace(server_state=SimpleNamespace(connections={*made.values()}))
+
+    async def look() -> None:
+        task = asyncio.create_task(close_stuck(server, 0.1))
+        while len({*closed}) < 4 and not task.done():
+            await asyncio.sleep(0.01)
+        assert task.cancel()
+
+    asyncio.run(look())
+    assert {*closed} == {"stopped", "stopped at the end", "sending", "idle"}
 
 
 def test_a_full_queue_takes_none_of_a_requests_choices(site: Site) -> None:

@@ -28,7 +28,7 @@ from jax_specdec import lm
 from jax_specdec.lm.cli.models import Models
 from jax_specdec.lm.cli.terminal import log
 from jax_specdec.lm.server.answer import Answer
-from jax_specdec.lm.server.connection import Connection
+from jax_specdec.lm.server.connection import Connection, close_stuck
 from jax_specdec.lm.server.limits import CLOSE, ApiError, Json, Limits
 from jax_specdec.lm.server.request import read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary
@@ -89,6 +89,8 @@ class Server:
             ws="none",
             loop="asyncio",
             lifespan="off",
+            limit_concurrency=limits.connections + 1,
+            timeout_keep_alive=int(limits.client_seconds),
             proxy_headers=False,
             server_header=False,
             access_log=False,
@@ -107,6 +109,8 @@ class Server:
             await self._app(scope, receive, send)
 
     def _check_caller(self, headers: Headers, path: str) -> None:
+        if "upgrade" in headers:  # the parser takes its body for another protocol
+            raise ApiError("HTTP/1.1 is spoken here, without Upgrade", headers=CLOSE)
         if self._is_local and not _is_loopback(headers.get("host", "")):
             # Or a page of a browser could send requests here, through a name of its own.
             raise ApiError(
@@ -194,12 +198,16 @@ class Server:
           RuntimeError: the engine has failed.
         """
         self.worker.start(on_failure=self._stop_soon)
-        reporting = asyncio.create_task(self._report(on_ready))
+        beside = [
+            asyncio.create_task(self._report(on_ready)),
+            asyncio.create_task(close_stuck(self._uvicorn, self.limits.client_seconds)),
+        ]
         try:
             await self._uvicorn.serve(sockets=[listener])
         finally:
-            reporting.cancel()
-            await asyncio.gather(reporting, return_exceptions=True)
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
             await self.worker.stop()
         if self.worker.failure is not None:
             raise RuntimeError(self.worker.failure)

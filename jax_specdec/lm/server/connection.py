@@ -1,113 +1,78 @@
-"""Connections, with bounds on how many there are and on how long a client may take.
-
-uvicorn has no setting, in any of its protocols, for the time that a request may take to arrive or
-an answer to be read, and its `limit_concurrency` lets connections without a request grow in number.
-Hypercorn only times connections that are idle.
-"""
+"""What uvicorn leaves open about clients that are slow, send too much, or leave."""
 
 from __future__ import annotations
 
 import asyncio
-import json
+import time
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from jax_specdec.lm.server.limits import ApiError, Limits
+MAX_BYTES = 2**21
+"""Of the head of a request, and of its body with the sizes of its chunks."""
+
+CHUNK_BYTES = 256
+"""What a chunk of a body counts beside its own: each of them takes time, however small it is."""
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection, with bounds on how many there are and on how long a client may take.
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, with a bound on bytes, and without requests before the last answer.
 
-    What a client sends before its answer is complete waits here: h11 would stop reading, and then
-    nobody would notice that the client leaves.
+    uvicorn would queue such a request and read no further, so that it would not notice when the
+    client leaves. Here it is dropped, and the connection closes after the answer, as HTTP allows.
     """
 
-    _request_timer: asyncio.TimerHandle | None = None
-    _send_timer: asyncio.TimerHandle | None = None
-    _early = b""  # what came before the answer was complete
+    _num_bytes = 0
 
     @property
-    def _limits(self) -> Limits:
-        limits: Limits = self.config.app.limits  # type: ignore[union-attr]
-        return limits
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Refuse one too many."""
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # so that any unread answer pauses writing
-        if len(self.connections) > self._limits.connections:
-            body = json.dumps(ApiError("too many connections", status=503).content)
-            transport.write(
-                "HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-                f"{body}".encode()
-            )
-            transport.close()
-        else:
-            self._time_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
-        super().connection_lost(exc)
-        for timer in (self._request_timer, self._send_timer):
-            if timer is not None:
-                timer.cancel()
-
-    @property
-    def _is_answering(self) -> bool:
+    def is_answering(self) -> bool:
         """Whether a whole request has come, and its answer is not complete."""
         cycle = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Read it, or keep it for after the answer."""
-        if not self._is_answering:
-            return super().data_received(data)
-        self._early += data
-        if len(self._early) > self._limits.early_bytes:
+        """Read some of a request, unless it is too much."""
+        self._num_bytes += len(data)
+        if self._num_bytes > MAX_BYTES:
             self.transport.abort()
-
-    def on_response_complete(self) -> None:
-        """Go on with what came meanwhile."""
-        super().on_response_complete()
-        early, self._early = self._early, b""
-        if early and not self.transport.is_closing():
-            self.data_received(early)
-
-    def handle_events(self) -> None:
-        """Read what has come, and time the rest of the request."""
-        if self.transport.is_closing():
-            return
-        super().handle_events()
-        if self._is_answering:
-            self.flow.resume_reading()
-        self._time_request()
-
-    def send_400_response(self, msg: str) -> None:
-        """Say that it is no HTTP, unless an answer was begun."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
         else:
-            self.transport.close()
+            super().data_received(data)
 
-    def _time_request(self) -> None:
-        """A clock runs exactly while a request, or the rest of it, is awaited."""
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            if self._request_timer is not None:
-                self._request_timer.cancel()
-            self._request_timer = None
-        elif self._request_timer is None:
-            seconds = self._limits.request_seconds
-            self._request_timer = self.loop.call_later(seconds, self.transport.abort)
+    def on_headers_complete(self) -> None:
+        """Begin to answer a request, or drop it."""
+        self._num_bytes = 0
+        if self.is_answering:
+            self.cycle.keep_alive = False
+        else:
+            super().on_headers_complete()
 
-    def pause_writing(self) -> None:
-        """The client does not read what it was sent."""
-        super().pause_writing()
-        self._send_timer = self.loop.call_later(self._limits.send_seconds, self.transport.abort)
+    def on_body(self, body: bytes) -> None:
+        """Keep some of a body, unless its request was dropped; too many chunks are no HTTP."""
+        self._num_bytes += CHUNK_BYTES
+        if self._num_bytes > MAX_BYTES:
+            raise ValueError("too many chunks")  # which ends the parser's loop, with status 400
+        if not self.is_answering:
+            super().on_body(body)
 
-    def resume_writing(self) -> None:
-        """It has read everything."""
-        super().resume_writing()
-        if self._send_timer is not None:
-            self._send_timer.cancel()
+
+async def close_stuck(server: uvicorn.Server, seconds: float) -> None:
+    """Close connections that wait for their client, and for long: without end.
+
+    Args:
+      server: whose connections have the class `Connection`.
+      seconds: for a client to send a whole request, or to read anything of its answer.
+    """
+    since: dict[tuple[object, ...], float] = {}
+    while True:
+        await asyncio.sleep(min(1.0, seconds / 4))
+        before = since
+        since = {}
+        now = time.monotonic()
+        for connection in server.server_state.connections:
+            assert isinstance(connection, Connection)
+            num_unread = connection.transport.get_write_buffer_size()
+            if num_unread or not connection.is_answering:
+                state = connection, connection.cycle, num_unread
+                since[state] = before.get(state, now)
+                if now - since[state] > seconds:
+                    connection.transport.abort()

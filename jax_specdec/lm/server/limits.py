@@ -17,9 +17,7 @@ class Limits:
     """What a client may ask for; sizes of the engine bound the rest."""
 
     connections: int = 512
-    request_seconds: float = 30.0  # for all of a request to arrive
-    send_seconds: float = 60.0  # for what was sent to be read
-    early_bytes: int = 2**16  # that a client may send before it has its answer
+    client_seconds: float = 30.0  # to send a request, or to read anything of what was sent
     body_bytes: int = 2**20
     schema_bytes: int = 2**16
     schema_seconds: int = 5  # of processor time, to compile it
