@@ -121,7 +121,7 @@ def compiled_for(count: int, form: str) -> jax.stages.Compiled:
     return lowered.compile()
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_a_thousand_requests_get_the_tokens_of_one_after_another():
     given = many_requests(1000)
     assert given[0].shape[0] * 1000 > statistics.MANY_PAIRS
@@ -131,7 +131,7 @@ def test_a_thousand_requests_get_the_tokens_of_one_after_another():
     assert found.status.tolist() == wanted.status.tolist()
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_temporaries_are_linear_in_requests():
     sizes = [
         compiled_for(count, "cuda").memory_analysis().temp_size_in_bytes for count in (1_000, 8_000)

@@ -89,7 +89,7 @@ def test_a_policy_gradient_is_that_of_constant_tokens(form: Any, rule: str, kind
     assert not any(np.any(x) for x in others)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_they_are_zero_forward_and_of_a_batch_of_losses() -> None:
     draw = functools.partial(sample, "block", "cuda", "normalizers")
     temperature = TEMPERATURE + 0.5
@@ -230,7 +230,7 @@ def in_shard_map(distribution: str, logits: jax.Array, temperature: jax.Array) -
     return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P())(logits, temperature)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "distribution"),
     [

@@ -18,7 +18,7 @@ import jax_specdec as sd
 from .batch import Layout, agree, on, pack
 from .cases import random_batches, random_request
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 BATCH, K, VOCAB = BLOCK + 1, 1, 5
 

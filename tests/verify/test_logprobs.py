@@ -98,15 +98,15 @@ def compare(batch: Batch, function: Any, distribution: str, num_top: int = NUM_T
     "function",
     [
         pytest.param(token_logprobs, id="cpu"),
-        pytest.param(by_offset, id="elsewhere", marks=pytest.mark.newest),
-        pytest.param(split, id="split", marks=pytest.mark.newest),
+        pytest.param(by_offset, id="elsewhere", marks=pytest.mark.long),
+        pytest.param(split, id="split", marks=pytest.mark.long),
     ],
 )
 @pytest.mark.parametrize(
     ("layout", "distribution"),
     [
         (Layout(vocab=5000, **BIG, vocab_size=4500, has_active=True, has_bonus=True), "processed"),
-        pytest.param(TIED, "raw", marks=pytest.mark.newest),
+        pytest.param(TIED, "raw", marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -115,7 +115,7 @@ def test_they_are_those_of_the_rows(layout: Layout, distribution: str, function:
     assert 20 < np.sum(there) < np.size(there)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_processed_ones_are_masked_and_filtered_raw_ones_not() -> None:
     row = np.log([[0.3, 0.2, 0.1, 0.4]])
     layout = Layout(vocab=4, num_speculative_tokens=1, num_requests=4, num_drafts=4)
@@ -146,7 +146,7 @@ def test_processed_ones_are_masked_and_filtered_raw_ones_not() -> None:
     np.testing.assert_allclose(np.exp(raw.logprobs)[:, 0], [0.3] * 4, rtol=1e-5)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_ties_go_to_the_lowest_id_the_impossible_has_none() -> None:
     row = np.full((1, TIED.vocab), -np.inf)
     row[0, 1:4] = -0.0, 0.0, -0.0
@@ -170,7 +170,7 @@ def test_ties_go_to_the_lowest_id_the_impossible_has_none() -> None:
     assert found.top_token_ids[0, 1].tolist() == [-1] * 5
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_rows_without_tokens_are_not_read() -> None:
     batch = random_batch(TIED, 3, broken=0)
     output = verify(batch, XLA)
@@ -186,12 +186,12 @@ def test_rows_without_tokens_are_not_read() -> None:
     compare(batch.replace(target_logits=poisoned), token_logprobs, "raw")
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_without_alternatives_there_are_none() -> None:
     compare(random_batch(TIED, 3), token_logprobs, "processed", num_top=0)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 def test_without_rows_there_is_nothing() -> None:
     drafts = sd.Drafts.from_flat(jnp.zeros((0,), jnp.int32), jnp.zeros((2,), jnp.int32))
     one = jnp.ones((2,), jnp.int32)
@@ -207,7 +207,7 @@ def test_without_rows_there_is_nothing() -> None:
     assert np.isnan(found.logprobs).all() and found.top_token_ids.shape == (2, 2, 2)
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize("num_top", [0, 20])
 def test_temporaries_are_those_of_one_row(num_top: int) -> None:
     b, vocab = 8, 128256

@@ -9,7 +9,7 @@ from lower_floor import assume
 
 import jax_specdec as sd
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 VOCAB, K = 128256, 4
 # JAX 0.10.2 turns a whole half-precision operand into float32 before it is read.

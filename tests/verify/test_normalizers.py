@@ -24,7 +24,7 @@ from .cases import cold_batch
 from .test_mosaic_gpu import alone
 from .test_xla_all_at_once import all_at_once
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 TEMPERATURES = (1e-3, 1e-4, 1e-5)
 PEAKS = (30.0, 1000.0)

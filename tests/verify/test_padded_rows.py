@@ -52,7 +52,7 @@ FORMS = {
 }
 
 
-@pytest.mark.newest
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "layout"),
     [

@@ -277,6 +277,7 @@ def test_accept_noise_that_also_recovers_is_noticed():
     assert seen[0] > ALPHA > seen[1], seen
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optimized")  # it runs longer than it compiles
 def test_races_in_two_levels_draw_from_the_row():
     """Three tiles; in each an id with a quarter of it, and one of the very least in each tail."""

@@ -141,7 +141,7 @@ def with_own_tokens(drafts: sd.Drafts, found: reference.ReferenceOutput) -> sd.D
 
 
 @pytest.mark.parametrize(
-    "platform", ["cpu", *(pytest.param(x, marks=pytest.mark.newest) for x in ("cuda", "tpu"))]
+    "platform", ["cpu", *(pytest.param(x, marks=pytest.mark.long) for x in ("cuda", "tpu"))]
 )
 def test_gives_the_tokens_and_the_path_of_the_oracle(platform):
     depths = []
@@ -159,6 +159,7 @@ def test_gives_the_tokens_and_the_path_of_the_oracle(platform):
     assert sum(x >= 3 for x in depths) > 5, np.bincount(depths)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_a_chain_with_parents_is_the_chain_to_the_last_bit(platform):
     rng = np.random.default_rng(0)
@@ -178,6 +179,7 @@ def test_a_chain_with_parents_is_the_chain_to_the_last_bit(platform):
         chex.assert_trees_all_equal(found, dataclasses.replace(want, path=jnp.int32(path)))
 
 
+@pytest.mark.long
 def test_rows_that_are_not_visited_do_not_matter():
     for seed in range(6):
         batch = random_trees(seed)
@@ -193,6 +195,7 @@ def test_rows_that_are_not_visited_do_not_matter():
         chex.assert_trees_all_equal(batch.verify(logits=logits), want)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_a_mesh_changes_nothing():
     """The vocabulary in two parts, the requests in two."""
@@ -280,6 +283,7 @@ def toy_rows(trees: list[tuple[list[int], list[int]]]) -> np.ndarray:
     return np.stack([toy_logits(tuple(parents), tuple(ids)) for parents, ids in trees])
 
 
+@pytest.mark.long
 @pytest.mark.newest  # 125,000 requests at once take JAX 0.10.2 minutes, the newest three seconds
 def test_all_noise_of_a_toy_gives_the_text_of_plain_decoding():
     """Every tree, those that read the noise too, over a grid of the noise of three tokens."""
@@ -342,6 +346,7 @@ def test_tokens_of_random_trees_are_distributed_as_the_target():
 # What goes with it
 
 
+@pytest.mark.long
 def test_processors_and_log_probabilities_go_by_the_path():
     """Rows of a tree are those of the chains to its nodes."""
     rng = np.random.default_rng(2)
