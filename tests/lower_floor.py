@@ -43,7 +43,6 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
 )
 from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
 from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, Threads
-from jax_specdec._src.verify.part import SplitPart
 from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import q_of
 from jax_specdec._src.verify.requests import CallArrays, Request, Uniforms

@@ -37,13 +37,8 @@ def has(impl: str) -> bool:
 # Those of two or four words; the last two came with JAX 0.12.
 IMPLS = list(filter(has, ["threefry2x32", "rbg", "unsafe_rbg", "threefry4x32", "philox4x32"]))
 of_every_kind = pytest.mark.parametrize("impl", IMPLS)
-OTHERS = ["rbg", "unsafe_rbg"]
-"""Those that JAX draws from by another generator."""
-
-# Behind what turns a key into words, which is tested for each kind.
-of_one_other_kind = pytest.mark.parametrize(
-    "impl", [pytest.param(i, marks=() if i == OTHERS[0] else pytest.mark.slow) for i in IMPLS]
-)
+OTHER = "rbg"
+"""One that JAX draws from by another generator: behind its words all kinds are the same."""
 
 
 def of_seeds(impl: str, *seeds: int) -> jax.Array:
@@ -200,9 +195,8 @@ def counts(tokens: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.long
-@of_one_other_kind
-def test_drafting_and_verification_beside_an_idle_slot_are_lossless(impl):
-    tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3)))
+def test_drafting_and_verification_beside_an_idle_slot_are_lossless():
+    tokens = np.asarray(decode(of_seeds(OTHER, 0, 7, 8), jnp.ones(3)))
     assert (tokens[:, 0] == sd.PLACEHOLDER_TOKEN_ID).all()
     for b in (1, 2):
         assert_distributed(counts(tokens[:, b]), P, f"request {b}")
@@ -211,14 +205,13 @@ def test_drafting_and_verification_beside_an_idle_slot_are_lossless(impl):
     np.add.at(pairs, (tokens[:, 1, 0], tokens[:, 2, 0]), 1)
     assert_distributed(pairs, np.outer(P, P), "two requests jointly")
     # Nobody's tokens depend on the others' keys.
-    others = np.asarray(decode(of_seeds(impl, 1, 7, 9), jnp.ones(3)))
+    others = np.asarray(decode(of_seeds(OTHER, 1, 7, 9), jnp.ones(3)))
     np.testing.assert_array_equal(others[:, 1], tokens[:, 1])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("impl", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)])
-def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
-    tokens = np.asarray(decode(of_seeds(impl, 0, 7, 8), jnp.ones(3), jax_draws=True))
+def test_what_jax_draws_for_a_batch_is_not_lossless():
+    tokens = np.asarray(decode(of_seeds(OTHER, 0, 7, 8), jnp.ones(3), jax_draws=True))
     assert p_value(counts(tokens[:, 1]), P) < CONTROL
 
 
@@ -227,10 +220,9 @@ def test_what_jax_draws_for_a_batch_is_not_lossless(impl):
 
 @pytest.mark.long
 @pytest.mark.newest
-@of_one_other_kind
-def test_the_loop_gives_each_request_the_tokens_of_its_key(impl):
+def test_the_loop_gives_each_request_the_tokens_of_its_key():
     """Against one request at a time by `rejection_sample`, with ``fold_in(key, b)``."""
-    key, prompts, count = jax.random.key(7, impl=impl), [[1, 2], [3], [1, 2]], 6
+    key, prompts, count = jax.random.key(7, impl=OTHER), [[1, 2], [3], [1, 2]], 6
     output = lm.generate_plain(
         tiny.Trigram(V),
         jnp.asarray(engines.TARGET),
@@ -294,22 +286,21 @@ def served(requests: dict[int, tuple[jax.Array, list[int], int]]) -> dict[int, l
 PROMPT, BUDGET = [1, 4], 24
 
 
-def alone(impl: str, seed: int) -> list[int]:
-    return served({2: (jax.random.key(seed, impl=impl), PROMPT, BUDGET)})[2]
+def alone(seed: int) -> list[int]:
+    return served({2: (jax.random.key(seed, impl=OTHER), PROMPT, BUDGET)})[2]
 
 
 @pytest.mark.long
 @pytest.mark.newest
-@of_one_other_kind
-def test_a_request_of_the_engine_gets_what_it_gets_alone(impl):
+def test_a_request_of_the_engine_gets_what_it_gets_alone():
     together = served(
         {
-            1: (jax.random.key(7, impl=impl), PROMPT, BUDGET),
-            2: (jax.random.key(8, impl=impl), PROMPT, BUDGET),
-            3: (jax.random.key(9, impl=impl), [0, 3, 3], 5),
+            1: (jax.random.key(7, impl=OTHER), PROMPT, BUDGET),
+            2: (jax.random.key(8, impl=OTHER), PROMPT, BUDGET),
+            3: (jax.random.key(9, impl=OTHER), [0, 3, 3], 5),
         }
     )
-    assert [together[1], together[2]] == [alone(impl, 7), alone(impl, 8)]
+    assert [together[1], together[2]] == [alone(7), alone(8)]
     assert together[1] != together[2]
 
 
@@ -335,24 +326,23 @@ print(json.dumps(dict(alone=alone, together=[finished[i].token_ids for i in ids[
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("impl", [OTHERS[0], pytest.param(OTHERS[1], marks=pytest.mark.slow)])
-def test_a_default_kind_gives_what_naming_it_gives(impl):
+def test_a_default_kind_gives_what_naming_it_gives():
     """In a fresh process, since JAX reads the variable when it is imported."""
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": impl, "PYTHONPATH": paths}
+    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": OTHER, "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, "-c", FRESH, impl], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", FRESH, OTHER], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["alone"] == found["together"]
-    assert found["alone"] == [alone(impl, 7), alone(impl, 8)]
+    assert found["alone"] == [alone(7), alone(8)]
     named = lm.generate_plain(
         engines.TABLE.model,
         engines.TABLES[0],
         [PROMPT] * 2,
         temperature=1.3,
         max_new_tokens=BUDGET,
-        key=jax.random.key(0, impl=impl),
+        key=jax.random.key(0, impl=OTHER),
     )
     assert found["plain"] == named.completions

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -127,16 +125,6 @@ def test_where_nothing_was_drafted_the_length_is_a_dash() -> None:
     assert undrafted.log_line(1.0).startswith(
         "SpecDecoding metrics: Mean acceptance length: -, Tokens per target pass: 1.00, "
     )
-
-
-@given(st.lists(st.integers(0, K), min_size=1))
-def test_with_full_offers_rates_sum_to_the_length(
-    accepted: list[int],
-) -> None:
-    stats = sd.AcceptanceStats.from_steps(records([K] * len(accepted), accepted))
-    rates = stats.unconditional_rates
-    np.testing.assert_allclose(stats.mean_acceptance_length, 1 + sum(rates))
-    np.testing.assert_allclose(np.cumprod(stats.conditional_rates), rates)
 
 
 def test_the_log_line_is_that_of_a_computed_example() -> None:

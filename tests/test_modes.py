@@ -200,8 +200,12 @@ RULES = {
         rejection_sample_method=rule,
         synthetic_acceptance_length=2.0 if rule == "synthetic" else None,
     )
-    for rule in ("standard", "block", "agreement", "synthetic")
-    for form in (None, "cpu", "cuda")
+    for rule, form in (
+        ("standard", "cuda"),
+        ("block", "cpu"),
+        ("agreement", "cuda"),
+        ("synthetic", "cpu"),
+    )
 }
 
 

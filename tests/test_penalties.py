@@ -267,13 +267,6 @@ def test_the_pass_has_no_temporaries_as_large_as_logits() -> None:
     assert memory.temp_size_in_bytes < 0.01 * memory.output_size_in_bytes
 
 
-@pytest.mark.newest
-def test_without_requests_or_rows_nothing_is_done() -> None:
-    none = jax.tree.map(lambda x: x[:0], penalties())
-    drafts = sd.Drafts.from_flat(jnp.array([1, 2]), jnp.zeros((0,), jnp.int32))
-    assert apply(logits(2), drafts, none, config=CONFIG).shape == (2, V)
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

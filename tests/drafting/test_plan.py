@@ -74,29 +74,6 @@ def test_counts_are_those_of_a_loop_over_the_best_drafts(shape):
     assert len(some) > 1
 
 
-def test_ties_go_to_earlier_positions_then_to_earlier_requests():
-    ones = np.ones((3, 2), np.float32)
-    found = [sd.plan_drafts(ones, np.full(3, 2), budget=n).tolist() for n in range(7)]
-    assert found == [
-        *([0, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1]),
-        *([2, 1, 1], [2, 2, 1], [2, 2, 2]),
-    ]
-
-
-def test_a_request_with_nan_keeps_the_drafts_before_it():
-    confidences = np.array([[0.9, np.nan, 0.9], [0.1, 0.1, 0.1]], np.float32)
-    assert sd.plan_drafts(confidences, np.array([3, 3]), budget=4).tolist() == [1, 3]
-
-
-def test_empty_slots_are_not_requests():
-    confidences = np.array([[0.5, 0.5], [1, 1]], np.float32)
-    # One request: 1 token at speed 1, or 1.5 at 0.6. With two it would be 2 and 2.5.
-    speeds = np.array([9, 1, 0.75, 0.5], np.float32)
-    assert sd.plan_drafts(confidences, [2, -1], steps_per_second=speeds).tolist() == [1, 0]
-    speeds = np.array([9, 9, 1, 0.75, 0.5], np.float32)
-    assert sd.plan_drafts(confidences, [2, 0], steps_per_second=speeds).tolist() == [0, 0]
-
-
 C, N = np.ones((2, 3), np.float32), np.full(2, 3)
 
 

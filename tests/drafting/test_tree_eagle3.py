@@ -146,27 +146,6 @@ def test_first_children_are_the_chain_with_the_same_noise() -> None:
             path.append(int(ids[request, children[0]]))
             node = int(children[0]) + 1
         assert len(path) > 1 and path == drafts[request, : len(path)].tolist()
-    # At T = 0 and not, drafts differ.
-    cold = TEMPERATURES.copy()
-    cold[:] = 0
-    assert not np.array_equal(ids, np.asarray(_at(cold, lengths).token_ids))
-
-
-def _at(temperatures: np.ndarray, lengths: list[int]) -> lm.Proposal:
-    """Trees of other temperatures."""
-    at = jnp.asarray(np.array(lengths, np.int32))
-    place = (at - 2)[:, None, None]
-    context = lm.DraftContext(
-        token_ids=jnp.asarray(TEXTS),
-        lengths=at,
-        sampling=sd.SamplingParams(jnp.asarray(temperatures)),
-        keys=KEYS,
-        config=CONFIG,
-        features=jnp.take_along_axis(features(), place, axis=1),
-        num_features=jnp.ones_like(at),
-    )
-    proposal, _ = jax.jit(TREES.propose)(HEAD_PARAMS, context, prefill(TREES), None)
-    return proposal
 
 
 def test_steps_after_any_path_are_those_of_a_new_cache() -> None:

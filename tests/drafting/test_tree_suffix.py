@@ -109,16 +109,6 @@ def test_the_tree_of_the_history_is_taken_where_it_is_better(own: Any, others: A
     assert_is_best(ids, parents, likely, wanted[int(scores[1] > scores[0])])
 
 
-def test_a_tree_by_hand() -> None:
-    # After 1 2: 7 8, 7 9 and 5 6.
-    drafter = lm.SuffixDrafter(max_match=8, tree_depth=2, **EXACT)
-    text = [1, 2, 7, 8, 1, 3, 1, 2, 7, 9, 1, 2, 5, 6, 1, 2]
-    (ids,), (parents,), (likely,) = trees_of(drafter, [text])
-    assert ids.tolist() == [7, 5, 6, 9, 8, -1]  # the latest first among equals of a level
-    assert parents.tolist() == [0, 0, 2, 1, 1, 0]
-    np.testing.assert_allclose(likely, [2 / 4, 1 / 4, 1 / 4, 1 / 4, 1 / 4, 0])
-
-
 # Mistakes
 
 

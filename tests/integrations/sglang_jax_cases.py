@@ -53,11 +53,9 @@ OURS = [
         "sampled, all accepted", [1, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 5], HOT, defect=BLOCK_DRAFTER
     ),
     Case("sampled, one accepted", [1, 2, 3, 4], [2, 9, 4, 5], [2, 9], HOT, defect=BLOCK_DRAFTER),
-    Case("sampled, none", [1, 2, 3, 4], [9, 3, 4, 5], [9], HOT),
     Case("sampled, two accepted", [1, 2, 3, 4], [2, 3, 9, 5], [2, 3, 9], HOT),
     Case("sampled, padding", [1, 2, 3, 4], [2, 3, 4, 5], [], HOT, seq_len=0),
     Case("column 0 is not read", [-7, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 5]),
-    Case("column 0 is not read, sampled", [999, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 5], HOT),
     Case("the longest length", [1, 2, 3, 4], [2, 9, 4, 5], [2, 9], HOT, seq_len=2**31 - 1),
     Case("top-k 1 is greedy", [1, 2, 3, 4], [{2: 1.0, 3: 0.9}, 3, 4, 5], [2, 3, 4, 5], HOT, 1),
     Case("top-k 1 takes the lowest of a tie", [1, 3, 3, 4], [TIE, 3, 4, 5], [2], HOT, 1),
@@ -69,9 +67,7 @@ OURS = [
         defect="token 0 at temperature 0 beside sampled requests: it divides by it, and draws from "
         "NaN; its requests get temperature 1 and top-k 1 instead",
     ),
-    Case("top-k 1 at temperature 0", [1, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 5], 0.0, 1),
     Case("top-k 0 leaves out nothing", [1, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 5], HOT, 0),
-    Case("top-k V leaves out nothing", [1, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 5], HOT, 128),
     Case(
         "top-k 2 of three",
         [1, 2, 3, 4],
@@ -107,9 +103,6 @@ OURS = [
     ),
     Case("a token of no probability", [1, 2, 3, 4], [{7: 0.0}, 3, 4, 5], [7], HOT),
     Case(
-        "a certain token", [1, 2, 3, 4], [{2: 0.0}, {3: 0.0}, {4: 0.0}, {5: 0.0}], [2, 3, 4, 5], HOT
-    ),
-    Case(
         "NaN hurts its own request",
         [1, 2, 3, 4],
         [None, 3, 4, 5],
@@ -119,21 +112,10 @@ OURS = [
     ),
     Case("NaN hurts its own greedy request", [1, 2, 3, 4], [None, 3, 4, 5], []),
     Case("NaN where nobody looks", [1, 2, 3, 4], [9, None, None, None], [9], HOT),
-    Case("NaN later", [1, 2, 3, 4], [2, 3, None, 5], [], HOT),
     Case("nothing allowed", [1, 2, 3, 4], [{}, 3, 4, 5], [], HOT),
     Case("no proposal at first", [1, -1, 3, 4], [7, 3, 4, 5], [7], HOT),
-    Case("no proposal later", [1, 2, -1, 4], [2, 7, 4, 5], [2, 7]),
     Case("an id past the vocabulary is no proposal", [1, 2, 128, 4], [2, 7, 4, 5], [2, 7], HOT),
     Case("a negative temperature is bad input", [1, 2, 3, 4], [2, 3, 4, 5], [], -1.0, is_bad=True),
-    Case("and beside top-k 1 too", [1, 2, 3, 4], [2, 3, 4, 5], [], -1.0, 1, is_bad=True),
-    Case(
-        "a temperature that is NaN is bad input",
-        [1, 2, 3, 4],
-        [2, 3, 4, 5],
-        [],
-        float("nan"),
-        is_bad=True,
-    ),
     Case(
         "a negative length is bad input",
         [1, 2, 3, 4],
@@ -147,6 +129,5 @@ OURS = [
     Case("top-p 0 is bad input", [1, 2, 3, 4], [2, 3, 4, 5], [], HOT, top_p=0.0, is_bad=True),
     Case("min-p 2 is bad input", [1, 2, 3, 4], [2, 3, 4, 5], [], HOT, min_p=2.0, is_bad=True),
     Case("after bad input", [1, 2, 3, 4], [2, 9, 4, 5], [2, 9], HOT),
-    Case("the last id", [1, 127, 0, 127], [127, 0, 127, 0], [127, 0, 127, 0], HOT),
     Case("greedy at the end", [1, 2, 3, 4], [2, 3, 4, 5], [2, 3, 4, 5]),
 ]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lower_floor import assume
 from measure import collectives
 from verify.batch import Batch, Layout, check, jitted, pack
 from verify.cases import random_request
@@ -71,101 +70,62 @@ def test_filtered_requests_at_top_level_gather_no_row():
         check(dense(seed), jax.device_get(call(*positional, **named)))
 
 
-def in_shard_map(form: str | None, over_tensor: bool) -> Any:
+@jitted
+def in_shard_map(logits, drafts, noise, *, config, vocab_size, sampling, token_bitmask, **_):
     """In the caller's `shard_map`, whose axes are checked (check_vma, the default)."""
+    own, columns = P("data"), P("data", "tensor")
 
-    def verifier(logits, drafts, noise, *, config, vocab_size, sampling, token_bitmask, **_):
-        own, columns = P("data"), P("data", "tensor" if over_tensor else None)
-
-        def part(logits, probs, ids, noise, sampling, words):
-            k = config.num_speculative_tokens
-            drafts = sd.Drafts.from_dense(ids.reshape(-1, k), distribution=sd.DraftProbs(probs))
-            given = dict(
-                sampling=sampling,
-                config=config,
-                vocab_size=vocab_size,
-                token_bitmask=words,
-                sharding=sd.VerifySharding(vocab_axis="tensor") if over_tensor else None,
-            )
-            with assume(form):
-                output = sd.testing.rejection_sample_with_noise(logits, drafts, noise, **given)
-            found = sd.token_logprobs(logits, drafts, output, distribution="processed", **given)
-            return output, found.logprobs
-
-        mapped = jax.shard_map(
-            part, mesh=mesh(), in_specs=(columns, columns, own, own, own, own), out_specs=own
+    def part(logits, probs, ids, noise, sampling, words):
+        k = config.num_speculative_tokens
+        drafts = sd.Drafts.from_dense(ids.reshape(-1, k), distribution=sd.DraftProbs(probs))
+        given = dict(
+            sampling=sampling,
+            config=config,
+            vocab_size=vocab_size,
+            token_bitmask=words,
+            sharding=sd.VerifySharding(vocab_axis="tensor"),
         )
-        arrays = logits, drafts.distribution.probs, drafts.token_ids, noise, sampling, token_bitmask
-        specs = columns, columns, own, own, own, own
-        return mapped(
-            *[
-                jax.tree.map(lambda x, spec=spec: jax.reshard(x, NamedSharding(mesh(), spec)), x)
-                for x, spec in zip(arrays, specs, strict=True)
-            ]
-        )
+        output = sd.testing.rejection_sample_with_noise(logits, drafts, noise, **given)
+        found = sd.token_logprobs(logits, drafts, output, distribution="processed", **given)
+        return output, found.logprobs
 
-    return jitted(verifier)
+    specs = columns, columns, own, own, own, own
+    arrays = logits, drafts.distribution.probs, drafts.token_ids, noise, sampling, token_bitmask
+    put = [
+        jax.tree.map(lambda x, spec=spec: jax.reshard(x, NamedSharding(mesh(), spec)), x)
+        for x, spec in zip(arrays, specs, strict=True)
+    ]
+    return jax.shard_map(part, mesh=mesh(), in_specs=specs, out_specs=own)(*put)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("form", "over_tensor"),
-    [
-        (None, True),
-        pytest.param("cpu", False, marks=pytest.mark.slow),
-        pytest.param("cuda", False, marks=pytest.mark.slow),
-    ],
-)
-def test_requests_over_data_in_shard_map_give_the_oracles_tokens(form, over_tensor):
-    call = in_shard_map(form, over_tensor)
+def test_requests_over_data_in_shard_map_give_the_oracles_tokens():
     for seed in range(4):
         positional, named = placed(dense(seed))
-        output, logprobs = jax.device_get(call(*positional, **named))
+        output, logprobs = jax.device_get(in_shard_map(*positional, **named))
         check(dense(seed), output)
         assert (np.isfinite(logprobs) == (output.token_ids >= 0)).all()
 
 
-@functools.cache
-def simple(form: str | None, rule: str) -> Any:
-    rates = (0.5, 0.2) if rule == "synthetic" else None
-    config = sd.SpecDecodeConfig(
-        num_speculative_tokens=2, rejection_sample_method=rule, synthetic_acceptance_rates=rates
-    )
-
+def test_a_part_of_the_requests_gives_what_all_do():
     def part(logits, ids, keys, positions):
-        with assume(form):
-            return sd.rejection_sample(
-                logits,
-                sd.Drafts.from_dense(ids),
-                sampling=sd.SamplingParams(0.5),
-                keys=keys,
-                positions=positions,
-                config=config,
-            )
+        return sd.rejection_sample(
+            logits,
+            sd.Drafts.from_dense(ids),
+            sampling=sd.SamplingParams(0.5),
+            keys=keys,
+            positions=positions,
+            config=sd.SpecDecodeConfig(num_speculative_tokens=2),
+        )
 
     def whole(*arrays):
         mapped = jax.shard_map(part, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
         return mapped(*[jax.reshard(x, NamedSharding(mesh(), P("data"))) for x in arrays])
 
-    return jax.jit(part), jax.jit(whole)
-
-
-@pytest.mark.parametrize(
-    ("form", "rule"),
-    [
-        (None, "standard"),
-        pytest.param(None, "block", marks=pytest.mark.slow),
-        pytest.param(None, "synthetic", marks=pytest.mark.slow),
-        pytest.param("cuda", "standard", marks=pytest.mark.slow),
-        pytest.param("cuda", "block", marks=pytest.mark.slow),
-    ],
-)
-def test_a_part_of_the_requests_gives_what_all_do(form, rule):
-    alone, mapped = simple(form, rule)
     logits = jax.random.normal(jax.random.key(0), (18, 40))
     ids = jnp.argmax(logits.reshape(6, 3, 40)[:, :2], axis=2).astype(jnp.int32)
     arrays = logits, ids, jax.random.split(jax.random.key(1), 6), jnp.arange(6)
-    want, got = jax.device_get((alone(*arrays), mapped(*arrays)))
+    want, got = jax.device_get((jax.jit(part)(*arrays), jax.jit(whole)(*arrays)))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert want.num_emitted.min() >= 1 and want.num_accepted.max() > 0
 

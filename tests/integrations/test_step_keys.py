@@ -81,8 +81,6 @@ JOINT = np.einsum("i,j,k->ijk", P, P, P)
     [
         ("threefry2x32", True),
         pytest.param("rbg", False, marks=pytest.mark.long),
-        pytest.param("threefry2x32", False, marks=pytest.mark.slow),
-        pytest.param("unsafe_rbg", False, marks=pytest.mark.slow),
     ],
 )
 def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_positions):

@@ -240,12 +240,7 @@ OURS = [
         bad=(0,),
     ),
     Case("no proposal at first", [[-1, 2]], [[7, 2]], [5], [[7]]),
-    Case("no proposal later", [[1, -1]], [[1, 7]], [5], [[1, 7]]),
     Case("no proposal, sampled", [[1, -1]], [[1, 7]], [5], [[1, 7]], temperature=[HOT]),
-    Case(
-        "an id past the vocabulary is no proposal", [[10, 129, 20]], [[10, 4, 20]], [5], [[10, 4]]
-    ),
-    Case("ties go to the lowest id", [[3]], [[{3: 1.0, 2: 1.0}]], [5], [[2]]),
     Case("temperature 0 is greedy", [[1]], [[{1: 2.0, 2: 1.9}]], [5], [[1, 5]], temperature=[0.0]),
     Case(
         "a temperature below 1e-5 is greedy",
@@ -262,15 +257,6 @@ OURS = [
         [5, 6],
         [[], [2, 6]],
         temperature=[-0.5, HOT],
-        bad=(0,),
-    ),
-    Case(
-        "a temperature that is NaN is bad input",
-        [[1], [2]],
-        [[1], [2]],
-        [5, 6],
-        [[], [2, 6]],
-        temperature=[float("nan"), HOT],
         bad=(0,),
     ),
     Case(
@@ -311,31 +297,5 @@ OURS = [
         temperature=[GREEDY],
         top_k=[1],
         top_p=[0.1],
-    ),
-    Case(
-        "a certain token beside an impossible one",
-        [[8], [9]],
-        [[{9: 0.0}], [{9: 0.0}]],
-        [5, 6],
-        [[9], [9, 6]],
-        temperature=[HOT, HOT],
-    ),
-    Case(
-        "p = q is accepted",
-        [[3, 4]],
-        [[{3: 0.0}, {4: 0.0}]],
-        [5],
-        [[3, 4, 5]],
-        temperature=[HOT],
-        probs=[[3, 4]],
-    ),
-    Case(
-        "the residual leaves out what the drafter had",
-        [[3]],
-        [[{4: 0.0}]],
-        [5],
-        [[4]],
-        temperature=[HOT],
-        probs=[[{3: 0.5, 4: 0.5}]],
     ),
 ]

@@ -52,22 +52,6 @@ def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
         assert (output.num_emitted > 0).any()
 
 
-def test_a_greedy_batch_and_a_sampled_one_agree_under_vmap():
-    layout = Layout(vocab=97, **BIG, kind="probs", block=True, has_bonus=True)
-    (batch,) = random_batches(layout, range(1))
-    temperature = np.stack([np.zeros_like(batch.temperature), batch.temperature])
-    assert temperature.any()
-    positional, named = batch.arguments()
-
-    def verify(temperature: jax.Array) -> sd.RejectionSampleOutput:
-        return large(*positional, **named | {"sampling": sd.SamplingParams(temperature)})
-
-    together = jax.vmap(verify)(temperature)
-    for i, alone in enumerate(temperature):
-        one = jax.tree.map(lambda x, i=i: x[i], together)
-        jax.tree.map(np.testing.assert_array_equal, one, verify(alone))
-
-
 def owners_in_python(first_row: np.ndarray, num_rows: np.ndarray, size: int) -> list[int]:
     owners = [-1] * size
     for b, (first, count) in enumerate(zip(first_row, num_rows, strict=True)):
@@ -166,33 +150,6 @@ def test_the_largest_entry_is_that_of_numpy_with_ties(platform, which):
     np.testing.assert_array_equal(peak, expected)
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(best[finite], np.argmax(x, axis=1)[finite])
-
-
-def test_ids_that_do_not_count_are_not_the_largest():
-    x = rows_with_ties()[:5]
-    allowed = np.random.default_rng(1).random((5, 4990)) < 0.5
-    words = np.packbits(np.pad(allowed, ((0, 0), (0, 34))), axis=1, bitorder="little")
-    expected = np.where(allowed, x[:, :4990], -np.inf)
-    first = np.array([0, 31, 2048, 2942, 4096 - 2048], np.int32)
-
-    @functools.partial(jax.jit, static_argnames="platform")
-    def read(x: jax.Array, bits: jax.Array, first: jax.Array, platform: str) -> Any:
-        backend = Xla().on(platform)
-        rows = rows_lib.Rows(x, 4990, -math.inf, backend.device, bits)
-        index = jnp.arange(5, dtype=jnp.int32)
-        return (
-            backend.max_and_argmax(rows, None),
-            rows.whole(),
-            rows.slices(index, first, 2048, 4990),
-        )
-
-    for platform in ("tpu", "cpu"):
-        (peak, best), whole, found = read(x, words.view("<i4"), first, platform)
-        np.testing.assert_array_equal(peak, expected.max(axis=1))
-        np.testing.assert_array_equal(best, expected.argmax(axis=1))
-        np.testing.assert_array_equal(whole, expected)
-        for b in range(5):
-            np.testing.assert_array_equal(found[b], expected[b, first[b] : first[b] + 2048])
 
 
 # Outside of jit an operation's result is in memory when the next one begins.

@@ -295,7 +295,6 @@ def test_validate_names_the_value_that_is_wrong(kind, changes, named):
     [
         "none",
         *(pytest.param(x, marks=pytest.mark.long) for x in ("logits", "map", "candidates")),
-        pytest.param("probs", marks=pytest.mark.slow),
     ],
 )
 def test_validate_passes_what_can_be_verified(kind):

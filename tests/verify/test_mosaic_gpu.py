@@ -151,12 +151,7 @@ def test_gives_the_tokens_of_the_oracle_over_many_tiles():
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    "verifier",
-    [pytest.param(alone, marks=pytest.mark.slow), four_tiles],
-    ids=["one tile", "four tiles"],
-)
-def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from(verifier):
+def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from():
     layout, rng, found = TILES, np.random.default_rng(8), set()
     for u in np.arange(0.5, 12).reshape(3, 4) / 12:  # no tile has less than a twelfth
         target, draft = rng.normal(size=(2, layout.num_requests, 2, layout.vocab))
@@ -170,7 +165,7 @@ def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from(verifie
             for t, i, d, n, u_tile in zip(target, likelier, draft, normalizer, u, strict=True)
         ]
         batch = pack(requests, layout)
-        (output,) = agree([batch], verifier)
+        (output,) = agree([batch], four_tiles)
         assert (output.num_accepted == 0).all()
         found |= set(output.token_ids[:, 0] // TILE)
     assert found == set(range(-(-layout.vocab // TILE)))
@@ -232,16 +227,13 @@ SMALL = Layout(vocab=128, num_requests=67, num_drafts=67 * 3, has_active=True)
 IDLE = dataclasses.replace(EMPTY, active=False)
 
 
-@functools.cache
-def in_groups(groups: int):
-    """`alone`, with loads of the offsets of so many groups of 32 requests in flight."""
-    verifier = interpreted(KernelConfig(max_cluster=1))
+def in_one_group(*args, **kwargs):
+    """`alone`, with loads of the offsets of one group of 32 requests in flight."""
+    with mock.patch.object(request, "_GROUPS", 1):
+        return of_groups(*args, **kwargs)
 
-    def patched(*args, **kwargs):
-        with mock.patch.object(request, "_GROUPS", groups):
-            return verifier(*args, **kwargs)
 
-    return patched
+of_groups = interpreted(KernelConfig(max_cluster=1))
 
 
 def answers(requests, layout, verifier):
@@ -299,7 +291,7 @@ def emitted_at_edges():
     """All are in one batch, by name."""
     requests = [request for cases in EDGES.values() for request, _ in cases]
     requests += [IDLE] * (SMALL.num_requests - len(requests))
-    emitted = iter(answers(requests, SMALL, in_groups(1)))
+    emitted = iter(answers(requests, SMALL, in_one_group))
     return {name: list(itertools.islice(emitted, len(cases))) for name, cases in EDGES.items()}
 
 
@@ -311,8 +303,7 @@ def test_edges_come_out_as_by_hand(name):
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize("groups", [1, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_request_sees_all_before_it_whose_rows_it_would_share(groups):
+def test_a_request_sees_all_before_it_whose_rows_it_would_share():
     index = np.arange(SMALL.num_requests + 1)
     # Some begin too early.
     late = [3 * index - 4 * np.sum(index > np.c_[last], axis=0) for last in ([1, 31, 33, 65], [32])]
@@ -321,7 +312,7 @@ def test_a_request_sees_all_before_it_whose_rows_it_would_share(groups):
         bad = index[1:-1] if offsets[-1] == 2 else np.union1d(back, back + 1)
         active = np.isin(index[:-1], [*bad, *back - 1, *back + 2])  # others only take time
         batch = edges.with_offsets(offsets, SMALL).replace(active=active)
-        (output,) = agree([batch], in_groups(groups))
+        (output,) = agree([batch], in_one_group)
         np.testing.assert_array_equal(np.flatnonzero(output.status == sd.Status.BAD_INPUT), bad)
 
 
