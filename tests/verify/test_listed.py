@@ -85,7 +85,7 @@ def test_a_race_gives_the_tokens_of_the_oracle(ids):
     agree_on(ids, RACE, XLA)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rows_read_at_once_give_the_tokens_of_the_oracle():
     agree_on(*GRID[6], all_at_once)
 
@@ -115,7 +115,7 @@ def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout, verifier):
     ("ids", "layout"),
     [
         ("candidates", Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
-        pytest.param("map", MAP_OF_PARTS, marks=pytest.mark.slow),
+        ("map", MAP_OF_PARTS),
     ],
     ids=str,
 )
