@@ -119,7 +119,7 @@ def test_the_markov_head_and_the_confidence_see_the_token_before() -> None:
     np.testing.assert_allclose(confidence[0], both, rtol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_greedy_decoding_is_that_of_the_target() -> None:
     target, _ = lm.load_embedded_pair()
     prompts = [lm.encode_bytes(text) for text in ("def f(x):\n", "import os\nclass A")]
