@@ -1,4 +1,4 @@
-"""The drafters of the embedded target: how many drafts are accepted, and what a draft costs.
+"""The drafters of the embedded target: how many drafts are accepted, and what that gains.
 
     python benchmarks/bench_drafters.py
 
@@ -45,10 +45,10 @@ def main(command_line: list[str] | None = None) -> None:
             path.write_text(context + head, encoding="utf-8")
             command += ["--prompt-file", str(path)]
         found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    results = measure.Results("drafters_cpu", costs=found["costs"])
+    results = measure.Results("drafters_cpu")
     results.add(found["rows"])
     measure.show(
-        f"{options.prompts} functions; costs of a draft: {found['costs']['draft_token']}",
+        f"{options.prompts} functions",
         [
             {
                 "drafter": row["draft"] or "plain",

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +18,6 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from models.checkpoints import CHECKPOINTS, copy, edit_json, edit_tensors, expected
 from safetensors.numpy import load_file
-from upper_floor import cli_costs as costs
 from upper_floor import cli_models as models_lib
 from upper_floor import cli_options as options_lib
 from upper_floor import cli_prompts as prompts_lib
@@ -343,36 +341,24 @@ def test_bench_compares_drafters_numbers_of_drafts_and_temperatures(
         passes = row["num_target_passes"]
         assert row["tokens_per_target_pass"] == pytest.approx(row["num_tokens"] / passes)
     assert rows[0]["tokens_per_target_pass"] == 1 and rows[0]["num_tokens"] == 24
-    assert set(found["costs"]["rows"]) == {"2", "6"}
-    assert set(found["costs"]["draft_token"]) == {"ngram"}
 
     main(["bench", TINY_PROMPT, *TINY, *own, "--repeats", "2"])
     captured = capsys.readouterr()
     assert captured.err == ""
-    lines = captured.out.splitlines()
-    answer = " ".join(line.strip() for line in lines[-4:])
-    assert re.search(
-        r"A draft token costs \d+\.\d\d \(ngram\) of a target pass over one row; a pass over 3, 7 "
-        r"rows costs \d+\.\d\d, \d+\.\d\d\. ",
-        answer,
-    )
+    table, _, answer = captured.out.partition("Fastest on these prompts: ")
+    lines = table.splitlines()
     fastest = r"(ngram with K = [26] \(\d+\.\d\d times plain decoding\)|plain decoding)"
-    wanted = (
-        rf"Fastest on these prompts: {fastest} at temperature 0, {fastest} at temperature 0.8\.$"
-    )
-    assert re.search(wanted, answer)
+    wanted = rf"{fastest} at temperature 0, {fastest} at temperature 0.8\."
+    assert re.fullmatch(wanted, " ".join(answer.split()))
     assert max(map(len, lines)) <= 80
-    cells = [cell for line in lines[:-4] if len(cell := line.split()) > 2]
+    cells = [cell for line in lines if len(cell := line.split()) > 2]
     assert [row[:3] for row in cells if row[1:2] == ["ngram"]] == [
         [t, "ngram", k] for t in ("0", "0.8") for k in "26"
     ]
     assert [row[1] for row in cells].count("plain") == 2
 
 
-def test_bench_sums_over_seeds_at_a_temperature(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(costs, "_seconds", lambda *_, **__: 1.0)
+def test_bench_sums_over_seeds_at_a_temperature(capsys: pytest.CaptureFixture[str]) -> None:
     draft = str(CHECKPOINTS / "qwen2_draft")
     arguments = ["bench", TINY_PROMPT, *TINY, "--draft", draft, "-k2", "-t0.8", "--top-k=90"]
     found = []
@@ -390,20 +376,6 @@ def test_bench_sums_over_seeds_at_a_temperature(
     spread = np.std([row["tokens_per_target_pass"] for row in seeds], ddof=1) / np.sqrt(3)
     assert together["standard_error"] == pytest.approx(spread) and spread > 0
     assert [row["standard_error"] for row in seeds] == [None] * 3
-
-
-def test_costs_are_relative_to_a_pass_over_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seconds(session: Any, decoder: Any, draft_params: Any, drafts: bool = False) -> float:
-        k = decoder.num_drafts
-        return (0.5 if draft_params is None else 1.0) * k if drafts else 2.0 + k
-
-    monkeypatch.setattr(costs, "_seconds", seconds)
-    draft = str(CHECKPOINTS / "qwen2_draft")
-    own = ["--draft", draft, "--draft", "ngram", "-k", "2,4"]
-    options = parse("bench", TINY_PROMPT, *TINY, *own)
-    models = models_lib.load_models(options, [TINY_PROMPT])
-    found = costs.measure_costs(run_lib.Session(options, models))
-    assert found == costs.Costs({draft: 0.5, "ngram": 0.25}, {2: 2.0, 4: 3.0})
 
 
 def test_compilation_inside_of_compilation_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -538,16 +510,17 @@ def test_a_prompt_is_escaped_on_a_terminal_only(
         assert stream.getvalue().startswith(wanted)
 
 
-def test_an_interrupt_finds_what_moves_on_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_leaves_a_cursor_and_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    assert not terminal.stop_animations()
-    with terminal.spinner("waiting"), terminal.progress_bar("working", 2) as begin:
+    with terminal.progress("working", 2) as begin:
         begin("one")
-        assert terminal.stop_animations()
+        terminal.leave_line()
         shown = sys.stderr.getvalue()
-        assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") > 0  # the cursor is back
-    assert sys.stderr.getvalue() == shown and not terminal.stop_animations()
+        assert shown.endswith("\x1b[?25h\n") and shown.count("\x1b[?25l") == 1
+    for stream in (io.StringIO(), Full()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        terminal.leave_line()  # what is no terminal gets nothing
 
 
 def test_a_stream_that_cannot_encode_a_character_gets_an_escape(
@@ -607,10 +580,8 @@ def test_without_room_for_the_message_the_exit_code_is_the_same(
 # Interrupts, in processes of their own
 
 
-def interrupt(
-    command: list[str], when: str, number: int = signal.SIGINT, **environment: str
-) -> tuple[int, str, list[str]]:
-    """Runs a command, and sends it a signal once a line of standard error holds `when`.
+def interrupt(command: list[str], when: str, **environment: str) -> tuple[int, str, list[str]]:
+    """Runs a command, and interrupts it once a line of standard error holds `when`.
 
     Returns:
       The exit code, standard output, and the lines of standard error from then on.
@@ -622,18 +593,17 @@ def interrupt(
         assert process.stderr is not None
         for line in process.stderr:
             if when in line:
-                process.send_signal(number)
+                process.send_signal(signal.SIGINT)
                 break
         out, rest = process.communicate(timeout=60)
         return process.returncode, out, rest.splitlines()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_while_compiling_ends_it_in_one_line(number: int) -> None:
+def test_an_interrupt_while_compiling_ends_it_in_one_line() -> None:
     command = [sys.executable, "-m", "jax_specdec", "generate", PROMPT, NO_CACHE]
     compiling = "Compiling jit(prefilled_state)"
-    code, out, lines = interrupt(command, compiling, number, JAX_LOG_COMPILES="1")
-    assert (code, out) == (128 + number, "")
+    code, out, lines = interrupt(command, compiling, JAX_LOG_COMPILES="1")
+    assert (code, out) == (128 + signal.SIGINT, "")
     compiled = "Finished XLA compilation of jit(prefilled_state)"
     assert [line for line in lines if compiled in line] == []
     assert lines[-1] == "jax-specdec: interrupted"
@@ -757,12 +727,10 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
     ("arguments", "message"),
     [
         ("generate --temperature=-1", "--temperature must"),
-        ("generate --temperature=nan", "--temperature must"),
         (
             "generate --temperature=hot",
             "argument -t/--temperature: must be a number, but it is 'hot'",
         ),
-        ("generate --num-speculative-tokens=0", "--num-speculative-tokens must"),
         (
             "generate -kzero",
             "jax-specdec generate: argument -k/--num-speculative-tokens: must be an int",
@@ -774,7 +742,6 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --top-k=-1", "--top-k must"),
         ("generate --repetition-penalty=0", "--repetition-penalty must"),
         ("generate --frequency-penalty=inf", "--frequency-penalty must"),
-        ("generate --presence-penalty=x", "argument --presence-penalty: invalid float value: 'x'"),
         ("generate --seed=-1", "--seed must"),
         ("generate --compare=0", "--compare must"),
         (
@@ -795,16 +762,8 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
             "generate --target=. --draft=model",
             "--draft must be DIR, eagle3:DIR, block:DIR, ngram or suffix with",
         ),
-        (
-            "generate --target=. --draft=eagle3",
-            "--draft must be DIR, eagle3:DIR, block:DIR, ngram or suffix with",
-        ),
         ("generate --draft=eagle3:", "--draft eagle3: must be followed by the directory of a head"),
         ("generate --draft=block:", "--draft block: must be followed by the directory of a head"),
-        (
-            "generate --target=. --draft=dspark",
-            "--draft must be DIR, eagle3:DIR, block:DIR, ngram or suffix with",
-        ),
         (
             "generate --draft=oracle",
             "--draft must be model, ngram, suffix, eagle3, dflash, dspark, eagle3:DIR or block:DIR",
@@ -816,7 +775,6 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --draft=suffix --history=-1", "--history must be in [0, 16777216]"),
         ("generate --dtype=float32", "--dtype needs --target"),
         ("generate --chat", "--chat needs --target, whose tokenizer has the chat template"),
-        ("generate --target=. --dtype=int8", "argument --dtype: invalid choice: 'int8'"),
         (
             "generate x --target=README.md",
             "README.md is a file, but a checkpoint must be a directory",
@@ -825,15 +783,11 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --frobnicate", "unrecognized arguments: --frobnicate\n"),
         ("generate --temprature=1", "arguments: --temprature=1; did you mean '--temperature'?"),
         ("generate x --max-tokens 3", "--max-tokens 3; did you mean '--max-new-tokens'?"),
-        ("generate x --stop 3", "unrecognized arguments: --stop 3\n"),
         ("generate ''", "the prompt must not be empty"),
         (f"generate {2000 * 'x'}", "the prompt must be shorter than 1024 bytes, but has 2000"),
-        ("translate x", "invalid choice: 'translate'"),
         ("bench x --repeats=0", "--repeats must"),
         ("bench x -k2,x", "must be integers separated by commas"),
         ("bench x -k2,0", "--num-speculative-tokens must"),
-        ("bench x -t0,-1", "--temperature must"),
-        ("bench x --compare", "unrecognized arguments: --compare"),
         ("serve --port=0 --host=0.0.0.0", "--host 0.0.0.0 needs a key, in $JAX_SPECDEC_API_KEY"),
         ("serve --port=0 --host=256.1.1.1", "cannot be listened on"),
         ("serve --port=70000", "--port must be in [0, 65535], but it is 70000"),

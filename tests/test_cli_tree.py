@@ -79,7 +79,6 @@ def test_a_comparison_says_that_drafts_are_trees(capsys: pytest.CaptureFixture[s
     printed = capsys.readouterr().out
     assert "agreement verification" in printed
     assert "trees of 8 nodes, of paths of at most K" in printed
-    assert "a pass over 8 rows costs" in " ".join(printed.split())
 
 
 def test_a_server_chooses_how_many_drafts_of_its_trees_pay() -> None:

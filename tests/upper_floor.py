@@ -2,7 +2,6 @@
 
 # ruff: noqa: F401
 
-from jax_specdec.lm.cli import costs as cli_costs
 from jax_specdec.lm.cli import models as cli_models
 from jax_specdec.lm.cli import options as cli_options
 from jax_specdec.lm.cli import process as cli_process

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_weights
-from upper_floor import cli_costs
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -94,14 +93,6 @@ def test_a_request_with_a_grammar_gets_what_it_allows() -> None:
     tokens = engines.run(driver)[constrained].token_ids
     assert len(tokens) == 12
     assert all(token in ALLOWED[i % len(ALLOWED)] for i, token in enumerate(tokens))
-
-
-def test_drafting_can_be_timed_by_itself() -> None:
-    target, params = weights_of(ENGINE)
-    state = jax.eval_shape(ENGINE.init_state, params, target)
-    repeat = functools.partial(cli_costs._repeat, decoder=ENGINE.decoder, drafts=True)
-    found = jax.eval_shape(repeat, target, params, state)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
 
 
 # Sampled text

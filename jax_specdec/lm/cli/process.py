@@ -9,17 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TextIO
 
 from jax_specdec.lm.cli import terminal
 
-PIPE_CLOSED = 128 + 13  # SIGPIPE, which not every system has
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Ctrl-C, and what `kill`, systemd and containers send."""
 
-_DEFAULTS: dict[int, Any] = {
-    signal.SIGINT: signal.default_int_handler,  # Ctrl-C
-    signal.SIGTERM: signal.SIG_DFL,  # what `kill`, systemd and containers send
-}
-"""The signals that interrupt a command, and what they do by default."""
+PIPE_CLOSED = 128 + 13  # SIGPIPE, which not every system has
 
 _on_interrupt: list[Callable[[], None]] = []
 """What the next interrupt does instead of ending the process."""
@@ -54,8 +51,8 @@ def run_to_end(work: Callable[[], None]) -> None:
             outcome.append(error)
 
     thread = threading.Thread(target=run, daemon=True)
-    # The caller may have one ignored. Process 1 of a container gets none that is not handled.
-    handled = [one for one, default in _DEFAULTS.items() if signal.getsignal(one) is default]
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    handled = [x for x in SIGNALS if before[x] not in (None, signal.SIG_IGN)]  # by the caller
     try:
         for number in handled:
             signal.signal(number, _handle)
@@ -64,44 +61,34 @@ def run_to_end(work: Callable[[], None]) -> None:
             thread.join(0.1)  # some systems handle interrupts only between waits
         if outcome:
             raise outcome[0]
-    except KeyboardInterrupt:
-        interrupted()
-    except BrokenPipeError:  # the reader has closed the pipe
-        _end_quietly(PIPE_CLOSED)
-    except OSError as error:  # such as a full disk; errors of reading are reported where they occur
-        terminal.log(f"jax-specdec: output cannot be written: {error.strerror}")
-        _end_quietly(1)
+    except OSError as error:  # those of reading are reported where they occur
+        is_left = isinstance(error, BrokenPipeError)  # by its reader
+        if not is_left:
+            terminal.log(f"jax-specdec: output cannot be written: {error.strerror}")
+        for stream in (sys.stdout, sys.stderr):
+            _drop_unwritten(stream)
+        sys.exit(PIPE_CLOSED if is_left else 1)
     finally:
         for number in handled:
-            signal.signal(number, _DEFAULTS[number])
+            signal.signal(number, before[number])
+
+
+def _drop_unwritten(stream: TextIO) -> None:
+    """Let Python, which flushes its streams at exit, find nothing to complain about."""
+    try:
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Call what `handling_interrupt` was given, wherever the main thread is, or else end."""
-    if not _on_interrupt:
-        interrupted(number)
-    _on_interrupt.pop()()
-
-
-def interrupted(number: int = signal.SIGINT) -> NoReturn:
-    """End the process now, whatever other threads are doing; the exit code names the signal."""
-    for each in _DEFAULTS:
-        signal.signal(each, signal.SIG_IGN)
+    """Do what `handling_interrupt` was given, or end, whatever other threads are doing."""
+    if _on_interrupt:
+        _on_interrupt.pop()()
+        return
     with contextlib.suppress(OSError):
         sys.stdout.flush()
-    with contextlib.suppress(OSError):
-        in_text = not terminal.stop_animations() and sys.stderr.isatty()
-        sys.stderr.write("\n" * in_text + "jax-specdec: interrupted\n")
-        sys.stderr.flush()
-    os._exit(128 + number)
-
-
-def _end_quietly(code: int) -> NoReturn:
-    """Exit, and drop what a stream cannot write."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(code)
+        terminal.leave_line()
+    terminal.log("jax-specdec: interrupted")
+    os._exit(128 + number)  # the code names the signal

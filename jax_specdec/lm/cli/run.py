@@ -312,7 +312,7 @@ class Session:
         runs = [Run(temperature, *kind, [], []) for kind in kinds]
         for repeat in range(repeats + 1):  # the first compiles
             for run in runs:
-                on_run(f"{run.name} at temperature {temperature:g}")
+                on_run(f"timing: {run.name} at temperature {temperature:g}")
                 own_seed = seed if temperature == 0 else (seed + max(repeat - 1, 0)) % 2**32
                 begin = time.perf_counter()
                 output = self._generate(run, own_seed)

@@ -30,7 +30,7 @@ def serve(options: Options) -> None:
     key = _read_key(options)
     listener, is_local = _bind(options, key)
     with listener:
-        with terminal.spinner("loading the models"):
+        with terminal.progress("loading the models"):
             models = load_models(options, [])
         driver = make_driver(options, models)
         begin = time.monotonic()

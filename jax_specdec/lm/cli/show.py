@@ -15,7 +15,6 @@ from rich.text import Text
 
 from jax_specdec._src.acceptance import AcceptanceStats
 from jax_specdec.lm.cli import report, terminal
-from jax_specdec.lm.cli.costs import measure_costs
 from jax_specdec.lm.cli.models import load_models
 from jax_specdec.lm.cli.options import Options
 from jax_specdec.lm.cli.run import Comparison, Session, Start, TextStep, stacked
@@ -126,14 +125,11 @@ def show_json(options: Options, prompts: list[str]) -> None:
 
 def show_bench(options: Options, prompts: list[str]) -> None:
     """Run every combination; print a table and what follows from it, or one JSON object."""
-    with terminal.spinner(LOADING):
+    with terminal.progress(LOADING):
         session = Session(options, load_models(options, prompts))
     comparisons = _compare(session)
-    with terminal.spinner("timing the models alone"):
-        costs = measure_costs(session)
     if options.json:
-        found = dict(prompts=prompts, repeats=options.repeats, costs=dataclasses.asdict(costs))
-        report.write_json(session, found, comparisons)
+        report.write_json(session, dict(prompts=prompts, repeats=options.repeats), comparisons)
         return
     terminal.show(report.table(options, comparisons))
     fastest = []
@@ -141,7 +137,7 @@ def show_bench(options: Options, prompts: list[str]) -> None:
         best = max(group, key=lambda comparison: comparison.speedup)
         speed = "" if best.run is best.plain else f" ({best.speedup:.2f} times plain decoding)"
         fastest.append(f"{best.run.name}{speed} at temperature {temperature:g}")
-    terminal.show(Text(f"{costs} Fastest on these prompts: {', '.join(fastest)}."))
+    terminal.show(Text(f"Fastest on these prompts: {', '.join(fastest)}."))
 
 
 def check_verified(last: TextStep) -> None:
@@ -158,7 +154,7 @@ def _begin(
 ) -> tuple[Session, float, Start, Iterator[TextStep]]:
     """The models, the seconds to load them, how decoding began, and its steps."""
     begin = time.perf_counter()
-    with terminal.spinner(LOADING) as say:
+    with terminal.progress(LOADING) as say:
         session = Session(options, load_models(options, prompts))
         loading = time.perf_counter() - begin
         return session, loading, *session.begin(say)
@@ -197,5 +193,5 @@ def _compare(session: Session) -> list[Comparison]:
     """Every way of decoding, at every temperature."""
     temperatures = session.options.temperatures
     total = len(temperatures) * session.num_runs
-    with terminal.progress_bar("timing", total) as on_run:
+    with terminal.progress("timing", total) as on_run:
         return [x for one in temperatures for x in session.compare(one, on_run)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,25 +11,21 @@ from typing import TextIO
 
 from rich.color import ColorSystem
 from rich.console import Console, RenderableType
-from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.rule import Rule
 from rich.style import Style
 
 _CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
 _BIDIRECTIONAL = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _ESCAPES = {code: f"\\x{code:02x}" for code in _CONTROLS}
 _ESCAPES |= {code: f"\\u{code:04x}" for code in _BIDIRECTIONAL}
-
-_animations: list[Live] = []
-"""Those that are under way; an interrupt, in another thread, has to stop them."""
 
 
 def printable(text: str) -> str:
@@ -84,78 +81,45 @@ def show(what: RenderableType) -> None:
 
 
 def show_rule() -> None:
-    """Write a line across the terminal to standard output; `rich`'s own is not always ASCII."""
-    console = _console(sys.stdout)
-    write(("-" if console.options.ascii_only else "\u2500") * console.width, "dim")
-    write("\n")
+    """Write a line across the terminal to standard output."""
+    is_ascii = _console(sys.stdout).options.ascii_only
+    show(Rule(characters="-" if is_ascii else "\u2500", style="dim"))
 
 
 @contextlib.contextmanager
-def spinner(what: str) -> Iterator[Callable[[str], None]]:
-    """An animation while the body runs, on standard error if it is a terminal.
+def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
+    """Show what goes on, and for how long, on standard error if it is a terminal.
+
+    Args:
+      what: goes on first.
+      total: how many steps follow, for a bar; None for an animation.
 
     Yields:
-      A function that changes what it says, and counts the time from 0.
+      A function to call with each step's name when the step begins.
     """
-    with _animation(SpinnerColumn(), _description()) as progress:
-        task = progress.add_task(what, total=None)
-
-        def say(what: str) -> None:
-            progress.reset(task, description=what)
-
-        yield say
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error, if it is a terminal.
-
-    Yields:
-      A function to call with each step's name when the step begins; the bar has `total` steps.
-    """
-    with _animation(_description(), BarColumn(), MofNCompleteColumn()) as progress:
-        task = progress.add_task(what, total=total)
-        begun = 0
-
-        def begin(name: str) -> None:
-            nonlocal begun
-            progress.update(task, completed=begun, description=f"{what}: {name}")
-            begun += 1
-
-        yield begin
-
-
-def _description() -> TextColumn:
-    return TextColumn("{task.description}", markup=False)
-
-
-@contextlib.contextmanager
-def _animation(*columns: ProgressColumn) -> Iterator[Progress]:
-    """What moves on standard error, if it is a terminal, with the time since it began."""
+    moving = [SpinnerColumn()] if total is None else []
+    counted = [] if total is None else [BarColumn(), MofNCompleteColumn()]
     console = _console(sys.stderr)
-    progress = Progress(
-        *columns,
+    with Progress(
+        *moving,
+        TextColumn("{task.description}", markup=False),
+        *counted,
         TimeElapsedColumn(),
         console=console,
         disable=not console.is_terminal,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,
-    )
-    with progress:
-        _animations.append(progress.live)
-        try:
-            yield progress
-        finally:
-            _animations.remove(progress.live)
+    ) as shown:
+        task = shown.add_task(what, total=total)
+        begun = itertools.count()
+        yield lambda name: shown.update(task, description=name, completed=next(begun))
 
 
-def stop_animations() -> bool:
-    """Remove animations from the terminal; whether there were any."""
-    shown = [live for live in _animations if live.is_started]
-    for live in shown:
-        live.stop()
-    return bool(shown)
+def leave_line() -> None:
+    """Let what follows begin a line of the terminal, with a cursor, whatever moves there."""
+    if _console(sys.stderr).show_cursor():
+        sys.stderr.write("\n")
 
 
 def _console(stream: TextIO) -> Console:
