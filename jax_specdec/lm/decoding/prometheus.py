@@ -73,7 +73,8 @@ class PrometheusExporter:
     of the time between tokens is ``histogram_quantile(0.99,
     rate(..._inter_token_latency_seconds_bucket[5m]))``.
 
-    A scrape reads what was published last; it never waits for the device.
+    A scrape reads what was published last; it never waits for the device. This is a collector,
+    because prometheus_client's own counters and histograms cannot be set to what a device counted.
 
     Args:
       registry: a ``prometheus_client.CollectorRegistry``, or None for the global one.
