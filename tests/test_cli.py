@@ -212,8 +212,15 @@ def test_greedy_text_is_what_the_target_alone_writes(capsys: pytest.CaptureFixtu
     assert result["num_tokens"] == plain_row["num_tokens"] == row["num_tokens"] == 40
 
 
+def run_tiny(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
+    """With a tiny target, and a draft model of three tokens."""
+    draft = str(CHECKPOINTS / "qwen2_draft")
+    main(["generate", TINY_PROMPT, *TINY, "--draft", draft, "-k3", "--json", *arguments])
+    return json.loads(capsys.readouterr().out)
+
+
 def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys)
+    result = run_tiny(capsys)
     accepted, passes = result["num_accepted_tokens"], result["num_target_passes"]
     assert result["num_verifications"] == passes
     assert result["mean_acceptance_length"] == 1 + accepted / passes
@@ -222,7 +229,7 @@ def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixtur
     assert sorted(result["unconditional_rates"], reverse=True) == result["unconditional_rates"]
     (request,) = result["requests"]
     origins = [piece["origin"] for piece in request["pieces"]]
-    assert len(origins) == request["num_tokens"] == 40 and request["verified"]
+    assert len(origins) == request["num_tokens"] == 24 and request["verified"]
     assert origins.count("accepted") <= accepted
     assert result["config"]["num_speculative_tokens"] == 3
     assert result["load_and_compile_seconds"] > 0 and result["first_token_seconds"] > 0
@@ -240,7 +247,7 @@ def test_ngram_drafts_change_the_passes_and_not_the_text(
 def test_a_seed_repeats_a_sampled_text_and_another_changes_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    results = [run_json(capsys, "--temperature", "0.9", "--seed", s) for s in "778"]
+    results = [run_tiny(capsys, "--temperature", "0.9", "--seed", s) for s in "778"]
     texts = [result["requests"][0]["text"] for result in results]
     assert texts[0] == texts[1] != texts[2]
 
@@ -608,15 +615,6 @@ def test_an_interrupt_while_compiling_ends_it_in_one_line() -> None:
     assert [line for line in lines if compiled in line] == []
     assert lines[-1] == "jax-specdec: interrupted"
     assert "Traceback" not in "".join(lines)
-
-
-def test_without_a_library_one_line_says_what_to_install() -> None:
-    program = "import sys; sys.modules['rich'] = None; import jax_specdec.__main__ as command; "
-    command = [sys.executable, "-c", program + "command.main()", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert (result.returncode, result.stdout) == (2, "")
-    wanted = "jax-specdec: rich is not installed: it comes with the extra lm, pip install 'jax-"
-    assert result.stderr.startswith(wanted) and result.stderr.count("\n") == 1
 
 
 # Compiled programs

@@ -557,140 +557,69 @@ def post(
     return status, found, error
 
 
-# Over the network, beside those that `test_server_requests.py` reads without a server.
-WRONG: dict[str, tuple[dict[str, Any], str | None]] = {
-    "unknown": ({"max_tokns": 4}, "max_tokns"),
-    "unknown inside": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
-    "no prompt": ({"prompt": None}, "prompt"),
-    "prompt of objects": ({"prompt": [{}]}, "prompt"),
-    "prompt of no tokens": ({"prompt": []}, "prompt"),
-    "empty prompt": ({"prompt": [[]]}, "prompt"),
-    "token outside": ({"prompt": [288]}, "prompt"),
-    "negative token": ({"prompt": [-1]}, "prompt"),
-    "huge token": ({"prompt": [2**70]}, "prompt"),
-    "long prompt": ({"prompt": "x" * 4000}, "prompt"),
-    "many prompts": ({"prompt": ["x"] * 17}, "prompt"),
-    "prompts and n": ({"prompt": ["x"] * 5, "n": 4}, "prompt"),
-    "no n": ({"n": 0}, "n"),
-    "fractional n": ({"n": 1.5}, "n"),
-    "true n": ({"n": True}, "n"),
-    "budget": ({"max_tokens": 0}, "max_tokens"),
-    "long budget": ({"max_tokens": 64}, "prompt"),
-    "huge budget": ({"max_tokens": 10**400}, "max_tokens"),
-    "temperature": ({"temperature": -1}, "temperature"),
-    "text temperature": ({"temperature": "hot"}, "temperature"),
-    "huge temperature": ({"temperature": 10**400}, "temperature"),
-    "top_p": ({"top_p": 0}, "top_p"),
-    "top_k": ({"top_k": -1}, "top_k"),
-    "min_tokens": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
-    "max_drafts": ({"max_drafts": -1}, "max_drafts"),
-    "more drafts than K": ({"max_drafts": 3}, "max_drafts"),
-    "text max_drafts": ({"max_drafts": "none"}, "max_drafts"),
-    "min_tokens and JSON": ({"min_tokens": 1, "response_format": FORMAT}, "min_tokens"),
-    "penalty": ({"frequency_penalty": []}, "frequency_penalty"),
-    "seed": ({"seed": "x"}, "seed"),
-    "stop": ({"stop": 3}, "stop"),
-    "empty stop": ({"stop": ["x", ""]}, "stop"),
-    "many stops": ({"stop": [str(i) for i in range(17)]}, "stop"),
-    "long stop": ({"stop": "x" * 257}, "stop"),
-    "bias outside": ({"logit_bias": {"288": 1}}, "logit_bias"),
-    "bias list": ({"logit_bias": [1]}, "logit_bias"),
-    "many biases": ({"logit_bias": {str(i): 0 for i in range(301)}}, "logit_bias"),
-    "huge bias key": ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
-    "logprobs": ({"logprobs": TOP + 1}, "logprobs"),
-    "true logprobs": ({"logprobs": True}, "logprobs"),
-    "format": ({"response_format": {"type": "xml"}}, "response_format.type"),
-    "schema elsewhere": (
-        {"response_format": {"type": "json_object", "schema": SCHEMA}},
-        "response_format.schema",
-    ),
-    "schema of no use": ({"response_format": {**FORMAT, "type": "json_object"}}, "response_format"),
-    "tiny top_p": ({"top_p": 1e-45}, "top_p"),
-    "tiny penalty": ({"repetition_penalty": 1e-38}, "repetition_penalty"),
-    "huge penalty": ({"frequency_penalty": -3e38}, "frequency_penalty"),
-    "no schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        "response_format.json_schema.schema",
-    ),
-}
-
-
-USER = {"role": "user", "content": "x"}
-WRONG_CHAT: list[tuple[dict[str, Any], str]] = [
-    ({"messages": "x"}, "messages"),
-    ({"messages": [{"content": "x"}]}, "messages[0].role"),
-    ({"messages": [USER, {**USER, "role": "tool"}]}, "messages[1].role"),
-    ({"messages": [{"role": "user"}]}, "messages[0].content"),
-    ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-    ({"messages": [{**USER, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
-    ({"top_logprobs": 2}, "top_logprobs"),
-    ({"logprobs": True, "top_logprobs": TOP + 1}, "top_logprobs"),
-    ({"prompt": "x"}, "prompt"),
+# Those that need the engine or the vocabulary; `test_server_requests.py` has the others.
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": [288]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [2**70]}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"max_tokens": 64}, "prompt"),
+    ({"max_drafts": 3}, "max_drafts"),
+    ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+    ({"logit_bias": {"288": 1}}, "logit_bias"),
+    ({"logprobs": TOP + 1}, "logprobs"),
+    ({"top_p": 1e-45}, "top_p"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty"),
+    ({"frequency_penalty": -3e38}, "frequency_penalty"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
 ]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_parameter_is_named(running: Running, case: str) -> None:
-    changes, param = WRONG[case]
-    body = json.dumps({"prompt": "x", **changes}).encode()
-    status, _, error = post(running.port, body)
-    assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
-    assert len(error["message"]) < 500
-    assert error["code"] == {
-        "unknown": "unknown_parameter",
-        "long prompt": "context_length_exceeded",
-    }.get(case, error["code"])
+USER = {"role": "user", "content": "x"}
 
 
-@pytest.mark.parametrize(("changes", "param"), WRONG_CHAT)
-def test_a_wrong_conversation_is_named(running: Running, changes: Any, param: str) -> None:
-    body = json.dumps({"messages": [USER], **changes}).encode()
+def test_a_wrong_parameter_is_named(running: Running) -> None:
+    for changes, param in WRONG:
+        status, _, error = post(running.port, json.dumps({"prompt": "x", **changes}).encode())
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
+        assert len(error["message"]) < 500
+    body = json.dumps({"messages": [USER, {**USER, "role": "tool"}]}).encode()
     status, _, error = post(running.port, body, "/v1/chat/completions")
-    assert (status, error["param"]) == (400, param)
+    assert (status, error["param"]) == (400, "messages[1].role")
 
 
-NO_OBJECT = {
-    "nothing": b"",
-    "half": b"{",
-    "list": b"[]",
-    "null": b"null",
-    "no text": b"\xff\xfe",
-    "NaN": b'{"prompt": NaN}',
-    "half a pair": b'{"prompt": "\\ud800"}',
-    "half a name": b'{"prompt": "x", "\\udc00": 1}',
-    "deep": b"[" * 200_000,
-    "digits": b'{"n": ' + b"9" * 5000 + b"}",
-}
+def test_a_body_that_is_no_json_object_is_refused(running: Running) -> None:
+    for body in (
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"prompt": NaN}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "\\udc00": 1}',
+        b"[" * 200_000,
+        b'{"n": ' + b"9" * 5000 + b"}",
+    ):
+        status, _, error = post(running.port, body)
+        assert status == 400 and error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("body", NO_OBJECT.values(), ids=NO_OBJECT)
-def test_a_body_that_is_no_json_object_is_refused(running: Running, body: bytes) -> None:
-    status, _, error = post(running.port, body)
-    assert status == 400 and error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ raise_exception('roles must alternate') }}", ": roles must alternate."),
-        ("{{ messages[0].content.nothing.at_all }}", "has a chat template that cannot be applied"),
-        ("{% for %}", "has a chat template that cannot be parsed"),
-        (None, "the checkpoint has no chat template, neither "),
-    ],
-)
-def test_a_refusal_names_no_path(
-    running: Running, site: Site, template: str | None, message: str
-) -> None:
+def test_a_refusal_names_no_path(running: Running, site: Site) -> None:
     directory = site.tokenizer.path.parent
     file = directory / "chat_template.jinja"
-    try:
-        file.unlink() if template is None else file.write_text(template)
-        body = json.dumps({"messages": [USER]}).encode()
-        status, _, error = post(running.port, body, "/v1/chat/completions")
-    finally:
-        file.write_text(TEMPLATE)
-    assert (status, error["param"]) == (400, "messages")
-    assert message in error["message"] and str(directory) not in error["message"]
+    for template, message in (
+        ("{{ raise_exception('roles must alternate') }}", ": roles must alternate."),
+        ("{% for %}", "has a chat template that cannot be parsed"),
+        (None, "the checkpoint has no chat template, neither "),
+    ):
+        try:
+            file.unlink() if template is None else file.write_text(template)
+            body = json.dumps({"messages": [USER]}).encode()
+            status, _, error = post(running.port, body, "/v1/chat/completions")
+        finally:
+            file.write_text(TEMPLATE)
+        assert (status, error["param"]) == (400, "messages")
+        assert message in error["message"] and str(directory) not in error["message"]
 
 
 def test_a_file_that_is_gone_is_the_servers_mistake(running: Running, site: Site) -> None:
@@ -823,10 +752,10 @@ def concurrent_threads() -> Iterator[Callable[[Callable[[], Any]], Callable[[], 
         thread.join(60)
 
 
-def test_two_hundred_clients_get_their_texts_or_leave_nothing(
+def test_a_hundred_clients_get_their_texts_or_leave_nothing(
     running: Running, site: Site, plain: dict[str, list[int]]
 ) -> None:
-    count, refusals = 200, []
+    count, refusals = 100, []
     tasks = [(PROMPT, NUM_NEW), (PLAIN["other"][0], 12), (PLAIN["if"][0], 9)]
     truth = [TEXT, text_of(site, plain["other"]), text_of(site, plain["if"])]
 
@@ -862,7 +791,7 @@ def test_two_hundred_clients_get_their_texts_or_leave_nothing(
         whole = truth[index % len(tasks)]
         assert text == whole if way != "leave" else whole.startswith(text)
     ways = [way for way, _ in found]
-    assert all(ways.count(way) > 40 for way in ("whole", "stream", "leave"))
+    assert all(ways.count(way) > 20 for way in ("whole", "stream", "leave"))
     assert refusals, "the queue was full"
     running.wait_until_idle()
     stats = running.ask(lambda driver: driver.serving_stats())
@@ -1080,8 +1009,7 @@ class Panic(BaseException):
     """As of a library in Rust."""
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, Panic, SystemExit])
-@pytest.mark.parametrize("has_log", [True, False])
+@pytest.mark.parametrize(("error", "has_log"), [(ZeroDivisionError, True), (Panic, False)])
 def test_an_engine_that_fails_answers_and_ends_the_server(
     site: Site,
     monkeypatch: pytest.MonkeyPatch,

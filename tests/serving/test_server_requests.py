@@ -150,6 +150,46 @@ def test_a_refusal_is_a_sentence_with_the_name(
     assert error.param == param and str(error).startswith(message)
 
 
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [{}]}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ["x"] * 17}, "prompt"),
+    ({"prompt": ["x"] * 5, "n": 4}, "prompt"),
+    ({"n": 0}, "n"),
+    ({"n": 1.5}, "n"),
+    ({"n": True}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 10**400}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -1}, "top_k"),
+    ({"max_drafts": -1}, "max_drafts"),
+    ({"max_drafts": "none"}, "max_drafts"),
+    ({"min_tokens": 1, "response_format": FORMAT}, "min_tokens"),
+    ({"frequency_penalty": []}, "frequency_penalty"),
+    ({"seed": "x"}, "seed"),
+    ({"stop": 3}, "stop"),
+    ({"stop": [str(i) for i in range(17)]}, "stop"),
+    ({"stop": "x" * 257}, "stop"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": {str(i): 0 for i in range(301)}}, "logit_bias"),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    ({"logprobs": True}, "logprobs"),
+    ({"logprobs": 4}, "logprobs"),
+    ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+    ({"response_format": {**FORMAT, "type": "json_object"}}, "response_format"),
+]
+
+
+def test_a_wrong_value_is_named() -> None:
+    for asked, param in WRONG:
+        error = refused(**asked)
+        assert error.param == param and len(str(error)) < 500
+
+
 def test_a_conversation_keeps_roles_names_and_texts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     nothing = {"refusal": None, "annotations": [], "tool_calls": [], "function_call": None}

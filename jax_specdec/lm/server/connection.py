@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -50,7 +51,7 @@ class Connection(HttpToolsProtocol):
         """Keep some of a body, unless its request was dropped; too many chunks are no HTTP."""
         self._num_bytes += CHUNK_BYTES
         if self._num_bytes > MAX_BYTES:
-            raise ValueError("too many chunks")  # which ends the parser's loop, with status 400
+            raise httptools.HttpParserError("too many chunks")  # ends its loop, with status 400
         if not self.is_answering:
             super().on_body(body)
 
