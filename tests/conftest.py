@@ -23,10 +23,9 @@ collect_ignore = [
 
 # Files that take long begin before the others, so that no worker is left with one at the end.
 DEAREST = (
-    "test_cli test_server test_modes test_sample test_listed test_xla test_mosaic_gpu "
-    "test_options test_engine test_processors "
-    "test_benchmarks test_mosaic_gpu_lists test_greedy test_sharded "
-    "test_tensor_parallel test_grammar test_llama test_notebooks"
+    "test_cli test_server test_xla test_engine test_options test_greedy test_prompts test_tree "
+    "test_processors test_mosaic_gpu test_mosaic_gpu_lists test_engine_continuity test_sharded "
+    "test_listed test_sample test_modes test_loop test_trees test_grammar test_notebooks"
 ).split()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -54,6 +54,7 @@ def test_options_that_cannot_be_served_are_refused(
     assert driver.is_idle
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_steps_in_which_nobody_asks_run_the_smaller_program(monkeypatch) -> None:
     driver, step, found = driver_of(), programs.step, []

@@ -30,6 +30,7 @@ def allowed(max_drafts: int | None, length: int) -> int:
     return min(own, K if length < 12 else 1 if length < 20 else 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "max_steps_ahead"),
     [(SHORTER, 0), (SHORTER, 2), pytest.param(BUDGET, 0, marks=pytest.mark.slow)],

@@ -66,6 +66,7 @@ def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) ->
     agree((listed for listed, _ in batches(ids, layout, seeds)), verifier)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ids", "layout"),
     [

@@ -220,6 +220,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
     return verifier
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("draft_vocab", "draft_spec", "check_vma", "agreement"),
     [
@@ -313,6 +314,7 @@ def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
 WHOLE = P()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
