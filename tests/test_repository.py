@@ -31,7 +31,7 @@ PUBLIC = (
     lm.models,
 )
 MAX_NAMES = 45  # of `import jax_specdec`
-MOST_LINES = {"below": 21_900, "lm": 18_700}  # of each floor
+MOST_LINES = {"below": 22_150, "lm": 18_500}  # of each floor
 LONG_FILE = 800  # lines from which on a file is warned about
 
 # Who may import whom: a unit imports units of its own layer and of those above it in this list,
