@@ -110,6 +110,7 @@ def test_generate_prints_the_text_and_two_lines_of_statistics(
     assert capsys.readouterr().out == TINY_TEXT + "\n"
 
 
+@pytest.mark.long
 def test_several_prompts_are_one_batch_printed_in_order(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_tokens_without_drafts_are_plain_and_no_bonus(capsys: pytest.CaptureFixt
     assert found["tokens_per_target_pass"] == found["num_tokens"] / (found["num_verifications"])
 
 
+@pytest.mark.long
 def test_the_most_drafts_of_a_step_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     for most in (0, 1):
         main(["generate", TINY_PROMPT, *TINY, "--json", "--max-drafts", str(most)])
@@ -219,6 +221,7 @@ def run_tiny(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long
 def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     result = run_tiny(capsys)
     accepted, passes = result["num_accepted_tokens"], result["num_target_passes"]
@@ -365,6 +368,7 @@ def test_bench_compares_drafters_numbers_of_drafts_and_temperatures(
     assert [row[1] for row in cells].count("plain") == 2
 
 
+@pytest.mark.long
 def test_bench_sums_over_seeds_at_a_temperature(capsys: pytest.CaptureFixture[str]) -> None:
     draft = str(CHECKPOINTS / "qwen2_draft")
     arguments = ["bench", TINY_PROMPT, *TINY, "--draft", draft, "-k2", "-t0.8", "--top-k=90"]
@@ -606,6 +610,7 @@ def interrupt(command: list[str], when: str, **environment: str) -> tuple[int, s
         return process.returncode, out, rest.splitlines()
 
 
+@pytest.mark.long
 def test_an_interrupt_while_compiling_ends_it_in_one_line() -> None:
     command = [sys.executable, "-m", "jax_specdec", "generate", PROMPT, NO_CACHE]
     compiling = "Compiling jit(prefilled_state)"
@@ -636,6 +641,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         compilation_cache.reset_cache()
 
 
+@pytest.mark.long
 def test_compiled_programs_are_kept_for_the_user_alone(
     cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,9 @@ def test_every_class_and_function_has_a_section_with_an_example() -> None:
     missing = [
         name
         for name in (*entries("autoclass"), *entries("autofunction"))
-        if not re.search(r"^ *Example:( see `|\n(.*\n)*? +>>> )", THINGS[name].__doc__, re.MULTILINE)
+        if not re.search(
+            r"^ *Example:( see `|\n(.*\n)*? +>>> )", THINGS[name].__doc__, re.MULTILINE
+        )
     ]
     assert missing == []
 

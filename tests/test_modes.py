@@ -180,6 +180,7 @@ def marked(name: str, call: Callable[[], Any], more: tuple[str, ...]) -> Any:
     return pytest.param(call, marks=pytest.mark.long if name in more else pytest.mark.slow)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "call",
     [call if name == "drafting" else marked(name, call, MORE) for name, call in CALLS.items()],

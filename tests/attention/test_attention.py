@@ -114,6 +114,7 @@ def test_xla_is_the_oracle(name: str, dtype: Any) -> None:
     check(CASES[name], dtype, xla.attend)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_the_interpreted_kernel_is_the_oracle(name: str) -> None:

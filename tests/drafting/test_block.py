@@ -67,6 +67,7 @@ def test_drafts_are_those_of_one_pass_over_the_text() -> None:
     loops.check(LOOP, one_pass, IDS, plain_step=4)
 
 
+@pytest.mark.long
 def test_nothing_reaches_the_next_request_of_a_slot() -> None:
     loops.check_next_request(LOOP)
 
@@ -219,6 +220,7 @@ def chances(law: Paths) -> np.ndarray:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_drafts_are_drawn_from_what_is_stored_and_that_is_the_formula(kind: str) -> None:
     drawn = draw(kind)
@@ -233,6 +235,7 @@ def test_drafts_are_drawn_from_what_is_stored_and_that_is_the_formula(kind: str)
     assert p_value(counts, chances(drawn.law(shift=1))) < CONTROL
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["all ids", "a map", "candidates"])
 @pytest.mark.parametrize("method", ["standard", "agreement"])
 def test_drafts_at_once_are_those_one_after_another(method: str, kind: str) -> None:

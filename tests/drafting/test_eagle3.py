@@ -61,6 +61,7 @@ def one_pass(text: jax.Array, length: jax.Array, drafts: jax.Array) -> jax.Array
     return jnp.stack(rows)
 
 
+@pytest.mark.long
 def test_drafts_are_those_of_one_pass_over_the_text() -> None:
     loops.check(LOOP, one_pass, IDS)
 

@@ -207,6 +207,7 @@ def test_drafts_share_no_noise_with_the_check():
     assert independence(shared, noise.accept[:, 0]) < CONTROL
 
 
+@pytest.mark.long
 def test_by_agreement_the_target_as_drafter_is_always_right():
     """Also over a map in another order."""
     k, batch, vocab = 2, 12, 4099  # three tiles

@@ -370,6 +370,7 @@ def test_a_draft_beside_an_old_row_is_lossless():
     assert p_value(tally(unchecked, ids), TARGET) < CONTROL
 
 
+@pytest.mark.long
 def test_logits_rounded_to_the_stored_dtype_before_sampling_are_lossless():
     logits = 64 + np.array([0.2, -0.2, 0.24, 0.26, 0.6, 0.0])  # bfloat16 has steps of 0.5 there
     store, ids = filled(logits, position=3)

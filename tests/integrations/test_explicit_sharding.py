@@ -107,6 +107,7 @@ def test_requests_over_data_in_shard_map_give_the_oracles_tokens():
         assert (np.isfinite(logprobs) == (output.token_ids >= 0)).all()
 
 
+@pytest.mark.long
 def test_a_part_of_the_requests_gives_what_all_do():
     def part(logits, ids, keys, positions):
         return sd.rejection_sample(

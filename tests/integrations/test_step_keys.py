@@ -75,6 +75,7 @@ def loop(key: jax.Array, has_positions: bool, is_fresh: bool) -> np.ndarray:
 JOINT = np.einsum("i,j,k->ijk", P, P, P)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("impl", "has_positions"),

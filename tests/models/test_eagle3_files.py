@@ -154,6 +154,7 @@ def test_what_is_the_targets_is_shared_again_however_it_was_rounded(
     assert own.config.own_lm_head == config.own_lm_head
 
 
+@pytest.mark.long
 def test_the_drafts_of_a_head_are_the_same_from_its_file(tmp_path: Path) -> None:
     target, _ = lm.load_embedded_pair()
     head = lm.load_embedded_head(target)

@@ -66,6 +66,7 @@ def plain_block(
     return norm(x, params["norm"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.long), "dspark"])
 def test_blocks_are_those_of_one_anchor_at_a_time(kind: str) -> None:
     head, rng = HEADS[kind], np.random.default_rng(0)

@@ -49,6 +49,7 @@ pytestmark = [
 # What a request gets
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [1, 2, 8, 9, LONGEST - 6])
 def test_a_prompt_is_read_in_the_least_size_that_fits(length):
     prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
@@ -222,6 +223,7 @@ def test_tokens_before_a_failure_are_kept():
     assert (found.finish_reason, found.status) == ("failed", sd.Status.BAD_TARGET_ROW)
 
 
+@pytest.mark.long
 def test_nan_in_a_slots_cache_does_not_reach_the_next():
     params, draft_params = weights_of(LLAMA)
     broken = params | dict(embed_tokens=params["embed_tokens"].at[5].set(jnp.nan))
@@ -270,6 +272,7 @@ def fallbacks(state: lm.DecodeState) -> int:
     return counted - sd.AcceptanceStats.from_counters(state.counters).num_fallbacks
 
 
+@pytest.mark.long
 def test_drafts_at_hand_have_rows_for_sampled_requests():
     assert fallbacks(drafted()) == 0
 

@@ -359,6 +359,7 @@ AGREEING = dataclasses.replace(engines.EVERYTHING, config=AGREEMENT)
 ENGINES = {"model": engines.TABLE, "agreement": AGREEING}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["model", pytest.param("agreement", marks=pytest.mark.long)])
 def test_texts_and_logprobs_are_those_without_forced_drafts_in_fewer_steps(name: str) -> None:
     engine, found, passes = ENGINES[name], [], []

@@ -50,6 +50,7 @@ def all_texts(driver: lm.EngineDriver, asked: list[dict[str, Any]]) -> list[list
     return [found[i].token_ids for i in ids]
 
 
+@pytest.mark.long
 def test_greedy_texts_stay_and_more_drafts_are_accepted() -> None:
     asked, lengths = requests(16), {}
     for drafter in (DRAFTER, LOCAL):

@@ -84,6 +84,7 @@ def plain(**changes: Any) -> lm.GenerateOutput:
 # Both loops
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_the_stream_yields_the_steps_of_generate():
     # A draft table equal to the target's gives the two caches equal contents: they must not
@@ -331,6 +332,7 @@ class WholeSequence:
         return jnp.cumsum(params[cache], axis=1)[requests, positions], cache
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "score"),
     [

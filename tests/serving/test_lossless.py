@@ -189,6 +189,7 @@ def claiming(
     return sampled(drafter, (*params, *flags), **given)
 
 
+@pytest.mark.long
 def test_a_drafter_is_lossless_only_if_its_claim_is_right():
     table = draft_table(VOCAB - 1)
     honest = claiming(table)

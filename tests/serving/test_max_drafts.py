@@ -99,6 +99,7 @@ def test_sampled_text_keeps_its_law_with_limits_and_a_budget() -> None:
 # Steps in which nobody may draft
 
 
+@pytest.mark.long
 def test_a_step_in_which_nobody_may_draft_is_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
     driver, numbers = engines.driver_of(SHORTER), []
     dispatch = driver._dispatch_whole

@@ -113,6 +113,7 @@ def test_every_option_changes_what_is_written() -> None:
     assert 7 < len(TRUTH[-1]) < NUM_TOKENS  # at its first stop token after the seventh
 
 
+@pytest.mark.long
 def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
     output = by_model()
     assert output.completions[: len(OPTIONS)] == TRUTH

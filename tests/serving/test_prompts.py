@@ -59,6 +59,7 @@ def request(rng: np.random.Generator, length: int, budget: int) -> dict[str, Any
 # What one call reads
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_while_somebody_runs_a_step_waits_for_one_chunk_and_no_larger_one(ahead, calls):
     driver = in_pieces(max_steps_ahead=ahead, max_prefills=1, chunk_size=SMALL)

@@ -752,6 +752,7 @@ def concurrent_threads() -> Iterator[Callable[[Callable[[], Any]], Callable[[], 
         thread.join(60)
 
 
+@pytest.mark.long
 def test_a_hundred_clients_get_their_texts_or_leave_nothing(
     running: Running, site: Site, plain: dict[str, list[int]]
 ) -> None:

@@ -91,6 +91,7 @@ def test_rows_read_at_once_give_the_tokens_of_the_oracle():
     agree_on(*GRID[6], all_at_once)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ids", "layout", "verifier"),
     [
