@@ -351,6 +351,7 @@ def test_the_first_program_of_the_readme_needs_jax_alone() -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_the_upper_floor_without_its_extra_says_what_to_install() -> None:
     extra = "it comes with the extra lm, pip install 'jax-specdec[lm]'"
@@ -399,6 +400,7 @@ def test_the_license_is_apache_2() -> None:
     assert "END OF TERMS AND CONDITIONS" in text
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_the_wheel_carries_every_file_of_the_package(tmp_path: Path) -> None:
     source = tmp_path / "source"

@@ -31,11 +31,13 @@ class TestEdges(edges.EdgeSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 class TestBadRows(bad_rows.BadRowSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 class TestBlock(block_edges.BlockSuite):
     verifier = staticmethod(XLA)
@@ -47,6 +49,7 @@ class TestProcessed(processed.ProcessedSuite):
     verifier = staticmethod(XLA)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 class TestProcessedEdges(processed.ProcessedEdges):
     verifier = staticmethod(XLA)
