@@ -41,3 +41,4 @@ from jax_specdec.lm.server.connection import Connection, close_stuck
 from jax_specdec.lm.server.limits import ApiError, Limits
 from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary
+from jax_specdec.lm.server.worker import EngineFailed

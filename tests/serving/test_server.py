@@ -40,11 +40,13 @@ from upper_floor import (
     Asked,
     ChoiceText,
     Connection,
+    EngineFailed,
     InputError,
     Limits,
     Server,
     close_stuck,
     make_driver,
+    programs,
 )
 from upper_floor import cli_models as models_lib
 from upper_floor import cli_options as options_lib
@@ -542,6 +544,11 @@ def raw(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
     return int(lines[0].split()[1]) if answer else 0, headers, body
 
 
+def get(running: Running, path: str) -> tuple[int, dict[str, str], bytes]:
+    head = f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n"
+    return raw(running.port, head.encode())
+
+
 def post(
     port: int, body: bytes, path: str = "/v1/completions", **headers: str
 ) -> tuple[int, dict[str, str], dict[str, Any]]:
@@ -983,10 +990,9 @@ def test_a_full_queue_takes_none_of_a_requests_choices(site: Site) -> None:
 def test_health_metrics_and_the_status_line(site: Site) -> None:
     with site.serve(status_seconds=0.1) as running:
         stalled(running.driver)
-        head = "GET /{} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-        assert json.loads(raw(running.port, head.format("health").encode())[2]) == {"status": "ok"}
+        assert json.loads(get(running, "health")[2]) == {"status": "ok"}
         assert greedy(running).choices[0].text == TEXT
-        metrics = raw(running.port, head.format("metrics").encode())[2].decode()
+        metrics = get(running, "metrics")[2].decode()
         assert f"jax_specdec:spec_decode_num_tokens_total {NUM_NEW}.0\n" in metrics
         assert "jax_specdec:serving_num_slots 8.0\n" in metrics
         line = next(line for line in running.lines if "1 requests so far" in line)
@@ -1044,9 +1050,7 @@ def test_an_engine_that_fails_answers_and_ends_the_server(
                 list(stream)
         assert {one()[0] for one in others} == {500}
         assert raw(running.port, request_bytes(header=CLOSE))[0] == 500
-        for path in ("health", "metrics"):
-            head = f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n"
-            assert raw(running.port, head.encode())[0] == 500
+        assert get(running, "health")[0] == get(running, "metrics")[0] == 500
     if has_log:
         assert "of this test" in capsys.readouterr().err
 
@@ -1058,6 +1062,43 @@ def test_a_failed_engine_ends_the_server_by_itself(site: Site) -> None:
             greedy(running)
         while not running.server._uvicorn.should_exit:
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("num_failing", [6, 10**9], ids=["a request", "the device"])
+def test_a_device_that_has_failed_is_told_from_a_request_that_fails(
+    site: Site,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    num_failing: int,
+) -> None:
+    calls = itertools.count()
+
+    def failing(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        if next(calls) < num_failing:
+            raise RuntimeError("no such address: /of/the/operator/kernel.cc\n" + "0xdead\n" * 99)
+        return function(*args, **named)
+
+    ends = num_failing > 6
+    with (
+        pytest.raises(EngineFailed) if ends else contextlib.nullcontext(),
+        site.serve(failed_seconds=60) as running,
+    ):
+        for name in ("admit", "step"):
+            whole = getattr(programs, name)
+            monkeypatch.setattr(programs, name, functools.partial(failing, whole))
+        monkeypatch.setattr(jax, "eval_shape", lambda *_, **__: None)  # they can be traced
+        with pytest.raises(openai.InternalServerError, match="cannot go on with this") as error:
+            greedy(running)
+        assert "operator" not in str(error.value)
+        while ends and running.server.worker.failure is None:
+            time.sleep(0.01)
+        assert get(running, "health")[0] == (500 if ends else 200)
+        assert ends or greedy(running).choices[0].text == TEXT
+        (line,) = [line for line in running.lines if "this request: no such address" in line]
+        assert "0xdead" not in line
+    logged = capsys.readouterr().err
+    assert logged.count("the engine has failed: no such address") == ends
+    assert "0xdead" not in logged and "Traceback" not in logged
 
 
 def test_a_call_that_panics_is_answered(running: Running) -> None:
@@ -1081,10 +1122,12 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
     with site.serve() as running, concurrent_threads() as run:
         stalled(running.driver)
         other = run(lambda: greedy(running))
-        with pytest.raises(openai.InternalServerError, match="of this test"):
+        with pytest.raises(openai.InternalServerError, match="cannot go on with this request"):
             greedy(running, extra_body={"response_format": FORMAT})
-        health = f"GET /health HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n".encode()
-        assert raw(running.port, health)[0] == 200
+        assert "cannot go on with this request: the matcher has failed: of this test" in "".join(
+            running.lines
+        )
+        assert get(running, "health")[0] == 200
     assert other().choices[0].text == TEXT
 
 

@@ -8,6 +8,7 @@ import functools
 import ipaddress
 import os
 import socket
+import sys
 import time
 
 import jax_specdec as sd
@@ -19,6 +20,7 @@ from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server.app import Server
 from jax_specdec.lm.server.request import MAX_BIASES
+from jax_specdec.lm.server.worker import EngineFailed
 
 
 def serve(options: Options) -> None:
@@ -55,7 +57,11 @@ def serve(options: Options) -> None:
 
         with process.handling_interrupt(on_interrupt):
             ready = functools.partial(terminal.write, f"Serving {name} at {url}\n")
-            asyncio.run(server.run(listener, ready))
+            try:
+                asyncio.run(server.run(listener, ready))
+            except EngineFailed as error:
+                terminal.log(f"jax-specdec serve: {error}")
+                sys.exit(1)
 
 
 def make_driver(options: Options, models: Models) -> lm.EngineDriver:

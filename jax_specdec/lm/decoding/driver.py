@@ -276,6 +276,7 @@ class EngineDriver:
             given = engine, *self._weights
             costs = programs.measure_chunks(*given, in_steps=self.prompts_in_steps)
             self.chunk_size = costs.largest
+            self._chooses_chunk_size = False  # a second call measures nothing
             self._is_whole = False
 
         calls: list[Callable[[], object]] = []

@@ -17,6 +17,9 @@ from jax_specdec.lm.server.request import Asked
 from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import Channel, Worker
 
+ERROR = "jax_specdec.error"
+"""Where a scope has the `ApiError` that its client was answered."""
+
 _FIRST_SURROGATE = 0xD800
 """Lone surrogates are in no text, so they can stand for special tokens."""
 
@@ -202,8 +205,9 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, unless the client leaves before."""
-        work = self._stream(send) if self._asked.is_stream else self._whole(scope, receive, send)
-        tasks = [asyncio.create_task(x) for x in (work, _left(receive), self._too_slow())]
+        work = self._stream if self._asked.is_stream else self._whole
+        beside = _left(receive), self._too_slow()
+        tasks = [asyncio.create_task(x) for x in (work(scope, receive, send), *beside)]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -226,12 +230,16 @@ class Answer:
                 if matcher is not None and matcher.error:
                     name, why = "response_format", matcher.error.partition("\n")[0]
                     raise ApiError(f"{name} cannot be followed to its end: {why}", name)
-                message = update.error or f"the text cannot be verified: {update.status.name}"
-                raise ApiError(message, status=500)
+                if update.error is None:
+                    message = f"the text cannot be verified: {update.status.name}"
+                    raise ApiError(message, status=500)
+                message = self._worker.failure or "the engine cannot go on with this request"
+                raise ApiError(message, status=500, reason=update.error)
             try:
                 piece = self._texts[choice].add(update)
             except ValueError as error:  # the tokenizer's decoder failed
-                raise ApiError(str(error), status=500) from error
+                message = "the text cannot be decoded"
+                raise ApiError(message, status=500, reason=error) from error
             yield choice, piece
             if piece.finish_reason is not None and update.finish_reason is None:
                 self._worker.cancel(self._channel, choice)  # a stop string
@@ -265,7 +273,7 @@ class Answer:
         answer = {**self._head, "choices": choices, "usage": self._usage}
         await JSONResponse(answer)(scope, receive, send)
 
-    async def _events(self) -> AsyncIterator[bytes]:
+    async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
         usage: Json = {"usage": None} if self._asked.has_usage else {}
         try:
             if self._asked.is_chat:
@@ -284,16 +292,19 @@ class Answer:
                 yield _event({**self._head, "choices": [], "usage": self._usage})
             yield b"data: [DONE]\n\n"
         except ApiError as error:
+            scope[ERROR] = error
             yield _event(error.content)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_and_note(message: Message) -> None:
             self._channel.is_sending = True
             await send(message)
             self._channel.is_sending = False
 
         response = StreamingResponse(
-            self._events(), headers={"cache-control": "no-cache"}, media_type="text/event-stream"
+            self._events(scope),
+            headers={"cache-control": "no-cache"},
+            media_type="text/event-stream",
         )
         await response.stream_response(send_and_note)
 

@@ -27,12 +27,12 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.cli.models import Models
 from jax_specdec.lm.cli.terminal import log
-from jax_specdec.lm.server.answer import Answer
+from jax_specdec.lm.server.answer import ERROR, Answer
 from jax_specdec.lm.server.connection import Connection, close_stuck
-from jax_specdec.lm.server.limits import CLOSE, ApiError, Json, Limits
+from jax_specdec.lm.server.limits import CLOSE, ApiError, Json, Limits, first_line
 from jax_specdec.lm.server.request import read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary
-from jax_specdec.lm.server.worker import Channel, Worker
+from jax_specdec.lm.server.worker import Channel, EngineFailed, Worker
 
 
 class Server:
@@ -77,8 +77,8 @@ class Server:
                 Route("/metrics", self._read_metrics),
             ],
             exception_handlers={
-                ApiError: lambda _, error: error.response,
-                ClientDisconnect: lambda _, error: Response(),  # nobody reads it
+                ApiError: _api_error,
+                ClientDisconnect: _left_early,
                 HTTPException: _http_error,
                 Exception: _unexpected,
             },
@@ -100,13 +100,17 @@ class Server:
         self._uvicorn = uvicorn.Server(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check who asks, and through which name, before anything else."""
+        """Check who asks, and through which name, before anything else; log what fails."""
         try:
             self._check_caller(Headers(scope=scope), scope["path"])
         except ApiError as error:
             await error.response(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+        failed = scope.get(ERROR)
+        if failed is not None and failed.status >= 500 and self.worker.failure is None:
+            why = "" if failed.reason is None else f": {first_line(failed.reason)}"
+            log(f"{failed.status} {scope['method']} {scope['path'][:100]}: {failed}{why}")
 
     def _check_caller(self, headers: Headers, path: str) -> None:
         if "upgrade" in headers:  # the parser takes its body for another protocol
@@ -195,7 +199,7 @@ class Server:
           on_ready: called once clients are accepted.
 
         Raises:
-          RuntimeError: the engine has failed.
+          EngineFailed: it has, and the log says why.
         """
         self.worker.start(on_failure=self._stop_soon)
         beside = [
@@ -210,7 +214,7 @@ class Server:
             await asyncio.gather(*beside, return_exceptions=True)
             await self.worker.stop()
         if self.worker.failure is not None:
-            raise RuntimeError(self.worker.failure)
+            raise EngineFailed(self.worker.failure)
 
     def stop(self) -> None:
         """Accept nobody any more, and finish what runs; at any time, in any thread."""
@@ -261,13 +265,23 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _http_error(request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    request.scope[ERROR] = error
+    return error.response
+
+
+async def _left_early(request: Request, error: Exception) -> Response:
+    return Response()  # nobody reads it
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.scope['path'][:100]}"
     headers = None if error.headers is None else dict(error.headers)
     return ApiError(message, status=error.status_code, headers=headers).response
 
 
-def _unexpected(request: Request, error: Exception) -> Response:
+async def _unexpected(request: Request, error: Exception) -> Response:
     log("".join(traceback.format_exception(error)))
     return ApiError("the server has an error", status=500).response

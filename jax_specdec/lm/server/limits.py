@@ -39,8 +39,10 @@ class ApiError(Exception):
         status: int = 400,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        reason: object = None,
     ) -> None:
         super().__init__(_encodable(message))
+        self.reason = reason  # for the log alone: it may name files, or have many lines
         self.param = None if param is None else _encodable(param)
         self.status, self.code, self.headers = status, code, headers
 
@@ -66,6 +68,11 @@ class ApiError(Exception):
 def _encodable(text: str) -> str:
     """A text without lone surrogates, which UTF-8 does not hold."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def first_line(error: object) -> str:
+    """The beginning of a message, for a line of the log."""
+    return str(error).partition("\n")[0][:500]
 
 
 BUSY = {"Retry-After": "1"}

@@ -13,9 +13,16 @@ from typing import TypeVar
 
 from jax_specdec import lm
 from jax_specdec.lm.cli import terminal
-from jax_specdec.lm.server.limits import BUSY, ApiError, Json, named
+from jax_specdec.lm.server.limits import BUSY, ApiError, Json, first_line, named
 
 T = TypeVar("T")
+
+
+FAILED = "the engine has failed"
+
+
+class EngineFailed(RuntimeError):
+    """The engine has failed, and so the server ends."""
 
 
 class Channel:
@@ -52,6 +59,7 @@ class Worker:
         self._driver = driver
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._channels: dict[int, tuple[Channel, int]] = {}  # and the choice, by request
+        self._num_failed_calls = 0  # when the device was last tried
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, on_failure: Callable[[], None]) -> None:
@@ -131,9 +139,28 @@ class Worker:
                         del self._channels[update.request_id]
                 if updates:
                     self._loop.call_soon_threadsafe(self._deliver, updates)
-        except BaseException:  # not of a request: those end in updates
+                if any(update.finish_reason == "failed" for _, _, update in updates):
+                    self._try_device()
+        except BaseException as error:  # not of a request: those end in updates
             self._loop.call_soon_threadsafe(self._fail)
-            terminal.log(traceback.format_exc())
+            is_known = isinstance(error, EngineFailed)
+            terminal.log(str(error) if is_known else traceback.format_exc())
+
+    def _try_device(self) -> None:
+        """Call every program for no request, if calls have failed since this was last done.
+
+        So a device that has failed is told from requests that it cannot serve.
+
+        Raises:
+          EngineFailed: a program fails without a request, too.
+        """
+        num_failed_calls = self._driver.serving_stats().num_failed_calls
+        if num_failed_calls > self._num_failed_calls:
+            try:
+                self._driver.warm_up(grammars=True)
+            except Exception as error:
+                raise EngineFailed(f"{FAILED}: {first_line(error)}") from error
+        self._num_failed_calls = num_failed_calls
 
     def _run_calls(self) -> bool:
         """Run what waits, and wait while there is nothing else to do; whether to go on."""
@@ -151,7 +178,7 @@ class Worker:
             channel.put(choice, update)
 
     def _fail(self) -> None:
-        self.failure = "the engine has failed"
+        self.failure = FAILED
         for request_id, (channel, choice) in self._channels.items():
             channel.put(choice, lm.RequestUpdate(request_id, [], "failed", error=self.failure))
         self._on_failure()
