@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
+
+from jax_specdec.lm.cli.command import run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -12,14 +13,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
       arguments: without the program's name; None for ``sys.argv``.
     """
-    try:
-        from jax_specdec.lm.extras import extra
-
-        with extra("lm"):
-            from jax_specdec.lm.cli.command import run
-    except ImportError as error:
-        print(f"jax-specdec: {error}", file=sys.stderr)
-        sys.exit(2)
     run(arguments)
 
 

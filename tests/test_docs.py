@@ -114,6 +114,7 @@ def test_code_that_is_not_run_is_python_and_names_what_exists(page: str) -> None
 @pytest.mark.parametrize("page", [page.stem for page in PAGES])
 def test_files_that_commands_name_exist(page: str) -> None:
     for code in blocks(page, "sh"):
+        assert "--group" not in code  # which needs pip 25.1
         for name in re.findall(r"\b(?:tools|benchmarks|training)/\w+\.py", code):
             assert (ROOT / name).exists()
 

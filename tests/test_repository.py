@@ -354,14 +354,24 @@ def test_the_first_program_of_the_readme_needs_jax_alone() -> None:
 @pytest.mark.long
 @pytest.mark.newest
 def test_the_upper_floor_without_its_extra_says_what_to_install() -> None:
-    extra = "it comes with the extra lm, pip install 'jax-specdec[lm]'"
-    wanted = f"safetensors is not installed: {extra}"
-    result = run_with_jax_alone("from jax_specdec import lm")
-    assert result.stderr.splitlines()[-1] == f"ImportError: {wanted}"
-    for arguments in ((), ("--help",), ("generate", "a")):
-        result = run_with_jax_alone("from jax_specdec import __main__ as x; x.main()", *arguments)
-        assert (result.stdout, result.stderr) == ("", f"jax-specdec: {wanted}\n")
-        assert result.returncode == 2
+    result = run_with_jax_alone("""
+from jax_specdec import *
+from jax_specdec.__main__ import main
+for arguments in ((), ("--help",), ("--version",), ("serve", "--help"), ("generate", "a")):
+    try:
+        main(arguments)
+    except SystemExit as end:
+        print("ended with", end.code)
+lm.load_embedded_pair()
+""")
+    lm = "is not installed: it comes with the extra lm, "
+    lm += 'pip install ".[lm]" in a clone of jax_specdec'
+    ends = re.findall("^ended with (.*)", result.stdout, re.MULTILINE)
+    assert ends == ["0", "0", "0", "0", "2"]
+    assert f"jax-specdec {jax_specdec.__version__}\nended" in result.stdout
+    first, *_, last = result.stderr.splitlines()
+    assert first == f"jax-specdec generate: rich {lm}"
+    assert last == f"ImportError: safetensors {lm}"
 
 
 def test_the_requirements_are_what_the_package_imports() -> None:

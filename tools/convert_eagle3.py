@@ -1,6 +1,6 @@
 """Makes `model.safetensors` of the `pytorch_model.bin` of an EAGLE-3 head.
 
-    pip install --group torch
+    pip install safetensors torch
     python tools/convert_eagle3.py DIR
 
 `load_eagle3` reads safetensors only. A `pytorch_model.bin` is a pickle, which may hold code: torch
@@ -48,7 +48,7 @@ def main() -> None:
     try:
         names = convert(directory)
     except ImportError as error:
-        raise SystemExit(f"{error}; pip install --group torch") from error
+        raise SystemExit(f"{error}; pip install safetensors torch") from error
     print(f"{directory / WEIGHTS}: {', '.join(names)}", file=sys.stderr)
 
 

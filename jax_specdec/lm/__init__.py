@@ -1,12 +1,7 @@
 """What is built around the verifier: drafters, decoding loops, an engine, models, a server.
 
-The extra `lm` has what it needs beside JAX: `pip install ".[lm]"`.
+What reads models, tokenizers and templates needs the extra `lm`: `pip install ".[lm]"` in a clone.
 """
-
-from jax_specdec.lm.extras import extra
-
-with extra("lm"):
-    import safetensors as safetensors  # which reading models needs; what else does asks for it
 
 from jax_specdec.lm import models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate

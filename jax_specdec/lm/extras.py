@@ -15,8 +15,8 @@ def extra(name: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         library = str(error.name).partition(".")[0]
-        # Where the package is installed, pip takes no more from a registry than what is missing.
+        # No index has this package: its name there could become anybody's.
         raise ImportError(
             f"{library} is not installed: it comes with the extra {name}, "
-            f"pip install 'jax-specdec[{name}]'"
+            f'pip install ".[{name}]" in a clone of jax_specdec'
         ) from error

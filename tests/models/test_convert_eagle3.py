@@ -85,5 +85,5 @@ def test_files_that_are_missing_or_there_are_named(
 def test_without_torch_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setattr(sys, "argv", ["convert_eagle3.py", str(tmp_path)])
-    with pytest.raises(SystemExit, match="pip install --group torch"):
+    with pytest.raises(SystemExit, match="pip install safetensors torch"):
         convert_eagle3.main()

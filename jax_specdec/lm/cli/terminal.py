@@ -9,18 +9,19 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
-from rich.color import ColorSystem
-from rich.console import Console, RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.rule import Rule
-from rich.style import Style
+with contextlib.suppress(ModuleNotFoundError):  # what every installation shows has no style
+    from rich.color import ColorSystem
+    from rich.console import Console, RenderableType
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+    from rich.rule import Rule
+    from rich.style import Style
 
 _CONTROLS = (*range(9), *range(11, 32), *range(127, 160))
 _BIDIRECTIONAL = (0x61C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))

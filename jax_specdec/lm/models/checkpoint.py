@@ -8,9 +8,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors.numpy
 
 from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype
+from jax_specdec.lm.extras import extra
 from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json, read_config
 from jax_specdec.lm.models.files import is_there, path_of
 from jax_specdec.lm.models.layers import check_params
@@ -102,6 +102,7 @@ def load_huggingface(
       The model and its weights.
 
     Raises:
+      ImportError: the `safetensors` library is not installed.
       FileNotFoundError: a file is missing.
       OSError: something other than a file is in its place, or a file cannot be opened.
       ValueError: a file cannot be parsed, has a value out of range, asks for something that `Llama`
@@ -231,6 +232,8 @@ def stored_tensors(
 
 def write_files(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
     """Write `config.json` and the weights."""
+    with extra("lm"):
+        import safetensors.numpy
     directory.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config, indent=2) + "\n"
     (directory / CONFIG_FILE).write_text(text, encoding="utf-8")

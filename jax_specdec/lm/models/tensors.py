@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 
+from jax_specdec.lm.extras import extra
 from jax_specdec.lm.models.fields import quoted, reason, shown
 from jax_specdec.lm.models.files import existing, is_there, read_json
 from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
@@ -153,6 +153,8 @@ def _open(directory: Path, stack: contextlib.ExitStack) -> Tensors:
 
 
 def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
+    with extra("lm"):
+        import safetensors
     existing(path)
     try:
         return stack.enter_context(safetensors.safe_open(path, framework="np"))
