@@ -120,8 +120,8 @@ def scatter(
 def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
     place = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], ids
     if added is None:
-        return x.at[place].set(-jnp.inf, mode="drop", out_sharding=_place_of(x))
-    return x.at[place].add(added, mode="drop", out_sharding=_place_of(x))
+        return x.at[place].set(-jnp.inf, mode="drop", out_sharding=explicit_place(x))
+    return x.at[place].add(added, mode="drop", out_sharding=explicit_place(x))
 
 
 def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
@@ -142,7 +142,7 @@ def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None
     return lax.fori_loop(0, starts.shape[0], step, x)
 
 
-def _place_of(x: jax.Array) -> NamedSharding | None:
-    """The sharding of `x` on a mesh with explicit axes, which an update there has to name."""
+def explicit_place(x: jax.Array) -> NamedSharding | None:
+    """Returns the sharding of `x` on a mesh with explicit axes; None on any other."""
     place = jax.typeof(x).sharding
     return place if AxisType.Explicit in place.mesh.axis_types else None

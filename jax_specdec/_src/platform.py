@@ -155,9 +155,8 @@ def _derivative(
     """The derivative of the form of other platforms, which has plain operations."""
     del types
     form = functools.partial(_traced, call=call, platform="default")
-    tangents = [ad.instantiate_zeros(t) for t in tangents]
-    found = jax.jvp(lambda *flat: jax.tree.leaves(form(*flat)), primals, tangents)
-    return found
+    steps = tuple(ad.instantiate_zeros(t) for t in tangents)  # `jax.jvp` takes two tuples
+    return jax.jvp(lambda *flat: jax.tree.leaves(form(*flat)), tuple(primals), steps)
 
 
 batching.primitive_batchers[_primitive] = _batched

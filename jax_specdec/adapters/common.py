@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_specdec._src.arrays import Sizes, check_array, check_type, refuse, require
+from jax_specdec._src.blocks import explicit_place
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.noise import check_keys
@@ -109,12 +109,11 @@ def check_sharding(
       ValueError: a size that does not divide, or logits that are split while `sharding` is None.
     """
     if sharding is None:
-        place = jax.typeof(logits).sharding
-        explicit = isinstance(place, NamedSharding) and AxisType.Explicit in place.mesh.axis_types
-        is_split = explicit and any(axis is not None for axis in place.spec)
+        place = explicit_place(logits)
+        axes = None if place is None else place.spec
         must = f"be given where {logits_name} are split over explicit mesh axes"
-        hint = f"VerifySharding(mesh, vocab_axis=..., batch_axis=...) for {place.spec}"
-        require(not is_split, "sharding", must, None, hint)
+        hint = f"VerifySharding(mesh, vocab_axis=..., batch_axis=...) for {axes}"
+        require(not any(axes or ()), "sharding", must, None, hint)
         return
     check_type("sharding", sharding, VerifySharding, None)
     if sharding.mesh is None:

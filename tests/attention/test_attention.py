@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from lower_floor import attention_gpu as mosaic_gpu
 from lower_floor import attention_xla as xla
 from verify.interpret_mode import interpret_gpu_params
@@ -261,6 +263,16 @@ GOOD: dict[str, Any] = {
             ValueError,
             "keys must have B . Nkv heads, for B = 2 and N = 4",
         ),
+        (
+            {"keys": np.zeros((0, 8, 16), np.float32), "values": np.zeros((0, 16, 8), np.float32)},
+            ValueError,
+            "keys must have B . Nkv heads",
+        ),
+        (
+            {"keys": np.zeros((4, 8, 0), np.float32), "values": np.zeros((4, 0, 8), np.float32)},
+            ValueError,
+            "keys must have room for a position",
+        ),
         ({"visible": np.zeros((2, 2), np.uint32)}, ValueError, "visible must .*S"),
         ({"visible": np.zeros((3, 2), np.int32)}, TypeError, "visible must .*uint32"),
         (
@@ -299,11 +311,49 @@ def test_what_the_kernel_does_not_serve_is_said(dim: int, room: int, message: st
         sd.decode_attention(*arrays, values, start, implementation="mosaic_gpu")
 
 
-def test_no_request_reads_nothing() -> None:
+@pytest.mark.parametrize(
+    ("shape", "heads"), [((0, 2, 4, 8), 0), ((2, 2, 0, 8), 2), ((2, 0, 4, 8), 4), ((2, 2, 4, 0), 4)]
+)
+def test_what_is_empty_reads_nothing(shape: tuple[int, ...], heads: int) -> None:
     found = sd.decode_attention(
-        np.zeros((0, 2, 4, 8), np.float32),
-        np.zeros((0, 8, 16), np.float32),
-        np.zeros((0, 16, 8), np.float32),
-        np.zeros((0,), np.int32),
+        np.zeros(shape, np.float32),
+        np.zeros((heads, shape[3], 16), np.float32),
+        np.zeros((heads, 16, shape[3]), np.float32),
+        np.zeros((shape[0],), np.int32),
     )
-    assert found.shape == (0, 2, 4, 8)
+    assert found.shape == shape
+
+
+@pytest.mark.parametrize("is_split", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_its_derivatives_are_those_of_the_oracle(is_split: bool) -> None:
+    """In a direction, forward and reverse; over explicit mesh axes too. A large window is none."""
+    case = 4, 3, 2, 2, 8, 16, (3, 0, 7, 13), None, "chain", None
+    (query, keys, values, start, *_), _, _ = made(case, np.float32, poisoned=False)
+    given, weights = (query, keys, values), np.cos(np.arange(query.size)).reshape(query.shape)
+    steps = tuple(np.sin(np.arange(x.size, dtype=np.float32)).reshape(x.shape) for x in given)
+
+    def oracle(size: float) -> Any:
+        moved = [np.float64(x) + size * step for x, step in zip(given, steps, strict=True)]
+        return np.sum(weights * sd.testing.reference.decode_attention(*moved, start))
+
+    wanted = (oracle(1e-4) - oracle(-1e-4)) / 2e-4
+    if is_split:
+        mesh = jax.make_mesh(
+            (2, 2), ("b", "n"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4]
+        )
+        place = NamedSharding(mesh, P("b", None, "n")), NamedSharding(mesh, P(("b", "n")))
+        given = jax.device_put(given, (*place, place[1]))
+        steps = jax.device_put(steps, (*place, place[1]))
+
+    def loss(*arrays: Any) -> jax.Array:
+        return jnp.sum(
+            weights.astype(np.float32) * sd.decode_attention(*arrays, start, window=2**40)
+        )
+
+    both = jax.jit(lambda *x: (jax.grad(loss, (0, 1, 2))(*x), jax.jvp(loss, x, steps)[1]))
+    reverse, forward = both(*given)
+    dots = [
+        np.vdot(np.asarray(x), np.asarray(step)) for x, step in zip(reverse, steps, strict=True)
+    ]
+    assert abs(wanted) > 1 and all(dots)
+    np.testing.assert_allclose([sum(dots), forward], wanted, rtol=1e-4)

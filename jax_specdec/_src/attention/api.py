@@ -13,6 +13,7 @@ import numpy as np
 from jax_specdec._src.arrays import LOGITS, Sizes, check_array, check_choice, check_int, require
 from jax_specdec._src.attention import xla
 from jax_specdec._src.attention.arrays import AttentionArrays
+from jax_specdec._src.blocks import explicit_place
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec._src.verify.mosaic_gpu import support
@@ -62,6 +63,9 @@ def decode_attention(
     given shape of the call, a request's result is the same to the last bit whoever is beside it.
     A request whose `start` does not fit its cache gets undefined rows; the others are not affected.
 
+    It has derivatives, forward and reverse, unless a kernel is named. Over explicit mesh axes XLA
+    splits the call, and the result lies as `query` does; the kernel runs inside `jax.shard_map`.
+
     Args:
       query: ``[B, S, N, D]`` float32, bfloat16 or float16.
       keys: ``[B * Nkv, D, T]``, of the dtype of `query`.
@@ -86,7 +90,8 @@ def decode_attention(
 
     Raises:
       TypeError: an argument of another dtype.
-      ValueError: shapes that do not fit, `visible` for more than 64 rows, or a window below 1.
+      ValueError: shapes that do not fit, a cache without room, `visible` for more than 64 rows, or
+        a window below 1.
       NotImplementedError: "mosaic_gpu" was named and does not serve the call; the message says why.
 
     Example:
@@ -106,9 +111,12 @@ def decode_attention(
     check_array("start", start, "[B] int32", sizes)
     batch_size, num_rows, num_heads, heads = (sizes[letter] for letter in "BSNG")
     must = f"have B * Nkv heads, for B = {batch_size} and N = {num_heads} query heads"
-    fits = heads % batch_size == 0 if batch_size else heads == 0
-    fits = fits and (not heads or num_heads % (heads // batch_size) == 0)
+    is_empty = 0 in query.shape  # it reads nothing
+    fits = is_empty
+    if heads:
+        fits = batch_size > 0 and heads % batch_size == 0 and num_heads % (heads // batch_size) == 0
     require(fits, "keys", must, keys)
+    require(is_empty or sizes["T"], "keys", "have room for a position", keys)
     num_visible = MAX_VISIBLE
     if visible is not None:
         check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
@@ -116,12 +124,12 @@ def decode_attention(
         require(num_rows <= MAX_VISIBLE, "visible", must, visible)
         num_visible = _num_visible(visible, num_rows)
         visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
-    if window is not None:
-        check_int("window", window, 1)
+    if window is not None and check_int("window", window, 1) >= sizes["T"]:
+        window = None  # of all positions
     check_choice(
         "implementation", implementation, (None, *typing.get_args(AttentionImplementation))
     )
-    if not batch_size:
+    if is_empty:
         return jnp.zeros(query.shape, dtype)
     arrays = AttentionArrays(
         query=jnp.asarray(query),
@@ -136,7 +144,13 @@ def decode_attention(
         num_visible=num_visible,
         implementation=implementation,
     )
-    return _decode_attention(arrays, static)
+    place = explicit_place(arrays.query)
+    if place is None:
+        return _decode_attention(arrays, static)
+    if place.mesh.size > 1:  # no kernel is split by a partitioner
+        static = static._replace(implementation=implementation or "xla")
+    run = functools.partial(_decode_attention, static=static)
+    return jax.sharding.auto_axes(run, out_sharding=place)(arrays)
 
 
 def _num_visible(visible: jax.Array | np.ndarray, num_rows: int) -> int:
