@@ -23,10 +23,12 @@ from jax_specdec.lm.decoding.differences import _processed
 from jax_specdec.lm.decoding.generate import make_batch
 from jax_specdec.lm.decoding.options import NUMBERS, PENALTIES, RequestFields, options_per_request
 from jax_specdec.lm.decoding.packing import PACKING, BatchOptions
+from jax_specdec.lm.decoding.prompts import ChunkedPrefill
 from jax_specdec.lm.decoding.slots import put_cache
 from jax_specdec.lm.decoding.step_costs import ChunkCosts
 from jax_specdec.lm.drafting import draw as drafting_draw
 from jax_specdec.lm.drafting import tree as drafting_tree
+from jax_specdec.lm.drafting.suffix import Lookup
 from jax_specdec.lm.models import chat, protocol
 from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE
 from jax_specdec.lm.models.chat import read_chat_template

@@ -291,6 +291,36 @@ def _(right, history, token_ids):
 
 
 @fault(
+    "lookup takes the shortest of equal scores",
+    "lm.drafting.suffix:_lengths",
+    "drafting/test_suffix.py",
+)
+def _(right, drafter):
+    m, limits = right(drafter)
+    return m[::-1], limits[::-1]
+
+
+@fault(
+    "all levels of an EAGLE-3 tree turn as the first",
+    "lm.models.eagle3:Eagle3Head.apply",
+    "drafting/test_tree_eagle3.py",
+)
+def _(right, self, *args, tree=None, **named):
+    if tree is not None:
+        tree = tree._replace(depth=0 * tree.depth)
+    return right(self, *args, tree=tree, **named)
+
+
+@fault(
+    "a request that reads its prompt is thought to have begun",
+    "lm.drafting.context:DraftContext.runs",
+    "serving/test_combined.py",
+)
+def _(right, self):
+    return jnp.ones(self.lengths.shape, bool)
+
+
+@fault(
     "drafts by lookup are verified with the rows of the head",
     "lm.drafting.combined:FirstOf.propose",
     "serving/test_combined.py",
@@ -451,6 +481,45 @@ def _(right, owner, cache, prompts, length, read):
 )
 def _(right, self, values):
     return right(self, None if values is self.next_token_ids else values)
+
+
+@fault(
+    "a chunk ends beyond the longest prompt",
+    "lm.decoding.prompts:ChunkedPrefill.next_chunk",
+    "serving/test_prompts.py",
+)
+def _(right, self, *args):
+    return right(self, *args)._replace(start=self.num_read)
+
+
+@fault(
+    "a slot is one token short between two chunks",
+    "lm.decoding.engine:Engine.admit",
+    "drafting/test_eagle3.py",
+)
+def _(right, self, params, draft_params, state, requests):
+    state = right(self, params, draft_params, state, requests)
+    lengths = jnp.maximum(state.batch.lengths - state.batch.done, 1)
+    return dataclasses.replace(state, batch=dataclasses.replace(state.batch, lengths=lengths))
+
+
+@fault(
+    "a chunk before the last has features of a token that was not read",
+    "lm.decoding.engine:features_of_last",
+    "drafting/test_eagle3.py",
+)
+def _(right, features, lengths, start):
+    one, count = right(features, lengths, start)
+    return one, count if count is None else count | 1
+
+
+@fault(
+    "a tree estimator learns from the chains of a grammar",
+    "lm.decoding.core:DecodeState.are_chains",
+    "serving/test_tree.py",
+)
+def _(right, self):
+    return right(self) & False
 
 
 @fault(

@@ -44,10 +44,13 @@ class Loop:
         """Empty slots."""
         return self.engine.init_state(self.params, PARAMS)
 
-    def read(self, state: lm.DecodeState, slot: int, text: list[int]) -> lm.DecodeState:
+    def read(
+        self, state: lm.DecodeState, slot: int, text: list[int], *, drafts_between: bool = False
+    ) -> lm.DecodeState:
         """A request comes into a slot; its text is read whole, or in chunks as a driver does.
 
         It is one that had left, by one token at least: an engine drops a new one's first drafts.
+        Between two chunks the drafter may draft, as in a step for other requests.
         """
         prompt = np.append(self.engine.pad_prompt(text), np.int32(0))
         options = lm.RequestOptions(max_new_tokens=len(PROMPTS[slot]) + BUDGET)
@@ -62,6 +65,8 @@ class Loop:
                 start=np.array([start]),
                 next_token_ids=prompt[None, start + CHUNK],
             )
+            if drafts_between and start:
+                state = dataclasses.replace(state, draft_cache=self.draft(state).draft_cache)
             state = self.admit(state, requests)
         return state
 
@@ -130,6 +135,17 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
             length = int(state.batch.lengths[2])
             state = loop.read(state, 2, np.asarray(state.batch.token_ids)[2, :length].tolist())
     assert (compared > 0).all() and compared.sum() > 12
+
+
+def check_between_chunks(loop: Loop) -> None:
+    """A step between two chunks of a prompt changes nothing of what its request drafts."""
+    states = [
+        loop.draft(loop.read(loop.start(), 3, PROMPTS[3], drafts_between=between))
+        for between in (False, True)
+    ]
+    alone, beside = (np.asarray(state.store.logits)[3::SLOTS] for state in states)
+    assert (np.asarray(states[0].draft_token_ids)[3] >= 0).all()
+    np.testing.assert_array_equal(beside, alone)
 
 
 def check_next_request(loop: Loop) -> None:

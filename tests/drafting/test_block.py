@@ -70,6 +70,7 @@ def test_drafts_are_those_of_one_pass_over_the_text() -> None:
 @pytest.mark.long
 def test_nothing_reaches_the_next_request_of_a_slot() -> None:
     loops.check_next_request(LOOP)
+    loops.check_between_chunks(LOOP)
 
 
 def test_the_cache_has_room_for_a_block_after_the_last_token() -> None:

@@ -30,7 +30,7 @@ PARAMS = random_weights(MODEL, 0)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "drafter"))
-def propose(token_ids, lengths, cache, keys, *, config, drafter=DRAFTER):
+def propose(token_ids, lengths, cache, keys, active, *, config, drafter=DRAFTER):
     return drafter.propose(
         PARAMS,
         lm.DraftContext(
@@ -39,6 +39,7 @@ def propose(token_ids, lengths, cache, keys, *, config, drafter=DRAFTER):
             sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES)),
             keys=keys,
             config=config,
+            active=active,
         ),
         cache,
         drafter.init_store(PARAMS, token_ids.shape[0], config),
@@ -71,14 +72,15 @@ def in_order(rows):
     return np.moveaxis(np.asarray(rows).reshape(K, -1, *rows.shape[1:]), 0, 1)
 
 
-def drafts(sequences, cache=None, method="probabilistic", drafter=DRAFTER):
+def drafts(sequences, cache=None, method="probabilistic", drafter=DRAFTER, active=True):
     """Drafts ``[B, K]``, the fresh logits at their positions ``[B, K, V]``, proposal, cache."""
     token_ids, lengths = buffers(sequences)
     if cache is None:
         cache = prefill(token_ids[:, :32])
     config = sd.SpecDecodeConfig(num_speculative_tokens=K, draft_sample_method=method)
     keys = jax.random.split(jax.random.key(3), len(sequences))
-    proposal, cache = propose(token_ids, lengths, cache, keys, config=config, drafter=drafter)
+    given = token_ids, lengths, cache, keys, np.full(len(sequences), active)
+    proposal, cache = propose(*given, config=config, drafter=drafter)
     ids = np.asarray(proposal.token_ids)
     assert ids.shape == (len(sequences), K) and ids.dtype == np.int32
     extended, _ = buffers([[*s, *row] for s, row in zip(sequences, ids.tolist(), strict=True)])
@@ -153,6 +155,14 @@ def test_the_cache_serves_after_any_number_of_accepted_drafts(sampled):
         ]
         ids, fresh, proposal, cache = drafts(sequences, cache)
         np.testing.assert_allclose(in_order(proposal.store.logits), fresh, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_nothing_that_was_read_is_written_again_of_a_request_that_does_not_run(active):
+    marked = jax.tree.map(lambda x: jnp.full_like(x, 7), MODEL.init_cache(len(PROMPTS), SIZE))
+    ((_, values),) = drafts(PROMPTS, marked, active=active)[3]
+    kept = [(np.asarray(values[b, : len(p) - 1]) == 7).all() for b, p in enumerate(PROMPTS)]
+    assert kept == [active is False or len(p) == 1 for p in PROMPTS]
 
 
 def test_a_row_is_masked_unless_no_allowed_token_is_known() -> None:

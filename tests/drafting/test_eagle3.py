@@ -70,6 +70,10 @@ def test_nothing_reaches_the_next_request_of_a_slot() -> None:
     loops.check_next_request(LOOP)
 
 
+def test_a_step_between_two_chunks_leaves_no_trace() -> None:
+    loops.check_between_chunks(LOOP)
+
+
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """A model that returns a plain pair, as one's own may."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from upper_floor import Lookup
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -157,6 +158,27 @@ def test_requests_are_along_the_axis_of_the_heads_cache() -> None:
     assert {x.shape[:2] for x in jax.tree.leaves(drafter.init_cache(5, 8)[1])} == {(1, 5)}
     distances, ids = laws(drafter, [COPIES])
     assert max(distances) < 1e-6 and (ids[0] == [2, 0]).all()
+
+
+def test_of_a_request_that_does_not_run_nothing_is_known() -> None:
+    """Between two chunks of a prompt, whose next tokens are no accepted drafts."""
+    _, memory = lm.FirstOf(LOOKUP, Forced()).init_cache(2, 16)
+    two = jnp.full((2, K), 0.5)
+    found = Lookup(jnp.zeros((2, K), jnp.int32), two, two[:, 0])
+    for length in (5, 8):
+        context = lm.DraftContext(
+            token_ids=jnp.zeros((2, 16), jnp.int32),
+            lengths=jnp.full((2,), length, jnp.int32),
+            sampling=sd.SamplingParams(jnp.zeros(2)),
+            keys=jax.random.split(jax.random.key(0), 2),
+            config=sd.SpecDecodeConfig(num_speculative_tokens=K),
+            active=jnp.array([True, False]),
+        )
+        drafts = found.token_ids, jnp.array([False, False])
+        memory = memory.after(context).with_drafts(context, found, *drafts)
+    assert memory.length.tolist() == [8, 0]
+    assert memory.lookup[0].all() and memory.head[0].all()
+    assert not any(x[1].any() for x in jax.tree.leaves(memory))
 
 
 @pytest.mark.parametrize("fault", ["rows that stay valid", "a look at the drafts"])

@@ -378,6 +378,16 @@ def test_forced_tokens_are_accepted_up_to_the_depth_of_trees() -> None:
 
 
 @pytest.mark.long
+def test_chains_of_a_grammar_teach_nothing_of_the_ranks_of_trees() -> None:
+    driver = engines.driver_of(WITH_GRAMMARS, engines.TABLES[0], Plans.random(5).params)
+    driver.submit(PROMPTS[0], max_new_tokens=9, matcher=Cycle())
+    (found,) = engines.run(driver).values()
+    driver.close()
+    assert sum(x.num_proposed for x in found.updates) > 0
+    assert not driver.state.estimator.offered.any()
+
+
+@pytest.mark.long
 def test_a_verification_alone_is_a_plain_step_or_one_of_chains() -> None:
     """Drafts of the caller's own, without parents, follow one another."""
     driver = engines.driver_of(ENGINE, engines.TABLES[0], peeking().params)
@@ -406,6 +416,7 @@ def test_first_paths() -> None:
         [*ids[2]],
     ]
     assert state.draft_parents.tolist() == [[0, 1, 2, 3, 4, 5]] * 2 + [[*parents[2]]]
+    assert state.are_chains.tolist() == [True, True, False]
 
 
 # Caches and features of a real model

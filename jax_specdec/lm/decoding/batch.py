@@ -80,6 +80,7 @@ class Batch:
             config=config,
             changes_rows=None if changes_rows is None else jnp.any(changes_rows & ~self.done),
             processors=options.processors,
+            active=~self.done,
         )
 
 

@@ -103,6 +103,12 @@ class DecodeState:
         store = None if self.store is None else self.store.evict(requests)
         return dataclasses.replace(self, draft_token_ids=ids, store=store)
 
+    @property
+    def are_chains(self) -> jax.Array:
+        """``[B]`` bool, whether each draft follows the one before it; for drafts with parents."""
+        nodes = jnp.arange(self.draft_token_ids.shape[1], dtype=jnp.int32)
+        return jnp.all(self.draft_parents == nodes[None, :], axis=1)
+
     def with_chains(self, requests: jax.Array) -> DecodeState:
         """The state in which the trees of some requests, ``[B]`` bool, are chains of drafts.
 
@@ -217,7 +223,8 @@ class Decoder:
         store = None
         if self.drafter is not None:
             store = self.drafter.init_store(draft_params, size, self.config)
-        features, num_features = self.first_features(caches.features, batch.lengths)
+        num_features = jnp.minimum(batch.lengths - 1, 1)
+        features, num_features = self.first_features(caches.features, num_features)
         return DecodeState(
             batch=batch,
             target_cache=caches.target,
@@ -244,8 +251,8 @@ class Decoder:
         if self.drafter is not None:
             given = {} if features is None else dict(features=features, next_token_ids=zeros)
             draft = self.drafter.prefill(draft_params, prompts, empty.draft, **given)
-            features = features_of_last(features, batch.lengths, zeros)
-            caches = Caches(target, draft, features)
+            last, _ = features_of_last(features, batch.lengths, zeros)
+            caches = Caches(target, draft, last)
         return self.state_of(draft_params, batch, caches)
 
     def read_prompts(
@@ -298,13 +305,12 @@ class Decoder:
         return dataclasses.replace(state, draft_cache=draft_cache)
 
     def first_features(
-        self, features: jax.Array | None, lengths: jax.Array
+        self, features: jax.Array | None, num_features: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """`DecodeState.features` and `num_features` of R prompts, from `features_of_last`."""
         if features is None:
             return None, None
-        features = jnp.pad(features, ((0, 0), (0, self.most_accepted), (0, 0)))
-        return features, jnp.minimum(lengths - 1, 1)
+        return jnp.pad(features, ((0, 0), (0, self.most_accepted), (0, 0))), num_features
 
     def step(
         self, params: Any, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
@@ -547,8 +553,11 @@ def _run_as_wide_as_needed(
 
 def features_of_last(
     features: jax.Array | None, lengths: jax.Array, start: jax.Array
-) -> jax.Array | None:
-    """``[R, 1, A*H]``, of the last token but one of R prompts; zeros if it is not among these.
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the features of the last token but one of R prompts, and how many there are.
+
+    ``[R, 1, A*H]`` and ``[R]`` int32: 1, or 0 and zeros where the token is not among these, as it
+    is not before the last chunk of a prompt. A drafter must not put zeros into its cache.
 
     Args:
       features: ``[R, P, A*H]``, from position `start` on.
@@ -556,11 +565,12 @@ def features_of_last(
       start: ``[R]`` int32.
     """
     if features is None:
-        return None
-    row = (lengths - 2 - start)[:, None, None]
+        return None, None
+    row = lengths - 2 - start
     is_here = (row >= 0) & (row < features.shape[1])
-    one = jnp.take_along_axis(features, jnp.maximum(row, 0), axis=1, mode="clip")
-    return jnp.where(is_here, one, 0)
+    place = jnp.maximum(row, 0)[:, None, None]
+    one = jnp.take_along_axis(features, place, axis=1, mode="clip")
+    return jnp.where(is_here[:, None, None], one, 0), is_here.astype(jnp.int32)
 
 
 def _kept_features(

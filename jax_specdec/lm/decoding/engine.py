@@ -430,8 +430,8 @@ class Engine:
     ) -> DecodeState:
         """R requests, whose tokens the target has read, in their slots.
 
-        Until a prompt is read to its end, its slot does not run, and is as long as what was read
-        and one token more. So what steps write there comes after that.
+        Until a prompt is read to its end, its slot does not run, is as long as what was read and
+        one token more, and has no features. So what steps write there comes after what was read.
         """
         self._check_draft_cache(state)
         rows = requests.rows
@@ -460,7 +460,7 @@ class Engine:
         batch, features, num_features = jax.tree.map(
             lambda all_, some: all_.at[rows.slots].set(some),
             (state.batch, state.features, state.num_features),
-            (new, *self.decoder.first_features(last, lengths)),
+            (new, *self.decoder.first_features(*last)),
         )
         slots = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
         return dataclasses.replace(

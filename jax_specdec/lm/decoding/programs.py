@@ -200,8 +200,7 @@ def verify(
     state = dataclasses.replace(state, draft_token_ids=token_ids)
     if state.draft_parents is not None:
         # `with_chains` has changed the ranks of drafts: an estimator does not learn from those.
-        nodes = jnp.arange(state.draft_parents.shape[1], dtype=jnp.int32)
-        is_forced |= jnp.all(state.draft_parents == nodes[None, :], axis=1)
+        is_forced |= state.are_chains
     return _with_result(*engine.verify(params, state, token_bitmask, is_forced))
 
 

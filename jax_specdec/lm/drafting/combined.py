@@ -53,9 +53,16 @@ class _Memory(NamedTuple):
     @classmethod
     def create(cls, batch_size: int) -> _Memory:
         """Returns the memory of requests that have had no drafts."""
-        zero = jnp.zeros((batch_size,), jnp.int32)
-        pair = jnp.zeros((batch_size, 2), jnp.float32)
-        return cls(zero, pair.astype(jnp.int32), pair, zero, zero > 0, pair, pair)
+        # Each field has an array of its own: a state that holds one twice cannot be donated.
+        return cls(
+            length=jnp.zeros((batch_size,), jnp.int32),
+            first=jnp.zeros((batch_size, 2), jnp.int32),
+            expected=jnp.zeros((batch_size, 2), jnp.float32),
+            num_drafts=jnp.zeros((batch_size,), jnp.int32),
+            is_lookup=jnp.zeros((batch_size,), bool),
+            lookup=jnp.zeros((batch_size, 2), jnp.float32),
+            head=jnp.zeros((batch_size, 2), jnp.float32),
+        )
 
     def after(self, context: DraftContext) -> _Memory:
         """Returns the memory with what became of the last drafts, as far as the text shows.
@@ -111,13 +118,20 @@ class _Memory(NamedTuple):
     def with_drafts(
         self, context: DraftContext, found: Lookup, drafts: jax.Array, is_lookup: jax.Array
     ) -> _Memory:
-        """Returns the memory with this step's drafts of the lookup and of the head."""
-        return self._replace(
+        """Returns the memory with this step's drafts of the lookup and of the head.
+
+        That of a request that does not run stays: its next tokens may be those of its prompt.
+        """
+        new = self._replace(
             length=context.lengths,
             first=jnp.stack([found.token_ids[:, 0], drafts[:, 0]], axis=1),
             expected=jnp.stack([found.probabilities[:, 0], found.scores], axis=1),
             num_drafts=jnp.cumprod((drafts >= 0).astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32),
             is_lookup=is_lookup,
+        )
+        runs = context.runs[:, None]
+        return jax.tree.map(
+            lambda x, y: jnp.where(runs if x.ndim > 1 else runs[:, 0], x, y), new, self
         )
 
 

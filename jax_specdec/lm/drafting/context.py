@@ -22,6 +22,7 @@ from jax_specdec._src.types import Drafts
     keys="[B]",
     processors=(LogitsProcessors,),
     changes_rows="[] bool",
+    active="[B] bool",
     features="[B, S, A*H]",
     num_features="[B] int32",
 )
@@ -40,12 +41,16 @@ class DraftContext:
       config: static settings.
       processors: the logits processors, up to date with the sequences, or None.
       changes_rows: ``[]`` bool, whether any request uses `processors`; None for yes.
+      active: ``[B]`` bool, the requests that run; None for all. What is proposed for the others is
+        dropped, and one of them may have a part of its prompt still to be read: what is known of
+        it, in the cache before its newest token too, must stay as it is.
       features: ``[B, S, A*H]``, what the target computed for the tokens that it ran last, at the
         layers that the drafter's `feature_layers` names; None if it names none.
       num_features: ``[B]`` int32 in [0, S], how many rows of `features` belong to tokens of the
         sequence; the others were for drafts that were rejected. Row s is at position ``lengths[b] -
         1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
-        After a `prefill` there is one row, of those that it got (none for a prompt of one token).
+        After a `prefill` there is one row, of those that it got (none for a prompt of one token,
+        or one that is not read to its end).
 
     Example: see `NGramDrafter`.
     """
@@ -57,8 +62,14 @@ class DraftContext:
     config: SpecDecodeConfig = dataclasses.field(metadata=dict(static=True))
     processors: LogitsProcessors | None = None
     changes_rows: jax.Array | None = None
+    active: jax.Array | None = None
     features: jax.Array | None = None
     num_features: jax.Array | None = None
+
+    @property
+    def runs(self) -> jax.Array:
+        """``[B]`` bool, `active`; all, where it is None."""
+        return jnp.ones(self.lengths.shape, bool) if self.active is None else self.active
 
     def append(self, token_ids: jax.Array) -> DraftContext:
         """The context after one more token of each request, such as a draft.

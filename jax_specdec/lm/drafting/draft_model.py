@@ -160,7 +160,8 @@ class ModelDrafter:
             return read
 
         # After a fully accepted step, the model has not read the last draft: it reads two tokens.
-        start = jnp.maximum(lengths - 2, 0)
+        # Of a request that does not run, what was read stays as it is.
+        start = jnp.where(context.runs, jnp.maximum(lengths - 2, 0), lengths - 1)
         place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
         recent = jnp.take_along_axis(context.token_ids, place, axis=1)
         logits, cache, _ = apply_model(self.model, params, recent, start, cache)

@@ -150,7 +150,8 @@ class Drafter(Protocol):
           cache: from `init_cache`, or from the call for the chunk before.
           start: ``[B]`` int32, position of the first token. An `Engine` gives it, because it reads
             prompts in chunks, which may overlap. Between two chunks `propose` may be called for the
-            request, with a length of what was read and one token more. A drafter without this
+            request, with a length of what was read and one token more, no features, and false in
+            `DraftContext.active`: what was read must stay. A drafter without this
             argument works with engines that read prompts whole, because their `prefill_sizes` reach
             `max_length`.
         """
