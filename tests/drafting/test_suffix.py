@@ -136,11 +136,21 @@ def texts(count: int, longest: int = SIZE) -> Any:
     return st.lists(st.one_of(plain, repeated), min_size=count, max_size=count)
 
 
+LONG_DRAFTS = lm.SuffixDrafter(max_match=12, spec_factor=2.5, **EXACT)
+
+
+def test_of_equal_scores_that_of_the_longest_match_is_taken() -> None:
+    """After 3 1 2 once 1 1 2 0, after 1 2 also twice 0 0 0 0: one half each, four times."""
+    text = [3, 1, 2, 1, *[1, 2, 0, 0, 0, 0] * 2, 3, 1, 2]
+    drafts = drafts_of(LONG_DRAFTS, [text] * 3)
+    assert drafts == [([1, 1, 2, 0], [0.5] * 4)] * 3
+
+
 @pytest.mark.parametrize(
     "drafter",
     [
         lm.SuffixDrafter(max_match=8, **EXACT),
-        lm.SuffixDrafter(max_match=12, spec_factor=2.5, **EXACT),
+        LONG_DRAFTS,
         lm.SuffixDrafter(**(EXACT | dict(max_occurrences=3, spec_factor=0.5))),
         lm.SuffixDrafter(max_match=5, **(EXACT | dict(min_match=3))),
     ],

@@ -11,18 +11,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import reference_eagle3 as reference
-from models.weights import random_ids
+from models.weights import random_ids, random_weights
 
 import jax_specdec as sd
 from jax_specdec import lm
 
 from .loops import LONGEST, PARAMS, TARGET, VOCAB
-from .test_eagle3 import HEAD, HEAD_PARAMS, IDS, LAYERS
+from .test_eagle3 import HEAD, IDS, LAYERS
+from .test_eagle3 import HEAD_PARAMS as WEAK_PARAMS
 
 pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 DEPTH, NODES, BATCH = 4, 20, 4
 WIDTH = 8  # nodes of a level that are run
+# Fourfold, or it hardly matters which positions a row looks at.
+HEAD_PARAMS = WEAK_PARAMS | {"layer": random_weights(HEAD, 1, 4.0)["layer"]}
 TREES = lm.Eagle3Drafter(HEAD, tree_depth=DEPTH)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=NODES, rejection_sample_method="agreement")
 TEXTS = random_ids((BATCH, LONGEST), VOCAB)

@@ -16,7 +16,7 @@ from filled import zeros
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import engines, tiny
+from . import engines, test_block, test_eagle3, tiny
 
 B, K, V = 2, engines.K, engines.VOCAB
 GOOD = np.zeros((B, K), np.int32)
@@ -143,3 +143,46 @@ def test_an_engine_names_it_too():
 @pytest.mark.newest
 def test_what_keeps_the_contract_is_taken():
     assert [len(tokens) for tokens in generate(Returning(ids(GOOD))).completions] == [2, 2]
+
+
+# Donation
+
+MODEL = lm.ModelDrafter(engines.llama(8))
+LISTED = lm.ModelDrafter(engines.llama(8), ids=[5, 3, 1, 0, 2, 4])
+SUFFIX = lm.SuffixDrafter(history=9)
+EAGLE3, BLOCK = test_eagle3.ENGINE, test_block.ENGINE
+AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("drafter", "params_of"),
+    [
+        (lm.NGramDrafter(), lambda: None),
+        (SUFFIX, SUFFIX.init_params),
+        (MODEL, lambda: engines.weights_of(engines.LLAMA)[1]),
+        (LISTED, lambda: engines.weights_of(engines.LLAMA)[1]),
+        (EAGLE3.drafter, lambda: test_eagle3.weights_of(EAGLE3)[1]),
+        (BLOCK.drafter, lambda: test_block.weights_of(BLOCK)[1]),
+        (lm.FirstOf(SUFFIX, EAGLE3.drafter), lambda: pair(test_eagle3.weights_of(EAGLE3)[1])),
+        (lm.FirstOf(SUFFIX, MODEL), lambda: pair(engines.weights_of(engines.LLAMA)[1])),
+        (
+            dataclasses.replace(EAGLE3.drafter, tree_depth=2),
+            lambda: test_eagle3.weights_of(EAGLE3)[1],
+        ),
+    ],
+)
+def test_a_new_state_can_be_donated_whole_and_leaves_the_weights(drafter, params_of):
+    """No two of its arrays are one buffer, and none is one of the weights."""
+    is_tree = getattr(drafter, "tree_depth", 0) > 0
+    config = AGREEMENT if is_tree or drafter == SUFFIX else engines.CONFIG
+    engine = dataclasses.replace(engines.LLAMA, drafter=drafter, config=config, draft_budget=(0, 2))
+    weights = params_of(), engines.weights_of(engines.LLAMA)[0]
+    state = engine.init_state(*weights)
+    jax.block_until_ready(jax.jit(lambda x: x, donate_argnums=0)(state))
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(weights))
+
+
+def pair(params: Any) -> tuple[Any, Any]:
+    return SUFFIX.init_params(), params

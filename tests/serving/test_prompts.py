@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from upper_floor import ChunkCosts, programs
+from upper_floor import ChunkCosts, ChunkedPrefill, programs
 
 from jax_specdec import lm
 
@@ -155,6 +156,18 @@ def test_a_step_reads_no_prompt_where_nobody_would_run(calls):
 def test_whether_steps_read_prompts_is_a_bool():
     with pytest.raises(TypeError, match="^prompts_in_steps must be a bool, but it is 1"):
         lm.EngineDriver(PIECES, *TABLES, prompts_in_steps=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("most", [7, 11])
+def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) -> None:
+    for length in range(12, LONGEST + 1):
+        rest: ChunkedPrefill | None = ChunkedPrefill(0, SimpleNamespace(length=length))
+        end = 0
+        while rest is not None:
+            chunk = rest.next_chunk(PIECES, most, 7)
+            assert chunk.start <= end < chunk.start + chunk.size <= LONGEST
+            end, rest = chunk.start + chunk.size, chunk.rest
+        assert end >= length - 1
 
 
 # Whose turn it is
