@@ -223,8 +223,8 @@ class Decoder:
         store = None
         if self.drafter is not None:
             store = self.drafter.init_store(draft_params, size, self.config)
-        num_features = jnp.minimum(batch.lengths - 1, 1)
-        features, num_features = self.first_features(caches.features, num_features)
+        was_read = jnp.minimum(batch.lengths - 1, 1)
+        features, num_features = self.first_features(caches.features, was_read)
         return DecodeState(
             batch=batch,
             target_cache=caches.target,
