@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import fractions
-import functools
 import json
 import math
 import pickle
@@ -207,7 +206,7 @@ def test_configs_built_from_equal_values_are_equal_and_hash_alike() -> None:
 def test_equal_configs_share_one_compilation() -> None:
     traced = []
 
-    @functools.partial(jax.jit, static_argnames="config")
+    @jax.jit
     def scaled(x: jax.Array, config: SpecDecodeConfig) -> jax.Array:
         traced.append(config)
         return x * config.num_speculative_tokens

@@ -178,6 +178,10 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "but it is [4, 4]": lambda: rejection_sample(
             zeros((B * 5, V)), dense(ids=zeros((B, 4), jnp.int32))
         ),
+        "drafts.cu_num_draft_tokens must have [B+1] = [3] entries, the first of them 0, but it is "
+        "an array [2] of int32: vLLM's offsets have no leading 0: put one before them": (
+            lambda: rejection_sample(drafts=sd.Drafts(DENSE.token_ids, jnp.array([3, 6])))
+        ),
         "num_draft_tokens[1] must be in [0, K] = [0, 3], but it is 7": lambda: dense([2, 7]),
         "token_ids must be an array [N], but it is an array [2, 2] of int32: from_dense takes "
         "[B, K]": lambda: flat([[1, 2], [3, 4]], [2, 2]),

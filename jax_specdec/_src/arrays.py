@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -63,6 +64,20 @@ def pytree(**fields: Declared) -> Callable[[_Class], _Class]:
         return cls
 
     return register
+
+
+def static_pytree(cls: _Class) -> _Class:
+    """Registers a frozen dataclass of plain values as a pytree without arrays, also for export.
+
+    `jax.jit` takes such an argument without ``static_argnames``.
+    """
+    export.register_pytree_node_serialization(
+        jax.tree_util.register_static(cls),
+        serialized_name=f"jax_specdec.{cls.__name__}",
+        serialize_auxdata=lambda one: json.dumps(dataclasses.asdict(one)).encode(),
+        deserialize_auxdata=lambda data: cls(**json.loads(data)),
+    )
+    return cls
 
 
 def refuse(

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, get_args
 
 import numpy as np
 
-from jax_specdec._src.arrays import Range, check_choice, check_int, check_type, refuse, require
+from jax_specdec._src.arrays import (
+    Range,
+    check_choice,
+    check_int,
+    check_type,
+    refuse,
+    require,
+    static_pytree,
+)
 
 RejectionSampleMethod = Literal["standard", "block", "agreement", "synthetic"]
 DraftSampleMethod = Literal["greedy", "probabilistic"]
@@ -34,12 +42,14 @@ _RETIRED_CHOICES = {
 }
 
 
+@static_pytree
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpecDecodeConfig:
     """What to draft and how to verify it: everything static about speculative decoding.
 
-    Immutable and hashable, so it serves as a static argument of ``jax.jit``. Everything is
-    checked when it is built. Rates may be given as a list or a NumPy array; they are stored as a
+    A pytree without arrays: ``jax.jit`` takes it as an argument, and compiles a program for each
+    config. It is immutable and hashable, so it may be a static argument too. Everything is checked
+    when it is built. Rates may be given as a list or a NumPy array; they are stored as a
     tuple.
 
     Attributes:

@@ -20,6 +20,7 @@ from jax_specdec._src.arrays import (
     check_type,
     pytree,
     require,
+    static_pytree,
 )
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.platform import Platform, traced_for_platform
@@ -39,6 +40,7 @@ from jax_specdec._src.verify.statistics import Partials
 Distribution = Literal["raw", "processed"]
 
 
+@static_pytree
 @dataclasses.dataclass(frozen=True)
 class LogprobsConfig:
     """Which log-probabilities to compute besides those of the emitted tokens. Static.

@@ -119,12 +119,18 @@ def check_keys(name: str, keys: Any, sizes: Sizes | None = None) -> None:
         hint = f"pass jax.random.wrap_key_data({name})" if is_raw else None
         must = "be typed, as jax.random.key and jax.random.split give"
         refuse(TypeError, name, must, keys, hint)
-    size = jax.eval_shape(jax.random.key_data, keys).shape[keys.ndim :]
+    size = _words_shape(keys.dtype)
     if size not in ((2,), (4,)):
         must = "be of two or four words, as those of threefry2x32 and rbg are"
         refuse(TypeError, name, must, keys, f"words have shape {list(size)}")
     if sizes is not None:
         check_array(name, keys, "[B]", sizes, "jax.random.split gives one per request")
+
+
+@functools.cache
+def _words_shape(dtype: Any) -> tuple[int, ...]:
+    """Returns the shape of a key's words, which takes JAX a millisecond to find out."""
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).shape
 
 
 def threefry_keys(keys: jax.Array) -> jax.Array:

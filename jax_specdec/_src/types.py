@@ -191,7 +191,8 @@ class Drafts:
     Attributes:
       token_ids: ``[N]`` int32, one request after another; ids past the last offset are padding.
         An id outside ``[0, V)`` means that no token was proposed there: verification of that
-        request ends, and its token is sampled from the target, as a bonus token would be.
+        request ends, and its token is sampled from the target, as a bonus token would be. Write -1
+        for it: outside of `jax.jit`, where `rejection_sample` sees the ids, it refuses others.
       cu_num_draft_tokens: ``[B+1]`` int32, exclusive cumulative offsets with a leading 0.
       distribution: what the drafts were drawn from; None for drafts without probabilities
         (n-gram lookup, a greedy drafter), which are verified one-hot.

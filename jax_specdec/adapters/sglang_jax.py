@@ -101,7 +101,8 @@ def verify_chains(
 
     Returns:
       `ChainVerification`. A request whose numbers make no sense (a negative length or temperature,
-      top-k below 0, top-p outside (0, 1]) emits nothing, and its status says BAD_INPUT.
+      top-k below 0, top-p outside (0, 1]) emits nothing, and its status says BAD_INPUT. Outside of
+      `jax.jit` the call raises instead.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.

@@ -99,7 +99,8 @@ def verify_flat(
     Returns:
       `FlatVerification`. A request whose numbers make no sense (a length that is negative or above
       K, rows past L, drafts past N, a temperature below 0 but -1, top-k below -1, top-p outside
-      (0, 1]) emits nothing, and its status says BAD_INPUT; its neighbours are untouched.
+      (0, 1]) emits nothing, and its status says BAD_INPUT; its neighbours are untouched. Outside of
+      `jax.jit` the call raises instead.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.

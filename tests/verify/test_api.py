@@ -57,17 +57,17 @@ def test_export_survives_serialization(platform):
     leaves, structure = jax.tree.flatten((args, named, noise))
 
     @jax.jit
-    def flat(*leaves):
+    def flat(config, *leaves):
         args, named, noise = jax.tree.unflatten(structure, leaves)
-        output = sd.rejection_sample(*args, **named, **noise, config=CONFIG)
+        output = sd.rejection_sample(*args, **named, **noise, config=config)
         return output.token_ids, output.num_accepted, output.num_emitted, output.status
 
-    exported = jax.export.export(flat, platforms=[platform])(*leaves)
+    exported = jax.export.export(flat, platforms=[platform])(CONFIG, *leaves)
     loaded = jax.export.deserialize(exported.serialize())
     assert loaded.platforms == (platform,)
     if platform == jax.default_backend():
         want = keyed(*args, **named, **noise)
-        chex.assert_trees_all_equal(sd.RejectionSampleOutput(*loaded.call(*leaves)), want)
+        chex.assert_trees_all_equal(sd.RejectionSampleOutput(*loaded.call(CONFIG, *leaves)), want)
 
 
 def test_calls_of_one_shape_and_equal_configs_compile_once():

@@ -285,9 +285,13 @@ VALUES: list[tuple[str, Changes, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "named"), VALUES)
-def test_validate_names_the_value_that_is_wrong(kind, changes, named):
-    with pytest.raises(ValueError, match=f"^{re.escape(named)} must"):
-        validate(arguments(kind, changes))
+def test_the_value_that_is_wrong_is_named(kind, changes, named):
+    """By `validate`, and by a call outside jit unless it is one that a model computes."""
+    probs = changes.get(f"{DISTRIBUTION}.probs", 0.0)
+    is_computed = "max" in named or "threshold" in named or "normalizer" in named
+    for call in [validate] if is_computed or np.isnan(probs).any() else [validate, with_keys]:
+        with pytest.raises(ValueError, match=f"^{re.escape(named)} must"):
+            call(arguments(kind, changes))
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ KEYS = jax.random.wrap_key_data(
     np.random.default_rng(2).integers(2**32, size=(len(GROUP), 2), dtype=np.uint32),
     impl="threefry2x32",
 )
-decode = jax.jit(sd.rejection_sample, static_argnames="config")
+decode = jax.jit(sd.rejection_sample)
 
 
 def p_values(

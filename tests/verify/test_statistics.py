@@ -55,7 +55,7 @@ BLOCK_KINDS = ("normalized", "lookup", "map")
 NUM_TESTS = (len(KINDS) + len(BLOCK_KINDS) + 1) * len(TEMPERATURES) * LENGTH + 1
 ALPHA = 0.01 / NUM_TESTS  # one failure in a hundred suites, had the keys not been fixed
 
-verify = jax.jit(sd.rejection_sample, static_argnames="config")
+verify = jax.jit(sd.rejection_sample)
 explicit = jitted(functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla"))
 
 

@@ -32,6 +32,7 @@ from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rules import rule_of
 from jax_specdec._src.verify.sharding import VerifySharding, gathered_if_small, over_parts
+from jax_specdec._src.verify.values import check_known
 
 BACKENDS: dict[str, Backend] = {
     "mosaic_gpu": MosaicGpu(),
@@ -72,9 +73,16 @@ def rejection_sample(
     accepted iff it equals it, so the tokens do not depend on what is drafted (XLA only). Or it may
     ask for synthetic acceptance. Requests are independent: none changes another's tokens.
 
-    Works under `jit`, `lax.while_loop`, `lax.scan`, `jax.shard_map` and `jax.export`; ``config``,
-    ``vocab_size``, ``implementation`` and ``sharding`` are static. All derivatives are zero; those
-    of `token_logprobs` are not, and make a policy gradient.
+    Works under `jit`, `lax.while_loop`, `lax.scan`, `jax.shard_map` and `jax.export`. ``config``,
+    ``kernel_config`` and ``sharding`` are pytrees without arrays, which `jax.jit` takes as they
+    are; ``vocab_size``, ``padded_rows`` and ``implementation`` are static. All derivatives are
+    zero; those of `token_logprobs` are not, and make a policy gradient.
+
+    Outside of `jax.jit`, where values are known, a bad one raises, as in `validate`. What models
+    compute is not looked at, there a status answers: rows of logits, and probabilities that are not
+    finite. Stored arrays of more than 2**18 numbers are not read. The others are, in one transfer,
+    for which the host waits until they are computed; under `jax.jit` nothing is read, and every bad
+    value is answered with a status.
 
     Args:
       target_logits: ``[N+B, V]`` float32, bfloat16 or float16, straight from the model. Request
@@ -115,7 +123,7 @@ def rejection_sample(
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
-      ValueError: shapes that do not fit, at trace time.
+      ValueError: shapes that do not fit, at trace time; or, outside of `jax.jit`, a bad value.
       NotImplementedError: the named implementation cannot serve this call.
 
     Numerics:
@@ -145,10 +153,12 @@ def rejection_sample(
     """
     # Arrays in one pytree, which declares them; static arguments in another.
     of_requests = (keys, positions), sampling, bonus_token_ids, active
-    return _call(
+    arrays, static = _checked(
         CallArrays.given(target_logits, drafts, *of_requests, token_bitmask),
         Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
+    check_known(arrays, static)
+    return _call(arrays, static)
 
 
 def rejection_sample_with_noise(
@@ -190,10 +200,11 @@ def rejection_sample_with_noise(
       [[1]]
     """
     of_requests = noise, sampling, bonus_token_ids, active
-    return _call(
+    arrays, static = _checked(
         CallArrays.given(target_logits, drafts, *of_requests, token_bitmask),
         Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
+    return _call(arrays, static)
 
 
 def which_implementation(
@@ -253,10 +264,14 @@ def check_implementation(name: str | None) -> None:
         raise NotImplementedError(why_not)
 
 
-def _call(arrays: CallArrays, settings: Settings) -> RejectionSampleOutput:
-    """Checks a call, and makes it."""
+def _checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:
+    """Returns `call.checked`, if the named implementation is one that has a device."""
     check_implementation(settings.implementation)
-    arrays, static = checked(arrays, settings)
+    return checked(arrays, settings)
+
+
+def _call(arrays: CallArrays, static: Static) -> RejectionSampleOutput:
+    """Makes a call that is checked."""
     # Without requests there is nothing to compile.
     if arrays.sampling.temperature.shape[0] == 0:
         k = static.config.num_speculative_tokens

@@ -40,6 +40,9 @@ from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 Implementation = Literal["xla", "mosaic_gpu"]
 
+NO_LEADING_0 = "vLLM's offsets have no leading 0: put one before them"
+"""What helps where offsets do not begin with 0."""
+
 
 class Settings(NamedTuple):
     """The static arguments of a call, as `rejection_sample` describes them, before the checks."""
@@ -109,6 +112,7 @@ def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Si
     vocab_size = settings.vocab_size
     padded_rows = settings.padded_rows
     arrays = _converted(arrays)
+    _check_leading_0(arrays)
     parts = 1 if settings.sharding is None else vocabulary_parts(settings.sharding)
     check_type("config", settings.config, SpecDecodeConfig)
     check_type("padded_rows", padded_rows, bool)
@@ -154,6 +158,30 @@ def _converted(arrays: CallArrays) -> CallArrays:
     if isinstance(noise, tuple) and not isinstance(noise[1], jax.Array | None):
         noise = noise[0], as_positions(noise[1])
     return dataclasses.replace(arrays, sampling=sampling, randomness=noise)
+
+
+def _check_leading_0(arrays: CallArrays) -> None:
+    """Refuses offsets that are one for each request, as the other arrays show.
+
+    Raises:
+      ValueError: the leading 0 is missing.
+    """
+    drafts, bonus = arrays.drafts, arrays.bonus_token_ids
+    if not isinstance(drafts, Drafts):
+        return
+    offsets = drafts.cu_num_draft_tokens
+    rows = _length(arrays.target_logits) - _length(drafts.token_ids)
+    num_requests = rows if bonus is None else _length(bonus)
+    of_requests = jax.tree.leaves((arrays.sampling, arrays.randomness))
+    if _length(offsets) == num_requests and num_requests in map(_length, of_requests):
+        must = f"have [B+1] = [{num_requests + 1}] entries, the first of them 0"
+        refuse(ValueError, "drafts.cu_num_draft_tokens", must, offsets, NO_LEADING_0)
+
+
+def _length(array: Any) -> int:
+    """Returns the size of the first axis; 0 for what has none."""
+    shape: tuple[int, ...] = getattr(array, "shape", ())
+    return shape[0] if shape else 0
 
 
 def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:

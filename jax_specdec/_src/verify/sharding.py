@@ -18,6 +18,7 @@ from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.rows import storage_of
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class VerifySharding:
     """Over which mesh axes the arrays of a verification are split. Static.

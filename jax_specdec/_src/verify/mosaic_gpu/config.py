@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_specdec._src.arrays import check_int
+from jax_specdec._src.arrays import check_int, static_pytree
 
 MAX_CLUSTER = 16
 """CTAs of a cluster on a Hopper GPU, at most; more than 8 need a GPC with 16 cores."""
@@ -16,6 +16,7 @@ MAX_TILES = 4
 """Tiles whose entries a thread loads at once, at most, for the same reason."""
 
 
+@static_pytree
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
     """Static settings of the Mosaic GPU kernel. They change its speed, not its tokens.

@@ -1,0 +1,179 @@
+"""Values of a call, checked on the host: by `validate`, and by every call outside of `jax.jit`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jax_specdec._src.arrays import check_entries, check_listed, require
+from jax_specdec._src.sampling import SAMPLING_PARAMETERS
+from jax_specdec._src.types import DraftDistribution, Drafts
+from jax_specdec._src.verify.call import NO_LEADING_0, Static
+from jax_specdec._src.verify.requests import CallArrays
+from jax_specdec._src.verify.rows import storage_of
+
+MOST_NUMBERS = 2**18
+"""Of a stored array that a call outside of jit reads, in less than a millisecond."""
+
+_PATH = "drafts.distribution"
+_LARGEST_EXCESS = 1e-4
+"""How far a sum of probabilities may be from 1: more than that of a float32 softmax is."""
+
+
+class Owned(NamedTuple):
+    """The requests and drafts that matter.
+
+    Attributes:
+      slots: requests that are active.
+      owner: the request of each draft that has one.
+      drafted: drafts of active requests.
+    """
+
+    slots: np.ndarray
+    owner: np.ndarray
+    drafted: np.ndarray
+
+
+def check_known(arrays: CallArrays, static: Static) -> None:
+    """Checks what callers write, if no array of a call is traced or on another host.
+
+    What models compute is not checked: a status answers for it. Nor are stored arrays of more than
+    `MOST_NUMBERS`.
+
+    Raises:
+      ValueError: as `validate`.
+    """
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
+        return
+    distribution = arrays.drafts.distribution
+    stored = {name: getattr(distribution, name, None) for name in ("rows", "valid", "ids", "probs")}
+    small = {name: x for name, x in stored.items() if x is not None and x.size <= MOST_NUMBERS}
+    read = (
+        dataclasses.replace(arrays.drafts, distribution=None),
+        arrays.randomness[1] if isinstance(arrays.randomness, tuple) else None,
+        arrays.sampling,
+        arrays.bonus_token_ids,
+        arrays.active,
+        small,
+    )
+    jax_arrays = [x for x in jax.tree.leaves(read) if isinstance(x, jax.Array)]
+    if not all(x.is_fully_addressable for x in jax_arrays):
+        return
+    # One transfer, for which an accelerator is waited for once.
+    drafts, positions, sampling, bonus, active, small = jax.device_get(read)
+    host = CallArrays.given(arrays.target_logits, drafts, None, sampling, bonus, active)
+    owned = check_requests(host, positions, static)
+    if distribution is None:
+        return
+    # Without lists of ids that are too long to be read.
+    known = dataclasses.replace(distribution, **{"ids": None} | small)
+    visited = check_stored(known, owned, static.size)
+    if "probs" in small:
+        probs = small["probs"][:, : static.size if distribution.ids is None else None]
+        is_computed = np.isfinite(probs).all(axis=1)
+        check_probs(probs, visited[is_computed[visited]])
+
+
+def check_requests(arrays: CallArrays, positions: np.ndarray | None, static: Static) -> Owned:
+    """Checks what callers write for each request and draft.
+
+    Returns:
+      The requests and drafts that matter.
+
+    Raises:
+      ValueError: as `validate`.
+    """
+    drafts, size, k = arrays.drafts, static.size, static.config.num_speculative_tokens
+    cu, ids = np.asarray(drafts.cu_num_draft_tokens), np.asarray(drafts.token_ids)
+    batch = len(cu) - 1
+    # Inactive slots may hold anything.
+    is_active = np.ones(batch, bool) if arrays.active is None else np.asarray(arrays.active)
+    slots = np.flatnonzero(is_active)
+
+    # Offsets, then the parameters of requests.
+    counts = np.diff(cu)
+    name = "drafts.cu_num_draft_tokens"
+    require(cu[0] == 0, f"{name}[0]", "be 0", cu[0], NO_LEADING_0)
+    holds = (counts >= 0) & (counts <= k)
+    must = f"be in [0, num_speculative_tokens] = [0, {k}]"
+    check_entries(f"{name}, the count of request {{}},", counts, holds, must)
+    require(cu[-1] <= len(ids), f"{name}[-1]", f"be at most N = {len(ids)}", cu[-1])
+    for one in SAMPLING_PARAMETERS:
+        if (given := getattr(arrays.sampling, one.name)) is not None:
+            values = np.asarray(given)
+            holds = one.range.holds(values)
+            check_entries(f"sampling.{one.name}[{{}}]", values, holds, one.range.must, slots)
+    if positions is not None:
+        check_entries("positions[{}]", positions, positions >= 0, "be at least 0", slots)
+
+    # Drafts: [N], the owner of each, and which of them belong to active requests.
+    owner = np.repeat(np.arange(batch), counts)
+    drafted = np.flatnonzero(is_active[owner])
+    holds, must = (ids >= -1) & (ids < size), f"be in [0, {size}), or -1 for no proposal"
+    check_entries("drafts.token_ids[{}]", ids, holds, must, drafted)
+    if drafts.parents is not None:
+        _check_trees(drafts, owner, drafted[ids[drafted] >= 0])
+    if arrays.bonus_token_ids is not None:
+        values = np.asarray(arrays.bonus_token_ids)
+        holds, must = (values >= 0) & (values < size), f"be in [0, {size})"
+        check_entries("bonus_token_ids[{}]", values, holds, must, slots)
+    return Owned(slots, owner, drafted)
+
+
+def _check_trees(drafts: Drafts, owner: np.ndarray, proposed: np.ndarray) -> None:
+    """Checks the parents of the drafts that are proposed, of which draft i is ``owner[i]``'s."""
+    parents = np.asarray(drafts.parents)
+    # [N]: how many drafts of the same request come before each draft
+    order = np.arange(len(owner)) - np.asarray(drafts.cu_num_draft_tokens)[owner]
+    holds = (parents[: len(owner)] >= 0) & (parents[: len(owner)] <= order)
+    must = "be a node before it, from 0 to the number of its request's drafts before it"
+    check_entries("drafts.parents[{}]", parents, holds, must, proposed)
+    ids = np.asarray(drafts.token_ids)
+    siblings = np.stack([owner[proposed], parents[proposed], ids[proposed]])
+    first = np.unique(siblings, axis=1, return_index=True)[1]
+    is_first = np.ones(len(ids), bool)
+    is_first[proposed] = np.isin(np.arange(len(proposed)), first)
+    must = "differ from its siblings"
+    check_entries("drafts.token_ids[{}]", ids, is_first, must, proposed)
+
+
+def check_stored(distribution: DraftDistribution, owned: Owned, size: int) -> np.ndarray:
+    """Checks row indices, and the lists of ids of the rows that drafts point to.
+
+    Returns:
+      Those rows. What is wrong with another one matters to nobody.
+
+    Raises:
+      ValueError: as `validate`.
+    """
+    drafted = owned.drafted
+    if distribution.valid is not None:
+        drafted = drafted[np.asarray(distribution.valid)[owned.owner[drafted]]]
+    rows = np.arange(len(owned.owner)) if distribution.rows is None else distribution.rows
+    rows, count = np.asarray(rows), len(storage_of(distribution))
+    holds, must = (rows >= 0) & (rows < count), f"be in [0, R) = [0, {count})"
+    check_entries(f"{_PATH}.rows[{{}}]", rows, holds, must, drafted)
+    visited = np.unique(rows[drafted])
+    if distribution.ids is not None and distribution.ids.ndim == 2:
+        ids = np.asarray(distribution.ids)
+        listed = np.sort(ids, axis=1)
+        is_wrong = (listed[:, :-1] == listed[:, 1:]).any(axis=1)
+        is_wrong |= (listed[:, 0] < 0) | (listed[:, -1] >= size)
+        for row in visited[is_wrong[visited]]:
+            check_listed(f"{_PATH}.ids[{row}]", ids[row], size)
+    return visited
+
+
+def check_probs(probs: np.ndarray, visited: np.ndarray) -> None:
+    """Checks that rows of stored probabilities are such.
+
+    Raises:
+      ValueError: one is not.
+    """
+    least, total = probs.min(axis=1), probs.sum(axis=1, dtype=np.float64)
+    check_entries(f"{_PATH}.probs[{{}}].min()", least, least >= 0, "be at least 0", visited)
+    is_one = abs(total - 1) <= _LARGEST_EXCESS
+    check_entries(f"{_PATH}.probs[{{}}].sum()", total, is_one, "be 1", visited)
