@@ -389,6 +389,34 @@ def test_bench_sums_over_seeds_at_a_temperature(capsys: pytest.CaptureFixture[st
     assert [row["standard_error"] for row in seeds] == [None] * 3
 
 
+def test_a_row_that_fails_costs_no_other_row(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*args: object, **given: object) -> object:
+        if isinstance(given["drafter"], lm.SuffixDrafter):
+            raise RuntimeError("RESOURCE_EXHAUSTED:\nno memory")
+        return lm.generate_plain(*args, options=given["options"])
+
+    monkeypatch.setattr(run_lib, "generate", generate)
+    own = ["--draft=suffix", "--draft=ngram", "-k4", "-t0", "--repeats=1"]
+    says = "suffix with K = 4 at temperature 0 failed: RuntimeError: RESOURCE_EXHAUSTED: no memory"
+    for form in ([], ["--json"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(["bench", TINY_PROMPT, *TINY, *own, *form])
+        assert exit_.value.code == 1
+        captured = capsys.readouterr()
+        assert captured.err == f"jax-specdec bench: {says}\n"
+        if form:
+            plain, failed, row = json.loads(captured.out)["rows"]
+            assert failed["error"] == says.partition("failed: ")[2]
+            assert plain["error"] is row["error"] is None and row["num_tokens"] == 24
+        else:
+            rows = [line.split() for line in captured.out.splitlines()]
+            assert ["0", "suffix", "4", *"----", "failed"] in rows
+            assert any(row[:4] == ["0", "ngram", "4", "24"] for row in rows)
+            assert "Fastest on these prompts: " in captured.out
+
+
 def test_compilation_inside_of_compilation_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     timer = run_lib._CompilationTimer(names.append)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from jax_specdec.lm.cli import terminal
 from jax_specdec.lm.cli.options import Options
-from jax_specdec.lm.cli.run import Comparison, Session
+from jax_specdec.lm.cli.run import Comparison, Run, Session
 
 
 def table(options: Options, comparisons: list[Comparison]) -> Table:
@@ -38,21 +38,25 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
         rows.add_column(name, justify="right", no_wrap=True)
     rows.add_column("greedy\nas plain", no_wrap=True)
     for i, comparison in enumerate(comparisons):
-        run, stats, config = comparison.run, comparison.run.stats, comparison.run.config
-        error = "" if run.standard_error is None else f" \u00b1{run.standard_error:.2f}"
+        run, config = comparison.run, comparison.run.config
         rows.add_row(
             f"{run.temperature:g}",
             Text(terminal.printable("plain" if run.drafter is None else Path(run.drafter).name)),
             "" if config is None else f"{config.num_speculative_tokens}",
-            f"{run.num_tokens}",
-            f"{stats.tokens_per_target_pass:.2f}{error}",
-            stats.length_text,
-            f"{run.tokens_per_second:.0f}",
-            "" if config is None else f"{comparison.speedup:.2f}x",
+            *(["-"] * 4 if run.errors else _figures(run)),
+            "" if config is None or comparison.speedup is None else f"{comparison.speedup:.2f}x",
             comparison.identity,
             end_section=i + 1 == len(comparisons) or comparisons[i + 1].run.config is None,
         )
     return rows
+
+
+def _figures(run: Run) -> list[str]:
+    """The cells of a run for its tokens, how many a pass emitted, and how fast."""
+    stats = run.stats
+    error = "" if run.standard_error is None else f" \u00b1{run.standard_error:.2f}"
+    length = f"{stats.tokens_per_target_pass:.2f}{error}"
+    return [f"{run.num_tokens}", length, stats.length_text, f"{run.tokens_per_second:.0f}"]
 
 
 def write_json(
@@ -70,11 +74,16 @@ def write_json(
 def _row(session: Session, comparison: Comparison) -> dict[str, Any]:
     run, found = comparison.run, comparison.differences
     differences = None if found is None else [dataclasses.asdict(one) for one in found]
-    return {
+    row = {
         "temperature": run.temperature,
         "draft": run.drafter,
         "config": None if run.config is None else run.config.to_dict(),
         "options": dataclasses.asdict(session.request(run.temperature, stops=run.temperature == 0)),
+        "error": run.errors[0] if run.errors else None,
+    }
+    if run.errors:
+        return row
+    return row | {
         "num_tokens": run.num_tokens,
         "num_target_passes": run.num_target_passes,
         "seconds": run.total_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -28,6 +29,7 @@ from jax_specdec.lm.decoding.generate import (
     generate_stream,
 )
 from jax_specdec.lm.decoding.options import RequestOptions
+from jax_specdec.lm.models.fields import reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Run:
       config: how it drafted and verified; None for plain decoding.
       outputs: what it generated: greedy texts once, sampled ones for each seed.
       seconds: wall time of each run.
+      errors: why it failed, if it did; it is then run no more.
     """
 
     temperature: float
@@ -79,6 +82,15 @@ class Run:
     config: SpecDecodeConfig | None
     outputs: list[GenerateOutput]
     seconds: list[float]
+    errors: list[str]
+
+    @contextlib.contextmanager
+    def containing_errors(self) -> Iterator[None]:
+        """Around what may fail for this kind alone, as where it needs too much memory."""
+        try:
+            yield
+        except Exception as error:
+            self.errors.append(f"{type(error).__name__}: {reason(error)}")
 
     @property
     def name(self) -> str:
@@ -117,7 +129,7 @@ class Run:
     @property
     def standard_error(self) -> float | None:
         """That of the tokens per target pass, from how seeds differ, where they do."""
-        if self.config is None or len(self.outputs) == 1:
+        if self.config is None or len(self.outputs) < 2:
             return None
         each = [
             AcceptanceStats.from_steps(output.steps).tokens_per_target_pass
@@ -148,13 +160,17 @@ class Comparison:
     @property
     def identity(self) -> str:
         """`is_identical` for a person, with how close the first decision was that differs."""
+        if self.run.errors:
+            return "failed"
         if not self.differences:
             return "" if self.differences is None else "yes"
         return f"no, gap {self.differences[0].gap:.0e}"
 
     @property
-    def speedup(self) -> float:
-        """Time per token of plain decoding, divided by the time per token of the run."""
+    def speedup(self) -> float | None:
+        """Time per token of plain decoding, divided by that of the run; None if one has failed."""
+        if self.run.errors or self.plain.errors:
+            return None
         return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
 
 
@@ -303,24 +319,34 @@ class Session:
           on_run: called with a name before each run, of which there are `num_runs`.
 
         Returns:
-          One entry for each kind; the first compares plain decoding with itself.
+          One entry for each kind; the first compares plain decoding with itself. One that fails
+          has no results, and the others go on.
         """
         repeats, seed = self.options.repeats, self.options.seed
         assert repeats is not None
         kinds: list[tuple[str | None, SpecDecodeConfig | None]] = [(None, None)]
         kinds += itertools.product(self.options.drafters, self.options.configs)
-        runs = [Run(temperature, *kind, [], []) for kind in kinds]
+        runs = [Run(temperature, *kind, [], [], []) for kind in kinds]
         for repeat in range(repeats + 1):  # the first compiles
             for run in runs:
                 on_run(f"timing: {run.name} at temperature {temperature:g}")
+                if run.errors:
+                    continue
                 own_seed = seed if temperature == 0 else (seed + max(repeat - 1, 0)) % 2**32
                 begin = time.perf_counter()
-                output = self._generate(run, own_seed)
-                if repeat > 0:
-                    run.seconds.append(time.perf_counter() - begin)
-                if repeat == 1 or (repeat > 1 and temperature > 0):
-                    run.outputs.append(output)
-        return [Comparison(run, runs[0], self._differences(run, runs[0])) for run in runs]
+                with run.containing_errors():
+                    output = self._generate(run, own_seed)
+                    if repeat > 0:
+                        run.seconds.append(time.perf_counter() - begin)
+                    if repeat == 1 or (repeat > 1 and temperature > 0):
+                        run.outputs.append(output)
+        comparisons = []
+        for run in runs:
+            differences = None
+            with run.containing_errors():
+                differences = self._differences(run, runs[0])
+            comparisons.append(Comparison(run, runs[0], differences))
+        return comparisons
 
     @property
     def num_runs(self) -> int:
@@ -351,7 +377,9 @@ class Session:
 
     def _differences(self, run: Run, plain: Run) -> list[GreedyDifference] | None:
         config = self.options.config
-        if run is plain or run.temperature > 0 or config.rejection_sample_method == "synthetic":
+        if run.errors or plain.errors or run is plain:
+            return None
+        if run.temperature > 0 or config.rejection_sample_method == "synthetic":
             return None
         return greedy_differences(
             *self.models.target,

@@ -81,15 +81,18 @@ def show_text(options: Options, prompts: list[str]) -> None:
         texts.add(step)
         seen.append(step)
     seconds = time.perf_counter() - started
+    comparisons: list[Comparison] = []
     if compares:
         terminal.show_rule()
-        terminal.show(report.table(options, _compare(session)))
+        comparisons = _compare(session)
+        terminal.show(report.table(options, comparisons))
     else:
         _print_start(start, loading)
         _print_statistics(seen, seconds)
     if options.config.rejection_sample_method == "synthetic":
         terminal.log("Synthetic acceptance: the text is not the target's.")
     check_verified(seen[-1])
+    check_runs(options, comparisons)
 
 
 def show_json(options: Options, prompts: list[str]) -> None:
@@ -119,8 +122,10 @@ def show_json(options: Options, prompts: list[str]) -> None:
         "first_token_seconds": start.first_token,
         **AcceptanceStats.from_steps(records).to_dict(),
     }
-    report.write_json(session, found, None if options.repeats is None else _compare(session))
+    comparisons = [] if options.repeats is None else _compare(session)
+    report.write_json(session, found, comparisons or None)
     check_verified(seen[-1])
+    check_runs(options, comparisons)
 
 
 def show_bench(options: Options, prompts: list[str]) -> None:
@@ -130,14 +135,28 @@ def show_bench(options: Options, prompts: list[str]) -> None:
     comparisons = _compare(session)
     if options.json:
         report.write_json(session, dict(prompts=prompts, repeats=options.repeats), comparisons)
+        check_runs(options, comparisons)
         return
     terminal.show(report.table(options, comparisons))
     fastest = []
-    for temperature, group in itertools.groupby(comparisons, lambda x: x.run.temperature):
-        best = max(group, key=lambda comparison: comparison.speedup)
+    able = [one for one in comparisons if one.speedup is not None]
+    for temperature, group in itertools.groupby(able, lambda x: x.run.temperature):
+        best = max(group, key=lambda comparison: comparison.run.tokens_per_second)
         speed = "" if best.run is best.plain else f" ({best.speedup:.2f} times plain decoding)"
         fastest.append(f"{best.run.name}{speed} at temperature {temperature:g}")
-    terminal.show(Text(f"Fastest on these prompts: {', '.join(fastest)}."))
+    if fastest:
+        terminal.show(Text(f"Fastest on these prompts: {', '.join(fastest)}."))
+    check_runs(options, comparisons)
+
+
+def check_runs(options: Options, comparisons: list[Comparison]) -> None:
+    """Exit with code 1 if a way of decoding has failed, after one line for each."""
+    failed = [one.run for one in comparisons if one.run.errors]
+    for run in failed:
+        which = f"{run.name} at temperature {run.temperature:g}"
+        terminal.log(f"jax-specdec {options.command}: {which} failed: {run.errors[0]:.500}")
+    if failed:
+        sys.exit(1)
 
 
 def check_verified(last: TextStep) -> None:
