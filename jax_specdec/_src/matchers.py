@@ -173,6 +173,17 @@ class LlguidanceMatcher:
         """
         self._matcher, self._stops = matcher, frozenset(stop_token_ids)
         self._num_stops = 0
+        # llguidance's last answer of what is forced, which is all at once, however long; and how
+        # many of these tokens the text ends with.
+        self._forced: list[int] = []
+        self._num_followed = 0
+
+    def __deepcopy__(self, memo: Any) -> LlguidanceMatcher:
+        """A matcher in the same state, which is independent."""
+        other = LlguidanceMatcher(self._matcher.deep_copy(), [*self._stops])
+        other._num_stops, other._num_followed = self._num_stops, self._num_followed
+        other._forced = self._forced  # it is replaced, never changed
+        return other
 
     def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
         """See `GrammarMatcher`."""
@@ -185,9 +196,13 @@ class LlguidanceMatcher:
         if not self._num_stops and token_id not in self._stops:
             # A token that is refused would be a failure, for ever, if llguidance consumed it.
             allowed = self._matcher.validate_tokens([token_id]) == 1
-            allowed = allowed and self._matcher.consume_token(token_id)
+            allowed = bool(allowed and self._matcher.consume_token(token_id))
             self._check()
-            return bool(allowed)
+            if allowed and [token_id] == self._forced[self._num_followed : self._num_followed + 1]:
+                self._num_followed += 1
+            elif allowed:
+                self._forced, self._num_followed = [], 0
+            return allowed
         self._num_stops += 1  # llguidance does not take back those after the end
         return True
 
@@ -198,7 +213,13 @@ class LlguidanceMatcher:
         if self._matcher.is_stopped():
             self._check()
             return [*self._stops] if len(self._stops) == 1 else []
-        return list(self._matcher.compute_ff_tokens())
+        return self._run()
+
+    def _run(self) -> list[int]:
+        """What llguidance forces here; it is asked again where its last answer has ended."""
+        if self._num_followed == len(self._forced):
+            self._forced, self._num_followed = list(self._matcher.compute_ff_tokens()), 0
+        return self._forced[self._num_followed :]
 
     def _force(self, drafts: list[int], most: int, one_hot: bool) -> tuple[list[int], list[bool]]:
         """The drafts with forced tokens in their place, and which these are; as `forced_drafts`."""
@@ -226,6 +247,9 @@ class LlguidanceMatcher:
         self._num_stops -= stops
         if num_tokens > stops:
             self._matcher.rollback(num_tokens - stops)
+            self._num_followed -= num_tokens - stops
+            if self._num_followed < 0:
+                self._forced, self._num_followed = [], 0
 
     def is_terminated(self) -> bool:
         """See `GrammarMatcher`; it allows stop tokens after its end."""
@@ -264,7 +288,18 @@ def fill_rows(
       matchers: each with its first row, and the drafts between that and the following rows. Rows
         after a draft that is refused or stops, and of texts that have stopped, are not written.
     """
-    open_ = [(one._matcher, *rest) for one, *rest in matchers if not one._num_stops]
+    open_ = []
+    for one, row, drafts in matchers:
+        if one._num_stops:
+            continue
+        size = len(drafts)
+        run = [] if one._matcher.is_stopped() else one._run()
+        if len(run) > size and run[:size] == drafts:  # every row allows one token
+            bitmask[row : row + size + 1] = 0
+            for i, token in enumerate(run[: size + 1]):
+                bitmask.view(np.uint32)[row + i, token // 32] = 1 << token % 32
+        else:
+            open_.append((one._matcher, row, drafts))
     if not open_:
         return
     import llguidance.numpy as library

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy as copy_lib
 import dataclasses
 import functools
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -223,6 +225,34 @@ def test_forcing_behind_drafts_that_have_a_q_would_be_lossy() -> None:
     np.testing.assert_allclose(lossy.sum(axis=(1, 2)), [0.45, 0.55, 0, 0], atol=1e-12)
     found = law_of(Follows(allowed), p, q, False, then, as_it_is)
     np.testing.assert_allclose(found.sum(axis=(1, 2)), [0.5, 0.5, 0, 0], atol=1e-12)
+
+
+def test_what_is_forced_is_asked_for_once_and_masks_are_those_of_a_new_matcher() -> None:
+    class Ones:
+        eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
+        tokens, num_read = (b"<end>", b"1", b"11", b"2"), 0
+
+        def __call__(self, text: str) -> list[int]:
+            self.num_read += len(text)
+            return [3 if x == "2" else len(x) for x in re.findall("11|1|2", text)]
+
+    ones = Ones()
+    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ones), eos_token=[0])
+    grammar = llguidance.LLMatcher.grammar_from_regex("2?1{201}2")
+    library = llguidance.LLMatcher(tokenizer, grammar)
+    matcher = sd.grammar.LlguidanceMatcher(library.deep_copy(), [0])
+    text, ones.num_read = [1], 0
+    assert matcher.accept_token(1)
+    while 0 not in text:
+        matcher = copy_lib.deepcopy(matcher)
+        given: Any = dict(vocab_size=32, max_drafts=len(text) % 4)
+        found = sd.grammar.forced_drafts([matcher], [[-1] * 3], **given)
+        run = found.token_ids[0].tolist()
+        text += [x for x in run if x >= 0]
+        row = bits(found.token_bitmask[len([x for x in run if x >= 0])], 4)
+        text.append(int(np.flatnonzero(row)[0]))
+        sd.grammar.advance_matchers([matcher], [text[-1 - len([x for x in run if x >= 0]) :]])
+    assert text == [1, *[2] * 100, 3, 0] and ones.num_read < 1000
 
 
 # The drafts
