@@ -118,7 +118,7 @@ def vocabulary(size: int, tokenizer: Any = None, stops: tuple[int, ...] = (NUM_B
 @pytest.mark.parametrize(("size", "num_added"), [(257, 1), (257, 2), (257, 9), (258, 1), (300, 2)])
 def test_a_tokenizer_may_have_more_or_fewer_ids_than_the_model(size: int, num_added: int) -> None:
     words = vocabulary(size, tokenizer := byte_level_tokenizer(num_added))
-    (matcher,) = asyncio.run(words.matchers({"const": "ab"}, 1))
+    (matcher,) = asyncio.run(words.matchers({"const": "ab"}, [4]))
     library = tokenizer.library_tokenizer
     for token in [*(library.token_to_id(letter) for letter in '"ab"'), NUM_BYTES]:
         bitmask = np.zeros((1, -(-size // 32)), np.int32)
@@ -126,6 +126,55 @@ def test_a_tokenizer_may_have_more_or_fewer_ids_than_the_model(size: int, num_ad
         bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
         assert np.flatnonzero(bits).tolist() == [token]
         assert matcher.accept_token(token)
+
+
+NORMALIZERS = tokenizers.normalizers
+CHANGED = {"NAME <0>": ["e\u0301 <0> \ufb01", "  x  "], "<1>": "\n<1><0>"}
+"""Keys and values that normalizers change, or that spell special tokens."""
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        None,
+        NORMALIZERS.NFC(),
+        NORMALIZERS.Sequence([NORMALIZERS.NFKC(), NORMALIZERS.Lowercase(), NORMALIZERS.Strip()]),
+        NORMALIZERS.Sequence([NORMALIZERS.Prepend("x"), NORMALIZERS.Replace(" ", "")]),
+    ],
+)
+def test_forced_text_is_that_of_the_schema_whatever_the_tokenizer_changes(
+    normalizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(schemas, "try_schema", lambda *given: None)
+    tokenizer = byte_level_tokenizer(2)
+    library = tokenizer.library_tokenizer
+    texts = "<think>", "ab", "bcde"
+    library.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts])
+    library.normalizer = normalizer
+    words = vocabulary(261, tokenizer)
+    for wanted, tokens in (("abcde", ['"', "ab", *'cde"']), (CHANGED, None)):
+        (matcher,) = asyncio.run(words.matchers({"const": wanted}, [200]))
+        ids: list[int] = []
+        while NUM_BYTES not in ids:
+            bitmask = np.zeros((1, 9), np.int32)
+            matcher.fill_next_token_bitmask(bitmask, 0)
+            bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")
+            ids.append(int(np.flatnonzero(bits)[0]))
+            assert matcher.accept_token(ids[-1])
+        assert not {*ids[:-1]} & {*tokenizer.special_tokens}
+        assert json.loads(b"".join(map(tokenizer.token_bytes, ids))) == wanted
+        assert tokens is None or [library.id_to_token(token) for token in ids[:-1]] == tokens
+
+
+def test_a_schema_that_forces_more_than_a_budget_holds_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(schemas, "try_schema", lambda *given: None)
+    words = vocabulary(256, stops=(0,))
+    assert asyncio.run(words.matchers({"const": "abc"}, [5]))
+    message = "^response_format must have a schema whose texts can have 4 tokens, .* forces 5 at"
+    with pytest.raises(ApiError, match=message):
+        asyncio.run(words.matchers({"const": "abc"}, [9, 4]))
 
 
 class Panic(BaseException):
@@ -137,7 +186,7 @@ def test_a_server_without_schemas_says_why_and_starts(
 ) -> None:
     def refuse(words: Any, match: str) -> None:
         with pytest.raises(ApiError, match=f"^response_format {match}") as error:
-            asyncio.run(words.matchers({}, 1))
+            asyncio.run(words.matchers({}, [9]))
         assert error.value.status == 400 and error.value.param == "response_format"
 
     assert not capsys.readouterr().err
@@ -162,7 +211,7 @@ def test_schemas_that_take_too_much_are_no_other_clients_concern() -> None:
     bomb, other = REFUSED["24 patterns"][0], {"type": "integer"}
 
     async def ask() -> list[Any]:
-        asked = (words.matchers(schema, 2) for schema in (bomb, other, bomb, bomb, other))
+        asked = (words.matchers(schema, [9, 9]) for schema in (bomb, other, bomb, bomb, other))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     first, second, third, fourth, fifth = asyncio.run(ask())
@@ -173,6 +222,6 @@ def test_schemas_that_take_too_much_are_no_other_clients_concern() -> None:
 
 def test_a_schema_that_was_tried_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     words = vocabulary(256, stops=(0,))
-    asyncio.run(words.matchers({"type": "integer"}, 1))
+    asyncio.run(words.matchers({"type": "integer"}, [9]))
     monkeypatch.setattr(schemas.subprocess, "run", None)
-    assert len(asyncio.run(words.matchers({"type": "integer"}, 3))) == 3
+    assert len(asyncio.run(words.matchers({"type": "integer"}, [9] * 3))) == 3

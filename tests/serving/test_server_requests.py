@@ -37,8 +37,8 @@ class Words:
     def stream(self, prompt: list[int]) -> None:
         return None
 
-    async def matchers(self, schema: Any, count: int) -> list[Any]:
-        return [schema] * count
+    async def matchers(self, schema: Any, budgets: list[int]) -> list[Any]:
+        return [schema] * len(budgets)
 
     def without_path(self, message: str) -> str:
         return message

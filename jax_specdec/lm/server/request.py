@@ -297,7 +297,8 @@ async def read_request(values: Json, is_chat: bool, engine: lm.Engine, words: Vo
             )
             choices.append({"prompt": token_ids, "options": options})
     if schema is not None:
-        matchers = await words.matchers(schema, len(choices))
+        budgets = [choice["options"].max_new_tokens for choice in choices]
+        matchers = await words.matchers(schema, budgets)
         for choice, matcher in zip(choices, matchers, strict=True):
             choice["matcher"] = matcher
     has_usage = given.stream_options.include_usage

@@ -9,8 +9,10 @@ This file is that process's script, too, so it imports nothing of the package.
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 _REFUSED = 3
@@ -30,6 +32,73 @@ class _Bytes:
 
     def __new__(cls, text: bytes) -> Any:  # what llguidance calls to tokenize
         return list(text)
+
+
+def model_tokenizer(
+    described: dict[str, Any], size: int, added: dict[int, bytes], stop_token_ids: list[int]
+) -> Any:
+    """Returns llguidance's tokenizer of a model, for which forced text is what a schema says.
+
+    Args:
+      described: a `tokenizer.json`.
+      size: ids of the model, at least as many as the tokenizer has.
+      added: the texts of added tokens; special ones have none.
+      stop_token_ids: of the model.
+    """
+    import llguidance
+
+    library = llguidance.LLTokenizer(json.dumps(described), n_vocab=size)
+    tokens = [library.decode_bytes([i]) for i in range(size)]
+    # An id that is no token is shown as its number.
+    special = {i for i in range(size) if library.is_special_token(i) or tokens[i] == b"<[%d]>" % i}
+    for token_id in added.keys() - special:
+        tokens[token_id] = added[token_id]
+    exact = _Exact(described, tokens, special, stop_token_ids[0])
+    found = llguidance.LLTokenizer(llguidance.TokenizerWrapper(exact), eos_token=stop_token_ids)
+    exact.longest_tokens = found.greedy_tokenize
+    return found
+
+
+class _Exact:
+    """Tokenizes a text as the model's tokenizer does, unless that changes it.
+
+    A normalizer may, and what spells a special token would become one. Such a text is cut into the
+    longest tokens from its beginning on.
+    """
+
+    bos_token_id = None
+    longest_tokens: Callable[[str], list[int]]
+
+    def __init__(
+        self, described: dict[str, Any], tokens: list[bytes], special: set[int], eos_token_id: int
+    ) -> None:
+        import tokenizers
+
+        self.eos_token_id, self.tokens, self.special_token_ids = eos_token_id, tokens, [*special]
+        self._special = special
+        names = "normalizer", "pre_tokenizer"
+        parts = {name: _without_prefix(described[name]) for name in names}
+        self._encoder = tokenizers.Tokenizer.from_str(json.dumps(described | parts))
+        self._encoder.encode_special_tokens = True
+
+    def __call__(self, text: str) -> list[int]:
+        # Unlike `encode`, this gives up Python's lock.
+        (found,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = found.ids
+        if self._special.isdisjoint(ids):
+            if b"".join(self.tokens[i] for i in ids) == text.encode():
+                return ids
+        return self.longest_tokens(text)
+
+
+def _without_prefix(part: Any) -> Any:
+    """Returns a part of a `tokenizer.json` that puts nothing before a text, such as a blank."""
+    nothing = {"prepend": "", "prepend_scheme": "never", "add_prefix_space": False}
+
+    def changed(one: dict[str, Any]) -> dict[str, Any]:
+        return one | {name: value for name, value in nothing.items() if name in one}
+
+    return json.loads(json.dumps(part), object_hook=changed)
 
 
 def compile_schema(schema: str, tokenizer: Any) -> Any:

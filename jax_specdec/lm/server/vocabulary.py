@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import copy
 import functools
 import importlib.util
 import json
@@ -80,11 +81,14 @@ class Vocabulary:
         name = self._tokenizer.library_tokenizer.id_to_token(token_id) or ""
         return own.decode(errors="replace") or name, own  # special tokens have no text
 
-    async def matchers(self, schema: Json, count: int) -> list[sd.grammar.LlguidanceMatcher]:
-        """Matchers of a JSON schema, all at its beginning.
+    async def matchers(
+        self, schema: Json, budgets: list[int]
+    ) -> list[sd.grammar.LlguidanceMatcher]:
+        """Matchers of a JSON schema, all at its beginning, for texts of at most so many tokens.
 
         Raises:
-          ApiError: this server has no schemas, or this one is too large, wrong, or takes too much.
+          ApiError: this server has no schemas, or this one is too large, wrong, takes too much, or
+            forces more tokens than a text may have.
         """
         name, limits = "response_format", self._limits
         if self._without_schemas:
@@ -98,12 +102,18 @@ class Vocabulary:
             matcher = await asyncio.wrap_future(self._compilers.submit(self._compile, text))
         except ValueError as error:
             raise ApiError(f"{name} has a schema that cannot be used: {error}", name) from error
-        copies = [matcher.deep_copy() for _ in range(count)]
-        return [sd.grammar.LlguidanceMatcher(one, self.stop_token_ids) for one in copies]
+        forced, most = len(matcher.forced_token_ids()), min(budgets)
+        if forced > most:
+            rule = f"must have a schema whose texts can have {most} tokens, as the answer may have"
+            raise ApiError(f"{name} {rule}, but it forces {forced} at its beginning", name)
+        return [copy.deepcopy(matcher) for _ in budgets]
 
-    def _compile(self, schema: str) -> Any:
+    def _compile(self, schema: str) -> sd.grammar.LlguidanceMatcher:
         self._try_schema(schema, self._limits.schema_seconds, self._limits.schema_mebibytes)
-        return schemas.compile_schema(schema, self._grammar_tokenizer)
+        compiled = schemas.compile_schema(schema, self._grammar_tokenizer)
+        matcher = sd.grammar.LlguidanceMatcher(compiled, self.stop_token_ids)
+        matcher.forced_token_ids()  # here, not in the way of other requests: it may take long
+        return matcher
 
     def _for_grammars(self) -> tuple[Any, str]:
         """llguidance's tokenizer; or why there is none, and no request can have a schema."""
@@ -126,10 +136,9 @@ class Vocabulary:
     def _llguidance_tokenizer(self) -> Any:
         if self._tokenizer is None:
             return schemas.byte_tokenizer()
-        import llguidance
-
         described = json.loads(self._tokenizer.library_tokenizer.to_str())
-        added = described["added_tokens"]  # also those that the model does not have
-        described["added_tokens"] = [token for token in added if token["id"] < self._size]
-        stops = [*self.stop_token_ids]
-        return llguidance.LLTokenizer(json.dumps(described), n_vocab=self._size, eos_token=stops)
+        # Without those that the model does not have.
+        added = [one for one in described["added_tokens"] if one["id"] < self._size]
+        texts = {one["id"]: self._tokenizer.token_bytes(one["id"]) for one in added}
+        described["added_tokens"] = added
+        return schemas.model_tokenizer(described, self._size, texts, [*self.stop_token_ids])
