@@ -112,6 +112,19 @@ def test_requests_wait_for_a_slot_in_the_order_they_came():
     assert driver.step() == []
 
 
+def test_free_slots_go_to_clients_in_turn():
+    driver = driver_of(TABLE)
+    clients = "a" * 2 * SLOTS + "bbc"
+    driver.client_of = clients.__getitem__
+    for i in range(len(clients)):
+        driver.submit([1], max_new_tokens=3 + i)
+    came = []
+    while not driver.is_idle:
+        came += [update.request_id for update in driver.step()]
+    order = "".join(clients[i] for i in dict.fromkeys(came))
+    assert sorted(order[:SLOTS]) == [*"aabc"] and order[SLOTS:].count("b") == 1
+
+
 def test_prompts_draw_their_own_noise_and_equal_seeds_the_same():
     driver = driver_of(TABLE)
     common = dict(max_new_tokens=12, temperature=2.0)

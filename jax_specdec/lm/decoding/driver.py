@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Self, Unpack
 
 import jax
@@ -43,8 +44,8 @@ Program = Callable[..., Any]
 class EngineDriver:
     """Serves requests with an `Engine`: call `step` again and again, and `submit` at any time.
 
-    Requests wait in a queue for a free slot, first come, first served; preempted ones go before
-    all others. Not safe for several threads at once.
+    Requests wait in a queue for a free slot, first come, first served, or clients in turn;
+    preempted ones go before all others. Not safe for several threads at once.
 
     **Steps ahead.** The device gets its next steps, up to `max_steps_ahead`, before the host reads
     the results of the last one, so that neither waits for the other. Tokens are the same for every
@@ -74,6 +75,8 @@ class EngineDriver:
 
     Attributes:
       engine, max_queue, max_steps_ahead, max_prefills, prompts_in_steps, max_retries: as given.
+      client_of: None, or a function of a request's id that returns whose it is. A free slot then
+        goes to the client with the fewest, or of several of these, to the one that waits longest.
       chunk_size: the most tokens of prompts that one call reads while requests run.
       draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
 
@@ -150,6 +153,7 @@ class EngineDriver:
         self.max_prefills = calls
         check_type("prompts_in_steps", prompts_in_steps, bool)
         self.prompts_in_steps = prompts_in_steps
+        self.client_of: Callable[[int], Hashable] | None = None
         self.chunk_size = engine.chunk_size
         if chunk_size is not None:
             self.chunk_size = check_int("chunk_size", chunk_size)
@@ -488,9 +492,8 @@ class EngineDriver:
         """
         prefill, host, group = self._prefill, self._host, {}
         if prefill is None or prefill.waits:
-            queue = itertools.chain(host.returning, self._waiting.values())
             has_long = prefill is not None
-            group = next_group(self.engine, queue, host.slots, most, has_long=has_long)
+            group = next_group(self.engine, self._queue(), host.slots, most, has_long=has_long)
         if group:
             group = self._occupy(group)
             slot, first = next(iter(group.items()))
@@ -499,6 +502,21 @@ class EngineDriver:
                 return Prompts(group, 0, self.engine.prompt_size(first.length), rest)
             prefill = ChunkedPrefill(slot, first)
         return None if prefill is None else prefill.next_chunk(self.engine, most, self.chunk_size)
+
+    def _queue(self) -> Iterator[ServedRequest]:
+        """The requests that wait, in the order in which they get slots."""
+        yield from self._host.returning
+        waiting: Iterable[ServedRequest] = self._waiting.values()
+        if (client_of := self.client_of) is not None:
+            # How many of its client's are before a request, in slots and in the queue.
+            counts = collections.Counter(client_of(x.request_id) for x in self._host.slots.values())
+            ranks = {}
+            for one in waiting:
+                client = client_of(one.request_id)
+                ranks[one.request_id] = counts[client]
+                counts[client] += 1
+            waiting = sorted(waiting, key=lambda one: ranks[one.request_id])
+        yield from waiting
 
     def _read(self, prompts: Prompts) -> None:
         """Read prompts between two steps; those that are read to their end run from now on."""
