@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import signal
 import string
-import types
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import llguidance
@@ -70,25 +72,25 @@ TAKEN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(("schema", "message"), REFUSED.values(), ids=REFUSED)
 def test_schemas_that_cannot_be_followed_are_refused(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        schemas.try_schema(json.dumps(schema), SECONDS, MEBIBYTES)
+        schemas.Trial(SECONDS, MEBIBYTES).run(json.dumps(schema))
 
 
 @pytest.mark.parametrize("schema", TAKEN.values(), ids=TAKEN)
 def test_large_schemas_are_taken(schema: dict[str, Any]) -> None:
-    schemas.try_schema(json.dumps(schema), SECONDS, MEBIBYTES)
+    schemas.Trial(SECONDS, MEBIBYTES).run(json.dumps(schema))
 
 
 def test_a_schema_has_only_so_much_processor_time() -> None:
     schema = json.dumps(REFUSED["a large multiple"][0])
     with pytest.raises(ValueError, match="more than 1 s"):
-        schemas.try_schema(schema, 1, 4096)
+        schemas.Trial(1, 4096).run(schema)
 
 
 def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "llguidance.py").write_text("raise ImportError('no llguidance')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match="^ImportError: no llguidance$"):
-        schemas.try_schema("{}", SECONDS, MEBIBYTES)
+        schemas.Trial(SECONDS, MEBIBYTES).run("{}")
 
 
 # Vocabularies of servers
@@ -108,8 +110,8 @@ def byte_level_tokenizer(num_added: int, **parts: Any) -> Any:
 
 def vocabulary(size: int, tokenizer: Any = None, stops: tuple[int, ...] = (NUM_BYTES,)) -> Any:
     """Of a model with so many logits."""
-    target = types.SimpleNamespace(model=types.SimpleNamespace(vocab_size=size))
-    models: Any = types.SimpleNamespace(
+    target = SimpleNamespace(model=SimpleNamespace(vocab_size=size))
+    models: Any = SimpleNamespace(
         stop_token_ids=stops, stream=None, tokenizer=tokenizer, target=target
     )
     return Vocabulary(models, Limits())
@@ -118,7 +120,7 @@ def vocabulary(size: int, tokenizer: Any = None, stops: tuple[int, ...] = (NUM_B
 @pytest.mark.parametrize(("size", "num_added"), [(257, 1), (257, 2), (257, 9), (258, 1), (300, 2)])
 def test_a_tokenizer_may_have_more_or_fewer_ids_than_the_model(size: int, num_added: int) -> None:
     words = vocabulary(size, tokenizer := byte_level_tokenizer(num_added))
-    (matcher,) = asyncio.run(words.matchers({"const": "ab"}, [4]))
+    (matcher,) = asyncio.run(words.matchers('{"const": "ab"}', [4]))
     library = tokenizer.library_tokenizer
     for token in [*(library.token_to_id(letter) for letter in '"ab"'), NUM_BYTES]:
         bitmask = np.zeros((1, -(-size // 32)), np.int32)
@@ -145,7 +147,7 @@ CHANGED = {"NAME <0>": ["e\u0301 <0> \ufb01", "  x  "], "<1>": "\n<1><0>"}
 def test_forced_text_is_that_of_the_schema_whatever_the_tokenizer_changes(
     normalizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(schemas, "try_schema", lambda *given: None)
+    monkeypatch.setattr(schemas, "Trial", lambda *given: SimpleNamespace(run=lambda text: None))
     tokenizer = byte_level_tokenizer(2)
     library = tokenizer.library_tokenizer
     texts = "<think>", "ab", "bcde"
@@ -153,7 +155,7 @@ def test_forced_text_is_that_of_the_schema_whatever_the_tokenizer_changes(
     library.normalizer = normalizer
     words = vocabulary(261, tokenizer)
     for wanted, tokens in (("abcde", ['"', "ab", *'cde"']), (CHANGED, None)):
-        (matcher,) = asyncio.run(words.matchers({"const": wanted}, [200]))
+        (matcher,) = asyncio.run(words.matchers(json.dumps({"const": wanted}), [200]))
         ids: list[int] = []
         while NUM_BYTES not in ids:
             bitmask = np.zeros((1, 9), np.int32)
@@ -169,12 +171,12 @@ def test_forced_text_is_that_of_the_schema_whatever_the_tokenizer_changes(
 def test_a_schema_that_forces_more_than_a_budget_holds_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(schemas, "try_schema", lambda *given: None)
+    monkeypatch.setattr(schemas, "Trial", lambda *given: SimpleNamespace(run=lambda text: None))
     words = vocabulary(256, stops=(0,))
-    assert asyncio.run(words.matchers({"const": "abc"}, [5]))
+    assert asyncio.run(words.matchers('{"const": "abc"}', [5]))
     message = "^response_format must have a schema whose texts can have 4 tokens, .* forces 5 at"
     with pytest.raises(ApiError, match=message):
-        asyncio.run(words.matchers({"const": "abc"}, [9, 4]))
+        asyncio.run(words.matchers('{"const": "abc"}', [9, 4]))
 
 
 class Panic(BaseException):
@@ -186,7 +188,7 @@ def test_a_server_without_schemas_says_why_and_starts(
 ) -> None:
     def refuse(words: Any, match: str) -> None:
         with pytest.raises(ApiError, match=f"^response_format {match}") as error:
-            asyncio.run(words.matchers({}, [9]))
+            asyncio.run(words.try_schema({}))
         assert error.value.status == 400 and error.value.param == "response_format"
 
     assert not capsys.readouterr().err
@@ -211,17 +213,49 @@ def test_schemas_that_take_too_much_are_no_other_clients_concern() -> None:
     bomb, other = REFUSED["24 patterns"][0], {"type": "integer"}
 
     async def ask() -> list[Any]:
-        asked = (words.matchers(schema, [9, 9]) for schema in (bomb, other, bomb, bomb, other))
+        asked = (words.try_schema(schema) for schema in (bomb, other, bomb, bomb, other))
         return await asyncio.gather(*asked, return_exceptions=True)
 
     first, second, third, fourth, fifth = asyncio.run(ask())
-    assert len(second) == len(fifth) == 2
+    assert second == fifth == json.dumps(other)
     for error in (first, third, fourth):
         assert isinstance(error, ApiError) and TOO_MUCH in str(error)
 
 
 def test_a_schema_that_was_tried_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     words = vocabulary(256, stops=(0,))
-    asyncio.run(words.matchers({"type": "integer"}, [9]))
-    monkeypatch.setattr(schemas.subprocess, "run", None)
-    assert len(asyncio.run(words.matchers({"type": "integer"}, [9] * 3))) == 3
+    asyncio.run(words.try_schema({"type": "integer"}))
+    monkeypatch.setattr(schemas.subprocess, "Popen", None)
+    text = asyncio.run(words.try_schema({"type": "integer"}))
+    assert len(asyncio.run(words.matchers(text, [9] * 3))) == 3
+
+
+def test_nobody_waits_for_a_schema_whose_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a signal to all processes end the one in which another's is compiled."""
+    words = vocabulary(256, stops=(0,))
+    bomb, processes = {"type": "integer", "multipleOf": 999983}, []
+    popen = subprocess.Popen
+
+    def noting(*args: Any, **named: Any) -> Any:
+        processes.append(popen(*args, **named))
+        return processes[-1]
+
+    monkeypatch.setattr(schemas.subprocess, "Popen", noting)
+
+    async def ask() -> str:
+        leaving = [asyncio.create_task(words.try_schema({**bomb, "x": i})) for i in range(40)]
+        await asyncio.sleep(0.1)
+        assert len(processes) == Limits().schema_processes
+        for task in leaving:
+            task.cancel()
+        await asyncio.wait(leaving)
+        other = asyncio.create_task(words.try_schema({"type": "integer"}))
+        await asyncio.sleep(0)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            processes[-1].send_signal(number)
+        return await other
+
+    assert json.loads(asyncio.run(ask())) == {"type": "integer"}
+    *left, last = processes
+    assert len(processes) == Limits().schema_processes + 1 and last.returncode == 0
+    assert {process.wait(60) for process in left} == {-signal.SIGKILL}

@@ -401,7 +401,7 @@ def test_stop_strings_are_found_however_a_text_is_cut(pieces: list[str], stops: 
         def decode(self, token_ids: list[int], *, final: bool = False) -> str:
             return "".join(pieces[i] for i in token_ids)
 
-    asked = Asked(False, [], [], 0, stops, None, False, False)
+    asked = Asked(False, [], None, [], 0, stops, None, False, False)
     text = ChoiceText(asked, Words(), Words())  # type: ignore[arg-type]
     found, shown = [], ""
     for i in range(len(pieces) + 1):
@@ -606,6 +606,7 @@ def test_a_body_that_is_no_json_object_is_refused(running: Running) -> None:
         b'{"prompt": "x", "\\udc00": 1}',
         b"[" * 200_000,
         b'{"n": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "x", "metadata": [' + b"[]," * 2**16 + b"[]]}",
     ):
         status, _, error = post(running.port, body)
         assert status == 400 and error["type"] == "invalid_request_error"
@@ -973,15 +974,42 @@ def test_who_reads_slowly_is_waited_for_and_who_does_not_is_not() -> None:
     assert {*closed} == {"stopped", "stopped at the end", "sending", "idle"}
 
 
-def test_a_full_queue_takes_none_of_a_requests_choices(site: Site) -> None:
-    with site.serve() as running:
-        running.driver.max_queue = 3
+def test_slots_are_for_requests_in_turn_and_a_full_queue_takes_no_choice(slow: Running) -> None:
+    worker, places = slow.server.worker, slow.server.worker.num_places
+    assert places == QUEUE + slow.ask(lambda driver: driver.serving_stats().num_slots) == 24
+    counts: list[int] = []  # of choices, by the end of their request
+
+    def ask(**asked: Any) -> None:
+        counts.append(len(greedy(slow, **asked).choices))
+
+    with concurrent_threads() as run:
+        for n in (16, 7):
+            run(functools.partial(ask, n=n))
+        while worker.num_open < places - 1:
+            time.sleep(0.01)
         with pytest.raises(openai.RateLimitError) as error:
-            greedy(running, n=4)
+            greedy(slow, n=2)
         assert error.value.response.headers["Retry-After"] == "1"
         assert error.value.type == "rate_limit_error"
-        assert running.ask(lambda driver: driver.is_idle)
-        assert len(greedy(running, n=3).choices) == 3
+        run(functools.partial(ask, max_tokens=2))
+        while worker.num_open < places:
+            time.sleep(0.001)
+        assert post(slow.port, b"{")[0] == 429, "before its parameters are looked at"
+    assert counts[0] == 1 and sorted(counts) == [1, 7, 16]
+    slow.wait_until_idle()
+    assert worker.num_open == 0
+
+
+def test_more_choices_than_there_are_places_are_no_reason_to_try_again(running: Running) -> None:
+    places = running.server.worker.num_places
+    running.server.worker.num_places = 4
+    try:
+        assert len(greedy(running, n=4, max_tokens=1).choices) == 4
+        with pytest.raises(openai.BadRequestError, match="room for 4 choices at a time") as error:
+            greedy(running, n=5)
+    finally:
+        running.server.worker.num_places = places
+    assert error.value.param == "n"
 
 
 # The loop around

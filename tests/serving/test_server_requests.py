@@ -10,7 +10,16 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from upper_floor import NUMBERS, OPTIONS, ApiError, Asked, Parameters, _event, read_request
+from upper_floor import (
+    NUMBERS,
+    OPTIONS,
+    ApiError,
+    Asked,
+    Parameters,
+    _event,
+    read_parameters,
+    read_request,
+)
 
 import jax_specdec as sd
 
@@ -24,6 +33,7 @@ class Words:
     """A vocabulary for which every text is one token."""
 
     stop_token_ids = (0,)
+    threads = None
 
     def __init__(self) -> None:
         self.prompts: list[Any] = []
@@ -37,8 +47,8 @@ class Words:
     def stream(self, prompt: list[int]) -> None:
         return None
 
-    async def matchers(self, schema: Any, budgets: list[int]) -> list[Any]:
-        return [schema] * len(budgets)
+    async def try_schema(self, schema: Any) -> str:
+        return json.dumps(schema)
 
     def without_path(self, message: str) -> str:
         return message
@@ -47,8 +57,9 @@ class Words:
 def read(is_chat: bool = False, **asked: Any) -> tuple[Asked, list[Any]]:
     """A request as it was checked, and its prompts."""
     words: Any = Words()
-    given = {"messages": [USER]} if is_chat else {"prompt": "x"}
-    return asyncio.run(read_request({**given, **asked}, is_chat, ENGINE, words)), words.prompts
+    prompt = {"messages": [USER]} if is_chat else {"prompt": "x"}
+    given = read_parameters({**prompt, **asked}, is_chat, ENGINE)
+    return asyncio.run(read_request(given, ENGINE, words)), words.prompts
 
 
 def refused(is_chat: bool = False, **asked: Any) -> ApiError:
@@ -212,9 +223,8 @@ def test_a_schema_is_followed_or_there_is_none() -> None:
     schema = {"type": "integer"}
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": None, "schema": schema}}
     for given, truth in ((form, schema), ({"type": "json_object"}, {"type": "object"})):
-        (choice,) = read(response_format=given)[0].choices
-        assert choice["matcher"] == truth
-    assert "matcher" not in read(response_format={"type": "text"})[0].choices[0]
+        assert json.loads(str(read(response_format=given)[0].schema)) == truth
+    assert read(response_format={"type": "text"})[0].schema is None
 
 
 def test_every_option_of_one_number_can_be_asked_for() -> None:
@@ -260,8 +270,17 @@ def test_many_mistakes_are_one_sentence() -> None:
         ("logit_bias", many),
     ):
         assert refused(**{name: value}).param == name
-    for messages in ([1] * 10**4, [{**USER, "content": [1] * 10**4}]):
+    for messages in ([1] * 64, [{**USER, "content": [1] * 63}]):
         assert str(refused(True, messages=messages)).startswith("messages[0]")
+
+
+def test_messages_and_their_parts_are_at_most_as_many_as_tokens() -> None:
+    part = {"type": "text", "text": "a"}
+    for messages in ([USER] * 65, [1] * 65, [USER, {**USER, "content": [part] * 63}]):
+        error = refused(True, messages=messages)
+        assert (error.param, error.code) == ("messages", "context_length_exceeded")
+        assert "has 65 messages and parts of these" in str(error)
+    assert len(read(True, messages=[USER, {**USER, "content": [part] * 62}])[1][0]) == 2
 
 
 def test_the_answer_of_an_error_can_be_encoded() -> None:

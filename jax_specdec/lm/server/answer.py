@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
-from starlette.responses import JSONResponse, StreamingResponse
+from pydantic_core import to_json
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from jax_specdec import lm
@@ -165,12 +166,12 @@ class ChoiceText:
         return {"token": text, "logprob": finite, "bytes": list(own_bytes)}
 
 
-def _logprobs_as_json(tokens: list[Json], is_chat: bool) -> Json:
+def _logprobs_as_json(tokens: list[Json], is_chat: bool) -> dict[str, list[Any]]:
     """Log-probabilities in the form of chat completions, or of completions."""
     if is_chat:
         keys = "token", "logprob", "bytes"
         content = [{**{k: x[k] for k in keys}, "top_logprobs": x["top"]} for x in tokens]
-        return {"content": content, "refusal": None}
+        return {"content": content}
     # Of tokens with one text, the likeliest, which comes last here, is shown.
     tops = [{top["token"]: top["logprob"] for top in reversed(x["top"])} for x in tokens]
     return {
@@ -182,10 +183,7 @@ def _logprobs_as_json(tokens: list[Json], is_chat: bool) -> Json:
 
 
 class Answer:
-    """An ASGI response: the choices of a request, as a stream of events or as one object.
-
-    When the client leaves, or reads too slowly, what is left of its request is cancelled.
-    """
+    """An ASGI response: the choices of a request, as a stream of events or as one object."""
 
     def __init__(
         self, asked: Asked, channel: Channel, worker: Worker, words: Vocabulary, model_name: str
@@ -204,21 +202,11 @@ class Answer:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, unless the client leaves before."""
-        work = self._stream if self._asked.is_stream else self._whole
-        beside = _left(receive), self._too_slow()
-        tasks = [asyncio.create_task(x) for x in (work(scope, receive, send), *beside)]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            self._worker.cancel(self._channel)
-        if tasks[0].done():
-            tasks[0].result()
-
-    async def _too_slow(self) -> None:
-        await self._channel.is_full.wait()
+        """Answer."""
+        if self._asked.is_stream:
+            await self._stream(scope, send)
+        else:
+            await (await self._whole())(scope, receive, send)
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
         while not all(text.is_done for text in self._texts):
@@ -226,6 +214,7 @@ class Answer:
             if self._texts[choice].is_done:
                 continue
             if update.finish_reason == "failed":
+                self._worker.check_open()
                 matcher = self._asked.choices[choice].get("matcher")
                 if matcher is not None and matcher.error:
                     name, why = "response_format", matcher.error.partition("\n")[0]
@@ -233,7 +222,7 @@ class Answer:
                 if update.error is None:
                     message = f"the text cannot be verified: {update.status.name}"
                     raise ApiError(message, status=500)
-                message = self._worker.failure or "the engine cannot go on with this request"
+                message = "the engine cannot go on with this request"
                 raise ApiError(message, status=500, reason=update.error)
             try:
                 piece = self._texts[choice].add(update)
@@ -245,9 +234,7 @@ class Answer:
                 self._worker.cancel(self._channel, choice)  # a stop string
 
     def _choice(self, index: int, piece: Piece, content: Json) -> Json:
-        logprobs = None
-        if self._asked.num_top is not None and (piece.tokens or not self._asked.is_stream):
-            logprobs = _logprobs_as_json(piece.tokens, self._asked.is_chat)
+        logprobs = _logprobs_as_json(piece.tokens, self._asked.is_chat) if piece.tokens else None
         finish_reason = piece.finish_reason
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -257,21 +244,31 @@ class Answer:
         old = self._asked.num_prompt_tokens
         return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        whole = [Piece("", [], None) for _ in self._texts]
+    async def _whole(self) -> Response:
+        """One object. Long lists are encoded as they come, so that no step waits for all."""
+        is_chat, count = self._asked.is_chat, len(self._texts)
+        texts = [""] * count
+        reasons: list[str | None] = [None] * count
+        names = [] if self._asked.num_top is None else [*_logprobs_as_json([], is_chat)]
+        encoded: list[dict[str, list[bytes]]] = [{name: [] for name in names} for _ in texts]
         async for index, piece in self._pieces():
-            whole[index].text += piece.text
-            whole[index].tokens += piece.tokens
-            whole[index].finish_reason = piece.finish_reason
+            texts[index] += piece.text
+            reasons[index] = piece.finish_reason
+            if piece.tokens:
+                for name, values in _logprobs_as_json(piece.tokens, is_chat).items():
+                    encoded[index][name].append(to_json(values)[1:-1])
         choices = []
-        for index, piece in enumerate(whole):
-            content: Json = {"text": piece.text}
-            if self._asked.is_chat:
-                message = {"role": "assistant", "content": piece.text, "refusal": None}
-                content = {"message": message}
-            choices.append(self._choice(index, piece, content))
-        answer = {**self._head, "choices": choices, "usage": self._usage}
-        await JSONResponse(answer)(scope, receive, send)
+        for index, text in enumerate(texts):
+            content: Json = {"text": text}
+            if is_chat:
+                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            choice = {"index": index, "finish_reason": reasons[index], **content}
+            lists = [b'"%s":[%s]' % (k.encode(), b",".join(x)) for k, x in encoded[index].items()]
+            logprobs = b"{%s}" % b",".join(lists) if lists else b"null"
+            choices.append(b'%s,"logprobs":%s}' % (to_json(choice)[:-1], logprobs))
+        rest = to_json({**self._head, "usage": self._usage})[:-1]
+        body = b'%s,"choices":[%s]}' % (rest, b",".join(choices))
+        return Response(body, media_type="application/json")
 
     async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
         usage: Json = {"usage": None} if self._asked.has_usage else {}
@@ -295,7 +292,7 @@ class Answer:
             scope[ERROR] = error
             yield _event(error.content)
 
-    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
         async def send_and_note(message: Message) -> None:
             self._channel.is_sending = True
             await send(message)
@@ -316,9 +313,3 @@ def _event(content: Json) -> bytes:
 
 
 _LINE_ENDS = {ord(x): f"\\u{ord(x):04x}" for x in "\u0085\u2028\u2029"}
-
-
-async def _left(receive: Receive) -> None:
-    """Wait until the client has left; one that closes its half of the connection has."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

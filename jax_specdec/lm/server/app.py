@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import ipaddress
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 import prometheus_client
@@ -21,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -30,7 +31,7 @@ from jax_specdec.lm.cli.terminal import log
 from jax_specdec.lm.server.answer import ERROR, Answer
 from jax_specdec.lm.server.connection import Connection, close_stuck
 from jax_specdec.lm.server.limits import CLOSE, ApiError, Json, Limits, first_line
-from jax_specdec.lm.server.request import read_request
+from jax_specdec.lm.server.request import Given, read_parameters, read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import Channel, EngineFailed, Worker
 
@@ -62,6 +63,9 @@ class Server:
         self.model_name = model_name
         self.words = Vocabulary(models, limits)
         self.worker = Worker(driver)
+        # Requests whose schemas are compiled, which may take 48 MiB each: those in slots, and some
+        # that are about to get one.
+        self._compiled = asyncio.Semaphore(driver.serving_stats().num_slots + 4)
         self._engine, self._is_local = driver.engine, is_local
         self._key = None if key is None else _digest(key.encode())
         self._created, self._num_requests = int(time.time()), 0
@@ -129,24 +133,35 @@ class Server:
             headers_ = {"WWW-Authenticate": "Bearer", **CLOSE}
             raise ApiError(message, status=401, code="invalid_api_key", headers=headers_)
 
-    async def _complete(self, request: Request) -> Any:
-        values = await self._json(request)
-        name = values.get("model")
-        if name is not None and name != self.model_name:
-            self._refuse_model(name)
-        is_chat = "chat" in request.scope["path"]
-        asked = await read_request(values, is_chat, self._engine, self.words)
-        channel = Channel(self.limits.unsent_updates * len(asked.choices))
-        try:
-            await self.worker.submit(channel, asked.choices)
-        except BaseException:
-            self.worker.cancel(channel)
-            raise
-        self._num_requests += 1
-        return Answer(asked, channel, self.worker, self.words, self.model_name)
+    async def _complete(self, request: Request) -> ASGIApp:
+        """The answer, which ends when its client leaves or reads too slowly."""
+        body = await self._body(request)
+        self.worker.check_room()  # before anything is done for a request that has no place
+        given = await asyncio.to_thread(self._parameters, body, "chat" in request.scope["path"])
 
-    async def _json(self, request: Request) -> Json:
-        """The body, if it is a JSON object that is not too large."""
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            with self.worker.channel(given.num_choices, self.limits.unsent_updates) as channel:
+                asked = self._asked(given, channel, scope, receive, send)
+                await _until_first(asked, _left(receive), channel.is_full.wait())
+
+        return answer
+
+    async def _asked(self, given: Given, channel: Channel, *client: Any) -> None:
+        """Do what a request asks for."""
+        asked = await read_request(given, self._engine, self.words)
+        async with contextlib.AsyncExitStack() as stack:
+            if asked.schema is not None:
+                await stack.enter_async_context(self._compiled)
+                budgets = [choice["options"].max_new_tokens for choice in asked.choices]
+                matchers = await self.words.matchers(asked.schema, budgets)
+                for choice, matcher in zip(asked.choices, matchers, strict=True):
+                    choice["matcher"] = matcher
+            await self.worker.submit(channel, asked.choices)
+            self._num_requests += 1
+            await Answer(asked, channel, self.worker, self.words, self.model_name)(*client)
+
+    async def _body(self, request: Request) -> bytearray:
+        """The body, if it is said to be JSON and is not too large."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of a browser cannot send without asking
             raise ApiError("Content-Type must be application/json", status=415, headers=CLOSE)
@@ -156,13 +171,24 @@ class Server:
             if len(body) > self.limits.body_bytes:
                 message = f"the body must have at most {self.limits.body_bytes} bytes"
                 raise ApiError(message, status=413, headers=CLOSE)
+        return body
+
+    def _parameters(self, body: bytearray, is_chat: bool) -> Given:
+        """What a request asks for."""
+        # Python takes .1 s for 300,000 lists, in which no other thread runs. A text has fewer.
+        most = max(2**16, 64 * self._engine.max_length)
+        if body.count(b"[") + body.count(b"{") > most:
+            raise ApiError(f"the body must have at most {most} brackets")
         try:
             values = pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as error:
             raise ApiError(f"the body must be JSON, without lone surrogates: {error}") from error
         if not isinstance(values, dict):
             raise ApiError("the body must be a JSON object")
-        return values
+        name = values.get("model")
+        if name is not None and name != self.model_name:
+            self._refuse_model(name if isinstance(name, str) else type(name))
+        return read_parameters(values, is_chat, self._engine)
 
     def _refuse_model(self, name: Any) -> NoReturn:
         message = f"there is no model {str(name)!r:.100}: this server has {self.model_name!r}"
@@ -212,7 +238,7 @@ class Server:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            await self.worker.stop()
+            await self.worker.stop(self.limits.failed_seconds)
         if self.worker.failure is not None:
             raise EngineFailed(self.worker.failure)
 
@@ -263,6 +289,25 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+async def _until_first(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, Any]) -> None:
+    """Do some work, unless one of the others ends before; what has not ended is cancelled."""
+    tasks = [asyncio.create_task(one) for one in (work, *ends)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    if not tasks[0].cancelled():
+        tasks[0].result()
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has left; one that closes its half of the connection has."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -30,6 +30,7 @@ class Asked:
 
     is_chat: bool
     choices: list[Json]  # arguments of `submit`
+    schema: str | None  # the JSON schema of all choices
     streams: list[lm.TextStream]  # by choice
     num_prompt_tokens: int
     stops: list[str]
@@ -42,6 +43,7 @@ class Object(pydantic.BaseModel):
     """A JSON object; null is absent, and what is neither a field nor neutral is refused."""
 
     model_config = pydantic.ConfigDict(strict=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()  # whatever their values are
     neutral: ClassVar[dict[str, list[Any]]] = {}  # values of what is not supported
 
     @pydantic.model_validator(mode="before")
@@ -50,7 +52,7 @@ class Object(pydantic.BaseModel):
         if not isinstance(values, dict):
             raise ValueError("must be an object")
         fields = {field.alias or name for name, field in cls.model_fields.items()}
-        given = {name: value for name, value in values.items() if value is not None}
+        given = {k: x for k, x in values.items() if x is not None and k not in cls.ignored}
         for name in [name for name in given if name not in fields]:
             if name not in cls.neutral:
                 raise PydanticCustomError("unknown_parameter", "", {"name": name})
@@ -160,11 +162,8 @@ class Parameters(Object):
         "verbosity": ["medium"],
     }
 
-    model: Any = None  # which the server has checked
-    metadata: Any = None  # this and the next three change nothing
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
-    user: Any = None
+    # The server has checked the first; the others change nothing.
+    ignored = frozenset("model metadata prompt_cache_key safety_identifier user".split())
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -217,6 +216,11 @@ class ChatParameters(Parameters):
         return [[message.model_dump(exclude_none=True) for message in self.messages]]
 
     @property
+    def num_choices(self) -> int:
+        """See `MAX_CHOICES`."""
+        return self.n
+
+    @property
     def num_top(self) -> int | None:
         """See `Asked`."""
         return self.top_logprobs if self.logprobs else None
@@ -237,14 +241,33 @@ class TextParameters(Parameters):
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else list(self.prompt)
 
+    @property
+    def num_choices(self) -> int:
+        """See `MAX_CHOICES`."""
+        return len(self.prompts) * self.n
 
-async def read_request(values: Json, is_chat: bool, engine: lm.Engine, words: Vocabulary) -> Asked:
-    """Check a request of /v1/chat/completions or /v1/completions.
+
+Given = ChatParameters | TextParameters
+
+
+def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
+    """The parameters of /v1/chat/completions or /v1/completions.
 
     Raises:
-      ApiError: it asks for what is not there.
+      ApiError: they ask for what is not there.
     """
-    given: ChatParameters | TextParameters
+    given: Given
+    messages = values.get("messages")
+    if isinstance(messages, list):  # counted before they are looked at
+        parts = (x.get("content") for x in messages if isinstance(x, dict))
+        count = len(messages) + sum(len(x) for x in parts if isinstance(x, list))
+        if count > engine.max_length:
+            raise ApiError(
+                f"this model has {engine.max_length} tokens for prompt and answer, but the prompt "
+                f"has {count} messages and parts of these",
+                "messages",
+                code="context_length_exceeded",
+            )
     try:
         given = (ChatParameters if is_chat else TextParameters).model_validate(values)
     except pydantic.ValidationError as error:
@@ -264,8 +287,21 @@ async def read_request(values: Json, is_chat: bool, engine: lm.Engine, words: Vo
         raise ApiError("min_tokens must not come with a response_format", "min_tokens")
     if given.max_drafts and given.max_drafts > (most := engine.config.num_speculative_tokens):
         raise ApiError(f"max_drafts must be at most {most} on this server", "max_drafts")
-    if len(given.prompts) * given.n > MAX_CHOICES:
+    if given.num_choices > MAX_CHOICES:
         raise ApiError(f"{name} and n must make at most {MAX_CHOICES} choices", name)
+    return given
+
+
+async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Asked:
+    """A request, with the tokens of its prompts and a schema that can be used.
+
+    Raises:
+      ApiError: the prompts are too long, or there is something wrong with them or the schema.
+    """
+    is_chat = isinstance(given, ChatParameters)
+    name = "messages" if is_chat else "prompt"
+    encode = words.encode_chat if is_chat else words.encode
+    loop = asyncio.get_running_loop()
     budget = given.max_completion_tokens or given.max_tokens
     seed = secrets.randbits(32) if given.seed is None else given.seed
     choices: list[Json] = []
@@ -273,8 +309,7 @@ async def read_request(values: Json, is_chat: bool, engine: lm.Engine, words: Vo
     num_prompt_tokens = 0
     for prompt in given.prompts:
         try:
-            encode = words.encode_chat if is_chat else words.encode
-            token_ids = await asyncio.to_thread(encode, prompt)
+            token_ids = await loop.run_in_executor(words.threads, encode, prompt)
             room = engine.max_length - len(token_ids)
             if (budget or 1) > room:
                 raise ApiError(
@@ -296,14 +331,11 @@ async def read_request(values: Json, is_chat: bool, engine: lm.Engine, words: Vo
                 seed=(seed + len(choices) * 0x9E3779B9) % 2**32,
             )
             choices.append({"prompt": token_ids, "options": options})
-    if schema is not None:
-        budgets = [choice["options"].max_new_tokens for choice in choices]
-        matchers = await words.matchers(schema, budgets)
-        for choice, matcher in zip(choices, matchers, strict=True):
-            choice["matcher"] = matcher
+    followed = given.response_format.followed
+    schema = None if followed is None else await words.try_schema(followed)
     has_usage = given.stream_options.include_usage
-    texts = streams, num_prompt_tokens, given.stop, num_top
-    return Asked(is_chat, choices, *texts, given.stream, has_usage)
+    texts = streams, num_prompt_tokens, given.stop, given.num_top
+    return Asked(is_chat, choices, schema, *texts, given.stream, has_usage)
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:

@@ -10,6 +10,7 @@ This file is that process's script, too, so it imports nothing of the package.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,27 +127,53 @@ def _check(matcher: Any) -> None:
         raise ValueError("no text follows it" if message == "NoExtensionBias" else message[:500])
 
 
-def try_schema(schema: str, seconds: int, mebibytes: int) -> None:
-    """Compile a schema in a process of its own, and begin texts of all kinds.
+class Trial:
+    """A process that compiles one schema, and begins texts of all kinds.
 
     Args:
-      schema: JSON.
       seconds: of processor time that it may take.
-      mebibytes: of memory that the process may take. Only Linux keeps this bound.
+      mebibytes: of memory that it may take. Only Linux keeps this bound.
 
     Raises:
-      ValueError: llguidance refuses the schema, or it takes too much, or the process fails.
+      OSError: no process can be started.
     """
-    command = [sys.executable, "-P", "-X", "utf8", __file__, str(seconds), str(mebibytes)]
-    done = subprocess.run(  # in a session of its own, which no Ctrl-C of a terminal reaches
-        command, input=schema, encoding="utf-8", capture_output=True, start_new_session=True
-    )
-    if done.returncode == _REFUSED:
-        raise ValueError(done.stdout)
-    if done.returncode < 0:  # killed, or ended by Rust for want of memory
-        raise ValueError(f"compiling it takes more than {seconds} s or {mebibytes} MiB")
-    if done.returncode > 0:  # such as a Python without llguidance
-        raise ValueError(done.stderr.strip().rpartition("\n")[2][:200])
+
+    def __init__(self, seconds: int, mebibytes: int) -> None:
+        self._bounds = f"{seconds} s or {mebibytes} MiB"
+        command = [sys.executable, "-P", "-X", "utf8", __file__, str(seconds), str(mebibytes)]
+        # Terminals and systemd send these to all processes, but the server finishes what runs. A
+        # process begins with the blocked signals of the thread that starts it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                encoding="utf-8",
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def run(self, schema: str) -> None:
+        """Do nothing, if the schema, which is JSON, can be used.
+
+        Raises:
+          ValueError: llguidance refuses it, or it takes too much, or the process fails.
+        """
+        refusal, errors = self._process.communicate(schema)
+        code = self._process.returncode
+        if code == _REFUSED:
+            raise ValueError(refusal)
+        if code < 0:  # killed, or ended by Rust for want of memory
+            raise ValueError(f"compiling it takes more than {self._bounds}")
+        if code > 0:  # such as a Python without llguidance
+            raise ValueError(errors.strip().rpartition("\n")[2][:200])
+
+    def end(self) -> None:
+        """Kill the process, unless it has ended; at any time, in any thread."""
+        self._process.kill()
 
 
 def _begin_texts(matcher: Any) -> None:

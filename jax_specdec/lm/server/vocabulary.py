@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
+import collections
 import copy
 import functools
 import importlib.util
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax_specdec as sd
@@ -17,7 +17,7 @@ from jax_specdec.lm.cli import terminal
 from jax_specdec.lm.cli.models import Models
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server import schemas
-from jax_specdec.lm.server.limits import ApiError, Json, Limits
+from jax_specdec.lm.server.limits import BUSY, ApiError, Json, Limits
 
 
 class Vocabulary:
@@ -29,10 +29,11 @@ class Vocabulary:
         self.special_tokens = {} if models.tokenizer is None else models.tokenizer.special_tokens
         self.token = functools.lru_cache(2**16)(self._token)
         self._size = models.target.model.vocab_size
-        self._turns = threading.Semaphore(2)  # to tokenize; more would leave no core to the engine
-        # Each thread waits for the process of one schema.
-        self._compilers = concurrent.futures.ThreadPoolExecutor(limits.schema_processes)
-        self._try_schema = functools.lru_cache(64)(schemas.try_schema)  # no errors: they raise
+        self.threads = ThreadPoolExecutor(2)  # more would leave no core to the engine
+        # Each waits for the process of one schema.
+        self._trial_threads = ThreadPoolExecutor(limits.schema_processes)
+        self._trials = asyncio.Semaphore(limits.schema_processes)
+        self._tried = collections.deque[str](maxlen=64)  # those that can be used
         self._grammar_tokenizer, self._without_schemas = self._for_grammars()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
@@ -61,8 +62,7 @@ class Vocabulary:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._tokenizer is None:
             return lm.encode_bytes(text)
-        with self._turns:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def without_path(self, message: str) -> str:
         """A message for clients: a file of the model by its name, not by its path."""
@@ -81,14 +81,11 @@ class Vocabulary:
         name = self._tokenizer.library_tokenizer.id_to_token(token_id) or ""
         return own.decode(errors="replace") or name, own  # special tokens have no text
 
-    async def matchers(
-        self, schema: Json, budgets: list[int]
-    ) -> list[sd.grammar.LlguidanceMatcher]:
-        """Matchers of a JSON schema, all at its beginning, for texts of at most so many tokens.
+    async def try_schema(self, schema: Json) -> str:
+        """The JSON of a schema that can be used; nobody waits for one whose client has left.
 
         Raises:
-          ApiError: this server has no schemas, or this one is too large, wrong, takes too much, or
-            forces more tokens than a text may have.
+          ApiError: this server has no schemas, or this one is too large, wrong, or takes too much.
         """
         name, limits = "response_format", self._limits
         if self._without_schemas:
@@ -98,10 +95,38 @@ class Vocabulary:
             raise ApiError(
                 f"{name} must have a schema of at most {limits.schema_bytes} bytes", name
             )
+        if text in self._tried:
+            return text
+        async with self._trials:
+            try:
+                trial = schemas.Trial(limits.schema_seconds, limits.schema_mebibytes)
+            except OSError as error:
+                message = "no process can be started to compile a schema: try again later"
+                raise ApiError(message, name, status=503, headers=BUSY, reason=error) from error
+            try:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._trial_threads, trial.run, text)
+            except ValueError as error:
+                raise _unusable(error) from error
+            finally:
+                trial.end()
+        self._tried.append(text)
+        return text
+
+    async def matchers(self, schema: str, budgets: list[int]) -> list[sd.grammar.LlguidanceMatcher]:
+        """Matchers of what `try_schema` returned, for texts of at most so many tokens.
+
+        All are at the beginning of the schema. Together they take up to 48 MiB.
+
+        Raises:
+          ApiError: it forces more tokens than a text may have, or fails with this tokenizer.
+        """
+        loop = asyncio.get_running_loop()
         try:
-            matcher = await asyncio.wrap_future(self._compilers.submit(self._compile, text))
+            matcher = await loop.run_in_executor(self.threads, self._compile, schema)
         except ValueError as error:
-            raise ApiError(f"{name} has a schema that cannot be used: {error}", name) from error
+            raise _unusable(error) from error
+        name = "response_format"
         forced, most = len(matcher.forced_token_ids()), min(budgets)
         if forced > most:
             rule = f"must have a schema whose texts can have {most} tokens, as the answer may have"
@@ -109,7 +134,6 @@ class Vocabulary:
         return [copy.deepcopy(matcher) for _ in budgets]
 
     def _compile(self, schema: str) -> sd.grammar.LlguidanceMatcher:
-        self._try_schema(schema, self._limits.schema_seconds, self._limits.schema_mebibytes)
         compiled = schemas.compile_schema(schema, self._grammar_tokenizer)
         matcher = sd.grammar.LlguidanceMatcher(compiled, self.stop_token_ids)
         matcher.forced_token_ids()  # here, not in the way of other requests: it may take long
@@ -124,7 +148,7 @@ class Vocabulary:
         try:
             tokenizer = self._llguidance_tokenizer()
             schemas.compile_schema("{}", tokenizer)
-            self._try_schema("{}", self._limits.schema_seconds, self._limits.schema_mebibytes)
+            schemas.Trial(self._limits.schema_seconds, self._limits.schema_mebibytes).run("{}")
             return tokenizer, ""
         except (KeyboardInterrupt, SystemExit):
             raise
@@ -142,3 +166,8 @@ class Vocabulary:
         texts = {one["id"]: self._tokenizer.token_bytes(one["id"]) for one in added}
         described["added_tokens"] = added
         return schemas.model_tokenizer(described, self._size, texts, [*self.stop_token_ids])
+
+
+def _unusable(error: ValueError) -> ApiError:
+    name = "response_format"
+    return ApiError(f"{name} has a schema that cannot be used: {error}", name)

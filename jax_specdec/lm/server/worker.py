@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import queue
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from jax_specdec import lm
@@ -28,16 +30,19 @@ class EngineFailed(RuntimeError):
 class Channel:
     """The engine's updates of one request, which may have several choices, for its client."""
 
-    def __init__(self, max_unsent: int) -> None:
+    def __init__(self, num_choices: int, max_unsent: int) -> None:
         self.request_ids: list[int] = []  # by choice; the worker's
+        self.open = {*range(num_choices)}  # choices that have not ended
         self.is_sending = False
         self.is_full = asyncio.Event()  # the client reads too slowly
-        self._max_unsent = max_unsent
+        self._max_unsent = max_unsent * num_choices
         self._updates: collections.deque[tuple[int, lm.RequestUpdate]] = collections.deque()
         self._arrived = asyncio.Event()
 
     def put(self, choice: int, update: lm.RequestUpdate) -> None:
         """Called in the event loop's thread."""
+        if update.finish_reason is not None:
+            self.open.discard(choice)
         self._updates.append((choice, update))
         self._arrived.set()
         if self.is_sending and len(self._updates) > self._max_unsent:
@@ -52,14 +57,29 @@ class Channel:
 
 
 class Worker:
-    """The thread that owns the driver: it steps while there is work, and runs calls between."""
+    """The thread that owns the driver: it steps while there is work, and runs calls between.
+
+    A request has a place for each of its choices from its parameters to its end: as many as there
+    are slots, and `max_queue` more. What it takes before it waits for a slot has a bound by that.
+
+    Attributes:
+      num_places: for choices.
+      failure: why the thread ended before `stop`.
+    """
 
     def __init__(self, driver: lm.EngineDriver) -> None:
-        self.failure: str | None = None  # why the thread ended before `stop`
+        assert driver.max_queue is not None
+        self.num_places = driver.serving_stats().num_slots + driver.max_queue
+        self.failure: str | None = None
+        self._refusal: tuple[str, int] | None = None  # what all are answered, and the status
+        self._open: set[Channel] = set()
         self._driver = driver
+        driver.max_queue = None  # which would count those that are about to get a free slot
+        driver.client_of = self._client_of
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._channels: dict[int, tuple[Channel, int]] = {}  # and the choice, by request
         self._num_failed_calls = 0  # when the device was last tried
+        self._since: float | None = None  # when the step or the call began that goes on
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, on_failure: Callable[[], None]) -> None:
@@ -67,11 +87,73 @@ class Worker:
         self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
         self._thread.start()
 
-    async def stop(self) -> None:
-        """End after what was asked for so far."""
+    async def stop(self, seconds: float) -> None:
+        """End after what was asked for so far, or fail if that takes longer."""
         self._calls.put(None)
-        await asyncio.to_thread(self._thread.join)
-        self._driver.close()
+        await asyncio.to_thread(self._thread.join, seconds)
+        if self._thread.is_alive():
+            self.failure = f"{FAILED}: a step does not end"
+        else:
+            self._driver.close()
+
+    @property
+    def num_open(self) -> int:
+        """Choices that have a place."""
+        return sum(len(channel.open) for channel in self._open)
+
+    @property
+    def seconds_busy(self) -> float:
+        """How long the step, or the call between steps, has taken that goes on."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def check_room(self, num_choices: int = 1) -> None:
+        """Do nothing, if there are places for so many choices.
+
+        Raises:
+          ApiError: there are not, now or ever; or the server refuses everybody.
+        """
+        self.check_open()
+        if num_choices > self.num_places:
+            message = f"this server has room for {self.num_places} choices at a time"
+            raise ApiError(f"{message}, but the request has {num_choices}", "n")
+        if (num_open := self.num_open) + num_choices > self.num_places:
+            message = f"{num_open} of {self.num_places} choices run or wait already"
+            message += ": try again later"
+            raise ApiError(message, status=429, code="queue_full", headers=BUSY)
+
+    def check_open(self) -> None:
+        """Do nothing, unless `refuse_all` was called.
+
+        Raises:
+          ApiError: it was.
+        """
+        if self._refusal is not None:
+            message, status = self._refusal
+            raise ApiError(message, status=status)
+
+    def refuse_all(self, message: str, status: int) -> None:
+        """Answer all that is left, and whoever asks from now on, with an error."""
+        self._refusal = message, status
+        for channel in self._open:
+            for choice in [*channel.open]:
+                channel.put(choice, lm.RequestUpdate(-1, [], "failed", error=message))
+
+    @contextlib.contextmanager
+    def channel(self, num_choices: int, max_unsent: int) -> Iterator[Channel]:
+        """A channel with places for its choices; in the end, what is left of them is cancelled.
+
+        Raises:
+          ApiError: see `check_room`.
+        """
+        self.check_room(num_choices)
+        channel = Channel(num_choices, max_unsent)
+        self._open.add(channel)
+        try:
+            yield channel
+        finally:
+            self._open.remove(channel)
+            self._calls.put(lambda: self._cancel(channel.request_ids))
 
     async def call(self, function: Callable[[lm.EngineDriver], T]) -> T:
         """What `function` returns, called with the driver between two steps."""
@@ -96,14 +178,10 @@ class Worker:
         """Queue every choice of a request, or none.
 
         Raises:
-          ApiError: the queue is full, or the driver refuses a choice.
+          ApiError: the driver refuses a choice.
         """
 
         def submit(driver: lm.EngineDriver) -> None:
-            assert driver.max_queue is not None
-            if driver.num_queued + len(choices) > driver.max_queue:
-                message = f"{driver.num_queued} requests wait already: try again later"
-                raise ApiError(message, status=429, code="queue_full", headers=BUSY)
             for choice, arguments in enumerate(choices):
                 try:
                     request_id = driver.submit(**arguments)
@@ -114,21 +192,19 @@ class Worker:
 
         await self.call(submit)
 
-    def cancel(self, channel: Channel, choice: int | None = None) -> None:
-        """End what is left of a request, or of one choice; does not wait.
+    def cancel(self, channel: Channel, choice: int) -> None:
+        """End a choice; does not wait."""
+        channel.open.discard(choice)
+        self._calls.put(lambda: self._cancel(channel.request_ids[choice : choice + 1]))
 
-        Calls are in order, so that this ends a request, too, whose `submit` was given up.
-        """
+    def _cancel(self, request_ids: Sequence[int]) -> None:
+        """Calls are in order, so that this ends a request, too, whose `submit` was given up."""
+        for request_id in request_ids if self.failure is None else ():
+            self._channels.pop(request_id, None)
+            self._driver.cancel(request_id)
 
-        def cancel() -> None:
-            if self.failure is not None:
-                return
-            ids = channel.request_ids
-            for request_id in ids if choice is None else [ids[choice]]:
-                self._channels.pop(request_id, None)
-                self._driver.cancel(request_id)
-
-        self._calls.put(cancel)
+    def _client_of(self, request_id: int) -> Channel:
+        return self._channels[request_id][0]
 
     def _run(self) -> None:
         try:
@@ -165,12 +241,15 @@ class Worker:
     def _run_calls(self) -> bool:
         """Run what waits, and wait while there is nothing else to do; whether to go on."""
         while True:
+            is_idle = self._driver.is_idle
+            self._since = None if is_idle else time.monotonic()
             try:
-                call = self._calls.get(block=self._driver.is_idle)
+                call = self._calls.get(block=is_idle)
             except queue.Empty:
                 return True
             if call is None:
                 return False
+            self._since = time.monotonic()
             call()
 
     def _deliver(self, updates: list[tuple[Channel, int, lm.RequestUpdate]]) -> None:
@@ -179,8 +258,7 @@ class Worker:
 
     def _fail(self) -> None:
         self.failure = FAILED
-        for request_id, (channel, choice) in self._channels.items():
-            channel.put(choice, lm.RequestUpdate(request_id, [], "failed", error=self.failure))
+        self.refuse_all(FAILED, 500)
         self._on_failure()
         while not self._calls.empty():  # what is asked for now is answered with the failure
             call = self._calls.get_nowait()
