@@ -171,7 +171,7 @@ def write_tables(document: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--tables", action="store_true", help="compile nothing")
     options = parser.parse_args(arguments)

@@ -106,7 +106,7 @@ def seconds_per_call(case: Case, forms: list[str], calls: int, repeats: int) -> 
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("verify_tpu.json"))
     options = parser.parse_args(command_line)

@@ -30,7 +30,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 
 def parser(doc: str | None, repeats: int) -> argparse.ArgumentParser:
     """Options of every benchmark."""
-    result = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    result = argparse.ArgumentParser(allow_abbrev=False, description=(doc or "").partition("\n")[0])
     result.add_argument("--repeats", type=int, default=repeats)
     return result
 

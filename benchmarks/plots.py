@@ -352,7 +352,7 @@ def merge(folder: pathlib.Path, file: pathlib.Path) -> None:
 
 
 def main(command_line: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("folder", type=pathlib.Path, nargs="?", default=measure.RESULTS)
     parser.add_argument("--merge", type=pathlib.Path, nargs="+", default=[], metavar="FILE")
     options = parser.parse_args(command_line)

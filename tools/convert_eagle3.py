@@ -42,7 +42,7 @@ def convert(directory: Path) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help=f"holds config.json and {SOURCE}")
     directory = parser.parse_args().directory
     try:

