@@ -95,7 +95,7 @@ def rejection_sample(
       noise: `Noise`, or `RaceNoise` to pick tokens by ``argmax(weight / exponential)``.
       temperature: ``[B]``; 0 is greedy.
       min_p: ``[B]``; tokens with ``p < min_p * max(p)`` are left out first. None for 0.
-      top_k: ``[B]``; then those less likely than the k-th likeliest, unless it is 0. None for 0.
+      top_k: ``[B]``; then those less likely than the k-th likeliest, unless it is 0 or -1, or None.
       top_p: ``[B]``; then those less likely than it takes to have this share of the rest. None
         for 1.
       method: "standard", "block", "agreement" or "synthetic".
@@ -172,7 +172,7 @@ def rejection_sample(
             continue
         if (
             not (0 <= temperatures[b] < math.inf)
-            or not (0 <= filters["min_p"][b] <= 1 and filters["top_k"][b] >= 0)
+            or not (0 <= filters["min_p"][b] <= 1 and filters["top_k"][b] >= -1)
             or not (0 < filters["top_p"][b] <= 1)
             or not (in_bounds and is_after)
             or not _is_tree(drafts, start, count)

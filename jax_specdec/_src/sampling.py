@@ -43,7 +43,7 @@ FILTERS = (
     Parameter(
         "min_p", _F32, 0.0, Range(0, 1), "leave out tokens below this times the likeliest one"
     ),
-    Parameter("top_k", _I32, 0, Range(0), "only the k likeliest tokens; 0 for all"),
+    Parameter("top_k", _I32, 0, Range(-1), "only the k likeliest tokens; 0 or -1 for all"),
     Parameter(
         "top_p", _F32, 1.0, Range(0, 1, "(]"), "only the likeliest that have this mass together"
     ),
@@ -68,8 +68,8 @@ class SamplingParams:
       temperature: ``[B]`` float32. ``p = softmax(float32(logits) / temperature)``; 0 is greedy.
       min_p: ``[B]`` float32 in [0, 1], or None. Tokens with ``p < min_p * max(p)`` are left out;
         0 leaves out none.
-      top_k: ``[B]`` int32, not negative, or None. Tokens less likely than the k-th likeliest are
-        left out; 0 leaves out none.
+      top_k: ``[B]`` int32, at least -1, or None. Tokens less likely than the k-th likeliest are
+        left out; 0 and -1 leave out none.
       top_p: ``[B]`` float32 in (0, 1], or None. Of the tokens left so far, the likeliest stay that
         together have at least `top_p` of the mass; 1 leaves out none.
 

@@ -84,8 +84,8 @@ def verify_chains(
         the noise: it must grow on every step where keys are one per request.
       config: static settings.
       temperatures: ``[bs]`` or ``[bs, 1]`` float32; 0 is greedy. None: all requests are greedy.
-      top_ks: ``[bs]`` int32 or None; 1 is greedy, whatever the temperature. 0, and V or more (such
-        as 2**30), leave out nothing.
+      top_ks: ``[bs]`` int32 or None; 1 is greedy, whatever the temperature. -1, 0, and V or more
+        (such as 2**30) leave out nothing.
       top_ps: ``[bs]`` float32 or None; 1 leaves out nothing.
       min_ps: ``[bs]`` float32 or None; 0 leaves out nothing.
       keys: ``[]``, a fresh key for this step (see `step_keys`: request b's slot is b); or

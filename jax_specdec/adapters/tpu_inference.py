@@ -189,13 +189,12 @@ def _verify(
 
 def _sampling(given: SamplingParams, is_valid: jax.Array) -> SamplingParams:
     """Their parameters in our terms; not a number where a request is not valid."""
-    temperature, top_k = given.temperature, given.top_k
+    temperature = given.temperature
     is_greedy = (temperature >= 0) & (temperature < GREEDY_BELOW)
     is_greedy |= temperature == GREEDY_TEMPERATURE
     temperature = jnp.where(is_greedy, 0.0, temperature)
-    if top_k is not None:
-        top_k = jnp.where(top_k == -1, 0, top_k)
-    return SamplingParams(jnp.where(is_valid, temperature, jnp.nan), top_k=top_k, top_p=given.top_p)
+    temperature = jnp.where(is_valid, temperature, jnp.nan)
+    return SamplingParams(temperature, top_k=given.top_k, top_p=given.top_p)
 
 
 def flat_token_ids(output: RejectionSampleOutput, drafts: Drafts) -> jax.Array:

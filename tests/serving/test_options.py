@@ -151,7 +151,7 @@ def test_neutral_options_are_the_program_without_options() -> None:
     drafted = functools.partial(speculative, drafter=LOOKUP)
     without = [f(None).completions for f in (drafted, plainly)]
     size = generate_lib._generate._cache_size()
-    for neutral in (lm.RequestOptions(), [lm.RequestOptions(top_k=0)] * len(OPTIONS)):
+    for neutral in (lm.RequestOptions(), [lm.RequestOptions(top_k=-1)] * len(OPTIONS)):
         assert [f(neutral).completions for f in (drafted, plainly)] == without
     assert generate_lib._generate._cache_size() == size
 
@@ -346,7 +346,7 @@ REFUSED: list[tuple[type[Exception], str, Any]] = [
     *((ValueError, "min_p", value) for value in (-0.1, 1.1, NAN)),
     (TypeError, "min_p", "low"),
     *((ValueError, "top_p", value) for value in (0.0, 1.5, 1e-45, 1e-38)),
-    (ValueError, "top_k", -1),
+    (ValueError, "top_k", -2),
     (TypeError, "top_k", 0.5),
     *((ValueError, "frequency_penalty", value) for value in (INF, 3e38, -3e38)),
     *((ValueError, "presence_penalty", value) for value in (1e39, -3e38)),

@@ -176,7 +176,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -1}, "temperature"),
     ({"temperature": 10**400}, "temperature"),
     ({"top_p": 0}, "top_p"),
-    ({"top_k": -1}, "top_k"),
+    ({"top_k": -2}, "top_k"),
     ({"max_drafts": -1}, "max_drafts"),
     ({"max_drafts": "none"}, "max_drafts"),
     ({"min_tokens": 1, "response_format": FORMAT}, "min_tokens"),

@@ -184,7 +184,7 @@ def spoil(request: Request, layout: Layout, rng: Rng) -> Request:
     whats = ["target", "temperature", "row", "draft", "normalizer"]
     what = rng.choice([*whats, "filter", "threshold"] if layout.has_filters else whats)
     if what == "filter":
-        bad = dict(min_p=[-0.1, 1.5, np.nan], top_k=[-1, -(2**31)], top_p=[0.0, -0.5, 1.5, np.nan])
+        bad = dict(min_p=[-0.1, 1.5, np.nan], top_k=[-2, -(2**31)], top_p=[0.0, -0.5, 1.5, np.nan])
         name = rng.choice(list(bad))
         return dataclasses.replace(request, **{name: rng.choice(bad[name])})
     if what == "threshold":

@@ -79,6 +79,7 @@ class ProcessedEdges(Between):
         [
             ({}, {0, 1, 2, 3, 4}),
             (dict(top_k=8), {0, 1, 2, 3, 4}),  # V
+            (dict(top_k=-1), {0, 1, 2, 3, 4}),
             (dict(top_k=2**31 - 1), {0, 1, 2, 3, 4}),
             (dict(min_p=0.3), {0, 1, 2, 3}),
             (dict(min_p=0.45), {0, 1, 2}),
@@ -144,7 +145,7 @@ class ProcessedEdges(Between):
         ("name", "value"),
         [
             *[("min_p", x) for x in (-0.1, 1.5, float("nan"), float("inf"))],
-            *[("top_k", x) for x in (-1, -(2**31))],
+            *[("top_k", x) for x in (-2, -(2**31))],
             *[("top_p", x) for x in (0.0, -0.5, 1.5, float("nan"), float("inf"))],
         ],
     )

@@ -54,7 +54,7 @@ class RequestOptions:
       seed: in [0, 2**32); the request samples with ``jax.random.key(seed)``. None: `generate`
         folds the request's index into its key, and `EngineDriver` uses the request's id as seed.
       min_p: in [0, 1]; leaves out tokens less likely than `min_p` times the likeliest one.
-      top_k: only the k likeliest tokens; 0 for all.
+      top_k: only the k likeliest tokens; 0 or -1 for all.
       top_p: in (0, 1]; only the likeliest tokens that together have this probability.
       frequency_penalty: in [-1e20, 1e20]; subtracted from a token's logit for every occurrence in
         the output.
@@ -110,7 +110,8 @@ class RequestOptions:
                 require(one.range.holds(number), one.name, one.range.must, value, hint)
                 checked[one.name] = float(value) if number else 0.0
             else:
-                checked[one.name] = _integer(one.name, value, 2**31 - 1)
+                number = _integer(one.name, value, 2**31 - 1, int(one.range.low))
+                checked[one.name] = max(0, number)  # the neutral value of both
         if self.seed is not None:
             checked["seed"] = _integer("seed", self.seed, 2**32 - 1)
         if self.max_drafts is not None:
@@ -238,9 +239,9 @@ def _float32(name: str, value: Any) -> np.float32:
     return np.float32(0) if abs(number) < np.finfo(np.float32).tiny else number
 
 
-def _integer(name: str, value: Any, most: int) -> int:
+def _integer(name: str, value: Any, most: int, least: int = 0) -> int:
     _check_one(name, value)
-    return check_int(name, value, 0, most)
+    return check_int(name, value, least, most)
 
 
 def _check_one(name: str, value: Any) -> None:
