@@ -356,6 +356,8 @@ class EngineDriver:
     def cancel(self, request_id: int) -> bool:
         """End a request, wherever it is; it gets no more updates.
 
+        A drafter's history learns what it has generated, as of a request that ends by itself.
+
         Returns:
           Whether it was still waiting or running.
         """
@@ -367,6 +369,11 @@ class EngineDriver:
             self._host = others = host.without(request_id)
             if slot is not None:
                 self._empty(slot)
+            if has_history(self.engine.drafter):
+                begun = *host.slots.values(), *host.returning
+                ended = [one for one in begun if one.request_id == request_id]
+                texts = [one.token_ids[one.prompt_length :] for one in ended]
+                self._remember([text for text in texts if text])
         before, after = ((len(x.slots), len(x.returning), len(x.updates)) for x in (host, others))
         return before != after
 

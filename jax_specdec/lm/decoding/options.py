@@ -110,8 +110,9 @@ class RequestOptions:
                 require(one.range.holds(number), one.name, one.range.must, value, hint)
                 checked[one.name] = float(value) if number else 0.0
             else:
-                number = _integer(one.name, value, 2**31 - 1, int(one.range.low))
-                checked[one.name] = max(0, number)  # the neutral value of both
+                # Of what may be negative, -1 and 0 mean the same.
+                count = _integer(one.name, value, 2**31 - 1, int(one.range.low))
+                checked[one.name] = max(0, count)
         if self.seed is not None:
             checked["seed"] = _integer("seed", self.seed, 2**32 - 1)
         if self.max_drafts is not None:

@@ -67,8 +67,8 @@ class SuffixDrafter(LookupDrafter):
 
     **History.** With `history`, texts of other requests are searched, too. They are an array in the
     drafter's `params` (see `init_params`), to which `add` writes and in which the oldest are
-    overwritten; an `EngineDriver` adds what each request generated when it ends. What a request
-    drafts then depends on other requests. Its text does not if it is greedy or verified by
+    overwritten; an `EngineDriver` adds what each generated when it ends or is cancelled. What a
+    request drafts then depends on other requests. Its text does not if it is greedy or verified by
     agreement, so an `Engine` refuses all others.
 
     Attributes:
