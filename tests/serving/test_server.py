@@ -652,7 +652,8 @@ def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) ->
         assert post(running.port, good, Host=host)[0] == 403
     for host in ("localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000"):
         assert post(running.port, b"{", Host=host)[0] == 400
-    assert post(running.port, good, "/v1/nothing")[0] == 404
+    for path in ("/v1/nothing", "/v1/completions/"):
+        assert post(running.port, good, path)[0] == 404
     assert post(running.port, good, "/v1/models")[0] == 405
     assert post(running.port, json.dumps({"prompt": "x", "model": "gpt"}).encode())[0] == 404
     with pytest.raises(openai.NotFoundError) as error:
@@ -928,6 +929,13 @@ def test_slow_requests_are_closed_and_connections_too_many_refused(site: Site) -
         while len(connections) < 3:
             time.sleep(0.01)
         assert raw(running.port, HEALTH)[0] == 503
+        more = [socket.create_connection(("127.0.0.1", running.port), 30) for _ in range(30)]
+        while len(connections) < 20:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert len(connections) == 20, "others are closed at once"
+        for connection in more:
+            connection.close()
         for connection in slow:
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(100) == b""
@@ -1016,11 +1024,14 @@ def test_more_choices_than_there_are_places_are_no_reason_to_try_again(running: 
 
 
 def test_health_metrics_and_the_status_line(site: Site) -> None:
-    with site.serve(status_seconds=0.1) as running:
+    with site.serve(status_seconds=0.5) as running:
         stalled(running.driver)
         assert json.loads(get(running, "health")[2]) == {"status": "ok"}
         assert greedy(running).choices[0].text == TEXT
+        assert get(running, "v1/nothing")[0] == 404
         metrics = get(running, "metrics")[2].decode()
+        for status, count in ((200, 2), (404, 1)):
+            assert f'serving_answers_total{{status="{status}"}} {count}.0\n' in metrics
         assert f"jax_specdec:spec_decode_num_tokens_total {NUM_NEW}.0\n" in metrics
         assert "jax_specdec:serving_num_slots 8.0\n" in metrics
         line = next(line for line in running.lines if "1 requests so far" in line)
@@ -1038,6 +1049,59 @@ def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:
         time.sleep(0.3)
         with pytest.raises(OSError):
             raw(running.port, b"")
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_stopping_has_a_bound(site: Site, hangs: bool) -> None:
+    ends, seconds = threading.Event(), dict(drain_seconds=0.3, failed_seconds=0.3, stop_seconds=0.1)
+    failure = pytest.raises(EngineFailed, match="a step does not end") if hangs else None
+    with failure or contextlib.nullcontext(), site.serve(**seconds) as running:
+        stalled(running.driver, 0.2)
+        with concurrent_threads() as run:
+            other = run(functools.partial(raw, running.port, request_bytes(n=9)))
+            stream = iter(greedy(running, stream=True))
+            next(stream)
+            if hangs:
+                running.driver.step = lambda: ends.wait(60) and []
+            running.server.stop()
+            with pytest.raises(openai.APIError, match="the server has stopped"):
+                list(stream)
+        assert other()[0] == 503
+        lines = "\n".join(running.lines)
+        assert "waits: 10 choices, within 0.3 s" in lines and "not finished: 10 choices" in lines
+    ends.set()
+    running.server.worker._thread.join(60)
+
+
+def test_a_step_that_does_not_end_shows(site: Site) -> None:
+    ends = threading.Event()
+    with site.serve(step_seconds=0.2, status_seconds=0.2) as running, concurrent_threads() as run:
+        step = running.driver.step
+        running.driver.step = lambda: (ends.wait(60), step())[1]
+        other = run(lambda: greedy(running).choices[0].text)
+        while get(running, "health")[0] == 200:
+            time.sleep(0.01)
+        assert get(running, "health")[0] == 500
+        assert b"jax_specdec:serving_num_slots 8.0\n" in get(running, "metrics")[2]
+        ends.set()
+        while get(running, "health")[0] != 200:
+            time.sleep(0.01)
+    assert other() == TEXT
+    assert "a step of the engine goes on for" in "".join(running.lines)
+
+
+def test_descriptors_that_are_used_up_are_one_line(site: Site, caplog: Any) -> None:
+    used_up = {"message": "socket.accept() out of system resource", "exception": OSError(24, "x")}
+
+    async def report(running: Running) -> None:
+        loop = asyncio.get_running_loop()
+        for context in (used_up, used_up, {"message": "something else"}):
+            running.server._on_error(loop, context)
+
+    with site.serve() as running:
+        asyncio.run(report(running))
+        assert running.lines == ["clients wait for connections: [Errno 24] x"]
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
 
 
 class Panic(BaseException):
@@ -1321,5 +1385,5 @@ def test_the_command_serves_until_an_interrupt_and_finishes_what_runs(
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
     total = errors.count("compiled ")
     assert total > 3 and f"compiled {total} of {total} programs" in errors
-    assert "finishing what runs; Ctrl-C again to end at once" in errors
+    assert "finishing what runs or waits: 1 choices, within 25 s; Ctrl-C again" in errors
     assert KEY not in errors and KEY not in line

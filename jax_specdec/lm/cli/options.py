@@ -54,6 +54,7 @@ _RANGES = {
     "num_slots": (1, 4096),
     "max_length": (2, 2**20),
     "max_queue": (1, 2**20),
+    "drain_seconds": (0, 2**20),
     "chunk_size": (1, 2**20),
     "max_logprobs": (0, 20),
     "history": (0, 2**24),
@@ -94,6 +95,7 @@ class Options:
     num_slots: int = 8
     max_length: int | None = None
     max_queue: int = 64
+    drain_seconds: int = 25
     chunk_size: int | None = None
     prompts_in_steps: bool = False
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
@@ -250,6 +252,7 @@ def _add_serve(parser: _Parser) -> None:
     parser.add("--num-slots", type=int, default=Options.num_slots, metavar="N")
     parser.add("--max-length", type=int, metavar="N")
     parser.add("--max-queue", type=int, default=Options.max_queue, metavar="N")
+    parser.add("--drain-seconds", type=int, default=Options.drain_seconds, metavar="N")
     parser.add("--chunk-size", type=int, metavar="N")
     parser.add("--prompts-in-steps", action="store_true")
     pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
@@ -302,7 +305,9 @@ _HELP = {
     "--num-slots": "requests decoded at a time",
     "--max-length": f"""tokens of a request, prompt included (default: {SERVED_LENGTH}, or what the
         target was made for)""",
-    "--max-queue": "requests that may wait; more are answered with status 429",
+    "--max-queue": "choices that may wait for a slot; more are answered with status 429",
+    "--drain-seconds": """after Ctrl-C or SIGTERM, for requests that run or wait; what is not
+        finished by then is answered with status 503""",
     "--chunk-size": """tokens of prompts read between two steps while others run: 64, 128 or 256
         (default: the most that take about as long as a step, measured at the start)""",
     "--prompts-in-steps": """read prompts in the target's pass of a step, which then takes little

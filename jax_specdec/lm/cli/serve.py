@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import ipaddress
 import os
 import socket
 import sys
 import time
+from typing import Any
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -19,6 +21,7 @@ from jax_specdec.lm.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Options
 from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server.app import Server
+from jax_specdec.lm.server.limits import Limits
 from jax_specdec.lm.server.request import MAX_BIASES
 from jax_specdec.lm.server.worker import EngineFailed
 
@@ -47,15 +50,15 @@ def serve(options: Options) -> None:
         default = "jax-specdec" if options.target is None else options.target.resolve().name
         # Answers are UTF-8, but what the system names a file or an argument need not be.
         name = (options.model_name or default).encode(errors="backslashreplace").decode()
-        server = Server(models, driver, model_name=name, key=key, is_local=is_local)
+        limits = Limits(drain_seconds=options.drain_seconds)
+        who: dict[str, Any] = dict(model_name=name, key=key, is_local=is_local)
+        server = Server(models, driver, **who, limits=limits)
+        gc.collect()
+        gc.freeze()  # what is there now stays, and takes .1 s to be looked at
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
-        def on_interrupt() -> None:
-            terminal.log("finishing what runs; Ctrl-C again to end at once")
-            server.stop()
-
-        with process.handling_interrupt(on_interrupt):
+        with process.handling_interrupt(server.stop):
             ready = functools.partial(terminal.write, f"Serving {name} at {url}\n")
             try:
                 asyncio.run(server.run(listener, ready))

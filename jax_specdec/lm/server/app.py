@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import math
+import resource
 import socket
 import time
 import traceback
@@ -22,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -71,6 +73,9 @@ class Server:
         self._created, self._num_requests = int(time.time()), 0
         self._metrics = prometheus_client.CollectorRegistry()
         self._exporter = lm.PrometheusExporter(self._metrics)
+        name, what = "jax_specdec:serving_answers", "Answers by status; 499: the client had left."
+        self._answers = prometheus_client.Counter(name, what, ["status"], registry=self._metrics)
+        self._descriptors_logged = -math.inf  # when they were last used up
         self._app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
@@ -87,13 +92,16 @@ class Server:
                 Exception: _unexpected,
             },
         )
+        self._app.router.redirect_slashes = False  # to http://, which a proxy's clients do not use
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         config = uvicorn.Config(
             self,
             http=Connection,
             ws="none",
             loop="asyncio",
             lifespan="off",
-            limit_concurrency=limits.connections + 1,
+            # Some descriptors are for files, and for processes that compile schemas.
+            limit_concurrency=min(limits.connections, max(8, most - 128)) + 1,
             timeout_keep_alive=int(limits.client_seconds),
             proxy_headers=False,
             server_header=False,
@@ -104,15 +112,24 @@ class Server:
         self._uvicorn = uvicorn.Server(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check who asks, and through which name, before anything else; log what fails."""
+        """Check who asks, and through which name, before anything else; count and log answers."""
+        status = 499
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
         try:
             self._check_caller(Headers(scope=scope), scope["path"])
         except ApiError as error:
-            await error.response(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            await error.response(scope, receive, send_and_note)
+        else:
+            await self._app(scope, receive, send_and_note)
         failed = scope.get(ERROR)
-        if failed is not None and failed.status >= 500 and self.worker.failure is None:
+        self._answers.labels(status if failed is None else failed.status).inc()
+        if failed is not None and failed.status >= 500 and not self.worker.is_refusing:
             why = "" if failed.reason is None else f": {first_line(failed.reason)}"
             log(f"{failed.status} {scope['method']} {scope['path'][:100]}: {failed}{why}")
 
@@ -208,12 +225,15 @@ class Server:
         return JSONResponse(self._description)
 
     async def _health(self, request: Request) -> Response:
-        if self.worker.failure is not None:
-            raise ApiError(self.worker.failure, status=500)
+        self.worker.check_open()
+        if (seconds := self.worker.seconds_busy) > self.limits.step_seconds:
+            raise ApiError(f"a step of the engine goes on for {seconds:.0f} s", status=500)
         return JSONResponse({"status": "ok"})
 
     async def _read_metrics(self, request: Request) -> Response:
-        self._exporter.publish(*await self.worker.call(_both_stats))
+        with contextlib.suppress(TimeoutError):  # or as they were: Prometheus waits for 10 s
+            async with asyncio.timeout(self.limits.status_seconds):
+                self._exporter.publish(*await self.worker.call(_both_stats))
         text = prometheus_client.generate_latest(self._metrics)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
@@ -228,7 +248,9 @@ class Server:
           EngineFailed: it has, and the log says why.
         """
         self.worker.start(on_failure=self._stop_soon)
+        asyncio.get_running_loop().set_exception_handler(self._on_error)
         beside = [
+            asyncio.create_task(self._drain()),
             asyncio.create_task(self._report(on_ready)),
             asyncio.create_task(close_stuck(self._uvicorn, self.limits.client_seconds)),
         ]
@@ -238,13 +260,36 @@ class Server:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
-            await self.worker.stop(self.limits.failed_seconds)
+            await self.worker.stop(self.limits.stop_seconds)
         if self.worker.failure is not None:
             raise EngineFailed(self.worker.failure)
 
     def stop(self) -> None:
-        """Accept nobody any more, and finish what runs; at any time, in any thread."""
+        """Accept nobody any more, and finish what runs or waits; at any time, in any thread."""
         self._uvicorn.should_exit = True
+
+    async def _drain(self) -> None:
+        """Once the server is stopped, answer with an error what takes too long."""
+        while not self._uvicorn.should_exit:
+            await asyncio.sleep(0.05)
+        what, seconds = f"{self.worker.num_open} choices", self.limits.drain_seconds
+        log(
+            f"finishing what runs or waits: {what}, within {seconds:g} s; Ctrl-C again ends at once"
+        )
+        await asyncio.sleep(seconds)
+        log(f"not finished: {self.worker.num_open} choices")
+        self.worker.refuse_all("the server has stopped", 503)
+        await asyncio.sleep(self.limits.failed_seconds)
+        for connection in [*self._uvicorn.server_state.connections]:  # whose clients do not read
+            connection.transport.abort()
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log an error of the event loop; those of accepting connections come by the thousand."""
+        if "socket.accept() out of system resource" not in context["message"]:
+            loop.default_exception_handler(context)
+        elif loop.time() - self._descriptors_logged > 60:
+            self._descriptors_logged = loop.time()
+            log(f"clients wait for connections: {context['exception']}")
 
     def _stop_soon(self) -> None:
         """Stop once those who are about to ask have been answered that the engine has failed."""
@@ -256,9 +301,11 @@ class Server:
             await asyncio.sleep(0.01)
         on_ready()
         before, begin = await self.worker.call(_both_stats), time.monotonic()
+        self._exporter.publish(*before)
         while True:
             await asyncio.sleep(self.limits.status_seconds)
             stats, serving = await self.worker.call(_both_stats)
+            self._exporter.publish(stats, serving)
             now = time.monotonic()
             new, seconds = stats - before[0], now - begin
             if new.num_tokens or serving.num_running or serving.num_queued:

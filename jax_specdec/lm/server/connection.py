@@ -16,6 +16,10 @@ CHUNK_BYTES = 256
 """What a chunk of a body counts beside its own: each of them takes time, however small it is."""
 
 
+SPARE = 16
+"""Connections beyond those that are served: a request on one is answered with status 503."""
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's connection, with a bound on bytes, and without requests before the last answer.
 
@@ -30,6 +34,13 @@ class Connection(HttpToolsProtocol):
         """Whether a whole request has come, and its answer is not complete."""
         cycle = self.cycle
         return cycle is not None and not cycle.more_body and not cycle.response_complete
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin, unless there are so many connections that a request would be refused."""
+        assert isinstance(transport, asyncio.Transport) and self.limit_concurrency is not None
+        super().connection_made(transport)
+        if len(self.connections) > self.limit_concurrency + SPARE:
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Read some of a request, unless it is too much."""

@@ -97,6 +97,11 @@ class Worker:
             self._driver.close()
 
     @property
+    def is_refusing(self) -> bool:
+        """Whether `refuse_all` was called, and so every answer is its error."""
+        return self._refusal is not None
+
+    @property
     def num_open(self) -> int:
         """Choices that have a place."""
         return sum(len(channel.open) for channel in self._open)
