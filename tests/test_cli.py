@@ -737,13 +737,9 @@ def test_bench_compares_two_drafters_unless_it_is_told() -> None:
     assert options.drafters == ("ngram", "model") and options.temperatures == (1.0,)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "k"),
-    [([], 6), (["--draft", "ngram"], 4), (["--target", "somewhere"], 4), (["--draft", "model"], 6)],
-)
-def test_a_lookup_drafts_fewer_tokens_by_default(arguments: list[str], k: int) -> None:
-    (config,) = parse("generate", "text", *arguments).configs
-    assert config.num_speculative_tokens == k
+def test_every_drafter_drafts_as_many_tokens_by_default() -> None:
+    for arguments in ([], ["--draft", "ngram"], ["--target", "somewhere"], ["--draft", "eagle3"]):
+        assert parse("generate", "text", *arguments).config.num_speculative_tokens == 4
 
 
 def test_a_rule_is_chosen_on_the_command_line() -> None:

@@ -25,11 +25,6 @@ def test_the_names_of_lookups_and_of_pairs() -> None:
         assert params[0] is None and params[1] is found[base].params
 
 
-def test_a_lookup_drafts_four_tokens_by_default() -> None:
-    for name, k in (("suffix", 4), ("suffix+eagle3", 6)):
-        assert parse(["generate", "x", "--draft", name], "1").config.num_speculative_tokens == k
-
-
 @pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize("name", ["suffix", pytest.param("suffix+eagle3", marks=pytest.mark.slow)])

@@ -18,7 +18,7 @@ def test_a_tree_needs_the_rule_of_agreement_and_takes_it_by_itself() -> None:
     options = parse(["generate", "x", "--draft", "eagle3", "--tree", "32"], "1")
     assert options.tree == 32
     assert options.config.rejection_sample_method == "agreement"
-    assert options.config.num_speculative_tokens == 6  # of a path
+    assert options.config.num_speculative_tokens == 4  # of a path
     assert parse(["generate", "x"], "1").config.rejection_sample_method == "standard"
     assert parse(["generate", "x"], "1").tree is None
     small = parse(["bench", "x", "--draft", "dspark", "--tree", "5", "-k", "2,4"], "1")

@@ -4,6 +4,7 @@
 """
 
 import ast
+import builtins
 import inspect
 import itertools
 import re
@@ -112,6 +113,21 @@ def test_code_that_is_not_run_is_python_and_names_what_exists(page: str) -> None
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES])
+def test_code_uses_what_its_page_has_introduced(page: str) -> None:
+    known = {*dir(builtins), "__name__"}
+    for code in blocks(page, "(?:python|py)"):
+        nodes = [*ast.walk(ast.parse(code))]
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        known |= {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+        known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        known |= {x.name for x in nodes if isinstance(x, (ast.FunctionDef, ast.ClassDef))}
+        known |= {x.name for x in nodes if isinstance(x, (ast.AsyncFunctionDef, ast.ExceptHandler))}
+        aliases = [node for node in nodes if isinstance(node, ast.alias)]
+        known |= {(node.asname or node.name).partition(".")[0] for node in aliases}
+        assert {node.id for node in names} - known == set()
+
+
+@pytest.mark.parametrize("page", [page.stem for page in PAGES])
 def test_files_that_commands_name_exist(page: str) -> None:
     for code in blocks(page, "sh"):
         assert "--group" not in code  # which needs pip 25.1
@@ -150,10 +166,11 @@ def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.long
 def test_a_checkpoint_drafts_for_another(capsys: pytest.CaptureFixture[str]) -> None:
-    real = blocks("models")[0].replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
+    real = "".join(blocks("models")[:2]).replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
     real = real.replace("Qwen2.5-0.5B", str(CHECKPOINTS / "qwen2_draft"))
-    run(real.replace("stop_token_ids=", "max_new_tokens=8, stop_token_ids="), "models")
-    assert capsys.readouterr().out.strip()
+    run(real.replace("max_new_tokens=64", "max_new_tokens=8"), "models")
+    by_hand, by_one_call = capsys.readouterr().out.split("\n")[:2]
+    assert by_hand.strip() and by_hand == by_one_call
 
 
 @pytest.mark.long

@@ -31,8 +31,9 @@ def url(registry: prometheus_client.CollectorRegistry) -> Iterator[str]:
 
 
 def key(labels: dict[str, str]) -> str | None:
-    """The position of a counter, the bound of a bucket."""
-    return str(float(labels["le"])) if "le" in labels else labels.get("position")
+    """The position or reason of a counter, the bound of a bucket."""
+    where = labels.get("position", labels.get("reason"))
+    return str(float(labels["le"])) if "le" in labels else where
 
 
 def scrape(url: str) -> dict[tuple[str, str | None], float]:
@@ -77,7 +78,7 @@ def test_a_scrape_shows_how_busy_the_engine_was(
     exporter = lm.PrometheusExporter(registry)
     first = lm.Histogram().observe([(0.3, 2)])
     others = lm.Histogram().observe([(0.002, 4), (200, 1)])
-    serving = lm.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others)
+    serving = lm.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others, 70, (3, 2, 1, 0))
     exporter.publish(STATS, serving)
     prefix = "jax_specdec:serving_"
     expected = {
@@ -95,6 +96,11 @@ def test_a_scrape_shows_how_busy_the_engine_was(
         (f"{prefix}num_admitted_total", None): 2,
         (f"{prefix}queue_seconds_total", None): 0.25,
         (f"{prefix}num_failed_calls_total", None): 1,
+        (f"{prefix}num_prompt_tokens_total", None): 70,
+        (f"{prefix}num_ended_total", "length"): 3,
+        (f"{prefix}num_ended_total", "stop"): 2,
+        (f"{prefix}num_ended_total", "failed"): 1,
+        (f"{prefix}num_ended_total", "cancelled"): 0,
     }
     found = scrape(url)
     for name, bound, count in (
@@ -141,8 +147,9 @@ def test_without_the_client_one_sentence_says_what_to_install(
 def test_the_label_of_positions_is_not_the_callers(
     registry: prometheus_client.CollectorRegistry,
 ) -> None:
-    with pytest.raises(ValueError, match="labels must not have position, but they are"):
-        lm.PrometheusExporter(registry, labels={"position": "left"})
+    for name in ("position", "reason"):
+        with pytest.raises(ValueError, match=f"labels must not have {name}, but they are"):
+            lm.PrometheusExporter(registry, labels={name: "left"})
 
 
 def test_a_second_exporter_of_one_registry_is_refused(

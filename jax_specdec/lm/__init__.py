@@ -21,6 +21,7 @@ from jax_specdec.lm.decoding.packing import OptionSizes
 from jax_specdec.lm.decoding.programs import measure_steps
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.decoding.text import generate_text
 from jax_specdec.lm.drafting.block import BlockDrafter
 from jax_specdec.lm.drafting.combined import FirstOf
 from jax_specdec.lm.drafting.context import DraftContext
@@ -71,6 +72,7 @@ __all__ = [
     "generate",
     "generate_plain",
     "generate_stream",
+    "generate_text",
     "greedy_differences",
     "load_block_head",
     "load_eagle3",

@@ -1030,10 +1030,14 @@ def test_health_metrics_and_the_status_line(site: Site) -> None:
         assert greedy(running).choices[0].text == TEXT
         assert get(running, "v1/nothing")[0] == 404
         metrics = get(running, "metrics")[2].decode()
+        labels = f'model_name="{running.server.model_name}"'
         for status, count in ((200, 2), (404, 1)):
-            assert f'serving_answers_total{{status="{status}"}} {count}.0\n' in metrics
-        assert f"jax_specdec:spec_decode_num_tokens_total {NUM_NEW}.0\n" in metrics
-        assert "jax_specdec:serving_num_slots 8.0\n" in metrics
+            assert f'serving_answers_total{{{labels},status="{status}"}} {count}.0
+' in metrics
+        assert f"jax_specdec:spec_decode_num_tokens_total{{{labels}}} {NUM_NEW}.0
+" in metrics
+        assert f"jax_specdec:serving_num_slots{{{labels}}} 8.0
+" in metrics
         line = next(line for line in running.lines if "1 requests so far" in line)
         assert "tokens/s, acceptance length " in line
 
@@ -1285,8 +1289,9 @@ def test_an_interrupt_between_two_waits_is_handled_too(monkeypatch: pytest.Monke
 def test_the_page_shows_how_to_write_a_server(site: Site) -> None:
     page = Path(__file__).parents[2].joinpath("docs", "server.md").read_text("utf-8")
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    scope: dict[str, Any] = {"driver": make_driver(site.options, site.models)}
+    scope: dict[str, Any] = {}
     exec(compile(code, "server.md", "exec"), scope)
+    scope["driver"] = make_driver(site.options, site.models)  # whose programs are compiled
     prompt = site.tokenizer.encode(PROMPT)
 
     async def read(most: int) -> list[int]:

@@ -394,6 +394,7 @@ def test_the_driver_counts_what_it_did(monkeypatch):
         "Slots busy: " in (line := stats.log_line(seconds=2.0))
         and f"Steps: {num_steps / 2:.1f}/s," in line
     )
+    assert (stats.num_prompt_tokens, stats.num_ended) == (2, (2, 0, 0, 0)), "by their budgets"
     assert stats - stats == lm.ServingStats(num_slots=SLOTS)
     first, others = stats.time_to_first_token_seconds, stats.inter_token_latency_seconds
     assert (first.count, others.count) == (2, 3), "of 1 and 4 tokens"
@@ -401,6 +402,8 @@ def test_the_driver_counts_what_it_did(monkeypatch):
     # The last token was read when the clock was read last.
     assert others.total_seconds == pytest.approx(now[0] - 5)
     assert driver.stats().num_tokens == 5
+    driver.cancel(driver.submit([1], max_new_tokens=1))
+    assert driver.serving_stats().num_ended == (2, 0, 0, 1)
 
 
 def test_the_driver_says_how_many_run_and_how_many_wait():

@@ -25,9 +25,7 @@ from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 
 DEFAULT_MAX_NEW_TOKENS = 256
-DEFAULT_K = 6
-LOOKUP_K = 4
-"""The default for ngram and suffix: on a CPU, more drafts cost more than a lookup usually gains."""
+DEFAULT_K = 4
 LOOKUPS = ("ngram", "suffix")
 SUFFIX_PREFIX = "suffix+"
 """What stands before a drafter that has a lookup beside it."""
@@ -291,8 +289,7 @@ _HELP = {
         counts), the embedded draft model (default without), or a head of the embedded target;
         suffix+ before a head or a model takes, in each step, what is likely to have more drafts
         accepted""",
-    "--num-speculative-tokens": f"""drafts per step (default: {DEFAULT_K}, or {LOOKUP_K} with
-        --draft ngram or suffix)""",
+    "--num-speculative-tokens": f"drafts per step (default: {DEFAULT_K})",
     "--no-prompt": "print the text without its prompt, as --chat does",
     "--max-drafts": """the most drafts that a step verifies, at most K; 0 for none, which is plain
         decoding (default: K)""",
@@ -364,8 +361,7 @@ def _check(given: dict[str, Any]) -> Options:
         raise ValueError("--dtype needs --target")
     drafters = _drafters(given, has_target)
     given = {"rejection_sample_method": "agreement" if "tree" in given else "standard"} | given
-    default_k = LOOKUP_K if set(drafters) <= set(LOOKUPS) else DEFAULT_K
-    ks = given.get("num_speculative_tokens", (min(default_k, given.get("tree", MAX_VISIBLE) - 1),))
+    ks = given.get("num_speculative_tokens", (min(DEFAULT_K, given.get("tree", MAX_VISIBLE) - 1),))
     if "tree" in given:
         _check_trees(given, drafters, ks)
     most = given["tree"] - 1 if "tree" in given else ks[0]

@@ -363,6 +363,7 @@ class EngineDriver:
         """
         with self._changes():
             if self._waiting.pop(request_id, None) is not None:
+                self._count_ends(["cancelled"])
                 return True
             host = self._host
             slot = host.slot_of(request_id)
@@ -374,7 +375,9 @@ class EngineDriver:
                 ended = [one for one in begun if one.request_id == request_id]
                 texts = [one.token_ids[one.prompt_length :] for one in ended]
                 self._remember([text for text in texts if text])
-        before, after = ((len(x.slots), len(x.returning), len(x.updates)) for x in (host, others))
+            before, after = ([*map(len, (x.slots, x.returning, x.updates))] for x in (host, others))
+            if before != after:
+                self._count_ends(["cancelled"])
         return before != after
 
     def preempt(self, request_id: int) -> bool:
@@ -416,13 +419,17 @@ class EngineDriver:
                 pass
             if self._ahead and not self._host.updates:
                 self._read_step()
-        updates = self._host.updates
+        host = self._host
         try:
-            self._host = self._host._replace(updates=())
-            return [*updates]
+            self._host = host._replace(updates=())
+            self._count_ends(update.finish_reason for update in host.updates)
+            return [*host.updates]
         except BaseException:
-            self._host = self._host._replace(updates=updates)
+            self._host = host
             raise
+
+    def _count_ends(self, reasons: Iterable[str | None]) -> None:
+        self._host = self._host._replace(stats=self._host.stats.after_ends(reasons))
 
     def stats(self) -> AcceptanceStats:
         """Acceptance in the steps whose results were read."""
@@ -629,6 +636,7 @@ class EngineDriver:
             num_busy=len(request_ids),
             num_ahead=len(self._ahead) - 1,
             waited=now - begin,
+            prompt_tokens=sum(one.prompt_length for one, _ in new),
             queued=[one.admitted - one.submitted for one, _ in new],
             first=[(now - one.submitted, 1) for one, n in new if n],
             between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 from jax_specdec._src.acceptance import check_seconds, since
 from jax_specdec._src.arrays import require
+
+END_REASONS = ("length", "stop", "failed", "cancelled")
+"""Why requests end: those of `RequestUpdate.finish_reason`, and `EngineDriver.cancel`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +84,9 @@ class ServingStats:
       time_to_first_token_seconds: from `EngineDriver.submit` until the host had the first token.
       inter_token_latency_seconds: time between two tokens of a request: n tokens of one step count
         n times, each with an n-th of the time since the step before.
+      num_prompt_tokens: tokens of the prompts of admitted requests.
+      num_ended: requests that have ended by "length", by "stop", as "failed", and by a call of
+        `EngineDriver.cancel`, as a server does at a stop string or when a client leaves.
 
     Example:
       >>> stats = ServingStats(
@@ -101,6 +108,8 @@ class ServingStats:
     num_failed_calls: int = 0
     time_to_first_token_seconds: Histogram = Histogram()
     inter_token_latency_seconds: Histogram = Histogram()
+    num_prompt_tokens: int = 0
+    num_ended: tuple[int, ...] = (0, 0, 0, 0)
 
     def after_step(
         self,
@@ -108,6 +117,7 @@ class ServingStats:
         num_busy: int,
         num_ahead: int,
         waited: float,
+        prompt_tokens: int,
         queued: Sequence[float],
         first: Iterable[tuple[float, int]],
         between: Iterable[tuple[float, int]],
@@ -118,7 +128,8 @@ class ServingStats:
           num_busy: requests that took part in it; 0 changes nothing.
           num_ahead: steps that are under way.
           waited: seconds that the host waited for it.
-          queued: seconds in the queue, of requests whose first step it was.
+          prompt_tokens: of requests whose first step it was.
+          queued: seconds in the queue, of the same requests.
           first: for `time_to_first_token_seconds`.
           between: for `inter_token_latency_seconds`.
         """
@@ -131,10 +142,17 @@ class ServingStats:
             num_steps_ahead=self.num_steps_ahead + num_ahead,
             host_wait_seconds=self.host_wait_seconds + waited,
             num_admitted=self.num_admitted + len(queued),
+            num_prompt_tokens=self.num_prompt_tokens + prompt_tokens,
             queue_seconds=self.queue_seconds + sum(queued),
             time_to_first_token_seconds=self.time_to_first_token_seconds.observe(first),
             inter_token_latency_seconds=self.inter_token_latency_seconds.observe(between),
         )
+
+    def after_ends(self, reasons: Iterable[str | None]) -> ServingStats:
+        """With more requests that have ended, each for a reason of `END_REASONS`; None has not."""
+        more = collections.Counter(reasons)
+        counts = zip(self.num_ended, END_REASONS, strict=True)
+        return dataclasses.replace(self, num_ended=tuple(n + more[reason] for n, reason in counts))
 
     def __sub__(self, earlier: ServingStats) -> ServingStats:
         """The interval between two readings of one driver; running and queued as in this one.

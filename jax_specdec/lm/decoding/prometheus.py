@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jax_specdec._src.acceptance import AcceptanceStats
-from jax_specdec.lm.decoding.metrics import ServingStats
+from jax_specdec.lm.decoding.metrics import END_REASONS, ServingStats
 from jax_specdec.lm.extras import extra
 
 _METRICS = {
@@ -31,6 +31,8 @@ _METRICS = {
         "num_admitted": ("counter", "Requests that have taken part in a step."),
         "queue_seconds": ("counter", "Time that they had waited, summed over requests."),
         "num_failed_calls": ("counter", "Calls that failed on the device."),
+        "num_prompt_tokens": ("counter", "Tokens of the prompts of admitted requests."),
+        "num_ended": ("reasons", "Requests that have ended."),
         "num_slots": ("gauge", "Requests that a step has room for."),
         "num_running": ("gauge", "Requests in a slot."),
         "num_queued": ("gauge", "Requests that wait for a slot."),
@@ -38,7 +40,8 @@ _METRICS = {
         "inter_token_latency_seconds": ("histogram", "Between two tokens of a request."),
     },
 }
-"""The kind and the text of each metric, by its name; "positions" is a counter for each position."""
+"""The kind and the text of each metric, by its name; "positions" is a counter for each position,
+"reasons" one for each of `END_REASONS`."""
 _FIELDS = {
     "num_offered_tokens_per_pos": "offered_per_position",
     "num_accepted_tokens_per_pos": "accepted_per_position",
@@ -65,7 +68,8 @@ class PrometheusExporter:
 
     `ServingStats`, if published too, become ``jax_specdec:serving_num_steps_total`` and, named in
     the same way, ``num_busy_slots``, ``num_steps_ahead``, ``host_wait_seconds``, ``num_admitted``,
-    ``queue_seconds`` and ``num_failed_calls``; gauges ``jax_specdec:serving_num_slots``,
+    ``queue_seconds``, ``num_failed_calls``, ``num_prompt_tokens`` and, with a label ``reason``,
+    ``num_ended``; gauges ``jax_specdec:serving_num_slots``,
     ``num_running`` and ``num_queued``; and histograms
     ``jax_specdec:serving_time_to_first_token_seconds`` and ``inter_token_latency_seconds``. For the
     last five minutes, the mean number of busy slots is
@@ -82,8 +86,8 @@ class PrometheusExporter:
 
     Raises:
       ImportError: prometheus_client is not installed.
-      ValueError: `labels` has ``position``, which the exporter sets itself; or `registry` has an
-        exporter already, so that a scrape would show each counter twice.
+      ValueError: `labels` has ``position`` or ``reason``, which the exporter sets itself; or
+        `registry` has an exporter already, so that a scrape would show each counter twice.
 
     Example:
       >>> import prometheus_client
@@ -101,8 +105,9 @@ class PrometheusExporter:
         with extra("serve"):
             import prometheus_client
         self._labels = dict(labels)
-        if "position" in self._labels:
-            raise ValueError(f"labels must not have position, but they are {self._labels}")
+        for name in ("position", "reason"):
+            if name in self._labels:
+                raise ValueError(f"labels must not have {name}, but they are {self._labels}")
         self._published: tuple[AcceptanceStats, ServingStats | None] | None = None
         try:
             (prometheus_client.REGISTRY if registry is None else registry).register(self)
@@ -141,10 +146,11 @@ class PrometheusExporter:
 
         labels, values = list(self._labels), list(self._labels.values())
         family: Any
-        if kind == "positions":
-            family = core.CounterMetricFamily(name, text, labels=[*labels, "position"])
-            for position, count in enumerate(value):
-                family.add_metric([*values, str(position)], count)
+        if kind in ("positions", "reasons"):
+            family = core.CounterMetricFamily(name, text, labels=[*labels, kind[:-1]])
+            ways = END_REASONS if kind == "reasons" else itertools.count()
+            for way, count in zip(ways, value, strict=False):
+                family.add_metric([*values, str(way)], count)
         elif kind == "histogram":
             family = core.HistogramMetricFamily(name, text, labels=labels)
             bounds = map(utils.floatToGoString, (*value.bounds, math.inf))

@@ -72,9 +72,10 @@ class Server:
         self._key = None if key is None else _digest(key.encode())
         self._created, self._num_requests = int(time.time()), 0
         self._metrics = prometheus_client.CollectorRegistry()
-        self._exporter = lm.PrometheusExporter(self._metrics)
+        self._exporter = lm.PrometheusExporter(self._metrics, labels={"model_name": model_name})
         name, what = "jax_specdec:serving_answers", "Answers by status; 499: the client had left."
-        self._answers = prometheus_client.Counter(name, what, ["status"], registry=self._metrics)
+        labels = ["model_name", "status"]
+        self._answers = prometheus_client.Counter(name, what, labels, registry=self._metrics)
         self._descriptors_logged = -math.inf  # when they were last used up
         self._app = Starlette(
             routes=[
@@ -128,7 +129,8 @@ class Server:
         else:
             await self._app(scope, receive, send_and_note)
         failed = scope.get(ERROR)
-        self._answers.labels(status if failed is None else failed.status).inc()
+        status = status if failed is None else failed.status
+        self._answers.labels(self.model_name, status).inc()
         if failed is not None and failed.status >= 500 and not self.worker.is_refusing:
             why = "" if failed.reason is None else f": {first_line(failed.reason)}"
             log(f"{failed.status} {scope['method']} {scope['path'][:100]}: {failed}{why}")

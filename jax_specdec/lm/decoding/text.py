@@ -1,0 +1,83 @@
+"""`generate_text`: text in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Unpack
+
+from jax_specdec._src.arrays import check_type
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec.lm.decoding.generate import generate
+from jax_specdec.lm.decoding.options import RequestFields
+from jax_specdec.lm.drafting.draft_model import ModelDrafter
+from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.models.bytes import decode_bytes, encode_bytes
+from jax_specdec.lm.models.checkpoint import load_embedded_pair, load_huggingface
+from jax_specdec.lm.models.tokenizer import TextStream, load_tokenizer
+
+DEFAULT_CONFIG = SpecDecodeConfig(num_speculative_tokens=4)
+
+
+def generate_text(
+    prompts: Sequence[str],
+    target: str | Path | None = None,
+    *,
+    drafter: Drafter | None = None,
+    draft_params: Any = None,
+    config: SpecDecodeConfig = DEFAULT_CONFIG,
+    **fields: Unpack[RequestFields],
+) -> list[str]:
+    """Continues texts: loads a checkpoint and its tokenizer, encodes, generates and decodes.
+
+    Each call reads the checkpoint anew. To keep it, and to see acceptance, call `load_huggingface`,
+    `load_tokenizer` and `generate`, as this function does.
+
+    Args:
+      prompts: a text for each request, none empty.
+      target: the directory of a checkpoint, as for `load_huggingface`; None for the embedded
+        target, a small model of Python source.
+      drafter: None for lookup in the text so far; for the embedded target, its draft model.
+      draft_params: the drafter's weights.
+      config: static settings; by default K is 4.
+      **fields: of `RequestOptions`, such as ``temperature=0.8``, for every request. By default a
+        text ends at the stop tokens of the checkpoint.
+
+    Returns:
+      What follows each prompt.
+
+    Raises:
+      ImportError, OSError, TypeError, ValueError: as `load_huggingface`, `load_tokenizer` and
+        `generate`.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> text, = lm.generate_text(["def quicksort(items):"], max_new_tokens=60)
+      >>> len(text.encode())
+      60
+    """
+    check_type("prompts", prompts, list, tuple)
+    if target is None:
+        (model, params), draft = load_embedded_pair()
+        if drafter is None:
+            drafter, draft_params = ModelDrafter(draft.model), draft.params
+        ids = [encode_bytes(prompt) for prompt in prompts]
+        streams = [TextStream(decode_bytes, one) for one in ids]
+    else:
+        tokenizer = load_tokenizer(target)
+        model, params = load_huggingface(target)
+        ids = [tokenizer.encode(prompt) for prompt in prompts]
+        streams = [tokenizer.stream(one) for one in ids]
+        fields = {"stop_token_ids": tokenizer.stop_token_ids, **fields}
+    output = generate(
+        model,
+        params,
+        ids,
+        drafter=NGramDrafter() if drafter is None else drafter,
+        draft_params=draft_params,
+        config=config,
+        **fields,
+    )
+    pairs = zip(streams, output.completions, strict=True)
+    return [stream.decode(completion, final=True) for stream, completion in pairs]
