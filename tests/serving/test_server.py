@@ -1032,12 +1032,9 @@ def test_health_metrics_and_the_status_line(site: Site) -> None:
         metrics = get(running, "metrics")[2].decode()
         labels = f'model_name="{running.server.model_name}"'
         for status, count in ((200, 2), (404, 1)):
-            assert f'serving_answers_total{{{labels},status="{status}"}} {count}.0
-' in metrics
-        assert f"jax_specdec:spec_decode_num_tokens_total{{{labels}}} {NUM_NEW}.0
-" in metrics
-        assert f"jax_specdec:serving_num_slots{{{labels}}} 8.0
-" in metrics
+            assert f'serving_answers_total{{{labels},status="{status}"}} {count}.0\n' in metrics
+        assert f"jax_specdec:spec_decode_num_tokens_total{{{labels}}} {NUM_NEW}.0\n" in metrics
+        assert f"jax_specdec:serving_num_slots{{{labels}}} 8.0\n" in metrics
         line = next(line for line in running.lines if "1 requests so far" in line)
         assert "tokens/s, acceptance length " in line
 
