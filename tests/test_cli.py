@@ -167,7 +167,8 @@ def test_lengths_limit_the_drafts_of_a_server() -> None:
 
 
 def test_steps_of_a_server_read_prompts_if_asked_for() -> None:
-    options = parse("serve", "--prompts-in-steps", "--chunk-size=128")
+    options = parse("serve", "--prompts-in-steps", "--chunk-size=128", "--plain-messages")
+    assert options.plain_messages
     driver = make_driver(options, models_lib.load_models(options, []))
     assert (driver.prompts_in_steps, driver.chunk_size) == (True, 128)
 

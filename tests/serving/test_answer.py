@@ -71,7 +71,7 @@ def choice_text(
         tokenizer=tokenizer,
         target=types.SimpleNamespace(model=types.SimpleNamespace(vocab_size=size)),
     )
-    asked = Asked(True, [], [], 0, list(stops), 1, False, False)
+    asked = Asked(True, [], None, [], 0, list(stops), 1, False, False)
     return ChoiceText(asked, tokenizer.stream(prompt), Vocabulary(loaded, Limits()), min_tokens)
 
 

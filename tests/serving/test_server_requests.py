@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import tokenizers
 from upper_floor import (
     NUMBERS,
     OPTIONS,
     ApiError,
     Asked,
+    Limits,
     Parameters,
+    Vocabulary,
     _event,
     read_parameters,
     read_request,
 )
 
 import jax_specdec as sd
+from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
 
@@ -42,7 +47,8 @@ class Words:
         self.prompts.append(prompt)
         return [1]
 
-    encode_chat = encode
+    def encode_chat(self, messages: Any, thinks: bool) -> list[int]:
+        return self.encode(messages if thinks else (messages, "without thinking"))
 
     def stream(self, prompt: list[int]) -> None:
         return None
@@ -71,6 +77,8 @@ def refused(is_chat: bool = False, **asked: Any) -> ApiError:
 
 WITHOUT_EFFECT: list[tuple[str, Any, Any]] = [  # a value that changes nothing, and one that would
     ("best_of", 1, 2),
+    ("include_reasoning", True, False),
+    ("vllm_xargs", {}, {"x": 1}),
     ("echo", False, True),
     ("function_call", "none", {"name": "f"}),
     ("functions", [], [{}]),
@@ -148,6 +156,8 @@ NAMED: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].content must be a string, or a list of parts of type text, each with a text",
     ),
     ({"messages": [{**USER, "audio": {"id": "x"}}]}, "messages[0].audio", "unknown parameter: "),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "reasoning_effort must be 'none', but it is"),
+    ({"add_special_tokens": True}, "add_special_tokens", "add_special_tokens is supported as f"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options.include_usage"),
     ({"top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs"),
 ]
@@ -217,6 +227,39 @@ def test_a_conversation_keeps_roles_names_and_texts() -> None:
         {"role": "user", "content": "ab", "name": "n"},
         {"role": "assistant", "content": ""},
     ]
+
+
+def test_an_effort_of_none_reaches_the_template_or_is_refused(tmp_path: Path) -> None:
+    vocab = {"yes": 0, "no": 1, "?": 2}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="?"))
+    library.add_special_tokens(["<e>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer, target = lm.load_tokenizer(tmp_path), SimpleNamespace(vocab_size=4)
+    models: Any = SimpleNamespace(
+        stop_token_ids=(),
+        stream=tokenizer.stream,
+        tokenizer=tokenizer,
+        target=SimpleNamespace(model=target),
+    )
+    words = Vocabulary(models, Limits())
+    given = read_parameters({"messages": [USER], "reasoning_effort": "none"}, True, ENGINE)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{{ 'no' if enable_thinking is false else 'yes' }}")
+    assert asyncio.run(read_request(given, ENGINE, words)).choices[0]["prompt"] == [1]
+    assert words.encode_chat([USER]) == [0]
+    template.write_text("yes")
+    with pytest.raises(ApiError, match="^reasoning_effort is not supported") as error:
+        asyncio.run(read_request(given, ENGINE, words))
+    assert error.value.param == "reasoning_effort" and words.encode_chat([USER]) == [0]
+    template.write_text("yes{{ messages[0].content }}")
+    plain, spells = Vocabulary(models, Limits(plain_messages=True)), [{**USER, "content": "<e>"}]
+    assert words.encode_chat(spells) == [0, 3] and plain.encode_chat(spells) == [0, 2]
+
+
+def test_texts_have_the_tokens_that_a_tokenizer_adds() -> None:
+    assert read(seed=1, add_special_tokens=True) == read(seed=1)
+    assert read(True, seed=1, add_special_tokens=False) == read(True, seed=1)
+    assert refused(add_special_tokens=False).param == "add_special_tokens"
 
 
 def test_a_schema_is_followed_or_there_is_none() -> None:

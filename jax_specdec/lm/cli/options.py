@@ -98,6 +98,7 @@ class Options:
     prompts_in_steps: bool = False
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     max_logprobs: int = 5
+    plain_messages: bool = False
     history: int = 0
     model_name: str | None = None
     api_key_file: Path | None = None
@@ -256,6 +257,7 @@ def _add_serve(parser: _Parser) -> None:
     pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
     parser.add("--max-drafts-by-length", type=pairs, metavar="LENGTH:N,...")
     parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
+    parser.add("--plain-messages", action="store_true")
     parser.add("--history", type=int, default=Options.history, metavar="N")
     parser.add("--model-name", metavar="NAME")
     parser.add("--api-key-file", type=Path, metavar="FILE")
@@ -313,6 +315,8 @@ _HELP = {
         4096:2,16384:0 there are none from 16384 tokens on (default: K at every length)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns
         log-probabilities off, which makes steps faster""",
+    "--plain-messages": """encode what spells a special token in a message of a chat as text; by
+        default it becomes that token, and so may begin another role's message""",
     "--history": """tokens of earlier answers in which --draft suffix looks, too; then all requests
         have to be greedy, unless --method is agreement, and clients must be of one tenant""",
     "--model-name": "what clients call the model (default: the name of the target's directory)",

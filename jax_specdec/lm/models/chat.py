@@ -41,7 +41,7 @@ class ChatTemplate:
     source: str
     special_tokens: dict[str, str]
 
-    def apply(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def apply(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Returns the text of a conversation, up to where the model's answer begins.
 
         A "developer" is the "system" of a template that does not name that role. Errors name no
@@ -49,6 +49,7 @@ class ChatTemplate:
 
         Args:
           messages: each with a "role" and a "content".
+          **variables: for the template besides those that all have, or in their place.
 
         Raises:
           ImportError: the `jinja2` library is not installed.
@@ -56,18 +57,14 @@ class ChatTemplate:
           ValueError: the template refuses the messages or leaves one out, or cannot be parsed or
             run.
         """
-        is_list = not isinstance(messages, (str, Mapping))
-        must = "be a list such as [{'role': 'user', 'content': 'Hi'}]"
-        require(is_list, "messages", must, messages, error=TypeError)
-        must = "have a 'role' and a 'content'"
-        for index, message in enumerate(messages):
-            is_one = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
-            require(is_one, f"messages[{index}]", must, message, error=TypeError)
-        text = self._render(messages)
-        self._check_nothing_is_left_out(messages)
+        check_messages(messages)
+        text = self._render(messages, variables)
+        self._check_nothing_is_left_out(messages, variables)
         return text
 
-    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], further_variables: Mapping[str, Any]
+    ) -> str:
         known = "developer" if re.search("[\"']developer[\"']", self.source) else "system"
         variables = {
             "messages": [
@@ -78,6 +75,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": True,
             **self.special_tokens,
+            **further_variables,
         }
         environment = _environment()
         verb = "parsed"
@@ -90,7 +88,9 @@ class ChatTemplate:
             message = f"{self.path.name} has a chat template that cannot be {verb}: {why}."
             raise ValueError(message) from error
 
-    def _check_nothing_is_left_out(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def _check_nothing_is_left_out(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> None:
         """Check that the text has every message of an unusual role: many templates skip those.
 
         Raises:
@@ -105,13 +105,29 @@ class ChatTemplate:
         if not marked:
             return
         try:
-            text = self._render([marked.get(i, message) for i, message in enumerate(messages)])
+            all_of_them = [marked.get(i, message) for i, message in enumerate(messages)]
+            text = self._render(all_of_them, variables)
         except ValueError:  # a template that refuses another content has looked at it
             return
         written = set(re.findall(f"{mark}-([0-9]+)-", text))
         must = "be one that the chat template writes out"
         for index, message in marked.items():
             require(str(index) in written, f"messages[{index}]['role']", must, message["role"])
+
+
+def check_messages(messages: Any) -> None:
+    """Check the messages of a conversation.
+
+    Raises:
+      TypeError: they are no list, or one has no "role" or no "content".
+    """
+    is_list = not isinstance(messages, (str, Mapping))
+    must = "be a list such as [{'role': 'user', 'content': 'Hi'}]"
+    require(is_list, "messages", must, messages, error=TypeError)
+    must = "have a 'role' and a 'content'"
+    for index, message in enumerate(messages):
+        is_one = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
+        require(is_one, f"messages[{index}]", must, message, error=TypeError)
 
 
 def read_chat_template(directory: Path) -> ChatTemplate:

@@ -4,7 +4,10 @@ import codecs
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
+import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from jax_specdec._src.arrays import check_type, is_error, require
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.models.added_tokens import special_tokens, tokens_beside
 from jax_specdec.lm.models.bytes import id_list
-from jax_specdec.lm.models.chat import read_chat_template
+from jax_specdec.lm.models.chat import check_messages, read_chat_template
 from jax_specdec.lm.models.config_json import CONFIG_FILE
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec.lm.models.files import existing, path_of, read_json
@@ -69,7 +72,13 @@ class Tokenizer:
             )
             return list(encoding.ids)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        plain_messages: bool = False,
+        **variables: Any,
+    ) -> list[int]:
         """The ids of a conversation, up to where the model's answer begins.
 
         The checkpoint's chat template, from `chat_template.jinja` or else `tokenizer_config.json`,
@@ -81,6 +90,9 @@ class Tokenizer:
 
         Args:
           messages: each with a "role", such as "user", and a "content".
+          plain_messages: messages hold no special tokens: what spells one is encoded as text. If
+            not, it becomes one, as in `transformers`, and so may begin another role's message.
+          **variables: for the template, such as ``enable_thinking=False``.
 
         Raises:
           ImportError: the `jinja2` library is not installed.
@@ -102,20 +114,71 @@ class Tokenizer:
           ...     tokenizer.chat_text(messages), tokenizer.encode_chat(messages)
           ('<user> yes', [0, 1])
         """
-        return self.encode(self.chat_text(messages), add_special_tokens=False)
+        if not plain_messages:
+            return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
+        # A mark stands for what spells a special token, until the template has written it.
+        mark = uuid.uuid4().hex
+        spelled: list[str] = []
 
-    def chat_text(self, messages: Sequence[Mapping[str, str]]) -> str:
+        def marked(value: Any) -> Any:
+            if not isinstance(value, str):
+                return value
+            pieces = self._split_at_special_tokens(value)
+            for i in range(1, len(pieces), 2):
+                spelled.append(pieces[i])
+                pieces[i] = f"{mark}{len(spelled) - 1}-"
+            return "".join(pieces)
+
+        check_messages(messages)
+        plain = [{key: marked(x) for key, x in one.items()} for one in messages]
+        pieces = re.split(f"{mark}([0-9]+)-", self.chat_text(plain, **variables))
+        ids = self.encode(pieces[0], add_special_tokens=False)
+        for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            ids += self._encode_without_special_tokens(spelled[int(number)])
+            ids += self.encode(piece, add_special_tokens=False)
+        return ids
+
+    def _split_at_special_tokens(self, text: str) -> list[str]:
+        """Pieces of a text; each second one would be a special token."""
+        text = text.encode("utf-8", errors="replace").decode("utf-8")
+        with _library_errors(self.path, "cannot encode the text"):
+            encoding = self.library_tokenizer.encode(text, add_special_tokens=False)
+        ends = [0]
+        for token_id, span in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self.special_tokens:
+                ends += span
+        return [text[begin:end] for begin, end in itertools.pairwise([*ends, len(text)])]
+
+    def _encode_without_special_tokens(self, text: str) -> list[int]:
+        encoder = self._encoder_without_special_tokens
+        with _library_errors(self.path, "cannot encode the text"):
+            found = encoder.encode(text, add_special_tokens=False).ids
+            if self.special_tokens.keys().isdisjoint(found):
+                return list(found)
+            # They are in the vocabulary of the model, too, which has a token for each character.
+            each = (encoder.encode(letter, add_special_tokens=False).ids for letter in text)
+            return [token_id for ids in each for token_id in ids]
+
+    @functools.cached_property
+    def _encoder_without_special_tokens(self) -> Any:
+        """The library's tokenizer, which takes special tokens for text."""
+        encoder = type(self.library_tokenizer).from_str(self.library_tokenizer.to_str())
+        encoder.encode_special_tokens = True
+        return encoder
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> str:
         """The text that `encode_chat` encodes, special tokens included.
 
         Args:
           messages: as for `encode_chat`.
+          **variables: as for `encode_chat`.
 
         Raises:
           ImportError, OSError, TypeError, ValueError: as `encode_chat` does.
 
         Example: see `encode_chat`.
         """
-        return read_chat_template(self.path.parent).apply(messages)
+        return read_chat_template(self.path.parent).apply(messages, **variables)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of ids. Special tokens have no text; bytes that are not UTF-8 become U+FFFD.

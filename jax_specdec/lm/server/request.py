@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import secrets
 from typing import Annotated, Any, ClassVar, Literal
@@ -137,7 +138,7 @@ _OFF = (
     "continue_final_message early_stopping echo ignore_eos include_stop_str_in_output "
     "return_token_ids return_tokens_as_token_ids store use_beam_search"
 )
-_ON = "add_generation_prompt skip_special_tokens spaces_between_special_tokens"
+_ON = "add_generation_prompt include_reasoning skip_special_tokens spaces_between_special_tokens"
 _EMPTY = "bad_words documents functions logits_processors stop_token_ids tools"
 _STOP = Annotated[str, Field(min_length=1, max_length=256)]
 _IDS = Annotated[list[int], Field(min_length=1, fail_fast=True)]
@@ -152,11 +153,10 @@ class Parameters(Object):
         **dict.fromkeys(_EMPTY.split(), [[]]),
         **dict.fromkeys(("function_call", "tool_choice"), ["none", "auto"]),
         **dict.fromkeys(("best_of", "length_penalty"), [1]),
-        "chat_template_kwargs": [{}],
+        **dict.fromkeys("chat_template_kwargs mm_processor_kwargs vllm_xargs".split(), [{}]),
         "modalities": [["text"]],
         "parallel_tool_calls": [True, False],
         "priority": [0],
-        "reasoning_effort": ["none"],
         "service_tier": ["auto", "default"],
         "suffix": [""],
         "verbosity": ["medium"],
@@ -206,6 +206,9 @@ class Parameters(Object):
 class ChatParameters(Parameters):
     """What /v1/chat/completions takes."""
 
+    neutral = {**Parameters.neutral, "add_special_tokens": [False]}  # the template writes them
+
+    reasoning_effort: Literal["none"] | None = None
     messages: list[Message] = Field(min_length=1, fail_fast=True)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
@@ -228,6 +231,8 @@ class ChatParameters(Parameters):
 
 class TextParameters(Parameters):
     """What /v1/completions takes."""
+
+    neutral = {**Parameters.neutral, "add_special_tokens": [True]}
 
     prompt: Annotated[
         str | _IDS | Annotated[list[str | _IDS], Field(min_length=1, fail_fast=True)],
@@ -300,7 +305,10 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     """
     is_chat = isinstance(given, ChatParameters)
     name = "messages" if is_chat else "prompt"
-    encode = words.encode_chat if is_chat else words.encode
+    encode: Any = words.encode
+    if isinstance(given, ChatParameters):
+        thinks = given.reasoning_effort is None
+        encode = functools.partial(words.encode_chat, thinks=thinks)
     loop = asyncio.get_running_loop()
     budget = given.max_completion_tokens or given.max_tokens
     seed = secrets.randbits(32) if given.seed is None else given.seed

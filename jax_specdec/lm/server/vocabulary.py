@@ -15,6 +15,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.cli import terminal
 from jax_specdec.lm.cli.models import Models
+from jax_specdec.lm.models.chat import read_chat_template
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.limits import BUSY, ApiError, Json, Limits
@@ -46,23 +47,27 @@ class Vocabulary:
             if prompt and not 0 <= min(prompt) <= max(prompt) < self._size:
                 raise ValueError(f"prompt must have token ids in [0, {self._size})")
             return prompt
-        return self._encode(prompt, add_special_tokens=True)
+        return (
+            lm.encode_bytes(prompt) if self._tokenizer is None else self._tokenizer.encode(prompt)
+        )
 
-    def encode_chat(self, messages: list[Json]) -> list[int]:
+    def encode_chat(self, messages: list[Json], *, thinks: bool = True) -> list[int]:
         """The token ids of a conversation.
 
         Raises:
+          ApiError: the model is not to think, and the chat template has no switch for that.
           ValueError: there is no chat template, or it refuses the messages.
         """
         if self._tokenizer is None:
             raise ValueError("this model has no chat template: use /v1/completions")
-        text = self._tokenizer.chat_text(messages)
-        return self._encode(text, add_special_tokens=False)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if self._tokenizer is None:
-            return lm.encode_bytes(text)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        variables = {} if thinks else {"enable_thinking": False}
+        source = read_chat_template(self._tokenizer.path.parent).source
+        if any(name not in source for name in variables):
+            name = "reasoning_effort"
+            message = f"{name} is not supported: the chat template of this model has no switch"
+            raise ApiError(message, name, code="unsupported_parameter")
+        plain = self._limits.plain_messages
+        return self._tokenizer.encode_chat(messages, plain_messages=plain, **variables)
 
     def without_path(self, message: str) -> str:
         """A message for clients: a file of the model by its name, not by its path."""
