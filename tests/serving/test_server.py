@@ -510,6 +510,25 @@ def test_a_schema_that_cannot_be_used_is_refused(running: Running) -> None:
     refuse({"type": "integer", "multipleOf": 999983}, "takes more than 5 s or 48 MiB")
 
 
+def test_schemas_are_compiled_for_those_that_are_about_to_get_a_slot(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, counts = running.driver, []
+    step = driver.step
+
+    def noting() -> list[lm.RequestUpdate]:
+        counts.append(driver.num_running + driver.num_queued)
+        return step()
+
+    monkeypatch.setattr(driver, "step", noting)
+    monkeypatch.setattr(running.server, "_compiled", asyncio.Semaphore(1))
+    asked = {"max_tokens": 16, "extra_body": {"response_format": FORMAT}}
+    with concurrent_threads() as run:
+        found = [run(lambda: greedy(running, **asked).choices[0].text) for _ in range(3)]
+    assert len({one() for one in found}) == 1 and json.loads(found[0]())["size"] >= 0
+    assert {*counts} == {1}, "one after another"
+
+
 def test_a_schema_that_fails_in_the_middle_of_a_text_is_an_error(running: Running) -> None:
     """Its limits are exceeded there; the text must not end as if it were complete."""
     keys = {"type": "object", "properties": {f"k{i}": {} for i in range(900)}}

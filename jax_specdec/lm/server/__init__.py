@@ -1,6 +1,8 @@
 """`jax-specdec serve`: an engine behind the API of OpenAI.
 
 A request passes a `Connection`, which bounds bytes and time; the `Server`, which checks host, key
-and JSON; `read_request`, which checks parameters; the `Worker`, the one thread that steps the
-driver; and an `Answer`, which turns updates into text for the client.
+and JSON; `read_parameters`; the `Worker`, which has a place for it, or refuses it; `read_request`,
+which makes tokens of its prompts and tries its schema; the thread of the `Worker`, which steps the
+driver; and an `Answer`, which turns updates into text. One task does all of this from its place on:
+it is cancelled when the client leaves.
 """

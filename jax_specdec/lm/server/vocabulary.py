@@ -31,8 +31,8 @@ class Vocabulary:
         self.token = functools.lru_cache(2**16)(self._token)
         self._size = models.target.model.vocab_size
         self.threads = ThreadPoolExecutor(2)  # more would leave no core to the engine
-        # Each waits for the process of one schema.
-        self._trial_threads = ThreadPoolExecutor(limits.schema_processes)
+        # Each waits for the process of one schema, or compiles it here.
+        self._schema_threads = ThreadPoolExecutor(limits.schema_processes)
         self._trials = asyncio.Semaphore(limits.schema_processes)
         self._tried = collections.deque[str](maxlen=64)  # those that can be used
         self._grammar_tokenizer, self._without_schemas = self._for_grammars()
@@ -110,7 +110,7 @@ class Vocabulary:
                 raise ApiError(message, name, status=503, headers=BUSY, reason=error) from error
             try:
                 loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._trial_threads, trial.run, text)
+                await loop.run_in_executor(self._schema_threads, trial.run, text)
             except ValueError as error:
                 raise _unusable(error) from error
             finally:
@@ -128,7 +128,7 @@ class Vocabulary:
         """
         loop = asyncio.get_running_loop()
         try:
-            matcher = await loop.run_in_executor(self.threads, self._compile, schema)
+            matcher = await loop.run_in_executor(self._schema_threads, self._compile, schema)
         except ValueError as error:
             raise _unusable(error) from error
         name = "response_format"
