@@ -7,8 +7,11 @@ import ast
 import builtins
 import inspect
 import itertools
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import draw
 import numpy as np
@@ -86,6 +89,47 @@ def test_every_class_and_function_has_a_section_with_an_example() -> None:
         )
     ]
     assert missing == []
+
+
+# Figures
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
+FIGURES = re.compile(
+    rf"((?:{NUMBER}(?:, | and | or | to |; ))*{NUMBER}) (us|ms|microseconds|tokens/s|times as)\b"
+)
+FILE = re.compile(r"\[([^\]]*)\]\((?:\.\./)?benchmarks/results/([\w.]+\.(?:json|txt))\)")
+NO_RESULTS = {"samples", "kernels", "compile_seconds", "goal", "inputs", "batch", "k"}
+
+
+def numbers(result: Any) -> Iterator[float]:
+    if isinstance(result, dict):
+        result = [value for key, value in result.items() if key not in NO_RESULTS]
+    if isinstance(result, list):
+        for one in result:
+            yield from numbers(one)
+    else:
+        yield from map(float, re.findall(r"\d+\.?\d*(?:e-?\d+)?", str(result).replace(",", " ")))
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.stem)
+def test_figures_are_in_a_file_that_their_section_names_with_its_date(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        known: list[float] = []
+        for label, file in FILE.findall(" ".join(section.split())):
+            result = (RESULTS / file).read_text("utf-8")
+            assert max(re.findall(r"20\d\d-\d\d-\d\d", result)) in label, (label, file)
+            known += numbers(json.loads(result) if file.endswith("json") else result)
+        found = FIGURES.findall(" ".join(section.split()))
+        tables = re.findall(r"^\| microseconds.*\n\|[- :|]*\n((?:\|.*\n)+)", section, re.MULTILINE)
+        found += [(cell, "us") for cell in re.findall(rf"(?<=\| ){NUMBER}(?= \|)", "".join(tables))]
+        for figures, unit in found:
+            assert known, f"{figures} {unit}: which file has it?"
+            for figure in re.findall(NUMBER, figures) if unit != "times as" else ():
+                near = np.round(np.outer([1, 1e3], known), len(figure.partition(".")[2]))
+                assert (near == float(figure.replace(",", ""))).any(), f"{figure} {unit}"
 
 
 # Code

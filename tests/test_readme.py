@@ -1,5 +1,6 @@
 """The README's examples run, print what it shows, and its first figures are those of their file."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -40,5 +41,20 @@ def test_what_drafting_gains_is_what_was_measured() -> None:
     ratios = [row["ms"]["EAGLE-3 head, step"] / row["ms"]["plain"] for row in rows]
     prose = " ".join(README.split())
     assert "the time of {:.2f}, {:.2f} and {:.2f} plain steps".format(*ratios) in prose
+    row = "| EAGLE-3 head | {:.2f} | {:.2f} | {:.2f} |\n".format(*ratios)
+    assert row in (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
     gains = [3 / ratio for ratio in ratios]  # of three tokens a step
     assert "text comes {:.1f}, {:.1f} and {:.1f} times as fast".format(*gains) in prose
+
+
+@pytest.mark.parametrize("file", ["vllm_gpu.json", "vllm_gpu_h100.json"])
+def test_how_others_compare_is_what_was_measured(file: str) -> None:
+    rows = json.loads((STEPS.parent / file).read_text("utf-8"))["rows"]
+    us = {(x["way"], x["temperature"], x["batch"]): x["call_us"] for x in rows if "call_us" in x}
+    vllm = {key: us["vllm", *key] for key in itertools.product((0.8, 1.0), (1, 8, 64, 256))}
+    page = " ".join((ROOT / "docs" / "benchmarks.md").read_text("utf-8").split())
+    for way, digits in (("ours", 0), ("ours, no normalizer", 1)):
+        ratios = [time / us[way, *key] for key, time in vllm.items()]
+        assert f"{min(ratios):.1f} to {max(ratios):.{digits}f} times" in page
+    slower = [key for key, time in vllm.items() if us["xla", *key] > time]
+    assert slower == [(0.8, 1), (0.8, 8), (1.0, 1), (1.0, 8), (1.0, 64)]
