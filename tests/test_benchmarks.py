@@ -41,6 +41,7 @@ def test_bytes_are_the_rows_that_have_to_be_read(fields, rows, draft_rows):
     assert verify_cases.bytes_read(case, 2, emitted=24, rejected=6) == 20 * (rows + draft_rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ids", ["map", "candidates"])
 def test_inputs_on_listed_ids_are_those_of_all_ids(ids):
     listed, scattered = (

@@ -96,6 +96,7 @@ class Full(io.StringIO):
 # Generating
 
 
+@pytest.mark.long
 def test_generate_prints_the_text_and_two_lines_of_statistics(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_stop_token_ends_the_text_and_is_not_printed(
     assert found["requests"][0]["text"] == decode(wanted[:index]) != decode(wanted[: index + 1])
 
 
+@pytest.mark.long
 def test_comparing_shows_origins_the_text_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     main(["generate", TINY_PROMPT, *TINY, "--compare=1"])
     captured = capsys.readouterr()
@@ -248,6 +250,7 @@ def test_ngram_drafts_change_the_passes_and_not_the_text(
     assert by_lookup["num_target_passes"] > by_model["num_target_passes"]
 
 
+@pytest.mark.long
 def test_a_seed_repeats_a_sampled_text_and_another_changes_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

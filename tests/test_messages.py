@@ -295,6 +295,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "form",
     [x if x == "a list" else pytest.param(x, marks=pytest.mark.long) for x in PLAIN],

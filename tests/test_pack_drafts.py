@@ -56,6 +56,7 @@ def test_ids_and_owners_are_those_of_a_loop(counts: list[int], size: int | None)
     assert dtypes == {"int32"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind", ["rows", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("none", "probs"))]
 )

@@ -26,6 +26,7 @@ def test_the_call_prints_what_the_readme_shows(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == block("text")
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.xdist_group("examples")  # the example of `generate` has the same programs
 def test_the_loop_decodes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,7 @@ def test_drafts_are_made_of_lists() -> None:
         sd.Drafts.from_flat(["1"], [1])  # type: ignore[list-item]
 
 
+@pytest.mark.long
 def test_a_step_takes_lists_and_numpy_arrays() -> None:
     drawn = sd.sample_draft_tokens(
         LOGITS[:1], sampling=SAMPLING, keys=KEYS, positions=[4], offset=0, config=CONFIG

@@ -298,6 +298,7 @@ def distance(p: Paths, drawn_from: Paths, verified: Paths, counts: Paths) -> flo
 ALL = {path: K for path in itertools.product(range(SIZE), repeat=K)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_text_has_exactly_the_targets_law(kind: str) -> None:
     drawn, p = draw(kind), target_law()
@@ -317,6 +318,7 @@ def planned(confidences: Paths, speeds: np.ndarray) -> Paths:
     return dict(zip(ALL, np.asarray(counts)[:, 0].tolist(), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["DFlash", "DSpark"])
 def test_a_plan_by_the_heads_confidences_is_lossless(kind: str) -> None:
     drawn, p = draw(kind), target_law()

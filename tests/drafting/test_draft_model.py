@@ -16,7 +16,7 @@ from models.weights import random_weights, sizes
 import jax_specdec as sd
 from jax_specdec import lm
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.long, pytest.mark.newest]
 
 VOCAB = 31
 K = 3

@@ -66,6 +66,7 @@ def test_drafts_are_those_of_one_pass_over_the_text() -> None:
     loops.check(LOOP, one_pass, IDS)
 
 
+@pytest.mark.long
 def test_nothing_reaches_the_next_request_of_a_slot() -> None:
     loops.check_next_request(LOOP)
 

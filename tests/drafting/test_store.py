@@ -172,6 +172,7 @@ def expected(request: Request) -> list[int]:
     return tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fourth", [NEW, NOBODY, GREEDY], ids=["arrival", "empty", "greedy"])
 def test_requests_keep_their_rows_in_any_order(fourth):
     store, _ = drawn()
@@ -410,6 +411,7 @@ def large_drafter() -> tuple[Any, ...]:
     return propose, params, drafter.init_store(params, 4, config)
 
 
+@pytest.mark.long
 def test_drafting_writes_into_the_store_and_holds_no_second_one():
     propose, params, store = large_drafter()
     compiled = propose.lower(params, store, i32([3, 3, 3, 3])).compile()
@@ -455,6 +457,7 @@ def test_writing_and_evicting_touch_only_what_they_change(slots):
     assert np.flatnonzero(np.asarray(after.logits).any(axis=1)).tolist() == sorted(written)
 
 
+@pytest.mark.long
 def test_verification_reads_the_store_in_place():
     store = sd.DraftStore.create(4, LARGE_K, LARGE)
     sampling, positions = sd.SamplingParams(jnp.ones((4,))), i32([3, 3, 3, 3])

@@ -146,6 +146,7 @@ def test_of_equal_scores_that_of_the_longest_match_is_taken() -> None:
     assert drafts == [([1, 1, 2, 0], [0.5] * 4)] * 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "drafter",
     [
@@ -194,6 +195,7 @@ def test_drafts_are_those_of_a_suffix_tree() -> None:
         np.testing.assert_allclose(probabilities[b, : len(draft)], wanted, atol=1e-4)
 
 
+@pytest.mark.long
 def test_confidences_are_the_chance_after_the_drafts_before() -> None:
     text = jnp.array([[1, 7, 8, 1, 7, 9, 2, 1, 7, 9, 1, 1]])  # 1: 7 7 7; 1 7: 9 9 8
     drafter = lm.SuffixDrafter(max_match=8, spec_factor=2.0, **EXACT)

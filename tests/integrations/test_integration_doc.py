@@ -103,6 +103,7 @@ def test_the_small_loop_is_compiled_once() -> None:
 # A complete loop
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_the_loop_emits_what_plain_decoding_emits():
     scope = run(LOOP)
@@ -155,6 +156,7 @@ def test_the_loop_stops_at_a_stop_token():
 # Adapters
 
 
+@pytest.mark.long
 @pytest.mark.newest
 @pytest.mark.parametrize(("block", "greedy"), [(0, [0]), (1, [0])], ids=["flat", "chains"])
 def test_a_loop_on_the_page_decodes_every_request(block, greedy):

@@ -91,6 +91,7 @@ def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_posit
     assert_distributed(counts, JOINT, f"{STEPS} steps, {impl}, positions {has_positions}")
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_control_with_the_same_key_on_every_step_noise_repeats():
     tokens = loop(jax.random.key(11), has_positions=False, is_fresh=False)
@@ -135,6 +136,7 @@ def test_padding_changes_no_token_and_the_slot_does(impl):
     assert differ  # this is what one key per step gives up
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
     keys, positions = jax.random.split(jax.random.key(2), 7), np.arange(7, dtype=np.int32) + 5

@@ -100,6 +100,7 @@ def statuses(case: Case) -> list[bool]:
     return [b in case.bad for b in range(len(case.drafts))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "with_bonus_rows",
     [True, pytest.param(False, marks=pytest.mark.long)],
@@ -144,6 +145,7 @@ def test_a_flat_output_holds_what_their_parser_expects():
         assert tpu_inference.flat_token_ids(output, drafts).tolist() == flat
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_rows", "counts", "bad"),
     [

@@ -147,6 +147,7 @@ def paths_of(case: Case, seed: int) -> np.ndarray:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMS)
 def test_a_node_reads_its_path_and_a_path_that_is_kept_is_its_text(name: str) -> None:
     """Two steps: the second finds what the first kept, and what lay beside it."""

@@ -15,7 +15,7 @@ from jax_specdec import lm
 
 from . import tiny
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.long, pytest.mark.newest]
 
 K = 3
 VOCAB = 7

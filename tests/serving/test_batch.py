@@ -54,6 +54,7 @@ def test_it_is_refused_with_a_reason(changes, error, message):
         generate(**changes)
 
 
+@pytest.mark.long
 def test_arguments_may_be_arrays():
     arrays = generate(
         prompts=[np.array([1]), np.array([2, 3], np.uint8)],
@@ -64,6 +65,7 @@ def test_arguments_may_be_arrays():
     tiny.assert_same(arrays, generate())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("logprobs", [None, sd.LogprobsConfig(num_top=2)], ids=["", "logprobs"])
 def test_without_prompts_the_output_is_that_of_no_requests(logprobs):
     some, none = generate(logprobs=logprobs), generate(prompts=[], logprobs=logprobs)

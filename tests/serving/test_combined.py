@@ -17,7 +17,7 @@ from jax_specdec import lm
 
 from . import engines, test_lossless, tiny
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.long, pytest.mark.newest]
 
 V, K = 3, 2
 TEMPERATURE = 0.5

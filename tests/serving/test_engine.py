@@ -42,6 +42,7 @@ from .engines import (
 from .test_loop import Bigram
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.newest,
     pytest.mark.xdist_group("engines"),
 ]

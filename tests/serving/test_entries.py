@@ -190,6 +190,7 @@ class Counting(tiny.Trigram):
         self.counts.append(name)
 
 
+@pytest.mark.long
 def test_a_generation_looks_at_weights_once() -> None:
     model = Counting(VOCAB)
     lm.generate(

@@ -25,7 +25,7 @@ from . import engines, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 from .engines import TARGET, VOCAB
 
-pytestmark = pytest.mark.xdist_group("engines")
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("engines")]
 
 Allowed = Callable[[tuple[int, ...]], tuple[int, ...]]
 """The tokens that may follow some."""

@@ -19,6 +19,8 @@ import jax_specdec as sd
 
 from .chi_square import CONTROL, assert_distributed, p_value
 
+pytestmark = pytest.mark.long
+
 V, K = 37, 3  # two words of a bitmask
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 EOS, BEGIN = 0, 35

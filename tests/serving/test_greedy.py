@@ -19,7 +19,7 @@ from jax_specdec import lm
 
 from . import tiny
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.long, pytest.mark.newest]
 
 MAX_GAP = 1e-4
 """Two best logits closer than this are within the rounding of float32 sums."""

@@ -15,7 +15,7 @@ from jax_specdec import lm
 from . import engines, tiny
 from .engines import VOCAB
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.long, pytest.mark.newest]
 
 DRAFTER = lm.SuffixDrafter(max_match=8, min_match=2, history=64)
 LOCAL = dataclasses.replace(DRAFTER, history=0)

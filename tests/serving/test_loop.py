@@ -18,6 +18,8 @@ from jax_specdec import lm
 from . import tiny
 from .engines import compilations
 
+pytestmark = pytest.mark.long
+
 # One compilation serves most tests here: a table that drafts for a table, K = 2, four requests.
 VOCAB = 6
 K = 2

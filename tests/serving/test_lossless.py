@@ -17,7 +17,7 @@ from jax_specdec import lm
 from . import tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.long, pytest.mark.newest]
 
 VOCAB = 5
 K = 2

@@ -17,7 +17,7 @@ from . import engines, tiny
 from .chi_square import assert_distributed, tally
 from .engines import TARGET, VOCAB, K
 
-pytestmark = pytest.mark.xdist_group("engines")
+pytestmark = [pytest.mark.xdist_group("engines")]
 
 BY_LENGTH = ((12, 1), (20, 0))
 SHORTER = dataclasses.replace(engines.TABLE, max_drafts_by_length=BY_LENGTH)

@@ -124,6 +124,7 @@ def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
     assert 0 < accepted < proposed
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_plain_decoding_takes_the_same_options() -> None:
     assert plainly().completions == TRUTH
@@ -139,6 +140,7 @@ def test_the_stream_takes_the_same_options_whatever_drafts() -> None:
     assert found == TRUTH
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:
     output = by_model(TEMPERATURES, drafter=(MODEL[0], jnp.asarray(TARGET)))
@@ -156,6 +158,7 @@ def test_neutral_options_are_the_program_without_options() -> None:
     assert generate_lib._generate._cache_size() == size
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_a_greedy_differences_gap_is_that_of_the_processed_row() -> None:
     other = [[*completion] for completion in TRUTH]
@@ -197,6 +200,7 @@ def test_a_field_in_the_call_goes_before_the_options() -> None:
     assert options_per_request(options, 2, {}) == options
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_a_seed_gives_the_same_tokens_wherever_its_request_stands() -> None:
     def decode(options: list[lm.RequestOptions]) -> list[list[int]]:
@@ -225,6 +229,7 @@ def eager(jaxpr: Any) -> Iterator[Any]:
                     yield from eager(getattr(value, "jaxpr", value))
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
     """By the step's program; times are in the benchmarks."""
@@ -267,6 +272,7 @@ CONTROLS = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_sampled_tokens_have_the_distribution_of_plain_python() -> None:
     outputs = [by_model(key=key) for key in range(10)]
@@ -314,6 +320,7 @@ def _without_filters(options: lm.RequestOptions) -> lm.RequestOptions:
     return dataclasses.replace(options, min_p=0.0, top_k=0, top_p=1.0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("generate", "distribution"),
     [(by_model, "processed"), pytest.param(plainly, "raw", marks=pytest.mark.newest)],

@@ -18,7 +18,7 @@ from . import engines, test_eagle3, tiny
 from .engines import LONGEST, SLOTS, TABLES, VOCAB, driver_of, greedy_truth, run
 from .test_steps_ahead import PIECES, Failing, failing, in_pieces, reads_5
 
-pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
+pytestmark = [pytest.mark.long, pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 SMALL, LARGE = PIECES.chunk_sizes
 

@@ -60,7 +60,7 @@ from jax_specdec.__main__ import main
 
 from . import sampled
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.long, pytest.mark.newest]
 
 LENGTH, QUEUE, TOP = 64, 16, 3
 PROMPT, TEXT = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text"))

@@ -19,7 +19,7 @@ from .engines import VOCAB
 from .test_draft_budget import Cycling, FromThePast
 from .test_grammar_driver import ALLOWED, Cycle, constrained_truth
 
-pytestmark = pytest.mark.xdist_group("engines")
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("engines")]
 
 NODES, DEPTH, NEW_TOKENS, PLANS = 9, 3, 17, 64
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=NODES, rejection_sample_method="agreement")

@@ -40,6 +40,7 @@ def keys_and_positions(seed: int):
 # Transformations.
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_without_jit_tokens_are_the_same_but_for_close_calls():
     eager = functools.partial(sd.testing.rejection_sample_with_noise, implementation="xla")
@@ -50,6 +51,7 @@ def test_without_jit_tokens_are_the_same_but_for_close_calls():
         chex.assert_trees_all_equal(*(take(answer, far) for answer in answers))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_export_survives_serialization(platform):
     args, named = keyed_arguments(0)

@@ -36,6 +36,7 @@ def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
         return all_at_once.__wrapped__(*args, **kwargs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [

@@ -294,6 +294,7 @@ def test_the_value_that_is_wrong_is_named(kind, changes, named):
             call(arguments(kind, changes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [

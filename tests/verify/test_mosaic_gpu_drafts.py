@@ -24,6 +24,8 @@ from jax_specdec.testing import reference
 from .batch import MAX_MARGIN
 from .interpret_mode import interpret_gpu_params
 
+pytestmark = pytest.mark.long
+
 importlib.import_module("jax.experimental.pallas.fuser")  # as in test_mosaic_gpu
 
 VOCAB, OFFSET = 4200, 2

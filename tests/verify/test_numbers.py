@@ -122,6 +122,7 @@ def test_tokens_are_those_of_the_oracle(where, verifier, seeds):
 FLAT = {"lazy": layout(262147, "probs"), "all at once": layout(2**17)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "verifier",
     [x if x == "lazy" else pytest.param(x, marks=pytest.mark.long) for x in VERIFIERS],

@@ -93,6 +93,7 @@ def arguments(num_rows: int, active: list[bool]) -> tuple[Any, ...]:
     return logits, drafts, named, keys, np.array(active)
 
 
+@pytest.mark.long
 def test_rows_of_inactive_requests_may_be_left_out():
     logits, drafts, named, keys, active = arguments(5, [True, True, False, False])
     output = sd.rejection_sample(logits, drafts, **named, **keys, active=active, padded_rows=True)

@@ -214,6 +214,7 @@ def test_decoding_is_lossless_token_by_token_and_jointly(kind):
     print("least p-value", check_lossless(decode(kind, seed=1)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["normalized", *long("lookup", "map")])
 def test_block_verification_is_lossless_within_a_step_and_over_several(kind):
     print("least p-value", check_lossless(decode(kind, seed=1, config=BLOCK)))
@@ -227,6 +228,7 @@ def test_under_the_agreement_rule_every_drafter_gives_one_lossless_text():
         np.testing.assert_array_equal(tokens, first)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "mistake"),
     [
@@ -255,6 +257,7 @@ def test_a_mistake_is_noticed(kind, mistake):
         check_lossless(decode(kind, seed=1, **mistake))
 
 
+@pytest.mark.long
 def test_accept_noise_that_also_recovers_is_noticed():
     b, rng = 20000, np.random.default_rng(1)
     p, q = scipy.special.softmax(np.float64([TARGET[0], DRAFTER[0]]), axis=1)
@@ -334,6 +337,7 @@ def synthetic_acceptance() -> tuple[tuple[float, ...], np.ndarray, np.ndarray]:
     return rates, np.asarray(out.num_accepted), temperature
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_synthetic_acceptance_is_what_was_asked_for_at_every_position(greedy):
     rates, accepted, temperature = synthetic_acceptance()

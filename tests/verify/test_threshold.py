@@ -60,6 +60,7 @@ def kept_by_sorting(row, temperature, min_p, top_k, top_p) -> tuple[np.ndarray, 
     return kept & (row > -np.inf), close
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", list(SIZES))
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(seed=st.integers(0, 2**32 - 1), shift=st.sampled_from([0.0, -50.0, 3.0, 1e-3]))
@@ -104,6 +105,7 @@ LISTED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", LISTED.values(), ids=LISTED)
 def test_thresholds_among_the_largest_entries_are_those_of_all(case):
     """And they do not depend on the rows where the largest entries decide."""

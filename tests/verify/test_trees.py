@@ -18,6 +18,8 @@ from serving.chi_square import CONTROL, assert_distributed, p_value, tally
 import jax_specdec as sd
 from jax_specdec.testing import reference
 
+pytestmark = pytest.mark.long
+
 B, K, VOCAB, SIZE = 8, 11, 2100, 2090
 LIKELY = np.array([3, 7, 2050, 2061])
 """Ids of two tiles that have nearly all of the mass."""

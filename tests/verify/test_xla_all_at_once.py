@@ -7,7 +7,7 @@ from .batch import on
 
 all_at_once = on("cuda")
 
-pytestmark = pytest.mark.newest
+pytestmark = [pytest.mark.long, pytest.mark.newest]
 
 
 class TestOracle:
