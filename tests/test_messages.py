@@ -298,7 +298,7 @@ PLAIN = {
 @pytest.mark.long
 @pytest.mark.parametrize(
     "form",
-    [x if x == "a list" else pytest.param(x, marks=pytest.mark.long) for x in PLAIN],
+    [x if x == "a list" else pytest.param(x, marks=pytest.mark.slow) for x in PLAIN],
 )
 def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> None:
     plain = PLAIN[form]

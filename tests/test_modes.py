@@ -177,7 +177,7 @@ NOT_COMPILED = "drafting", "agreement, cuda"
 
 
 def marked(name: str, call: Callable[[], Any], more: tuple[str, ...]) -> Any:
-    return pytest.param(call, marks=pytest.mark.long if name in more else pytest.mark.slow)
+    return pytest.param(call, marks=pytest.mark.slow if name in more else pytest.mark.slow)
 
 
 @pytest.mark.long

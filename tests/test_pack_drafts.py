@@ -58,7 +58,7 @@ def test_ids_and_owners_are_those_of_a_loop(counts: list[int], size: int | None)
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "kind", ["rows", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("none", "probs"))]
+    "kind", ["rows", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("none", "probs"))]
 )
 def test_packed_and_dense_drafts_give_each_request_the_same_tokens(kind: str) -> None:
     """Of logits that depend on the request and the place in it alone."""

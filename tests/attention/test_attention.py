@@ -324,7 +324,7 @@ def test_what_is_empty_reads_nothing(shape: tuple[int, ...], heads: int) -> None
     assert found.shape == shape
 
 
-@pytest.mark.parametrize("is_split", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("is_split", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_its_derivatives_are_those_of_the_oracle(is_split: bool) -> None:
     """In a direction, forward and reverse; over explicit mesh axes too. A large window is none."""
     case = 4, 3, 2, 2, 8, 16, (3, 0, 7, 13), None, "chain", None

@@ -81,7 +81,7 @@ JOINT = np.einsum("i,j,k->ijk", P, P, P)
     ("impl", "has_positions"),
     [
         ("threefry2x32", True),
-        pytest.param("rbg", False, marks=pytest.mark.long),
+        pytest.param("rbg", False, marks=pytest.mark.slow),
     ],
 )
 def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_positions):
@@ -124,7 +124,7 @@ def tokens_of_three(found: Any) -> np.ndarray:
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.long)])
+@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.slow)])
 def test_padding_changes_no_token_and_the_slot_does(impl):
     differ = 0
     for seed in range(8):

@@ -103,7 +103,7 @@ def statuses(case: Case) -> list[bool]:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "with_bonus_rows",
-    [True, pytest.param(False, marks=pytest.mark.long)],
+    [True, pytest.param(False, marks=pytest.mark.slow)],
     ids=["bonus rows", "bonus given"],
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

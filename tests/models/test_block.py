@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 TOGETHER = "a window in which the block sees itself", "all together"
 LONG = [
-    pytest.param(x, marks=pytest.mark.long if x in TOGETHER else pytest.mark.slow)
+    pytest.param(x, marks=pytest.mark.slow if x in TOGETHER else pytest.mark.slow)
     for x in OPTIONS
     if x not in ("DFlash", "DSpark")
 ]

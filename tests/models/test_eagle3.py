@@ -59,7 +59,7 @@ def random_params(head: lm.models.Eagle3Head, seed: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "option",
-    ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in OPTIONS if name != "plain")],
+    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name != "plain")],
 )
 def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
     head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))
@@ -109,7 +109,7 @@ def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["plain", pytest.param("all together", marks=pytest.mark.long)])
+@pytest.mark.parametrize("option", ["plain", pytest.param("all together", marks=pytest.mark.slow)])
 def test_levels_of_a_tree_are_numpy_on_each_path(option: str) -> None:
     head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))
     params, rng = random_params(head), np.random.default_rng(3)

@@ -56,7 +56,7 @@ def given(model: Any, params: Any, texts: np.ndarray) -> tuple[Any, ...]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("has_trees", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("has_trees", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMS)
 def test_a_pass_with_prompts_is_a_pass_and_a_reading(name: str, has_trees: bool) -> None:
     model, params = form(name)

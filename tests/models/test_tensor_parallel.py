@@ -70,7 +70,7 @@ def two_calls(model: lm.models.CausalModel, params: Any) -> list[np.ndarray]:
     "case",
     [
         pytest.param(list(CASES)[2], marks=pytest.mark.slow),
-        pytest.param(list(CASES)[3], marks=pytest.mark.long),
+        pytest.param(list(CASES)[3], marks=pytest.mark.slow),
     ],
 )
 def test_the_logits_are_those_of_the_whole_model(case: str) -> None:

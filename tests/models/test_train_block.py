@@ -67,7 +67,7 @@ def plain_block(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.long), "dspark"])
+@pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 def test_blocks_are_those_of_one_anchor_at_a_time(kind: str) -> None:
     head, rng = HEADS[kind], np.random.default_rng(0)
     params = weights_of(head)
@@ -144,7 +144,7 @@ def test_greedy_decoding_is_that_of_the_target() -> None:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param("dspark", marks=pytest.mark.long),  # with all parts that dflash has
+        pytest.param("dspark", marks=pytest.mark.slow),  # with all parts that dflash has
         pytest.param("dflash", marks=pytest.mark.slow),
     ],
 )

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.newest
 
 @pytest.mark.parametrize(
     "changes",
-    [pytest.param({}, marks=pytest.mark.long), {"norm_output": True, "norm_before_residual": True}],
+    [pytest.param({}, marks=pytest.mark.slow), {"norm_output": True, "norm_before_residual": True}],
     ids=["plain", "norms"],
 )
 def test_unrolling_computes_what_drafting_does(changes: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ WHOLE = lm.models.Llama(CONFIG)
 B, T, K = 4, 64, 36  # node 36 has its bit in the second word
 PROMPTS = np.array([5, 1, 9, 3], np.int32)  # tokens before node 0
 LAYERS = (0, 2, 3)
-FORMS = ("whole", pytest.param("devices", marks=pytest.mark.long))
+FORMS = ("whole", pytest.param("devices", marks=pytest.mark.slow))
 
 
 @functools.cache

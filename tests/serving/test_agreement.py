@@ -124,7 +124,7 @@ def check_texts(texts: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     ("name", "k", "fields"),
     [
-        pytest.param("model", 2, {}, marks=pytest.mark.long),
+        pytest.param("model", 2, {}, marks=pytest.mark.slow),
         pytest.param(
             "few candidates", 4, dict(draft_sample_method="greedy"), marks=pytest.mark.slow
         ),

@@ -157,7 +157,7 @@ def sampled(kind: str, roll: int = 0) -> lm.GenerateOutput:
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.long if "candidates" in kind else pytest.mark.slow)
+        pytest.param(kind, marks=pytest.mark.slow if "candidates" in kind else pytest.mark.slow)
         for kind in KINDS
     ],
 )

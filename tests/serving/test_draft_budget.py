@@ -159,7 +159,7 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             dataclasses.replace(test_block.ENGINE, **SIZES),
             test_block.weights_of,
             False,
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
         pytest.param(  # the head drafts where its drafts are not taken, too
             dataclasses.replace(

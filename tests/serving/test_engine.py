@@ -389,7 +389,7 @@ FUNCTIONS = (
             (4, 16),
             dict(max_steps_ahead=2, chunk_size=4, prompts_in_steps=True),
             9,
-            marks=pytest.mark.long,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["whole", "pieces in steps"],

@@ -149,7 +149,7 @@ def assert_follows(accepted: np.ndarray, rates: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.long if name == "falling rates" else pytest.mark.slow)
+        pytest.param(name, marks=pytest.mark.slow if name == "falling rates" else pytest.mark.slow)
         for name in SCHEDULES
     ],
 )

@@ -178,7 +178,7 @@ def test_10000_requests_leak_no_slot_and_lose_no_token():
 @pytest.mark.parametrize(
     "engine",
     [
-        pytest.param(TABLE, marks=pytest.mark.long),
+        pytest.param(TABLE, marks=pytest.mark.slow),
         pytest.param(JOINTLY, marks=pytest.mark.slow),
     ],
     ids=NAMES.get,

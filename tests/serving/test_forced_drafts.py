@@ -390,7 +390,7 @@ ENGINES = {"model": engines.TABLE, "agreement": AGREEING}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["model", pytest.param("agreement", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["model", pytest.param("agreement", marks=pytest.mark.slow)])
 def test_texts_and_logprobs_are_those_without_forced_drafts_in_fewer_steps(name: str) -> None:
     engine, found, passes = ENGINES[name], [], []
     for context in (contextlib.nullcontext, nothing_forced):

@@ -128,7 +128,7 @@ def test_plain_decoding_emits_the_argmax_of_a_full_pass():
 
 
 CASES = [
-    pytest.param(narrow_model, "probabilistic", 2, marks=pytest.mark.long),
+    pytest.param(narrow_model, "probabilistic", 2, marks=pytest.mark.slow),
     (near_model, "greedy", 5),
     pytest.param(adversary, "probabilistic", 5, marks=pytest.mark.slow),
 ]

@@ -339,7 +339,7 @@ class WholeSequence:
     ("model", "score"),
     [
         pytest.param(
-            Bigram(9), lambda table, sequence: table[sequence[-1]], marks=pytest.mark.long
+            Bigram(9), lambda table, sequence: table[sequence[-1]], marks=pytest.mark.slow
         ),
         (WholeSequence(9), lambda table, sequence: table[sequence].sum(axis=0)),
     ],

@@ -217,7 +217,7 @@ def test_a_request_may_leave_between_two_chunks(leave):
 
 @pytest.mark.parametrize(
     ("ahead", "in_steps"),
-    [(0, False), (2, False), *(pytest.param(n, True, marks=pytest.mark.long) for n in (0, 2))],
+    [(0, False), (2, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (0, 2))],
 )
 def test_a_prompt_that_cannot_be_read_to_its_end_ends_its_request_alone(ahead, in_steps):
     driver = failing(reads_5, ahead)
@@ -251,8 +251,8 @@ DRIVERS: dict[str, tuple[lm.Engine, tuple[Any, Any]]] = {
     ("name", "in_steps"),
     [
         ("table", False),
-        pytest.param("table", True, marks=pytest.mark.long),
-        pytest.param("eagle3", True, marks=pytest.mark.long),
+        pytest.param("table", True, marks=pytest.mark.slow),
+        pytest.param("eagle3", True, marks=pytest.mark.slow),
     ],
 )
 def test_the_size_of_chunks_changes_no_text(name, in_steps):
@@ -351,7 +351,7 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(
     assert driver.chunk_size == engine.chunk_size
 
 
-@pytest.mark.parametrize("in_steps", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("in_steps", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_steps_and_prompts_are_measured(in_steps):
     costs = programs.measure_chunks(PIECES, *TABLES, in_steps=in_steps)
     assert 0 < costs.step < np.inf and np.isfinite([*costs.seconds.values()]).all()

@@ -284,7 +284,7 @@ BUDGET = (0, 3, NODES)
     ("choice", "max_steps_ahead"),
     [
         pytest.param(None, 0, marks=pytest.mark.slow),
-        pytest.param(Cycling, 2, marks=pytest.mark.long),
+        pytest.param(Cycling, 2, marks=pytest.mark.slow),
         pytest.param(FromThePast, 1, marks=pytest.mark.slow),
     ],
 )

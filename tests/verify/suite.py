@@ -91,7 +91,7 @@ OTHERS = [*(GRID[i] for i in (1, 3, 4, 5, 7, 10, 11, 13, 14, 15, 16))]  # slow
 DEFAULT = [
     *(GRID[0], GRID[2], GRID[6], GRID[8]),  # one of each kind, on every JAX
     pytest.param(GRID[9], marks=pytest.mark.newest),
-    *(pytest.param(GRID[i], marks=[pytest.mark.newest, pytest.mark.long]) for i in (12, 17)),
+    *(pytest.param(GRID[i], marks=[pytest.mark.newest, pytest.mark.slow]) for i in (12, 17)),
 ]
 BLOCK = [
     Layout(vocab=97, **BIG, block=True, has_bonus=True, has_active=True),

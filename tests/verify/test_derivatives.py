@@ -237,7 +237,7 @@ def in_shard_map(distribution: str, logits: jax.Array, temperature: jax.Array) -
         *((form, "raw") for form in (found_loss, by_offset, over_mesh, in_shard_map)),
         (found_loss, "processed"),
         *(
-            pytest.param(form, "processed", marks=pytest.mark.long)
+            pytest.param(form, "processed", marks=pytest.mark.slow)
             for form in (by_offset, over_mesh, in_shard_map)
         ),
     ],

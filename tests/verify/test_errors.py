@@ -299,7 +299,7 @@ def test_the_value_that_is_wrong_is_named(kind, changes, named):
     "kind",
     [
         "none",
-        *(pytest.param(x, marks=pytest.mark.long) for x in ("logits", "map", "candidates")),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("logits", "map", "candidates")),
     ],
 )
 def test_validate_passes_what_can_be_verified(kind):

@@ -71,7 +71,7 @@ def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) ->
     ("ids", "layout"),
     [
         *(GRID[1], GRID[5]),
-        pytest.param(*GRID[6], marks=pytest.mark.long),
+        pytest.param(*GRID[6], marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (*GRID[2:5], GRID[7])),
     ],
     ids=str,
@@ -97,8 +97,8 @@ def test_rows_read_at_once_give_the_tokens_of_the_oracle():
     [
         (*GRID[1], XLA),
         (*GRID[5], XLA),
-        pytest.param(*GRID[0], all_at_once, marks=pytest.mark.long),
-        pytest.param(*GRID[5], on_tpu, marks=pytest.mark.long),
+        pytest.param(*GRID[0], all_at_once, marks=pytest.mark.slow),
+        pytest.param(*GRID[5], on_tpu, marks=pytest.mark.slow),
     ],
     ids=["map", "candidates", "map, all at once", "candidates, as on TPUs"],
 )

@@ -98,15 +98,15 @@ def compare(batch: Batch, function: Any, distribution: str, num_top: int = NUM_T
     "function",
     [
         pytest.param(token_logprobs, id="cpu"),
-        pytest.param(by_offset, id="elsewhere", marks=pytest.mark.long),
-        pytest.param(split, id="split", marks=pytest.mark.long),
+        pytest.param(by_offset, id="elsewhere", marks=pytest.mark.slow),
+        pytest.param(split, id="split", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize(
     ("layout", "distribution"),
     [
         (Layout(vocab=5000, **BIG, vocab_size=4500, has_active=True, has_bonus=True), "processed"),
-        pytest.param(TIED, "raw", marks=pytest.mark.long),
+        pytest.param(TIED, "raw", marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -129,7 +129,7 @@ def agrees(layout, verifier, seeds=range(4)):
 
 
 def long(*layouts: Layout):
-    return [pytest.param(layout, marks=pytest.mark.long) for layout in layouts]
+    return [pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
 
 
 few = functools.partial(dataclasses.replace, num_requests=2, num_drafts=7)

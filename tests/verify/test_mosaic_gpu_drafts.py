@@ -120,7 +120,7 @@ def check(logits: jax.Array, sampling: sd.SamplingParams, drawn: sd.DraftSample)
 
 @pytest.mark.parametrize(
     ("dtype", "filters"),
-    [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.long)],
+    [("float32", False), pytest.param("bfloat16", True, marks=pytest.mark.slow)],
 )
 def test_a_sample_is_the_oracles_and_its_numbers_are_those_of_float64(dtype, filters):
     rng = np.random.default_rng(0)

@@ -171,7 +171,7 @@ def p_values(
     [
         ("float32", "standard"),
         ("bfloat16", "standard"),
-        pytest.param("float32", "block", marks=pytest.mark.long),
+        pytest.param("float32", "block", marks=pytest.mark.slow),
     ],
 )
 def test_a_relative_normalizer_is_lossless_at_any_temperature(dtype, method):

@@ -107,9 +107,9 @@ def batch(where: Layout, seed: int) -> Batch:
     ("where", "verifier", "seeds"),
     [
         (layout(1), "lazy", 8),
-        pytest.param(layout(2049), "lazy", 60, marks=pytest.mark.long),
-        pytest.param(layout(2049, "relative"), "all at once", 60, marks=pytest.mark.long),
-        pytest.param(layout(262147, "probs"), "lazy", 6, marks=pytest.mark.long),
+        pytest.param(layout(2049), "lazy", 60, marks=pytest.mark.slow),
+        pytest.param(layout(2049, "relative"), "all at once", 60, marks=pytest.mark.slow),
+        pytest.param(layout(262147, "probs"), "lazy", 6, marks=pytest.mark.slow),
     ],
     ids=lambda x: str(x),
 )
@@ -125,7 +125,7 @@ FLAT = {"lazy": layout(262147, "probs"), "all at once": layout(2**17)}
 @pytest.mark.long
 @pytest.mark.parametrize(
     "verifier",
-    [x if x == "lazy" else pytest.param(x, marks=pytest.mark.long) for x in VERIFIERS],
+    [x if x == "lazy" else pytest.param(x, marks=pytest.mark.slow) for x in VERIFIERS],
 )
 def test_ties_of_a_whole_vocabulary(verifier):
     """A flat row: greedy takes id 0, a filter leaves all, and the uniforms name the token."""

@@ -58,7 +58,7 @@ FORMS = {
     [
         ("in order", LAYOUT),
         ("at once", WITHOUT_BONUS_ROWS),
-        pytest.param("kernel", LAYOUT, marks=pytest.mark.long),
+        pytest.param("kernel", LAYOUT, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.newest
 
 
 def long(*kinds):
-    return [pytest.param(kind, marks=pytest.mark.long) for kind in kinds]
+    return [pytest.param(kind, marks=pytest.mark.slow) for kind in kinds]
 
 
 V, K, LENGTH = 5, 2, 3
@@ -233,12 +233,12 @@ def test_under_the_agreement_rule_every_drafter_gives_one_lossless_text():
     ("kind", "mistake"),
     [
         ("probs", dict(misstated=1.3)),
-        pytest.param("map", dict(turned=1), marks=pytest.mark.long),
-        pytest.param("candidates", dict(turned=1), marks=pytest.mark.long),
-        pytest.param("logits", dict(stream=Stream.ACCEPT), marks=pytest.mark.long),
+        pytest.param("map", dict(turned=1), marks=pytest.mark.slow),
+        pytest.param("candidates", dict(turned=1), marks=pytest.mark.slow),
+        pytest.param("logits", dict(stream=Stream.ACCEPT), marks=pytest.mark.slow),
         ("probs", dict(stream=Stream.RECOVER)),
         ("probs", dict(positions_grow=False)),
-        pytest.param("logits", dict(positions_grow=False, config=BLOCK), marks=pytest.mark.long),
+        pytest.param("logits", dict(positions_grow=False, config=BLOCK), marks=pytest.mark.slow),
         ("lookup", dict(by_token=True, config=BLOCK)),
     ],
     ids=[

@@ -143,7 +143,7 @@ def with_own_tokens(drafts: sd.Drafts, found: reference.ReferenceOutput) -> sd.D
 
 
 @pytest.mark.parametrize(
-    "platform", ["cpu", *(pytest.param(x, marks=pytest.mark.long) for x in ("cuda", "tpu"))]
+    "platform", ["cpu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cuda", "tpu"))]
 )
 def test_gives_the_tokens_and_the_path_of_the_oracle(platform):
     depths = []
