@@ -81,7 +81,7 @@ def test_a_chain_makes_every_call_on_the_last_ones_result():
     np.testing.assert_array_equal(totals, expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_harness_runs_saves_merges_and_draws(tmp_path, capsys):
     command = ["--tiny", "--output", str(tmp_path), "--repeats", "2", "--draws", "2"]
     command += ["--inputs", "2"]

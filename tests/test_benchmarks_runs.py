@@ -35,7 +35,7 @@ def test_compile_time_is_measured_in_every_situation(tmp_path, monkeypatch, caps
     assert jax.config.jax_compilation_cache_dir is None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_tpu_compares_times_and_fails_where_tokens_differ(tmp_path, monkeypatch, capsys):
     path = tmp_path / "verify_tpu.json"
     assert bench_verify_tpu.main(["--only", "greedy", "--output", str(path)]) == 0

@@ -149,17 +149,6 @@ def test_tokens_without_drafts_are_plain_and_no_bonus(capsys: pytest.CaptureFixt
     assert found["tokens_per_target_pass"] == found["num_tokens"] / (found["num_verifications"])
 
 
-@pytest.mark.long
-def test_the_most_drafts_of_a_step_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    for most in (0, 1):
-        main(["generate", TINY_PROMPT, *TINY, "--json", "--max-drafts", str(most)])
-        found = json.loads(capsys.readouterr().out)
-        assert found["requests"][0]["text"] == TINY_TEXT
-        assert found["options"]["max_drafts"] == most
-        assert (found["num_draft_tokens"] > 0) == (most > 0)
-        assert found["num_draft_tokens"] <= most * found["num_verifications"]
-
-
 def test_lengths_limit_the_drafts_of_a_server() -> None:
     options = parse("serve", "-k4", "--max-drafts-by-length", "1024:2,1500:0")
     driver = make_driver(options, models_lib.load_models(options, []))
@@ -222,23 +211,6 @@ def run_tiny(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     draft = str(CHECKPOINTS / "qwen2_draft")
     main(["generate", TINY_PROMPT, *TINY, "--draft", draft, "-k3", "--json", *arguments])
     return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.long
-def test_the_figures_of_a_run_agree_with_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_tiny(capsys)
-    accepted, passes = result["num_accepted_tokens"], result["num_target_passes"]
-    assert result["num_verifications"] == passes
-    assert result["mean_acceptance_length"] == 1 + accepted / passes
-    assert accepted + passes >= result["num_tokens"] > accepted
-    assert sum(result["unconditional_rates"]) == pytest.approx(accepted / passes)
-    assert sorted(result["unconditional_rates"], reverse=True) == result["unconditional_rates"]
-    (request,) = result["requests"]
-    origins = [piece["origin"] for piece in request["pieces"]]
-    assert len(origins) == request["num_tokens"] == 24 and request["verified"]
-    assert origins.count("accepted") <= accepted
-    assert result["config"]["num_speculative_tokens"] == 3
-    assert result["load_and_compile_seconds"] > 0 and result["first_token_seconds"] > 0
 
 
 @pytest.mark.slow
@@ -370,27 +342,6 @@ def test_bench_compares_drafters_numbers_of_drafts_and_temperatures(
         [t, "ngram", k] for t in ("0", "0.8") for k in "26"
     ]
     assert [row[1] for row in cells].count("plain") == 2
-
-
-@pytest.mark.long
-def test_bench_sums_over_seeds_at_a_temperature(capsys: pytest.CaptureFixture[str]) -> None:
-    draft = str(CHECKPOINTS / "qwen2_draft")
-    arguments = ["bench", TINY_PROMPT, *TINY, "--draft", draft, "-k2", "-t0.8", "--top-k=90"]
-    found = []
-    for own in (["--repeats=3"], *(["--repeats=1", f"--seed={seed}"] for seed in (7, 8, 9))):
-        main([*arguments, "--json", "--seed=7", *own])
-        found.append(json.loads(capsys.readouterr().out)["rows"][1])
-    together, *seeds = found
-    asked = {"temperature": 0.8, "top_k": 90, "max_new_tokens": 24}
-    # A text that stops early would look fast.
-    assert together["options"].items() >= {**asked, "stop_token_ids": []}.items()
-    assert [row["num_tokens"] for row in found] == [3 * 24, 24, 24, 24]
-    for count in ("num_target_passes", "num_accepted_tokens", "num_draft_tokens"):
-        assert together[count] == sum(row[count] for row in seeds)
-    assert together["seconds"] == pytest.approx(sum(together["seconds_per_run"]))
-    spread = np.std([row["tokens_per_target_pass"] for row in seeds], ddof=1) / np.sqrt(3)
-    assert together["standard_error"] == pytest.approx(spread) and spread > 0
-    assert [row["standard_error"] for row in seeds] == [None] * 3
 
 
 def test_a_row_that_fails_costs_no_other_row(

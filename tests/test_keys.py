@@ -325,7 +325,7 @@ print(json.dumps(dict(alone=alone, together=[finished[i].token_ids for i in ids[
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_default_kind_gives_what_naming_it_gives():
     """In a fresh process, since JAX reads the variable when it is imported."""
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])

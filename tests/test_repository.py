@@ -111,7 +111,7 @@ def test_a_name_from_inside_is_found(code: str, found: list[str]) -> None:
     assert [name.removeprefix("jax_specdec.") for name in names_from_inside(code)] == found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_tests_of_a_gpu_are_collected_where_there_is_one_device() -> None:
     """As on a machine with one GPU: no file makes a mesh while it is imported."""
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "gpu", "tests"]

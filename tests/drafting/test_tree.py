@@ -216,7 +216,7 @@ def test_xla_compiles_the_level_of_a_lone_request_without_complaint(
     assert "circular" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("size", [300, 5000, "map"])
+@pytest.mark.parametrize("size", [300, "map"])
 def test_the_likeliest_token_is_the_draft_of_a_chain(size: int | str) -> None:
     rng, ids = np.random.default_rng(0), None
     vocab_size = 5000 if size == "map" else size
@@ -378,12 +378,8 @@ def path_scores(kind: str, b: int, num_candidates: int | None = None) -> dict[Pa
 @pytest.mark.parametrize(
     ("kind", "num_candidates"),
     [
-        ("DFlash", None),
         ("DSpark", None),
-        ("map", None),
         ("DFlash", 2),
-        ("DSpark", 2),
-        ("DSpark", 3),
         ("map", 2),
     ],
 )
@@ -471,7 +467,7 @@ def test_a_tree_depends_on_its_own_request_alone(num_candidates: int | None) -> 
     assert (after.token_ids[1::2] == -1).all()
 
 
-@pytest.mark.parametrize(("depth", "count"), [(1, 1), (1, 8), (3, 1)])
+@pytest.mark.parametrize(("depth", "count"), [(1, 8), (3, 1)])
 def test_the_smallest_trees(depth: int, count: int) -> None:
     head, params, _ = test_block.head_of("DSpark")
     found = proposed(lm.BlockDrafter(head, tree_depth=depth), params, agreement(count))

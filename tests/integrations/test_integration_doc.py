@@ -135,7 +135,7 @@ def test_a_target_that_drafts_for_itself_has_everything_accepted():
         num_left = num_left - np.asarray(output.num_emitted)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_draft_model_that_skips_a_token_has_fewer_accepted():
     assert LOOP.count(TWO_TOKENS) == 1
@@ -143,7 +143,7 @@ def test_a_draft_model_that_skips_a_token_has_fewer_accepted():
     np.testing.assert_allclose(tokens_per_pass(scope)[:2], [2.4, 2.6], atol=0.05)  # as it says
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_the_loop_stops_at_a_stop_token():
     scope = run(LOOP.replace("[lm.DOCUMENT_SEPARATOR]", "[10]"))  # a line feed

@@ -223,7 +223,7 @@ def mesh_of(axis_type: AxisType) -> jax.sharding.Mesh:
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("axis_type", "with_bonus_rows"),
-    [(AxisType.Auto, False), (AxisType.Explicit, True)],
+    [pytest.param(AxisType.Auto, False, marks=pytest.mark.slow), (AxisType.Explicit, True)],
     ids=["automatic axes, bonus given", "explicit axes, bonus rows"],
 )
 def test_requests_over_data_and_vocabulary_over_tensor_fit(axis_type, with_bonus_rows):

@@ -142,7 +142,7 @@ FAULTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_comparison_finds_faults() -> None:
     head = head_of(sliding_window=3, sliding_layers=(1,), sliding_window_non_causal=True)
     params, rng = random_params(head), np.random.default_rng(1)

@@ -85,7 +85,7 @@ def test_blocks_are_those_of_one_anchor_at_a_time(kind: str) -> None:
         np.testing.assert_allclose(states[b, a], expected[first:], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("dflash", marks=pytest.mark.slow), "dspark"])
 def test_a_head_of_zeros_has_the_loss_of_uniform_drafts(kind: str) -> None:
     head, (target, _) = HEADS[kind], lm.load_embedded_pair()

@@ -323,7 +323,7 @@ WITH_GRAMMARS = dataclasses.replace(
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_requests_with_grammars_beside_others() -> None:
     """Their drafts are chains, the first paths; the others' are trees in the same pass."""
     driver = engines.driver_of(WITH_GRAMMARS, engines.TABLES[0], Plans.random(5).params)

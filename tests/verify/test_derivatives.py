@@ -234,7 +234,7 @@ def in_shard_map(distribution: str, logits: jax.Array, temperature: jax.Array) -
 @pytest.mark.parametrize(
     ("form", "distribution"),
     [
-        *((form, "raw") for form in (found_loss, by_offset, over_mesh, in_shard_map)),
+        *((form, "raw") for form in (by_offset, over_mesh)),
         (found_loss, "processed"),
         *(
             pytest.param(form, "processed", marks=pytest.mark.slow)

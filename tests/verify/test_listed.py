@@ -70,7 +70,8 @@ def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) ->
 @pytest.mark.parametrize(
     ("ids", "layout"),
     [
-        *(GRID[1], GRID[5]),
+        GRID[5],
+        pytest.param(*GRID[1], marks=pytest.mark.slow),
         pytest.param(*GRID[6], marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (*GRID[2:5], GRID[7])),
     ],
@@ -117,7 +118,7 @@ def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout, verifier):
     ("ids", "layout"),
     [
         ("candidates", Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
-        ("map", MAP_OF_PARTS),
+        pytest.param("map", MAP_OF_PARTS, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -197,7 +198,7 @@ def test_what_candidates_leave_of_tiles_is_right_to_22_bits(length, noise):
     assert (np.abs(inside - expected) / weight[:, None]).max() <= 2.0**-22
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_tile_with_mass_by_rounding_alone_is_passed_over():
     """The drafter has p itself, but for one id; acceptance at rate 0 reads what that leaves."""
     rng, only = np.random.default_rng(5), 5000
@@ -233,7 +234,8 @@ def test_a_tile_with_mass_by_rounding_alone_is_passed_over():
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("ids", "length", "form"), [("map", 32000, "cpu"), ("candidates", 32, "cuda")]
+    ("ids", "length", "form"),
+    [("map", 32000, "cpu"), pytest.param("candidates", 32, "cuda", marks=pytest.mark.slow)],
 )
 def test_no_q_of_the_vocabulary_is_written(ids, length, form):
     """Beside what one-hot drafts take: 8 requests would have 8 rows of it, 32 drafts 32."""

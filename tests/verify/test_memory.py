@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 VOCAB, K = 128256, 4
 # JAX 0.10.2 turns a whole half-precision operand into float32 before it is read.
-HALF = ["bfloat16"] if jax.__version_info__ >= (0, 11) else []
 SYNTHETIC = dict(rejection_sample_method="synthetic", synthetic_acceptance_length=3.0)
 
 
@@ -52,8 +51,7 @@ def temporary_rows(
 @pytest.mark.parametrize(
     ("rule", "dtype", "kind", "b"),
     [
-        ({}, "float32", "probs", 1),
-        *[({}, dtype, "logits", 8) for dtype in HALF],
+        ({}, "bfloat16", "logits", 8),
         ({"rejection_sample_method": "block"}, "float32", "logits", 8),
         (SYNTHETIC, "float32", "probs", 8),
     ],
@@ -64,7 +62,7 @@ def test_temporaries_are_two_rows_however_many_requests(rule, dtype, kind, b):
     assert used < 2.1, f"{used:.2f} rows"
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_calls_under_vmap_do_not_copy_the_rows_that_they_share(platform):
     b, mapped = 8, 16
     rows = shape(b * (K + 1), VOCAB)

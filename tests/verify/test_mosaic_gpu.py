@@ -138,12 +138,16 @@ TILES = dataclasses.replace(LAYOUTS[3], vocab=12416)  # six whole tiles and 128 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [SYNTHETIC, few(BLOCK[1]), few(FILTERED[1])], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [SYNTHETIC, *(pytest.param(few(x[1]), marks=pytest.mark.slow) for x in (BLOCK, FILTERED))],
+    ids=str,
+)
 def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_gives_the_tokens_of_the_oracle_over_many_tiles():
     agrees(TILES, four_tiles)
@@ -178,7 +182,7 @@ def test_cold_requests_get_the_tokens_of_the_oracle():
     agree((cold_batch(TILES, seed) for seed in range(3)), four_tiles)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_noise_from_keys_is_what_draw_noise_gives():
     layout, rng = dataclasses.replace(LAYOUTS[1], has_bonus=True), np.random.default_rng(5)

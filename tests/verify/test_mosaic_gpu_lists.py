@@ -133,6 +133,7 @@ def test_a_row_that_lists_an_id_twice_or_one_that_is_none_is_bad():
     bad_lists(alone)
 
 
+@pytest.mark.slow
 def test_a_map_that_lists_an_id_twice_or_one_that_is_none_is_bad():
     bad_maps(alone)
 
@@ -165,7 +166,7 @@ def test_other_ids_than_were_drawn_from_are_noticed():
         check(batch, output)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_thread_reads_an_entry_that_another_hides():
     """While the row is summed without its candidates."""
     layout = dataclasses.replace(SMALL, num_requests=2, num_drafts=8, block=True)

@@ -63,8 +63,8 @@ COLD = [
 # The standard rule, a row at a time: see the chi-square tests.
 @pytest.mark.parametrize(
     ("layout", "verifier"),
-    [(COLD[1], XLA), (COLD[0], all_at_once), (COLD[1], all_at_once)],
-    ids=["block, lazy", "standard, all at once", "block, all at once"],
+    [(COLD[1], XLA), (COLD[0], all_at_once)],
+    ids=["block, lazy", "standard, all at once"],
 )
 def test_cold_requests_get_the_tokens_of_the_oracle(layout, verifier):
     agree((cold_batch(layout, seed) for seed in range(12)), verifier)
@@ -73,7 +73,7 @@ def test_cold_requests_get_the_tokens_of_the_oracle(layout, verifier):
 HALF = dataclasses.replace(COLD[1], vocab=256, num_requests=6, num_drafts=12, kind="logits")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_cold_requests_get_them_from_the_kernel_too():
     agree((cold_batch(HALF, seed) for seed in range(6)), alone)
 
@@ -169,7 +169,6 @@ def p_values(
 @pytest.mark.parametrize(
     ("dtype", "method"),
     [
-        ("float32", "standard"),
         ("bfloat16", "standard"),
         pytest.param("float32", "block", marks=pytest.mark.slow),
     ],

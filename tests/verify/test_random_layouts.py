@@ -57,7 +57,7 @@ def check_random_layout(seed: int) -> None:
 
 @pytest.mark.long
 def test_tokens_are_those_of_the_oracle_whatever_the_layout() -> None:
-    for seed in range(8):
+    for seed in range(4):
         check_random_layout(seed)
 
 
