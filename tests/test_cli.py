@@ -190,36 +190,11 @@ def test_comparing_shows_origins_the_text_and_a_table(capsys: pytest.CaptureFixt
     assert speculative[:4] == ["0", "ngram", "4", "24"] and speculative[-1] == "yes"
 
 
-@pytest.mark.slow
-def test_a_process_of_its_own_does_the_same() -> None:
-    result = run("generate", "--compare", "1", *SHORT, "--", PROMPT)
-    assert result.returncode == 0 and result.stderr == ""
-    assert PROMPT in result.stdout and "speed-up" in result.stdout
-
-
-@pytest.mark.slow
-def test_greedy_text_is_what_the_target_alone_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "--compare=1")
-    assert result["requests"][0]["text"] == plain_text(EMBEDDED)
-    plain_row, row = result["rows"]
-    assert row["identical_to_plain"] is True
-    assert result["num_tokens"] == plain_row["num_tokens"] == row["num_tokens"] == 40
-
-
 def run_tiny(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     """With a tiny target, and a draft model of three tokens."""
     draft = str(CHECKPOINTS / "qwen2_draft")
     main(["generate", TINY_PROMPT, *TINY, "--draft", draft, "-k3", "--json", *arguments])
     return json.loads(capsys.readouterr().out)
-
-
-@pytest.mark.slow
-def test_ngram_drafts_change_the_passes_and_not_the_text(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    by_model, by_lookup = run_json(capsys), run_json(capsys, "--draft", "ngram")
-    assert by_lookup["requests"][0]["text"] == by_model["requests"][0]["text"]
-    assert by_lookup["num_target_passes"] > by_model["num_target_passes"]
 
 
 @pytest.mark.long
@@ -248,17 +223,6 @@ def test_a_request_has_the_options_of_the_command_line(capsys: pytest.CaptureFix
     assert result["options"] == dataclasses.asdict(options) | {"stop_token_ids": [0]}
     assert result["requests"][0]["text"] == plain_text(options)
     assert result["rows"][1]["identical_to_plain"] is True
-
-
-@pytest.mark.slow
-def test_synthetic_acceptance_has_the_length_asked_for(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    synthetic = ["--method", "synthetic", "--acceptance-length", "3"]
-    result = run_json(capsys, "--compare=1", *synthetic)
-    assert result["mean_acceptance_length"] == 3
-    assert result["unconditional_rates"] == [1, 1, 0]
-    assert result["rows"][1]["identical_to_plain"] is None
 
 
 def test_a_text_that_cannot_be_verified_ends_with_code_1(

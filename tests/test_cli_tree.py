@@ -72,15 +72,6 @@ def test_text_with_trees_is_the_targets(name: str, capsys: pytest.CaptureFixture
     assert found["num_target_passes"] < (24 if name == "suffix" else 12)
 
 
-@pytest.mark.slow
-def test_a_comparison_says_that_drafts_are_trees(capsys: pytest.CaptureFixture[str]) -> None:
-    trees = ["--draft", "dflash", "--tree", "8", "-k", "3", "-t", "0"]
-    main(["bench", PROMPT, *trees, "-n", "12", "--repeats=1", "--no-compilation-cache"])
-    printed = capsys.readouterr().out
-    assert "agreement verification" in printed
-    assert "trees of 8 nodes, of paths of at most K" in printed
-
-
 def test_a_server_chooses_how_many_drafts_of_its_trees_pay() -> None:
     sizes = ["--num-slots=2", "--max-length=96"]
     options = parse(["serve", "--draft=eagle3", "--tree=12", "-k=4", *sizes], "1")

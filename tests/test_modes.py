@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +15,6 @@ from serving import engines, tiny
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.__main__ import main
 
 pytestmark = pytest.mark.newest
 
@@ -219,19 +214,3 @@ def test_what_is_not_compiled_gives_the_same(call):
     expected = call()
     with jax.disable_jit():
         assert call() == expected
-
-
-@pytest.mark.slow
-def test_the_command_line_prints_the_same_in_64_bit_mode(capsys):
-    """In a process of its own, with JAX's own promotion of dtypes."""
-    command = ["generate", "import ", "--draft", "ngram", "--temperature", "0.8", "--json"]
-    command += ["--max-new-tokens", "8", "--no-compilation-cache"]
-    main(command)
-    expected = json.loads(capsys.readouterr().out)["requests"]
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_specdec", *command],
-        env=os.environ | {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        check=True,
-    )
-    assert json.loads(done.stdout)["requests"] == expected

@@ -11,7 +11,6 @@ from jax_specdec.__main__ import main
 
 from .checkpoints import (
     CHECKPOINTS,
-    NUM_TOKEN_IDS,
     copy,
     cut_vocabulary,
     edit_json,
@@ -57,31 +56,6 @@ def test_a_drafter_with_more_padding_speeds_up_the_text(
     assert result["num_target_passes"] < LENGTH / 1.5
     assert result["target"] == str(CHECKPOINTS / "qwen2")
     assert result["draft"] == str(CHECKPOINTS / "qwen2_draft")
-
-
-@pytest.mark.slow
-def test_a_drafter_with_fewer_ids_than_the_tokenizer_does_too(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    draft = cut_vocabulary(copy("qwen2_draft", tmp_path / "draft"), NUM_TOKEN_IDS - 20)
-    result = run_json(capsys, "qwen2", draft)
-    assert result["text"] == str(expected("qwen2")["greedy_text"])
-    assert result["num_accepted_tokens"] > 0
-
-
-@pytest.mark.slow
-def test_a_drafter_of_another_family_and_dtype_changes_no_text(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    result = run_json(capsys, "qwen3", "llama", "--dtype", "float32")
-    assert result["text"] == str(expected("qwen3")["greedy_text"])
-
-
-@pytest.mark.slow
-def test_lookup_drafts_for_a_sharded_target(capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_json(capsys, "llama", "ngram")
-    assert result["text"] == str(expected("llama")["greedy_text"])
-    assert result["draft"] == "ngram"
 
 
 def test_a_missing_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:

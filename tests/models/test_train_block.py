@@ -120,27 +120,6 @@ def test_the_markov_head_and_the_confidence_see_the_token_before() -> None:
     np.testing.assert_allclose(confidence[0], both, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_greedy_decoding_is_that_of_the_target() -> None:
-    target, _ = lm.load_embedded_pair()
-    prompts = [lm.encode_bytes(text) for text in ("def f(x):\n", "import os\nclass A")]
-    plain = lm.generate_plain(*target, prompts, temperature=0.0, max_new_tokens=12)
-    for kind, head in HEADS.items():
-        tokens = np.zeros((2, 40), np.int32)
-        for row, prompt in zip(tokens, prompts, strict=True):
-            row[: len(prompt)] = prompt
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        with jax.numpy_dtype_promotion("standard"):
-            found, ends, steps = train_block.decode(
-                head, target.model, head.config.max_drafts, weights_of(head), target.params,
-                jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + 12),
-                jnp.float32(0),
-            )  # fmt: skip
-        for row, n, end, text in zip(found, lengths, ends, plain.completions, strict=True):
-            assert end >= n + 12 and row[n : n + 12].tolist() == list(text), kind
-        assert (np.asarray(steps) <= 12).all()
-
-
 @pytest.mark.parametrize(
     "kind",
     [

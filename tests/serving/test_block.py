@@ -17,7 +17,6 @@ from jax_specdec import lm
 
 from . import engines, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value
-from .test_grammar_driver import ALLOWED, Cycle
 
 pytestmark = pytest.mark.newest
 
@@ -63,11 +62,6 @@ def weights_of(engine: lm.Engine) -> tuple[Any, Any]:
     return engines.weights_of(engines.LLAMA)[0], head_params(HEAD, IDS)
 
 
-@pytest.mark.slow
-def test_neither_traffic_nor_chunks_nor_leaving_change_a_request() -> None:
-    test_eagle3.check_traffic(ENGINE, weights_of(ENGINE))
-
-
 @pytest.mark.long
 def test_confidences_take_the_place_of_what_was_accepted() -> None:
     engine = dataclasses.replace(ENGINE, draft_budget=(0, 2))
@@ -82,17 +76,6 @@ def test_confidences_take_the_place_of_what_was_accepted() -> None:
         assert (np.asarray(driver.state.estimator.rates) >= least).all()
         assert (np.asarray(driver.state.estimator.rates) <= most).all()
         assert driver.state.confidences is None
-
-
-@pytest.mark.slow
-def test_a_request_with_a_grammar_gets_what_it_allows() -> None:
-    driver = engines.driver_of(ENGINE, *weights_of(ENGINE), max_steps_ahead=1)
-    asked = lm.RequestOptions(max_new_tokens=12, temperature=1.0)
-    constrained = driver.submit([1, 2, 3], asked, matcher=Cycle())
-    driver.submit([4, 1], asked)
-    tokens = engines.run(driver)[constrained].token_ids
-    assert len(tokens) == 12
-    assert all(token in ALLOWED[i % len(ALLOWED)] for i, token in enumerate(tokens))
 
 
 # Sampled text

@@ -130,16 +130,6 @@ def test_plain_decoding_takes_the_same_options() -> None:
     assert plainly().completions == TRUTH
 
 
-@pytest.mark.slow
-def test_the_stream_takes_the_same_options_whatever_drafts() -> None:
-    steps: Any = run(lm.generate_stream, drafter=LOOKUP[0], config=CONFIG)
-    found: list[list[int]] = [[] for _ in OPTIONS]
-    for step in steps:
-        for b, (row, count) in enumerate(zip(step.token_ids, step.num_kept, strict=True)):
-            found[b] += row[:count].tolist()
-    assert found == TRUTH
-
-
 @pytest.mark.long
 @pytest.mark.newest
 def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:

@@ -63,13 +63,6 @@ def assert_argmaxes(output: lm.GenerateOutput, requests: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_greedy_tokens_are_those_of_the_whole_model() -> None:
-    given = on_eight(split_drafter=False) | dict(drafter=lm.NGramDrafter(1), draft_params=None)
-    output = lm.generate(**given, prompts=PROMPTS, config=CONFIG, max_new_tokens=NEW)
-    assert_argmaxes(output, [0, 1, 2, 3])
-
-
-@pytest.mark.slow
 def test_greedy_tokens_with_a_block_head_are_those_of_the_whole_model() -> None:
     config = lm.BlockHeadConfig(
         layer=MODEL.config,
@@ -88,20 +81,6 @@ def test_greedy_tokens_with_a_block_head_are_those_of_the_whole_model() -> None:
     output = lm.generate(**given, prompts=PROMPTS, config=CONFIG, max_new_tokens=NEW)
     assert_argmaxes(output, [0, 1, 2, 3])
     assert output.steps.num_accepted.sum() > 0
-
-
-@pytest.mark.slow
-def test_options_of_sampled_requests_hold() -> None:
-    given = on_eight(split_drafter=False) | dict(drafter=lm.NGramDrafter(1), draft_params=None)
-    output = lm.generate(
-        **given,
-        prompts=PROMPTS,
-        config=CONFIG,
-        max_new_tokens=NEW,
-        temperature=1.0,
-        options=lm.RequestOptions(top_k=1),
-    )
-    assert_argmaxes(output, [0, 1, 2, 3])
 
 
 def moved(program: str) -> list[tuple[str, list[int]]]:

@@ -17,7 +17,7 @@ from jax_specdec import lm
 from . import engines, test_agreement, test_eagle3, test_tensor_parallel, tiny
 from .engines import VOCAB
 from .test_draft_budget import Cycling, FromThePast
-from .test_grammar_driver import ALLOWED, Cycle, constrained_truth
+from .test_grammar_driver import Cycle, constrained_truth
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("engines")]
 
@@ -227,22 +227,6 @@ def test_log_probabilities_are_those_of_plain_decoding() -> None:
 
 
 @pytest.mark.slow
-def test_a_stream_has_the_steps_of_generate() -> None:
-    records = lm.generate_stream(
-        MODEL,
-        engines.TABLES[0],
-        PROMPTS,
-        drafter=Planned(),
-        draft_params=peeking().params,
-        config=CONFIG,
-        options=OPTIONS,
-        logprobs=LOGPROBS,
-    )
-    stacked = jax.tree.map(lambda *x: np.stack(x), *records)
-    jax.tree.map(np.testing.assert_array_equal, stacked, generated().steps)
-
-
-@pytest.mark.slow
 def test_a_chain_as_a_tree_has_the_steps_of_the_chain() -> None:
     k = DEPTH
     script = rng.integers(-1, VOCAB, (PLANS, engines.LONGEST, k)).astype(np.int32)
@@ -342,20 +326,6 @@ def test_requests_with_grammars_beside_others() -> None:
         assert one.token_ids == truths[request_id]
         proposed[bool(request_id % 2)] += sum(x.num_accepted for x in one.updates)
     assert all(proposed.values())
-
-
-@pytest.mark.slow
-def test_sampled_tokens_under_a_grammar_are_those_of_chains() -> None:
-    texts = []
-    for drafter in (Planned(), Planned(0)):
-        engine = dataclasses.replace(WITH_GRAMMARS, drafter=drafter)
-        driver = engines.driver_of(engine, engines.TABLES[0], Plans.random(6).params)
-        for seed in range(6):
-            driver.submit([1, 2], max_new_tokens=9, temperature=1.0, seed=seed, matcher=Cycle())
-        texts.append([one.token_ids for one in engines.run(driver).values()])
-        driver.close()
-    assert texts[0] == texts[1]
-    assert all(x in ALLOWED[i % 3] for text in texts[0] for i, x in enumerate(text))
 
 
 class Forced(Cycle):

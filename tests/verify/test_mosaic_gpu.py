@@ -147,12 +147,6 @@ def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
 
 
-@pytest.mark.slow
-@pytest.mark.newest
-def test_gives_the_tokens_of_the_oracle_over_many_tiles():
-    agrees(TILES, four_tiles)
-
-
 @pytest.mark.long
 @pytest.mark.newest
 def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from():
