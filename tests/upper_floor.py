@@ -12,7 +12,7 @@ from jax_specdec.lm.cli import terminal as cli_terminal
 from jax_specdec.lm.cli.models import load_models
 from jax_specdec.lm.cli.options import parse
 from jax_specdec.lm.cli.prompts import InputError
-from jax_specdec.lm.cli.serve import _read_key, make_driver
+from jax_specdec.lm.cli.serve import make_driver
 from jax_specdec.lm.cli.terminal import printable
 from jax_specdec.lm.decoding import generate as generate_lib
 from jax_specdec.lm.decoding import matchers as decoding_matchers

@@ -1337,20 +1337,18 @@ def test_the_page_shows_how_to_write_a_server(site: Site) -> None:
 def test_a_key_comes_from_a_file_or_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from upper_floor import _read_key
-
     wanted = options_lib.parse(["serve"], "0")
     monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)
-    assert _read_key(wanted) is None
+    assert serve_lib._read_key(wanted) is None
     monkeypatch.setenv("JAX_SPECDEC_API_KEY", "from-variable")
-    assert _read_key(wanted) == "from-variable"
+    assert serve_lib._read_key(wanted) == "from-variable"
     file = tmp_path / "key"
     file.write_text("from-file\n")
-    assert _read_key(dataclasses.replace(wanted, api_key_file=file)) == "from-file"
+    assert serve_lib._read_key(dataclasses.replace(wanted, api_key_file=file)) == "from-file"
     for wrong in (b"", b"two words", b"\xff", b"x" * 5000, "\u00e9".encode(), b"a\x1bb"):
         file.write_bytes(wrong)
         with pytest.raises(Exception, match="must (hold a key|be text)") as error:
-            _read_key(dataclasses.replace(wanted, api_key_file=file))
+            serve_lib._read_key(dataclasses.replace(wanted, api_key_file=file))
         assert wrong == b"" or repr(wrong)[2:-1] not in str(error.value)
 
 
