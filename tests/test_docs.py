@@ -157,7 +157,8 @@ def test_code_that_is_not_run_is_python_and_names_what_exists(page: str) -> None
 
 
 @pytest.mark.parametrize("page", [page.stem for page in PAGES])
-def test_code_uses_what_its_page_has_introduced(page: str) -> None:
+def test_a_page_has_one_word_for_drafts_and_code_uses_what_it_has_introduced(page: str) -> None:
+    assert not re.search(r"[Dd]raft[ \n]+tokens?\b", (DOCS / f"{page}.md").read_text("utf-8"))
     known = {*dir(builtins), "__name__"}
     for code in blocks(page, "(?:python|py)"):
         nodes = [*ast.walk(ast.parse(code))]

@@ -100,7 +100,7 @@ def phases() -> None:
             p.box(columns[0] + 26 + 25 * tile, y, 25, 24, kind)
         p.note(columns[0] + 184, y + 16, f"checks {draft}" if draft else "bonus")
     p.note(columns[0], 306, "target_logits, in tiles of 2048 ids")
-    p.note(columns[0], 324, "max, sum of exp, argmax,", "and the draft token's entry")
+    p.note(columns[0], 324, "max, sum of exp, argmax,", "and the draft's entry")
 
     for i, request in enumerate("ab"):
         p.box(columns[1], 92 + 124 * i, 206, 92, "page")
@@ -221,7 +221,7 @@ LEGEND = (
     ("green", "accepted"),
     ("red", "rejected"),
     ("orange", "recovered"),
-    ("purple", "bonus, or no draft tokens"),
+    ("purple", "bonus, or no drafts"),
 )
 
 SLOTS = (  # name; the sequence; drafts; how many of them are accepted; the last token
@@ -236,9 +236,9 @@ HEADINGS = (
     ("append", "emitted tokens, until the end"),
 )
 TRAFFIC = (
-    ("drafter.propose(context)", "writes draft tokens and their q"),
+    ("drafter.propose(context)", "writes drafts and their q"),
     ("process_logits, rejection_sample", "under each request's options"),
-    ("token_ids, lengths, done, counters", "draft tokens are dropped"),
+    ("token_ids, lengths, done, counters", "drafts are dropped"),
 )
 
 
@@ -334,7 +334,7 @@ def kernel_layout() -> None:
 def kernel_walk() -> None:
     """One request in time, as measured."""
     p = Picture("kernel_walk", 334, "The walk of one request in time")
-    p.text(24, 32, "One request: two draft tokens accepted, the third rejected", bold=True)
+    p.text(24, 32, "One request: two drafts accepted, the third rejected", bold=True)
     p.note(24, 50, "microseconds from the start of its blocks; B = 8, one row read at a time, H200")
     left, scale = 116, 101.0
     steps = measured_phases()
@@ -382,7 +382,7 @@ def kernel_walk() -> None:
         24,
         262,
         "wait: for the first tile of the row; the decision about the row before is part of it.",
-        "A row is copied once the draft token before it is accepted. An exchange has passed, so no",
+        "A row is copied once the draft before it is accepted. An exchange has passed, so no",
         "warp still reads the row that it replaces. The row of the rejected token stays: the last",
         "token is drawn from it.",
     )

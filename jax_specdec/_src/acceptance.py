@@ -250,7 +250,7 @@ class AcceptanceStats:
 
     @property
     def draft_acceptance_rate(self) -> float:
-        """``accepted / draft tokens``; 0 where nothing was drafted."""
+        """``accepted / drafts``; 0 where nothing was drafted."""
         return self.num_accepted_tokens / max(self.num_draft_tokens, 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Sampling draft tokens from exactly the distribution that is stored for verification."""
+"""Sampling drafts from exactly the distribution that is stored for verification."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DraftImplementation = Literal["xla", "mosaic_gpu"]
 
 
 class DraftSample(NamedTuple):
-    """One draft token per request, and what to store with the logits it was drawn from.
+    """One draft per request, and what to store with the logits it was drawn from.
 
     Attributes:
       token_ids: ``[B]`` int32.

@@ -4,7 +4,7 @@ Lane i of every warp holds position i of the request. `RequestLoads` are loads t
 `KernelRequest` is what comes of them. `drafted` has the same of the drafted tokens, and
 `kernel.verify_request` says when each is made.
 
-The kernel also samples draft tokens. It then verifies no drafts: K is 0, and it draws the one token
+The kernel also samples drafts. It then verifies no drafts: K is 0, and it draws the one token
 of each request. See `launch.sample`.
 """
 
@@ -44,7 +44,7 @@ class GivenNoise(NamedTuple, Generic[X]):
 
 
 class DraftingNoise(NamedTuple, Generic[X]):
-    """Uniforms to sample a draft token with: none is to be accepted, for K is 0."""
+    """Uniforms to sample a draft with: none is to be accepted, for K is 0."""
 
     recover: X  # [B, 2] float32
 
@@ -119,7 +119,7 @@ class Operands(NamedTuple, Generic[X]):
     target: X  # [M, V] target logits
     token_ids: X  # [N] int32, at least one
     temperature: X  # [B] float32
-    # [B+1] int32; None if draft tokens are sampled: there are no drafts and K is 0.
+    # [B+1] int32; None if drafts are sampled: there are no drafts and K is 0.
     offsets: X | None
     noise: GivenNoise[X] | DraftingNoise[X] | KeyNoise[X]  # uniforms, or what to draw them from
     draft: OneHotOperands | DraftOperands[X]  # the draft distribution
@@ -141,7 +141,7 @@ class Verdict(NamedTuple, Generic[X]):
 
 
 class SampledRow(NamedTuple, Generic[X]):
-    """Numbers of the row that a draft token is sampled from, ``[B]`` float32 each."""
+    """Numbers of the row that a draft is sampled from, ``[B]`` float32 each."""
 
     log_normalizer: X  # relative to `row_max`
     row_max: X  # its maximum
@@ -370,7 +370,7 @@ class KernelRequest:
 
     @property
     def samples_draft(self) -> bool:
-        """Returns whether a draft token is sampled: what its row amounts to is written."""
+        """Returns whether a draft is sampled: what its row amounts to is written."""
         return isinstance(self.outputs.numbers, SampledRow)
 
     def uniforms(self) -> jax.Array:
@@ -410,7 +410,7 @@ class KernelRequest:
     ) -> None:
         """Write the accepted drafts and one more token, or no tokens if the status is not OK.
 
-        A draft token that is sampled must be an id: it is 0 if the status is not OK.
+        A draft that is sampled must be an id: it is 0 if the status is not OK.
 
         Args:
           num_accepted: ``[]`` int32.
@@ -436,7 +436,7 @@ class KernelRequest:
             self._write_number(numbers.status, status, is_writer)
 
     def write_row(self, row: Normalizer, is_writer: jax.Array) -> None:
-        """Write what the row of a draft token amounts to; nothing in a verification.
+        """Write what the row of a draft amounts to; nothing in a verification.
 
         Args:
           row: relative to its maximum.
