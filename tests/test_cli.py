@@ -149,11 +149,45 @@ def test_tokens_without_drafts_are_plain_and_no_bonus(capsys: pytest.CaptureFixt
     assert found["tokens_per_target_pass"] == found["num_tokens"] / (found["num_verifications"])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("arguments", ["--draft=none", "-k0"])
+def test_text_without_drafts_is_asked_for(
+    capsys: pytest.CaptureFixture[str], arguments: str
+) -> None:
+    main(["generate", TINY_PROMPT, *TINY, "--json", arguments])
+    found = json.loads(capsys.readouterr().out)
+    assert found["requests"][0]["text"] == TINY_TEXT
+    assert (found["num_draft_tokens"], found["num_target_passes"]) == (0, found["num_tokens"])
+
+
 def test_lengths_limit_the_drafts_of_a_server() -> None:
     options = parse("serve", "-k4", "--max-drafts-by-length", "1024:2,1500:0")
     driver = make_driver(options, models_lib.load_models(options, []))
     assert driver.engine.max_drafts_by_length == ((1024, 2), (1500, 0))
     assert not driver.prompts_in_steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method", "budget", "is_fixed"),
+    [
+        ("--draft=none", "agreement", (0,), False),
+        ("-k0", "agreement", (0,), False),
+        ("--draft=ngram", "agreement", (0, 4), False),
+        ("--draft=suffix -k2", "agreement", (0, 2), False),
+        ("--draft=ngram --method=standard", "standard", (0, 4), True),
+        ("", "standard", (0, 4), True),
+        ("--draft=model --method=agreement", "agreement", (0, 4), False),
+    ],
+)
+def test_a_server_drafts_where_it_pays_if_no_text_depends_on_it(
+    arguments: str, method: str, budget: tuple[int, ...], is_fixed: bool
+) -> None:
+    options = parse("serve", *arguments.split())
+    driver = make_driver(options, models_lib.load_models(options, []))
+    engine, choice = driver.engine, driver.draft_choice
+    assert (engine.config.rejection_sample_method, engine.draft_budget) == (method, budget)
+    assert choice is not None and choice.is_fixed == is_fixed
+    assert engine.most_drafts(lm.RequestOptions(), 1) == budget[-1]
 
 
 def test_steps_of_a_server_read_prompts_if_asked_for() -> None:
@@ -707,17 +741,21 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --acceptance-rates=a,b", "must be numbers separated by commas"),
         (
             "generate --target=. --draft=model",
-            "--draft must be DIR, eagle3:DIR, block:DIR, ngram or suffix with",
+            "--draft must be DIR, eagle3:DIR, block:DIR, ngram, suffix or none with",
         ),
         ("generate --draft=eagle3:", "--draft eagle3: must be followed by the directory of a head"),
         ("generate --draft=block:", "--draft block: must be followed by the directory of a head"),
         (
             "generate --draft=oracle",
-            "--draft must be model, ngram, suffix, eagle3, dflash, dspark, eagle3:DIR or block:DIR",
+            "--draft must be model, ngram, suffix, eagle3, dflash, dspark, none, eagle3:DIR or",
         ),
         ("generate --draft=suffix+", "--draft suffix+ must be followed by a head or a model"),
         ("generate --draft=suffix+ngram", "--draft suffix+ must be followed by a head or a model"),
         ("generate --draft=suffix+oracle", "--draft must be model, ngram, suffix, eagle3"),
+        ("generate --draft=suffix+none", "--draft suffix+ must be followed by a head or a model"),
+        ("generate x --draft=none --compare", "--draft none is plain decoding, which is compared"),
+        ("bench x --draft=none", "--draft none is plain decoding, which is compared anyway"),
+        ("generate x -k0 --tree=8", "--tree needs --draft suffix"),
         ("serve --draft=eagle3 --history=9", "--history needs --draft suffix, or suffix+ before"),
         ("serve --draft=suffix --history=-1", "--history must be in [0, 16777216]"),
         ("generate --dtype=float32", "--dtype needs --target"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -265,6 +266,49 @@ def test_trials_take_one_percent_of_the_time():
     seconds = [COSTS.seconds[k] for k in numbers]
     trials = sum(x for x, k in zip(seconds, numbers, strict=True) if k)
     assert 0.008 < trials / sum(seconds) < 0.0101
+
+
+def test_a_step_in_which_nobody_has_a_draft_costs_what_a_plain_one_does():
+    """Where passes are as wide as they have to be: what counts is the cost of those with drafts."""
+    costs = lm.StepCosts(SLOTS, (0, 2), (1.0, 2.0))
+    rates = [0.3, 0.5]  # 0.45 tokens more a step; of steps with drafts, each costs 1 more
+    found = {}
+    for may_be_narrow, wide in itertools.product((False, True), (0.4, 0.5)):
+        choice = lm.DraftChoice((0, 2), rates, costs, may_be_narrow=may_be_narrow)
+        for i in range(400):
+            choice.learn(rates, 2, i % 10 < 10 * wide)
+            choice.learn(rates, 0, False)  # says nothing
+        found[may_be_narrow, wide] = choice.best, choice.is_loss
+    loss, gain = (0, True), (2, False)
+    assert found == {
+        (False, 0.4): loss, (False, 0.5): loss, (True, 0.4): gain, (True, 0.5): loss
+    }  # fmt: skip
+
+
+def test_a_fixed_choice_drafts_though_it_does_not_pay():
+    choice = lm.DraftChoice(BUDGET, [0.1, 0.1], COSTS, is_fixed=True)
+    assert (choice.is_loss, choice.next()) == (True, 2)
+    choice.limits = [0, 1]
+    assert choice.next() == 1
+    assert not lm.DraftChoice((0,), [0.1, 0.1], lm.StepCosts(SLOTS, (0,), (1.0,))).is_loss
+
+
+@pytest.mark.long
+def test_of_a_lookup_what_was_accepted_counts_and_not_what_it_expects():
+    engine = dataclasses.replace(engines.LOOKUP, drafter=lm.SuffixDrafter(min_match=1))
+    driver = engines.driver_of(dataclasses.replace(engine, draft_budget=(2,)))
+    driver.submit([1, 4, 0, 1, 4], max_new_tokens=30)
+    (found,) = engines.run(driver).values()
+    visited, accepted = np.zeros(2), np.zeros(2)
+    for update in found.updates[1:]:
+        is_visited = np.arange(2) <= update.num_accepted
+        decay = np.where(is_visited, 0.99, 1.0)
+        visited = decay * visited + is_visited
+        accepted = decay * accepted + (np.arange(2) < update.num_accepted)
+    estimator = driver.state.estimator
+    np.testing.assert_allclose(estimator.visited, visited, rtol=1e-5)
+    np.testing.assert_allclose(estimator.accepted, accepted, rtol=1e-5)
+    assert 0 < accepted[0] < visited[0]
 
 
 def test_without_costs_every_step_has_the_most_drafts():

@@ -1045,6 +1045,8 @@ def test_more_choices_than_there_are_places_are_no_reason_to_try_again(running: 
 def test_health_metrics_and_the_status_line(site: Site) -> None:
     with site.serve(status_seconds=0.5) as running:
         stalled(running.driver)
+        choice = running.driver.draft_choice
+        choice.costs = lm.StepCosts(8, (0, 2), (1.0, 9.0))
         assert json.loads(get(running, "health")[2]) == {"status": "ok"}
         assert greedy(running).choices[0].text == TEXT
         assert get(running, "v1/nothing")[0] == 404
@@ -1056,6 +1058,11 @@ def test_health_metrics_and_the_status_line(site: Site) -> None:
         assert f"jax_specdec:serving_num_slots{{{labels}}} 8.0\n" in metrics
         line = next(line for line in running.lines if "1 requests so far" in line)
         assert "tokens/s, acceptance length " in line
+        assert line.endswith("; drafts do not pay, so there are none")
+        choice.is_fixed = True
+        assert app_lib._on_drafts(running.driver) == "; drafts do not pay, try --draft none"
+        choice.costs = None
+        assert app_lib._on_drafts(running.driver) == ""
 
 
 def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:

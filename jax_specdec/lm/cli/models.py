@@ -14,6 +14,7 @@ from jax_specdec.lm.cli.options import (
     DEFAULT_MAX_NEW_TOKENS,
     HEAD_PREFIXES,
     LOOKUPS,
+    NO_DRAFTS,
     SUFFIX_PREFIX,
     Options,
 )
@@ -117,7 +118,8 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
     config = read_config(options.target / CONFIG_FILE)
     tokenizer = load_tokenizer(options.target)
     names = [x.removeprefix(SUFFIX_PREFIX) for x in options.drafters]
-    names = [x for x in names if x not in LOOKUPS and not x.startswith(HEAD_PREFIXES)]
+    without = *LOOKUPS, NO_DRAFTS
+    names = [x for x in names if x not in without and not x.startswith(HEAD_PREFIXES)]
     for name in names:
         read_config(Path(name) / CONFIG_FILE)
         tokenizer.check_same_vocabulary(load_tokenizer(name))
@@ -140,7 +142,7 @@ def _load_drafters(
     """The drafters by their names: models, lookup, heads, and lookup beside one of them."""
     suffix = SuffixDrafter(history=options.history)
     lookup = Draft(suffix, suffix.init_params())
-    found = {"ngram": Draft(NGramDrafter()), "suffix": lookup}
+    found = {"ngram": Draft(NGramDrafter()), "suffix": lookup, NO_DRAFTS: Draft(NGramDrafter())}
     found |= {name: Draft(ModelDrafter(one.model), one.params) for name, one in models.items()}
     for given in options.drafters:
         name = given.removeprefix(SUFFIX_PREFIX)

@@ -27,6 +27,8 @@ from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = 4
 LOOKUPS = ("ngram", "suffix")
+NO_DRAFTS = "none"
+"""Instead of a drafter: plain decoding, by `generate` and `serve`."""
 SUFFIX_PREFIX = "suffix+"
 """What stands before a drafter that has a lookup beside it."""
 HEAD_PREFIXES = ("eagle3:", "block:")
@@ -41,7 +43,7 @@ API_KEY_VARIABLE = "JAX_SPECDEC_API_KEY"
 DEFAULT_REPEATS = 5
 
 _Made = TypeVar("_Made")
-_DRAFT = "[suffix+]DIR|eagle3:DIR|block:DIR|ngram|suffix|model|eagle3|dflash|dspark"
+_DRAFT = "[suffix+]DIR|eagle3:DIR|block:DIR|ngram|suffix|model|eagle3|dflash|dspark|none"
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
 _RANGES = {
     "max_new_tokens": (1, None),
@@ -276,8 +278,8 @@ _HELP = {
     "--dtype": "compute dtype of checkpoints (default: as stored)",
     "--method": """block judges the drafts of a step jointly, which is as exact and accepts more;
         agreement gives the text of plain decoding with the same seed, token for token; synthetic
-        accepts at given rates, whatever the models say (default: standard, or agreement with
-        --tree)""",
+        accepts at given rates, whatever the models say (default: standard; agreement with --tree,
+        and in serve with --draft ngram, suffix or none)""",
     "--tree": f"""verify trees of N nodes, the newest token and N - 1 drafts, and paths of at most K
         drafts, where --draft is {_TREES}; 2 to 64 (default: chains of K drafts)""",
     "--acceptance-length": "synthetic: mean tokens per step, 1 to K+1",
@@ -290,8 +292,8 @@ _HELP = {
         (block:), a lookup in the text so far (ngram, default with --target, or suffix, with
         counts), the embedded draft model (default without), or a head of the embedded target;
         suffix+ before a head or a model takes, in each step, what is likely to have more drafts
-        accepted""",
-    "--num-speculative-tokens": f"drafts per step (default: {DEFAULT_K})",
+        accepted; none, in generate and serve, decodes plainly""",
+    "--num-speculative-tokens": f"drafts per step; 0 is --draft none (default: {DEFAULT_K})",
     "--no-prompt": "print the text without its prompt, as --chat does",
     "--max-drafts": """the most drafts that a step verifies, at most K; 0 for none, which is plain
         decoding (default: K)""",
@@ -363,8 +365,18 @@ def _check(given: dict[str, Any]) -> Options:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
     if "dtype" in given and not has_target:
         raise ValueError("--dtype needs --target")
+    serves, compares = given["command"] == "serve", given["command"] == "bench"
+    if given.get("num_speculative_tokens") == (0,) and not compares:
+        given = given | {"drafters": (NO_DRAFTS,)}
+        del given["num_speculative_tokens"]
     drafters = _drafters(given, has_target)
-    given = {"rejection_sample_method": "agreement" if "tree" in given else "standard"} | given
+    if NO_DRAFTS in drafters:
+        if compares or "compare" in given:
+            raise ValueError(f"--draft {NO_DRAFTS} is plain decoding, which is compared anyway")
+        given = given | {"max_drafts": 0}
+    # Drafts of lookup have no distribution: agreement accepts as many, and no text depends on them.
+    agrees = "tree" in given or (serves and set(drafters) <= {*LOOKUPS, NO_DRAFTS})
+    given = {"rejection_sample_method": "agreement" if agrees else "standard"} | given
     ks = given.get("num_speculative_tokens", (min(DEFAULT_K, given.get("tree", MAX_VISIBLE) - 1),))
     if "tree" in given:
         _check_trees(given, drafters, ks)
@@ -397,21 +409,22 @@ def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
     drafters = tuple(dict.fromkeys(given.get("drafters", ("ngram",) if has_target else default)))
     for draft in drafters:
         name = draft.removeprefix(SUFFIX_PREFIX)
-        if name != draft and name in ("", *LOOKUPS):
+        if name != draft and name in ("", *LOOKUPS, NO_DRAFTS):
             raise ValueError(
                 "--draft suffix+ must be followed by a head or a model, as in suffix+eagle3, but "
                 f"it is {draft!r}"
             )
         is_head = name.startswith(HEAD_PREFIXES)
-        if not has_target and not (is_head or name in ("model", *LOOKUPS, *EMBEDDED_HEADS)):
+        own = ("model", *LOOKUPS, *EMBEDDED_HEADS, NO_DRAFTS)
+        if not has_target and not (is_head or name in own):
             raise ValueError(
-                f"--draft must be model, {', '.join((*LOOKUPS, *EMBEDDED_HEADS))}, eagle3:DIR or "
-                f"block:DIR without --target, but it is {draft!r}"
+                f"--draft must be {', '.join(own)}, eagle3:DIR or block:DIR without --target, but "
+                f"it is {draft!r}"
             )
         if has_target and name in ("model", *EMBEDDED_HEADS):
             raise ValueError(
-                "--draft must be DIR, eagle3:DIR, block:DIR, ngram or suffix with --target, but "
-                f"it is {draft!r}"
+                "--draft must be DIR, eagle3:DIR, block:DIR, ngram, suffix or none with --target, "
+                f"but it is {draft!r}"
             )
         if name in HEAD_PREFIXES:
             raise ValueError(f"--draft {name} must be followed by the directory of a head")

@@ -13,11 +13,13 @@ import sys
 import time
 from typing import Any
 
+import jax
+
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.cli import process, terminal
 from jax_specdec.lm.cli.models import Models, load_models
-from jax_specdec.lm.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Options
+from jax_specdec.lm.cli.options import API_KEY_VARIABLE, NO_DRAFTS, SERVED_LENGTH, Options
 from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server.app import Server
@@ -80,10 +82,15 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     (draft,) = models.drafters.values()
     logprobs = sd.LogprobsConfig(options.max_logprobs) if options.max_logprobs else None
     drafter, config = draft.drafting(options.config, options.tree)
-    budget = None
-    if options.tree is not None:  # how many drafts pay depends on the load; no text does
-        k = options.config.num_speculative_tokens
+    agrees = config.rejection_sample_method == "agreement"
+    k, limits = options.config.num_speculative_tokens, options.max_drafts_by_length
+    budget: tuple[int, ...] | None = None
+    if options.drafters == (NO_DRAFTS,):
+        budget, limits = (0,), ((1, 0),)
+    elif options.tree is not None:
         budget = tuple(sorted({0, k, max(k, options.tree // 2 - 1), options.tree - 1}))
+    elif agrees or jax.default_backend() == "cpu":
+        budget = 0, k
     engine = lm.Engine(
         models.target.model,
         drafter,
@@ -94,7 +101,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         request_options=True,
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
         max_stop_tokens=max(8, len(models.stop_token_ids)),
-        max_drafts_by_length=options.max_drafts_by_length,
+        max_drafts_by_length=limits,
         draft_budget=budget,
         logprobs=logprobs,
     )
@@ -102,13 +109,17 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     if size not in (None, *sizes):
         raise InputError(f"--chunk-size must be one of {', '.join(map(str, sizes))}, but is {size}")
     weights = models.target.params, draft.params
-    return lm.EngineDriver(
+    driver = lm.EngineDriver(
         engine,
         *weights,
         max_queue=options.max_queue,
         chunk_size=size,
         prompts_in_steps=options.prompts_in_steps,
     )
+    if driver.draft_choice is not None:
+        # How many drafts pay depends on the load, so that under other rules sampled text would.
+        driver.draft_choice.is_fixed = not agrees
+    return driver
 
 
 def _read_key(options: Options) -> str | None:

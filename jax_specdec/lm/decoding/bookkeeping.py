@@ -171,3 +171,4 @@ class StepAhead(NamedTuple):
 
     result: StepResult
     request_ids: Mapping[int, int]  # of the requests that take part, by slot
+    num_drafts: int | None  # of a request at most; None for K

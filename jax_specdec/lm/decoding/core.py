@@ -472,11 +472,13 @@ class Decoder:
             offered = jnp.minimum(self._most_drafts(batch), ids.shape[1])
             offered = jnp.where(has_own_drafts, offered, 0)
             if isinstance(estimator, AcceptanceEstimator):
+                # Those of a lookup are counts, and nothing was trained to make them right.
+                expected = None if may_abstain(self.drafter) else state.confidences
                 estimator = estimator.update(
                     num_drafts=offered,
                     num_accepted=output.num_accepted,
                     log_normalizer=_log_normalizers(state.store, batch.lengths),
-                    confidences=_all_drafts(state.confidences, offered > 0, self.num_drafts),
+                    confidences=_all_drafts(expected, offered > 0, self.num_drafts),
                 )
             elif output.path is not None:
                 estimator = estimator.update(num_drafts=offered, path=output.path)

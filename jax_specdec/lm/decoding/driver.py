@@ -34,7 +34,7 @@ from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.prompts import ChunkedPrefill, Prompts, next_group
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
-from jax_specdec.lm.drafting.drafter import has_history
+from jax_specdec.lm.drafting.drafter import has_history, may_abstain
 from jax_specdec.lm.models.protocol import check_params
 
 Requests = Iterable[ServedRequest]
@@ -170,6 +170,9 @@ class EngineDriver:
         self._weights = on_all_devices((params, draft_params), engine.model)
         budget, estimator = engine.draft_budget, engine.new_estimator()
         self.draft_choice = DraftChoice.of(engine.num_slots, budget, step_costs, estimator)
+        if self.draft_choice is not None and 0 in self.draft_choice.num_drafts:
+            is_cpu = jax.default_backend() == "cpu"
+            self.draft_choice.may_be_narrow = is_cpu and may_abstain(engine.drafter)
         counters = AcceptanceCounters.create(engine.decoder.most_accepted)
         counters, estimator = on_all_devices((counters, estimator), engine.model)
         # The truth; `_settle` says what an exception does to it.
@@ -295,7 +298,11 @@ class EngineDriver:
         calls += [functools.partial(step, self._dispatch_whole, *one) for one in each]
         beside = functools.partial(step, self._dispatch_whole, False, programs.full_budget(engine))
         calls += [functools.partial(beside, one) for one in prompts] * self.prompts_in_steps
-        masked = [functools.partial(step, self._dispatch_masked, {nowhere: n}) for n in (0, 1)]
+        most = engine.most_drafts(RequestOptions(), 1)
+        masked = [
+            functools.partial(step, self._dispatch_masked, {nowhere: n})
+            for n in sorted({0, min(1, most)})
+        ]
         calls += masked * grammars
         if has_history(engine.drafter):
             calls.append(functools.partial(self._remember, [[]]))
@@ -474,7 +481,8 @@ class EngineDriver:
         if prompts is not None:  # for these, and for no drafts, one program is enough
             all_neutral, num_drafts = False, programs.full_budget(self.engine)
         elif not any(limits.values()):
-            all_neutral, num_drafts = False, 0
+            num_drafts = 0
+            all_neutral &= 0 in (self.engine.draft_budget or ())  # or it is not compiled
         elif self.draft_choice is not None:
             self.draft_choice.limits = [*limits.values()]
             num_drafts = self.draft_choice.next()
@@ -573,7 +581,7 @@ class EngineDriver:
         given = *self._weights, self._ready_state(requests), new
         state, result = self._call(requests, programs.step, *given, **static)
         self._prefill = self._prefill if prompts is None else prompts.rest
-        self._add_step(slots, state, result)
+        self._add_step(slots, state, result, num_drafts)
 
     def _dispatch_masked(self, limits: dict[int, int]) -> None:
         """Dispatch a step whose rows are masked by grammars, with the most drafts by slot."""
@@ -594,29 +602,34 @@ class EngineDriver:
         call: tuple[Any, ...] = programs.verify, params, state, *drafts
         if not num_drafts:
             call = programs.masked_step, params, draft_params, state, drafts.token_bitmask
-        self._add_step(going_on, *self._call(requests, *call))
+        state, result = self._call(requests, *call)
+        self._add_step(going_on, state, result, num_drafts)
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
             self._empty(slot)
 
     def _add_step(
-        self, slots: dict[int, ServedRequest], state: DecodeState, result: programs.StepResult
+        self,
+        slots: dict[int, ServedRequest],
+        state: DecodeState,
+        result: programs.StepResult,
+        num_drafts: int | None,
     ) -> None:
         """A step was dispatched: begin to copy what the host reads, and do not wait."""
         self._state = state
-        self._ahead.append(StepAhead(result, {i: one.request_id for i, one in slots.items()}))
+        request_ids = {i: one.request_id for i, one in slots.items()}
+        self._ahead.append(StepAhead(result, request_ids, num_drafts))
         with awaiting(slots.values()):
             for array in jax.tree.leaves(result.for_host):
                 array.copy_to_host_async()
 
     def _read_step(self) -> None:
         """Read the result of the oldest step ahead."""
-        (result, request_ids), host, begin = self._ahead[0], self._host, time.perf_counter()
+        result, request_ids, num_drafts = self._ahead[0]
+        host, begin = self._host, time.perf_counter()
         with awaiting(self._decoding.values()):
             numbers, logprobs, rates = jax.device_get(result.for_host)
         now = time.perf_counter()
-        if self.draft_choice is not None:
-            self.draft_choice.rates = rates
         slots, updates, grown, ended = dict(host.slots), [*host.updates], [], []
         rows = numbers.tolist()
         for slot, request_id in sorted(request_ids.items()):
@@ -631,6 +644,9 @@ class EngineDriver:
             else:
                 del slots[slot]
                 ended.append(request.token_ids[request.prompt_length :] + update.token_ids)
+        if self.draft_choice is not None and grown:
+            has_drafts = any(update.num_proposed for update in updates[len(host.updates) :])
+            self.draft_choice.learn(rates, num_drafts, has_drafts)
         new = [(request, n) for request, n in grown if request.last_read is None]
         stats = host.stats.after_step(
             num_busy=len(request_ids),

@@ -16,6 +16,8 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
+_KEPT, _PRIOR_STEPS = 0.99, 2.0
+"""What remains of the past after a step with drafts, and made-up steps in which all had some."""
 _MOST_BETWEEN, _MOST_WITHIN = 1.1, 0.5
 """What it may cost to read a prompt between two steps, and what within one, in steps."""
 
@@ -61,18 +63,22 @@ class StepCosts:
             )
         object.__setattr__(self, "seconds", seconds)
 
-    def best(self, survival: Sequence[float] | np.ndarray) -> int:
+    def best(self, survival: Sequence[float] | np.ndarray, share: float = 1.0) -> int:
         """The number of drafts with the most expected tokens per second; of equals, the least.
 
         Args:
           survival: ``[K]``, the chance that draft i, and so each before it, is accepted, K at least
             the largest of `num_drafts`. Of a tree, that draft i, by rank, is accepted.
+          share: of the steps that cost more than the least number does; the others, in which no
+            request has a draft, cost as much.
 
         Returns:
           A number of `num_drafts`; 0 if speculation does not pay.
         """
         tokens = 1 + np.concatenate([[0.0], np.cumsum(np.asarray(survival, np.float64))])
-        return self.num_drafts[int(np.argmax(tokens[list(self.num_drafts)] / self.seconds))]
+        least = self.seconds[0]
+        seconds = least + share * (np.array(self.seconds) - least)
+        return self.num_drafts[int(np.argmax(tokens[list(self.num_drafts)] / seconds))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, which `load` reads."""
@@ -136,6 +142,11 @@ class DraftChoice:
       saved: seconds that were saved up for a trial.
       limits: the most drafts that each running request may have; empty for any number.
       has_trees: whether drafts are trees.
+      may_be_narrow: whether a step in which no request has a draft costs what one of the least
+        number costs, as on CPUs with a drafter that often proposes nothing.
+      is_fixed: whether `next` is the largest number, or the least that is enough, whatever is best.
+      num_steps: steps with drafts that were read, faded.
+      num_wide: those of them in which a request had a draft.
 
     Example:
       >>> costs = StepCosts(num_slots=8, num_drafts=(0, 2), seconds=(1.0, 4.0))
@@ -150,6 +161,10 @@ class DraftChoice:
     saved: float = 0.0
     limits: Sequence[int] = ()
     has_trees: bool = False
+    may_be_narrow: bool = False
+    is_fixed: bool = False
+    num_steps: float = 0.0
+    num_wide: float = 0.0
 
     @classmethod
     def of(
@@ -186,7 +201,30 @@ class DraftChoice:
         if self.costs is None:
             return self.num_drafts[self._last]
         survival = np.asarray(self.rates) if self.has_trees else np.cumprod(self.rates)
-        return self.costs.best(survival * self._shares)
+        share = 1.0
+        if self.may_be_narrow:
+            share = (self.num_wide + _PRIOR_STEPS) / (self.num_steps + _PRIOR_STEPS)
+        return self.costs.best(survival * self._shares, share)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether steps without drafts would emit more tokens per second than steps with some."""
+        return self.best == 0 < self.num_drafts[-1]
+
+    def learn(
+        self, rates: Sequence[float] | np.ndarray, num_drafts: int | None, has_drafts: bool
+    ) -> None:
+        """Note what a step has shown.
+
+        Args:
+          rates: of the estimator, after the step.
+          num_drafts: that its requests could have; None for the most.
+          has_drafts: whether one of them had any.
+        """
+        self.rates = rates
+        if num_drafts != 0:
+            self.num_steps = _KEPT * self.num_steps + 1
+            self.num_wide = _KEPT * self.num_wide + has_drafts
 
     @property
     def _shares(self) -> np.ndarray:
@@ -204,6 +242,8 @@ class DraftChoice:
 
     def next(self) -> int:
         """The number of drafts of the next step."""
+        if self.is_fixed:
+            return self.num_drafts[self._last]
         at = self.num_drafts.index(self.best)
         if self.costs is None or at >= self._last:
             return self.num_drafts[at]

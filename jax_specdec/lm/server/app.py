@@ -316,12 +316,21 @@ class Server:
                     f"{self._num_requests} requests so far; {new.num_tokens / seconds:.1f} "
                     f"tokens/s, acceptance length {new.length_text}, "
                     f"{new.tokens_per_target_pass:.2f} tokens per target pass"
+                    f"{await self.worker.call(_on_drafts)}"
                 )
             before, begin = (stats, serving), now
 
 
 def _both_stats(driver: lm.EngineDriver) -> tuple[sd.AcceptanceStats, lm.ServingStats]:
     return driver.stats(), driver.serving_stats()
+
+
+def _on_drafts(driver: lm.EngineDriver) -> str:
+    """What a status line says where drafts cost more than they bring."""
+    choice = driver.draft_choice
+    if choice is None or not choice.is_loss:
+        return ""
+    return f"; drafts do not pay, {'try --draft none' if choice.is_fixed else 'so there are none'}"
 
 
 def _digest(text: bytes) -> bytes:
