@@ -148,13 +148,15 @@ def test_forced_text_is_that_of_the_schema_whatever_the_tokenizer_changes(
     normalizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(schemas, "Trial", lambda *given: SimpleNamespace(run=lambda text: None))
+    monkeypatch.setattr(schemas, "_MOST_FORCED", 32)
     tokenizer = byte_level_tokenizer(2)
     library = tokenizer.library_tokenizer
     texts = "<think>", "ab", "bcde"
     library.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in texts])
     library.normalizer = normalizer
     words = vocabulary(261, tokenizer)
-    for wanted, tokens in (("abcde", ['"', "ab", *'cde"']), (CHANGED, None)):
+    many = ['"', *["ab", *"cde"] * 30, '"']
+    for wanted, tokens in (("abcde" * 30, many), (CHANGED, None)):
         (matcher,) = asyncio.run(words.matchers(json.dumps({"const": wanted}), [200]))
         ids: list[int] = []
         while NUM_BYTES not in ids:

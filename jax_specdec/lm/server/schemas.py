@@ -16,6 +16,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+_MOST_FORCED = 4096
+"""Characters of a forced text that are tokenized at a time, which takes some ms."""
+
 _REFUSED = 3
 """Exit status of the process where llguidance says what is wrong; it is printed."""
 
@@ -64,7 +67,8 @@ class _Exact:
     """Tokenizes a text as the model's tokenizer does, unless that changes it.
 
     A normalizer may, and what spells a special token would become one. Such a text is cut into the
-    longest tokens from its beginning on.
+    longest tokens from its beginning on. Of a long text the first part is enough: llguidance asks
+    again when that is written, in the way of all requests.
     """
 
     bos_token_id = None
@@ -83,6 +87,10 @@ class _Exact:
         self._encoder.encode_special_tokens = True
 
     def __call__(self, text: str) -> list[int]:
+        tokens = self._tokens(text[:_MOST_FORCED])
+        return tokens if len(text) <= _MOST_FORCED else tokens[:-4]  # what follows may change those
+
+    def _tokens(self, text: str) -> list[int]:
         # Unlike `encode`, this gives up Python's lock.
         (found,) = self._encoder.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = found.ids

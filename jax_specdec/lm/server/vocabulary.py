@@ -47,9 +47,7 @@ class Vocabulary:
             if prompt and not 0 <= min(prompt) <= max(prompt) < self._size:
                 raise ValueError(f"prompt must have token ids in [0, {self._size})")
             return prompt
-        return (
-            lm.encode_bytes(prompt) if self._tokenizer is None else self._tokenizer.encode(prompt)
-        )
+        return self._encode(prompt, add_special_tokens=True)
 
     def encode_chat(self, messages: list[Json], *, thinks: bool = True) -> list[int]:
         """The token ids of a conversation.
@@ -128,21 +126,26 @@ class Vocabulary:
         """
         loop = asyncio.get_running_loop()
         try:
-            matcher = await loop.run_in_executor(self._schema_threads, self._compile, schema)
+            compiled = await loop.run_in_executor(self._schema_threads, self._compile, schema)
         except ValueError as error:
             raise _unusable(error) from error
-        name = "response_format"
-        forced, most = len(matcher.forced_token_ids()), min(budgets)
+        matcher, forced = compiled
+        name, most = "response_format", min(budgets)
         if forced > most:
             rule = f"must have a schema whose texts can have {most} tokens, as the answer may have"
             raise ApiError(f"{name} {rule}, but it forces {forced} at its beginning", name)
         return [copy.deepcopy(matcher) for _ in budgets]
 
-    def _compile(self, schema: str) -> sd.grammar.LlguidanceMatcher:
+    def _compile(self, schema: str) -> tuple[sd.grammar.LlguidanceMatcher, int]:
+        """A matcher, and how many tokens the schema forces at its beginning."""
         compiled = schemas.compile_schema(schema, self._grammar_tokenizer)
-        matcher = sd.grammar.LlguidanceMatcher(compiled, self.stop_token_ids)
-        matcher.forced_token_ids()  # here, not in the way of other requests: it may take long
-        return matcher
+        forced = self._encode(compiled.compute_ff_bytes().decode(errors="ignore"))
+        return sd.grammar.LlguidanceMatcher(compiled, self.stop_token_ids), len(forced)
+
+    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        if self._tokenizer is None:
+            return lm.encode_bytes(text)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _for_grammars(self) -> tuple[Any, str]:
         """llguidance's tokenizer; or why there is none, and no request can have a schema."""
