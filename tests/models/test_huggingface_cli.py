@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
+from upper_floor import load_models, parse
 
 from jax_specdec.__main__ import main
 
@@ -81,6 +83,18 @@ def test_tokenizers_that_differ_are_refused(
         f"jax-specdec generate: {target}/tokenizer.json and {path} differ: token id 282 is "
         "'<|turn|>' in the first and '<|next|>' in the second.\n"
     )
+
+
+@pytest.mark.parametrize("longer", ["qwen2", "qwen2_draft"])
+def test_what_was_added_to_one_tokenizer_is_not_drafted(tmp_path: Path, longer: str) -> None:
+    paths = [str(copy(name, tmp_path / name)) for name in ("qwen2", "qwen2_draft")]
+    path = str(tmp_path / longer / "tokenizer.json")
+    tokenizer = tokenizers.Tokenizer.from_file(path)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save(path)
+    options = parse(["serve", "--target", paths[0], "--draft", paths[1]], "0")
+    model = load_models(options, []).drafters[paths[1]].drafter.model
+    assert (model.vocab_size, model.config.num_token_ids) == (288, 283)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -348,20 +348,16 @@ def test_tokenizers_with_the_same_ids_are_the_same(tmp_path: Path) -> None:
     TOKENIZER.check_same_vocabulary(changed(tmp_path, lambda tokenizer: None))
 
 
-def test_the_first_id_that_differs_is_named(tmp_path: Path) -> None:
+def test_a_tokenizer_may_know_more_than_the_other(tmp_path: Path) -> None:
     longer = changed(tmp_path, lambda tokenizer: tokenizer.add_tokens(["<think>"]))
-    first, second = TOKENIZER.path, tmp_path / "tokenizer.json"
-    message = f"{first} and {second} differ: token id 283 is unknown in the first and '<think>' in"
-    with pytest.raises(ValueError, match=message):
-        TOKENIZER.check_same_vocabulary(longer)
-    with pytest.raises(ValueError, match="283 is '<think>' in the first and unknown in the second"):
-        longer.check_same_vocabulary(TOKENIZER)
+    TOKENIZER.check_same_vocabulary(longer)
+    longer.check_same_vocabulary(TOKENIZER)
 
 
-def test_a_swap_of_ids_is_named() -> None:
+def test_the_first_id_that_differs_is_named() -> None:
     ours, theirs = (
         lm.Tokenizer(Path("x"), tokenizers.Tokenizer(models.WordLevel(vocab)), ())
-        for vocab in ({"a": 0, "b": 1}, {"a": 1, "b": 0})
+        for vocab in ({"a": 0, "b": 1}, {"a": 1, "b": 0, "c": 2})
     )
     with pytest.raises(ValueError, match="token id 0 is 'a' in the first and 'b' in the second"):
         ours.check_same_vocabulary(theirs)

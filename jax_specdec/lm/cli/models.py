@@ -126,11 +126,9 @@ def _checkpoints(options: Options, texts: list[str]) -> Models:
     prompts = _encode(options, texts, tokenizer, config)
     most = config.max_position_embeddings
     budget = _budget(options, prompts, most, "tokens")
-    load = functools.partial(load_huggingface, dtype=options.dtype)
-    target = load(options.target)
-    size = target.model.vocab_size
+    target = load_huggingface(options.target, options.dtype)
     drafters = _load_drafters(
-        options, target, {name: load(name, max_vocab_size=size) for name in names}
+        options, target, {name: _load_draft_model(name, target, options) for name in names}
     )
     stops = tokenizer.stop_token_ids
     return Models(target, drafters, prompts, budget, stops, tokenizer.stream, tokenizer, most)
@@ -163,6 +161,18 @@ def _check_depths(draft: Draft, options: Options) -> None:
         except ValueError as error:
             message = str(error).replace("tree_depth", "--num-speculative-tokens")
             raise ValueError(f"{message}, with --tree") from None
+
+
+def _load_draft_model(
+    directory: str, target: LoadedModel[Llama], options: Options
+) -> LoadedModel[Llama]:
+    """A checkpoint that never proposes an id which is no token of the target."""
+    size = target.model.vocab_size
+    model, params = load_huggingface(directory, options.dtype, max_vocab_size=size)
+    own, others = model.config, target.model.config
+    known = min(own.num_token_ids or own.vocab_size, others.num_token_ids or size)
+    config = dataclasses.replace(own, num_token_ids=known if known < own.vocab_size else None)
+    return LoadedModel(dataclasses.replace(model, config=config), params)
 
 
 def _load_head(name: str, target: LoadedModel[Llama], options: Options) -> Draft:

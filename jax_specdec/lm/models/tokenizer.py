@@ -240,7 +240,9 @@ class Tokenizer:
         return TextStream(self, prompt_token_ids)
 
     def check_same_vocabulary(self, other: "Tokenizer") -> None:
-        """Check that an id means the same to both tokenizers.
+        """Check that an id which both tokenizers know means the same to both.
+
+        One of them may know more, such as tokens that were added to it.
 
         Raises:
           ValueError: one id does not; the message names the files and the first difference.
@@ -249,14 +251,11 @@ class Tokenizer:
             {i: token for token, i in tokenizer.library_tokenizer.get_vocab().items()}
             for tokenizer in (self, other)
         )
-        differences = (i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+        differences = (i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
         if (first := min(differences, default=None)) is not None:
-            mine, its = (
-                quoted(tokens[first]) if first in tokens else "unknown" for tokens in (ours, theirs)
-            )
             raise ValueError(
-                f"{shown(self.path)} and {shown(other.path)} differ: token id {first} is {mine} in "
-                f"the first and {its} in the second."
+                f"{shown(self.path)} and {shown(other.path)} differ: token id {first} is "
+                f"{quoted(ours[first])} in the first and {quoted(theirs[first])} in the second."
             )
 
 
