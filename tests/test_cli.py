@@ -699,9 +699,9 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
     for method in ("block", "agreement"):
         config = parse("generate", PROMPT, "--method", method).config
         assert config.rejection_sample_method == method
-    rates = ["--acceptance-rates", "1,0.5,0.25,0,0,0"]
+    rates = ["--acceptance-rates", "1,0.5,0.25,0"]
     config = parse("generate", PROMPT, "--method", "synthetic", *rates).config
-    assert config.unconditional_rates == (1, 0.5, 0.25, 0, 0, 0)
+    assert config.unconditional_rates == (1, 0.5, 0.25, 0)
 
 
 @pytest.mark.parametrize(

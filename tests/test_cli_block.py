@@ -44,7 +44,7 @@ def test_a_folder_is_read_as_a_head_of_the_target(command: str, folder: Path) ->
 
 
 def test_more_drafts_than_the_block_has_are_named(folder: Path) -> None:
-    options = parse(["generate", "x", "--draft", f"block:{folder}"], "1")  # K is 6
+    options = parse(["generate", "x", "-k6", "--draft", f"block:{folder}"], "1")
     says = "--num-speculative-tokens must be at most 5 with --draft block:.*, but it is 6"
     with pytest.raises(InputError, match=says):
         load_models(options, ["x"])

@@ -125,7 +125,7 @@ OURS = [
         seq_len=-1,
         is_bad=True,
     ),
-    Case("top-k -1 is bad input", [1, 2, 3, 4], [2, 3, 4, 5], [], HOT, -1, is_bad=True),
+    Case("top-k -2 is bad input", [1, 2, 3, 4], [2, 3, 4, 5], [], HOT, -2, is_bad=True),
     Case("top-p 0 is bad input", [1, 2, 3, 4], [2, 3, 4, 5], [], HOT, top_p=0.0, is_bad=True),
     Case("min-p 2 is bad input", [1, 2, 3, 4], [2, 3, 4, 5], [], HOT, min_p=2.0, is_bad=True),
     Case("after bad input", [1, 2, 3, 4], [2, 9, 4, 5], [2, 9], HOT),

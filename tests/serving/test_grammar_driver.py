@@ -244,9 +244,9 @@ def test_closing_a_driver_ends_the_thread_of_its_matchers() -> None:
 
 
 def test_warming_up_for_grammars_compiles_two_more_programs_and_leaves_nothing() -> None:
-    served = driver()
     totals = []
     for grammars in (False, True):
+        served = driver()
         calls: list[tuple[int, int]] = []
         served.warm_up(lambda *x, calls=calls: calls.append(x), grammars=grammars)
         total = len(calls) - 1

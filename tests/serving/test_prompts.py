@@ -315,7 +315,7 @@ def test_warm_up_chooses_and_compiles_what_it_has_chosen(large, chosen, monkeypa
     costing(monkeypatch, {SMALL: 0.9, LARGE: 2.5 - large})
     again: list[tuple[int, int]] = []
     driver.warm_up(lambda *counts: again.append(counts))
-    assert again == progress and driver.chunk_size == SMALL + LARGE - chosen
+    assert len(again) == len(progress) - 1 and driver.chunk_size == chosen  # measured once
     rng = np.random.default_rng(4)
     with engines.compilations() as names:
         for length in (3, 1, 20, 8, 2, 7, 30):

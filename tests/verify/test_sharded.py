@@ -66,7 +66,10 @@ FILTERED = Layout(
         *[
             pytest.param(parts, layout, marks=long)
             for parts, layout in [
-                (2, Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)),
+                (
+                    2,
+                    Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", draft_vocab=4741),
+                ),
                 (8, FILTERED),
                 (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True)),
             ]
