@@ -85,6 +85,9 @@ def time_ways(
     ways: dict[str, Way], params: Any, size: int, prompt: int, options: Any
 ) -> dict[str, list[float]]:
     """Wall seconds of each run of `options.steps` steps, in turn, for texts of `prompt` tokens."""
+    # Programs of earlier calls stay in JAX's caches otherwise, with code, constants and CUDA graphs
+    # in the memory of the device: after three batches, a fourth does not fit.
+    jax.clear_caches()
     runs = 1 + -(-options.repeats // ROUNDS)  # the first is not counted
 
     def fresh_state(decoder: Decoder, weights: Any) -> DecodeState:
