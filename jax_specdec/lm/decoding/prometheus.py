@@ -52,30 +52,20 @@ _FIELDS = {
 class PrometheusExporter:
     """Exports statistics to Prometheus; needs ``prometheus_client``.
 
-    `AcceptanceStats` become ``jax_specdec:spec_decode_num_drafts_total`` and, named in the same
-    way, ``num_draft_tokens``, ``num_accepted_tokens``, ``num_verifications``,
-    ``num_tokens`` and ``num_fallbacks``; and with a label ``position``,
-    ``num_offered_tokens_per_pos`` and ``num_accepted_tokens_per_pos``. After the prefix, the names
-    are vLLM's where vLLM has such a counter. For the last five minutes,
+    `AcceptanceStats` become counters ``jax_specdec:spec_decode_NAME_total``, named as vLLM's where
+    vLLM has such; ``num_offered_tokens_per_pos`` and ``num_accepted_tokens_per_pos`` have a label
+    ``position``. `ServingStats`, if published too, become counters, gauges and histograms
+    ``jax_specdec:serving_NAME``; ``num_ended`` has a label ``reason``. For the last five minutes,
 
     - the mean acceptance length (of verifications that had drafts) is
       ``1 + rate(..._num_accepted_tokens_total[5m]) / rate(..._num_drafts_total[5m])``,
     - the tokens per target pass (of all verifications) are
-      ``rate(..._num_tokens_total[5m]) / rate(..._num_verifications_total[5m])``, and
+      ``rate(..._num_tokens_total[5m]) / rate(..._num_verifications_total[5m])``,
     - the unconditional acceptance rates per position are
       ``rate(..._num_accepted_tokens_per_pos_total[5m]) /
-      rate(..._num_offered_tokens_per_pos_total[5m])``.
-
-    `ServingStats`, if published too, become ``jax_specdec:serving_num_steps_total`` and, named in
-    the same way, ``num_busy_slots``, ``num_steps_ahead``, ``host_wait_seconds``, ``num_admitted``,
-    ``queue_seconds``, ``num_failed_calls``, ``num_prompt_tokens`` and, with a label ``reason``,
-    ``num_ended``; gauges ``jax_specdec:serving_num_slots``,
-    ``num_running`` and ``num_queued``; and histograms
-    ``jax_specdec:serving_time_to_first_token_seconds`` and ``inter_token_latency_seconds``. For the
-    last five minutes, the mean number of busy slots is
-    ``rate(..._num_busy_slots_total[5m]) / rate(..._num_steps_total[5m])``, and the 99th percentile
-    of the time between tokens is ``histogram_quantile(0.99,
-    rate(..._inter_token_latency_seconds_bucket[5m]))``.
+      rate(..._num_offered_tokens_per_pos_total[5m])``, and
+    - the 99th percentile of the time between tokens is ``histogram_quantile(0.99,
+      rate(..._inter_token_latency_seconds_bucket[5m]))``.
 
     A scrape reads what was published last; it never waits for the device. This is a collector,
     because prometheus_client's own counters and histograms cannot be set to what a device counted.
