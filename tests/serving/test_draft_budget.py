@@ -19,6 +19,7 @@ from jax_specdec import lm
 from . import engines, test_block, test_eagle3, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 from .engines import TARGET, VOCAB
+from .test_grammar_driver import Cycle, constrained_truth
 
 pytestmark = pytest.mark.xdist_group("engines")
 
@@ -309,6 +310,24 @@ def test_of_a_lookup_what_was_accepted_counts_and_not_what_it_expects():
     np.testing.assert_allclose(estimator.visited, visited, rtol=1e-5)
     np.testing.assert_allclose(estimator.accepted, accepted, rtol=1e-5)
     assert 0 < accepted[0] < visited[0]
+
+
+@pytest.mark.long
+def test_beside_a_grammar_a_lookup_that_does_not_pay_drafts_nothing():
+    agreement = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
+    engine = dataclasses.replace(engines.LOOKUP, config=agreement, draft_budget=(0, 2))
+    proposed, texts = [], []
+    for cost in (1.01, 9.0):
+        costs = lm.StepCosts(engine.num_slots, (0, 2), (1.0, cost))
+        with engines.driver_of(engine, step_costs=costs) as driver:
+            driver.submit([1, 4, 0, 1, 4], max_new_tokens=12, matcher=Cycle())
+            driver.submit([1, 4, 0, 1, 4], max_new_tokens=12)
+            texts.append([one.token_ids for one in engines.run(driver).values()])
+            proposed.append(driver.stats().num_draft_tokens)
+            learned = driver.state.estimator.visited.any(), driver.draft_choice.num_steps > 0
+            assert learned == (cost < 2, cost < 2)
+    assert texts[0] == texts[1] and texts[0][0] == constrained_truth([1, 4, 0, 1, 4], 12)
+    assert proposed[0] > proposed[1] == 0
 
 
 def test_without_costs_every_step_has_the_most_drafts():

@@ -18,6 +18,7 @@ from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.arrays import check_choice, check_int, check_type, require
 from jax_specdec._src.grammar import check_matchers
 from jax_specdec._src.matchers import GrammarMatcher
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.decoding import inputs, programs
 from jax_specdec.lm.decoding.bookkeeping import (
     HostState,
@@ -584,9 +585,12 @@ class EngineDriver:
         self._add_step(slots, state, result, num_drafts)
 
     def _dispatch_masked(self, limits: dict[int, int]) -> None:
-        """Dispatch a step whose rows are masked by grammars, with the most drafts by slot."""
+        """Dispatch a step whose rows are masked by grammars, with the most drafts by slot.
+
+        Where a pass may be narrow and drafts do not pay, only those are verified that are forced.
+        """
         slots, (params, draft_params) = self._decoding, self._weights
-        requests, num_drafts = slots.values(), 0
+        requests, num_drafts, choice = slots.values(), 0, self.draft_choice
         matched = [i for i, one in slots.items() if one.matching is not None]
         has_grammar = np.isin(np.arange(self.engine.num_slots), matched)
         state = self._ready_state(requests)
@@ -597,13 +601,17 @@ class EngineDriver:
             state = self._call(requests, programs.draft, draft_params, state, *given)
         with awaiting(requests):
             ids = jax.device_get(state.draft_token_ids)[:, :num_drafts]
+        drops = choice is not None and choice.may_be_narrow and choice.next() == 0
+        ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID) if drops else ids
         drafts, failed = self._matchers.forced_drafts(slots, ids, limits, state.store is not None)
+        if drops:  # nothing is learned of what was not verified
+            drafts = drafts._replace(is_forced=np.ones_like(drafts.is_forced))
         going_on = {slot: one for slot, one in slots.items() if slot not in failed}
         call: tuple[Any, ...] = programs.verify, params, state, *drafts
         if not num_drafts:
             call = programs.masked_step, params, draft_params, state, drafts.token_bitmask
         state, result = self._call(requests, *call)
-        self._add_step(going_on, state, result, num_drafts)
+        self._add_step(going_on, state, result, 0 if drops else num_drafts)
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
             self._empty(slot)
