@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,6 +148,28 @@ def test_tokens_without_drafts_are_plain_and_no_bonus(capsys: pytest.CaptureFixt
     passes = found["num_verifications"] - found["num_drafts"]  # those without drafts
     assert origins.count("plain") == passes > 0
     assert found["tokens_per_target_pass"] == found["num_tokens"] / (found["num_verifications"])
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_text_that_drafts_made_late_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """Steps without drafts take 5 ms, those with drafts much longer, or as long; all emit one."""
+
+    def steps(*_: object, **__: object) -> Iterator[sd.StepRecord]:
+        one = np.ones(1, np.int32)
+        for i in range(12):
+            has_drafts = i % 2
+            time.sleep(0.1 if has_drafts and is_slow else 0.005)
+            token_ids = np.array([[37, -1]], np.int32)
+            yield sd.StepRecord(token_ids, one, has_drafts * one, 0 * one, one)
+
+    monkeypatch.setattr(run_lib, "generate_stream", steps)
+    monkeypatch.setattr("jax_specdec.lm.cli.show._LEAST_SECONDS", 0.3)
+    main(["generate", TINY_PROMPT, *TINY, "-n12"])
+    last = capsys.readouterr().err.splitlines()[-1]
+    found = re.fullmatch(r"Drafts cost more .*: 0\.\d s, and about 0\.\d s with --draft none", last)
+    assert bool(found) == is_slow
 
 
 @pytest.mark.long

@@ -21,6 +21,8 @@ from jax_specdec.lm.cli.run import Comparison, Session, Start, TextStep, stacked
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 LOADING = "loading the models"
+_LEAST_PLAIN, _LEAST_LOSS, _LEAST_SECONDS = 5, 1.03, 1.0
+"""When drafts are said not to pay: so many steps without drafts, a ratio of times, and seconds."""
 
 
 class Texts:
@@ -77,10 +79,11 @@ def show_text(options: Options, prompts: list[str]) -> None:
         terminal.show(legend)
         terminal.show_rule()
     texts, seen = Texts(prompts, with_prompts=options.shows_prompts), []
+    times = [started]
     for step in steps:
         texts.add(step)
         seen.append(step)
-    seconds = time.perf_counter() - started
+        times.append(time.perf_counter())
     comparisons: list[Comparison] = []
     if compares:
         terminal.show_rule()
@@ -88,7 +91,8 @@ def show_text(options: Options, prompts: list[str]) -> None:
         terminal.show(report.table(options, comparisons))
     else:
         _print_start(start, loading)
-        _print_statistics(seen, seconds)
+        _print_statistics(seen, times[-1] - started)
+        _print_loss(seen, times)
     if options.config.rejection_sample_method == "synthetic":
         terminal.log("Synthetic acceptance: the text is not the target's.")
     check_verified(seen[-1])
@@ -206,6 +210,31 @@ def _print_statistics(seen: list[TextStep], seconds: float) -> None:
         f"{stats.length_text}",
         "dim",
     )
+
+
+def _print_loss(seen: list[TextStep], times: list[float]) -> None:
+    """One line on standard error if drafts made a text late.
+
+    Steps of one request without drafts show what plain decoding takes: on CPUs they are faster.
+
+    Args:
+      seen: all steps.
+      times: when the first one was there, and when the text of each was printed.
+    """
+    # [S - 1]: of all but the first step, which was taken before
+    records = [step.record for step in seen[1:]]
+    kept = np.array([record.num_kept.sum() for record in records])
+    is_plain = np.array([not record.num_proposed.any() for record in records], bool)
+    seconds = np.diff(times)[1:]
+    if seen[0].record.num_kept.size > 1 or is_plain.sum() < _LEAST_PLAIN:
+        return
+    plain = float(np.median(seconds[is_plain]) * kept.sum())
+    if seconds.sum() > max(_LEAST_LOSS * plain, plain + _LEAST_SECONDS):
+        terminal.log(
+            f"Drafts cost more than they brought: {seconds.sum():.1f} s, and about {plain:.1f} s "
+            "with --draft none",
+            "dim",
+        )
 
 
 def _compare(session: Session) -> list[Comparison]:
