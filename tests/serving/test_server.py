@@ -1080,14 +1080,15 @@ def test_stopping_finishes_what_runs_and_accepts_nobody(site: Site) -> None:
 
 @pytest.mark.parametrize("hangs", [False, True])
 def test_stopping_has_a_bound(site: Site, hangs: bool) -> None:
-    ends, seconds = threading.Event(), dict(drain_seconds=0.3, failed_seconds=0.3, stop_seconds=0.1)
+    ends, seconds = threading.Event(), dict(drain_seconds=0.1, failed_seconds=0.1, stop_seconds=0.1)
     failure = pytest.raises(EngineFailed, match="a step does not end") if hangs else None
     with failure or contextlib.nullcontext(), site.serve(**seconds) as running:
-        stalled(running.driver, 0.2)
+        running.driver.step = lambda: time.sleep(0.01) or []  # no request goes on
         with concurrent_threads() as run:
             other = run(functools.partial(raw, running.port, request_bytes(n=9)))
             stream = iter(greedy(running, stream=True))
-            next(stream)
+            while running.server.worker.num_open < 10:
+                time.sleep(0.01)
             if hangs:
                 running.driver.step = lambda: ends.wait(60) and []
             running.server.stop()
@@ -1095,7 +1096,7 @@ def test_stopping_has_a_bound(site: Site, hangs: bool) -> None:
                 list(stream)
         assert other()[0] == 503
         lines = "\n".join(running.lines)
-        assert "waits: 10 choices, within 0.3 s" in lines and "not finished: 10 choices" in lines
+        assert "waits: 10 choices, within 0.1 s" in lines and "not finished: 10 choices" in lines
     ends.set()
     running.server.worker._thread.join(60)
 
@@ -1106,11 +1107,11 @@ def test_a_step_that_does_not_end_shows(site: Site) -> None:
         step = running.driver.step
         running.driver.step = lambda: (ends.wait(60), step())[1]
         other = run(lambda: greedy(running).choices[0].text)
-        while get(running, "health")[0] == 200:
+        while (status := get(running, "health")[0]) == 200:
             time.sleep(0.01)
-        assert get(running, "health")[0] == 500
-        assert b"jax_specdec:serving_num_slots 8.0\n" in get(running, "metrics")[2]
+        metrics = get(running, "metrics")[2]
         ends.set()
+        assert status == 500 and b'serving_num_slots{model_name="tiny"} 8.0\n' in metrics
         while get(running, "health")[0] != 200:
             time.sleep(0.01)
     assert other() == TEXT
@@ -1411,5 +1412,5 @@ def test_the_command_serves_until_an_interrupt_and_finishes_what_runs(
     assert chunks[-1].choices[0].finish_reason in ("length", "stop")
     total = errors.count("compiled ")
     assert total > 3 and f"compiled {total} of {total} programs" in errors
-    assert "finishing what runs or waits: 1 choices, within 25 s; Ctrl-C again" in errors
+    assert re.search("finishing what runs or waits: [01] choices, within 80 s; Ctrl-C", errors)
     assert KEY not in errors and KEY not in line

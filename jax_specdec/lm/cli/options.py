@@ -95,7 +95,7 @@ class Options:
     num_slots: int = 8
     max_length: int | None = None
     max_queue: int = 64
-    drain_seconds: int = 25
+    drain_seconds: int = 80
     chunk_size: int | None = None
     prompts_in_steps: bool = False
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()

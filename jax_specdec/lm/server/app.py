@@ -274,6 +274,8 @@ class Server:
         """Once the server is stopped, answer with an error what takes too long."""
         while not self._uvicorn.should_exit:
             await asyncio.sleep(0.05)
+        if self.worker.is_refusing:
+            return  # all were answered when the engine failed
         what, seconds = f"{self.worker.num_open} choices", self.limits.drain_seconds
         log(
             f"finishing what runs or waits: {what}, within {seconds:g} s; Ctrl-C again ends at once"
