@@ -52,6 +52,7 @@ from upper_floor import cli_models as models_lib
 from upper_floor import cli_options as options_lib
 from upper_floor import cli_process as process
 from upper_floor import cli_serve as serve_lib
+from upper_floor import cli_terminal as terminal
 from upper_floor import server_app as app_lib
 
 import jax_specdec as sd
@@ -1401,6 +1402,7 @@ def test_the_command_serves_until_an_interrupt_and_finishes_what_runs(
             return line, [first, *stream]
 
     monkeypatch.setattr(sys, "stdout", Output())
+    monkeypatch.setattr(app_lib, "log", terminal.log)  # whatever server of this module runs
     monkeypatch.setenv("JAX_SPECDEC_API_KEY", KEY)
     name = "a\x1b[31m\udcff"  # and a byte that is not UTF-8
     command = ["serve", "--port", "0", "--no-compilation-cache", "--model-name", name]
