@@ -23,20 +23,20 @@ from jax_specdec import lm
 
 B16 = jnp.bfloat16
 
-# B, S, Nkv, heads that share one, D, T, start; window, kind of rows, splits of the kernel.
+# B, S, Nkv, heads that share one, D, T, start; window, kind of rows, bounds of the splits.
 CASES: dict[str, tuple[Any, ...]] = {
     "a chain": (2, 5, 2, 4, 128, 192, (70, 150), None, "chain", None),
     "two splits, one request without a tile for the second": (
         *(2, 5, 2, 4, 128, 192, (30, 150)),
-        *(None, "chain", 2),
+        *(None, "chain", (0, 2, 3)),
     ),
     "a window": (2, 5, 1, 4, 64, 256, (127, 10), 40, "chain", None),
     "a tree of two words": (1, 40, 1, 4, 64, 128, (60,), None, "tree", None),
-    "a tree, split": (1, 12, 2, 4, 64, 192, (60,), None, "tree", 2),
+    "a tree, split": (1, 12, 2, 4, 64, 192, (60,), None, "tree", (0, 1, 3)),
     "a block that sees all of itself": (1, 7, 1, 1, 64, 64, (20,), None, "block", None),
-    "a level of a tree": (2, 5, 1, 4, 64, 256, (200, 60), None, "level", 2),
-    "a block in a window": (2, 6, 1, 2, 64, 256, (150, 10), 20, "block", 2),
-    "several blocks of rows": (2, 70, 1, 2, 64, 256, (0, 100), None, "chain", 2),
+    "a level of a tree": (2, 5, 1, 4, 64, 256, (200, 60), None, "level", (0, 3, 4)),
+    "a block in a window": (2, 6, 1, 2, 64, 256, (150, 10), 20, "block", (0, 1, 2, 4)),
+    "several blocks of rows": (2, 70, 1, 2, 64, 256, (0, 100), None, "chain", (0, 1, 4)),
     "one row at the end of its cache": (1, 1, 1, 8, 64, 64, (63,), None, "chain", None),
 }
 INTERPRETED = [
@@ -120,7 +120,7 @@ def test_xla_is_the_oracle(name: str, dtype: Any) -> None:
 @pytest.mark.newest
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_the_interpreted_kernel_is_the_oracle(name: str) -> None:
-    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "splits": CASES[name][-1]}
+    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "bounds": CASES[name][-1]}
     check(CASES[name], B16, mosaic_gpu.attend, **settings)
 
 
@@ -128,7 +128,7 @@ def test_the_interpreted_kernel_is_the_oracle(name: str) -> None:
 @pytest.mark.parametrize("dtype", [B16, jnp.float16], ids=str)
 @pytest.mark.parametrize("name", ON_GPU)
 def test_the_kernel_is_the_oracle_on_a_gpu(name: str, dtype: Any) -> None:
-    check(ON_GPU[name], dtype, mosaic_gpu.attend, splits=ON_GPU[name][-1])
+    check(ON_GPU[name], dtype, mosaic_gpu.attend, bounds=ON_GPU[name][-1])
 
 
 @pytest.mark.gpu
@@ -152,6 +152,58 @@ def others_change_nothing(attend: Any) -> None:
     values[[0, 1, 4, 5]] = np.nan
     beside = attend(query, keys, values, np.array([507, 100, 1000], np.int32))[1]
     assert np.asarray(alone).tobytes() == np.asarray(beside).tobytes()
+
+
+def rows_of_positions(attend: Any, room: int, first: int) -> list[set[bytes]]:
+    """Bits of all rows of each position, of requests of one text that begin one position later."""
+    batch, count, num_kv, group, dim = 9, 5, 1, 2, 64
+    rng = np.random.default_rng(room)
+
+    def random(*shape: int) -> np.ndarray:
+        return np.array(jnp.asarray(rng.normal(size=shape), B16))
+
+    start = first + np.arange(batch, dtype=np.int32)
+    positions = start[:, None] + np.arange(count)  # [B, S]
+    query = random(room, num_kv * group, dim)[positions]
+    keys = np.repeat(random(num_kv, dim, room), batch, axis=0)
+    values = np.repeat(random(num_kv, room, dim), batch, axis=0)
+    found = np.asarray(attend(xla.AttentionArrays(query, keys, values, start, None)))
+    each = (found[positions == position] for position in np.unique(positions))
+    return [{row.tobytes() for row in rows} for rows in each]
+
+
+def test_bits_do_not_depend_on_where_a_pass_begins() -> None:
+    attend = functools.partial(xla.attend, window=None, finite_cache=True, num_visible=5)
+    assert {len(rows) for rows in rows_of_positions(jax.jit(attend), 128, 58)} == {1}
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_bits_of_the_kernel_do_not_depend_on_where_a_pass_begins() -> None:
+    """Across the end of a tile and of a split; elsewhere they depend on where splits end."""
+    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "finite_cache": True}
+    attend = functools.partial(mosaic_gpu.attend, window=None, num_visible=5, **settings)
+    split, whole = (
+        rows_of_positions(jax.jit(functools.partial(attend, bounds=bounds)), 128, 58)
+        for bounds in ((0, 1, 2), (0, 2))
+    )
+    assert {len(rows) for rows in split + whole} == {1}
+    assert split != whole
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("finite_cache", [True, False])
+@pytest.mark.parametrize(
+    ("room", "first"),
+    [(128, 58), *((16384, first) for first in (60, 1000, 5000, 16370)), (4096, 2040)],
+)
+def test_bits_do_not_depend_on_where_a_pass_begins_on_a_gpu(
+    room: int, first: int, finite_cache: bool
+) -> None:
+    attend = functools.partial(
+        mosaic_gpu.attend, window=None, finite_cache=finite_cache, num_visible=5
+    )
+    assert {len(rows) for rows in rows_of_positions(jax.jit(attend), room, first)} == {1}
 
 
 def nan_in_a_new_row_is_for_those_who_see_it(attend: Any) -> None:

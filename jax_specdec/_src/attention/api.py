@@ -60,7 +60,8 @@ def decode_attention(
 
     Scores and softmax are float32. The result does not depend on what lies at positions that a row
     does not see, even where that is NaN; nor, beyond rounding, on T or on the other requests. For a
-    given shape of the call, a request's result is the same to the last bit whoever is beside it.
+    given shape of the call, the bits of a row depend on the row and on what it sees alone: not on
+    who is beside its request, nor on `start` and the row's place among the S.
     A request whose `start` does not fit its cache gets undefined rows; the others are not affected.
 
     It has derivatives, forward and reverse, unless a kernel is named. Over explicit mesh axes XLA

@@ -1,10 +1,14 @@
 """Attention over a cache as a Mosaic GPU kernel for Hopper: its cost follows each request's tokens.
 
 A block takes one head of keys of one request, up to 64 rows (new rows times the query heads that
-share the keys) and a share of the request's positions, its split. Tiles of 64 positions of keys
-and values come to shared memory ahead of the products with them, of which a running maximum, sum
-and product are kept (Dao et al., "FlashAttention", arXiv 2205.14135). Tiles that all rows see whole
-are not masked. Splits are joined by XLA, in a second, small launch.
+share the keys) and a fixed part of the T positions, its split. Tiles of 64 positions of keys and
+values come to shared memory ahead of the products with them, of which a running maximum, sum and
+product are kept (Dao et al., "FlashAttention", arXiv 2205.14135). Splits are joined by XLA, in a
+second, small launch.
+
+The bits of a row depend on the row, on what it sees and on the shape of the call alone, not on
+`start`: where splits begin and which positions share a tile is fixed, every tile is masked by the
+same operations, and a position that is not seen adds an exact 0.
 """
 
 from __future__ import annotations
@@ -33,8 +37,8 @@ STAGES = 2
 """Tiles of keys, and of values, in shared memory. Two blocks fit on a multiprocessor."""
 BLOCKS = 132
 """Multiprocessors of an H100: as many blocks are wanted, at least."""
-LEAST_SPLIT = 512
-"""Positions of T for each split: shorter ones cost more to join than they save."""
+LEAST_TILES = 2
+"""Of a split: shorter ones cost more to join than they save."""
 
 _LEAST = -1e30
 """A maximum before any score. Finite, so that the difference of two such is 0."""
@@ -50,7 +54,7 @@ class Shape(NamedTuple):
     padded: int
     head_dim: int  # D
     room: int  # T
-    splits: int  # parts of each request's positions
+    bounds: tuple[int, ...]  # first tiles of the splits, and the end of the last
     window: int | None  # see `api.decode_attention`
     finite_cache: bool  # likewise
     has_words: bool  # whether `visible` is given
@@ -60,6 +64,11 @@ class Shape(NamedTuple):
     def row_blocks(self) -> int:
         """Returns how many blocks of 64 rows there are."""
         return -(-self.padded // ROWS)
+
+    @property
+    def splits(self) -> int:
+        """Returns how many parts of T there are."""
+        return len(self.bounds) - 1
 
     @property
     def stored(self) -> int:
@@ -73,7 +82,7 @@ def attend(
     window: int | None,
     finite_cache: bool,
     num_visible: int,
-    splits: int | None = None,
+    bounds: tuple[int, ...] | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """Returns ``[B, S, N, D]``; see `api.decode_attention`.
@@ -83,7 +92,7 @@ def attend(
       window: see there.
       finite_cache: see there.
       num_visible: see `api.AttentionStatic`.
-      splits: parts of each request's positions; None for as many as fill a GPU.
+      bounds: first tiles of the splits, and the end of the last; None for those of `split_bounds`.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
     batch_size, num_new, num_heads, head_dim = arrays.query.shape
@@ -95,10 +104,8 @@ def attend(
     rows = num_new * group
     unit = 8 if rows <= ROWS else ROWS
     padded = -(-rows // unit) * unit
-    # Few requests fill a GPU only if the positions of each are split among blocks.
-    if splits is None:
-        blocks = heads * -(-padded // ROWS)
-        splits = max(1, min(BLOCKS // blocks, room // LEAST_SPLIT))
+    if bounds is None:
+        bounds = split_bounds(room // TILE, heads * -(-padded // ROWS))
     shape = Shape(
         num_kv=num_kv,
         group=group,
@@ -106,7 +113,7 @@ def attend(
         padded=padded,
         head_dim=head_dim,
         room=room,
-        splits=splits,
+        bounds=bounds,
         window=window,
         finite_cache=finite_cache,
         has_words=arrays.visible is not None,
@@ -124,14 +131,39 @@ def attend(
             query, keys, arrays.values, arrays.start, words
         )
     # Each split has its own maximum: its product and its total are scaled to the largest of all.
-    if splits > 1:
+    if shape.splits > 1:
         largest, total = largest[:, :, :padded], total[:, :, :padded]
         weight = jnp.exp2(largest - largest.max(axis=1, keepdims=True))
         total = jnp.sum(weight * total, axis=1)  # [B * Nkv, padded]
-        found = jnp.sum(found * weight[..., None], axis=1) / total[..., None]
+        # A split of which a row sees nothing may have written no product.
+        found = jnp.where(largest[..., None] == _LEAST, 0, found * weight[..., None])
+        found = jnp.sum(found, axis=1) / total[..., None]
         found = found.astype(keys.dtype)[:, None]
     found = found[:, 0, :rows].reshape(batch_size, num_kv, num_new, group, head_dim)
     return found.swapaxes(1, 2).reshape(batch_size, num_new, num_heads, head_dim)
+
+
+def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
+    """Returns the first tiles of the splits of T, and the end of the last.
+
+    Few requests fill a GPU only if the positions of each are split among several blocks: n, as many
+    as fill it. They are wanted for texts of any length, and each costs time to join. So splits grow
+    with what lies before them, by 8 / n of it, up to an n-th of T.
+
+    Args:
+      num_tiles: of T.
+      blocks: how many there are for each split.
+    """
+    wanted = BLOCKS // blocks
+    if wanted < 2:
+        return 0, num_tiles
+    least = LEAST_TILES if wanted > 3 else 2 * LEAST_TILES
+    most = max(least, -(-num_tiles // wanted))
+    bounds = [0]
+    while bounds[-1] < num_tiles:
+        size = min(max(least, 8 * bounds[-1] // wanted), most)
+        bounds.append(min(bounds[-1] + size, num_tiles))
+    return tuple(bounds)
 
 
 def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
@@ -230,7 +262,7 @@ class Block(NamedTuple):
     start: jax.Array  # tokens before the new rows
     tile: jax.Array  # first tile of positions
     num_tiles: jax.Array  # how many
-    # The first of them that all rows see whole, and `end_whole` the one after.
+    # The first of them that all rows see whole, and the one after the last.
     first_whole: jax.Array
     end_whole: jax.Array
 
@@ -238,13 +270,14 @@ class Block(NamedTuple):
     def of(cls, shape: Shape, operands: Operands) -> Block:
         """Returns the work of this block."""
         head = lax.axis_index("head")
-        split = lax.axis_index("split")
+        # The last splits are the longest, and begin first.
+        split = (shape.splits - 1) - lax.axis_index("split")
         row = lax.axis_index("row_block") * ROWS
         start = operands.start[lax.div(head, jnp.int32(shape.num_kv))]
         # New rows of the first and of the last row of this block.
         first_new = lax.div(row, jnp.int32(shape.group))
         last_new = jnp.minimum(lax.div(row + (ROWS - 1), jnp.int32(shape.group)), shape.num_new - 1)
-        # Tiles begin..end-1 hold what some row sees; each split has `share` of them.
+        # Tiles begin..end-1 hold what some row sees; the split's are `tile` to `bound` - 1.
         begin = jnp.int32(0)
         if shape.window is not None:
             begin = start + (0 if shape.has_words else first_new)
@@ -254,9 +287,13 @@ class Block(NamedTuple):
         most = shape.num_visible if shape.has_words else last_new + 1
         end = jnp.clip(start + most, 0, shape.room)
         end = lax.div(end + (TILE - 1), jnp.int32(TILE))
-        share = lax.div(jnp.maximum(end - begin, 0) + (shape.splits - 1), jnp.int32(shape.splits))
-        tile = begin + split * share
-        num_tiles = jnp.clip(end - tile, 0, share)
+        tile = jnp.int32(0)
+        bound = jnp.int32(shape.bounds[1])
+        for i in range(1, shape.splits):
+            tile = jnp.where(split < i, tile, shape.bounds[i])
+            bound = jnp.where(split < i, bound, shape.bounds[i + 1])
+        tile = jnp.maximum(tile, begin)
+        num_tiles = jnp.maximum(jnp.minimum(end, bound) - tile, 0)
         # All rows see the tiles up to the first row, from where the last row's window begins.
         first_whole = jnp.int32(0)
         if shape.window is not None:
@@ -324,7 +361,7 @@ def _multiply(
     total = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), per_row)
     found = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
 
-    def turn(i: jax.Array, carry: Any, is_masked: bool) -> Any:
+    def turn(i: jax.Array, carry: Any) -> Any:
         largest, total, found = carry
         slot = lax.rem(i, jnp.int32(STAGES))
         plgpu.barrier_wait(scratch.keys_came.at[slot])
@@ -332,8 +369,16 @@ def _multiply(
         plgpu.commit_smem()  # all warps have read the keys: others may come in their place
         _copy_keys(block, operands, scratch, i + STAGES)
         plgpu.barrier_wait(scratch.values_came.at[slot])
-        if is_masked:
-            scores = _masked(shape, block, operands, scratch, slot, i, scores, interpreted)
+        if not shape.finite_cache:
+            # Where all rows see a tile, NaN in it is for all of them, and comes by itself.
+            is_whole = (block.first_whole <= i) & (i < block.end_whole)
+            scores = lax.cond(
+                is_whole,
+                lambda scores: scores,
+                lambda scores: _poisoned(shape, scratch, slot, scores, interpreted),
+                scores,
+            )
+        scores = jnp.where(_seen(shape, block, scratch, i), scores, -jnp.inf)
         # Exponents of 2: exp(x) = 2**(x log2(e)).
         scores = scores * (shape.head_dim**-0.5 * math.log2(math.e))
         # What was summed so far is scaled to the new maximum.
@@ -348,14 +393,8 @@ def _multiply(
         _copy_values(block, operands, scratch, i + STAGES)
         return new_largest, total, found
 
-    # Tiles at the window's edge, tiles that all rows see, and tiles at the end: only the first and
-    # the last are masked. Two kinds of loops, so that the middle one has no code for it.
-    carry = largest, total, found
-    masked, whole = (functools.partial(turn, is_masked=x) for x in (True, False))
-    if shape.window is not None:
-        carry = lax.fori_loop(0, block.first_whole, masked, carry)
-    carry = lax.fori_loop(block.first_whole, block.end_whole, whole, carry)
-    largest, total, found = lax.fori_loop(block.end_whole, block.num_tiles, masked, carry)
+    # One loop for tiles that all rows see and for those at the edges: two would round differently.
+    largest, total, found = lax.fori_loop(0, block.num_tiles, turn, (largest, total, found))
 
     # With one split the sums are whole; else XLA joins them, and divides.
     if shape.splits == 1:
@@ -367,7 +406,11 @@ def _multiply(
     plgpu.commit_smem()
     own = pl.ds(block.row, shape.stored)
     place = operands.found.at[block.head, block.split, own]
-    plgpu.copy_smem_to_gmem(scratch.found.at[pl.ds(0, shape.stored)], place)
+
+    @pl.when((block.num_tiles > 0) | (shape.splits == 1))
+    def write() -> None:
+        plgpu.copy_smem_to_gmem(scratch.found.at[pl.ds(0, shape.stored)], place)
+
     if shape.splits > 1:
         own = pl.ds(block.row, ROWS)
         for source, out in ((scratch.largest, operands.largest), (scratch.total, operands.total)):
@@ -375,49 +418,47 @@ def _multiply(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _masked(
-    shape: Shape,
-    block: Block,
-    operands: Operands,
-    scratch: Scratch,
-    slot: jax.Array,
-    i: jax.Array,
-    scores: jax.Array,
-    interpreted: bool,
+def _poisoned(
+    shape: Shape, scratch: Scratch, slot: jax.Array, scores: jax.Array, interpreted: bool
 ) -> jax.Array:
-    """Returns the scores ``[64, TILE]`` of a tile, -inf where a row does not see a position.
+    """Returns scores ``[64, TILE]``, NaN where a value is not finite, which becomes 0 then.
 
-    Values that are not finite become 0, and the scores of the rows that see them NaN: a weight of
-    0 times NaN is NaN.
+    A weight of 0 times NaN is NaN: so NaN reaches those who see it by their scores instead.
     """
     layout = plgpu.Layout.WGMMA
-    if not shape.finite_cache:
-        values = scratch.values.at[slot]
-        # 0 times a value is NaN where that is not finite: these sums are [64, TILE] of 0 or NaN.
-        zeros = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
-        zeros = zeros.astype(values.dtype)
-        scores = _add_product(scores, zeros, values.transpose((1, 0)), interpreted)
-        # Then the values themselves become 0, whole positions at a time.
-        number = plgpu.layout_cast(values[...], layout).astype(jnp.float32)  # [TILE, D]
-        is_bad = jnp.where(number - number == 0, 0.0, 1.0).max(axis=1)
-        is_bad = lax.broadcast_in_dim(is_bad, number.shape, [0]) > 0
-        values[...] = jnp.where(is_bad, 0.0, number).astype(values.dtype)
-        plgpu.commit_smem()
-    index = functools.partial(plgpu.broadcasted_iota, jnp.int32, scores.shape, layout=layout)
+    values = scratch.values.at[slot]
+    # 0 times a value is NaN where that is not finite: these sums are [64, TILE] of 0 or NaN.
+    zeros = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
+    zeros = zeros.astype(values.dtype)
+    scores = _add_product(scores, zeros, values.transpose((1, 0)), interpreted)
+    # Then the values themselves become 0, whole positions at a time.
+    number = plgpu.layout_cast(values[...], layout).astype(jnp.float32)  # [TILE, D]
+    is_bad = jnp.where(number - number == 0, 0.0, 1.0).max(axis=1)
+    is_bad = lax.broadcast_in_dim(is_bad, number.shape, [0]) > 0
+    values[...] = jnp.where(is_bad, 0.0, number).astype(values.dtype)
+    plgpu.commit_smem()
+    return scores
+
+
+def _seen(shape: Shape, block: Block, scratch: Scratch, i: jax.Array) -> jax.Array:
+    """Returns which positions of a tile each row sees, ``[64, TILE]`` bool."""
+    layout = plgpu.Layout.WGMMA
+    size = ROWS, TILE
+    index = functools.partial(plgpu.broadcasted_iota, jnp.int32, size, layout=layout)
     # Which new row lies at each position, or which bit is for it.
     new = index(1) + ((block.tile + i) * TILE - block.start)
     row = lax.div(index(0) + block.row, jnp.int32(shape.group))  # the new row that each row is of
     if shape.has_words:
         # Bit j of a row's two words: does it see position start + j? Those before start are seen.
         low, high = (plgpu.layout_cast(scratch.words[i], layout.reduce(1)) for i in (0, 1))
-        low, high = (lax.broadcast_in_dim(x, scores.shape, [0]) for x in (low, high))
+        low, high = (lax.broadcast_in_dim(x, size, [0]) for x in (low, high))
         bit = lax.shift_right_logical(jnp.where(new < 32, low, high), new & 31) & 1
         seen = (new < 0) | ((new < shape.num_visible) & (bit == 1))
     else:
         seen = new <= row
     if shape.window is not None:
         seen = seen & (new > (0 if shape.has_words else row) - shape.window)
-    return jnp.where(seen, scores, -jnp.inf)
+    return seen
 
 
 def _product(left: Any, right: Any, interpreted: bool) -> jax.Array:
