@@ -203,12 +203,12 @@ class BlockHead(DraftHead):
       >>> params = jax.jit(head.init_params)(jax.random.key(0))
       >>> cache = head.init_cache(batch_size=1, max_length=16)
       >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
-      >>> cache = head.write_context(params, features, jnp.array([0]), cache)
+      >>> cache = jax.jit(head.write_context)(params, features, jnp.array([0]), cache)
       >>> newest = jnp.array([105])  # at position 3
       >>> output = jax.jit(head.apply)(params, newest, jnp.array([3]), cache)
       >>> output.logits.shape  # of positions 4 to 11
       (1, 8, 256)
-      >>> logits = output.logits[:, 0] + head.bias(params, newest)  # of position 4
+      >>> logits = output.logits[:, 0] + jax.jit(head.bias)(params, newest)  # of position 4
     """
 
     config: BlockHeadConfig
