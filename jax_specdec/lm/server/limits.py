@@ -27,7 +27,7 @@ class Limits:
     status_seconds: float = 5.0  # between two status lines
     plain_messages: bool = False  # chats: what spells a special token is text
     failed_seconds: float = 2.0  # from a failure of the engine to the end of the server
-    step_seconds: float = 120.0  # of a step, until it is taken for one that does not end
+    step_seconds: float = 60.0  # of a step, until it is taken for one that does not end
     drain_seconds: float = 80.0  # for what runs and waits when the server is stopped
     stop_seconds: float = 5.0  # for the engine's last step after that
 
