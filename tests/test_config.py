@@ -6,11 +6,9 @@ import fractions
 import json
 import math
 import pickle
-import random
 import re
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,7 +54,7 @@ def test_only_the_number_of_tokens_is_required() -> None:
     assert config.conditional_rates is None
 
 
-@pytest.mark.parametrize("k", [*range(1, 33), 1000])
+@pytest.mark.parametrize("k", [1, 2, 32, 1000])
 def test_any_number_of_tokens_from_1_builds_every_method(k: int) -> None:
     SpecDecodeConfig(num_speculative_tokens=k)
     by_rates = synthetic(num_speculative_tokens=k, synthetic_acceptance_rates=(0.5,) * k)
@@ -180,11 +178,6 @@ def test_a_bad_synthetic_length_is_refused(length: object, error: type[Exception
 # A config is a value
 
 
-def test_a_config_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        SpecDecodeConfig(num_speculative_tokens=4).num_speculative_tokens = 5
-
-
 def test_replace_checks_again() -> None:
     config = synthetic(num_speculative_tokens=2, synthetic_acceptance_rates=(0.5, 0.25))
     with pytest.raises(ValueError, match="^synthetic_acceptance_rates must"):
@@ -201,22 +194,6 @@ def test_configs_built_from_equal_values_are_equal_and_hash_alike() -> None:
     assert len({a, b, c}) == 2
     assert copy.deepcopy(a) == a
     assert pickle.loads(pickle.dumps(a)) == a
-
-
-def test_equal_configs_share_one_compilation() -> None:
-    traced = []
-
-    @jax.jit
-    def scaled(x: jax.Array, config: SpecDecodeConfig) -> jax.Array:
-        traced.append(config)
-        return x * config.num_speculative_tokens
-
-    for rates in ([0.5, 0.25], (0.5, 0.25), np.array([0.5, 0.25])):
-        config = synthetic(num_speculative_tokens=2, synthetic_acceptance_rates=rates)
-        assert scaled(jax.numpy.float32(3.0), config=config) == 6.0
-    assert len(traced) == 1
-    assert scaled(jax.numpy.float32(3.0), config=SpecDecodeConfig(num_speculative_tokens=4)) == 12.0
-    assert len(traced) == 2
 
 
 # Dicts
@@ -242,11 +219,6 @@ def test_a_config_survives_a_round_trip_through_json(config: SpecDecodeConfig) -
             {"num_speculative_token": 4},
             ValueError,
             "unknown key 'num_speculative_token'; did you mean 'num_speculative_tokens'",
-        ),
-        (
-            {"num_speculative_tokens": 4, "rejection_method": "standard"},
-            ValueError,
-            "unknown key 'rejection_method'; did you mean 'rejection_sample_method'",
         ),
         ({"num_speculative_tokens": 4, 7: "standard"}, ValueError, "unknown key 7"),
         (
@@ -322,14 +294,6 @@ def test_no_schedule_of_the_same_length_varies_less(rates: tuple[float, ...]) ->
     assert variance_of_accepted(best) <= variance_of_accepted(rates) + 1e-12
     fraction = sum(rates) % 1.0
     assert math.isclose(variance_of_accepted(best), fraction * (1 - fraction), abs_tol=1e-9)
-
-
-def test_a_schedule_that_spreads_the_same_length_varies_more() -> None:
-    draw = random.Random(0)
-    for k in (2, 5, 32):
-        rates = tuple(sorted((draw.uniform(0.1, 0.9) for _ in range(k)), reverse=True))
-        best = acceptance_length_to_rates(math.fsum((1.0, *rates)), k)
-        assert variance_of_accepted(best) < variance_of_accepted(rates) - 0.01
 
 
 @pytest.mark.parametrize(

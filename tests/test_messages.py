@@ -3,7 +3,6 @@
 Refusals of single functions in all their forms are tested with the functions.
 """
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -199,47 +198,27 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
     },
 }
 
-# What is named wherever a function takes it; `test_arrays.py` has the sentences.
+# Where a function says so and no other test has it call its checker
 NAMED: list[tuple[type[Exception], str, Call]] = [
-    (TypeError, "drafter", lambda: generate(drafter=lm.NGramDrafter)),
-    (TypeError, "drafter", lambda: generate(drafter=None)),
-    (TypeError, "drafter", lambda: lm.generate_stream(*target(), [[1]], drafter=3, config=CONFIG)),
     (TypeError, "drafter", lambda: engine(drafter=draft())),
-    (TypeError, "draft_params", lambda: driver(engine(drafter=lm.ModelDrafter(draft().model)))),
-    (TypeError, "model", lambda: generate(target(), target().params, [[1]])),
     (TypeError, "model", lambda: engine(target())),
     (TypeError, "model", lambda: lm.generate_plain(target().params, target().model, [[1]])),
     (TypeError, "model", lambda: save(draft().params, model=draft())),
-    (TypeError, "params", lambda: generate(target().model, target(), [[1]])),
-    (TypeError, "params", lambda: driver(engine(), target())),
     (TypeError, "config", lambda: generate(config=3)),
     (TypeError, "config", lambda: engine(config=3)),
     (TypeError, "logprobs", lambda: generate(logprobs=5)),
-    (TypeError, "prompts", lambda: generate(*target(), np.array([1, 2, 3]))),
-    (TypeError, "prompts", lambda: generate(*target(), 3)),
     (TypeError, "stop_token_ids", lambda: generate(stop_token_ids="\n")),
     (TypeError, "text", lambda: lm.encode_bytes(b"abc")),
     (TypeError, "token_ids", lambda: lm.decode_bytes([[1, 2]])),
     (TypeError, "engine", lambda: driver(target())),
     (TypeError, "prompt", lambda: driver(engine()).submit("import ")),
-    (
-        TypeError,
-        "sampling.top_k",
-        lambda: rejection_sample(sampling=sd.SamplingParams(0.8, top_k=2.5)),
-    ),
     (TypeError, "output", lambda: sd.parse_output(zeros((B, K)))),
     (TypeError, "drafts", lambda: attach(zeros((B, K)))),
-    (TypeError, "distribution", lambda: dense(None, PROBS.probs)),
     (TypeError, "size", lambda: pack(size=1.5)),
     (TypeError, "directory", lambda: lm.load_huggingface(None)),
     (TypeError, "directory", lambda: lm.load_tokenizer(5)),
-    (TypeError, "max_vocab_size", lambda: lm.load_huggingface("x", max_vocab_size="5")),
     (TypeError, "dtype", lambda: lm.models.load_checkpoint(WEIGHTS / "draft", "float23")),
     (TypeError, "dtype", lambda: save(draft().params, jnp.int8)),
-    (TypeError, "keys", lambda: validate(DENSE, keys=np.zeros((B, 2), np.uint32))),
-    (ValueError, "keys", lambda: validate(DENSE, keys=jax.random.key(0))),
-    (ValueError, "prefill_sizes", lambda: dataclasses.replace(engine(), prefill_sizes=(8, 8))),
-    (ValueError, "params['embed_tokens']", lambda: generate(target().model, draft().params, [[1]])),
     (ValueError, "params['embed_tokens']", lambda: save(target().params)),
     (ValueError, "positions", lambda: rejection_sample(positions=np.array([5, 2**31]))),
     (ValueError, "num_draft_tokens[1]", lambda: jax.jit(lambda: dense([2, 7]).token_ids)()),
@@ -248,7 +227,6 @@ NAMED: list[tuple[type[Exception], str, Call]] = [
     (ValueError, "num_draft_tokens[1]", lambda: flat([1, 2, 3], [4, -1])),
     (ValueError, "size", lambda: pack(size=-1)),
     (ValueError, "token_ids", lambda: pack(zeros((B,), jnp.int32))),
-    (ValueError, "max_vocab_size", lambda: lm.load_huggingface("x", max_vocab_size=0)),
 ]
 
 
@@ -290,16 +268,11 @@ def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
 PLAIN = {
     "one number": lambda x: float(x[0]),
     "a list": lambda x: x.tolist(),
-    "NumPy, 64 bits": lambda x: x.astype(np.int64 if x.dtype == np.int32 else np.float64),
-    "a scalar of JAX": lambda x: jnp.asarray(x[0]),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "form",
-    [x if x == "a list" else pytest.param(x, marks=pytest.mark.slow) for x in PLAIN],
-)
+@pytest.mark.parametrize("form", PLAIN)
 def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> None:
     plain = PLAIN[form]
     keys, config, rng = jax.random.split(jax.random.key(3), B), CONFIG, np.random.default_rng(1)
@@ -314,7 +287,7 @@ def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> No
         top_k=int(plain(top_k)) if form == "one number" else plain(top_k),
         top_p=plain(top_p),
     )
-    own_positions = positions.astype(np.int64) if "NumPy" in form else positions.tolist()
+    own_positions = positions.tolist()
 
     def verify(logits: jax.Array, sampling: sd.SamplingParams, positions: Any) -> jax.Array:
         given = dict(sampling=sampling, keys=keys, positions=positions, config=config)
@@ -333,9 +306,3 @@ def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> No
         for sampling, where in ((taken, own_positions), (arrays, array_positions))
     )
     assert own.token_ids.tolist() == drawn.token_ids.tolist()
-    store = sd.DraftStore.create(B, K, V)
-    for sampling, where in ((taken, own_positions), (arrays, array_positions)):
-        numbers = drawn.log_normalizer, drawn.row_max
-        store = store.write(0, logits[:B], *numbers, positions=where, sampling=sampling)
-        attached = store.attach(dense([1, 1]), positions=where, sampling=sampling)
-        assert int(sd.count_fallbacks(attached, sampling=sampling)) == 0

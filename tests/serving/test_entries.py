@@ -137,12 +137,6 @@ ENTERING: dict[str, tuple[Callable[[], object], str]] = {
         lambda: jax.eval_shape(LLAMA.draft, weights_of(LLAMA)[1], replaced(draft_cache=[])),
         r"state.draft_cache must have the structure of ModelDrafter.init_cache\(4, \d+\), but it ",
     ),
-    "step with the cache of one layer": (
-        lambda: jax.eval_shape(
-            LLAMA.step, *weights_of(LLAMA), replaced(target_cache=MODEL.init_cache(4, 48)[0])
-        ),
-        r"state.target_cache must have the structure of Llama.init_cache\(4, \d+\), but it is Py",
-    ),
     "admit into another dtype": (
         lambda: jax.eval_shape(
             LLAMA.admit,
@@ -151,16 +145,6 @@ ENTERING: dict[str, tuple[Callable[[], object], str]] = {
             request(),
         ),
         r"state.target_cache\[0\]\[0\] must be .* of float32, .* \[.*\] of bfloat16",
-    ),
-    "admit into a state without a cache": (
-        lambda: jax.eval_shape(
-            LLAMA.admit, *weights_of(LLAMA), replaced(draft_cache=()), request()
-        ),
-        "state.draft_cache must have the structure of ModelDrafter.init_cache",
-    ),
-    "a step with prompts and a state without a cache": (
-        lambda: jax.eval_shape(LLAMA.step, *weights_of(LLAMA), replaced(draft_cache=()), request()),
-        "state.draft_cache must have the structure of ModelDrafter.init_cache",
     ),
 }
 
