@@ -1,6 +1,5 @@
 """The command line, run as a user runs it: mostly in this process, to share what is compiled."""
 
-import dataclasses
 import io
 import json
 import os
@@ -34,7 +33,6 @@ pytestmark = pytest.mark.newest
 
 PROMPT = "def quicksort(items):"
 NO_CACHE = "--no-compilation-cache"
-SHORT = ["--max-new-tokens", "40", "--num-speculative-tokens", "3", NO_CACHE]
 # A tiny checkpoint, whose greedy text `transformers` wrote.
 TINY = ["--target", str(CHECKPOINTS / "qwen2"), "--max-new-tokens", "24", NO_CACHE]
 TINY_PROMPT, TINY_TEXT = (str(expected("qwen2")[key]) for key in ("prompt", "greedy_text"))
@@ -49,21 +47,6 @@ LINES = re.compile(
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "jax_specdec", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    main(["generate", PROMPT, *SHORT, "--json", *arguments])
-    return json.loads(capsys.readouterr().out)
-
-
-EMBEDDED = lm.RequestOptions(max_new_tokens=40, stop_token_ids=[lm.DOCUMENT_SEPARATOR])
-
-
-def plain_text(options: lm.RequestOptions) -> str:
-    """What the embedded target writes alone."""
-    target, _ = lm.load_embedded_pair()
-    found = lm.generate_plain(*target, [lm.encode_bytes(PROMPT)], options=options)
-    return lm.decode_bytes(found.completions[0])
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -247,39 +230,17 @@ def test_comparing_shows_origins_the_text_and_a_table(capsys: pytest.CaptureFixt
     assert speculative[:4] == ["0", "ngram", "4", "24"] and speculative[-1] == "yes"
 
 
-def run_tiny(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
-    """With a tiny target, and a draft model of three tokens."""
-    draft = str(CHECKPOINTS / "qwen2_draft")
-    main(["generate", TINY_PROMPT, *TINY, "--draft", draft, "-k3", "--json", *arguments])
-    return json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.long
 def test_a_seed_repeats_a_sampled_text_and_another_changes_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    results = [run_tiny(capsys, "--temperature", "0.9", "--seed", s) for s in "778"]
-    texts = [result["requests"][0]["text"] for result in results]
+    texts = []
+    for seed in "778":
+        main(["generate", TINY_PROMPT, *TINY, "--temperature", "0.9", "--seed", seed])
+        texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.slow
-def test_a_request_has_the_options_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    penalties = ["--frequency-penalty", "0.5", "--repetition-penalty", "1.2"]
-    filters = ["--min-p", "0.05", "--top-k", "20", "--top-p", "0.9", "--presence-penalty", "0.1"]
-    result = run_json(capsys, "--draft", "ngram", "--compare=1", *penalties, *filters)
-    options = dataclasses.replace(
-        EMBEDDED,
-        min_p=0.05,
-        top_k=20,
-        top_p=0.9,
-        frequency_penalty=0.5,
-        presence_penalty=0.1,
-        repetition_penalty=1.2,
-    )
-    assert result["options"] == dataclasses.asdict(options) | {"stop_token_ids": [0]}
-    assert result["requests"][0]["text"] == plain_text(options)
-    assert result["rows"][1]["identical_to_plain"] is True
+    main(["generate", TINY_PROMPT, *TINY, "--temperature", "0.9", "--top-k", "1"])
+    assert capsys.readouterr().out == TINY_PROMPT + TINY_TEXT + "\n"
 
 
 def test_a_text_that_cannot_be_verified_ends_with_code_1(
@@ -538,23 +499,12 @@ def test_an_interrupt_leaves_a_cursor_and_a_line(monkeypatch: pytest.MonkeyPatch
         terminal.leave_line()  # what is no terminal gets nothing
 
 
-def test_a_stream_that_cannot_encode_a_character_gets_an_escape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    buffer = io.BytesIO()
-    stream = io.TextIOWrapper(buffer, encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stream)
-    main(["generate", TINY_PROMPT, *TINY])
-    text = TINY_PROMPT + TINY_TEXT + "\n"
-    assert not text.isascii()
-    assert buffer.getvalue() == text.encode("ascii", "backslashreplace")
-
-
-def test_tables_and_rules_are_ascii_where_the_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_and_tables_are_ascii_where_the_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))
     main(["generate", TINY_PROMPT, *TINY, "--compare=1"])
-    shown = buffer.getvalue().decode("ascii")
+    shown, text = buffer.getvalue().decode("ascii"), TINY_PROMPT + TINY_TEXT + "\n"
+    assert not text.isascii() and text.encode("ascii", "backslashreplace").decode() in shown
     assert "\n" + 80 * "-" + "\n" in shown and re.search(r"yes +\|", shown) and "\\u25" not in shown
 
 
@@ -580,16 +530,6 @@ def test_a_full_disk_is_named_in_one_line(
     assert exit_.value.code == 1
     error = capsys.readouterr().err
     assert error == "jax-specdec: output cannot be written: No space left on device\n"
-
-
-def test_without_room_for_the_message_the_exit_code_is_the_same(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("stdout", "stderr"):
-        monkeypatch.setattr(sys, name, Full())
-    with pytest.raises(SystemExit) as exit_:
-        main(["generate", TINY_PROMPT, *TINY])
-    assert exit_.value.code == 1
 
 
 # Interrupts, in processes of their own
@@ -698,6 +638,20 @@ def parse(*arguments: str) -> options_lib.Options:
     return options_lib.parse(arguments, "0")
 
 
+def test_a_request_has_the_options_of_the_command_line() -> None:
+    asked: dict[str, float] = dict(
+        min_p=0.05,
+        top_k=20,
+        top_p=0.9,
+        frequency_penalty=0.5,
+        presence_penalty=0.1,
+        repetition_penalty=1.2,
+    )
+    named = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
+    found = vars(parse("generate", PROMPT, *named).request)
+    assert {name: found[name] for name in asked} == asked
+
+
 def test_compare_makes_five_runs_unless_it_is_told() -> None:
     for arguments, repeats in (([], None), (["--compare"], 5), (["--compare", "2"], 2)):
         assert parse("generate", PROMPT, *arguments).repeats == repeats
@@ -742,10 +696,6 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --max-new-tokens=0", "--max-new-tokens must"),
         ("generate x --max-new-tokens=2000", "--max-new-tokens must"),
         ("generate --top-p=0", "--top-p must"),
-        ("generate --min-p=2", "--min-p must"),
-        ("generate --top-k=-2", "--top-k must"),
-        ("generate --repetition-penalty=0", "--repetition-penalty must"),
-        ("generate --frequency-penalty=inf", "--frequency-penalty must"),
         ("generate --seed=-1", "--seed must"),
         ("generate --compare=0", "--compare must"),
         (
@@ -753,7 +703,6 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
             "must be a number of runs, but it is 'text'; a prompt goes before it",
         ),
         ("generate --acceptance-length=2", "--acceptance-length needs --method synthetic"),
-        ("generate --acceptance-rates=1,1,1,1,1,1", "--acceptance-rates needs --method synthetic"),
         ("generate --method=synthetic", "needs one of --acceptance-length and --acceptance-rates"),
         ("generate --method=synthetic --acceptance-length=9", "--acceptance-length must"),
         (
@@ -767,14 +716,11 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
             "--draft must be DIR, eagle3:DIR, block:DIR, ngram, suffix or none with",
         ),
         ("generate --draft=eagle3:", "--draft eagle3: must be followed by the directory of a head"),
-        ("generate --draft=block:", "--draft block: must be followed by the directory of a head"),
         (
             "generate --draft=oracle",
             "--draft must be model, ngram, suffix, eagle3, dflash, dspark, none, eagle3:DIR or",
         ),
-        ("generate --draft=suffix+", "--draft suffix+ must be followed by a head or a model"),
         ("generate --draft=suffix+ngram", "--draft suffix+ must be followed by a head or a model"),
-        ("generate --draft=suffix+oracle", "--draft must be model, ngram, suffix, eagle3"),
         ("generate --draft=suffix+none", "--draft suffix+ must be followed by a head or a model"),
         ("generate x --draft=none --compare", "--draft none is plain decoding, which is compared"),
         ("bench x --draft=none", "--draft none is plain decoding, which is compared anyway"),
@@ -783,21 +729,13 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --draft=suffix --history=-1", "--history must be in [0, 16777216]"),
         ("generate --dtype=float32", "--dtype needs --target"),
         ("generate --chat", "--chat needs --target, whose tokenizer has the chat template"),
-        (
-            "generate x --target=README.md",
-            "README.md is a file, but a checkpoint must be a directory",
-        ),
         ("generate --method=strict", "argument --method: invalid choice: 'strict'"),
         ("generate --frobnicate", "unrecognized arguments: --frobnicate\n"),
         ("generate --temprature=1", "arguments: --temprature=1; did you mean '--temperature'?"),
-        ("serve --model x", "arguments: --model x; did you mean '--model-name'?"),
-        ("bench --targ=x", "arguments: --targ=x; did you mean '--target'?"),
-        ("generate x --max-tokens 3", "--max-tokens 3; did you mean '--max-new-tokens'?"),
         ("generate ''", "the prompt must not be empty"),
         (f"generate {2000 * 'x'}", "the prompt must be shorter than 1024 bytes, but has 2000"),
         ("bench x --repeats=0", "--repeats must"),
         ("bench x -k2,x", "must be integers separated by commas"),
-        ("bench x -k2,0", "--num-speculative-tokens must"),
         ("serve --port=0 --host=0.0.0.0", "--host 0.0.0.0 needs a key, in $JAX_SPECDEC_API_KEY"),
         ("serve --port=0 --host=256.1.1.1", "cannot be listened on"),
         ("serve --port=70000", "--port must be in [0, 65535], but it is 70000"),
@@ -814,8 +752,6 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --max-drafts-by-length=8:0,9:1", "the drafts of --max-drafts-by-length must decre"),
         ("serve -k2 --max-drafts-by-length=8:3", "the drafts of --max-drafts-by-length must be in"),
         ("generate x -k2 --max-drafts=3", "--max-drafts must be in [0, 2], but it is 3"),
-        ("serve --draft=nonsense", "--draft must be model, ngram"),
-        ("serve --port=0 --target=/nowhere", "/nowhere"),
     ],
     ids=lambda value: value[:60],
 )

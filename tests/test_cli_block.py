@@ -50,12 +50,6 @@ def test_more_drafts_than_the_block_has_are_named(folder: Path) -> None:
         load_models(options, ["x"])
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    options = parse(["generate", "x", "--draft", f"block:{tmp_path / 'none'}"], "1")
-    with pytest.raises(InputError, match="none does not exist"):
-        load_models(options, ["x"])
-
-
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_the_embedded_target_has_block_heads(name: str) -> None:
     drafter, _ = load_models(parse(["generate", "x", "--draft", name], "1"), ["x"]).drafters[name]

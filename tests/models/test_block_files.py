@@ -16,8 +16,8 @@ import safetensors.numpy
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
-from .test_block import CONFIG, DSPARK, NARROW, OPTIONS, random_params
-from .test_eagle3_files import assert_same, target_for
+from .test_block import CONFIG, DSPARK, NARROW, OPTIONS
+from .test_eagle3_files import assert_same, head_for, target_for
 from .test_hostile_files import sentence
 
 pytestmark = pytest.mark.newest
@@ -27,23 +27,10 @@ Written = tuple[Path, lm.models.LoadedModel, lm.models.LoadedModel]
 """A directory of a head, its target, and the head."""
 
 
-def head_for(config: lm.BlockHeadConfig, target: lm.models.LoadedModel) -> lm.models.LoadedModel:
-    head = lm.BlockHead(config)
-    mine, theirs = random_params(head), target.params
-    if not config.own_embedding:
-        mine["embed_tokens"] = theirs["embed_tokens"]
-    if not config.own_lm_head:
-        is_tied = config.layer.tie_word_embeddings
-        mine["lm_head"] = theirs["embed_tokens" if is_tied else "lm_head"]
-    if "target_ids" in mine:
-        mine["target_ids"] = jnp.array([0, 3, 4, 9, 11, 12, 20, 21, 30, 33, 38, 39], jnp.int32)
-    return lm.models.LoadedModel(head, mine)
-
-
 def write(directory: Path, **changes: Any) -> Written:
     config = dataclasses.replace(CONFIG, **changes)
     target = target_for(config)
-    head = head_for(config, target)
+    head = head_for(lm.BlockHead(config), target)
     lm.models.save_block_head(directory, *head)
     return directory, target, head
 
@@ -236,11 +223,7 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
         ({"dflash_config": {"attention_sink_bias": True}}, "attention_sink_bias = True, but only"),
         ({"attention_value_scale": 0.5}, "attention_value_scale = 0.5, but only 1.0"),
         ({"conv_kernel_size": 4}, "conv_kernel_size = 4, which is not supported"),
-        ({"conv_group_size": 4}, "conv_group_size = 4, which is not supported"),
-        ({"selector_rank": 4}, "selector_rank = 4, which is not supported"),
-        ({"selector_top_k": 4}, "selector_top_k = 4, which is not supported"),
         ({"is_causal": True}, "is_causal = True, but full attention over a block is not causal"),
-        ({"dflash_config": {"causal": True}}, "causal = True, but full attention over a block"),
         ({"block_size": 65}, r"block_size must be in \[1, 64\]"),
         ({"block_size": "8"}, "block_size must be a positive integer"),
         ({"mask_token_id": None}, "lacks mask_token_id"),
@@ -276,16 +259,13 @@ def test_a_config_that_is_not_served_is_named(changes: Any, says: str, written: 
             {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": None},
             "sliding_window = None, but sliding layers need a positive integer",
         ),
-        ({"layer_types": "sliding_attention"}, "layer_types = .* it must be a list of"),
         (
             {"layer_types": None, "use_sliding_window": True, "max_window_layers": "1"},
             "max_window_layers = '1', but it must be an integer from 0 on",
         ),
         ({"num_hidden_layers": 3}, "lacks the tensor layers.2.input_layernorm.weight"),
-        ({"num_hidden_layers": 2**31 - 1}, "lacks the tensor layers.2.input_layernorm.weight"),
         ({"num_hidden_layers": 1}, r"layers\.1\.[a-z._]*, which its config.json does not call for"),
         ({"vocab_size": 41}, "vocab_size = 41, but the target's vocab_size is 40"),
-        ({"is_neox_style": False}, "is_neox_style = False, but only True"),
     ],
 )
 def test_a_layer_that_is_not_served_is_named(changes: Any, says: str, written: Written) -> None:

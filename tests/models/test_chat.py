@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -359,12 +358,3 @@ def test_what_is_no_message_is_named(tmp_path: Path, messages: Any, message: str
 def test_special_tokens_that_are_no_text_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has bos_token = 7, which is not text"):
         text(tmp_path, CHATML, bos_token=7)
-
-
-def test_without_the_library_one_sentence_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat._environment.cache_clear()
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match="^jinja2 is not installed: .* the extra lm, pip"):
-        text(tmp_path, CHATML)

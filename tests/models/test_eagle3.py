@@ -109,9 +109,8 @@ def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", ["plain", pytest.param("all together", marks=pytest.mark.slow)])
-def test_levels_of_a_tree_are_numpy_on_each_path(option: str) -> None:
-    head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))
+def test_levels_of_a_tree_are_numpy_on_each_path() -> None:
+    head = lm.models.Eagle3Head(CONFIG)
     params, rng = random_params(head), np.random.default_rng(3)
     batch_size, given, width = 2, 5, 3
     features = rng.normal(size=(batch_size, given, head.num_features)).astype(np.float32)

@@ -1,9 +1,7 @@
 """Reading and writing EAGLE-3 heads: three layouts, every option, and what is refused."""
 
 import dataclasses
-import functools
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +13,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-import jax_specdec as sd
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
@@ -43,11 +40,9 @@ def target_for(config: lm.models.Eagle3Config, num_layers: int = 8) -> lm.models
     return lm.models.LoadedModel(model, random_weights(model, 3))
 
 
-def head_for(
-    config: lm.models.Eagle3Config, target: lm.models.LoadedModel
-) -> lm.models.LoadedModel:
-    head = lm.models.Eagle3Head(config)
-    mine, theirs = random_params(head), target.params
+def head_for(head: Any, target: lm.models.LoadedModel) -> lm.models.LoadedModel:
+    """The head, of which what is the target's has the target's weights."""
+    config, mine, theirs = head.config, random_params(head), target.params
     if not config.own_embedding:
         mine["embed_tokens"] = theirs["embed_tokens"]
     if not config.own_lm_head:
@@ -63,7 +58,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A directory in the layout of speculators, its target and its head; with a list of ids."""
     config = dataclasses.replace(CONFIG, **NARROW)
     target = target_for(config)
-    head = head_for(config, target)
+    head = head_for(lm.models.Eagle3Head(config), target)
     directory = tmp_path_factory.mktemp("head")
     lm.models.save_eagle3(directory, *head)
     return directory, target, head
@@ -104,7 +99,7 @@ def assert_same(found: Any, expected: Any) -> None:
 def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, **OPTIONS[option])
     target = target_for(config)
-    head = head_for(config, target)
+    head = head_for(lm.models.Eagle3Head(config), target)
     lm.models.save_eagle3(tmp_path, *head, target_name="tiny")
     loaded = lm.load_eagle3(tmp_path, target)
     assert loaded.model == head.model
@@ -141,7 +136,7 @@ def test_what_is_the_targets_is_shared_again_however_it_was_rounded(
 ) -> None:
     config = dataclasses.replace(CONFIG, **OPTIONS[option])
     target = target_for(config)
-    head = head_for(config, target)
+    head = head_for(lm.models.Eagle3Head(config), target)
     lm.models.save_eagle3(tmp_path, *head, stored)
     params = jax.tree.map(lambda x: x.astype(computed), target.params)
     target = lm.models.LoadedModel(lm.models.Llama(target.model.config, computed), params)
@@ -154,42 +149,10 @@ def test_what_is_the_targets_is_shared_again_however_it_was_rounded(
     assert own.config.own_lm_head == config.own_lm_head
 
 
-@pytest.mark.long
-def test_the_drafts_of_a_head_are_the_same_from_its_file(tmp_path: Path) -> None:
-    target, _ = lm.load_embedded_pair()
-    head = lm.load_embedded_head(target)
-    lm.models.save_eagle3(tmp_path, *head)
-
-    def text(head: lm.models.LoadedModel) -> Any:
-        config = sd.SpecDecodeConfig(num_speculative_tokens=3)
-        drafter: dict[str, Any] = dict(drafter=lm.Eagle3Drafter(head.model), config=config)
-        prompts = [list(b"import ")]
-        found = lm.generate(
-            *target, prompts, draft_params=head.params, max_new_tokens=12, **drafter
-        )
-        return found.completions, found.steps.num_accepted.tolist()
-
-    assert text(lm.load_eagle3(tmp_path, target)) == text(head)
-
-
-def test_what_was_read_computes_the_same_logits(plain: Written) -> None:
-    directory, target, (head, params) = plain
-    loaded, again = lm.load_eagle3(directory, target)
-    features = np.random.default_rng(5).normal(size=(1, 4, head.num_features)).astype(np.float32)
-    ids, start = np.array([[3, 1, 4, 1]], np.int32), np.zeros(1, np.int32)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def logits(model: lm.models.Eagle3Head, weights: Any) -> jax.Array:
-        states = model.project(weights, features)
-        return model.apply(weights, states, ids, start, model.init_cache(1, 8))[0]
-
-    np.testing.assert_array_equal(logits(loaded, again), logits(head, params))
-
-
 def test_weights_are_stored_as_asked_and_read_as_the_targets(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, **NARROW)
     target = target_for(config)
-    head, params = head_for(config, target)
+    head, params = head_for(lm.models.Eagle3Head(config), target)
     lm.models.save_eagle3(tmp_path, head, params, jnp.bfloat16)
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
     assert tensors["fc.weight"].dtype == jnp.bfloat16
@@ -205,7 +168,7 @@ def test_the_layout_of_eagle_is_read(option: str, tmp_path: Path) -> None:
         CONFIG, **{"feature_layers": (2, 4, 5), **OPTIONS[option]}
     )  # the default of 8 layers
     target = target_for(config)
-    head = head_for(config, target)
+    head = head_for(lm.models.Eagle3Head(config), target)
     lm.models.save_eagle3(tmp_path, *head)
     as_eagle(tmp_path, norm_before_residual=..., fc_norm=..., attention_bias=...)
     loaded = lm.load_eagle3(tmp_path, target)
@@ -216,7 +179,7 @@ def test_the_layout_of_eagle_is_read(option: str, tmp_path: Path) -> None:
 def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, fc_norm=True)
     target = target_for(config)
-    head = head_for(config, target)
+    head = head_for(lm.models.Eagle3Head(config), target)
     lm.models.save_eagle3(tmp_path, *head)
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
     for index, place in enumerate(("low", "mid", "high")):
@@ -231,7 +194,7 @@ def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
 def test_norm_output_of_specforge_is_fed_back_where_that_is_clear(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, fc_norm=True)
     target = target_for(config)
-    lm.models.save_eagle3(tmp_path, *head_for(config, target))
+    lm.models.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(config), target))
 
     def found() -> bool:
         return lm.load_eagle3(tmp_path, target).model.config.norm_output
@@ -245,7 +208,7 @@ def test_norm_output_of_specforge_is_fed_back_where_that_is_clear(tmp_path: Path
     edit_json(tmp_path / FILE, norm_output="yes")
     assert_refused(tmp_path, target, "norm_output must be true or false")
     # Without, SpecForge's true may mean the norm before the output matrix.
-    lm.models.save_eagle3(tmp_path, *head_for(CONFIG, target))
+    lm.models.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(CONFIG), target))
     as_eagle(tmp_path, norm_output=True)
     assert not found()
 
@@ -308,7 +271,7 @@ def test_the_layout_of_deepspec_is_read(written: Written) -> None:
 
 def test_a_map_that_changes_nothing_is_read(tmp_path: Path) -> None:
     target = target_for(CONFIG)
-    lm.models.save_eagle3(tmp_path, *head_for(CONFIG, target))
+    lm.models.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(CONFIG), target))
     edit_tensors(tmp_path / WEIGHTS, d2t=np.zeros(40, np.int64))
     assert "target_ids" not in lm.load_eagle3(tmp_path, target).params
     edit_tensors(tmp_path / WEIGHTS, d2t=np.array([1, -1] + [0] * 38, np.int64))
@@ -342,7 +305,6 @@ def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) ->
             {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]},
             r"must be different layer ids in \[0, 8\]",
         ),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, r"different layer ids in \[0, 8\]"),
         ({"eagle_aux_hidden_state_layer_ids": {"a": 1}}, "must be different layer ids in"),
         ({"target_layer_ids": [1, 2, 3]}, "= .1, 2, 3. and .*, which contradict each other"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, r"has fc.weight of shape \(16, 48\), but"),
@@ -414,11 +376,9 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
         ({"d2t": OFFSETS[:-1].copy()}, r"d2t of dtype I64 and shape \(11,\)"),
         ({"d2t": OFFSETS.astype(np.float32)}, "d2t of dtype F32"),
         ({"d2t": OFFSETS + (np.arange(12) == 11)}, r"ids of d2t\[11\] must be an id in \[0, 40\)"),
-        ({"d2t": OFFSETS - (np.arange(12) == 0)}, r"ids of d2t\[0\] must be an id in \[0, 40\)"),
         ({"d2t": OFFSETS - (np.arange(12) == 2)}, "ids of d2t must list each id once"),
         ({"d2t": np.full(12, 2**63 - 1, np.int64)}, r"ids of d2t\[0\] must"),
         ({"t2d": np.ones(40, np.bool_)}, "a t2d that is not the mask of the ids that d2t lists"),
-        ({"t2d": np.zeros(41, np.bool_)}, "a t2d that is not the mask"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
@@ -444,16 +404,6 @@ def test_a_file_of_torch_names_the_converter(written: Written) -> None:
     assert_refused(directory, target, r"tools/convert_eagle3\.py")
     (directory / "pytorch_model.bin").unlink()
     assert_refused(directory, target, "does not exist, nor does model.safetensors.index.json")
-
-
-def test_what_stands_in_place_of_a_file_is_named(written: Written) -> None:
-    directory, target, _ = written  # more kinds: `test_hostile_files`
-    for file in (WEIGHTS, FILE):
-        (directory / file).write_bytes(b"no file")
-        assert_refused(directory, target, f"{file} is not ")
-        (directory / file).unlink()
-        os.mkfifo(directory / file)
-        assert_refused(directory, target, f"{file} is a named pipe, but must be a file")
 
 
 # Arguments

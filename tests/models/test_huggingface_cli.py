@@ -1,8 +1,6 @@
 """The command line on Hugging Face checkpoints; mistakes in one: `test_huggingface`."""
 
 import json
-import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,25 +14,9 @@ from .checkpoints import (
     copy,
     cut_vocabulary,
     edit_json,
-    expected,
 )
 
 pytestmark = pytest.mark.newest
-
-SHORT = ["--max-new-tokens", "24", "--num-speculative-tokens", "3", "--no-compilation-cache"]
-LENGTH = 24  # of the continuations that transformers wrote
-
-
-def run_json(
-    capsys: pytest.CaptureFixture[str], target: str | Path, draft: str | Path, *arguments: str
-) -> dict:
-    """Continues the prompt of `make.py`; names stand for checkpoints."""
-    names = [x if isinstance(x, Path) or x == "ngram" else CHECKPOINTS / x for x in (target, draft)]
-    options = ["--target", str(names[0]), "--draft", str(names[1]), *SHORT, "--json", *arguments]
-    main(["generate", str(expected("qwen2")["prompt"]), *options, "--compare=1"])
-    found = json.loads(capsys.readouterr().out)
-    plain, row = found["rows"]
-    return row | found | found["requests"][0] | {"num_plain_tokens": plain["num_tokens"]}
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -45,19 +27,6 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     return captured.err
-
-
-@pytest.mark.slow
-def test_a_drafter_with_more_padding_speeds_up_the_text(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    result = run_json(capsys, "qwen2", "qwen2_draft")
-    assert result["text"] == str(expected("qwen2")["greedy_text"])
-    assert result["num_tokens"] == LENGTH
-    assert result["identical_to_plain"] is True
-    assert result["num_target_passes"] < LENGTH / 1.5
-    assert result["target"] == str(CHECKPOINTS / "qwen2")
-    assert result["draft"] == str(CHECKPOINTS / "qwen2_draft")
 
 
 def test_a_missing_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,16 +66,6 @@ def test_what_was_added_to_one_tokenizer_is_not_drafted(tmp_path: Path, longer: 
     assert (model.vocab_size, model.config.num_token_ids) == (288, 283)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_file_that_the_drafter_lacks_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str
-) -> None:
-    draft = copy("qwen2_draft", tmp_path / "draft")
-    (draft / name).unlink()
-    error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"), "--draft", str(draft))
-    assert f"{draft / name} does not exist" in error
-
-
 def test_a_prompt_that_the_target_cannot_read_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -125,49 +84,6 @@ def test_a_stop_token_outside_the_vocabulary_is_refused(
     assert f"{target} has eos_token_id = 5000, but config.json there has vocab_size = 288" in error
 
 
-def test_an_empty_name_is_no_drafter(capsys: pytest.CaptureFixture[str]) -> None:
-    error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"), "--draft", "")
-    assert "config.json does not exist" in error
-
-
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("a" * 5000, "/config.json cannot be opened: File name too long."),
-        ("a\nb", r"'a\nb' does not exist; `hf download"),
-        ("a\0b", "embedded null"),
-        ("a\udc80b", r"'a\udc80b' does not exist"),
-    ],
-    ids=["long", "line", "null", "byte"],
-)
-def test_a_name_that_no_directory_has_is_named_briefly(
-    capsys: pytest.CaptureFixture[str], name: str, message: str
-) -> None:
-    for options in (["--target", name], ["--target", str(CHECKPOINTS / "qwen2"), "--draft", name]):
-        error = refuse(capsys, "a", *options)
-        assert message in error and len(error) < 500
-
-
-def test_a_value_that_config_json_cannot_have_is_named(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    target = copy("llama", tmp_path / "target")
-    edit_json(target / "config.json", hidden_act="gelu")
-    error = refuse(capsys, "a", "--target", str(target))
-    assert f"{target / 'config.json'} has hidden_act = 'gelu', but only 'silu' is sup" in error
-
-
-def test_a_named_pipe_for_a_file_keeps_nobody_waiting(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    for name in ("config.json", "tokenizer.json", "generation_config.json", "model.safetensors"):
-        target = copy("qwen2", tmp_path / name / "target")
-        (target / name).unlink()
-        os.mkfifo(target / name)
-        error = refuse(capsys, "a", "--target", str(target), "--max-new-tokens", "4")
-        assert f"{target / name} is a named pipe, but must be a file." in error
-
-
 @pytest.mark.parametrize(
     "prompt, count, message",
     [
@@ -181,14 +97,6 @@ def test_a_text_longer_than_the_model_reads_is_refused(
 ) -> None:
     options = ["--target", str(CHECKPOINTS / "qwen2"), "--max-new-tokens", count]
     assert message in refuse(capsys, prompt, *options)
-
-
-def test_without_the_library_one_line_says_what_to_install(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"))
-    assert "tokenizers is not installed: it comes with the extra lm, pip install" in error
 
 
 def test_a_tokenizer_that_makes_nothing_of_the_prompt_is_refused(

@@ -160,9 +160,7 @@ def bytes_of_a_decoding_loop(model: Llama, params: Any, batch: int, length: int)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(
-    ("batch", "length", "num_kv"), [(4, 5, 2), pytest.param(1, 1, 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("batch", "length", "num_kv"), [(4, 5, 2)])
 def test_a_decoding_loop_updates_the_cache_in_place(batch: int, length: int, num_kv: int) -> None:
     model = Llama(dataclasses.replace(CONFIG, num_key_value_heads=num_kv, num_attention_heads=2))
     # Room for the attention scores, twice; none for a copy of one layer's keys.

@@ -268,24 +268,6 @@ def test_the_space_before_a_word_stays_inside_a_text() -> None:
     assert in_pieces(tokenizer.stream([0, a]), [a, b]) == [" a", "b", ""]
 
 
-def test_bytes_that_stand_for_a_letter_are_held_back() -> None:
-    smile = [1 + byte for byte in "🙂".encode()]
-    pieces = in_pieces(sentencepiece_like().stream(), [257, *smile, 258])
-    assert pieces == ["a", "", "", "", "", "🙂b", ""]  # the next byte could break it
-
-
-def test_a_run_of_broken_bytes_comes_out_before_the_end() -> None:
-    pieces = in_pieces(TOKENIZER.stream(), TOKENIZER.encode("🙂")[1:2] * 50)
-    assert "".join(pieces) == "\ufffd" * 50
-    assert len("".join(pieces[:-1])) >= 47
-
-
-def test_a_tokenizer_and_its_decode_stream_alike() -> None:
-    token_ids = np.array(TOKENIZER.encode(TEXT)[1:])
-    for decoder in (TOKENIZER, TOKENIZER.decode):
-        assert "".join(in_pieces(lm.TextStream(decoder), token_ids)) == TEXT
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -40,10 +40,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a large multiple": ({"type": "integer", "multipleOf": 999983}, TOO_MUCH),
     "a large count": (text("^a{1000000000}$"), TOO_MUCH),
     "many keys": (keys(900), "has 3607 items"),
-    "many keys of one kind": ({"anyOf": [{"type": "null"}, keys(900)]}, " items; max is 2000"),
-    "many lists": ({"enum": [[i] * 3 for i in range(3000)]}, "has 3000 items"),
     "itself": ({"$ref": "#"}, "no text follows it"),
-    "a circle": ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}, "no text follows it"),
     "itself within": (
         {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]},
         "Too many items",
