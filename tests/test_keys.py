@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -302,47 +297,3 @@ def test_a_request_of_the_engine_gets_what_it_gets_alone():
     )
     assert [together[1], together[2]] == [alone(7), alone(8)]
     assert together[1] != together[2]
-
-
-FRESH = """
-import json, sys
-import jax, jax.numpy as jnp
-from jax_specdec import lm
-from serving import engines
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-impl, prompt, budget = sys.argv[1], [1, 4], 24
-assert str(jax.random.key_impl(jax.random.key(0))) == impl
-driver = engines.driver_of(engines.TABLE)
-asked = [dict(prompt=prompt, max_new_tokens=budget, temperature=1.3, seed=s) for s in (7, 8)]
-alone = [engines.alone(driver, request).token_ids for request in asked]
-neighbour = dict(prompt=[0, 3, 3], max_new_tokens=5, temperature=0.7, seed=9)
-ids = [driver.submit(**request) for request in (neighbour, *asked)]
-finished = engines.run(driver)
-plain = lm.generate_plain(
-    engines.TABLE.model, engines.TABLES[0], [prompt] * 2, temperature=1.3, max_new_tokens=budget)
-print(json.dumps(dict(alone=alone, together=[finished[i].token_ids for i in ids[1:]],
-                      plain=plain.completions)))
-"""
-
-
-@pytest.mark.slow
-def test_a_default_kind_gives_what_naming_it_gives():
-    """In a fresh process, since JAX reads the variable when it is imported."""
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
-    environment = os.environ | {"JAX_DEFAULT_PRNG_IMPL": OTHER, "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, OTHER], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["alone"] == found["together"]
-    assert found["alone"] == [alone(7), alone(8)]
-    named = lm.generate_plain(
-        engines.TABLE.model,
-        engines.TABLES[0],
-        [PROMPT] * 2,
-        temperature=1.3,
-        max_new_tokens=BUDGET,
-        key=jax.random.key(0, impl=OTHER),
-    )
-    assert found["plain"] == named.completions

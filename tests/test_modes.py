@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import assume
-from serving import engines, tiny
+from serving import engines
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -46,7 +44,6 @@ def keys() -> jax.Array:
 def verified(
     distribution: Callable[[], Any],
     filtered: bool,
-    form: str | None = None,
     **fields: Any,
 ) -> Any:
     given: dict[str, Any] = dict(
@@ -59,8 +56,7 @@ def verified(
     def both(logits: jax.Array, keys: jax.Array) -> tuple[Any, Any]:
         drafts = sd.Drafts.from_dense(IDS, None, distribution())
         positions = np.int32([5, 6, 7])
-        with assume(form):
-            output = sd.rejection_sample(logits, drafts, keys=keys, positions=positions, **given)
+        output = sd.rejection_sample(logits, drafts, keys=keys, positions=positions, **given)
         named = dict(num_top=2, distribution="processed")
         return output, sd.token_logprobs(logits, drafts, output, **named, **given)
 
@@ -71,25 +67,6 @@ def verified(
 def normalized() -> sd.DraftLogits:
     normalizer = np.log(np.exp(Q.astype(np.float64)).sum(axis=1)).astype(np.float32)
     return sd.DraftLogits(Q, log_normalizer=normalizer)
-
-
-def generated() -> Any:
-    options = [
-        lm.RequestOptions(top_p=0.9, frequency_penalty=0.2, allowed_token_ids=range(1, 6)),
-        lm.RequestOptions(temperature=0.8),
-    ]
-    output = lm.generate(
-        tiny.Trigram(engines.VOCAB),
-        jnp.asarray(engines.TARGET),
-        [[1, 2], [3]],
-        drafter=lm.ModelDrafter(tiny.Trigram(engines.VOCAB)),
-        draft_params=jnp.asarray(engines.DRAFT),
-        config=engines.CONFIG,
-        max_new_tokens=12,
-        options=options,
-        logprobs=sd.LogprobsConfig(num_top=1),
-    )
-    return output.completions
 
 
 def served() -> Any:
@@ -151,9 +128,6 @@ def plain(arrays: Any) -> Any:
 CALLS: dict[str, Callable[[], Any]] = {
     "standard": lambda: verified(normalized, True),
     "block": lambda: verified(lambda: sd.DraftLogits(Q), False, rejection_sample_method="block"),
-    "synthetic": lambda: verified(
-        lambda: None, False, rejection_sample_method="synthetic", synthetic_acceptance_length=2.0
-    ),
     "drafting": lambda: sd.sample_draft_tokens(
         LOGITS[:B],
         sampling=sampling(True),
@@ -163,54 +137,17 @@ CALLS: dict[str, Callable[[], Any]] = {
     ).token_ids.tolist(),
     "processors": processed,
     "counts": counted,
-    "loop": generated,
     "engine": served,
 }
-
-MORE = "standard", "counts", "loop"
-NOT_COMPILED = "drafting", "agreement, cuda"
-
-
-def marked(name: str, call: Callable[[], Any], more: tuple[str, ...]) -> Any:
-    return pytest.param(call, marks=pytest.mark.slow if name in more else pytest.mark.slow)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "call",
-    [call if name == "drafting" else marked(name, call, MORE) for name, call in CALLS.items()],
-    ids=CALLS,
+    "name", [x if x == "drafting" else pytest.param(x, marks=pytest.mark.slow) for x in CALLS]
 )
-def test_tokens_are_the_same_in_64_bit_mode(call):
+@pytest.mark.parametrize("mode", [lambda: jax.enable_x64(True), jax.disable_jit])
+def test_tokens_are_the_same_in_64_bit_mode_and_where_nothing_is_compiled(mode, name):
+    call = CALLS[name]
     expected = call()
-    with jax.enable_x64(True):  # with strict promotion, as in all tests
-        assert call() == expected
-
-
-RULES = {
-    f"{rule}, {form}": functools.partial(
-        verified,
-        lambda: sd.DraftProbs(np.exp(Q) / np.exp(Q).sum(axis=1, keepdims=True)),
-        rule != "block",
-        form,
-        rejection_sample_method=rule,
-        synthetic_acceptance_length=2.0 if rule == "synthetic" else None,
-    )
-    for rule, form in (
-        ("standard", "cuda"),
-        ("block", "cpu"),
-        ("agreement", "cuda"),
-        ("synthetic", "cpu"),
-    )
-}
-
-
-@pytest.mark.parametrize(
-    "call",
-    [marked(*item, NOT_COMPILED) for item in {**CALLS, **RULES}.items()],
-    ids=[*CALLS, *RULES],
-)
-def test_what_is_not_compiled_gives_the_same(call):
-    expected = call()
-    with jax.disable_jit():
+    with mode():  # with strict promotion, as in all tests
         assert call() == expected

@@ -54,7 +54,7 @@ CLAIMS = {
 }
 
 
-# What a default run does less of; `-m slow` runs the notebooks as they stand.
+# What a run does less of; `make notebooks` runs them as they stand.
 SMALLER = {
     "quickstart": {
         "max_new_tokens=200": "max_new_tokens=60",
@@ -108,24 +108,15 @@ def smaller(notebook: nbformat.NotebookNode, replace: dict[str, str]) -> None:
 
 
 # Synthetic acceptance, which compiles most, has its claims in default tests too.
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("path", "replace"),
-    [
-        pytest.param(path, replace, id=f"{path.stem}{', smaller' if replace else ''}", marks=marks)
-        for path in RUNNER["NOTEBOOKS"]
-        for replace, marks in (
-            (SMALLER.get(path.stem), pytest.mark.long),
-            (None, pytest.mark.slow),
-        )
-        if replace or marks is pytest.mark.slow
-    ],
-    indirect=["path"],
+    "path", [x for x in RUNNER["NOTEBOOKS"] if x.stem in SMALLER], indirect=True
 )
 def test_a_notebook_runs_in_a_clean_kernel_and_its_claims_hold(
-    path: Path, replace: dict[str, str] | None, notebook: nbformat.NotebookNode
+    path: Path, notebook: nbformat.NotebookNode
 ) -> None:
     pictures = [out for out in outputs(notebook) if "image/png" in out.get("data", {})]
-    smaller(notebook, replace or {})
+    smaller(notebook, SMALLER.get(path.stem, {}))
     notebook.cells.append(nbformat.v4.new_code_cell(dedent(CLAIMS[path.stem])))
     executed = RUNNER["execute"](notebook, path.parent)  # raises what a cell raises
     drawn = [out for out in outputs(executed) if "image/png" in out.get("data", {})]

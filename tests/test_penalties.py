@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.stats
 from filled import ones, zeros
 from lower_floor import platform
 
@@ -124,18 +123,6 @@ def test_each_row_counts_the_output_and_the_drafts_before_it(
     assert row == len(sum(DRAFTS, [])) + batch * has_bonus_rows
 
 
-def test_forgetting_the_drafts_before_a_row_is_seen() -> None:
-    drafts = packed()
-    x = logits(drafts.token_ids.shape[0] + len(PROMPTS))
-    nothing = np.full(drafts.token_ids.shape, -1, np.int32)
-    forgetful = dataclasses.replace(drafts, token_ids=nothing)
-    right = np.asarray(apply(x, drafts, penalties(), config=CONFIG))
-    wrong = np.asarray(apply(x, forgetful, penalties(), config=CONFIG))
-    differs = (right != wrong).any(axis=1)
-    # First rows have no drafts before them; request 2 has no drafts, request 3 one at its second.
-    assert differs.tolist()[:11] == [0, 1, 1, 1, 0, 1, 1, 0, 0, 0, 1]
-
-
 @pytest.mark.newest
 def test_without_drafts_there_is_one_row_which_may_be_narrower() -> None:
     x = logits(len(PROMPTS), V - 2)
@@ -210,49 +197,6 @@ def test_bad_offsets_leave_the_rows_of_other_requests() -> None:
     bad = dataclasses.replace(drafts, cu_num_draft_tokens=cu)
     good, found = (np.asarray(apply(x, d, penalties(), config=CONFIG)) for d in (drafts, bad))
     np.testing.assert_array_equal(found[:8], good[:8])
-
-
-@pytest.mark.newest
-def test_text_after_an_accepted_draft_is_sampled_as_written() -> None:
-    requests, draft = 20000, 3
-    row = np.log([0.1, 0.1, 0.1, 0.4, 0.2, 0.1])
-    one = np.ones(requests, np.float32)
-    penalties = sd.Penalties(
-        np.float32(0.8) * one,
-        np.float32(0.3) * one,
-        np.float32(1.5) * one,
-        np.zeros((requests, 6), np.int32),
-        np.zeros((requests, 6), bool),
-    )
-    x = np.where(np.arange(6) == draft, row * 1.5 - 0.8 - 0.3, row)
-    expected = np.exp(x) / np.exp(x).sum()
-    config = sd.SpecDecodeConfig(num_speculative_tokens=1)
-
-    # Arguments, because XLA computes what depends on constants alone while it compiles.
-    given = np.tile(np.float32(row), (2 * requests, 1)), penalties, one
-    keys = jax.random.split(jax.random.key(5), requests)
-
-    @jax.jit
-    def second_tokens(given: Any, keys: jax.Array, seen: jax.Array, proposed: jax.Array) -> Any:
-        rows, penalties, one = given
-        output = sd.rejection_sample(
-            sd.apply_penalties(rows, sd.Drafts.from_dense(seen), penalties, config=config),
-            sd.Drafts.from_dense(proposed),
-            sampling=sd.SamplingParams(one),
-            keys=keys,
-            positions=jnp.zeros((requests,), jnp.int32),
-            config=config,
-        )
-        return jnp.where(output.num_emitted == 2, output.token_ids[:, 1], -1)
-
-    drafts = np.full((requests, 1), draft, np.int32)
-    p_values = []
-    for seen in (drafts, -np.ones_like(drafts)):  # the second: penalties that forget the draft
-        tokens = np.asarray(second_tokens(given, keys, seen, drafts))
-        counts = np.bincount(tokens[tokens >= 0], minlength=6)
-        assert counts.sum() > 5000
-        p_values.append(scipy.stats.chisquare(counts, expected * counts.sum()).pvalue)
-    assert p_values[0] > 1e-4 and p_values[1] < 1e-12
 
 
 @pytest.mark.newest

@@ -215,11 +215,3 @@ def largest_result(fn: Callable[..., Any], *args: Any) -> int:
 def test_no_operation_without_jit_makes_more_than_arguments_hold(fn, args):
     given = sum(x.size for x in jax.tree.leaves(args))
     assert largest_result(fn, *args) <= given
-
-
-def test_a_conditional_under_vmap_that_closes_over_the_logits_would():
-    def each(row: jax.Array, greedy: jax.Array) -> jax.Array:
-        return jax.lax.cond(greedy, lambda: LOGITS[row].max(), lambda: LOGITS[row].sum())
-
-    index = jnp.arange(B)
-    assert largest_result(jax.vmap(each), index, index > 3) >= B * B * V

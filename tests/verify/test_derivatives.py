@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from lower_floor import assume, platform
 
 import jax_specdec as sd
@@ -222,24 +220,13 @@ def over_mesh(*args: Any) -> Any:
     return found_loss(*args, sharding=sd.VerifySharding(mesh, "model"))
 
 
-def in_shard_map(distribution: str, logits: jax.Array, temperature: jax.Array) -> Any:
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    sharding = sd.VerifySharding(vocab_axis="model")
-    call = functools.partial(found_loss, distribution, sharding=sharding)
-    specs = P(None, "model"), P()
-    return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P())(logits, temperature)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "distribution"),
     [
-        *((form, "raw") for form in (by_offset, over_mesh)),
+        (by_offset, "raw"),
+        (over_mesh, "raw"),
         (found_loss, "processed"),
-        *(
-            pytest.param(form, "processed", marks=pytest.mark.slow)
-            for form in (by_offset, over_mesh, in_shard_map)
-        ),
     ],
 )
 def test_log_probabilities_have_the_derivatives_of_log_softmax(

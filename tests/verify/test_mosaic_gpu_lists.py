@@ -150,17 +150,6 @@ def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
     assert len(set(found)) > 20
 
 
-def test_other_ids_than_were_drawn_from_are_noticed():
-    """That the comparison finds a wrong map."""
-    batch, _ = with_ids(ordinary(3), "candidates", 70)
-    given: Any = batch.drafts.distribution
-    moved = dataclasses.replace(given, ids=(given.ids + 1) % SMALL.vocab)
-    wrong = batch.replace(drafts=dataclasses.replace(batch.drafts, distribution=moved))
-    output = verify(wrong, alone)
-    with pytest.raises(AssertionError, match="the oracle"):
-        check(batch, output)
-
-
 @pytest.mark.slow
 def test_no_thread_reads_an_entry_that_another_hides():
     """While the row is summed without its candidates."""
