@@ -376,11 +376,6 @@ MISTAKES = {
         ValueError,
         "num_speculative_tokens must be at most 5, the drafts of a block of 5",
     ),
-    "a head is no drafter": (
-        lambda: generate(drafter=HEAD),
-        TypeError,
-        r"drafter must be a Drafter, .*: a model is wrapped, drafter=BlockDrafter\(model\)",
-    ),
     "no features in the context": (
         lambda: DRAFTER.propose(HEAD_PARAMS, context(), None, None),
         ValueError,

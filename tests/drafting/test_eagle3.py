@@ -198,17 +198,6 @@ MISTAKES = {
         "prefill must get features",
     ),
     "no head": (lambda: lm.Eagle3Drafter("head"), TypeError, "head must be an Eagle3Head"),
-    "a head is no drafter": (
-        lambda: generate(drafter=HEAD),
-        TypeError,
-        r"drafter must be a Drafter, .*: a model is wrapped, drafter=Eagle3Drafter\(model\)",
-    ),
-    "a loaded head is no drafter": (
-        lambda: generate(drafter=lm.models.LoadedModel(HEAD, HEAD_PARAMS)),
-        TypeError,
-        r"drafter must be a Drafter, .*: pass drafter=Eagle3Drafter\(draft.model\) and draft_par",
-    ),
-    "no draft_params": (lambda: generate(draft_params=None), TypeError, "draft_params must be the"),
 }
 
 

@@ -143,16 +143,6 @@ def test_a_draft_model_that_skips_a_token_has_fewer_accepted():
     np.testing.assert_allclose(tokens_per_pass(scope)[:2], [2.4, 2.6], atol=0.05)  # as it says
 
 
-@pytest.mark.slow
-@pytest.mark.newest
-def test_the_loop_stops_at_a_stop_token():
-    scope = run(LOOP.replace("[lm.DOCUMENT_SEPARATOR]", "[10]"))  # a line feed
-    prompts, texts = scope["prompts"], scope["texts"]
-    completions = [text[len(prompt) :] for prompt, text in zip(prompts, texts, strict=True)]
-    assert [completion.count(10) for completion in completions] == [1, 1, 1]
-    assert [completion[-1] for completion in completions] == [10, 10, 10]
-
-
 # Adapters
 
 

@@ -77,18 +77,11 @@ JOINT = np.einsum("i,j,k->ijk", P, P, P)
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    ("impl", "has_positions"),
-    [
-        ("threefry2x32", True),
-        pytest.param("rbg", False, marks=pytest.mark.slow),
-    ],
-)
-def test_fresh_keys_make_tokens_of_consecutive_steps_independent(impl, has_positions):
-    tokens = loop(jax.random.key(11, impl=impl), has_positions, is_fresh=True)
+def test_fresh_keys_make_tokens_of_consecutive_steps_independent():
+    tokens = loop(jax.random.key(11), has_positions=True, is_fresh=True)
     counts = tally(tokens, V)
     print(np.round(counts / B, 4).tolist())
-    assert_distributed(counts, JOINT, f"{STEPS} steps, {impl}, positions {has_positions}")
+    assert_distributed(counts, JOINT, f"{STEPS} steps")
 
 
 @pytest.mark.long
@@ -124,11 +117,10 @@ def tokens_of_three(found: Any) -> np.ndarray:
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize("impl", ["threefry2x32", pytest.param("rbg", marks=pytest.mark.slow)])
-def test_padding_changes_no_token_and_the_slot_does(impl):
+def test_padding_changes_no_token_and_the_slot_does():
     differ = 0
     for seed in range(8):
-        key = jax.random.key(seed, impl=impl)
+        key = jax.random.key(seed)
         alone, padded = (tokens_of_three(FLAT(**small(n), keys=key)) for n in (3, 7))
         np.testing.assert_array_equal(alone, padded)
         turned = tokens_of_three(FLAT(**small(7, [2, 1, 0]), keys=key))

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from upper_floor import programs
 
-import jax_specdec as sd
 from jax_specdec import lm
 
-from . import engines, test_block, test_eagle3, tiny
-from .chi_square import CONTROL, assert_distributed, p_value, tally
+from . import engines, test_eagle3, tiny
+from .chi_square import assert_distributed, tally
 from .engines import TARGET, VOCAB
 from .test_grammar_driver import Cycle, constrained_truth
 
@@ -69,24 +68,9 @@ def test_greedy_text_is_the_targets_whatever_the_numbers_of_drafts():
 PROMPT, NUM_TOKENS, REQUESTS = [1, 4, 0], 4, 6000
 
 
-class Peeking(lm.ModelDrafter):
-    """Withdraws drafts of one token: whether a draft is verified depends on what it is."""
-
-    def propose(self, *args: Any) -> tuple[lm.Proposal, Any]:
-        proposal, cache = super().propose(*args)
-        ids = jnp.where(proposal.token_ids[:, :1] == 2, -1, proposal.token_ids)
-        return proposal._replace(token_ids=ids), cache
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "drafter",
-    [lm.ModelDrafter, pytest.param(Peeking, marks=pytest.mark.slow)],
-    ids=["drafts", "control"],
-)
-def test_text_under_load_is_distributed_as_the_targets(drafter):
-    engine = dataclasses.replace(TABLE, drafter=drafter(tiny.Trigram(VOCAB)))
-    driver = driver_of(engine, FromThePast)
+def test_text_under_load_is_distributed_as_the_targets():
+    driver = driver_of(TABLE, FromThePast)
     asked = lm.RequestOptions(max_new_tokens=NUM_TOKENS, temperature=1.0)
     for _ in range(REQUESTS):
         driver.submit(PROMPT, asked)
@@ -101,29 +85,7 @@ def test_text_under_load_is_distributed_as_the_targets(drafter):
         (tally(tokens[:, 1:], VOCAB), joint.sum(axis=0), "last three tokens"),
     ]
     for counts, probabilities, what in windows:
-        if drafter is Peeking:
-            assert p_value(counts, probabilities) < CONTROL
-        else:
-            assert_distributed(counts, probabilities, what)
-
-
-@pytest.mark.slow
-def test_synthetic_rates_hold_for_sampled_drafts_and_for_fewer():
-    config = sd.SpecDecodeConfig(
-        num_speculative_tokens=2,
-        rejection_sample_method="synthetic",
-        synthetic_acceptance_rates=(0.8, 0.2),
-    )
-    driver = driver_of(dataclasses.replace(TABLE, config=config, draft_budget=(1, 2)), Cycling)
-    for i in range(2 * SLOTS):
-        driver.submit([1, 2], max_new_tokens=38, temperature=0.8 * (i % 2))
-    engines.run(driver)
-    stats = driver.stats()
-    pairs = zip(stats.accepted_per_position, stats.reached_per_position, (0.8, 0.25), strict=True)
-    for accepted, reached, rate in pairs:
-        assert abs(accepted - rate * reached) < 5 * np.sqrt(rate * (1 - rate) * reached)
-    estimated = driver.state.estimator.rates
-    np.testing.assert_allclose(estimated, [0.8, 0.25], atol=0.1)
+        assert_distributed(counts, probabilities, what)
 
 
 # Caches
@@ -157,25 +119,8 @@ LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
             False,
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            dataclasses.replace(test_block.ENGINE, **SIZES),
-            test_block.weights_of,
-            False,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(  # the head drafts where its drafts are not taken, too
-            dataclasses.replace(
-                LLAMA,
-                drafter=lm.FirstOf(
-                    lm.SuffixDrafter(min_match=1), lm.ModelDrafter(engines.llama(8))
-                ),
-            ),
-            lambda _: ((weights := engines.weights_of(LLAMA))[0], (None, weights[1])),
-            False,
-            marks=pytest.mark.slow,
-        ),
     ],
-    ids=["control", "eagle3", "block", "lookup beside a model"],
+    ids=["control", "eagle3"],
 )
 def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weights_of, has_holes):
     """The drafter's logits are those of one that has read the same tokens at once."""

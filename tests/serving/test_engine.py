@@ -168,27 +168,6 @@ def test_only_a_running_request_can_be_preempted():
     assert running[0] in {u.request_id for u in driver.step()}  # before the one that waited
 
 
-@pytest.mark.parametrize(
-    ("method", "k"),
-    [
-        pytest.param("greedy", 1, marks=pytest.mark.slow),
-        pytest.param("probabilistic", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_greedy_requests_are_plain_decoding_whatever_drafts(method, k):
-    config = sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method=method)
-    engine = dataclasses.replace(TABLE, config=config, prefill_sizes=(LONGEST,))
-    driver = driver_of(engine, *TABLES)
-    assert (driver.state.store is None) == (method == "greedy")
-    requests = [dict(prompt=[i, i + 1], max_new_tokens=14) for i in range(VOCAB - 1)]
-    for request in requests:
-        driver.submit(**request)
-    found = run(driver)
-    for i, request in enumerate(requests):
-        assert found[i].token_ids == greedy_truth(request)
-    assert driver.stats().num_accepted_tokens > 0
-
-
 # Failures
 
 
@@ -381,23 +360,11 @@ FUNCTIONS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "settings", "num_programs"),
-    [
-        (None, {}, 5),
-        pytest.param(
-            (4, 16),
-            dict(max_steps_ahead=2, chunk_size=4, prompts_in_steps=True),
-            9,
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["whole", "pieces in steps"],
-)
-def test_nothing_is_compiled_after_warm_up(sizes, settings, num_programs):
-    engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=sizes)
-    assert {size for _, size in engine.admit_shapes} == {*(sizes or (32, LONGEST + 1))}
-    driver = driver_of(engine, *weights_of(LOOKUP), **settings)
+def test_nothing_is_compiled_after_warm_up():
+    num_programs = 5
+    engine = dataclasses.replace(LOOKUP, max_length=LONGEST + 1, prefill_sizes=None)
+    assert {size for _, size in engine.admit_shapes} == {32, LONGEST + 1}
+    driver = driver_of(engine, *weights_of(LOOKUP))
     programs, progress = {"jit(admit)", "jit(step)", "jit(release)"}, []
     with compilations() as names:
         driver.warm_up(

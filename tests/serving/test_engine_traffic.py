@@ -11,16 +11,10 @@ import pytest
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import tiny
-from .chi_square import CONTROL, assert_distributed, p_value, tally
 from .engines import (
-    DRAFT,
-    JOINTLY,
     LLAMA,
     NAMES,
     TABLE,
-    TARGET,
-    VOCAB,
     Finished,
     K,
     alone,
@@ -168,37 +162,3 @@ def long_run(count: int, seed: int, ahead: int = 0) -> None:
 
 def test_300_requests_leak_no_slot_and_lose_no_token():
     long_run(300, seed=3, ahead=1)
-
-
-@pytest.mark.slow
-def test_10000_requests_leak_no_slot_and_lose_no_token():
-    long_run(10_000, seed=4)
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
-        pytest.param(TABLE, marks=pytest.mark.slow),
-        pytest.param(JOINTLY, marks=pytest.mark.slow),
-    ],
-    ids=NAMES.get,
-)
-def test_sampled_requests_have_the_targets_distribution_whatever_comes_and_goes(engine):
-    count, prompt, length, temperature = 2000, [1, 4], 3, 0.9
-    rng, driver = np.random.default_rng(0), driver_of(engine)
-    for seed in range(count):
-        driver.submit(prompt, max_new_tokens=length, temperature=temperature, seed=seed)
-    updates = []
-    while not driver.is_idle:
-        new = driver.step()
-        updates += new
-        running = [u.request_id for u in new if u.finish_reason is None]
-        if running and rng.random() < 0.3:
-            driver.preempt(running[0])
-    found = collect(updates)
-    tokens = np.array([found[i].token_ids for i in range(count)])
-    counts = tally(tokens, VOCAB)
-    expected = tiny.exact_distribution(TARGET, prompt, length, temperature)
-    assert_distributed(counts, expected, "three tokens")
-    wrong = tiny.exact_distribution(DRAFT, prompt, length, temperature)
-    assert p_value(counts, wrong) < CONTROL

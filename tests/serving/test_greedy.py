@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -39,7 +38,6 @@ MODEL = lm.models.Llama(
 )
 LENGTHS = (1, 2, 7, 40, 40, 3)
 BUDGETS = (24, 24, 24, 24, 1, 0)
-NARROW = 40  # ids
 
 
 @functools.cache
@@ -73,32 +71,8 @@ def near(params: Any, seed: int, noise: float = 0.05) -> Any:
     )
 
 
-def narrow_model(seed: int) -> tuple[lm.ModelDrafter, Any]:
-    """Of the first layer alone."""
-    config = dataclasses.replace(MODEL.config, vocab_size=NARROW, num_hidden_layers=1)
-    params = near(params_of(seed), seed)
-    embeddings = params["embed_tokens"][:NARROW]  # of the head too
-    own = {"embed_tokens": embeddings, "layers": params["layers"][:1]}
-    return lm.ModelDrafter(lm.models.Llama(config)), params | own
-
-
 def near_model(seed: int) -> tuple[lm.ModelDrafter, Any]:
     return lm.ModelDrafter(MODEL), near(params_of(seed), seed)
-
-
-def adversary(seed: int) -> tuple[tiny.Scripted, Any]:
-    """Right ids, wrong ids, -1 and ids past the vocabulary, in any order."""
-    vocab_size = MODEL.vocab_size
-    rng = np.random.default_rng(seed)
-    script = np.zeros((len(LENGTHS), 128), np.int64)
-    pairs = zip(prompts_of(seed), plain_of(seed).completions, strict=True)
-    for row, (prompt, completion) in zip(script, pairs, strict=True):
-        row[len(prompt) : len(prompt) + len(completion)] = completion
-    kind = rng.random(script.shape)
-    script = np.where(kind < 0.3, rng.integers(0, vocab_size, script.shape), script)
-    script = np.where(kind < 0.2, rng.integers(vocab_size, 2**31 - 1, script.shape), script)
-    script = np.where(kind < 0.1, rng.integers(-(2**31), 0, script.shape), script)
-    return tiny.Scripted(), jnp.asarray(script, jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnames="model")
@@ -127,23 +101,11 @@ def test_plain_decoding_emits_the_argmax_of_a_full_pass():
                 assert row.max() - row[token] <= MAX_GAP, (seed, b, i)
 
 
-CASES = [
-    pytest.param(narrow_model, "probabilistic", 2, marks=pytest.mark.slow),
-    (near_model, "greedy", 5),
-    pytest.param(adversary, "probabilistic", 5, marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(
-    ("make_drafter", "draft_sample_method", "k"),
-    CASES,
-    ids=lambda x: getattr(x, "__name__", str(x)),
-)
-def test_greedy_tokens_are_those_of_plain_decoding(make_drafter, draft_sample_method, k):
-    config = sd.SpecDecodeConfig(num_speculative_tokens=k, draft_sample_method=draft_sample_method)
+def test_greedy_tokens_are_those_of_plain_decoding():
+    config = sd.SpecDecodeConfig(num_speculative_tokens=5, draft_sample_method="greedy")
     accepted = proposed = 0
     for seed in SEEDS:
-        drafter, draft_params = make_drafter(seed)
+        drafter, draft_params = near_model(seed)
         params, prompts, plain = params_of(seed), prompts_of(seed), plain_of(seed)
         output = lm.generate(
             MODEL,
@@ -191,11 +153,6 @@ def test_a_target_that_drafts_for_itself_has_everything_accepted():
 VOCAB = 5
 SCRIPT_SIZE = 64
 MAX_BUDGET = 12
-STATIC = [
-    pytest.param(1, (), marks=pytest.mark.slow),
-    pytest.param(2, (0, 3), marks=pytest.mark.slow),
-    (5, (3,)),
-]  # K and stop tokens; each compiles once
 
 
 @st.composite
@@ -218,9 +175,9 @@ def generations(draw):
     return table, requests
 
 
-@pytest.mark.parametrize(("k", "stop_token_ids"), STATIC)
 @hypothesis.given(generations())
-def test_every_step_is_that_of_the_loop_in_python(k, stop_token_ids, generation):
+def test_every_step_is_that_of_the_loop_in_python(generation):
+    k, stop_token_ids = 5, (3,)
     table, requests = generation
     prompts, budgets, scripts = zip(*requests, strict=True)
     output = lm.generate(

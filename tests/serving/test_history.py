@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import numpy as np
@@ -167,22 +166,7 @@ def test_a_text_that_cannot_be_kept_is_delivered_all_the_same(monkeypatch) -> No
     assert driver.serving_stats().num_failed_calls == 1
 
 
-@pytest.mark.slow
-def test_generate_reads_a_history_and_leaves_it_as_it_is() -> None:
-    truth = engines.greedy_truth(REQUEST)
-    run = functools.partial(
-        lm.generate,
-        MODEL,
-        engines.TABLES[0],
-        [REQUEST["prompt"]],
-        config=engines.CONFIG,
-        drafter=DRAFTER,
-        max_new_tokens=REQUEST["max_new_tokens"],
-    )
-    params = DRAFTER.init_params()
-    empty = run(draft_params=params)
-    full = run(draft_params=DRAFTER.add(params, truth))
-    assert empty.completions == full.completions == [truth]
-    assert len(full.steps.num_kept) < len(empty.steps.num_kept)
+def test_a_drafter_without_its_history_is_refused() -> None:
+    asked: dict[str, Any] = dict(config=engines.CONFIG, drafter=DRAFTER, max_new_tokens=2)
     with pytest.raises(ValueError, match="draft_params must be a history"):
-        run()
+        lm.generate(MODEL, engines.TABLES[0], [[1]], **asked)

@@ -21,7 +21,6 @@ pytestmark = [pytest.mark.xdist_group("engines")]
 
 BY_LENGTH = ((12, 1), (20, 0))
 SHORTER = dataclasses.replace(engines.TABLE, max_drafts_by_length=BY_LENGTH)
-BUDGET = dataclasses.replace(SHORTER, draft_budget=(1, 2))
 
 
 def allowed(max_drafts: int | None, length: int) -> int:
@@ -33,8 +32,8 @@ def allowed(max_drafts: int | None, length: int) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "max_steps_ahead"),
-    [(SHORTER, 0), (SHORTER, 2), pytest.param(BUDGET, 0, marks=pytest.mark.slow)],
-    ids=["at once", "ahead", "a budget"],
+    [(SHORTER, 0), (SHORTER, 2)],
+    ids=["at once", "ahead"],
 )
 def test_no_request_has_more_drafts_than_it_may_and_greedy_text_stays(
     engine: lm.Engine, max_steps_ahead: int

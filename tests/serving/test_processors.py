@@ -1,4 +1,4 @@
-"""Biases, bad words and a least length: a loop of one's own against one token at a time."""
+"""Biases, bad words and a least length: rows against plain Python, arrays, and what is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lower_floor import PROCESSORS, Sequences, assume, platform
@@ -22,14 +21,10 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm import OptionSizes
 
-from . import sampled, tiny
+from . import sampled
 
 V, K = 7, 3
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
-PROMPT = [1, 4, 0, 1, 4]
-STOPS = (2,)
-TARGET = tiny.random_table(V, seed=30)
-DRAFT = (0.8 * TARGET + 0.5 * tiny.random_table(V, seed=6)).astype(np.float32)
 
 # Rows
 
@@ -263,111 +258,7 @@ def test_without_requests_or_rows_nothing_is_done() -> None:
     assert apply(logits(2), drafts, none, config=CONFIG).shape == (2, WIDE)
 
 
-@pytest.mark.slow
-def test_processors_travel_through_export() -> None:
-    function = jax.jit(functools.partial(sd.process_logits, config=CONFIG))
-    arguments = logits(13), packed(), processors()
-    exported = export.deserialize(export.export(function)(*arguments).serialize())
-    np.testing.assert_array_equal(exported.call(*arguments), function(*arguments))
-
-
 # Decoding
-
-
-def last_two(tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    request = jnp.arange(tokens.shape[0])
-    return tokens[request, lengths - 2], tokens[request, lengths - 1]
-
-
-@functools.partial(jax.jit, static_argnames="drafter_sees")
-def step(
-    tokens: jax.Array,
-    lengths: jax.Array,
-    asked: BatchOptions,
-    temperature: jax.Array,
-    keys: jax.Array,
-    drafter_sees: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Draft K tokens by a table, verify them by another; the loop that a user would write."""
-    batch = tokens.shape[0]
-    assert asked.processors is not None
-    sequences = Sequences(tokens, lengths, asked.prompt_lengths, V)
-    found = asked.processors.with_sequences(sequences)
-    request = jnp.arange(batch)
-    now, text, rows, q = found, tokens, [], []
-    for i in range(K + 1):
-        rows.append(jnp.asarray(TARGET)[last_two(text, lengths + i)])
-        if i == K:
-            break
-        raw = jnp.asarray(DRAFT)[last_two(text, lengths + i)]
-        x = sd.process_logits(raw, None, now) if drafter_sees else raw
-        x = jnp.where(jnp.isfinite(x).any(axis=1, keepdims=True), x, raw)
-        scaled = x / jnp.where(temperature == 0, 1e-3, temperature)[:, None]
-        own = jax.vmap(lambda key, p: jax.random.fold_in(jax.random.fold_in(key, 99), p))
-        ids = jax.vmap(jax.random.categorical)(own(keys, lengths + i), scaled)
-        q.append(jax.nn.softmax(scaled))
-        now = now.append(ids)
-        text = text.at[request, lengths + i].set(ids)
-    ids = jnp.take_along_axis(text, lengths[:, None] + jnp.arange(K)[None, :], axis=1)
-    drafts = sd.Drafts.from_dense(ids, distribution=sd.DraftProbs(jnp.stack(q, axis=1)))
-    output = sd.rejection_sample(
-        sd.process_logits(
-            jnp.stack(rows, axis=1).reshape(batch * (K + 1), V), drafts, found, config=CONFIG
-        ),
-        drafts,
-        sampling=dataclasses.replace(sd.SamplingParams(temperature), top_k=asked.sampling.top_k),
-        keys=keys,
-        positions=lengths,
-        config=CONFIG,
-    )
-    place = lengths[:, None] + jnp.arange(K + 1)[None, :]
-    tokens = tokens.at[request[:, None], place].set(jnp.maximum(output.token_ids, 0))
-    return tokens, lengths + output.num_emitted, output.num_accepted
-
-
-def decode(
-    options: Sequence[lm.RequestOptions], temperature: Any, count: int, drafter_sees: bool = True
-) -> tuple[np.ndarray, float]:
-    """``[B, count]`` tokens, and the share of drafts accepted."""
-    batch = len(options)
-    tokens = np.tile(np.array([PROMPT + [0] * (count + 2 * K + 2)], np.int32), (batch, 1))
-    lengths = np.full((batch,), len(PROMPT), np.int32)
-    stopping = [dataclasses.replace(one, stop_token_ids=STOPS) for one in options]
-    asked = BatchOptions.create(stopping, [len(PROMPT)] * batch, V)
-    keys = jax.random.split(jax.random.key(5), batch)
-    temperature = np.broadcast_to(np.float32(temperature), (batch,))
-    end, accepted, steps = len(PROMPT) + count, 0, 0
-    while lengths.min() < end:
-        room = np.minimum(lengths, end + K)  # who is done writes past the end
-        tokens, lengths, kept = step(tokens, room, asked, temperature, keys, drafter_sees)
-        lengths = np.asarray(lengths)
-        accepted, steps = accepted + int(np.asarray(kept).sum()), steps + batch
-    return np.asarray(tokens)[:, len(PROMPT) : end], accepted / (steps * K)
-
-
-GREEDY = [
-    lm.RequestOptions(),
-    lm.RequestOptions(logit_bias={5: 2.0, 1: -1.0, 4: 0.25}),
-    lm.RequestOptions(logit_bias={3: 1.0}, repetition_penalty=1.8, frequency_penalty=0.4),
-    lm.RequestOptions(bad_words=[[0], [4, 1]]),
-    lm.RequestOptions(bad_words=[[1, 4, 4], [5, 5], [3, 0]]),
-    lm.RequestOptions(min_tokens=11),
-    lm.RequestOptions(min_tokens=9, bad_words=[[3]], logit_bias={2: 9.0}),
-]
-NUM_GREEDY = 14
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("drafter_sees", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_greedy_tokens_are_those_of_one_token_at_a_time(drafter_sees: bool) -> None:
-    tokens, share = decode(GREEDY, 0.0, NUM_GREEDY, drafter_sees)
-    assert 0 < share < 1
-    truth = [sampled.greedy(TARGET, PROMPT, one, NUM_GREEDY, STOPS) for one in GREEDY]
-    for row, want in zip(tokens.tolist(), truth, strict=True):
-        assert row[: len(want)] == want
-    plain = sampled.greedy(TARGET, PROMPT, lm.RequestOptions(), NUM_GREEDY, STOPS)
-    assert all(want != plain for want in truth[1:])
-    assert len(truth[6]) == 10  # at the first position where it may, it stops
 
 
 # Arrays of a batch

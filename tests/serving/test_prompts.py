@@ -14,9 +14,9 @@ from upper_floor import ChunkCosts, ChunkedPrefill, programs
 
 from jax_specdec import lm
 
-from . import engines, test_eagle3, tiny
+from . import engines, tiny
 from .engines import LONGEST, SLOTS, TABLES, VOCAB, driver_of, greedy_truth, run
-from .test_steps_ahead import PIECES, Failing, failing, in_pieces, reads_5
+from .test_steps_ahead import PIECES, Failing, in_pieces
 
 pytestmark = [pytest.mark.long, pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
@@ -215,48 +215,11 @@ def test_a_request_may_leave_between_two_chunks(leave):
         assert request_id not in found
 
 
-@pytest.mark.parametrize(
-    ("ahead", "in_steps"),
-    [(0, False), (2, False), *(pytest.param(n, True, marks=pytest.mark.slow) for n in (0, 2))],
-)
-def test_a_prompt_that_cannot_be_read_to_its_end_ends_its_request_alone(ahead, in_steps):
-    driver = failing(reads_5, ahead)
-    driver.chunk_size, driver.prompts_in_steps = SMALL, in_steps
-    rng = np.random.default_rng(6)
-    asked = [
-        dict(prompt=rng.integers(0, 5, n).tolist(), max_new_tokens=9 + n, stop_token_ids=[5])
-        for n in (1, 2, 9, 2, 5)
-    ]
-    ids = [driver.submit(**one) for one in asked[:3]]
-    bad = driver.submit([2] * 20 + [5], max_new_tokens=9)
-    ids += [driver.submit(**one) for one in asked[3:]]
-    found = run(driver)
-    assert (found[bad].token_ids, found[bad].finish_reason) == ([], "failed")
-    for request_id, one in zip(ids, asked, strict=True):
-        assert found[request_id].token_ids == greedy_truth(one)
-        assert found[request_id].finish_reason in ("stop", "length")
-
-
 # Texts
 
 
-EAGLE3 = dataclasses.replace(test_eagle3.ENGINE, prefill_sizes=(3, 8))
-DRIVERS: dict[str, tuple[lm.Engine, tuple[Any, Any]]] = {
-    "table": (PIECES, TABLES),
-    "eagle3": (EAGLE3, test_eagle3.weights_of(EAGLE3)),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "in_steps"),
-    [
-        ("table", False),
-        pytest.param("table", True, marks=pytest.mark.slow),
-        pytest.param("eagle3", True, marks=pytest.mark.slow),
-    ],
-)
-def test_the_size_of_chunks_changes_no_text(name, in_steps):
-    engine, weights = DRIVERS[name]
+def test_the_size_of_chunks_changes_no_text():
+    engine, weights = PIECES, TABLES
     Failing.shall_fail = staticmethod(lambda tokens: False)
     rng = np.random.default_rng(3)
     asked = [engines.random_request(rng, [0.0, 1.0]) for _ in range(12)]
@@ -268,7 +231,6 @@ def test_the_size_of_chunks_changes_no_text(name, in_steps):
         max_steps_ahead=2,
         max_prefills=1,
         chunk_size=engine.chunk_sizes[0],
-        prompts_in_steps=in_steps,
     )
     ids = [busy.submit(**one) for one in asked]
     cancelled = busy.submit([1] * 12, max_new_tokens=20)
@@ -351,11 +313,10 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(
     assert driver.chunk_size == engine.chunk_size
 
 
-@pytest.mark.parametrize("in_steps", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_steps_and_prompts_are_measured(in_steps):
-    costs = programs.measure_chunks(PIECES, *TABLES, in_steps=in_steps)
+def test_steps_and_prompts_are_measured():
+    costs = programs.measure_chunks(PIECES, *TABLES, in_steps=False)
     assert 0 < costs.step < np.inf and np.isfinite([*costs.seconds.values()]).all()
-    assert in_steps or min(costs.seconds.values()) > 0
+    assert min(costs.seconds.values()) > 0
     assert tuple(costs.seconds) == PIECES.chunk_sizes[: len(costs.seconds)]
     assert costs.largest in costs.seconds
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -205,63 +204,6 @@ def test_calls_read_as_many_prompts_as_their_size_allows():
         dataclasses.replace(PIECES, max_prefill_requests=0)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_requests_go_on_while_a_long_prompt_is_read(ahead, monkeypatch):
-    driver = in_pieces(max_steps_ahead=ahead, max_prefills=1)
-    running = driver.submit([1], max_new_tokens=37)
-    updates = driver.step()
-    long = dict(prompt=np.random.default_rng(0).integers(0, VOCAB, 33).tolist(), max_new_tokens=6)
-    short = [dict(prompt=[i, 2], max_new_tokens=3) for i in range(3)]
-    ids = [driver.submit(**request) for request in [long, *short]]
-    names = calls(monkeypatch)
-    while not any(u.request_id == ids[0] for u in updates):
-        new = driver.step()
-        assert running in {u.request_id for u in new}, "each step has a token for it"
-        updates += new
-    pieces = (33 - 1) // 8  # a step reads the last token
-    assert 1 <= Counter(names)["admit"] - pieces <= len(short)
-    # Never two calls that read between two steps.
-    between = "".join({"step": "|"}.get(name, "r") for name in names).split("|")
-    assert max(map(len, between)) == 1
-    first = list(dict.fromkeys(u.request_id for u in updates))
-    assert first.index(ids[0]) > first.index(ids[1]), "short prompts do not wait for all pieces"
-    found = run(driver, updates)
-    assert found[ids[0]].token_ids == greedy_truth(long)
-    for request_id, request in zip(ids[1:], short, strict=True):
-        assert found[request_id].token_ids == greedy_truth(request)
-
-
-def test_where_nobody_runs_prompts_are_read_until_somebody_does(monkeypatch):
-    driver = in_pieces(max_prefills=1)
-    long = dict(prompt=[1, 2, 3] * 10, max_new_tokens=6)
-    driver.submit(**long)
-    names = calls(monkeypatch)
-    (update,) = driver.step()
-    assert names == ["admit"] * 4 + ["step"]
-    assert update.token_ids == greedy_truth(long)[:1]
-
-
-@pytest.mark.parametrize("leave", ["cancel", "preempt"])
-def test_a_request_may_leave_while_its_prompt_is_read(leave):
-    driver = in_pieces(max_prefills=1)
-    running = driver.submit([1], max_new_tokens=30)
-    driver.step()
-    long = dict(prompt=[5, 2, 3] * 10, max_new_tokens=6)
-    request_id = driver.submit(**long)
-    updates = driver.step()
-    assert {u.request_id for u in updates} == {running} and driver.num_running == 2
-    assert getattr(driver, leave)(request_id)
-    assert driver.num_running == 1 and driver.num_queued == (leave == "preempt")
-    follower = driver.submit(long["prompt"][::-1], max_new_tokens=6)
-    found = run(driver)
-    reverse = dict(prompt=long["prompt"][::-1], max_new_tokens=6)
-    assert found[follower].token_ids == greedy_truth(reverse)
-    if leave == "preempt":
-        assert found[request_id].token_ids == greedy_truth(long)
-    else:
-        assert request_id not in found
-
-
 # Failures on the device
 
 
@@ -349,20 +291,6 @@ def test_a_device_that_fails_at_every_step_ends_every_request():
         assert [u.finish_reason for u in found[i].updates] == [None] * MOST_RETRIES + ["failed"]
     num_calls = driver.serving_stats().num_failed_calls
     assert MOST_RETRIES < num_calls <= len(ids) * (MOST_RETRIES + 1)
-
-
-def test_a_long_prompt_that_cannot_be_read_harms_nobody():
-    driver = failing(reads_5, ahead=1)
-    good = [dict(prompt=[1, i], max_new_tokens=25, stop_token_ids=[5]) for i in range(2)]
-    ids = [driver.submit(**request) for request in good]
-    updates = driver.step()
-    bad = driver.submit([2] * 20 + [5], max_new_tokens=9)
-    found = run(driver, updates)
-    assert found[bad].finish_reason == "failed"
-    assert [found[i].token_ids for i in ids] == [greedy_truth(request) for request in good]
-    # Its first failure may show in a step, and concern all; the later ones concern itself alone.
-    errors = [sum(u.error is not None for u in found[i].updates) for i in (*ids, bad)]
-    assert max(errors[:2]) <= 1 and errors[2] > MOST_RETRIES
 
 
 # Metrics

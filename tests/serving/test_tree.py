@@ -14,7 +14,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import engines, test_agreement, test_eagle3, test_tensor_parallel, tiny
+from . import engines, tiny
 from .engines import VOCAB
 from .test_draft_budget import Cycling, FromThePast
 from .test_grammar_driver import Cycle, constrained_truth
@@ -226,29 +226,6 @@ def test_log_probabilities_are_those_of_plain_decoding() -> None:
             np.testing.assert_allclose(np.array(one), np.array(other), atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_chain_as_a_tree_has_the_steps_of_the_chain() -> None:
-    k = DEPTH
-    script = rng.integers(-1, VOCAB, (PLANS, engines.LONGEST, k)).astype(np.int32)
-    script[:, :, :1] = np.maximum(script[:, :, :1], 0)
-    script = np.where(np.cumprod(script >= 0, axis=2), script, -1)
-    weights = jnp.asarray(script), jnp.broadcast_to(jnp.arange(k), script.shape)
-    outputs = [
-        lm.generate(
-            MODEL,
-            engines.TABLES[0],
-            PROMPTS,
-            drafter=Planned(depth),
-            draft_params=weights,
-            config=dataclasses.replace(CONFIG, num_speculative_tokens=k),
-            options=OPTIONS,
-        )
-        for depth in (k, 0)
-    ]
-    assert outputs[0].steps.num_accepted.sum() > 0
-    tiny.assert_same(*outputs)
-
-
 # Engines
 
 ENGINE = lm.Engine(
@@ -264,23 +241,11 @@ ENGINE = lm.Engine(
 BUDGET = (0, 3, NODES)
 
 
-@pytest.mark.parametrize(
-    ("choice", "max_steps_ahead"),
-    [
-        pytest.param(None, 0, marks=pytest.mark.slow),
-        pytest.param(Cycling, 2, marks=pytest.mark.slow),
-        pytest.param(FromThePast, 1, marks=pytest.mark.slow),
-    ],
-)
-def test_engines_give_it_whatever_the_traffic_and_the_budget(
-    choice: type | None, max_steps_ahead: int
-) -> None:
-    engine = dataclasses.replace(ENGINE, draft_budget=BUDGET if choice else None)
-    driver = engines.driver_of(
-        engine, engines.TABLES[0], peeking().params, max_steps_ahead=max_steps_ahead
-    )
-    if choice is not None:
-        driver.draft_choice = choice(BUDGET, driver.draft_choice.rates, has_trees=True)
+@pytest.mark.slow
+def test_engines_give_it_whatever_the_traffic_and_the_budget() -> None:
+    engine = dataclasses.replace(ENGINE, draft_budget=BUDGET)
+    driver = engines.driver_of(engine, engines.TABLES[0], peeking().params, max_steps_ahead=1)
+    driver.draft_choice = FromThePast(BUDGET, driver.draft_choice.rates, has_trees=True)
     traffic, ids, updates = np.random.default_rng(4), {}, []
     for b in traffic.permutation(2 * len(PROMPTS)).tolist():
         b %= len(PROMPTS)
@@ -467,60 +432,6 @@ def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
         assert token_ids[slot, :count].tolist() == text[:count]
         found, fresh = seen_by(*ours, count, slot), seen_by(*theirs, count, b)
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, 1e-4, 1e-3), found, fresh)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("eagle3", marks=pytest.mark.slow),
-        pytest.param("block", marks=pytest.mark.slow),
-        pytest.param("suffix", marks=pytest.mark.slow),
-    ],
-)
-def test_drafters_of_trees_give_it_whatever_the_traffic_and_who_is_preempted(name: str) -> None:
-    """Texts are those of `test_agreement`, up to choices that are too close."""
-    drafter: Any = lm.SuffixDrafter(min_match=1)
-    weights = None
-    if name != "suffix":
-        weights = test_agreement.draft_params(name)
-        drafter = test_eagle3.ENGINE.drafter if name == "eagle3" else test_agreement.DRAFTERS[name]
-    fields = dict(num_candidates=None) if name == "block" else {}
-    engine = dataclasses.replace(
-        test_eagle3.ENGINE,
-        drafter=dataclasses.replace(drafter, tree_depth=2, **fields),
-        config=test_agreement.config_of(5),
-        request_options=True,
-        draft_budget=(0, 5),
-    )
-    driver = engines.driver_of(
-        engine, test_agreement.params(), weights, max_steps_ahead=1, max_prefills=1
-    )
-    driver.draft_choice = FromThePast((0, 5), driver.draft_choice.rates, has_trees=True)
-    ids, updates, preempted = {}, [], 0
-    for b in np.random.default_rng(0).permutation(len(test_agreement.PROMPTS)).tolist():
-        driver.submit([1, 2], max_new_tokens=3, temperature=1.0, top_k=5)
-        ids[driver.submit(test_agreement.PROMPTS[b], test_agreement.OPTIONS[b])] = b
-        updates += driver.step()
-    for i in range(20):
-        updates += driver.step()
-        preempted += driver.preempt([*ids][i % len(ids)])
-    found = engines.run(driver, updates)
-    assert preempted > 3
-    assert driver.stats().num_accepted_tokens > 0
-    by_request = {ids[i]: text.token_ids for i, text in found.items() if i in ids}
-    test_agreement.check_texts([by_request[b] for b in range(len(ids))])
-
-
-@pytest.mark.slow
-def test_texts_over_eight_devices_are_those_of_plain_decoding() -> None:
-    whole, prompts = test_tensor_parallel.on_eight(split_drafter=False), PROMPTS[:4]
-    weights, asked = (whole["model"], whole["params"]), dict(options=OPTIONS[:4], config=CONFIG)
-    texts = lm.generate_plain(*weights, prompts, **asked).completions
-    own = {b: p + t for b, (p, t) in enumerate(zip(prompts, texts, strict=True))}
-    drafting: Any = dict(drafter=Planned(), draft_params=Plans.random(9, own).params)
-    output = lm.generate(*weights, prompts, **drafting, **asked)
-    assert output.completions == texts
-    assert output.steps.num_accepted.max() == DEPTH
 
 
 # What a budget goes by
