@@ -91,40 +91,14 @@ def test_text_under_load_is_distributed_as_the_targets():
 # Caches
 
 
-class Forgetful(lm.ModelDrafter):
-    """Forgets what it reads in steps of one draft or none."""
-
-    def propose(self, *args: Any) -> tuple[lm.Proposal, Any]:
-        proposal, cache = super().propose(*args)
-        _, context, before, _ = args
-        return proposal, before if context.config.num_speculative_tokens == 1 else cache
-
-
 SIZES = dict(prefill_sizes=(engines.LONGEST,), draft_budget=(0, 2))
-LLAMA = dataclasses.replace(engines.LLAMA, **SIZES)
 
 
-@pytest.mark.parametrize(
-    ("engine", "weights_of", "has_holes"),
-    [
-        pytest.param(
-            dataclasses.replace(LLAMA, drafter=Forgetful(engines.llama(8))),
-            engines.weights_of,
-            True,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            dataclasses.replace(test_eagle3.ENGINE, **SIZES),
-            test_eagle3.weights_of,
-            False,
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["control", "eagle3"],
-)
-def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weights_of, has_holes):
+@pytest.mark.slow
+def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache():
     """The drafter's logits are those of one that has read the same tokens at once."""
-    weights = weights_of(engine)
+    engine = dataclasses.replace(test_eagle3.ENGINE, **SIZES)
+    weights = test_eagle3.weights_of(engine)
     driver = driver_of(engine, Cycling, *weights)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, engines.VOCAB, n).tolist() for n in (3, 5, 2, 6)]
@@ -147,8 +121,7 @@ def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache(engine, weigh
     found, wanted = (draft(weights[1], state) for state in (driver.state, again))
     assert (wanted.draft_token_ids >= 0).all()
     difference = float(jnp.abs(found.store.logits - wanted.store.logits).max())
-    print(difference)
-    assert (difference > 1e-3) == has_holes
+    assert difference < 1e-3
 
 
 # Compilations

@@ -212,20 +212,6 @@ def test_a_token_that_its_mask_does_not_force_is_verified_and_a_planted_fault_is
         assert np.abs(law_of(*given, trusting) - then(())).sum() > 0.2
 
 
-def test_forcing_behind_drafts_that_have_a_q_would_be_lossy() -> None:
-    """Whether drafts are verified one-hot would depend on which tokens were drafted."""
-    tree = {(0,): (2,)}
-    rng = np.random.default_rng(0)
-    p, q = random_table(rng), random_table(rng)
-    p[()], q[()] = np.array([0.5, 0.5, 0, 0]), np.array([0.9, 0.1, 0, 0])
-    allowed = allowed_by(tree)
-    then = functools.cache(functools.partial(tail, p, allowed))
-    lossy = law_of(Follows(allowed), p, q, False, then, as_it_is, one_hot=True)
-    np.testing.assert_allclose(lossy.sum(axis=(1, 2)), [0.45, 0.55, 0, 0], atol=1e-12)
-    found = law_of(Follows(allowed), p, q, False, then, as_it_is)
-    np.testing.assert_allclose(found.sum(axis=(1, 2)), [0.5, 0.5, 0, 0], atol=1e-12)
-
-
 def test_what_is_forced_is_asked_for_once_and_masks_are_those_of_a_new_matcher() -> None:
     class Ones:
         eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)

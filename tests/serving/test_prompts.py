@@ -14,7 +14,7 @@ from upper_floor import ChunkCosts, ChunkedPrefill, programs
 
 from jax_specdec import lm
 
-from . import engines, tiny
+from . import engines, test_eagle3, tiny
 from .engines import LONGEST, SLOTS, TABLES, VOCAB, driver_of, greedy_truth, run
 from .test_steps_ahead import PIECES, Failing, in_pieces
 
@@ -218,8 +218,15 @@ def test_a_request_may_leave_between_two_chunks(leave):
 # Texts
 
 
-def test_the_size_of_chunks_changes_no_text():
-    engine, weights = PIECES, TABLES
+EAGLE3 = dataclasses.replace(test_eagle3.ENGINE, prefill_sizes=(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("engine", "weights", "in_steps"),
+    [(PIECES, TABLES, False), (EAGLE3, test_eagle3.weights_of(EAGLE3), True)],
+    ids=["tables", "eagle3"],
+)
+def test_the_size_of_chunks_changes_no_text(engine, weights, in_steps):
     Failing.shall_fail = staticmethod(lambda tokens: False)
     rng = np.random.default_rng(3)
     asked = [engines.random_request(rng, [0.0, 1.0]) for _ in range(12)]
@@ -231,6 +238,7 @@ def test_the_size_of_chunks_changes_no_text():
         max_steps_ahead=2,
         max_prefills=1,
         chunk_size=engine.chunk_sizes[0],
+        prompts_in_steps=in_steps,
     )
     ids = [busy.submit(**one) for one in asked]
     cancelled = busy.submit([1] * 12, max_new_tokens=20)
