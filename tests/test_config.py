@@ -64,12 +64,6 @@ def test_any_number_of_tokens_from_1_builds_every_method(k: int) -> None:
     assert by_length.unconditional_rates == by_length.conditional_rates == (1.0,) * k
 
 
-def test_synthetic_rates_resolve_to_both_kinds_of_rates() -> None:
-    config = synthetic(num_speculative_tokens=3, synthetic_acceptance_rates=(0.9, 0.45, 0.0))
-    assert config.unconditional_rates == (0.9, 0.45, 0.0)
-    assert config.conditional_rates == (0.9, 0.5, 0.0)
-
-
 def test_synthetic_length_resolves_to_both_kinds_of_rates() -> None:
     config = synthetic(num_speculative_tokens=3, synthetic_acceptance_length=2.5)
     assert config.unconditional_rates == (1.0, 0.5, 0.0)

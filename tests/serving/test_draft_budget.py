@@ -1,4 +1,4 @@
-"""Steps with few or no drafts: the text's law, caches without holes, compilations, the choice."""
+"""Steps with few or no drafts: the text's law, compilations, the choice."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import itertools
 import json
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from upper_floor import programs
 
 from jax_specdec import lm
 
-from . import engines, test_eagle3, tiny
+from . import engines, tiny
 from .chi_square import assert_distributed, tally
 from .engines import TARGET, VOCAB
 from .test_grammar_driver import Cycle, constrained_truth
@@ -86,42 +83,6 @@ def test_text_under_load_is_distributed_as_the_targets():
     ]
     for counts, probabilities, what in windows:
         assert_distributed(counts, probabilities, what)
-
-
-# Caches
-
-
-SIZES = dict(prefill_sizes=(engines.LONGEST,), draft_budget=(0, 2))
-
-
-@pytest.mark.slow
-def test_steps_without_drafts_leave_no_holes_in_the_drafters_cache():
-    """The drafter's logits are those of one that has read the same tokens at once."""
-    engine = dataclasses.replace(test_eagle3.ENGINE, **SIZES)
-    weights = test_eagle3.weights_of(engine)
-    driver = driver_of(engine, Cycling, *weights)
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, engines.VOCAB, n).tolist() for n in (3, 5, 2, 6)]
-    asked = [lm.RequestOptions(max_new_tokens=30)]
-    texts = {driver.submit(prompt, *asked): list(prompt) for prompt in prompts}
-    draft = jax.jit(engine.draft)
-    for _ in range(12):
-        for update in driver.step():
-            texts[update.request_id] += update.token_ids
-    again = programs.init(engine, *weights)
-    for slot, (prompt, (i, text)) in enumerate(zip(prompts, texts.items(), strict=True)):
-        request = lm.NewRequests(
-            slots=np.array([slot], np.int32),
-            prompts=engine.pad_prompt(text)[None],
-            lengths=np.array([len(text)], np.int32),
-            keys=np.array([i], np.uint32),
-            options=engine.options_of(asked, [len(prompt)]),  # some tokens are emitted already
-        )
-        again = programs.admit(engine, *weights, again, programs.PackedRequests.of(request))
-    found, wanted = (draft(weights[1], state) for state in (driver.state, again))
-    assert (wanted.draft_token_ids >= 0).all()
-    difference = float(jnp.abs(found.store.logits - wanted.store.logits).max())
-    assert difference < 1e-3
 
 
 # Compilations

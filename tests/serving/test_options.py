@@ -230,18 +230,6 @@ def test_where_nobody_asks_no_mask_is_read_and_nothing_counted() -> None:
     assert {"while", "scan"} <= seen
     token_bitmask = state.batch.options.processors.allowed_tokens.token_bitmask
     assert token_bitmask.shape == words
-    # A program that does read and count is found out.
-    count = functools.partial(
-        sd.Penalties.from_sequences,
-        vocab_size=vocab_size,
-        **{name: jnp.zeros(slots) for name in ("frequency", "presence", "repetition")},
-    )
-    lengths = state.batch.lengths
-    traced = jax.make_jaxpr(
-        lambda ids, mask: (count(ids, lengths=lengths, prompt_lengths=lengths), mask >> 1)
-    )(state.batch.token_ids, token_bitmask)
-    found = {equation.primitive.name: equation.invars for equation in eager(traced.jaxpr)}
-    assert found["scatter-add"][2].aval.size > slots * (K + 1) and "shift_right_logical" in found
 
 
 # Distributions

@@ -258,9 +258,6 @@ def test_without_requests_or_rows_nothing_is_done() -> None:
     assert apply(logits(2), drafts, none, config=CONFIG).shape == (2, WIDE)
 
 
-# Decoding
-
-
 # Arrays of a batch
 
 
