@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from filled import zeros
 
 from jax_specdec.lm.models import CausalModel, Llama
 
@@ -160,8 +159,8 @@ def bytes_of_a_decoding_loop(model: Llama, params: Any, batch: int, length: int)
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize(("batch", "length", "num_kv"), [(4, 5, 2)])
-def test_a_decoding_loop_updates_the_cache_in_place(batch: int, length: int, num_kv: int) -> None:
+def test_a_decoding_loop_updates_the_cache_in_place() -> None:
+    batch, length, num_kv = 4, 5, 2
     model = Llama(dataclasses.replace(CONFIG, num_key_value_heads=num_kv, num_attention_heads=2))
     # Room for the attention scores, twice; none for a copy of one layer's keys.
     scores = batch * length * 2 * MAX_LENGTH * 4
@@ -229,11 +228,6 @@ def changed(path: list[Any], value: Any) -> Any:
     else:
         parent[path[-1]] = value
     return params
-
-
-def empty_cache(model: Llama, batch_size: int, max_length: int) -> Any:
-    shapes = jax.eval_shape(lambda: model.init_cache(batch_size, max_length))
-    return jax.tree.map(lambda x: zeros(x.shape, x.dtype), shapes)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from jax_specdec import lm
 from . import sampled, tiny
 from .engines import EVERYTHING as ENGINE
 from .engines import (
-    LLAMA,
     LONGEST,
     PIECE,
     TABLE,
@@ -43,7 +42,6 @@ from .engines import (
     collect,
     greedy_truth,
     run,
-    weights_of,
 )
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("engines")]
@@ -293,40 +291,6 @@ def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
     state = drafted(driver)
     assert (state.draft_token_ids == -1).all()
     assert (state.store.positions == -1).all()
-
-
-def test_logits_differ_by_little_however_a_prompt_is_cut() -> None:
-    """So the tokens of a preempted request differ only where a decision is as close as this."""
-    prompt = np.random.default_rng(0).integers(0, VOCAB, LONGEST).astype(np.int32)
-    engines = (dataclasses.replace(LLAMA, prefill_sizes=(piece,)) for piece in (LONGEST, 9))
-    states = []
-    for engine in engines:
-        size, read = engine.chunk_size, jax.jit(engine.admit)
-        states.append(engine.init_state(weights_of(LLAMA)[1]))
-        for start in range(0, LONGEST, size):
-            start = min(start, LONGEST - size)
-            requests = lm.NewRequests(
-                slots=np.array([0]),
-                prompts=prompt[None, start : start + size],
-                lengths=np.array([LONGEST]),
-                keys=np.array([0], np.uint32),
-                options=engine.options_of([lm.RequestOptions()], [LONGEST]),
-                start=np.array([start]),
-            )
-            states[-1] = read(*weights_of(LLAMA), states[-1], requests)
-    last = prompt[None, -1:], np.array([LONGEST - 1], np.int32)
-    margins = []
-    models = (LLAMA.model, LLAMA.drafter.model)
-    heads = LLAMA.model.config.num_key_value_heads  # of the first slot
-    both_caches = (
-        jax.tree.map(lambda x: x[:heads], (one.target_cache, one.draft_cache)) for one in states
-    )
-    for model, params, *both in zip(models, weights_of(LLAMA), *both_caches, strict=True):
-        score = jax.jit(model.apply)
-        whole, pieces = (np.asarray(score(params, *last, cache)[0]) for cache in both)
-        margins.append(np.max(np.abs(whole - pieces)))
-        assert margins[-1] < 1e-4 < np.ptp(whole)
-    print(f"largest difference of logits: target {margins[0]:.1e}, drafter {margins[1]:.1e}")
 
 
 # Interrupts and failures

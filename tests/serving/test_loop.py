@@ -1,4 +1,4 @@
-"""The loop around the verification: steps, rollback, independence, failures, compilations."""
+"""The loop around the verification: steps, independence, failures, compilations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.weights import random_ids, random_weights
-from upper_floor import Decoder, generate_lib
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -224,48 +222,6 @@ def test_unusable_rows_of_the_drafter_end_sampled_requests_alone():
     assert output.completions[3] == []
     expected = plain(prompts=prompts, temperature=temperatures)
     assert output.completions[:3] == expected.completions[:3]
-
-
-# Rollback
-
-
-@pytest.mark.long
-def test_rejected_drafts_leave_no_trace():
-    model = lm.models.Llama(
-        lm.models.LlamaConfig(
-            vocab_size=31,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-        )
-    )
-    params, k = random_weights(model, 0), 3
-    batch, prompt_size, _ = generate_lib.make_batch(
-        [[3, 1, 4], [1, 5, 9, 2, 6], [5]],
-        [lm.RequestOptions(temperature=t, max_new_tokens=16) for t in (0.0, 1.0, 1.0)],
-        vocab_size=31,
-        key=None,
-        slack=k + 1,
-    )
-    config = sd.SpecDecodeConfig(num_speculative_tokens=k)
-    decoder = Decoder(model, tiny.Scripted(), config)
-    script = random_ids((3, 64), 31)
-    apply = jax.jit(model.apply)
-
-    state = generate_lib._prefill(decoder, params, script, batch, prompt_size=prompt_size)
-    for _ in range(4):
-        state, record = generate_lib._step(decoder, params, script, state)
-        assert (record.num_accepted < k).all()
-        tokens, lengths = np.asarray(state.batch.token_ids), np.asarray(state.batch.lengths)
-        last = np.take_along_axis(tokens, lengths[:, None] - 1, axis=1)
-        logits = np.asarray(apply(params, last, lengths - 1, state.target_cache).logits)
-        empty = model.init_cache(*tokens.shape)
-        fresh = np.asarray(apply(params, tokens, np.zeros_like(lengths), empty).logits)
-        for b, length in enumerate(lengths.tolist()):
-            np.testing.assert_allclose(logits[b, 0], fresh[b, length - 1], rtol=1e-4, atol=1e-5)
 
 
 # Compilations
