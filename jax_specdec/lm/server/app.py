@@ -159,7 +159,8 @@ class Server:
         given = await asyncio.to_thread(self._parameters, body, "chat" in request.scope["path"])
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            with self.worker.channel(given.num_choices, self.limits.unsent_updates) as channel:
+            num_choices = len(given.prompts) * given.n
+            with self.worker.channel(num_choices, self.limits.unsent_updates) as channel:
                 asked = self._asked(given, channel, scope, receive, send)
                 await _until_first(asked, _left(receive), channel.is_full.wait())
 

@@ -219,11 +219,6 @@ class ChatParameters(Parameters):
         return [[message.model_dump(exclude_none=True) for message in self.messages]]
 
     @property
-    def num_choices(self) -> int:
-        """See `MAX_CHOICES`."""
-        return self.n
-
-    @property
     def num_top(self) -> int | None:
         """See `Asked`."""
         return self.top_logprobs if self.logprobs else None
@@ -245,11 +240,6 @@ class TextParameters(Parameters):
         """Texts, or token ids."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else list(self.prompt)
-
-    @property
-    def num_choices(self) -> int:
-        """See `MAX_CHOICES`."""
-        return len(self.prompts) * self.n
 
 
 Given = ChatParameters | TextParameters
@@ -292,7 +282,7 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
         raise ApiError("min_tokens must not come with a response_format", "min_tokens")
     if given.max_drafts and given.max_drafts > (most := engine.config.num_speculative_tokens):
         raise ApiError(f"max_drafts must be at most {most} on this server", "max_drafts")
-    if given.num_choices > MAX_CHOICES:
+    if len(given.prompts) * given.n > MAX_CHOICES:
         raise ApiError(f"{name} and n must make at most {MAX_CHOICES} choices", name)
     return given
 
