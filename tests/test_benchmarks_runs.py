@@ -95,7 +95,7 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
 @pytest.mark.parametrize(
     ("script", "arguments", "file", "field", "values"),
     RUNS,
-    ids=lambda x: getattr(x, "__name__", ""),
+    ids=[file for _, _, file, *_ in RUNS],
 )
 def test_a_benchmark_saves_its_rows(
     script, arguments, file, field, values, tmp_path, monkeypatch, capsys
