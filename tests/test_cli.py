@@ -742,6 +742,7 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --max-logprobs=21", "--max-logprobs must be in [0, 20]"),
         ("serve --api-key-file=/nowhere", "/nowhere cannot be read"),
         ("serve --max-queue=0", "--max-queue must be in"),
+        ("serve --client-seconds=0", "--client-seconds must be in"),
         ("serve --chunk-size=0", "--chunk-size must be in"),
         ("serve --port=0 --chunk-size=100", "--chunk-size must be one of 64, 128, 256, but is 100"),
         (

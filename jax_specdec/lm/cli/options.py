@@ -54,6 +54,7 @@ _RANGES = {
     "num_slots": (1, 4096),
     "max_length": (2, 2**20),
     "max_queue": (1, 2**20),
+    "client_seconds": (1, 2**20),
     "drain_seconds": (0, 2**20),
     "chunk_size": (1, 2**20),
     "max_logprobs": (0, 20),
@@ -95,6 +96,7 @@ class Options:
     num_slots: int = 8
     max_length: int | None = None
     max_queue: int = 64
+    client_seconds: int = 30
     drain_seconds: int = 80
     chunk_size: int | None = None
     prompts_in_steps: bool = False
@@ -253,6 +255,7 @@ def _add_serve(parser: _Parser) -> None:
     parser.add("--num-slots", type=int, default=Options.num_slots, metavar="N")
     parser.add("--max-length", type=int, metavar="N")
     parser.add("--max-queue", type=int, default=Options.max_queue, metavar="N")
+    parser.add("--client-seconds", type=int, default=Options.client_seconds, metavar="N")
     parser.add("--drain-seconds", type=int, default=Options.drain_seconds, metavar="N")
     parser.add("--chunk-size", type=int, metavar="N")
     parser.add("--prompts-in-steps", action="store_true")
@@ -307,6 +310,8 @@ _HELP = {
     "--max-length": f"""tokens of a request, prompt included (default: {SERVED_LENGTH}, or what the
         target was made for)""",
     "--max-queue": "choices that may wait for a slot; more are answered with status 429",
+    "--client-seconds": """for a client to send a request, to read anything of its answer, and
+        between two requests of a connection: more than a load balancer keeps its own open""",
     "--drain-seconds": """after Ctrl-C or SIGTERM, for requests that run or wait; what is not
         finished by then is answered with status 503""",
     "--chunk-size": """tokens of prompts read between two steps while others run: 64, 128 or 256

@@ -52,7 +52,11 @@ def serve(options: Options) -> None:
         default = "jax-specdec" if options.target is None else options.target.resolve().name
         # Answers are UTF-8, but what the system names a file or an argument need not be.
         name = (options.model_name or default).encode(errors="backslashreplace").decode()
-        limits = Limits(drain_seconds=options.drain_seconds, plain_messages=options.plain_messages)
+        limits = Limits(
+            client_seconds=options.client_seconds,
+            drain_seconds=options.drain_seconds,
+            plain_messages=options.plain_messages,
+        )
         who: dict[str, Any] = dict(model_name=name, key=key, is_local=is_local)
         server = Server(models, driver, **who, limits=limits)
         gc.collect()
