@@ -67,6 +67,7 @@ def test_a_right_sampler_agrees_with_exact_probabilities(drawn):
     assert row["emitted_per_request"] == drawn[2].mean()
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_wrong_samplers_do_not(drawn):
     given, token_ids, emitted = drawn

@@ -114,6 +114,7 @@ def test_several_prompts_are_one_batch_printed_in_order(
     assert LINES.fullmatch(captured.err)
 
 
+@pytest.mark.long
 def test_json_holds_what_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     main(["generate", TINY_PROMPT, *TINY, "-t", "0.9", "-n", "8", "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -326,6 +327,7 @@ def test_bench_compares_drafters_numbers_of_drafts_and_temperatures(
     assert [row[1] for row in cells].count("plain") == 2
 
 
+@pytest.mark.long
 def test_a_row_that_fails_costs_no_other_row(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -499,6 +501,7 @@ def test_an_interrupt_leaves_a_cursor_and_a_line(monkeypatch: pytest.MonkeyPatch
         terminal.leave_line()  # what is no terminal gets nothing
 
 
+@pytest.mark.long
 def test_text_and_tables_are_ascii_where_the_stream_is(monkeypatch: pytest.MonkeyPatch) -> None:
     buffer = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii"))

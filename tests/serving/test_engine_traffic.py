@@ -101,6 +101,7 @@ def assert_complete(request: dict[str, Any], got: Finished) -> None:
         assert got.finish_reason == "length" and len(got.token_ids) == request["max_new_tokens"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("engine", "ahead"),
     [(TABLE, 0), (TABLE, 3), (LLAMA, 1)],

@@ -243,6 +243,7 @@ def test_closing_a_driver_ends_the_thread_of_its_matchers() -> None:
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.long
 def test_warming_up_for_grammars_compiles_two_more_programs_and_leaves_nothing() -> None:
     totals = []
     for grammars in (False, True):
