@@ -876,12 +876,12 @@ def test_a_client_that_does_not_read_is_cancelled_alone(site: Site) -> None:
         with socket.socket() as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             connection.connect(("127.0.0.1", running.port))
-            connection.sendall(request_bytes(n=8, stream=True, logprobs=TOP))
+            connection.sendall(request_bytes(n=16, stream=True, logprobs=TOP))
             running.wait_until_running()
             assert greedy(running).choices[0].text == TEXT
             running.wait_until_idle()
             count = running.num_tokens - NUM_NEW
-            assert count < 8 * (LENGTH - NUM_PROMPT_TOKENS), "its request was cancelled"
+            assert count < 16 * (LENGTH - NUM_PROMPT_TOKENS), "its request was cancelled"
             running.clients.close()  # which would keep their connections for five seconds
             while running.server._uvicorn.server_state.connections:  # its socket is closed, too
                 time.sleep(0.01)
@@ -1193,9 +1193,9 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
         other = run(lambda: greedy(running))
         with pytest.raises(openai.InternalServerError, match="cannot go on with this request"):
             greedy(running, extra_body={"response_format": FORMAT})
-        assert "cannot go on with this request: the matcher has failed: of this test" in "".join(
-            running.lines
-        )
+        why = "cannot go on with this request: the matcher has failed: of this test"
+        while not any(why in line for line in running.lines):  # which may come after the answer
+            time.sleep(0.01)
         assert get(running, "health")[0] == 200
     assert other().choices[0].text == TEXT
 

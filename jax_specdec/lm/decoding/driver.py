@@ -375,7 +375,12 @@ class EngineDriver:
                 return True
             host = self._host
             slot = host.slot_of(request_id)
-            self._host = others = host.without(request_id)
+            others = host.without(request_id)
+            before, after = ([*map(len, (x.slots, x.returning, x.updates))] for x in (host, others))
+            is_known = before != after
+            reasons = ["cancelled"] * is_known
+            # One assignment: what fails or is interrupted after it does not bring the request back.
+            self._host = others._replace(stats=others.stats.after_ends(reasons))
             if slot is not None:
                 self._empty(slot)
             if has_history(self.engine.drafter):
@@ -383,10 +388,7 @@ class EngineDriver:
                 ended = [one for one in begun if one.request_id == request_id]
                 texts = [one.token_ids[one.prompt_length :] for one in ended]
                 self._remember([text for text in texts if text])
-            before, after = ([*map(len, (x.slots, x.returning, x.updates))] for x in (host, others))
-            if before != after:
-                self._count_ends(["cancelled"])
-        return before != after
+        return is_known
 
     def preempt(self, request_id: int) -> bool:
         """Take a running request out of its slot and put it first in the queue.
@@ -527,8 +529,7 @@ class EngineDriver:
         return None if prefill is None else prefill.next_chunk(self.engine, most, self.chunk_size)
 
     def _queue(self) -> Iterator[ServedRequest]:
-        """The requests that wait, in the order in which they get slots."""
-        yield from self._host.returning
+        """Returns the requests that wait, in the order in which they get slots."""
         waiting: Iterable[ServedRequest] = self._waiting.values()
         if (client_of := self.client_of) is not None:
             # How many of its client's are before a request, in slots and in the queue.
@@ -539,7 +540,8 @@ class EngineDriver:
                 ranks[one.request_id] = counts[client]
                 counts[client] += 1
             waiting = sorted(waiting, key=lambda one: ranks[one.request_id])
-        yield from waiting
+        # No generator: an interrupt while Python closes one is lost.
+        return itertools.chain(self._host.returning, waiting)
 
     def _read(self, prompts: Prompts) -> None:
         """Read prompts between two steps; those that are read to their end run from now on."""
