@@ -1190,6 +1190,7 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
     monkeypatch.setattr(sd.grammar.LlguidanceMatcher, "accept_token", accept_token)
     with site.serve() as running, concurrent_threads() as run:
         stalled(running.driver)
+        running.server.worker._num_failed_calls = -1  # as if a call had failed, and then not
         other = run(lambda: greedy(running))
         with pytest.raises(openai.InternalServerError, match="cannot go on with this request"):
             greedy(running, extra_body={"response_format": FORMAT})

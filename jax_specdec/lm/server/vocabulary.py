@@ -58,12 +58,13 @@ class Vocabulary:
         """
         if self._tokenizer is None:
             raise ValueError("this model has no chat template: use /v1/completions")
-        variables = {} if thinks else {"enable_thinking": False}
-        source = read_chat_template(self._tokenizer.path.parent).source
-        if any(name not in source for name in variables):
-            name = "reasoning_effort"
-            message = f"{name} is not supported: the chat template of this model has no switch"
-            raise ApiError(message, name, code="unsupported_parameter")
+        variables = {}
+        if not thinks:
+            name, switch = "reasoning_effort", "enable_thinking"
+            if switch not in read_chat_template(self._tokenizer.path.parent).source:
+                message = f"{name} is not supported: the chat template of this model has no switch"
+                raise ApiError(message, name, code="unsupported_parameter")
+            variables[switch] = False
         plain = self._limits.plain_messages
         return self._tokenizer.encode_chat(messages, plain_messages=plain, **variables)
 

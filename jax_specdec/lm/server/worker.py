@@ -230,13 +230,14 @@ class Worker:
     def _try_device(self) -> None:
         """Call every program for no request, if calls have failed since this was last done.
 
-        So a device that has failed is told from requests that it cannot serve.
+        A device that has failed differs from requests that it cannot serve by this. A call that
+        fails leaves nobody in a slot: where somebody runs, the device works.
 
         Raises:
           EngineFailed: a program fails without a request, too.
         """
         num_failed_calls = self._driver.serving_stats().num_failed_calls
-        if num_failed_calls > self._num_failed_calls:
+        if num_failed_calls > self._num_failed_calls and not self._driver.num_running:
             try:
                 self._driver.warm_up(grammars=True)
             except Exception as error:
