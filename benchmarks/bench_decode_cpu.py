@@ -67,8 +67,8 @@ LOOKUP_CASES = (
 class Models(NamedTuple):
     """What decodes, and the prompts and cases it is measured with."""
 
-    target: lm.models.LoadedModel
-    draft: lm.models.LoadedModel | None
+    target: lm.formats.LoadedModel
+    draft: lm.formats.LoadedModel | None
     prompts: dict[str, list[int]]
     cases: tuple[Case, ...]
 

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
         )
     )
     shared = {name: params[name] for name in ("embed_tokens", "lm_head") if name in params}
-    lm.models.save_block_head(tmp_path / "head", head, random_weights(head, 0) | shared)
+    lm.formats.save_block_head(tmp_path / "head", head, random_weights(head, 0) | shared)
     return tmp_path / "head"
 
 

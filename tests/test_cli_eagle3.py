@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
         )
     )
     weights = random_weights(head, 0) | {"embed_tokens": params["embed_tokens"]}
-    lm.models.save_eagle3(tmp_path / "head", head, weights)
+    lm.formats.save_eagle3(tmp_path / "head", head, weights)
     return tmp_path / "head"
 
 

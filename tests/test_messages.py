@@ -28,15 +28,15 @@ WEIGHTS = Path(sd.__file__).parent / "lm" / "weights"
 
 
 @functools.cache
-def pair() -> tuple[lm.models.LoadedModel, lm.models.LoadedModel]:
+def pair() -> tuple[lm.formats.LoadedModel, lm.formats.LoadedModel]:
     return lm.load_embedded_pair()
 
 
-def target() -> lm.models.LoadedModel:
+def target() -> lm.formats.LoadedModel:
     return pair()[0]
 
 
-def draft() -> lm.models.LoadedModel:
+def draft() -> lm.formats.LoadedModel:
     return pair()[1]
 
 
@@ -98,7 +98,7 @@ def flat(ids: Any, counts: Any) -> sd.Drafts:
 
 def save(params: Any, dtype: Any = jnp.float32, model: Any = None) -> None:
     model = draft().model if model is None else model
-    lm.models.save_checkpoint("/nowhere/at/all", model, params, dtype)
+    lm.formats.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
 
 Call = Callable[[], Any]
@@ -217,7 +217,7 @@ NAMED: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "size", lambda: pack(size=1.5)),
     (TypeError, "directory", lambda: lm.load_huggingface(None)),
     (TypeError, "directory", lambda: lm.load_tokenizer(5)),
-    (TypeError, "dtype", lambda: lm.models.load_checkpoint(WEIGHTS / "draft", "float23")),
+    (TypeError, "dtype", lambda: lm.formats.load_checkpoint(WEIGHTS / "draft", "float23")),
     (TypeError, "dtype", lambda: save(draft().params, jnp.int8)),
     (ValueError, "params['embed_tokens']", lambda: save(target().params)),
     (ValueError, "positions", lambda: rejection_sample(positions=np.array([5, 2**31]))),
@@ -254,12 +254,12 @@ def test_a_wrong_argument_is_named(error: type[Exception], name: str, call: Call
 
 def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="inf in float16"):
-        lm.models.save_checkpoint(tmp_path / "own", draft().model, huge(), jnp.float16)
+        lm.formats.save_checkpoint(tmp_path / "own", draft().model, huge(), jnp.float16)
     assert not (tmp_path / "own").exists()
-    lm.models.save_checkpoint(
+    lm.formats.save_checkpoint(
         tmp_path / "own", draft().model, huge(), jnp.float16, allow_nonfinite=True
     )
-    _, params = lm.models.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
+    _, params = lm.formats.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
     assert not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 

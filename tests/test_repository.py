@@ -28,6 +28,7 @@ PUBLIC = (
     jax_specdec.grammar,
     jax_specdec.testing,
     lm,
+    lm.formats,
     lm.models,
 )
 MAX_NAMES = 45  # of `import jax_specdec`
@@ -45,8 +46,12 @@ LAYERS = (
     {"drafts", "adapters"},
     {"reference"},
     {"", "testing"},
-    {"extras"},
-    {"models", "drafting", "decoding"},
+    {"extras", "terminal"},
+    {"models"},
+    {"formats"},
+    {"text"},
+    {"drafting"},
+    {"decoding"},
     {"lm"},
     {"cli", "server", "__main__"},
 )

@@ -2,18 +2,17 @@
 
 # ruff: noqa: F401
 
+from jax_specdec.lm import terminal as cli_terminal
 from jax_specdec.lm.cli import models as cli_models
 from jax_specdec.lm.cli import options as cli_options
 from jax_specdec.lm.cli import process as cli_process
 from jax_specdec.lm.cli import prompts as cli_prompts
 from jax_specdec.lm.cli import run as cli_run
 from jax_specdec.lm.cli import serve as cli_serve
-from jax_specdec.lm.cli import terminal as cli_terminal
 from jax_specdec.lm.cli.models import load_models
 from jax_specdec.lm.cli.options import parse
 from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.cli.serve import make_driver
-from jax_specdec.lm.cli.terminal import printable
 from jax_specdec.lm.decoding import generate as generate_lib
 from jax_specdec.lm.decoding import matchers as decoding_matchers
 from jax_specdec.lm.decoding import programs
@@ -29,12 +28,10 @@ from jax_specdec.lm.decoding.step_costs import ChunkCosts
 from jax_specdec.lm.drafting import draw as drafting_draw
 from jax_specdec.lm.drafting import tree as drafting_tree
 from jax_specdec.lm.drafting.suffix import Lookup
-from jax_specdec.lm.models import chat, protocol
-from jax_specdec.lm.models.bytes import BYTE_VOCAB_SIZE
-from jax_specdec.lm.models.chat import read_chat_template
-from jax_specdec.lm.models.config_json import read_config
-from jax_specdec.lm.models.tensors import open_tensors
-from jax_specdec.lm.models.tokenizer import count_token_ids
+from jax_specdec.lm.formats.config_json import read_config
+from jax_specdec.lm.formats.tensors import open_tensors
+from jax_specdec.lm.formats.token_ids import count_token_ids
+from jax_specdec.lm.models import protocol
 from jax_specdec.lm.server import app as server_app
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.answer import ChoiceText, Piece, _event
@@ -44,3 +41,7 @@ from jax_specdec.lm.server.limits import ApiError, Limits
 from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_parameters, read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import EngineFailed
+from jax_specdec.lm.terminal import printable
+from jax_specdec.lm.text import chat
+from jax_specdec.lm.text.bytes import BYTE_VOCAB_SIZE
+from jax_specdec.lm.text.chat import read_chat_template

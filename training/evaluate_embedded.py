@@ -52,8 +52,8 @@ def parses(source: str) -> bool:
 
 
 def evaluate(
-    target: lm.models.LoadedModel,
-    draft: lm.models.LoadedModel,
+    target: lm.formats.LoadedModel,
+    draft: lm.formats.LoadedModel,
     text: stdlib_text.Text,
     temperature: float,
 ) -> dict[str, Any]:
@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     args = parser.parse_args()
     target, draft = lm.load_embedded_pair()
-    target = lm.models.load_checkpoint(args.target) if args.target else target
-    draft = lm.models.load_checkpoint(args.draft) if args.draft else draft
+    target = lm.formats.load_checkpoint(args.target) if args.target else target
+    draft = lm.formats.load_checkpoint(args.draft) if args.draft else draft
     text = stdlib_text.read_text(args.stdlib)
     weights = Path(sd.__file__).parent / "lm" / "weights"
     digests = {

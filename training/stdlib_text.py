@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR
+from jax_specdec.lm.text.bytes import DOCUMENT_SEPARATOR
 
 HELD_OUT = (
     "bisect.py",

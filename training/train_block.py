@@ -289,7 +289,7 @@ def save_head(directory: Path, head: lm.BlockHead, target: Target, params: Param
     """Writes a head in the layout of speculators, in bfloat16; what is the target's is left out."""
     embedding = target.params["embed_tokens"]
     whole = {**params, "embed_tokens": embedding, "lm_head": embedding}
-    lm.models.save_block_head(directory, head, whole, jnp.bfloat16, target_name="embedded target")
+    lm.formats.save_block_head(directory, head, whole, jnp.bfloat16, target_name="embedded target")
 
 
 @partial(jax.jit, static_argnums=(0, 1))

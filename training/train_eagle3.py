@@ -518,7 +518,7 @@ def main(arguments: list[str] | None = None) -> None:
             show(name, found)
         directory = args.out / f"vocab_{size}"
         name = "embedded target" if args.target is None else args.target.name
-        lm.models.save_eagle3(directory, head, params, jnp.bfloat16, target_name=name)
+        lm.formats.save_eagle3(directory, head, params, jnp.bfloat16, target_name=name)
         record = {
             "device": device.device_kind,
             "jax": jax.__version__,

@@ -21,7 +21,7 @@ import numpy as np
 import optax
 import stdlib_text
 
-from jax_specdec.lm.models.checkpoint import load_checkpoint, save_checkpoint
+from jax_specdec.lm.formats.checkpoint import load_checkpoint, save_checkpoint
 from jax_specdec.lm.models.llama import Llama, LlamaConfig
 
 TARGET = LlamaConfig(

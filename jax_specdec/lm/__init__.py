@@ -3,7 +3,7 @@
 What reads models, tokenizers and templates needs the extra `lm`: `pip install ".[lm]"` in a clone.
 """
 
-from jax_specdec.lm import models
+from jax_specdec.lm import formats, models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
 from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
@@ -30,13 +30,13 @@ from jax_specdec.lm.drafting.drafter import Drafter, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.drafting.suffix import SuffixDrafter
+from jax_specdec.lm.formats.block_files import load_block_head
+from jax_specdec.lm.formats.checkpoint import load_embedded_pair, load_huggingface
+from jax_specdec.lm.formats.eagle3_files import load_eagle3
+from jax_specdec.lm.formats.embedded_heads import load_embedded_head
 from jax_specdec.lm.models.block import BlockHead, BlockHeadConfig
-from jax_specdec.lm.models.block_files import load_block_head
-from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
-from jax_specdec.lm.models.checkpoint import load_embedded_pair, load_huggingface
-from jax_specdec.lm.models.eagle3_files import load_eagle3
-from jax_specdec.lm.models.embedded_heads import load_embedded_head
-from jax_specdec.lm.models.tokenizer import TextStream, Tokenizer, load_tokenizer
+from jax_specdec.lm.text.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
+from jax_specdec.lm.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 __all__ = [
     "DOCUMENT_SEPARATOR",
@@ -69,6 +69,7 @@ __all__ = [
     "Tokenizer",
     "decode_bytes",
     "encode_bytes",
+    "formats",
     "generate",
     "generate_plain",
     "generate_stream",

@@ -116,11 +116,11 @@ def test_a_block_is_that_of_numpy(option: str) -> None:
 # Against speculators
 
 
-def tiny_target(expected: Any) -> lm.models.LoadedModel:
+def tiny_target(expected: Any) -> lm.formats.LoadedModel:
     """The target that the heads of `speculators/make.py` belong to; only what they share counts."""
     model = lm.models.Llama(sizes(24, 16, 8, 4, (2, 2, 4)))
     shared = {"embed_tokens": expected["embed_tokens"], "lm_head": expected["lm_head"].T}
-    return lm.models.LoadedModel(model, random_weights(model, 0) | jax.device_put(shared))
+    return lm.formats.LoadedModel(model, random_weights(model, 0) | jax.device_put(shared))
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])

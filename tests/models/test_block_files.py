@@ -23,7 +23,7 @@ from .test_hostile_files import sentence
 pytestmark = pytest.mark.newest
 
 FILE, WEIGHTS = "config.json", "model.safetensors"
-Written = tuple[Path, lm.models.LoadedModel, lm.models.LoadedModel]
+Written = tuple[Path, lm.formats.LoadedModel, lm.formats.LoadedModel]
 """A directory of a head, its target, and the head."""
 
 
@@ -31,7 +31,7 @@ def write(directory: Path, **changes: Any) -> Written:
     config = dataclasses.replace(CONFIG, **changes)
     target = target_for(config)
     head = head_for(lm.BlockHead(config), target)
-    lm.models.save_block_head(directory, *head)
+    lm.formats.save_block_head(directory, *head)
     return directory, target, head
 
 
@@ -186,7 +186,7 @@ def test_layers_that_a_block_head_does_not_name_are_not_guessed(ids: Any, tmp_pa
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
 def test_weights_are_converted(stored: str, tmp_path: Path) -> None:
     _, target, (head, params) = write(tmp_path)
-    lm.models.save_block_head(tmp_path, head, params, stored)
+    lm.formats.save_block_head(tmp_path, head, params, stored)
     loaded = lm.load_block_head(tmp_path, target)
     np.testing.assert_array_equal(loaded.params["fc"], params["fc"].astype(stored))
     assert loaded.params["fc"].dtype == jnp.float32
@@ -206,7 +206,7 @@ def written(plain: Written, tmp_path: Path) -> Written:
     return Path(shutil.copytree(directory, tmp_path / "head")), target, head
 
 
-def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) -> None:
+def assert_refused(directory: Path, target: lm.formats.LoadedModel, says: str) -> None:
     with pytest.raises(Exception) as raised:
         lm.load_block_head(directory, target)
     text = sentence(raised.value)
@@ -346,7 +346,7 @@ def test_a_mask_of_its_own_is_named(written: Written) -> None:
 def test_arguments_of_other_kinds_are_named(written: Written, tmp_path: Path) -> None:
     directory, target, (head, params) = written
     load: Any = lm.load_block_head
-    save: Any = lm.models.save_block_head
+    save: Any = lm.formats.save_block_head
     for name, call in (
         ("target", lambda: load(directory, target.model)),
         ("directory", lambda: load(5, target)),

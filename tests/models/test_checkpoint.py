@@ -12,7 +12,8 @@ import pytest
 import safetensors.numpy
 
 from jax_specdec.lm import load_huggingface
-from jax_specdec.lm.models import Llama, LoadedModel, load_checkpoint, save_checkpoint
+from jax_specdec.lm.formats import LoadedModel, load_checkpoint, save_checkpoint
+from jax_specdec.lm.models import Llama
 
 from .checkpoints import edit_json, edit_tensors
 from .weights import random_weights, sizes

@@ -23,11 +23,11 @@ from .weights import random_weights
 pytestmark = pytest.mark.newest
 
 FILE, WEIGHTS = "config.json", "model.safetensors"
-Written = tuple[Path, lm.models.LoadedModel, lm.models.LoadedModel]
+Written = tuple[Path, lm.formats.LoadedModel, lm.formats.LoadedModel]
 """A directory of a head, its target, and the head."""
 
 
-def target_for(config: lm.models.Eagle3Config, num_layers: int = 8) -> lm.models.LoadedModel:
+def target_for(config: lm.models.Eagle3Config, num_layers: int = 8) -> lm.formats.LoadedModel:
     """A target that a head of this config fits; weights come with the head's."""
     layer = dataclasses.replace(
         config.layer,
@@ -37,10 +37,10 @@ def target_for(config: lm.models.Eagle3Config, num_layers: int = 8) -> lm.models
         qk_norm=False,
     )
     model = lm.models.Llama(layer)
-    return lm.models.LoadedModel(model, random_weights(model, 3))
+    return lm.formats.LoadedModel(model, random_weights(model, 3))
 
 
-def head_for(head: Any, target: lm.models.LoadedModel) -> lm.models.LoadedModel:
+def head_for(head: Any, target: lm.formats.LoadedModel) -> lm.formats.LoadedModel:
     """The head, of which what is the target's has the target's weights."""
     config, mine, theirs = head.config, random_params(head), target.params
     if not config.own_embedding:
@@ -50,7 +50,7 @@ def head_for(head: Any, target: lm.models.LoadedModel) -> lm.models.LoadedModel:
         mine["lm_head"] = theirs["embed_tokens" if is_tied else "lm_head"]
     if "target_ids" in mine:
         mine["target_ids"] = jnp.array([0, 3, 4, 9, 11, 12, 20, 21, 30, 33, 38, 39], jnp.int32)
-    return lm.models.LoadedModel(head, mine)
+    return lm.formats.LoadedModel(head, mine)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Written:
     target = target_for(config)
     head = head_for(lm.models.Eagle3Head(config), target)
     directory = tmp_path_factory.mktemp("head")
-    lm.models.save_eagle3(directory, *head)
+    lm.formats.save_eagle3(directory, *head)
     return directory, target, head
 
 
@@ -100,7 +100,7 @@ def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, **OPTIONS[option])
     target = target_for(config)
     head = head_for(lm.models.Eagle3Head(config), target)
-    lm.models.save_eagle3(tmp_path, *head, target_name="tiny")
+    lm.formats.save_eagle3(tmp_path, *head, target_name="tiny")
     loaded = lm.load_eagle3(tmp_path, target)
     assert loaded.model == head.model
     assert_same(loaded.params, head.params)
@@ -137,9 +137,9 @@ def test_what_is_the_targets_is_shared_again_however_it_was_rounded(
     config = dataclasses.replace(CONFIG, **OPTIONS[option])
     target = target_for(config)
     head = head_for(lm.models.Eagle3Head(config), target)
-    lm.models.save_eagle3(tmp_path, *head, stored)
+    lm.formats.save_eagle3(tmp_path, *head, stored)
     params = jax.tree.map(lambda x: x.astype(computed), target.params)
-    target = lm.models.LoadedModel(lm.models.Llama(target.model.config, computed), params)
+    target = lm.formats.LoadedModel(lm.models.Llama(target.model.config, computed), params)
     loaded = lm.load_eagle3(tmp_path, target)
     assert loaded.model.config == config
     assert loaded.params["embed_tokens"] is params["embed_tokens"]
@@ -153,7 +153,7 @@ def test_weights_are_stored_as_asked_and_read_as_the_targets(tmp_path: Path) -> 
     config = dataclasses.replace(CONFIG, **NARROW)
     target = target_for(config)
     head, params = head_for(lm.models.Eagle3Head(config), target)
-    lm.models.save_eagle3(tmp_path, head, params, jnp.bfloat16)
+    lm.formats.save_eagle3(tmp_path, head, params, jnp.bfloat16)
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
     assert tensors["fc.weight"].dtype == jnp.bfloat16
     assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
@@ -169,7 +169,7 @@ def test_the_layout_of_eagle_is_read(option: str, tmp_path: Path) -> None:
     )  # the default of 8 layers
     target = target_for(config)
     head = head_for(lm.models.Eagle3Head(config), target)
-    lm.models.save_eagle3(tmp_path, *head)
+    lm.formats.save_eagle3(tmp_path, *head)
     as_eagle(tmp_path, norm_before_residual=..., fc_norm=..., attention_bias=...)
     loaded = lm.load_eagle3(tmp_path, target)
     assert loaded.model == head.model
@@ -180,7 +180,7 @@ def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, fc_norm=True)
     target = target_for(config)
     head = head_for(lm.models.Eagle3Head(config), target)
-    lm.models.save_eagle3(tmp_path, *head)
+    lm.formats.save_eagle3(tmp_path, *head)
     tensors = safetensors.numpy.load_file(tmp_path / WEIGHTS)
     for index, place in enumerate(("low", "mid", "high")):
         tensors[f"aux_norm_{place}.weight"] = tensors.pop(f"fc_norm.{index}.weight")
@@ -194,7 +194,7 @@ def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
 def test_norm_output_of_specforge_is_fed_back_where_that_is_clear(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, fc_norm=True)
     target = target_for(config)
-    lm.models.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(config), target))
+    lm.formats.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(config), target))
 
     def found() -> bool:
         return lm.load_eagle3(tmp_path, target).model.config.norm_output
@@ -208,7 +208,7 @@ def test_norm_output_of_specforge_is_fed_back_where_that_is_clear(tmp_path: Path
     edit_json(tmp_path / FILE, norm_output="yes")
     assert_refused(tmp_path, target, "norm_output must be true or false")
     # Without, SpecForge's true may mean the norm before the output matrix.
-    lm.models.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(CONFIG), target))
+    lm.formats.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(CONFIG), target))
     as_eagle(tmp_path, norm_output=True)
     assert not found()
 
@@ -271,7 +271,7 @@ def test_the_layout_of_deepspec_is_read(written: Written) -> None:
 
 def test_a_map_that_changes_nothing_is_read(tmp_path: Path) -> None:
     target = target_for(CONFIG)
-    lm.models.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(CONFIG), target))
+    lm.formats.save_eagle3(tmp_path, *head_for(lm.models.Eagle3Head(CONFIG), target))
     edit_tensors(tmp_path / WEIGHTS, d2t=np.zeros(40, np.int64))
     assert "target_ids" not in lm.load_eagle3(tmp_path, target).params
     edit_tensors(tmp_path / WEIGHTS, d2t=np.array([1, -1] + [0] * 38, np.int64))
@@ -282,7 +282,7 @@ def test_a_map_that_changes_nothing_is_read(tmp_path: Path) -> None:
 # What is refused
 
 
-def assert_refused(directory: Path, target: lm.models.LoadedModel, says: str) -> None:
+def assert_refused(directory: Path, target: lm.formats.LoadedModel, says: str) -> None:
     with pytest.raises(Exception) as raised:
         lm.load_eagle3(directory, target)
     text = sentence(raised.value)
@@ -412,10 +412,10 @@ def test_a_file_of_torch_names_the_converter(written: Written) -> None:
 def test_arguments_of_other_kinds_are_named(written: Written, tmp_path: Path) -> None:
     directory, target, (head, params) = written
     load: Any = lm.load_eagle3
-    save: Any = lm.models.save_eagle3
+    save: Any = lm.formats.save_eagle3
     for name, call in (
         ("target", lambda: load(directory, target.model)),
-        ("target", lambda: load(directory, lm.models.LoadedModel(head, params))),
+        ("target", lambda: load(directory, lm.formats.LoadedModel(head, params))),
         ("directory", lambda: load(5, target)),
         ("directory", lambda: save(None, head, params)),
         ("model", lambda: save(tmp_path, target.model, params)),
@@ -439,5 +439,5 @@ def test_weights_that_cannot_be_stored_are_named_nothing_is_written(
         ({**params, "target_ids": twice + 40}, r"params\['target_ids'\]\[0\] must"),
     ):
         with pytest.raises(ValueError, match=says):
-            lm.models.save_eagle3(directory, head, changed)
+            lm.formats.save_eagle3(directory, head, changed)
     assert not directory.exists()

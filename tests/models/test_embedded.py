@@ -13,7 +13,7 @@ import scipy.special
 from upper_floor import BYTE_VOCAB_SIZE
 
 from jax_specdec.lm import DOCUMENT_SEPARATOR, encode_bytes, load_embedded_pair
-from jax_specdec.lm.models import LoadedModel
+from jax_specdec.lm.formats import LoadedModel
 
 from .checkpoints import logits_of
 

@@ -35,11 +35,11 @@ TOLERANCE = 1e-5
 
 
 @functools.cache
-def load(name: str) -> lm.models.LoadedModel:
+def load(name: str) -> lm.formats.LoadedModel:
     return lm.load_huggingface(CHECKPOINTS / name, jnp.float32)
 
 
-def logits(loaded: lm.models.LoadedModel, name: str) -> np.ndarray:
+def logits(loaded: lm.formats.LoadedModel, name: str) -> np.ndarray:
     wanted = expected(name)
     return np.asarray(logits_of(*loaded, wanted["token_ids"][: len(wanted["logits"])]))
 
@@ -156,12 +156,12 @@ def with_head(
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LOADERS = (lm.load_huggingface, lm.models.load_checkpoint)
+LOADERS = (lm.load_huggingface, lm.formats.load_checkpoint)
 
 
 @pytest.mark.parametrize("load_it", LOADERS)
 def test_a_stored_output_matrix_counts_though_the_config_says_tied(
-    tmp_path: Path, load_it: Callable[..., lm.models.LoadedModel]
+    tmp_path: Path, load_it: Callable[..., lm.formats.LoadedModel]
 ) -> None:
     directory, head = with_head(tmp_path / "untied", lambda table: table[::-1])
     loaded = load_it(directory)
@@ -170,19 +170,19 @@ def test_a_stored_output_matrix_counts_though_the_config_says_tied(
     found, wanted = logits(loaded, "qwen2"), expected("qwen2")["logits"]
     atol = TOLERANCE * np.abs(wanted).max()
     np.testing.assert_allclose(found[:, ::-1], wanted, rtol=0, atol=atol)
-    lm.models.save_checkpoint(tmp_path / "again", *loaded)
+    lm.formats.save_checkpoint(tmp_path / "again", *loaded)
     again = load_it(tmp_path / "again")
     np.testing.assert_array_equal(logits(again, "qwen2"), found)
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     parallel = lm.models.TensorParallelLlama(loaded.model, mesh, "tensor")
-    spread = lm.models.LoadedModel(parallel, parallel.shard_params(loaded.params))
+    spread = lm.formats.LoadedModel(parallel, parallel.shard_params(loaded.params))
     np.testing.assert_allclose(logits(spread, "qwen2"), found, rtol=0, atol=atol)
 
 
 def test_an_output_matrix_that_is_the_embedding_in_the_dtype_asked_for_is_tied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jax_specdec.lm.models.tensors._ROWS", 100)  # of 288
+    monkeypatch.setattr("jax_specdec.lm.formats.tensors._ROWS", 100)  # of 288
     rounded, _ = with_head(
         tmp_path / "rounded", lambda table: table.astype(jnp.bfloat16).astype(np.float32)
     )
@@ -226,8 +226,8 @@ def test_a_tensor_that_would_not_be_used_as_stored_is_refused(
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_a_family_survives_the_round_trip(tmp_path: Path, name: str) -> None:
-    lm.models.save_checkpoint(tmp_path, *load(name))
-    loaded = lm.models.load_checkpoint(tmp_path)
+    lm.formats.save_checkpoint(tmp_path, *load(name))
+    loaded = lm.formats.load_checkpoint(tmp_path)
     assert loaded.model == load(name).model
     jax.tree.map(np.testing.assert_array_equal, loaded.params, load(name).params)
 
@@ -236,7 +236,7 @@ def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:
     model, params = load("qwen2")
     both = lm.models.Llama(dataclasses.replace(model.config, qk_norm=True))
     with pytest.raises(ValueError, match="both qkv_bias and qk_norm"):
-        lm.models.save_checkpoint(tmp_path, both, params)
+        lm.formats.save_checkpoint(tmp_path, both, params)
 
 
 # Padding of the vocabulary

@@ -178,7 +178,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def loaded(directory: Path) -> lm.models.LoadedModel:
+def loaded(directory: Path) -> lm.formats.LoadedModel:
     return lm.load_huggingface(directory)
 
 
@@ -195,7 +195,7 @@ def test_ids_of_the_published_model_are_those_of_transformers(directory: Path, t
 @pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_logits_of_the_published_model_are_those_of_transformers(
-    loaded: lm.models.LoadedModel, text: str
+    loaded: lm.formats.LoadedModel, text: str
 ) -> None:
     token_ids = expected()[f"{text}_token_ids"]
     logits = np.asarray(logits_of(*loaded, token_ids), np.float64)

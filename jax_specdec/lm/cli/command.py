@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from jax_specdec import __version__
-from jax_specdec.lm.cli import terminal
+from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.cache import keep_compiled_programs
 from jax_specdec.lm.cli.options import Options, parse
 from jax_specdec.lm.cli.process import run_to_end

@@ -26,16 +26,16 @@ from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.drafting.suffix import SuffixDrafter
-from jax_specdec.lm.models.block_files import load_block_head
-from jax_specdec.lm.models.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
-from jax_specdec.lm.models.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
-from jax_specdec.lm.models.config_json import CONFIG_FILE, read_config
-from jax_specdec.lm.models.eagle3_files import load_eagle3
-from jax_specdec.lm.models.embedded_heads import load_embedded_head
+from jax_specdec.lm.formats.block_files import load_block_head
+from jax_specdec.lm.formats.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
+from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
+from jax_specdec.lm.formats.eagle3_files import load_eagle3
+from jax_specdec.lm.formats.embedded_heads import load_embedded_head
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
-from jax_specdec.lm.models.tokenizer import TextStream, Tokenizer, load_tokenizer
+from jax_specdec.lm.text.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
+from jax_specdec.lm.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 MAX_LENGTH = 1024
 """Longest sequence of the embedded models, prompt included."""

@@ -20,7 +20,7 @@ from jax_specdec._src.config import (
 )
 from jax_specdec._src.sampling import FILTERS, TEMPERATURE
 from jax_specdec._src.tree import MAX_VISIBLE
-from jax_specdec.lm.cli import terminal
+from jax_specdec.lm import terminal
 from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 

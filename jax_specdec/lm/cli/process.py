@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TextIO
 
-from jax_specdec.lm.cli import terminal
+from jax_specdec.lm import terminal
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 """Ctrl-C, and what `kill`, systemd and containers send."""

@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from jax_specdec.lm.cli import terminal
+from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import Options
 from jax_specdec.lm.cli.run import Comparison, Run, Session
 

@@ -17,7 +17,8 @@ import jax
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.cli import process, terminal
+from jax_specdec.lm import terminal
+from jax_specdec.lm.cli import process
 from jax_specdec.lm.cli.models import Models, load_models
 from jax_specdec.lm.cli.options import API_KEY_VARIABLE, NO_DRAFTS, SERVED_LENGTH, Options
 from jax_specdec.lm.cli.prompts import InputError

@@ -14,7 +14,8 @@ import numpy as np
 from rich.text import Text
 
 from jax_specdec._src.acceptance import AcceptanceStats
-from jax_specdec.lm.cli import report, terminal
+from jax_specdec.lm import terminal
+from jax_specdec.lm.cli import report
 from jax_specdec.lm.cli.models import load_models
 from jax_specdec.lm.cli.options import Options
 from jax_specdec.lm.cli.run import Comparison, Session, Start, TextStep, stacked

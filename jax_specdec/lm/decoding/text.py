@@ -13,9 +13,9 @@ from jax_specdec.lm.decoding.options import RequestFields
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
-from jax_specdec.lm.models.bytes import decode_bytes, encode_bytes
-from jax_specdec.lm.models.checkpoint import load_embedded_pair, load_huggingface
-from jax_specdec.lm.models.tokenizer import TextStream, load_tokenizer
+from jax_specdec.lm.formats.checkpoint import load_embedded_pair, load_huggingface
+from jax_specdec.lm.text.bytes import decode_bytes, encode_bytes
+from jax_specdec.lm.text.tokenizer import TextStream, load_tokenizer
 
 DEFAULT_CONFIG = SpecDecodeConfig(num_speculative_tokens=4)
 

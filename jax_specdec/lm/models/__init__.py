@@ -1,11 +1,8 @@
-"""Models and their files: what a target or a draft model is, and the models of this package."""
+"""Models: what a target or a draft model is, and the models of this package."""
 
 from jax_specdec.lm.models import foreign
 from jax_specdec.lm.models.block import BlockOutput
-from jax_specdec.lm.models.block_files import save_block_head
-from jax_specdec.lm.models.checkpoint import LoadedModel, load_checkpoint, save_checkpoint
 from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
-from jax_specdec.lm.models.eagle3_files import save_eagle3
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.protocol import CausalModel, PromptRows, TargetOutput
@@ -19,14 +16,9 @@ __all__ = [
     "Eagle3Head",
     "Llama",
     "LlamaConfig",
-    "LoadedModel",
     "PromptRows",
     "RopeScaling",
     "TargetOutput",
     "TensorParallelLlama",
     "foreign",
-    "load_checkpoint",
-    "save_block_head",
-    "save_checkpoint",
-    "save_eagle3",
 ]

@@ -29,13 +29,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.cli.models import Models
-from jax_specdec.lm.cli.terminal import log
 from jax_specdec.lm.server.answer import ERROR, Answer
 from jax_specdec.lm.server.connection import Connection, close_stuck
 from jax_specdec.lm.server.limits import CLOSE, ApiError, Json, Limits, first_line
 from jax_specdec.lm.server.request import Given, read_parameters, read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import Channel, EngineFailed, Worker
+from jax_specdec.lm.terminal import log
 
 
 class Server:

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.cli import terminal
+from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.models import Models
-from jax_specdec.lm.models.chat import read_chat_template
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.limits import BUSY, ApiError, Json, Limits
+from jax_specdec.lm.text.chat import read_chat_template
 
 
 class Vocabulary:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from jax_specdec import lm
-from jax_specdec.lm.cli import terminal
+from jax_specdec.lm import terminal
 from jax_specdec.lm.server.limits import BUSY, ApiError, Json, first_line, named
 
 T = TypeVar("T")

@@ -11,11 +11,9 @@ import numpy as np
 
 from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype
 from jax_specdec.lm.extras import extra
-from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json, read_config
-from jax_specdec.lm.models.files import is_there, path_of
-from jax_specdec.lm.models.layers import check_params
-from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.tensors import (
+from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json, read_config
+from jax_specdec.lm.formats.files import is_there, path_of
+from jax_specdec.lm.formats.tensors import (
     WEIGHTS_FILE,
     check_finite,
     open_tensors,
@@ -23,7 +21,9 @@ from jax_specdec.lm.models.tensors import (
     stores_own_head,
     unfuse,
 )
-from jax_specdec.lm.models.tokenizer import TOKENIZER_FILE, count_token_ids, stop_token_ids
+from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, count_token_ids, stop_token_ids
+from jax_specdec.lm.models.layers import check_params
+from jax_specdec.lm.models.llama import Llama
 
 Model = TypeVar("Model")
 

@@ -14,14 +14,14 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, TypeVar
 
+from jax_specdec.lm.formats.config_json import only, parse_config
+from jax_specdec.lm.formats.files import JsonObject, errors_name
+from jax_specdec.lm.formats.tensors import Tensors
 from jax_specdec.lm.models.block import BlockHeadConfig
-from jax_specdec.lm.models.config_json import only, parse_config
 from jax_specdec.lm.models.eagle3 import Eagle3Config
 from jax_specdec.lm.models.fields import MAX_INT, quoted, shown
-from jax_specdec.lm.models.files import JsonObject, errors_name
 from jax_specdec.lm.models.heads import HeadConfig
 from jax_specdec.lm.models.llama_config import LlamaConfig
-from jax_specdec.lm.models.tensors import Tensors
 
 _Config = TypeVar("_Config", bound=HeadConfig)
 

@@ -8,9 +8,9 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_specdec.lm.models.config_json import CONFIG_FILE
+from jax_specdec.lm.formats.config_json import CONFIG_FILE
+from jax_specdec.lm.formats.files import JsonObject, read_json
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted
-from jax_specdec.lm.models.files import JsonObject, read_json
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP_FILE = "special_tokens_map.json"

@@ -14,15 +14,12 @@ from typing import Any
 
 from jax_specdec._src.arrays import check_type, is_error, require
 from jax_specdec.lm.extras import extra
-from jax_specdec.lm.models.added_tokens import special_tokens, tokens_beside
-from jax_specdec.lm.models.bytes import id_list
-from jax_specdec.lm.models.chat import check_messages, read_chat_template
-from jax_specdec.lm.models.config_json import CONFIG_FILE
-from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted, reason, shown
-from jax_specdec.lm.models.files import existing, path_of, read_json
-
-TOKENIZER_FILE = "tokenizer.json"
-GENERATION_FILE = "generation_config.json"
+from jax_specdec.lm.formats.added_tokens import special_tokens, tokens_beside
+from jax_specdec.lm.formats.files import existing, path_of
+from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, read_token_ids, stop_token_ids
+from jax_specdec.lm.models.fields import is_token_id, quoted, reason, shown
+from jax_specdec.lm.text.bytes import id_list
+from jax_specdec.lm.text.chat import check_messages, read_chat_template
 
 _REPLACEMENT = "\ufffd"
 _MOST_OPEN = 3
@@ -468,7 +465,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     path = existing(path_of(directory) / TOKENIZER_FILE)
     with extra("lm"):
         import tokenizers
-    beside = tokens_beside(path.parent, *_token_ids(path))
+    beside = tokens_beside(path.parent, *read_token_ids(path))
     with _library_errors(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         library_tokenizer.no_truncation()
@@ -481,76 +478,6 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         if end_id is not None and end_id not in stops:
             stops += (end_id,)
     return Tokenizer(path, library_tokenizer, stops)
-
-
-def count_token_ids(path: Path) -> int:
-    """One more than the last id of a tokenizer; needs no library.
-
-    Raises:
-      FileNotFoundError: there is no `tokenizer.json` at the path.
-      OSError: it is not a file, or cannot be opened.
-      ValueError: it holds no ids, one that is not an integer in [0, 2**31), or one for two tokens;
-        or a file beside it adds tokens that it cannot have.
-    """
-    vocab, added = _token_ids(path)
-    return max([*vocab.values(), *added, *tokens_beside(path.parent, vocab, added)]) + 1
-
-
-def _token_ids(path: Path) -> tuple[dict[str, int], dict[int, dict[str, Any]]]:
-    """The vocabulary in a `tokenizer.json`, and by id the tokens that it adds."""
-    raw = read_json(path)
-    where = raw.where
-    vocab = _vocabulary(raw.get("model"))
-    if not vocab:
-        raise ValueError(f"{where} has no vocabulary of token ids in it.")
-    added = raw.given("added_tokens", [])
-    are_objects = isinstance(added, list) and all(isinstance(token, dict) for token in added)
-    raw.require(are_objects, "added_tokens", "which is not a list of objects")
-    added_ids = [(index, token.get("id")) for index, token in enumerate(added)]
-    for field, ids in (("model.vocab", vocab), ("added_tokens", added_ids)):
-        for key, token_id in ids:
-            if not is_token_id(token_id):
-                raise ValueError(
-                    f"{where} has {field} with the id {quoted(token_id)} for {quoted(key)}, but a "
-                    f"token id must be an integer in [0, {MAX_INT}]."
-                )
-    tokens: dict[int, Any] = {}
-    for token, token_id in vocab:  # added tokens may repeat them
-        if (first := tokens.setdefault(token_id, token)) != token:
-            raise ValueError(
-                f"{where} has model.vocab with the id {token_id} for {quoted(first)} and for "
-                f"{quoted(token)}, but an id must mean one token."
-            )
-    return dict(vocab), {token["id"]: token for token in added}
-
-
-def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
-    """Tokens and the values given as their ids; empty if there is no vocabulary."""
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocab, dict):
-        return list(vocab.items())
-    if isinstance(vocab, list) and all(
-        isinstance(x, list) and len(x) == 2 and isinstance(x[0], str) for x in vocab
-    ):
-        return [(piece, index) for index, (piece, _) in enumerate(vocab)]  # with scores
-    return []
-
-
-def stop_token_ids(directory: Path) -> tuple[int, ...]:
-    """The `eos_token_id` of a checkpoint, from `generation_config.json` or else `config.json`.
-
-    Raises:
-      OSError: a file cannot be opened.
-      ValueError: a file cannot be parsed, or has something that is no id or list of ids.
-    """
-    for path in (directory / GENERATION_FILE, directory / CONFIG_FILE):
-        raw = read_json(path, optional=True)
-        if (found := raw.get("eos_token_id")) is not None:
-            ids = found if isinstance(found, list) else [found]
-            are_ids = all(map(is_token_id, ids))
-            raw.require(are_ids, "eos_token_id", "which is no id or list of ids")
-            return tuple(ids)
-    return ()
 
 
 @functools.cache

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec.lm.extras import extra
+from jax_specdec.lm.formats.files import existing, is_there, read_json
 from jax_specdec.lm.models.fields import quoted, reason, shown
-from jax_specdec.lm.models.files import existing, is_there, read_json
 from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
 
 WEIGHTS_FILE = "model.safetensors"

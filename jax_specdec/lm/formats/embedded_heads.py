@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Literal, overload
 
 from jax_specdec._src.arrays import check_choice
+from jax_specdec.lm.formats.block_files import load_block_head
+from jax_specdec.lm.formats.checkpoint import LoadedModel
+from jax_specdec.lm.formats.eagle3_files import load_eagle3
 from jax_specdec.lm.models.block import BlockHead
-from jax_specdec.lm.models.block_files import load_block_head
-from jax_specdec.lm.models.checkpoint import LoadedModel
 from jax_specdec.lm.models.eagle3 import Eagle3Head
-from jax_specdec.lm.models.eagle3_files import load_eagle3
 from jax_specdec.lm.models.llama import Llama
 
 _Loaded = LoadedModel[Eagle3Head] | LoadedModel[BlockHead]

@@ -6,11 +6,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import check_type
+from jax_specdec.lm.formats.checkpoint import LoadedModel
+from jax_specdec.lm.formats.files import is_there, path_of
+from jax_specdec.lm.formats.head_files import load_head, save_head
 from jax_specdec.lm.models.block import BlockHead, BlockHeadConfig
-from jax_specdec.lm.models.checkpoint import LoadedModel
 from jax_specdec.lm.models.fields import shown
-from jax_specdec.lm.models.files import is_there, path_of
-from jax_specdec.lm.models.head_files import load_head, save_head
 from jax_specdec.lm.models.llama import Llama
 
 _MASK_FILE = "mask_embedding.pt"
@@ -53,7 +53,7 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
       ...     block_size=6, mask_token_id=255))
       >>> params = head.init_params(jax.random.key(0), target.params)
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     lm.models.save_block_head(directory, head, params)
+      ...     lm.formats.save_block_head(directory, head, params)
       ...     loaded = lm.load_block_head(directory, target)
       >>> drafter = lm.BlockDrafter(loaded.model)  # for `generate`, with draft_params=loaded.params
       >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]

@@ -6,13 +6,13 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import check_type
-from jax_specdec.lm.models.checkpoint import LoadedModel
+from jax_specdec.lm.formats.checkpoint import LoadedModel
+from jax_specdec.lm.formats.files import is_there, path_of
+from jax_specdec.lm.formats.head_files import load_head, save_head
+from jax_specdec.lm.formats.tensors import INDEX_FILE, WEIGHTS_FILE
 from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
 from jax_specdec.lm.models.fields import shown
-from jax_specdec.lm.models.files import is_there, path_of
-from jax_specdec.lm.models.head_files import load_head, save_head
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.tensors import INDEX_FILE, WEIGHTS_FILE
 
 _TORCH_FILE = "pytorch_model.bin"
 
@@ -52,7 +52,7 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
       ...     target_hidden_size=256))
       >>> params = head.init_params(jax.random.key(0), target.params)
       >>> with tempfile.TemporaryDirectory() as directory:
-      ...     lm.models.save_eagle3(directory, head, params)
+      ...     lm.formats.save_eagle3(directory, head, params)
       ...     loaded = lm.load_eagle3(directory, target)
       >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
       (True, True)

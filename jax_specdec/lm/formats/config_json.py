@@ -11,7 +11,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jax_specdec.lm.models.files import JsonObject, errors_name, read_json
+from jax_specdec.lm.formats.files import JsonObject, errors_name, read_json
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.rotary import RopeScaling
 

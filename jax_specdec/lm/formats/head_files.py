@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.arrays import LOGITS, check_listed, checked_dtype, require
-from jax_specdec.lm.models.checkpoint import LoadedModel, stored_tensors, write_files
-from jax_specdec.lm.models.config_json import CONFIG_FILE, config_json
-from jax_specdec.lm.models.fields import quoted, shown
-from jax_specdec.lm.models.files import errors_name, path_of, read_json
-from jax_specdec.lm.models.head_layouts import LEGACY_NORMS, layer_prefix, read_head_config
-from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
-from jax_specdec.lm.models.layers import check_params
-from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.tensors import (
+from jax_specdec.lm.formats.checkpoint import LoadedModel, stored_tensors, write_files
+from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json
+from jax_specdec.lm.formats.files import errors_name, path_of, read_json
+from jax_specdec.lm.formats.head_layouts import LEGACY_NORMS, layer_prefix, read_head_config
+from jax_specdec.lm.formats.tensors import (
     Tensors,
     check_tensors,
     layer_tensors,
@@ -27,6 +23,10 @@ from jax_specdec.lm.models.tensors import (
     stored_shapes,
     unfuse_arrays,
 )
+from jax_specdec.lm.models.fields import quoted, shown
+from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
+from jax_specdec.lm.models.layers import check_params
+from jax_specdec.lm.models.llama import Llama
 
 _Head = TypeVar("_Head", bound=DraftHead)
 

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 from jax_specdec._src.arrays import require
 from jax_specdec.lm.extras import extra
-from jax_specdec.lm.models.added_tokens import TOKENIZER_CONFIG_FILE, special_tokens
+from jax_specdec.lm.formats.added_tokens import TOKENIZER_CONFIG_FILE, special_tokens
+from jax_specdec.lm.formats.files import is_there, read_json, read_text
 from jax_specdec.lm.models.fields import reason
-from jax_specdec.lm.models.files import is_there, read_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 
