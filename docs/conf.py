@@ -129,7 +129,7 @@ class LinkNames(SphinxPostTransform):
         for full in self.env.get_domain("py").objects:
             name = full.removeprefix(f"{jax_specdec.__name__}.")
             yield name, full
-            yield re.sub(r"^(lm\.models|lm|grammar|testing)\.", "", name), full
+            yield re.sub(r"^(lm\.formats|lm\.models|lm|grammar|testing)\.", "", name), full
             if name.startswith(("adapters.", "lm.models.foreign.")):
                 module, function = name.split(".")[-2:]
                 yield f"{module}.{function}", full
@@ -152,9 +152,8 @@ def link_public(
     if package != jax_specdec.__name__ or not path.startswith(("_src.", "lm.")):
         return None
     domain, page, name = env.get_domain("py"), node["refdoc"], path.rpartition(".")[2]
-    places = [
-        f"{package}.{module}{name}" for module in ("", "lm.", "lm.models.", "grammar.", "testing.")
-    ]
+    doors = ("", "lm.", "lm.formats.", "lm.models.", "grammar.", "testing.")
+    places = [f"{package}.{door}{name}" for door in doors]
     name = next((place for place in places if place in domain.objects), name)
     return domain.resolve_xref(env, page, app.builder, "obj", name, node, text) or text
 

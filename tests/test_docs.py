@@ -46,7 +46,8 @@ def blocks(page: str, language: str = "python") -> list[str]:
 # The reference
 
 
-MODULES = {"grammar": sd.grammar, "lm": lm, "lm.models": lm.models, "testing": sd.testing}
+MODULES = {"grammar": sd.grammar, "lm": lm, "lm.formats": lm.formats, "lm.models": lm.models}
+MODULES |= {"testing": sd.testing}
 THINGS = {name: getattr(sd, name) for name in sd.__all__}
 for module_name, module in MODULES.items():
     THINGS |= {f"{module_name}.{name}": getattr(module, name) for name in module.__all__}
@@ -190,9 +191,7 @@ def test_the_page_on_draft_budgets_plans_and_serves(
 
 @pytest.mark.long
 def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
-    first = blocks("getting_started")[
-        :4
-    ]  # asserts itself that greedy text is that of plain decoding
+    first = blocks("getting_started")[:4]  # which asserts that greedy text is the plain one
     scope = run("".join(first), "getting_started")
     assert [len(completion) for completion in scope["output"].completions] == [60, 60]
     assert "def quicksort(items):" in capsys.readouterr().out

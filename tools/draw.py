@@ -35,7 +35,9 @@ UPPER = {  # of each unit of the upper floor: what stands below its name
     "lm": "the public names",
     "decoding": "the step and its loops",
     "drafting": "what proposes tokens",
-    "models": "Llama, checkpoints, text",
+    "text": "tokenizers, templates",
+    "formats": "files of models",
+    "models": "Llama, heads",
 }
 LOWER = {  # and of the lower floor
     "jax_specdec": "the public names",
