@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "build/programs"
 
 collect_ignore = [
-    "models/huggingface/make.py",  # they want torch, which no test needs
-    "models/smollm2/make.py",
+    "formats/huggingface/make.py",  # they want torch, which no test needs
+    "formats/smollm2/make.py",
     "models/speculators/make.py",
     "integrations/test_real_models.py",  # other projects' packages: `make test-models` names it
 ]

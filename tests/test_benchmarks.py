@@ -95,7 +95,7 @@ def test_merging_replaces_rows_and_forgets_runs_without_rows():
 def test_decoding_of_a_checkpoint_directory_is_measured_saved_and_shown(
     tmp_path, capsys, monkeypatch
 ):
-    checkpoints = Path(__file__).parent / "models" / "huggingface"
+    checkpoints = Path(__file__).parent / "formats" / "huggingface"
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.setattr(bench_decode_cpu, "TEXT_PROMPTS", {"again": "one two three one two"})
     monkeypatch.setattr(bench_decode_cpu, "LOOKUP_CASES", bench_decode_cpu.LOOKUP_CASES[:1])

@@ -15,8 +15,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from formats.checkpoints import CHECKPOINTS, copy, edit_json, edit_tensors, expected
 from jax.experimental.compilation_cache import compilation_cache
-from models.checkpoints import CHECKPOINTS, copy, edit_json, edit_tensors, expected
 from safetensors.numpy import load_file
 from upper_floor import cli_models as models_lib
 from upper_floor import cli_options as options_lib

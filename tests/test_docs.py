@@ -16,7 +16,7 @@ from typing import Any
 import draw
 import numpy as np
 import pytest
-from models.checkpoints import CHECKPOINTS
+from formats.checkpoints import CHECKPOINTS
 
 import jax_specdec as sd
 from jax_specdec import lm

@@ -436,8 +436,8 @@ def _(right, self, params, token_ids, columns=None):
 
 @fault(
     "layers that are counted after a layer are read before it",
-    "lm.models.head_layouts:_layer_ids",
-    "models/test_block_files.py",
+    "lm.formats.head_layouts:_layer_ids",
+    "formats/test_block_files.py",
 )
 def _(right, place, key, shift, num_layers):
     return tuple(layer - shift for layer in right(place, key, shift, num_layers))

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_eagle3
+from formats.checkpoints import CHECKPOINTS
 
 from jax_specdec import lm
 
-from .checkpoints import CHECKPOINTS
 from .test_eagle3 import CONFIG, LAYER, random_params
 
 pytestmark = pytest.mark.newest

@@ -14,7 +14,7 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
-from models.checkpoints import copy
+from formats.checkpoints import copy
 from upper_floor import decoding_matchers, schemas
 
 import jax_specdec as sd

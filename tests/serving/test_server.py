@@ -33,7 +33,7 @@ import jax
 import numpy as np
 import openai
 import pytest
-from models.checkpoints import copy, expected
+from formats.checkpoints import copy, expected
 from scipy import special
 from upper_floor import (
     Asked,

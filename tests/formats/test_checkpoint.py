@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from models.weights import random_weights, sizes
 
 from jax_specdec.lm import load_huggingface
 from jax_specdec.lm.formats import LoadedModel, load_checkpoint, save_checkpoint
 from jax_specdec.lm.models import Llama
 
 from .checkpoints import edit_json, edit_tensors
-from .weights import random_weights, sizes
 
 pytestmark = pytest.mark.newest
 

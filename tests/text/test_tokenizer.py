@@ -9,13 +9,12 @@ import hypothesis
 import numpy as np
 import pytest
 import tokenizers
+from formats.checkpoints import CHECKPOINTS, NAMES, NUM_TOKEN_IDS, copy, edit_json, expected
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 from upper_floor import count_token_ids
 
 from jax_specdec import lm
-
-from .checkpoints import CHECKPOINTS, NAMES, NUM_TOKEN_IDS, copy, edit_json, expected
 
 pytestmark = pytest.mark.newest
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from models.test_block import CONFIG, DSPARK, NARROW, OPTIONS
 
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
-from .test_block import CONFIG, DSPARK, NARROW, OPTIONS
 from .test_eagle3_files import assert_same, head_for, target_for
 from .test_hostile_files import sentence
 

@@ -11,11 +11,10 @@ import jinja2
 import jinja2.sandbox
 import pytest
 import tokenizers
+from formats.checkpoints import CHECKPOINTS, copy
 from upper_floor import chat, read_chat_template
 
 from jax_specdec import lm
-
-from .checkpoints import CHECKPOINTS, copy
 
 pytestmark = pytest.mark.newest
 

@@ -1,7 +1,7 @@
 """Makes the tiny random checkpoints beside this file, and what `transformers` computes from them.
 
     python -m venv venv && venv/bin/pip install torch transformers
-    venv/bin/python tests/models/huggingface/make.py
+    venv/bin/python tests/formats/huggingface/make.py
 
 Each directory is what `save_pretrained` writes, a byte-level tokenizer that all of them share, and
 `expected.npz`: a text and its ids, their logits in float32, and a greedy continuation.
