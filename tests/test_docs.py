@@ -29,10 +29,10 @@ RUN_HERE = (
     "attention",
     "draft_budget",
     "draft_distributions",
-    "drafting",
     "getting_started",
     "index",
     "models",
+    "own_drafter",
     "sampling_parameters",
     "vllm",
 )
@@ -199,7 +199,7 @@ def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.long
 def test_a_checkpoint_drafts_for_another(capsys: pytest.CaptureFixture[str]) -> None:
-    real = "".join(blocks("models")[:2]).replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
+    real = "".join(blocks("models")).replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
     real = real.replace("Qwen2.5-0.5B", str(CHECKPOINTS / "qwen2_draft"))
     run(real.replace("max_new_tokens=64", "max_new_tokens=8"), "models")
     by_hand, by_one_call = capsys.readouterr().out.split("\n")[:2]
@@ -234,11 +234,11 @@ def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
 @pytest.mark.long
 @pytest.mark.newest
 def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None:
-    drafter, features = blocks("drafting")
-    scope = run(drafter, "drafting")
+    drafter, features = blocks("own_drafter")
+    scope = run(drafter, "own_drafter")
     assert scope["output"].steps.num_proposed.sum() > 0
     assert scope["stats"].num_fallbacks == 0 and scope["stats"].num_accepted_tokens > 0
-    run(features, "drafting", scope)  # one that reads features
+    run(features, "own_drafter", scope)  # one that reads features
     assert scope["output"].steps.num_proposed.sum() > 0
 
 
