@@ -116,12 +116,12 @@ COSTS = lm.StepCosts(SLOTS, BUDGET, (1.0, 1.5, 1.75))
 
 
 @pytest.mark.parametrize(
-    ("survival", "best"), [([0.4, 0.1], 0), ([0.6, 0.1], 1), ([0.6, 0.5], 2), ([0.5, 0.25], 0)]
+    ("rates", "best"), [([0.4, 0.1], 0), ([0.6, 0.1], 1), ([0.6, 0.5], 2), ([0.5, 0.25], 0)]
 )
-def test_the_best_number_of_drafts_gives_most_tokens_per_second(survival, best):
-    rate = {k: (1 + sum(survival[:k])) / COSTS.seconds[k] for k in BUDGET}
+def test_the_best_number_of_drafts_gives_most_tokens_per_second(rates, best):
+    rate = {k: (1 + sum(rates[:k])) / COSTS.seconds[k] for k in BUDGET}
     assert rate[best] == max(rate.values())
-    assert COSTS.best(survival) == best
+    assert COSTS.best(rates) == best
 
 
 @pytest.mark.long

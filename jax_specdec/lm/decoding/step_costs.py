@@ -16,10 +16,14 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
-_KEPT, _PRIOR_STEPS = 0.99, 2.0
-"""What remains of the past after a step with drafts, and made-up steps in which all had some."""
-_MOST_BETWEEN, _MOST_WITHIN = 1.1, 0.5
-"""What it may cost to read a prompt between two steps, and what within one, in steps."""
+_KEPT = 0.99
+"""What remains of the past after a step that could have drafts."""
+_PRIOR_STEPS = 2.0
+"""Made-up steps in which a request had a draft, added to those that were read."""
+_MOST_BETWEEN = 1.1
+"""What it may cost to read a prompt between two steps, in steps."""
+_MOST_WITHIN = 0.5
+"""What a step may take longer because it reads a prompt, in steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +32,8 @@ class StepCosts:
 
     Every slot takes part in every pass of the target, with as many rows as the others. So with k
     drafts per request, and ``a_i`` the chance that drafts 0 .. i are all accepted, the engine emits
-    ``(1 + a_0 + ... + a_{k-1}) / seconds(k)`` tokens per second and request. The best k is taken
+    ``(1 + a_0 + ... + a_{k-1}) / seconds(k)`` tokens per second and request: a draft that is
+    accepted is a token, and so is the recovered or bonus token of every step. The best k is taken
     from what earlier steps have shown, before the drafts of a step are drawn: any rule may be used
     for that, and the output stays lossless.
 
@@ -63,30 +68,34 @@ class StepCosts:
             )
         object.__setattr__(self, "seconds", seconds)
 
-    def best(self, survival: Sequence[float] | np.ndarray, share: float = 1.0) -> int:
-        """The number of drafts with the most expected tokens per second; of equals, the least.
+    def best(self, unconditional_rates: Sequence[float] | np.ndarray, share: float = 1.0) -> int:
+        """Returns the number of drafts with the most expected tokens per second.
 
         Args:
-          survival: ``[K]``, the chance that draft i, and so each before it, is accepted, K at least
-            the largest of `num_drafts`. Of a tree, that draft i, by rank, is accepted.
-          share: of the steps that cost more than the least number does; the others, in which no
-            request has a draft, cost as much.
+          unconditional_rates: ``[K]``, the chance that draft i, and so each before it, is accepted,
+            K at least the largest of `num_drafts`. Of a tree, that the draft of rank i is accepted.
+          share: of the steps that cost what `seconds` says. In the others no request has a draft,
+            and they cost what the least number does.
 
         Returns:
-          A number of `num_drafts`; 0 if speculation does not pay.
+          A number of `num_drafts`, of equals the least; 0 if speculation does not pay.
         """
-        tokens = 1 + np.concatenate([[0.0], np.cumsum(np.asarray(survival, np.float64))])
+        # [K+1], by the number of drafts k: 1 + a_0 + ... + a_{k-1} tokens per step and request
+        rates = np.asarray(unconditional_rates, np.float64)
+        tokens = 1 + np.concatenate([[0.0], np.cumsum(rates)])
+        # from here on an entry for each of `num_drafts`: seconds of the mean step
         least = self.seconds[0]
         seconds = least + share * (np.array(self.seconds) - least)
-        return self.num_drafts[int(np.argmax(tokens[list(self.num_drafts)] / seconds))]
+        tokens_per_second = tokens[list(self.num_drafts)] / seconds
+        return self.num_drafts[int(np.argmax(tokens_per_second))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a JSON file, which `load` reads."""
+        """Writes a JSON file, which `load` reads."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepCosts:
-        """Read what `save` wrote.
+        """Reads what `save` wrote.
 
         Raises:
           ValueError: the file holds something else.
@@ -101,13 +110,13 @@ class StepCosts:
 
 
 class ChunkCosts(NamedTuple):
-    """The seconds of a step of an engine, and of reading a prompt with both models.
+    """The seconds of a step of an engine, and of reading a part of a prompt with both models.
 
     Attributes:
-      step: all slots busy.
-      seconds: of a call between steps, or of what a step with a prompt takes longer, by the tokens
-        of the prompt, which increase.
-      in_steps: which of the two.
+      step: seconds of a step without a prompt, all slots busy.
+      seconds: by the tokens of the part, which increase: those of a call between steps, or those
+        that a step which reads it takes longer.
+      in_steps: whether parts are read in steps, and not between them.
     """
 
     step: float
@@ -118,10 +127,10 @@ class ChunkCosts(NamedTuple):
     def largest(self) -> int:
         """The most tokens that are read in 1.1 steps, or within a step in half a step more.
 
-        The least, if all take longer. A step behind a call takes at most 2.1 times as long as one
-        without, a step with a prompt 1.5 times.
+        The least, if all take longer. So running requests wait for their next tokens at most 2.1
+        times as long as without a prompt (a call, then a step), or 1.5 times (one longer step).
         """
-        most = (_MOST_WITHIN if self.in_steps else _MOST_BETWEEN) * self.step
+        most = self.step * (_MOST_WITHIN if self.in_steps else _MOST_BETWEEN)
         least = min(self.seconds)
         return max(size for size, x in self.seconds.items() if size == least or x <= most)
 
@@ -136,7 +145,8 @@ class DraftChoice:
     Attributes:
       num_drafts: the numbers there are, increasing.
       rates: ``[K]``, after the steps that were read: how often draft k was accepted if those before
-        it were, as in `AcceptanceEstimator`. Of trees, how often the draft of rank k was accepted.
+        it were, as in `AcceptanceEstimator`. Of trees, how often the draft of rank k was accepted,
+        as in `TreeEstimator`.
       costs: what steps cost; None if that is not known: every step then has the largest number,
         or the least that is enough for the `limits`.
       saved: seconds that were saved up for a trial.
@@ -145,8 +155,8 @@ class DraftChoice:
       may_be_narrow: whether a step in which no request has a draft costs what one of the least
         number costs, as on CPUs with a drafter that often proposes nothing.
       is_fixed: whether `next` is the largest number, or the least that is enough, whatever is best.
-      num_steps: steps with drafts that were read, faded.
-      num_wide: those of them in which a request had a draft.
+      num_steps: steps that were read and could have drafts, faded.
+      num_wide: those of them in which a request had one.
 
     Example:
       >>> costs = StepCosts(num_slots=8, num_drafts=(0, 2), seconds=(1.0, 4.0))
@@ -174,7 +184,7 @@ class DraftChoice:
         costs: StepCosts | None,
         estimator: AcceptanceEstimator | TreeEstimator | None,
     ) -> DraftChoice | None:
-        """The choice for an engine; None without a `draft_budget`.
+        """Returns the choice for an engine; None without a `draft_budget`.
 
         Args:
           num_slots: of the engine.
@@ -187,9 +197,10 @@ class DraftChoice:
           ValueError: `costs` are of another number of slots, or of other numbers of drafts.
         """
         check_type("step_costs", costs, StepCosts, None)
-        wanted, came = (num_slots, draft_budget), costs and (costs.num_slots, costs.num_drafts)
-        must = f"be of num_slots={num_slots} and draft_budget={draft_budget}"
-        require(costs is None or came == wanted, "step_costs", must, came)
+        if costs is not None:
+            measured = (costs.num_slots, costs.num_drafts)
+            must = f"be of num_slots={num_slots} and draft_budget={draft_budget}"
+            require(measured == (num_slots, draft_budget), "step_costs", must, measured)
         if draft_budget is None or estimator is None:
             return None
         has_trees = isinstance(estimator, TreeEstimator)
@@ -199,12 +210,18 @@ class DraftChoice:
     def best(self) -> int:
         """The number of drafts that pays best; 0 if speculation does not pay."""
         if self.costs is None:
-            return self.num_drafts[self._last]
-        survival = np.asarray(self.rates) if self.has_trees else np.cumprod(self.rates)
+            return self.num_drafts[self._enough]
+        # [K]: the chance that draft i is accepted, of a request that may have it. A draft of a
+        # chain needs all before it, c_0 * ... * c_i; rates of ranks are such chances already.
+        accepted = np.asarray(self.rates) if self.has_trees else np.cumprod(self.rates)
+        # [K]: of any request. Where limits leave fewer drafts, a request gains as much less.
+        if self.limits:
+            may_have = np.arange(len(accepted))[None, :] < np.array(self.limits)[:, None]  # [R, K]
+            accepted = accepted * np.mean(may_have, axis=0)
         share = 1.0
         if self.may_be_narrow:
             share = (self.num_wide + _PRIOR_STEPS) / (self.num_steps + _PRIOR_STEPS)
-        return self.costs.best(survival * self._shares, share)
+        return self.costs.best(accepted, share)
 
     @property
     def is_loss(self) -> bool:
@@ -214,7 +231,7 @@ class DraftChoice:
     def learn(
         self, rates: Sequence[float] | np.ndarray, num_drafts: int | None, has_drafts: bool
     ) -> None:
-        """Note what a step has shown.
+        """Notes what a step has shown.
 
         Args:
           rates: of the estimator, after the step.
@@ -227,26 +244,19 @@ class DraftChoice:
             self.num_wide = _KEPT * self.num_wide + has_drafts
 
     @property
-    def _shares(self) -> np.ndarray:
-        """``[K]``, the share of the requests that may have draft i."""
-        position = np.arange(len(self.rates))
-        if not self.limits:
-            return np.ones(position.shape)
-        return np.mean(position[None, :] < np.array(self.limits)[:, None], axis=0)
-
-    @property
-    def _last(self) -> int:
+    def _enough(self) -> int:
         """The index of the least number that is enough for every request, or of the largest."""
         most = max(self.limits, default=self.num_drafts[-1])
         return int(np.searchsorted(self.num_drafts[:-1], most))
 
     def next(self) -> int:
-        """The number of drafts of the next step."""
+        """Returns the number of drafts of the next step, and saves up or spends time for trials."""
         if self.is_fixed:
-            return self.num_drafts[self._last]
+            return self.num_drafts[self._enough]
         at = self.num_drafts.index(self.best)
-        if self.costs is None or at >= self._last:
+        if self.costs is None or at >= self._enough:
             return self.num_drafts[at]
+        # 1% of this step's seconds is saved up; a trial spends those of a whole larger step.
         self.saved += _TRIAL_SHARE * self.costs.seconds[at]
         if self.saved < self.costs.seconds[at + 1]:
             return self.num_drafts[at]
