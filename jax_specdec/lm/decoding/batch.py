@@ -20,7 +20,7 @@ _BUCKET = 32
 
 
 def round_up(size: int) -> int:
-    """`size` as a multiple of 32, at least 32.
+    """Returns the least multiple of 32 that is at least `size` and 32.
 
     So prompts of similar lengths share a compilation, and matrix units read aligned caches.
     """
@@ -56,30 +56,37 @@ class Batch:
     options: BatchOptions
 
     def with_processors(self, vocab_size: int) -> Batch:
-        """The batch with processors that are up to date with its sequences, as `append` keeps them.
+        """Returns the batch with processors that know its sequences, as `append` keeps them.
 
-        Until then they are as they were packed. A request that is read again gets its own back.
+        Until then they are as they were packed. A request that is read again, after it left its
+        slot, gets what they knew back.
         """
-        processors = self.options.processors
-        if processors is None:
+        if self.options.processors is None:
             return self
-        given = self.token_ids, self.lengths, self.options.prompt_lengths, vocab_size
-        options = dataclasses.replace(
-            self.options, processors=processors.with_sequences(Sequences(*given))
+        sequences = Sequences(
+            token_ids=self.token_ids,
+            lengths=self.lengths,
+            prompt_lengths=self.options.prompt_lengths,
+            vocab_size=vocab_size,
         )
-        return dataclasses.replace(self, options=options)
+        processors = self.options.processors.with_sequences(sequences)
+        return dataclasses.replace(
+            self, options=dataclasses.replace(self.options, processors=processors)
+        )
 
     def context(self, config: SpecDecodeConfig) -> DraftContext:
-        """What the drafter and the target are given for a step."""
-        options, changes_rows = self.options, self.options.changes_rows
+        """Returns what the drafter and the target are given for a step."""
+        changes_rows = self.options.changes_rows
+        if changes_rows is not None:
+            changes_rows = jnp.any(changes_rows & ~self.done)  # [B] -> []
         return DraftContext(
             token_ids=self.token_ids,
             lengths=self.lengths,
-            sampling=options.sampling,
+            sampling=self.options.sampling,
             keys=self.keys,
             config=config,
-            changes_rows=None if changes_rows is None else jnp.any(changes_rows & ~self.done),
-            processors=options.processors,
+            changes_rows=changes_rows,
+            processors=self.options.processors,
             active=~self.done,
         )
 
@@ -90,47 +97,54 @@ def append(
     num_proposed: jax.Array,
     logprobs: TokenLogprobs | None = None,
 ) -> tuple[Batch, StepRecord]:
-    """Append what a verification emitted to the sequences, up to a stop token or the budget.
+    """Appends what a verification emitted to the sequences, up to a stop token or the budget.
 
     Args:
-      batch: the sequences.
+      batch: the sequences; those that are done stay as they are, because `output` has no token for
+        them.
       output: of the verification.
       num_proposed: ``[B]`` int32, drafts offered to it.
-      logprobs: of the emitted tokens.
+      logprobs: of the emitted tokens; None unless asked for.
 
     Returns:
       The batch and the record of the step.
     """
-    emitted, options = output.token_ids, batch.options
+    emitted = output.token_ids
+    options = batch.options
     num_kept, stopped = truncate(
         emitted,
         output.num_emitted,
         stop_token_ids=options.stop_token_ids,
         max_tokens=options.max_lengths - batch.lengths,
     )
-    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]
-    place = jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32)[None, :] - batch.lengths[:, None]
-    source = jnp.clip(place, 0, emitted.shape[1] - 1)
-    is_new = (place >= 0) & (place < num_kept[:, None])
+    offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]  # [1, K+1], in the step
+    position = jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32)[None, :]  # [1, L]
+    # [B, L]: the emitted token that is due at each position; [B, K+1] -> [B, L]
+    due = position - batch.lengths[:, None]
+    source = jnp.clip(due, 0, emitted.shape[1] - 1)
+    is_new = (due >= 0) & (due < num_kept[:, None])
     token_ids = jnp.where(is_new, jnp.take_along_axis(emitted, source, axis=1), batch.token_ids)
     lengths = batch.lengths + num_kept
-    failed = ~batch.done & (output.status != int(Status.OK))
-    is_kept = offset < num_kept[:, None]
+    failed = ~batch.done & (output.status != int(Status.OK))  # done requests are INACTIVE
+    is_kept = offset < num_kept[:, None]  # [B, K+1]
     record = StepRecord(
         token_ids=jnp.where(is_kept, emitted, PLACEHOLDER_TOKEN_ID),
         num_kept=num_kept,
+        # of a request that failed, or is done, nothing was verified
         num_proposed=jnp.where(output.num_emitted > 0, num_proposed, 0),
         num_accepted=output.num_accepted,
         num_emitted=output.num_emitted,
         logprobs=None if logprobs is None else logprobs.where(is_kept),
     )
-    processors = options.processors and options.processors.append(record.token_ids)
+    if options.processors is not None:
+        processors = options.processors.append(record.token_ids)
+        options = dataclasses.replace(options, processors=processors)
     batch = dataclasses.replace(
         batch,
         token_ids=token_ids,
         lengths=lengths,
         done=batch.done | stopped | failed | (lengths >= options.max_lengths),
         status=jnp.where(failed, output.status, batch.status),
-        options=dataclasses.replace(options, processors=processors),
+        options=options,
     )
     return batch, record

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax_specdec.lm.decoding.generate import GenerateOutput
 from jax_specdec.lm.decoding.options import RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.models.protocol import CausalModel, apply_model, check_params
+from jax_specdec.lm.models.rows import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +46,13 @@ class GreedyDifference:
 
 def greedy_differences(
     model: CausalModel,
-    params: Any,
+    params: Params,
     prompts: Sequence[Sequence[int] | Array],
     output: GenerateOutput,
     plain: GenerateOutput,
     options: RequestOptions | Sequence[RequestOptions] | None = None,
 ) -> list[GreedyDifference]:
-    """The first difference of each request that has one, and how close the decision was there.
+    """Returns the first difference of each request that has one, and how close the decision was.
 
     Args:
       model: the target.
@@ -79,20 +80,25 @@ def greedy_differences(
     for b, (ours, theirs) in enumerate(pairs):
         if ours == theirs:
             continue
-        shorter = min(len(ours), len(theirs))
-        index = next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+        # a text that ended first has None where the other goes on
+        both = itertools.zip_longest(ours, theirs)
+        index, (token_id, plain_token_id) = next(
+            (i, pair) for i, pair in enumerate(both) if pair[0] != pair[1]
+        )
+        # [1, T]: what both texts begin with; its last row decided
         sequence = jnp.array([[*prompts[b], *theirs[:index]]], jnp.int32)
         cache = model.init_cache(1, sequence.shape[1])
         logits = apply_model(model, params, sequence, jnp.zeros((1,), jnp.int32), cache).logits
+        # [1, T, V] -> [V]
         row = _processed(logits[:, -1], asked[b], sequence, len(prompts[b]))
         second, best = np.sort(row)[-2:]
         found.append(
             GreedyDifference(
-                b,
-                index,
-                ours[index] if index < len(ours) else None,
-                theirs[index] if index < len(theirs) else None,
-                float(best - second),
+                request=b,
+                index=index,
+                token_id=token_id,
+                plain_token_id=plain_token_id,
+                gap=float(best - second),
             )
         )
     return found
@@ -101,7 +107,7 @@ def greedy_differences(
 def _processed(
     logits: jax.Array, options: RequestOptions, sequence: jax.Array, prompt_length: int
 ) -> np.ndarray:
-    """The row ``[V]`` that a greedy token is the argmax of, from ``logits [1, V]``."""
+    """Returns the row ``[V]`` that a greedy token is the argmax of, from ``logits [1, V]``."""
     vocab_size = logits.shape[1]
     batch = Batch(
         token_ids=sequence,

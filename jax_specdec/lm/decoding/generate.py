@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,12 @@ from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
 from jax_specdec._src.types import Array, Status
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
-from jax_specdec.lm.decoding.core import PLAIN, Decoder, on_all_devices
+from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState, on_all_devices
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.protocol import CausalModel, check_model, check_params
+from jax_specdec.lm.models.rows import Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +56,18 @@ class GenerateOutput:
 
 def generate(
     model: CausalModel,
-    params: Any,
+    params: Params,
     prompts: Sequence[Sequence[int] | Array],
     *,
     drafter: Drafter,
-    draft_params: Any = None,
+    draft_params: Params = None,
     config: SpecDecodeConfig,
     options: RequestOptions | Sequence[RequestOptions] | None = None,
     key: jax.Array | None = None,
     logprobs: LogprobsConfig | None = None,
     **fields: Unpack[RequestFields],
 ) -> GenerateOutput:
-    """Generate with speculative decoding: the target's own distribution, in fewer passes.
+    """Generates with speculative decoding: the target's own distribution, in fewer passes.
 
     Runs as one compiled `while_loop`, compiled once for each shape of the batch.
 
@@ -111,18 +112,18 @@ def generate(
 
 def generate_stream(
     model: CausalModel,
-    params: Any,
+    params: Params,
     prompts: Sequence[Sequence[int] | Array],
     *,
     drafter: Drafter,
-    draft_params: Any = None,
+    draft_params: Params = None,
     config: SpecDecodeConfig,
     options: RequestOptions | Sequence[RequestOptions] | None = None,
     key: jax.Array | None = None,
     logprobs: LogprobsConfig | None = None,
     **fields: Unpack[RequestFields],
 ) -> Iterator[StepRecord]:
-    """`generate`, one step at a time: yields what each step emitted, as it comes.
+    """Yields what each step of `generate` emitted, as it comes.
 
     Arguments and errors are those of `generate`, and so are the tokens and the acceptance of every
     step.
@@ -140,7 +141,7 @@ def generate_stream(
 
 def generate_plain(
     model: CausalModel,
-    params: Any,
+    params: Params,
     prompts: Sequence[Sequence[int] | Array],
     *,
     config: SpecDecodeConfig | None = None,
@@ -149,7 +150,7 @@ def generate_plain(
     logprobs: LogprobsConfig | None = None,
     **fields: Unpack[RequestFields],
 ) -> GenerateOutput:
-    """`generate` without drafts, one token per pass of the target: the baseline of `generate`.
+    """Generates without drafts, one token per pass of the target: the baseline of `generate`.
 
     Arguments and errors are those of `generate`. Only one thing of `config` matters, whether it
     asks for the agreement rule: that rule draws tokens in its own way, so its texts are those of
@@ -168,18 +169,28 @@ def generate_plain(
 
 
 class _Prepared(NamedTuple):
-    """The arguments of `generate`, checked and laid out."""
+    """The arguments of `generate`, `generate_stream` and `generate_plain`, checked and laid out.
+
+    Attributes:
+      decoder: what a step does; of plain decoding, without a drafter.
+      params: the target's weights, where its model wants them.
+      draft_params: the drafter's weights, on the same devices.
+      prompts: B token id lists.
+      batch: the B requests, before their prompts are read.
+      prompt_size: length of the padded prompts.
+      max_steps: the most steps that the batch can take.
+    """
 
     decoder: Decoder
-    params: Any
-    draft_params: Any
+    params: Params
+    draft_params: Params
     prompts: list[list[int]]
     batch: Batch
     prompt_size: int
     max_steps: int
 
     def run(self) -> GenerateOutput:
-        """All steps in one compiled loop."""
+        """Runs all steps in one compiled loop."""
         if not self.prompts:
             return GenerateOutput([], jax.device_get(_empty_records(self.decoder, 0, 0)), [])
         batch, steps, num_steps = _generate(
@@ -197,57 +208,58 @@ class _Prepared(NamedTuple):
                 token_ids[b, len(prompt) : lengths[b]].tolist()
                 for b, prompt in enumerate(self.prompts)
             ],
+            # [max_steps, B, ...] -> [S, B, ...]
             steps=jax.tree.map(lambda x: x[:count], jax.device_get(steps)),
             status=[Status(s) for s in status],
         )
 
     def steps(self) -> Iterator[StepRecord]:
-        """One step after another."""
-        weights, decoder = (self.params, self.draft_params), self.decoder
+        """Yields the records of one step after another, each a call of its own."""
+        decoder = self.decoder
         done = np.asarray(self.batch.done)
-        if done.all():
+        if done.all():  # also if there is no request: then there is nothing to compile
             return
-        state = _prefill(decoder, *weights, self.batch, prompt_size=self.prompt_size)
+        state = _prefill(
+            decoder, self.params, self.draft_params, self.batch, prompt_size=self.prompt_size
+        )
         while not done.all():
-            state, record = _step(decoder, *weights, state)
+            state, record = _step(decoder, self.params, self.draft_params, state)
             record, done = jax.device_get((record, state.batch.done))
             yield record
 
 
 def _prepare(
     model: CausalModel,
-    params: Any,
+    params: Params,
     prompts: Sequence[Sequence[int] | Array],
     drafter: Drafter | None,
-    draft_params: Any,
+    draft_params: Params,
     config: SpecDecodeConfig,
     options: RequestOptions | Sequence[RequestOptions] | None,
     key: jax.Array | None,
     logprobs: LogprobsConfig | None,
     fields: RequestFields,
 ) -> _Prepared:
+    """Checks the arguments, and lays them out; `drafter` is None for plain decoding."""
     check_model("model", model)
     check_params("params", model, params)
     check_params("draft_params", drafter, draft_params)
     check_type("logprobs", logprobs, LogprobsConfig, None)
-    rows = inputs.token_lists(prompts, model.vocab_size)
-    asked = options_per_request(options, len(rows), fields)
+    token_lists = inputs.token_lists(prompts, model.vocab_size)
+    asked = options_per_request(options, len(token_lists), fields)
     if drafter is not None:
         for one in asked:
             one.check_drafts(config.num_speculative_tokens)
         inputs.check_trees(model, drafter, config)
         if all(one.max_drafts == 0 for one in asked):
-            drafter = None
+            drafter = None  # nobody wants a draft
     decoder = Decoder(model, drafter, config, logprobs)
+    slack = decoder.num_drafts + 1  # a step writes the newest token and the drafts to the caches
     batch, prompt_size, max_steps = make_batch(
-        rows,
-        asked,
-        vocab_size=model.vocab_size,
-        key=key,
-        slack=decoder.num_drafts + 1,
+        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=slack
     )
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
-    return _Prepared(decoder, params, draft_params, rows, batch, prompt_size, max_steps)
+    return _Prepared(decoder, params, draft_params, token_lists, batch, prompt_size, max_steps)
 
 
 def make_batch(
@@ -258,7 +270,7 @@ def make_batch(
     key: jax.Array | None,
     slack: int,
 ) -> tuple[Batch, int, int]:
-    """The requests as arrays.
+    """Returns the requests as arrays, and the sizes that their programs are compiled for.
 
     Args:
       prompts: B token id lists.
@@ -279,74 +291,74 @@ def make_batch(
     check_keys("key", key)
     if key.shape != ():
         raise TypeError(f"key must be one key, but its shape is {list(key.shape)}")
+    for one in options:
+        one.check(vocab_size)
     budget = max((one.max_new_tokens for one in options), default=0)
     prompt_size = round_up(max(map(len, prompts), default=0))
-    length = round_up(prompt_size + budget + slack)
-    token_ids = np.zeros((len(prompts), length), np.int32)
+    # [B, L]: prompts, padded, with room for the output and what the last step may write past it
+    token_ids = np.zeros((len(prompts), round_up(prompt_size + budget + slack)), np.int32)
     for b, prompt in enumerate(prompts):
         token_ids[b, : len(prompt)] = prompt
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    for one in options:
-        one.check(vocab_size)
     arrays = BatchOptions.create(options, lengths.tolist(), vocab_size)
+    # [B]: the requests' own seeds in place of the shared key
+    keys = fold_in_each(key, len(options))
+    seeds = {b: one.seed for b, one in enumerate(options) if one.seed is not None}
+    if seeds:
+        own = jnp.stack([jax.random.key(np.uint32(seed)) for seed in seeds.values()])
+        keys = keys.at[np.array(list(seeds))].set(threefry_keys(own))
     batch = Batch(
         token_ids=jax.device_put(token_ids),
         lengths=jax.device_put(lengths),
-        done=jax.device_put(lengths >= arrays.max_lengths),
+        done=jax.device_put(lengths >= arrays.max_lengths),  # of no budget
         status=jnp.full((len(prompts),), int(Status.OK), jnp.int32),
-        keys=_keys(key, options),
+        keys=keys,
         options=jax.device_put(arrays),
     )
     return batch, prompt_size, round_up(budget)
 
 
-def _keys(key: jax.Array, options: list[RequestOptions]) -> jax.Array:
-    """``[B]`` keys: from a request's seed, or with its index folded into `key`."""
-    keys = fold_in_each(key, len(options))
-    seeds = {b: one.seed for b, one in enumerate(options) if one.seed is not None}
-    if not seeds:
-        return keys
-    own = [jax.random.key(np.uint32(seed)) for seed in seeds.values()]
-    return keys.at[np.array(list(seeds))].set(threefry_keys(jnp.stack(own)))
-
-
 def _empty_records(decoder: Decoder, num_steps: int, num_requests: int) -> StepRecord:
-    """Records of steps that did nothing, stacked ``[num_steps, ...]``."""
-    counts, found = jnp.zeros((num_steps, num_requests), jnp.int32), None
+    """Returns records of steps that did nothing, stacked ``[num_steps, ...]``."""
+    counts = jnp.zeros((num_steps, num_requests), jnp.int32)
+    # [S, B] -> [S, B, D+1] -> [S, B, D+1, n]: a step emits the accepted drafts and one token more
     token_ids = jnp.zeros((*counts.shape, decoder.most_accepted + 1), jnp.int32)
+    logprobs = None
     if decoder.logprobs is not None:
         top = jnp.zeros((*token_ids.shape, decoder.logprobs.num_top), jnp.int32)
-        found = TokenLogprobs(token_ids.astype(jnp.float32), top, top.astype(jnp.float32))
-    return StepRecord(token_ids, counts, counts, counts, counts, found)
+        logprobs = TokenLogprobs(token_ids.astype(jnp.float32), top, top.astype(jnp.float32))
+    return StepRecord(token_ids, counts, counts, counts, counts, logprobs)
 
 
 _prefill = jax.jit(Decoder.prefilled_state, static_argnames=("self", "prompt_size"))
 _step = jax.jit(Decoder.step, static_argnames="self", donate_argnames="state")
+_Carry = tuple[DecodeState, StepRecord, jax.Array]
 
 
 @functools.partial(jax.jit, static_argnames=("decoder", "prompt_size", "max_steps"))
 def _generate(
-    params: Any,
-    draft_params: Any,
+    params: Params,
+    draft_params: Params,
     batch: Batch,
     *,
     decoder: Decoder,
     prompt_size: int,
     max_steps: int,
 ) -> tuple[Batch, StepRecord, jax.Array]:
-    """The final batch, the records stacked ``[max_steps, ...]``, and how many there are.
+    """Returns the final batch, the records ``[max_steps, ...]``, and how many steps there were.
 
     `max_steps` is at least the largest budget. That is enough, because every step adds a token.
     """
     state = decoder.prefilled_state(params, draft_params, batch, prompt_size)
     records = _empty_records(decoder, max_steps, batch.lengths.shape[0])
 
-    def goes_on(carry: Any) -> jax.Array:
+    def goes_on(carry: _Carry) -> jax.Array:
         return ~jnp.all(carry[0].batch.done)
 
-    def body(carry: Any) -> Any:
+    def body(carry: _Carry) -> _Carry:
         state, records, count = carry
         state, record = decoder.step(params, draft_params, state)
+        # [B, ...] -> row `count` of [max_steps, B, ...], in place
         records = jax.tree.map(
             lambda all_, one: lax.dynamic_update_index_in_dim(all_, one, count, 0), records, record
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -52,25 +52,31 @@ class OptionSizes:
 
     @classmethod
     def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
-        """Sizes for these options, rounded up to powers of 2 so that calls share compilations."""
-        found = [_sizes(one) for one in options]
-        return cls(*(_power_of_2(max(sizes)) for sizes in zip((0, 0, 1), *found, strict=True)))
+        """Returns sizes for these options, powers of 2 so that calls share compilations."""
+        found = [_sizes(one) for one in (RequestOptions(), *options)]
+        most = {name: max(sizes[name] for sizes in found) for name in found[0]}
+        # the least power of 2 that is at least n, and at least 1
+        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in most.items()})
 
     def check(self, options: RequestOptions) -> None:
-        """Check that a request's options fit.
+        """Checks that a request's options fit.
 
         Raises:
           ValueError: it asks for more than there is room for.
         """
-        for field, found in zip(dataclasses.fields(self), _sizes(options), strict=True):
-            most, option = getattr(self, field.name), field.name.replace("word_length", "words")
-            require(found <= most, option, f"fit option_sizes.{field.name} = {most}", found)
+        for name, needed in _sizes(options).items():
+            most = getattr(self, name)
+            option = "bad_words" if name == "bad_word_length" else name
+            require(needed <= most, option, f"fit option_sizes.{name} = {most}", needed)
 
 
-def _sizes(options: RequestOptions) -> tuple[int, int, int]:
-    """The `OptionSizes` that a request needs, in their order."""
+def _sizes(options: RequestOptions) -> dict[str, int]:
+    """Returns the least of each of the `OptionSizes` that a request needs."""
     words = options.bad_words or ()
-    return len(options.logit_bias or ()), len(words), max(map(len, words), default=0)
+    longest = max(map(len, words), default=0)
+    return dict(
+        logit_bias=len(options.logit_bias or ()), bad_words=len(words), bad_word_length=longest
+    )
 
 
 class Asked(NamedTuple):
@@ -85,7 +91,7 @@ class Asked(NamedTuple):
 
     options: Sequence[RequestOptions]
     sizes: OptionSizes
-    stop_token_ids: Any
+    stop_token_ids: jax.Array
     vocab_size: int
 
 
@@ -96,22 +102,24 @@ def _logit_bias(asked: Asked) -> LogitBias:
 
 def _penalties(asked: Asked) -> Penalties:
     return Penalties.pack(
-        [one.frequency_penalty for one in asked.options],
-        [one.presence_penalty for one in asked.options],
-        [one.repetition_penalty for one in asked.options],
+        frequency=[one.frequency_penalty for one in asked.options],
+        presence=[one.presence_penalty for one in asked.options],
+        repetition=[one.repetition_penalty for one in asked.options],
     )
 
 
 def _bad_words(asked: Asked) -> BadWords:
-    given = [one.bad_words or () for one in asked.options]
-    num_words, length = asked.sizes.bad_words, asked.sizes.bad_word_length
-    words: Any = BadWords.pack(given, num_words=num_words, length=length)
-    return BadWords(words, np.full_like(words[:, 0, 1:], PLACEHOLDER_TOKEN_ID))
+    sizes = asked.sizes
+    words = [one.bad_words or () for one in asked.options]
+    packed = BadWords.pack(words, num_words=sizes.bad_words, length=sizes.bad_word_length)
+    # [B, W, L] -> [B, L-1]: the latest tokens of each sequence, not known yet
+    recent = np.full_like(packed[:, 0, 1:], PLACEHOLDER_TOKEN_ID)
+    return BadWords(_on_host(packed), _on_host(recent))
 
 
 def _min_tokens(asked: Asked) -> MinTokens:
-    least: Any = np.array([one.min_tokens for one in asked.options], np.int32)
-    return MinTokens(asked.stop_token_ids, least)
+    least = np.array([one.min_tokens for one in asked.options], np.int32)
+    return MinTokens(asked.stop_token_ids, _on_host(least))
 
 
 def _allowed_tokens(asked: Asked) -> AllowedTokens:
@@ -127,7 +135,8 @@ PACKING: dict[str, tuple[tuple[str, ...], Callable[[Asked], Processor]]] = {
     "allowed_tokens": (("allowed_token_ids",), _allowed_tokens),
 }
 """For each field of `LogitsProcessors`, the fields of `RequestOptions` that it serves, and what
-packs them into NumPy arrays, before `with_sequences`."""
+packs them into NumPy arrays ``[B, ...]``. What these need of the tokens of the sequences is empty
+until `Batch.with_processors`."""
 
 _CHANGE_ROWS = {name for names, _ in PACKING.values() for name in names}
 
@@ -152,7 +161,8 @@ class BatchOptions:
       max_drafts: ``[B]`` int32, the most drafts of a step; the largest int32 for any number.
       sampling: temperatures and filters.
       changes_rows: ``[B]`` bool, whether a request asks for any of `processors`.
-      processors: what changes logits, as it was packed, or up to date with the sequences.
+      processors: what changes logits, as it was packed, or, in a step, up to date with the
+        sequences.
     """
 
     prompt_lengths: jax.Array
@@ -174,64 +184,61 @@ class BatchOptions:
         keep_neutral: bool = False,
         sizes: OptionSizes | None = None,
     ) -> BatchOptions:
-        """NumPy arrays of B requests' options.
+        """Returns the options of B requests as NumPy arrays.
 
         Args:
           options: B.
           prompt_lengths: B.
           vocab_size: V.
           max_stop_tokens: M; None for the most that a request has.
-          keep_neutral: make every array, also where no request asks for it.
+          keep_neutral: make every array, also where no request asks for it, so that the compiled
+            programs of an `Engine` do not depend on who comes.
           sizes: of the arrays, which the requests fit; None for what they need.
         """
-        sizes = OptionSizes.of(options) if sizes is None else sizes
-        lengths: Any = np.array(prompt_lengths, np.int32)
+        lengths = np.array(prompt_lengths, np.int32)
         budgets = np.array([one.max_new_tokens for one in options], np.int32)
-        limits = [2**31 - 1 if one.max_drafts is None else one.max_drafts for one in options]
-        max_drafts: Any = np.array(limits, np.int32)
-        stops = _stops(options, max_stop_tokens)
+        most_drafts = np.iinfo(np.int32).max
+        limits = [most_drafts if one.max_drafts is None else one.max_drafts for one in options]
+        # [B, M]: -1 after the last stop token of a request
+        if max_stop_tokens is None:
+            max_stop_tokens = max((len(one.stop_token_ids) for one in options), default=0)
+        stops = np.full((len(options), max_stop_tokens), PLACEHOLDER_TOKEN_ID, np.int32)
+        for row, one in zip(stops, options, strict=True):
+            row[: len(one.stop_token_ids)] = one.stop_token_ids
+
+        # Arrays that no request asks for are left out, and nothing is compiled for them.
         asked = [one.non_neutral.keys() for one in options]
         served = frozenset[str]().union(*asked)
-
         sampling = {
             one.name: np.array([getattr(each, one.name) for each in options], one.dtype)
             for one in SAMPLING_PARAMETERS
             if keep_neutral or one is TEMPERATURE or one.name in served
         }
-        given = Asked(options, sizes, stops, vocab_size)
+        sizes = OptionSizes.of(options) if sizes is None else sizes
+        given = Asked(options, sizes, _on_host(stops), vocab_size)
         packed: dict[str, Any] = {
             field: pack(given)
             for field, (names, pack) in PACKING.items()
             if keep_neutral or not served.isdisjoint(names)
         }
-        changes_rows: Any = np.array([bool(one & _CHANGE_ROWS) for one in asked])
+        changes_rows = np.array([bool(names & _CHANGE_ROWS) for names in asked])
         return cls(
-            prompt_lengths=lengths,
-            max_lengths=lengths + budgets,
-            stop_token_ids=stops,
-            max_drafts=max_drafts,
+            prompt_lengths=_on_host(lengths),
+            max_lengths=_on_host(lengths + budgets),
+            stop_token_ids=given.stop_token_ids,
+            max_drafts=_on_host(np.array(limits, np.int32)),
             sampling=SamplingParams(**sampling),
-            changes_rows=changes_rows if packed else None,
+            changes_rows=_on_host(changes_rows) if packed else None,
             processors=LogitsProcessors(**packed) if packed else None,
         )
 
     @property
     def neutral(self) -> BatchOptions:
-        """Without all that only an `Engine` with `request_options` serves."""
+        """The options without all that only an `Engine` with `request_options` serves."""
         sampling = SamplingParams(self.sampling.temperature)
         return dataclasses.replace(self, sampling=sampling, changes_rows=None, processors=None)
 
 
-def _stops(options: Sequence[RequestOptions], most: int | None) -> Any:
-    """``[B, M]`` int32."""
-    if most is None:
-        most = max((len(one.stop_token_ids) for one in options), default=0)
-    stops = np.full((len(options), most), PLACEHOLDER_TOKEN_ID, np.int32)
-    for row, one in zip(stops, options, strict=True):
-        row[: len(one.stop_token_ids)] = one.stop_token_ids
-    return stops
-
-
-def _power_of_2(size: int) -> int:
-    """The least power of 2 that is at least `size`, and at least 1."""
-    return 1 << max(0, size - 1).bit_length()
+def _on_host(array: np.ndarray) -> jax.Array:
+    """Returns a NumPy array as fields declare it: packing needs no device."""
+    return cast(jax.Array, array)

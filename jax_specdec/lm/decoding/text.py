@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from jax_specdec._src.arrays import check_type
 from jax_specdec._src.config import SpecDecodeConfig
@@ -14,6 +14,7 @@ from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.formats.checkpoint import load_embedded_pair, load_huggingface
+from jax_specdec.lm.models.rows import Params
 from jax_specdec.lm.text.bytes import decode_bytes, encode_bytes
 from jax_specdec.lm.text.tokenizer import TextStream, load_tokenizer
 
@@ -25,7 +26,7 @@ def generate_text(
     target: str | Path | None = None,
     *,
     drafter: Drafter | None = None,
-    draft_params: Any = None,
+    draft_params: Params = None,
     config: SpecDecodeConfig = DEFAULT_CONFIG,
     **fields: Unpack[RequestFields],
 ) -> list[str]:
@@ -61,23 +62,20 @@ def generate_text(
     if target is None:
         (model, params), draft = load_embedded_pair()
         if drafter is None:
-            drafter, draft_params = ModelDrafter(draft.model), draft.params
+            drafter = ModelDrafter(draft.model)
+            draft_params = draft.params
         ids = [encode_bytes(prompt) for prompt in prompts]
         streams = [TextStream(decode_bytes, one) for one in ids]
     else:
+        drafter = NGramDrafter() if drafter is None else drafter
         tokenizer = load_tokenizer(target)
         model, params = load_huggingface(target)
         ids = [tokenizer.encode(prompt) for prompt in prompts]
         streams = [tokenizer.stream(one) for one in ids]
         fields = {"stop_token_ids": tokenizer.stop_token_ids, **fields}
     output = generate(
-        model,
-        params,
-        ids,
-        drafter=NGramDrafter() if drafter is None else drafter,
-        draft_params=draft_params,
-        config=config,
-        **fields,
+        model, params, ids, drafter=drafter, draft_params=draft_params, config=config, **fields
     )
+    # a stream knows its prompt, because what a token adds to a text may depend on those before it
     pairs = zip(streams, output.completions, strict=True)
     return [stream.decode(completion, final=True) for stream, completion in pairs]
