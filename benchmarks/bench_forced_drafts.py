@@ -27,10 +27,11 @@ from unittest import mock
 import measure
 
 from jax_specdec import lm
-from jax_specdec.lm.cli.models import load_models
+from jax_specdec.lm.cli.models import load
 from jax_specdec.lm.cli.options import parse
 from jax_specdec.lm.cli.serve import make_driver
 from jax_specdec.lm.decoding import matchers
+from jax_specdec.lm.loading import TargetText
 from jax_specdec.lm.server.app import Server
 
 K, SLOTS, BUDGET = 6, 4, 160
@@ -76,8 +77,8 @@ def forcing(is_on: bool) -> Iterator[None]:
 class Serving:
     """A server in a thread of its own."""
 
-    def __init__(self, driver: lm.EngineDriver, models: Any) -> None:
-        self.driver, self.server = driver, Server(models, driver, model_name="bench")
+    def __init__(self, driver: lm.EngineDriver, text: TargetText) -> None:
+        self.driver, self.server = driver, Server(text, driver, model_name="bench")
         listener, ready = socket.socket(), threading.Event()
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
@@ -124,10 +125,10 @@ def main(arguments: list[str] | None = None) -> None:
         given = ["--target", options.target] if options.target else []
         given += ["--draft", draft, "-k", str(K), "--num-slots", str(SLOTS), "--max-logprobs", "0"]
         serve = parse(["serve", *given, "--max-length", "256"], "0")
-        models = load_models(serve, [])
+        models, _ = load(serve)
         driver = make_driver(serve, models)
         driver.warm_up(grammars=True)
-        serving = Serving(driver, models)
+        serving = Serving(driver, models.text)
         try:
             for schema in SCHEMAS:
                 for temperature in options.temperatures:

@@ -18,12 +18,11 @@ import pytest
 from formats.checkpoints import CHECKPOINTS, copy, edit_json, edit_tensors, expected
 from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file
-from upper_floor import cli_models as models_lib
 from upper_floor import cli_options as options_lib
 from upper_floor import cli_prompts as prompts_lib
 from upper_floor import cli_run as run_lib
 from upper_floor import cli_terminal as terminal
-from upper_floor import generate_lib, make_driver, printable
+from upper_floor import generate_lib, load_models, loading, make_driver, printable
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -169,7 +168,7 @@ def test_text_without_drafts_is_asked_for(
 
 def test_lengths_limit_the_drafts_of_a_server() -> None:
     options = parse("serve", "-k4", "--max-drafts-by-length", "1024:2,1500:0")
-    driver = make_driver(options, models_lib.load_models(options, []))
+    driver = make_driver(options, load_models(options)[0])
     assert driver.engine.max_drafts_by_length == ((1024, 2), (1500, 0))
     assert not driver.prompts_in_steps
 
@@ -190,7 +189,7 @@ def test_a_server_drafts_where_it_pays_if_no_text_depends_on_it(
     arguments: str, method: str, budget: tuple[int, ...], is_fixed: bool
 ) -> None:
     options = parse("serve", *arguments.split())
-    driver = make_driver(options, models_lib.load_models(options, []))
+    driver = make_driver(options, load_models(options)[0])
     engine, choice = driver.engine, driver.draft_choice
     assert (engine.config.rejection_sample_method, engine.draft_budget) == (method, budget)
     assert choice is not None and choice.is_fixed == is_fixed
@@ -200,7 +199,7 @@ def test_a_server_drafts_where_it_pays_if_no_text_depends_on_it(
 def test_steps_of_a_server_read_prompts_if_asked_for() -> None:
     options = parse("serve", "--prompts-in-steps", "--chunk-size=128", "--plain-messages")
     assert options.plain_messages
-    driver = make_driver(options, models_lib.load_models(options, []))
+    driver = make_driver(options, load_models(options)[0])
     assert (driver.prompts_in_steps, driver.chunk_size) == (True, 128)
 
 
@@ -429,8 +428,8 @@ def test_a_terminal_is_not_waited_for(
 
 def test_a_text_without_a_budget_ends_where_the_model_does() -> None:
     options = parse("generate", "x" * 1000)
-    assert models_lib.load_models(options, ["x" * 1000, "y"]).max_new_tokens == 24
-    assert models_lib.load_models(options, ["y"]).max_new_tokens == 256
+    for prompts, room in ((["x" * 1000, "y"], 24), (["y"], 256)):
+        assert load_models(options, prompts)[1].max_new_tokens == room
 
 
 # Streams
@@ -802,4 +801,5 @@ def test_the_commands_in_the_documents_are_understood() -> None:
 def test_the_longest_text_is_what_models_were_trained_on() -> None:
     target, draft = lm.load_embedded_pair()
     for model in (target.model, draft.model):
-        assert model.config.max_position_embeddings >= models_lib.MAX_LENGTH
+        assert model.config.max_position_embeddings >= loading.MAX_LENGTH
+        assert model.vocab_size == loading.read_target_text(None).vocab_size

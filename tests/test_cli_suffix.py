@@ -16,7 +16,7 @@ PROMPT = "x = [1, 2, 3, 4]\ny = [1, 2, 3"
 def test_the_names_of_lookups_and_of_pairs() -> None:
     names = ("suffix", "suffix+eagle3", "suffix+model", "eagle3", "model", "ngram")
     options = parse(["bench", "x", *(f"--draft={name}" for name in names)], "1")
-    found = load_models(options, ["x"]).drafters
+    found = load_models(options)[0].drafters
     assert tuple(found) == names
     assert found["suffix"] == (lm.SuffixDrafter(), None)
     for base in ("eagle3", "model"):

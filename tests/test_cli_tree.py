@@ -74,7 +74,7 @@ def test_text_with_trees_is_the_targets(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_server_chooses_how_many_drafts_of_its_trees_pay() -> None:
     sizes = ["--num-slots=2", "--max-length=96"]
     options = parse(["serve", "--draft=eagle3", "--tree=12", "-k=4", *sizes], "1")
-    engine = make_driver(options, load_models(options, [])).engine
+    engine = make_driver(options, load_models(options)[0]).engine
     assert engine.draft_budget == (0, 4, 5, 11)
     assert engine.decoder.tree_depth == 4
     assert engine.config.num_speculative_tokens == 11

@@ -52,8 +52,10 @@ LAYERS = (
     {"text"},
     {"drafting"},
     {"decoding"},
+    {"loading"},
     {"lm"},
-    {"cli", "server", "__main__"},
+    {"server"},
+    {"cli", "__main__"},
 )
 # Two floors: below, the verifier and what it is made of; above, all that is built around it.
 UPPER_FLOOR = re.compile(r"jax_specdec\.(lm|__main__)(\.|$)")

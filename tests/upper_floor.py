@@ -2,14 +2,14 @@
 
 # ruff: noqa: F401
 
+from jax_specdec.lm import loading
 from jax_specdec.lm import terminal as cli_terminal
-from jax_specdec.lm.cli import models as cli_models
 from jax_specdec.lm.cli import options as cli_options
 from jax_specdec.lm.cli import process as cli_process
 from jax_specdec.lm.cli import prompts as cli_prompts
 from jax_specdec.lm.cli import run as cli_run
 from jax_specdec.lm.cli import serve as cli_serve
-from jax_specdec.lm.cli.models import load_models
+from jax_specdec.lm.cli.models import load as load_models
 from jax_specdec.lm.cli.options import parse
 from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.cli.serve import make_driver

@@ -32,6 +32,8 @@ PACKAGE = ROOT / "jax_specdec"
 
 UPPER = {  # of each unit of the upper floor: what stands below its name
     "cli": "generate, bench, serve",
+    "server": "OpenAI's API",
+    "loading": "targets, drafters",
     "lm": "the public names",
     "decoding": "the step and its loops",
     "drafting": "what proposes tokens",
@@ -155,8 +157,7 @@ def units(package: Path) -> dict[str, set[str]]:
     """What each file or folder of the package imports of the others; the oracle's count as one."""
 
     def name(module: str) -> str:
-        unit = unit_of(module)
-        return {"": "jax_specdec", "server": "cli"}.get(unit, unit)
+        return unit_of(module) or "jax_specdec"
 
     found: dict[str, set[str]] = {unit: set() for unit in PURPOSES}
     for module, targets in imports_by_module(package).items():

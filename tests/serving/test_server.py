@@ -44,10 +44,10 @@ from upper_floor import (
     Limits,
     Server,
     close_stuck,
+    load_models,
     make_driver,
     programs,
 )
-from upper_floor import cli_models as models_lib
 from upper_floor import cli_options as options_lib
 from upper_floor import cli_process as process
 from upper_floor import cli_serve as serve_lib
@@ -140,8 +140,8 @@ class Site:
         self.arguments = ["--target", str(directory), "--max-length", str(LENGTH), "-k", "2"]
         self.arguments += ["--max-queue", str(QUEUE), "--max-logprobs", str(TOP)]
         self.options = options_lib.parse(["serve", *self.arguments], "0")
-        self.models = models_lib.load_models(self.options, [])
-        self.tokenizer = self.models.tokenizer
+        self.models, _ = load_models(self.options)
+        self.tokenizer = self.models.text.tokenizer
         make_driver(self.options, self.models).warm_up(grammars=True)
         self._apply = jax.jit(self.models.target[0].apply)
 
@@ -164,7 +164,7 @@ class Site:
     ) -> Iterator[Any]:
         driver = make_driver(self.options, self.models)
         who: dict[str, Any] = dict(model_name="tiny", key=key, is_local=is_local)
-        server = Server(self.models, driver, **who, limits=Limits(**limits))
+        server = Server(self.models.text, driver, **who, limits=Limits(**limits))
         ready, errors, lines = threading.Event(), [], []
         listener = socket.socket()
         if send_buffer:  # connections inherit it
@@ -433,7 +433,7 @@ def test_logprobs_are_those_of_the_model_in_both_forms(
         assert 0 <= len("".join(found.tokens[:i])) - offset <= 3
     for row, top in zip(rows, found.top_logprobs, strict=True):
         likeliest = np.argsort(-row)[:TOP]
-        texts = [site.models.tokenizer.decode([token]) for token in likeliest]
+        texts = [site.tokenizer.decode([token]) for token in likeliest]
         best = {text: row[likeliest[texts.index(text)]] for text in texts}  # some share a text
         assert top == pytest.approx(best, abs=1e-4)
 
@@ -1202,7 +1202,7 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
 
 
 def test_a_server_that_is_stopped_before_it_runs_ends_at_once(site: Site) -> None:
-    server = Server(site.models, make_driver(site.options, site.models), model_name="tiny")
+    server = Server(site.models.text, make_driver(site.options, site.models), model_name="tiny")
     server.stop()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         asyncio.run(server.run(listener, lambda: None))

@@ -21,6 +21,7 @@ from upper_floor import (
     Parameters,
     Vocabulary,
     _event,
+    loading,
     read_parameters,
     read_request,
 )
@@ -228,14 +229,9 @@ def test_an_effort_of_none_reaches_the_template_or_is_refused(tmp_path: Path) ->
     library = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="?"))
     library.add_special_tokens(["<e>"])
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer, target = lm.load_tokenizer(tmp_path), SimpleNamespace(vocab_size=4)
-    models: Any = SimpleNamespace(
-        stop_token_ids=(),
-        stream=tokenizer.stream,
-        tokenizer=tokenizer,
-        target=SimpleNamespace(model=target),
-    )
-    words = Vocabulary(models, Limits())
+    tokenizer = lm.load_tokenizer(tmp_path)
+    text = loading.TargetText(tokenizer, 4, (), tokenizer.stream, 64)
+    words = Vocabulary(text, Limits())
     given = read_parameters({"messages": [USER], "reasoning_effort": "none"}, True, ENGINE)
     template = tmp_path / "chat_template.jinja"
     template.write_text("{{ 'no' if enable_thinking is false else 'yes' }}")
@@ -246,7 +242,7 @@ def test_an_effort_of_none_reaches_the_template_or_is_refused(tmp_path: Path) ->
         asyncio.run(read_request(given, ENGINE, words))
     assert error.value.param == "reasoning_effort" and words.encode_chat([USER]) == [0]
     template.write_text("yes{{ messages[0].content }}")
-    plain, spells = Vocabulary(models, Limits(plain_messages=True)), [{**USER, "content": "<e>"}]
+    plain, spells = Vocabulary(text, Limits(plain_messages=True)), [{**USER, "content": "<e>"}]
     assert words.encode_chat(spells) == [0, 3] and plain.encode_chat(spells) == [0, 2]
 
 

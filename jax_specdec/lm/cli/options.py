@@ -23,18 +23,17 @@ from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm import terminal
 from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
+from jax_specdec.lm.decoding.text import DEFAULT_CONFIG
+from jax_specdec.lm.loading import (
+    EMBEDDED_HEADS,
+    HEAD_PREFIXES,
+    LOOKUPS,
+    NO_DRAFTS,
+    SUFFIX_PREFIX,
+)
 
 DEFAULT_MAX_NEW_TOKENS = 256
-DEFAULT_K = 4
-LOOKUPS = ("ngram", "suffix")
-NO_DRAFTS = "none"
-"""Instead of a drafter: plain decoding, by `generate` and `serve`."""
-SUFFIX_PREFIX = "suffix+"
-"""What stands before a drafter that has a lookup beside it."""
-HEAD_PREFIXES = ("eagle3:", "block:")
-"""What stands before the directory of a head."""
-EMBEDDED_HEADS = ("eagle3", "dflash", "dspark")
-"""Heads of the embedded target."""
+DEFAULT_K = DEFAULT_CONFIG.num_speculative_tokens
 _TREES = "suffix, eagle3, dflash, dspark, eagle3:DIR or block:DIR"
 """Drafters that propose trees."""
 SERVED_LENGTH = 2048

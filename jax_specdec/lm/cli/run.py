@@ -19,7 +19,7 @@ from jax import monitoring
 from jax_specdec._src.acceptance import AcceptanceStats
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.emitted import StepRecord
-from jax_specdec.lm.cli.models import Models
+from jax_specdec.lm.cli.models import Requests
 from jax_specdec.lm.cli.options import Options
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
 from jax_specdec.lm.decoding.generate import (
@@ -29,6 +29,7 @@ from jax_specdec.lm.decoding.generate import (
     generate_stream,
 )
 from jax_specdec.lm.decoding.options import RequestOptions
+from jax_specdec.lm.loading import Models
 from jax_specdec.lm.models.fields import reason
 
 
@@ -233,15 +234,11 @@ def stacked(records: list[StepRecord]) -> StepRecord:
 class Session:
     """Models that are loaded, and the requests to decode with them."""
 
-    def __init__(self, options: Options, models: Models) -> None:
-        """Keep both.
-
-        Args:
-          options: of the command line.
-          models: those that the options name.
-        """
+    def __init__(self, options: Options, models: Models, requests: Requests) -> None:
+        """Keeps what `load` returned for the options."""
         self.options = options
         self.models = models
+        self.requests = requests
 
     def begin(self, say: Callable[[str], None]) -> tuple[Start, Iterator[TextStep]]:
         """Compile, read the prompts and take the first step.
@@ -252,7 +249,7 @@ class Session:
         Returns:
           How long that took, and all steps.
         """
-        prompts = self.models.prompts
+        prompts = self.requests.prompts
         num_tokens = sum(map(len, prompts))
 
         def on_program(name: str) -> None:
@@ -269,15 +266,15 @@ class Session:
 
     def stream(self) -> Iterator[TextStep]:
         """The text of each step as it is decoded, with the first drafter, temperature and K."""
-        models, stops = self.models, self.models.stop_token_ids
-        size = len(models.prompts)
-        decoders = [models.stream(prompt) for prompt in models.prompts]
+        models, stops = self.models, self.models.text.stop_token_ids
+        prompts = self.requests.prompts
+        size = len(prompts)
+        decoders = [models.text.stream(prompt) for prompt in prompts]
         num_tokens, origins = [0] * size, ["plain"] * size
         done, failed = [False] * size, [False] * size
         steps = generate_stream(
-            models.target.model,
-            models.target.params,
-            models.prompts,
+            *models.target,
+            prompts,
             **self.drafting(self.options.drafters[0], self.options.config),
             options=self.request(self.options.temperatures[0]),
             key=jax.random.key(np.uint32(self.options.seed)),
@@ -301,7 +298,7 @@ class Session:
                 counts.update(came_from)
                 num_tokens[b] += len(tokens)
                 failed[b] = not tokens
-                ends = num_tokens[b] >= models.max_new_tokens
+                ends = num_tokens[b] >= self.requests.max_new_tokens
                 done[b] = failed[b] or ends or tokens[-1] in stops
                 if done[b] and (rest := decoders[b].decode([], final=True)):
                     pieces[b].append(Piece(rest, origins[b]))
@@ -360,13 +357,13 @@ class Session:
         return dataclasses.replace(
             self.options.request,
             temperature=temperature,
-            max_new_tokens=self.models.max_new_tokens,
-            stop_token_ids=self.models.stop_token_ids if stops else (),
+            max_new_tokens=self.requests.max_new_tokens,
+            stop_token_ids=self.models.text.stop_token_ids if stops else (),
         )
 
     def _generate(self, run: Run, seed: int) -> GenerateOutput:
         """The requests in one compiled loop."""
-        target, prompts = self.models.target, self.models.prompts
+        target, prompts = self.models.target, self.requests.prompts
         options = self.request(run.temperature, stops=run.temperature == 0)
         key = jax.random.key(np.uint32(seed))
         if run.drafter is None or run.config is None:
@@ -383,7 +380,7 @@ class Session:
             return None
         return greedy_differences(
             *self.models.target,
-            self.models.prompts,
+            self.requests.prompts,
             run.outputs[0],
             plain.outputs[0],
             self.options.request,

@@ -19,9 +19,10 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import process
-from jax_specdec.lm.cli.models import Models, load_models
-from jax_specdec.lm.cli.options import API_KEY_VARIABLE, NO_DRAFTS, SERVED_LENGTH, Options
+from jax_specdec.lm.cli.models import load
+from jax_specdec.lm.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Options
 from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.loading import NO_DRAFTS, Models
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server.app import Server
 from jax_specdec.lm.server.limits import Limits
@@ -39,7 +40,7 @@ def serve(options: Options) -> None:
     listener, is_local = _bind(options, key)
     with listener:
         with terminal.progress("loading the models"):
-            models = load_models(options, [])
+            models, _ = load(options)
         driver = make_driver(options, models)
         begin = time.monotonic()
 
@@ -59,7 +60,7 @@ def serve(options: Options) -> None:
             plain_messages=options.plain_messages,
         )
         who: dict[str, Any] = dict(model_name=name, key=key, is_local=is_local)
-        server = Server(models, driver, **who, limits=limits)
+        server = Server(models.text, driver, **who, limits=limits)
         gc.collect()
         gc.freeze()  # what is there now stays, and takes .1 s to be looked at
         host, port = listener.getsockname()[:2]
@@ -81,9 +82,9 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
       InputError: `--max-length` is more than the target was made for, or there is no such
         `--chunk-size`.
     """
-    length = options.max_length or min(SERVED_LENGTH, models.max_length)
-    if length > models.max_length:
-        raise InputError(f"--max-length must be at most {models.max_length}, but is {length}")
+    length = options.max_length or min(SERVED_LENGTH, models.text.max_length)
+    if length > models.text.max_length:
+        raise InputError(f"--max-length must be at most {models.text.max_length}, but is {length}")
     (draft,) = models.drafters.values()
     logprobs = sd.LogprobsConfig(options.max_logprobs) if options.max_logprobs else None
     drafter, config = draft.drafting(options.config, options.tree)
@@ -105,7 +106,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         prefill_sizes=(64, 128, 256) if length > 256 else None,
         request_options=True,
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
-        max_stop_tokens=max(8, len(models.stop_token_ids)),
+        max_stop_tokens=max(8, len(models.text.stop_token_ids)),
         max_drafts_by_length=limits,
         draft_budget=budget,
         logprobs=logprobs,

@@ -16,7 +16,7 @@ from rich.text import Text
 from jax_specdec._src.acceptance import AcceptanceStats
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import report
-from jax_specdec.lm.cli.models import load_models
+from jax_specdec.lm.cli.models import load
 from jax_specdec.lm.cli.options import Options
 from jax_specdec.lm.cli.run import Comparison, Session, Start, TextStep, stacked
 
@@ -136,7 +136,7 @@ def show_json(options: Options, prompts: list[str]) -> None:
 def show_bench(options: Options, prompts: list[str]) -> None:
     """Run every combination; print a table and what follows from it, or one JSON object."""
     with terminal.progress(LOADING):
-        session = Session(options, load_models(options, prompts))
+        session = Session(options, *load(options, prompts))
     comparisons = _compare(session)
     if options.json:
         report.write_json(session, dict(prompts=prompts, repeats=options.repeats), comparisons)
@@ -179,7 +179,7 @@ def _begin(
     """The models, the seconds to load them, how decoding began, and its steps."""
     begin = time.perf_counter()
     with terminal.progress(LOADING) as say:
-        session = Session(options, load_models(options, prompts))
+        session = Session(options, *load(options, prompts))
         loading = time.perf_counter() - begin
         return session, loading, *session.begin(say)
 

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.cli.models import Models
+from jax_specdec.lm.loading import TargetText
 from jax_specdec.lm.server.answer import ERROR, Answer
 from jax_specdec.lm.server.connection import Connection, close_stuck
 from jax_specdec.lm.server.limits import CLOSE, ApiError, Json, Limits, first_line
@@ -43,7 +43,7 @@ class Server:
 
     def __init__(
         self,
-        models: Models,
+        text: TargetText,
         driver: lm.EngineDriver,
         *,
         model_name: str,
@@ -54,7 +54,7 @@ class Server:
         """A server that does not listen yet.
 
         Args:
-          models: whose tokenizer turns texts into tokens.
+          text: how texts become the target's tokens.
           driver: warmed up, with a `max_queue`; the server's alone from now on.
           model_name: what clients call the model.
           key: what clients have to send; None for none.
@@ -63,7 +63,7 @@ class Server:
         """
         self.limits = limits = limits or Limits()
         self.model_name = model_name
-        self.words = Vocabulary(models, limits)
+        self.words = Vocabulary(text, limits)
         self.worker = Worker(driver)
         # Requests whose schemas are compiled, which may take 48 MiB each: those in slots, and some
         # that are about to get one.

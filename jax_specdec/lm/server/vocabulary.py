@@ -14,7 +14,7 @@ from typing import Any
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm import terminal
-from jax_specdec.lm.cli.models import Models
+from jax_specdec.lm.loading import TargetText
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.limits import BUSY, ApiError, Json, Limits
@@ -24,12 +24,15 @@ from jax_specdec.lm.text.chat import read_chat_template
 class Vocabulary:
     """Between texts and the target's tokens; slow work is for threads."""
 
-    def __init__(self, models: Models, limits: Limits) -> None:
-        self.stop_token_ids, self.stream = models.stop_token_ids, models.stream
-        self._tokenizer, self._limits = models.tokenizer, limits
-        self.special_tokens = {} if models.tokenizer is None else models.tokenizer.special_tokens
+    def __init__(self, text: TargetText, limits: Limits) -> None:
+        self.stop_token_ids = text.stop_token_ids
+        self.stream = text.stream
+        self.special_tokens = {} if text.tokenizer is None else text.tokenizer.special_tokens
         self.token = functools.lru_cache(2**16)(self._token)
-        self._size = models.target.model.vocab_size
+        self._text = text
+        self._tokenizer = text.tokenizer
+        self._size = text.vocab_size
+        self._limits = limits
         self.threads = ThreadPoolExecutor(2)  # more would leave no core to the engine
         # Each waits for the process of one schema, or compiles it here.
         self._schema_threads = ThreadPoolExecutor(limits.schema_processes)
@@ -47,7 +50,7 @@ class Vocabulary:
             if prompt and not 0 <= min(prompt) <= max(prompt) < self._size:
                 raise ValueError(f"prompt must have token ids in [0, {self._size})")
             return prompt
-        return self._encode(prompt, add_special_tokens=True)
+        return self._text.encode(prompt)
 
     def encode_chat(self, messages: list[Json], *, thinks: bool = True) -> list[int]:
         """The token ids of a conversation.
@@ -140,13 +143,9 @@ class Vocabulary:
     def _compile(self, schema: str) -> tuple[sd.grammar.LlguidanceMatcher, int]:
         """A matcher, and how many tokens the schema forces at its beginning."""
         compiled = schemas.compile_schema(schema, self._grammar_tokenizer)
-        forced = self._encode(compiled.compute_ff_bytes().decode(errors="ignore"))
+        text = compiled.compute_ff_bytes().decode(errors="ignore")
+        forced = self._text.encode(text, add_special_tokens=False)
         return sd.grammar.LlguidanceMatcher(compiled, self.stop_token_ids), len(forced)
-
-    def _encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        if self._tokenizer is None:
-            return lm.encode_bytes(text)
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _for_grammars(self) -> tuple[Any, str]:
         """llguidance's tokenizer; or why there is none, and no request can have a schema."""

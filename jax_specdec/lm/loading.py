@@ -1,0 +1,223 @@
+"""What `--target` and `--draft` name: a target, its tokenizer, and drafters."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec.lm.drafting.block import BlockDrafter
+from jax_specdec.lm.drafting.combined import FirstOf
+from jax_specdec.lm.drafting.draft_model import ModelDrafter
+from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
+from jax_specdec.lm.drafting.ngram import NGramDrafter
+from jax_specdec.lm.drafting.suffix import SuffixDrafter
+from jax_specdec.lm.formats.block_files import load_block_head
+from jax_specdec.lm.formats.checkpoint import LoadedModel, load_embedded_pair, load_huggingface
+from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
+from jax_specdec.lm.formats.eagle3_files import load_eagle3
+from jax_specdec.lm.formats.embedded_heads import load_embedded_head
+from jax_specdec.lm.models.fields import shown
+from jax_specdec.lm.models.llama import Llama
+from jax_specdec.lm.models.protocol import Params
+from jax_specdec.lm.text.bytes import (
+    BYTE_VOCAB_SIZE,
+    DOCUMENT_SEPARATOR,
+    decode_bytes,
+    encode_bytes,
+)
+from jax_specdec.lm.text.tokenizer import TextStream, Tokenizer, load_tokenizer
+
+LOOKUPS = ("ngram", "suffix")
+"""Drafters that look in the text so far."""
+NO_DRAFTS = "none"
+"""Instead of a drafter: plain decoding."""
+SUFFIX_PREFIX = "suffix+"
+"""What stands before a drafter that has a lookup beside it."""
+HEAD_PREFIXES = ("eagle3:", "block:")
+"""What stands before the directory of a head."""
+EMBEDDED_HEADS = ("eagle3", "dflash", "dspark")
+"""Heads of the embedded target."""
+MAX_LENGTH = 1024
+"""Longest sequence of the embedded models, prompt included."""
+TREE_CANDIDATES = 64
+"""Ids of each row of a block that a tree of a head with a Markov bias is chosen from."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetText:
+    """How the texts of a target become tokens, and tokens texts; known before its weights are read.
+
+    Attributes:
+      tokenizer: of a checkpoint; None for the embedded target, whose tokens are bytes.
+      vocab_size: token ids of the target.
+      stop_token_ids: ids that end a text.
+      stream: from a prompt's ids, a decoder of what follows it.
+      max_length: the most tokens that the target was made for, prompt included.
+    """
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]
+    stream: Callable[[Sequence[int]], TextStream]
+    max_length: int
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text; see `Tokenizer.encode`."""
+        if self.tokenizer is None:
+            return encode_bytes(text)
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+class Draft(NamedTuple):
+    """A drafter and its weights."""
+
+    drafter: Drafter
+    params: Params | None = None
+
+    @property
+    def most_drafts(self) -> int | None:
+        """The most drafts of a step, or of a path of its tree; None where the drafter sets none."""
+        drafter = self.drafter.head if isinstance(self.drafter, FirstOf) else self.drafter
+        return drafter.head.config.max_drafts if isinstance(drafter, BlockDrafter) else None
+
+    def drafting(
+        self, config: SpecDecodeConfig, num_nodes: int | None
+    ) -> tuple[Drafter, SpecDecodeConfig]:
+        """Returns the drafter and the config of a step.
+
+        Args:
+          config: for chains. Its K is the depth of trees.
+          num_nodes: of each tree, the newest token among them; None for chains.
+
+        Raises:
+          ValueError: `tree_depth` cannot be K.
+        """
+        drafter = self.drafter
+        if num_nodes is None:
+            return drafter, config
+        assert isinstance(drafter, SuffixDrafter | Eagle3Drafter | BlockDrafter)
+        drafter = dataclasses.replace(drafter, tree_depth=config.num_speculative_tokens)
+        if isinstance(drafter, BlockDrafter) and drafter.head.config.markov_rank is not None:
+            most = min(TREE_CANDIDATES, drafter.head.vocab_size)
+            drafter = dataclasses.replace(drafter, num_candidates=most)
+        # Node 0 is the newest token; each of the others is a draft.
+        return drafter, dataclasses.replace(config, num_speculative_tokens=num_nodes - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """A target, its texts, and its drafters by their names."""
+
+    target: LoadedModel[Llama]
+    text: TargetText
+    drafters: dict[str, Draft]
+
+
+def read_target_text(directory: Path | None) -> TargetText:
+    """Reads what a checkpoint says of its texts; no weights.
+
+    Args:
+      directory: of the checkpoint; None for the embedded target.
+
+    Raises:
+      ImportError, OSError, ValueError: as `load_tokenizer` does.
+    """
+    if directory is None:
+        stream = functools.partial(TextStream, decode_bytes)
+        return TargetText(None, BYTE_VOCAB_SIZE, (DOCUMENT_SEPARATOR,), stream, MAX_LENGTH)
+    config = read_config(directory / CONFIG_FILE)
+    tokenizer = load_tokenizer(directory)
+    stops = tokenizer.stop_token_ids
+    most = config.max_position_embeddings
+    return TargetText(tokenizer, config.vocab_size, stops, tokenizer.stream, most)
+
+
+def load_models(
+    text: TargetText, drafters: Sequence[str], *, dtype: str | None = None, history: int = 0
+) -> Models:
+    """Reads the weights of a target and of its drafters.
+
+    Args:
+      text: of the target.
+      drafters: names. ``ngram``, ``suffix`` and ``none`` have no weights. ``eagle3:DIR`` and
+        ``block:DIR`` are heads. ``model``, ``eagle3``, ``dflash`` and ``dspark`` go with the
+        embedded target, any other name is the directory of a checkpoint. All but the lookups may
+        have ``suffix+`` before them.
+      dtype: compute dtype of checkpoints; None for the stored one.
+      history: tokens of earlier texts in which ``suffix`` looks, too.
+
+    Raises:
+      ImportError, OSError, ValueError: a file is missing or wrong, the target has no such stop
+        token, or the tokenizer of a drafter differs from the target's.
+    """
+    suffix = SuffixDrafter(history=history)
+    if text.tokenizer is None:
+        target, embedded = load_embedded_pair()
+        draft_models = {"model": embedded}
+    else:
+        directory = text.tokenizer.path.parent
+        last = max(text.stop_token_ids, default=0)
+        if last >= text.vocab_size:
+            raise ValueError(
+                f"{shown(directory)} has eos_token_id = {last}, but {CONFIG_FILE} there has "
+                f"vocab_size = {text.vocab_size}"
+            )
+        names = dict.fromkeys(name.removeprefix(SUFFIX_PREFIX) for name in drafters)
+        checkpoints = [name for name in names if not _is_lookup_or_head(name)]
+        for name in checkpoints:  # before any weights, which take long to read
+            read_config(Path(name) / CONFIG_FILE)
+            text.tokenizer.check_same_vocabulary(load_tokenizer(name))
+        target = load_huggingface(directory, dtype)
+        draft_models = {name: _load_draft_model(name, target, dtype) for name in checkpoints}
+
+    @functools.cache  # so that `suffix+NAME` and `NAME` share weights
+    def load(name: str) -> Draft:
+        if name.startswith(SUFFIX_PREFIX):
+            lookup = load("suffix")
+            own = load(name.removeprefix(SUFFIX_PREFIX))
+            return Draft(FirstOf(suffix, own.drafter), (lookup.params, own.params))
+        if name == "suffix":
+            return Draft(suffix, suffix.init_params())
+        if name in ("ngram", NO_DRAFTS):
+            return Draft(NGramDrafter())
+        if _is_lookup_or_head(name):
+            return _load_head(name, target)
+        model, params = draft_models[name]
+        return Draft(ModelDrafter(model), params)
+
+    return Models(target, text, {name: load(name) for name in drafters})
+
+
+def _is_lookup_or_head(name: str) -> bool:
+    """Returns whether a drafter is no model of its own."""
+    return name in (*LOOKUPS, NO_DRAFTS, *EMBEDDED_HEADS) or name.startswith(HEAD_PREFIXES)
+
+
+def _load_draft_model(
+    directory: str, target: LoadedModel[Llama], dtype: str | None
+) -> LoadedModel[Llama]:
+    """Reads a checkpoint so that it never proposes an id which is no token of the target."""
+    size = target.model.vocab_size
+    model, params = load_huggingface(directory, dtype, max_vocab_size=size)
+    own = model.config
+    known = min(own.num_token_ids or own.vocab_size, target.model.config.num_token_ids or size)
+    config = dataclasses.replace(own, num_token_ids=known if known < own.vocab_size else None)
+    return LoadedModel(dataclasses.replace(model, config=config), params)
+
+
+def _load_head(name: str, target: LoadedModel[Llama]) -> Draft:
+    """Reads a head of the embedded target, or one in a directory."""
+    kind, _, directory = name.partition(":")
+    if kind == "eagle3":
+        head = load_eagle3(directory, target) if directory else load_embedded_head(target)
+        return Draft(Eagle3Drafter(head.model), head.params)
+    if directory:
+        block = load_block_head(directory, target)
+    else:
+        block = load_embedded_head(target, "dspark" if kind == "dspark" else "dflash")
+    return Draft(BlockDrafter(block.model), block.params)
