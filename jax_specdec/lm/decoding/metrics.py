@@ -6,7 +6,7 @@ import bisect
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jax_specdec._src.acceptance import check_seconds, since
 from jax_specdec._src.arrays import require
@@ -38,29 +38,31 @@ class Histogram:
     total_seconds: float = 0.0
 
     def observe(self, times: Iterable[tuple[float, int]]) -> Histogram:
-        """With more times.
+        """Returns the histogram with more times.
 
         Args:
           times: seconds, and how often they came.
         """
-        counts, total = [*self.counts], self.total_seconds
+        counts = [*self.counts]
+        total = self.total_seconds
         for seconds, count in times:
+            # Prometheus: a bucket holds what is at most its bound
             counts[bisect.bisect_left(self.bounds, seconds)] += count
             total += seconds * count
         return Histogram(tuple(counts), total)
 
     def __sub__(self, earlier: Histogram) -> Histogram:
-        """The times between two readings."""
+        """Returns the times between two readings."""
         return since(earlier, self)
 
     @property
     def count(self) -> int:
-        """How many times."""
+        """How many times there are."""
         return sum(self.counts)
 
     @property
     def mean(self) -> float:
-        """Seconds; 0 without any."""
+        """Seconds of the mean time; 0 without any."""
         return self.total_seconds / max(self.count, 1)
 
 
@@ -122,7 +124,7 @@ class ServingStats:
         first: Iterable[tuple[float, int]],
         between: Iterable[tuple[float, int]],
     ) -> ServingStats:
-        """With one more step.
+        """Returns the statistics with one more step.
 
         Args:
           num_busy: requests that took part in it; 0 changes nothing.
@@ -149,13 +151,17 @@ class ServingStats:
         )
 
     def after_ends(self, reasons: Iterable[str | None]) -> ServingStats:
-        """With more requests that have ended, each for a reason of `END_REASONS`; None has not."""
+        """Returns the statistics with more ended requests.
+
+        Args:
+          reasons: of `END_REASONS`, one for each request; None for one that has not ended.
+        """
         more = collections.Counter(reasons)
         counts = zip(self.num_ended, END_REASONS, strict=True)
         return dataclasses.replace(self, num_ended=tuple(n + more[reason] for n, reason in counts))
 
     def __sub__(self, earlier: ServingStats) -> ServingStats:
-        """The interval between two readings of one driver; running and queued as in this one.
+        """Returns the interval between two readings of one driver; running and queued as in `self`.
 
         Args:
           earlier: the first reading.
@@ -163,10 +169,11 @@ class ServingStats:
         Raises:
           ValueError: the two have different numbers of slots, or a sum is larger in `earlier`.
         """
-        slots, given = self.num_slots, earlier.num_slots
-        require(given == slots, "earlier.num_slots", f"be {slots}", given)
-        nothing: Any = dict(num_slots=0, num_running=0, num_queued=0)  # these are no sums
-        return since(dataclasses.replace(earlier, **nothing), self)
+        fits = earlier.num_slots == self.num_slots
+        require(fits, "earlier.num_slots", f"be {self.num_slots}", earlier.num_slots)
+        # these three are no sums: nothing is subtracted from them
+        sums = dataclasses.replace(earlier, num_slots=0, num_running=0, num_queued=0)
+        return since(sums, self)
 
     @property
     def mean_busy_slots(self) -> float:
@@ -189,7 +196,7 @@ class ServingStats:
         return self.queue_seconds / max(self.num_admitted, 1)
 
     def log_line(self, seconds: float) -> str:
-        """One line for a server's log; `AcceptanceStats.log_line` is the other.
+        """Returns one line for a server's log; `AcceptanceStats.log_line` returns the other.
 
         Args:
           seconds: length of the interval that these statistics cover.
@@ -198,7 +205,6 @@ class ServingStats:
           ValueError: `seconds` is not positive.
         """
         check_seconds(seconds)
-        first, others = self.time_to_first_token_seconds, self.inter_token_latency_seconds
         return (
             f"Serving metrics: Running: {self.num_running}, Queued: {self.num_queued},"
             f" Steps: {self.num_steps / seconds:.1f}/s,"
@@ -207,7 +213,7 @@ class ServingStats:
             f" Host wait: {self.mean_host_wait * 1e3:.2f} ms/step,"
             f" Admitted: {self.num_admitted} requests,"
             f" Queue time: {self.mean_queue_time * 1e3:.1f} ms,"
-            f" Time to first token: {first.mean * 1e3:.1f} ms,"
-            f" Time between tokens: {others.mean * 1e3:.2f} ms,"
+            f" Time to first token: {self.time_to_first_token_seconds.mean * 1e3:.1f} ms,"
+            f" Time between tokens: {self.inter_token_latency_seconds.mean * 1e3:.2f} ms,"
             f" Failed calls: {self.num_failed_calls}"
         )

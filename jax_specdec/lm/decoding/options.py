@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -16,10 +15,12 @@ from jax_specdec._src.config import did_you_mean
 from jax_specdec._src.sampling import SAMPLING_PARAMETERS, Parameter
 from jax_specdec.lm.decoding import inputs
 
-_F32, _I32 = np.float32, np.int32
-# No logit overflows by them, whatever occurs how often.
-_ADDED, _FACTOR = Range(-1e20, 1e20), Range(1e-6, 10**6)
+# No logit overflows by any of these three, whatever occurs how often.
+_ADDED = Range(-1e20, 1e20)
+_FACTOR = Range(1e-6, 10**6)
+_BIAS = Range(-math.inf, 1e20, "(]")  # a large negative one forbids its token
 
+_F32 = np.float32
 PENALTIES = (
     Parameter(
         "frequency_penalty", _F32, 0.0, _ADDED, "subtracted for each occurrence in the output"
@@ -35,9 +36,12 @@ PENALTIES = (
         "divides positive logits of tokens that have occurred, multiplies negative ones",
     ),
 )
-MIN_TOKENS = Parameter("min_tokens", _I32, 0, Range(0), "tokens before a stop token may come")
-NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, MIN_TOKENS)
-"""What a request may ask for that is one number."""
+_MIN_TOKENS = Parameter("min_tokens", np.int32, 0, Range(0), "tokens before a stop token may come")
+NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, _MIN_TOKENS)
+"""What a request may ask for that is one number, and has a neutral one."""
+
+_MAX_INT32 = 2**31 - 1
+_SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed", "max_drafts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +104,9 @@ class RequestOptions:
     max_drafts: int | None = None
 
     def __post_init__(self) -> None:
-        budget = _integer("max_new_tokens", self.max_new_tokens, 2**31 - 1)
-        checked: dict[str, Any] = {"max_new_tokens": budget}
+        checked: dict[str, Any] = {
+            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, _MAX_INT32)
+        }
         for one in NUMBERS:
             value = getattr(self, one.name)
             if one.dtype is np.float32:
@@ -110,25 +115,27 @@ class RequestOptions:
                 require(one.range.holds(number), one.name, one.range.must, value, hint)
                 checked[one.name] = float(value) if number else 0.0
             else:
-                # Of what may be negative, -1 and 0 mean the same.
-                count = _integer(one.name, value, 2**31 - 1, int(one.range.low))
-                checked[one.name] = max(0, count)
+                count = _integer(one.name, value, _MAX_INT32, int(one.range.low))
+                checked[one.name] = max(0, count)  # -1, of what may be negative, means 0
         if self.seed is not None:
             checked["seed"] = _integer("seed", self.seed, 2**32 - 1)
         if self.max_drafts is not None:
-            checked["max_drafts"] = _integer("max_drafts", self.max_drafts, 2**31 - 1)
+            checked["max_drafts"] = _integer("max_drafts", self.max_drafts, _MAX_INT32)
         stops = inputs.integers("stop_token_ids", self.stop_token_ids)
         inputs.check_range("stop_token_ids", stops, 2**31)
         checked["stop_token_ids"] = tuple(dict.fromkeys(stops))
         if self.allowed_token_ids is not None:
             ids = inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31)
             checked["allowed_token_ids"] = tuple(ids)
-        checked |= {"logit_bias": _bias(self.logit_bias), "bad_words": _words(self.bad_words)}
+        if self.logit_bias is not None:
+            checked["logit_bias"] = _bias(self.logit_bias)
+        if self.bad_words is not None:
+            checked["bad_words"] = _words(self.bad_words)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
     def check(self, vocab_size: int) -> None:
-        """Check what depends on the model's vocabulary or on another field.
+        """Checks what depends on the model's vocabulary or on another field.
 
         Raises:
           ValueError: an id outside the vocabulary, or `min_tokens` above the budget.
@@ -142,14 +149,13 @@ class RequestOptions:
         require(fits, "min_tokens", must, self.min_tokens)
 
     def check_drafts(self, num_speculative_tokens: int) -> None:
-        """Check that no more drafts are asked for than a step has.
+        """Checks that no more drafts are asked for than a step has.
 
         Raises:
           ValueError: `max_drafts` is above `num_speculative_tokens`.
         """
-        most = num_speculative_tokens
-        fits = self.max_drafts is None or self.max_drafts <= most
-        must = f"be at most num_speculative_tokens = {most}"
+        fits = self.max_drafts is None or self.max_drafts <= num_speculative_tokens
+        must = f"be at most num_speculative_tokens = {num_speculative_tokens}"
         require(fits, "max_drafts", must, self.max_drafts)
 
     @functools.cached_property  # a driver asks for every running request before every step
@@ -166,11 +172,6 @@ class RequestOptions:
             if field.name not in _SERVED_BY_EVERY_ENGINE
             and (value := getattr(self, field.name)) != field.default
         }
-
-
-_BIAS = Range(-math.inf, 1e20, "(]")
-"""No logit overflows by it; a large negative one forbids its token."""
-_SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed", "max_drafts")
 
 
 class RequestFields(TypedDict, total=False):
@@ -200,7 +201,7 @@ class RequestFields(TypedDict, total=False):
 def options_per_request(
     options: RequestOptions | Sequence[RequestOptions] | None, count: int, fields: RequestFields
 ) -> list[RequestOptions]:
-    """A list with the `RequestOptions` of each of `count` requests, overridden by `fields`.
+    """Returns the `RequestOptions` of each of `count` requests, overridden by `fields`.
 
     Raises:
       TypeError: options of another type, or a field that does not exist.
@@ -222,22 +223,26 @@ def options_per_request(
 
 
 def _float32(name: str, value: Any) -> np.float32:
-    """A number, rounded to float32.
+    """Returns a number, rounded to float32 as devices have it: infinite where it overflows.
 
     Raises:
       TypeError: it is not one number.
     """
     _check_one(name, value)
     number = None
-    if not isinstance(value, (str, bool, np.bool_)):  # which `float` would take
-        with contextlib.suppress(TypeError, ValueError), np.errstate(over="ignore"):
-            try:
-                number = np.float32(float(value))
-            except OverflowError:  # an integer beyond float64
-                number = np.float32(-math.inf if value < 0 else math.inf)
+    try:
+        if not isinstance(value, (str, bool, np.bool_)):  # which `float` would take
+            number = float(value)
+    except OverflowError:  # an integer beyond float64
+        number = -math.inf if value < 0 else math.inf
+    except (TypeError, ValueError):
+        pass  # refused below, with no other error beside it
     if number is None:
         refuse(TypeError, name, "be a number", value)
-    return np.float32(0) if abs(number) < np.finfo(np.float32).tiny else number
+    with np.errstate(over="ignore"):
+        rounded = np.float32(number)
+    # devices take what is below the least normal number for 0
+    return np.float32(0) if abs(rounded) < np.finfo(np.float32).tiny else rounded
 
 
 def _integer(name: str, value: Any, most: int, least: int = 0) -> int:
@@ -251,18 +256,17 @@ def _check_one(name: str, value: Any) -> None:
 
 
 def _bias(logit_bias: Any) -> dict[int, float] | None:
-    """Biases as a dictionary of ints to floats; None for none.
+    """Returns biases as a dictionary of ints to floats; None for an empty one.
 
     Raises:
       TypeError: not a mapping of integers to numbers.
       ValueError: a negative id, one twice, or a number that is out of range.
     """
-    if logit_bias is None:
-        return None
-    is_mapping, must = isinstance(logit_bias, Mapping), "be a mapping of token ids to numbers"
-    require(is_mapping, "logit_bias", must, logit_bias, error=TypeError)
+    must = "be a mapping of token ids to numbers"
+    require(isinstance(logit_bias, Mapping), "logit_bias", must, logit_bias, error=TypeError)
     if not logit_bias:
         return None
+    # keys of JSON are strings; one of more digits is no id
     keys = [
         int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
         for key in logit_bias
@@ -278,14 +282,12 @@ def _bias(logit_bias: Any) -> dict[int, float] | None:
 
 
 def _words(bad_words: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Bad words as tuples; None for none.
+    """Returns bad words as tuples; None for an empty list.
 
     Raises:
       TypeError: not lists of integers.
       ValueError: a word without tokens, or a negative id.
     """
-    if bad_words is None:
-        return None
     are_lists = isinstance(bad_words, Iterable) and not isinstance(bad_words, (str, bytes))
     require(are_lists, "bad_words", "be lists of token ids", bad_words, error=TypeError)
     words = [

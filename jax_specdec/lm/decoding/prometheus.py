@@ -107,7 +107,7 @@ class PrometheusExporter:
             ) from None
 
     def publish(self, stats: AcceptanceStats, serving: ServingStats | None = None) -> None:
-        """Set what the next scrapes see; safe to call during a scrape.
+        """Sets what the next scrapes see; safe to call during a scrape.
 
         Args:
           stats: since the server began, not of an interval: Prometheus computes the differences.
@@ -116,25 +116,30 @@ class PrometheusExporter:
         self._published = stats, serving
 
     def describe(self) -> Iterator[Any]:
-        """The counters' names; prometheus_client calls this when the exporter is registered."""
+        """Yields metrics without values; prometheus_client calls this when it registers them."""
         none = AcceptanceStats((0,), (0,), (0,), num_tokens=0, num_verifications=0)
         return self._families(none, ServingStats(num_slots=0))
 
     def collect(self) -> Iterator[Any]:
-        """The counters; prometheus_client calls this for every scrape. None before `publish`."""
-        return iter(()) if self._published is None else self._families(*self._published)
+        """Yields metrics; prometheus_client calls this for every scrape. None before `publish`."""
+        if self._published is not None:
+            yield from self._families(*self._published)
 
     def _families(self, stats: AcceptanceStats, serving: ServingStats | None) -> Iterator[Any]:
+        """Yields a metric of prometheus_client for each entry of the table."""
         for prefix, of in (("spec_decode", stats), ("serving", serving)):
-            if of is not None:
-                for name, (kind, text) in _METRICS[prefix].items():
-                    value = getattr(of, _FIELDS.get(name, name))
-                    yield self._family(f"jax_specdec:{prefix}_{name}", kind, text, value)
+            if of is None:
+                continue
+            for name, (kind, text) in _METRICS[prefix].items():
+                value = getattr(of, _FIELDS.get(name, name))
+                yield self._family(f"jax_specdec:{prefix}_{name}", kind, text, value)
 
     def _family(self, name: str, kind: str, text: str, value: Any) -> Any:
+        """Returns a metric of prometheus_client with all its samples."""
         from prometheus_client import core, utils
 
-        labels, values = list(self._labels), list(self._labels.values())
+        labels = list(self._labels)
+        values = list(self._labels.values())
         family: Any
         if kind in ("positions", "reasons"):
             family = core.CounterMetricFamily(name, text, labels=[*labels, kind[:-1]])
@@ -143,6 +148,7 @@ class PrometheusExporter:
                 family.add_metric([*values, str(way)], count)
         elif kind == "histogram":
             family = core.HistogramMetricFamily(name, text, labels=labels)
+            # a bucket of Prometheus also counts what is in the buckets below it
             bounds = map(utils.floatToGoString, (*value.bounds, math.inf))
             buckets = zip(bounds, itertools.accumulate(value.counts), strict=True)
             family.add_metric(values, [*buckets], value.total_seconds)
