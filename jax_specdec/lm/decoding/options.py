@@ -164,7 +164,7 @@ class RequestOptions:
         return not self.non_neutral
 
     @property
-    def non_neutral(self) -> dict[str, Any]:
+    def non_neutral(self) -> dict[str, object]:
         """The fields that need an `Engine` with `request_options` and are not at their default."""
         return {
             field.name: value
@@ -255,7 +255,7 @@ def _check_one(name: str, value: Any) -> None:
     require(np.ndim(value) == 0, name, "be one value", value, hint, TypeError)
 
 
-def _bias(logit_bias: Any) -> dict[int, float] | None:
+def _bias(logit_bias: Mapping[int, float]) -> dict[int, float] | None:
     """Returns biases as a dictionary of ints to floats; None for an empty one.
 
     Raises:
@@ -281,7 +281,7 @@ def _bias(logit_bias: Any) -> dict[int, float] | None:
     return found
 
 
-def _words(bad_words: Any) -> tuple[tuple[int, ...], ...] | None:
+def _words(bad_words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...] | None:
     """Returns bad words as tuples; None for an empty list.
 
     Raises:
