@@ -75,9 +75,15 @@ SCHEMA = {
     "required": ["size"],
     "additionalProperties": False,
 }
-FORMAT = {"type": "json_schema", "json_schema": {"name": "size", "schema": SCHEMA}}
 
 
+def following(schema: Any) -> dict[str, Any]:
+    """A `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "size", "schema": schema}}
+
+
+FORMAT = following(SCHEMA)
+POST = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 OPTIONS: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 1.5},
     "presence": {"presence_penalty": 1.0},
@@ -92,6 +98,11 @@ PLAIN: dict[str, tuple[str, dict[str, Any]]] = {
     "chat of one": (f"user: {PROMPT}\nassistant:", {"max_new_tokens": 8}),
     **{name: (PROMPT, {"max_new_tokens": NUM_NEW, **own}) for name, own in OPTIONS.items()},
 }
+
+
+def until(holds: Callable[[], Any]) -> None:
+    while not holds():
+        time.sleep(0.01)
 
 
 @dataclasses.dataclass
@@ -119,18 +130,17 @@ class Running:
         return int(self.ask(lambda driver: driver.stats().num_tokens))
 
     def wait_until_running(self) -> None:
-        while not self.ask(lambda driver: driver.num_running):
-            time.sleep(0.01)
+        until(lambda: self.ask(lambda driver: driver.num_running))
 
     def wait_until_idle(self) -> None:
         """Until nothing runs, and nobody is left who would be answered."""
-        while self.num_connected or not self.ask(lambda driver: driver.is_idle):
-            time.sleep(0.01)
+        tasks = self.server._uvicorn.server_state.tasks
+        until(lambda: not tasks and self.ask(lambda driver: driver.is_idle))
         assert self.server.worker._channels == {}
 
     @property
-    def num_connected(self) -> int:
-        return len(self.server._uvicorn.server_state.tasks)
+    def connections(self) -> set[Any]:
+        return self.server._uvicorn.server_state.connections
 
 
 class Site:
@@ -470,10 +480,8 @@ def test_tokens_of_a_stop_string_have_no_logprobs(running: Running) -> None:
 def test_a_text_follows_its_json_schema(running: Running, is_chat: bool) -> None:
     for temperature in (0, 1.0):
         asked = dict(n=2, max_tokens=16, temperature=temperature, seed=3)
-        asked["response_format" if is_chat else "extra_body"] = (
-            FORMAT if is_chat else {"response_format": FORMAT}
-        )
-        answer = chat(running, **asked) if is_chat else greedy(running, **asked)
+        ask = chat if is_chat else greedy
+        answer = ask(running, **asked, extra_body={"response_format": FORMAT})
         for choice in answer.choices:
             text = choice.message.content if is_chat else choice.text
             assert choice.finish_reason == "stop"
@@ -484,15 +492,14 @@ def test_a_text_follows_its_json_schema(running: Running, is_chat: bool) -> None
 
 
 def test_a_schema_that_cannot_be_used_is_refused(running: Running) -> None:
-    def refuse(schema: Any, match: str) -> None:
-        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    for schema, match in (
+        ({"type": "nonsense"}, "cannot be used: Invalid type"),
+        ({"enum": ["x" * 2**16]}, "at most 65536 bytes"),
+        ({"type": "integer", "multipleOf": 999983}, "takes more than 5 s or 48 MiB"),
+    ):
         with pytest.raises(openai.BadRequestError, match=match) as error:
-            chat(running, response_format=wanted)
+            chat(running, response_format=following(schema))
         assert error.value.param == "response_format"
-
-    refuse({"type": "nonsense"}, "cannot be used: Invalid type")
-    refuse({"enum": ["x" * 2**16]}, "at most 65536 bytes")
-    refuse({"type": "integer", "multipleOf": 999983}, "takes more than 5 s or 48 MiB")
 
 
 def test_schemas_are_compiled_for_those_that_are_about_to_get_a_slot(
@@ -508,9 +515,9 @@ def test_schemas_are_compiled_for_those_that_are_about_to_get_a_slot(
     monkeypatch.setattr(driver, "step", noting)
     monkeypatch.setattr(running.server, "_compiled", asyncio.Semaphore(1))
     asked = {"max_tokens": 16, "extra_body": {"response_format": FORMAT}}
-    with concurrent_threads() as run:
-        found = [run(lambda: greedy(running, **asked).choices[0].text) for _ in range(3)]
-    assert len({one() for one in found}) == 1 and json.loads(found[0]())["size"] >= 0
+    with futures.ThreadPoolExecutor(3) as pool:
+        (text,) = {*pool.map(lambda _: greedy(running, **asked).choices[0].text, range(3))}
+    assert json.loads(text)["size"] >= 0
     assert {*counts} == {1}, "one after another"
 
 
@@ -518,14 +525,13 @@ def test_a_schema_that_fails_in_the_middle_of_a_text_is_an_error(running: Runnin
     """Its limits are exceeded there; the text must not end as if it were complete."""
     keys = {"type": "object", "properties": {f"k{i}": {} for i in range(900)}}
     late = {"type": "array", "prefixItems": [{"enum": [1, 2]}, keys], "minItems": 2}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": late}}
-    asked = {"max_tokens": 30, "extra_body": {"response_format": form}}
+    asked = {"max_tokens": 30, "extra_body": {"response_format": following(late)}}
     match = "response_format cannot be followed to its end: .* items; max is 2000"
-    with concurrent_threads() as run:
-        other = run(lambda: greedy(running, max_tokens=NUM_NEW).choices[0].text)
+    with futures.ThreadPoolExecutor() as pool:
+        other = pool.submit(greedy, running)
         with pytest.raises(openai.BadRequestError, match=match) as error:
             greedy(running, **asked)
-    assert error.value.param == "response_format" and other() == TEXT
+    assert error.value.param == "response_format" and other.result().choices[0].text == TEXT
     with pytest.raises(openai.APIError, match=match):
         list(greedy(running, stream=True, **asked))
 
@@ -548,15 +554,17 @@ def raw(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
     return int(lines[0].split()[1]) if answer else 0, headers, body
 
 
-def get(running: Running, path: str) -> tuple[int, dict[str, str], bytes]:
-    head = f"GET /{path} HTTP/1.1\r\nHost: localhost\r\n{CLOSE}\r\n"
-    return raw(running.port, head.encode())
+def get(running: Running, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    given = {"Host": "localhost", "Connection": "close"} | headers
+    lines = "".join(f"{name}: {value}\r\n" for name, value in given.items())
+    return raw(running.port, f"GET /{path} HTTP/1.1\r\n{lines}\r\n".encode())
 
 
 def post(
-    port: int, body: bytes, path: str = "/v1/completions", **headers: str
+    port: int, body: bytes | dict[str, Any], path: str = "/v1/completions", **headers: str
 ) -> tuple[int, dict[str, str], dict[str, Any]]:
     """Status, headers and error of a request with `Connection: close`."""
+    body = json.dumps(body).encode() if isinstance(body, dict) else body
     given = {"Host": "localhost", "Content-Type": "application/json", "Connection": "close"}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
     if "Transfer-Encoding" not in given:
@@ -591,11 +599,11 @@ USER = {"role": "user", "content": "x"}
 
 def test_a_wrong_parameter_is_named(running: Running) -> None:
     for changes, param in WRONG:
-        status, _, error = post(running.port, json.dumps({"prompt": "x", **changes}).encode())
+        status, _, error = post(running.port, {"prompt": "x", **changes})
         assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
         assert len(error["message"]) < 500
-    body = json.dumps({"messages": [USER, {**USER, "role": "tool"}]}).encode()
-    status, _, error = post(running.port, body, "/v1/chat/completions")
+    messages = [USER, {**USER, "role": "tool"}]
+    status, _, error = post(running.port, {"messages": messages}, "/v1/chat/completions")
     assert (status, error["param"]) == (400, "messages[1].role")
 
 
@@ -624,8 +632,7 @@ def test_a_refusal_names_no_path(running: Running, site: Site) -> None:
     ):
         try:
             file.unlink() if template is None else file.write_text(template)
-            body = json.dumps({"messages": [USER]}).encode()
-            status, _, error = post(running.port, body, "/v1/chat/completions")
+            status, _, error = post(running.port, {"messages": [USER]}, "/v1/chat/completions")
         finally:
             file.write_text(TEMPLATE)
         assert (status, error["param"]) == (400, "messages")
@@ -637,8 +644,7 @@ def test_a_file_that_is_gone_is_the_servers_mistake(running: Running, site: Site
     try:
         file.unlink()
         file.mkdir()
-        body = json.dumps({"messages": [USER]}).encode()
-        status, _, error = post(running.port, body, "/v1/chat/completions")
+        status, _, error = post(running.port, {"messages": [USER]}, "/v1/chat/completions")
     finally:
         file.rmdir()
         file.write_text(TEMPLATE)
@@ -647,7 +653,7 @@ def test_a_file_that_is_gone_is_the_servers_mistake(running: Running, site: Site
 
 
 def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) -> None:
-    good = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+    good = {"prompt": "x", "max_tokens": 1}
     assert post(running.port, good, Content_Type="text/plain")[0] == 415
     assert post(running.port, good, Content_Type="")[0] == 415
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "[::2]"):
@@ -657,7 +663,7 @@ def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) ->
     for path in ("/v1/nothing", "/v1/completions/"):
         assert post(running.port, good, path)[0] == 404
     assert post(running.port, good, "/v1/models")[0] == 405
-    assert post(running.port, json.dumps({"prompt": "x", "model": "gpt"}).encode())[0] == 404
+    assert post(running.port, {"prompt": "x", "model": "gpt"})[0] == 404
     with pytest.raises(openai.NotFoundError) as error:
         running.client().completions.create(model="gpt", prompt="x")
     assert error.value.code == "model_not_found"
@@ -678,8 +684,7 @@ def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) ->
 def test_a_text_of_too_many_tokens_is_refused(
     running: Running, path: str, asked: dict[str, Any], param: str
 ) -> None:
-    body = json.dumps(asked, ensure_ascii=False).encode()
-    status, _, error = post(running.port, body, path)
+    status, _, error = post(running.port, asked, path)
     assert (status, error["param"]) == (400, param)
     assert error["code"] == "context_length_exceeded" and len(error["message"]) < 200
 
@@ -690,9 +695,8 @@ def test_a_large_body_is_refused_before_its_end(running: Running) -> None:
     begin = b" " * 70_000  # chunks without an end
     chunks = b"11170\r\n" + begin + b"\r\n"
     assert post(running.port, chunks * 16, Transfer_Encoding="chunked")[0] == 413
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     tiny = b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000
-    assert raw(running.port, head + tiny)[0] in (0, 400)
+    assert raw(running.port, POST.encode() + tiny)[0] in (0, 400)
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 2**21
     assert raw(running.port, head)[0] == 0
 
@@ -705,10 +709,9 @@ def test_a_key_is_needed_and_never_shown(site: Site) -> None:
             assert KEY not in str(refusal.value) and refusal.value.code == "invalid_api_key"
         status, headers, error = post(running.port, b"{}")
         assert status == 401 and headers["www-authenticate"] == "bearer" and KEY not in str(error)
-        head = "GET /metrics HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        assert raw(running.port, f"{head}\r\n".encode())[0] == 401
-        assert raw(running.port, f"{head}Authorization: bearer {KEY}\r\n\r\n".encode())[0] == 200
-        assert raw(running.port, f"{head}\r\n".replace("metrics", "health").encode())[0] == 200
+        assert get(running, "metrics")[0] == 401
+        assert get(running, "metrics", Authorization=f"bearer {KEY}")[0] == 200
+        assert get(running, "health")[0] == 200
         client = running.client(KEY)
         assert [model.id for model in client.models.list()] == ["tiny"]
         assert client.models.retrieve("tiny").owned_by == "jax_specdec"
@@ -718,28 +721,11 @@ def test_a_key_is_needed_and_never_shown(site: Site) -> None:
 
 def test_other_host_names_are_for_servers_with_a_key(site: Site) -> None:
     with site.serve(key=KEY, is_local=False) as running:
-        head = "GET /v1/models HTTP/1.1\r\nHost: models.example\r\nConnection: close\r\n"
-        assert raw(running.port, f"{head}\r\n".encode())[0] == 401
-        assert raw(running.port, f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode())[0] == 200
+        asked = functools.partial(get, running, "v1/models", Host="models.example")
+        assert asked()[0] == 401 and asked(Authorization=f"Bearer {KEY}")[0] == 200
 
 
 # Clients that are many, slow, or leave
-
-
-@contextlib.contextmanager
-def concurrent_threads() -> Iterator[Callable[[Callable[[], Any]], Callable[[], Any]]]:
-    """Runs functions at once; each call returns one that gives the result."""
-    threads: list[threading.Thread] = []
-
-    def run(function: Callable[[], Any]) -> Callable[[], Any]:
-        results: list[Any] = []
-        threads.append(threading.Thread(target=lambda: results.append(function())))
-        threads[-1].start()
-        return lambda: results[0]
-
-    yield run
-    for thread in threads:
-        thread.join(60)
 
 
 @pytest.mark.long
@@ -791,8 +777,7 @@ def test_a_hundred_clients_get_their_texts_or_leave_nothing(
 
 def request_bytes(header: str = "", **asked: Any) -> bytes:
     body = json.dumps({"prompt": PROMPT, "temperature": 0, **asked}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    return f"{head}{header}Content-Length: {len(body)}\r\n\r\n".encode() + body
+    return f"{POST}{header}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def stalled(driver: lm.EngineDriver, seconds: float = 0.02) -> None:
@@ -847,14 +832,13 @@ def test_a_request_before_the_last_answer_is_dropped(running: Running) -> None:
 def test_clients_that_leave_while_they_send_are_no_errors(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    post_, chunked = "POST {} HTTP/1.1\r\nHost: localhost\r\n", "Transfer-Encoding: chunked\r\n\r\n"
-    asking = post_.format("/v1/completions") + "Content-Type: application/json\r\n"
+    chunked = "Transfer-Encoding: chunked\r\n\r\n"
     sent = [
-        (asking + "Content-Length: 100\r\n\r\n", '{"prompt":'),
-        (asking + chunked, '5\r\n{"pro\r\n'),
-        (asking + chunked, "zz\r\n"),
-        (post_.format("/health") + chunked, "zz\r\n"),  # was answered already
-        (asking, "Content-"),
+        (POST + "Content-Length: 100\r\n\r\n", '{"prompt":'),
+        (POST + chunked, '5\r\n{"pro\r\n'),
+        (POST + chunked, "zz\r\n"),
+        (POST.replace("v1/completions", "health") + chunked, "zz\r\n"),  # was answered already
+        (POST, "Content-"),
     ]
     with site.serve() as running:
         for head, rest in sent:
@@ -883,8 +867,7 @@ def test_a_client_that_does_not_read_is_cancelled_alone(site: Site) -> None:
             count = running.num_tokens - NUM_NEW
             assert count < 16 * (LENGTH - NUM_PROMPT_TOKENS), "its request was cancelled"
             running.clients.close()  # which would keep their connections for five seconds
-            while running.server._uvicorn.server_state.connections:  # its socket is closed, too
-                time.sleep(0.01)
+            until(lambda: not running.connections)  # its socket is closed, too
 
 
 def test_slow_requests_are_closed_and_connections_too_many_refused(site: Site) -> None:
@@ -893,13 +876,11 @@ def test_slow_requests_are_closed_and_connections_too_many_refused(site: Site) -
         slow = [socket.create_connection(("127.0.0.1", running.port), 30) for _ in parts]
         for connection, part in zip(slow, parts, strict=True):
             connection.sendall(part)
-        connections = running.server._uvicorn.server_state.connections
-        while len(connections) < 3:
-            time.sleep(0.01)
+        connections = running.connections
+        until(lambda: len(connections) >= 3)
         assert raw(running.port, HEALTH)[0] == 503
         more = [socket.create_connection(("127.0.0.1", running.port), 30) for _ in range(30)]
-        while len(connections) < 20:
-            time.sleep(0.01)
+        until(lambda: len(connections) >= 20)
         time.sleep(0.1)
         assert len(connections) == 20, "others are closed at once"
         for connection in more:
@@ -908,8 +889,7 @@ def test_slow_requests_are_closed_and_connections_too_many_refused(site: Site) -
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(100) == b""
             connection.close()
-        while connections:
-            time.sleep(0.01)
+        until(lambda: not connections)
         assert greedy(running).choices[0].text == TEXT
 
 
@@ -958,18 +938,16 @@ def test_slots_are_for_requests_in_turn_and_a_full_queue_takes_no_choice(slow: R
     def ask(**asked: Any) -> None:
         counts.append(len(greedy(slow, **asked).choices))
 
-    with concurrent_threads() as run:
+    with futures.ThreadPoolExecutor(3) as pool:
         for n in (16, 7):
-            run(functools.partial(ask, n=n))
-        while worker.num_open < places - 1:
-            time.sleep(0.01)
+            pool.submit(ask, n=n)
+        until(lambda: worker.num_open >= places - 1)
         with pytest.raises(openai.RateLimitError) as error:
             greedy(slow, n=2)
         assert error.value.response.headers["Retry-After"] == "1"
         assert error.value.type == "rate_limit_error"
-        run(functools.partial(ask, max_tokens=2))
-        while worker.num_open < places:
-            time.sleep(0.001)
+        pool.submit(ask, max_tokens=2)
+        until(lambda: worker.num_open >= places)
         assert post(slow.port, b"{")[0] == 429, "before its parameters are looked at"
     assert counts[0] == 1 and sorted(counts) == [1, 7, 16]
     slow.wait_until_idle()
@@ -1033,17 +1011,16 @@ def test_stopping_has_a_bound(site: Site, hangs: bool) -> None:
     failure = pytest.raises(EngineFailed, match="a step does not end") if hangs else None
     with failure or contextlib.nullcontext(), site.serve(**seconds) as running:
         running.driver.step = lambda: time.sleep(0.01) or []  # no request goes on
-        with concurrent_threads() as run:
-            other = run(functools.partial(raw, running.port, request_bytes(n=9)))
+        with futures.ThreadPoolExecutor() as pool:
+            other = pool.submit(raw, running.port, request_bytes(n=9))
             stream = iter(greedy(running, stream=True))
-            while running.server.worker.num_open < 10:
-                time.sleep(0.01)
+            until(lambda: running.server.worker.num_open >= 10)
             if hangs:
                 running.driver.step = lambda: ends.wait(60) and []
             running.server.stop()
             with pytest.raises(openai.APIError, match="the server has stopped"):
                 list(stream)
-        assert other()[0] == 503
+        assert other.result()[0] == 503
         lines = "\n".join(running.lines)
         assert "waits: 10 choices, within 0.1 s" in lines and "not finished: 10 choices" in lines
     ends.set()
@@ -1052,18 +1029,17 @@ def test_stopping_has_a_bound(site: Site, hangs: bool) -> None:
 
 def test_a_step_that_does_not_end_shows(site: Site) -> None:
     ends = threading.Event()
-    with site.serve(step_seconds=0.2, status_seconds=0.2) as running, concurrent_threads() as run:
+    pool = futures.ThreadPoolExecutor()
+    with site.serve(step_seconds=0.2, status_seconds=0.2) as running, pool:
         step = running.driver.step
         running.driver.step = lambda: (ends.wait(60), step())[1]
-        other = run(lambda: greedy(running).choices[0].text)
-        while (status := get(running, "health")[0]) == 200:
-            time.sleep(0.01)
+        other = pool.submit(greedy, running)
+        until(lambda: get(running, "health")[0] == 500)
         metrics = get(running, "metrics")[2]
         ends.set()
-        assert status == 500 and b'serving_num_slots{model_name="tiny"} 8.0\n' in metrics
-        while get(running, "health")[0] != 200:
-            time.sleep(0.01)
-    assert other() == TEXT
+        assert b'serving_num_slots{model_name="tiny"} 8.0\n' in metrics
+        until(lambda: get(running, "health")[0] == 200)
+    assert other.result().choices[0].text == TEXT
     assert "a step of the engine goes on for" in "".join(running.lines)
 
 
@@ -1108,16 +1084,14 @@ def test_an_engine_that_fails_answers_and_ends_the_server(
         stalled(running.driver)
         stream = iter(greedy(running, stream=True))
         next(stream)
-        with concurrent_threads() as run:
-            # More than there are slots, so that some wait.
-            ask = functools.partial(raw, running.port, request_bytes(header=CLOSE))
-            others = [run(ask) for _ in range(12)]
-            while not running.ask(lambda driver: driver.num_queued):
-                time.sleep(0.01)
+        with futures.ThreadPoolExecutor(12) as pool:  # more than slots, so that some wait
+            asked = request_bytes(header=CLOSE)
+            others = [pool.submit(raw, running.port, asked) for _ in range(12)]
+            until(lambda: running.ask(lambda driver: driver.num_queued))
             running.driver.step = fail
             with pytest.raises(openai.APIError, match="the engine has failed"):
                 list(stream)
-        assert {one()[0] for one in others} == {500}
+        assert {one.result()[0] for one in others} == {500}
         assert raw(running.port, request_bytes(header=CLOSE))[0] == 500
         assert get(running, "health")[0] == get(running, "metrics")[0] == 500
     if has_log:
@@ -1129,8 +1103,7 @@ def test_a_failed_engine_ends_the_server_by_itself(site: Site) -> None:
         running.driver.step = lambda: 1 / 0
         with pytest.raises(openai.APIError):
             greedy(running)
-        while not running.server._uvicorn.should_exit:
-            time.sleep(0.01)
+        until(lambda: running.server._uvicorn.should_exit)
 
 
 @pytest.mark.parametrize("num_failing", [6, 10**9], ids=["a request", "the device"])
@@ -1159,8 +1132,7 @@ def test_a_device_that_has_failed_is_told_from_a_request_that_fails(
         with pytest.raises(openai.InternalServerError, match="cannot go on with this") as error:
             greedy(running)
         assert "operator" not in str(error.value)
-        while ends and running.server.worker.failure is None:
-            time.sleep(0.01)
+        until(lambda: not ends or running.server.worker.failure is not None)
         assert get(running, "health")[0] == (500 if ends else 200)
         assert ends or greedy(running).choices[0].text == TEXT
         (line,) = [line for line in running.lines if "this request: no such address" in line]
@@ -1188,17 +1160,16 @@ def test_a_panic_of_a_matcher_fails_its_own_request(
         raise panic("of this test")
 
     monkeypatch.setattr(sd.grammar.LlguidanceMatcher, "accept_token", accept_token)
-    with site.serve() as running, concurrent_threads() as run:
+    with site.serve() as running, futures.ThreadPoolExecutor() as pool:
         stalled(running.driver)
         running.server.worker._num_failed_calls = -1  # as if a call had failed, and then not
-        other = run(lambda: greedy(running))
+        other = pool.submit(greedy, running)
         with pytest.raises(openai.InternalServerError, match="cannot go on with this request"):
             greedy(running, extra_body={"response_format": FORMAT})
         why = "cannot go on with this request: the matcher has failed: of this test"
-        while not any(why in line for line in running.lines):  # which may come after the answer
-            time.sleep(0.01)
+        until(lambda: any(why in line for line in running.lines))  # perhaps after the answer
         assert get(running, "health")[0] == 200
-    assert other().choices[0].text == TEXT
+    assert other.result().choices[0].text == TEXT
 
 
 def test_a_server_that_is_stopped_before_it_runs_ends_at_once(site: Site) -> None:
