@@ -150,8 +150,12 @@ SENTENCES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
 def test_a_refusal_is_one_sentence(
     error: type[Exception], sentence: str, check: Callable[[], Any]
 ) -> None:
-    with pytest.raises(error, match=f"^{re.escape(sentence)}$"):
+    with pytest.raises(error, match=f"^{re.escape(sentence)}$") as refused:
         check()
+    name = re.split(r"\[| must", sentence)[0]
+    assert arrays.argument_of(refused.value) == name
+    assert arrays.renamed(refused.value, "--y") == sentence.replace(name, "--y", 1)
+    assert arrays.argument_of(error(sentence)) is None
 
 
 def test_a_value_is_described_in_one_short_line() -> None:

@@ -83,9 +83,11 @@ def static_pytree(cls: _Class) -> _Class:
 def refuse(
     error: type[Exception], name: str, must: str, came: object, hint: str | None = None
 ) -> NoReturn:
-    """Raise `error` with a sentence: what `name` must be or do, what came, and a hint."""
+    """Raises `error` with a sentence: what `name` must be or do, what came, and a hint."""
     hint = "" if hint is None else f": {hint}"
-    raise error(f"{name} must {must}, but it is {described(came)}{hint}")
+    refusal = error(f"{name} must {must}, but it is {described(came)}{hint}")
+    vars(refusal)["argument"] = name  # an attribute: a subclass would show in tracebacks
+    raise refusal
 
 
 def require(
@@ -99,6 +101,21 @@ def require(
     """`refuse`, unless something holds."""
     if not holds:
         refuse(error, name, must, came, hint)
+
+
+def argument_of(error: BaseException) -> str | None:
+    """Returns the argument that `refuse` named, without indices; None for an error of others."""
+    name = vars(error).get("argument")
+    return None if name is None else name.partition("[")[0]
+
+
+def renamed(error: BaseException, name: str) -> str:
+    """Returns the sentence of an error, with another name for the argument of `refuse`."""
+    argument = argument_of(error)
+    if argument is None:
+        return str(error)
+    rest = str(error).removeprefix(argument)
+    return name + rest.replace(f"{argument}[", f"{name}[")  # it may be compared with another entry
 
 
 def is_error(raised: BaseException) -> bool:

@@ -135,7 +135,7 @@ class SpecDecodeConfig:
                 object.__setattr__(self, name, _check_real(name, value, 1, k + 1))
                 continue
             rates = _check_rates(name, value)
-            require(len(rates) == k, name, f"have num_speculative_tokens = {k} entries", rates)
+            require(len(rates) == k, name, f"have K = {k} entries", rates)
             object.__setattr__(self, name, rates)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jax_specdec._src.arrays import require
+from jax_specdec._src.arrays import renamed, require
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Options
 from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
@@ -99,5 +99,4 @@ def _check_drafts(options: Options, models: Models) -> None:
             try:
                 draft.drafting(config, options.tree)
             except ValueError as error:
-                message = str(error).replace("tree_depth", name)
-                raise ValueError(f"{message}, with --tree") from None
+                raise ValueError(f"{renamed(error, name)}, with --tree") from None

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 import numpy as np
 
-from jax_specdec._src.arrays import check_int, require
+from jax_specdec._src.arrays import argument_of, check_int, renamed, require
 from jax_specdec._src.config import (
     DraftSampleMethod,
     RejectionSampleMethod,
@@ -468,7 +468,4 @@ def _made(cls: type[_Made], given: dict[str, Any], names: list[str]) -> _Made:
     try:
         return cls(**{name: given[name] for name in names if name in given})
     except ValueError as error:
-        message = str(error)
-        for name in names:
-            message = message.replace(name, _flag(name))
-        raise ValueError(message) from None
+        raise ValueError(renamed(error, _flag(str(argument_of(error))))) from None

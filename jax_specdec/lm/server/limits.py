@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from jax_specdec import lm
+from jax_specdec._src.arrays import argument_of
 
 Json = dict[str, Any]
 
@@ -87,6 +88,6 @@ _FIELDS = {field.name for field in dataclasses.fields(lm.RequestOptions)}
 
 
 def named(error: Exception) -> str | None:
-    """The parameter that a message of the package begins with."""
-    name = str(error).partition(" ")[0].partition("[")[0]
+    """Returns the parameter that an error of the package is about; None if it is about another."""
+    name = argument_of(error)
     return name if name in {"prompt", *_FIELDS} else None

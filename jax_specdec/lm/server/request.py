@@ -198,8 +198,8 @@ class Parameters(Object):
     def _is_an_option(cls, value: Any, info: ValidationInfo) -> Any:
         try:
             lm.RequestOptions(**{str(info.field_name): value})
-        except TypeError as error:  # which pydantic does not take
-            raise ValueError(str(error)) from error
+        except (TypeError, ValueError) as error:
+            raise PydanticCustomError("sentence", "", {"sentence": str(error)}) from error
         return value
 
 
@@ -336,10 +336,28 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     return Asked(is_chat, choices, schema, *texts, given.stream, has_usage)
 
 
+_RULES = {
+    "bool_type": "be a valid boolean",
+    "dict_type": "be a valid dictionary",
+    "float_type": "be a valid number",
+    "greater_than_equal": "be greater than or equal to {ge}",
+    "int_type": "be a valid integer",
+    "less_than": "be less than {lt}",
+    "less_than_equal": "be less than or equal to {le}",
+    "list_type": "be a valid list",
+    "literal_error": "be {expected}",
+    "string_type": "be a valid string",
+    "too_short": "have at least {min_length} item, not {actual_length}",
+}
+"""What a value must be, by the type of pydantic's error."""
+
+
 def _refusal(error: pydantic.ValidationError) -> ApiError:
-    """The first thing that is wrong, in a sentence with its name."""
+    """Returns the first thing that is wrong, in a sentence with its name."""
     first = error.errors(include_url=False)[0]
-    kind, context, name = first["type"], first.get("ctx", {}), ""
+    kind = first["type"]
+    context = first.get("ctx", {})
+    name = ""
     for part in (*first["loc"], *filter(None, [context.get("name")])):
         name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
     name = name[:100]
@@ -347,10 +365,11 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
         return ApiError(f"unknown parameter: {name!r}", name, code=kind)
     if kind == "unsupported_parameter":
         return ApiError(f"{name} {context['rule']}", name, code=kind)
-    if kind == "value_error":  # a rule, or a sentence of `RequestOptions`
-        sentence = str(context["error"])
-        return ApiError(sentence if sentence.startswith(name) else f"{name} {sentence}", name)
+    if kind == "sentence":  # of `RequestOptions`
+        return ApiError(context["sentence"], name)
+    if kind == "value_error":  # a rule
+        return ApiError(f"{name} {context['error']}", name)
     if kind == "missing":
         return ApiError(f"{name} is required", name)
-    rule = first["msg"].partition(" should ")[2].replace(" after validation", "")
+    rule = _RULES[kind].format(**context)
     return ApiError(f"{name} must {rule}, but it is {described(first['input'])}", name)
