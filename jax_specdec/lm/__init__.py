@@ -30,10 +30,9 @@ from jax_specdec.lm.drafting.drafter import Drafter, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.drafting.suffix import SuffixDrafter
-from jax_specdec.lm.formats.block_files import load_block_head
-from jax_specdec.lm.formats.checkpoint import load_embedded_pair, load_huggingface
-from jax_specdec.lm.formats.eagle3_files import load_eagle3
-from jax_specdec.lm.formats.embedded_heads import load_embedded_head
+from jax_specdec.lm.formats.checkpoint import load_huggingface
+from jax_specdec.lm.formats.embedded import load_embedded_head, load_embedded_pair
+from jax_specdec.lm.formats.heads import load_block_head, load_eagle3
 from jax_specdec.lm.models.block import BlockHead, BlockHeadConfig
 from jax_specdec.lm.text.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec.lm.text.tokenizer import TextStream, Tokenizer, load_tokenizer

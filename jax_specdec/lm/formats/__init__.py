@@ -1,7 +1,6 @@
 """Files of models and heads: checkpoints that are read and written."""
 
-from jax_specdec.lm.formats.block_files import save_block_head
 from jax_specdec.lm.formats.checkpoint import LoadedModel, load_checkpoint, save_checkpoint
-from jax_specdec.lm.formats.eagle3_files import save_eagle3
+from jax_specdec.lm.formats.heads import save_block_head, save_eagle3
 
 __all__ = ["LoadedModel", "load_checkpoint", "save_block_head", "save_checkpoint", "save_eagle3"]

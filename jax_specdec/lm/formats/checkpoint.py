@@ -1,7 +1,6 @@
 """Reading and writing checkpoints: directories in the layout of Hugging Face."""
 
 import dataclasses
-import importlib.resources
 import json
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -16,8 +15,10 @@ from jax_specdec.lm.formats.files import is_there, path_of
 from jax_specdec.lm.formats.tensors import (
     WEIGHTS_FILE,
     check_finite,
+    llama_tensors,
     open_tensors,
-    read_params,
+    part_sizes,
+    read_arrays,
     stores_own_head,
     unfuse,
 )
@@ -63,7 +64,8 @@ def load_checkpoint(
 
     Example:
       >>> import tempfile
-      >>> _, draft = load_embedded_pair()
+      >>> from jax_specdec import lm
+      >>> _, draft = lm.load_embedded_pair()
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     save_checkpoint(directory, *draft)
       ...     load_checkpoint(directory).model == draft.model
@@ -114,7 +116,8 @@ def load_huggingface(
 
     Example:
       >>> import tempfile
-      >>> _, draft = load_embedded_pair()
+      >>> from jax_specdec import lm
+      >>> _, draft = lm.load_embedded_pair()
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     save_checkpoint(directory, *draft, jnp.bfloat16)
       ...     model, params = load_huggingface(directory)
@@ -152,33 +155,14 @@ def _load(
         kept = dataclasses.replace(
             config, vocab_size=size, num_token_ids=known if known < size else None
         )
-        params = read_params(tensors, config, dtype, size, allow_nonfinite=allow_nonfinite)
-        return LoadedModel(Llama(kept, dtype), params)
-
-
-def load_embedded_pair(dtype: Any = jnp.float32) -> tuple[LoadedModel[Llama], LoadedModel[Llama]]:
-    """The target and the draft model that ship with the package.
-
-    Two byte-level models of Python source text (`bytes`), trained by `training/` of the project's
-    repository on the standard library of Python.
-
-    Args:
-      dtype: compute dtype.
-
-    Returns:
-      The target and the draft model, each with its weights.
-
-    Example:
-      >>> target, draft = load_embedded_pair()
-      >>> model, params = target
-      >>> model.vocab_size, draft.model.vocab_size
-      (256, 256)
-    """
-    weights = importlib.resources.files("jax_specdec.lm") / "weights"
-    with importlib.resources.as_file(weights) as directory:
-        return load_checkpoint(directory / "target", dtype), load_checkpoint(
-            directory / "draft", dtype
+        own, *layers = read_arrays(
+            tensors,
+            llama_tensors(config),
+            dtype,
+            vocab_size=size,
+            allow_nonfinite=allow_nonfinite,
         )
+    return LoadedModel(Llama(kept, dtype), {**own, "layers": layers})
 
 
 def save_checkpoint(
@@ -211,7 +195,8 @@ def save_checkpoint(
     stored = checked_dtype(dtype, LOGITS)
     config = config_json(model.config, stored.name)
     check_params("params", model.weight_shapes, params)
-    tensors = stored_tensors(unfuse(model.config, params), stored, allow_nonfinite=allow_nonfinite)
+    tensors = unfuse(llama_tensors(model.config), params, part_sizes(model.config))
+    tensors = stored_tensors(tensors, stored, allow_nonfinite=allow_nonfinite)
     write_files(directory, config, tensors)
 
 

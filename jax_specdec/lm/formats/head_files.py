@@ -1,32 +1,39 @@
 """Reading and writing the files of draft heads of all kinds: what their public functions share."""
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_specdec._src.arrays import LOGITS, check_listed, checked_dtype, require
 from jax_specdec.lm.formats.checkpoint import LoadedModel, stored_tensors, write_files
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json
-from jax_specdec.lm.formats.files import errors_name, path_of, read_json
-from jax_specdec.lm.formats.head_layouts import LEGACY_NORMS, layer_prefix, read_head_config
+from jax_specdec.lm.formats.files import JsonObject, errors_name, path_of, read_json
+from jax_specdec.lm.formats.head_layouts import LEGACY_NORMS, layer_prefix
 from jax_specdec.lm.formats.tensors import (
+    Names,
+    Sizes,
     Tensors,
     check_tensors,
     layer_tensors,
     open_files,
     part_sizes,
-    stored_shapes,
-    unfuse_arrays,
+    parts,
+    read_arrays,
+    tensor_shapes,
+    unfuse,
 )
 from jax_specdec.lm.models.fields import quoted, shown
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
 from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
+from jax_specdec.lm.models.llama_config import LlamaConfig
+from jax_specdec.lm.models.rows import Params
 
 _Head = TypeVar("_Head", bound=DraftHead)
 
@@ -43,23 +50,20 @@ def load_head(
     directory: str | Path,
     target: LoadedModel[Llama],
     kind: type[_Head],
-    config: type[HeadConfig],
+    read_config: Callable[[JsonObject, Tensors, LlamaConfig], HeadConfig],
     prefix: str = "",
 ) -> LoadedModel[_Head]:
-    """Read a head for a target, whose own arrays stand for those that are equal to them.
+    """Returns a head for a target, whose own arrays stand for those that are equal to them.
 
     Args:
       directory: holds `config.json` and `model.safetensors`.
       target: the target.
       kind: the class of the head.
-      config: the class of its config.
+      read_config: reads its config.
       prefix: names of tensors are read without it.
 
     Raises:
-      FileNotFoundError: a file is missing.
-      OSError: something other than a file is in its place, or a file cannot be opened.
-      ValueError: a file cannot be parsed, or does not hold a head for this target.
-      TypeError: `target` is not a loaded `Llama`, or `directory` not a path.
+      OSError, TypeError, ValueError: as `load_eagle3` says.
     """
     is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
     require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
@@ -67,19 +71,14 @@ def load_head(
     raw = read_json(directory / CONFIG_FILE)
     with open_files(directory) as files:
         tensors = files.without(prefix)
-        head = kind(read_head_config(config, raw, tensors, target.model.config), target.model.dtype)
+        head = kind(read_config(raw, tensors, target.model.config), target.model.dtype)
         names = _tensor_names(head, tensors.files)
-        check_tensors(tensors, _tensor_shapes(head, names), ("d2t", "t2d"))
-        params: dict[str, Any] = {**_read_target_ids(tensors, head.config)}
-        own, *layers = [
-            {array: tensors.fused(array, parts, head.dtype) for array, parts in group.items()}
-            for group in names
-        ]
-        params |= own
-        if "layers" in head.weight_shapes:
-            params["layers"] = layers
-        else:
-            params["layer"] = layers[0]
+        shapes = tensor_shapes(names, parts(head.weight_shapes), _part_sizes(head.config))
+        check_tensors(tensors, shapes, ("d2t", "t2d"))
+        target_ids = _read_target_ids(tensors, head.config)
+        own, *layers = read_arrays(tensors, names, head.dtype)
+        whole = {"layers": layers} if "layers" in head.weight_shapes else {"layer": layers[0]}
+        params = {**target_ids, **own, **whole}
         shared = _shared_again(tensors, head.config, params, target)
     return LoadedModel(kind(shared, head.dtype), params | shared_params(shared, target.params))
 
@@ -87,47 +86,42 @@ def load_head(
 def save_head(
     directory: str | Path,
     model: DraftHead,
-    params: dict[str, Any],
-    dtype: Any,
-    raw: dict[str, Any],
+    params: Params,
+    dtype: DTypeLike,
     *,
-    layer: dict[str, Any] | None = None,
-    drafts: int,
+    said: dict[str, Any],
+    said_of_layer: dict[str, Any],
+    num_drafts: int,
     target_name: str | None,
-    whole: bool = False,
+    write_shared: bool,
 ) -> None:
-    """Write a head in the layout of speculators.
+    """Writes a head in the layout of speculators.
 
     Args:
       directory: created if it does not exist; existing files are replaced.
       model: the head.
       params: its weights.
       dtype: dtype of the stored tensors.
-      raw: keys of `config.json` that are those of this kind of head.
-      layer: further keys of its ``transformer_layer_config``.
-      drafts: K that readers take by default.
+      said: keys of `config.json` that are those of this kind of head.
+      said_of_layer: further keys of its ``transformer_layer_config``.
+      num_drafts: K that readers take by default.
       target_name: the target's name or path; None if it is not said.
-      whole: what the head shares with its target is written too.
+      write_shared: what the head shares with its target is written too.
 
     Raises:
-      TypeError: `dtype` is none of float32, bfloat16 and float16, or `directory` is not a path.
-      ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
-        written then.
+      TypeError, ValueError: as `save_eagle3` says.
     """
     directory = path_of(directory)
     stored = checked_dtype(dtype, LOGITS)
     check_params("params", model.weight_shapes, params)
     c = model.config
-    # The output matrix is stored ``[Vd, H]``, also where it is the target's embedding.
     arrays = params
-    if c.output_is_embedding:
+    if c.output_is_embedding:  # [Vd, H], which `unfuse` transposes
         arrays = params | {"lm_head": params["lm_head"].T}
-    if whole:
-        whole_config = dataclasses.replace(c, own_embedding=True, own_lm_head=True)
-        model = dataclasses.replace(model, config=whole_config)
-    tensors: dict[str, np.ndarray] = {}
-    for names, piece in zip(_tensor_names(model), _pieces(arrays), strict=True):
-        tensors |= unfuse_arrays(names, piece, _part_sizes(c))
+    if write_shared:
+        whole = dataclasses.replace(c, own_embedding=True, own_lm_head=True)
+        model = dataclasses.replace(model, config=whole)
+    tensors = unfuse(_tensor_names(model), arrays, _part_sizes(c))
     tensors = stored_tensors(tensors, stored) | _target_id_tensors(c, params)
     # Biases and norms of queries and keys are both there in a qwen3 layer with attention_bias.
     plain = dataclasses.replace(c.layer, qkv_bias=False, tie_word_embeddings=False)
@@ -135,33 +129,25 @@ def save_head(
         "torch_dtype": stored.name,
         "draft_vocab_size": c.draft_vocab_size,
         "target_hidden_size": c.target_hidden_size,
-        **raw,
+        **said,
         "transformer_layer_config": {
             **config_json(plain, stored.name),
             "attention_bias": c.layer.qkv_bias,
             "logit_scale": c.logit_scale,
-            **(layer or {}),
+            **said_of_layer,
         },
         "speculators_config": {
-            "algorithm": raw["speculators_model_type"],
+            "algorithm": said["speculators_model_type"],
             "default_proposal_method": "greedy",
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafts}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_drafts}],
             "verifier": {"name_or_path": target_name, "architectures": []},
         },
     }
     write_files(directory, config, tensors)
 
 
-def _pieces(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the parts of what has the structure of params: a head's own, and of each layer."""
-    return [tree, *(tree["layers"] if "layers" in tree else [tree["layer"]])]
-
-
-def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[dict[str, list[str]]]:
-    """Returns the tensors of each array, in order of fusion, of each of the `_pieces`.
-
-    Names are those of `stored` tensors where layouts differ, else those that are written.
-    """
+def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[Names]:
+    """Returns the tensors of each of the `parts`: named as `stored` ones are, or as is written."""
     c = head.config
     shapes = head.weight_shapes
     elsewhere = {"layer", "layers", "target_ids"}
@@ -169,33 +155,26 @@ def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[dict[st
         elsewhere.add("embed_tokens")
     if not c.own_lm_head:
         elsewhere.add("lm_head")
-    own = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
+    own: Names = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
     if "fc_norm" in own:
         count = len(c.feature_layers)
         is_legacy = count == len(LEGACY_NORMS) and LEGACY_NORMS[0] in stored
-        names = [f"fc_norm.{index}.weight" for index in range(count)]
-        own["fc_norm"] = list(LEGACY_NORMS) if is_legacy else names
-    layers = []
-    for index, shapes_of_layer in enumerate(_pieces(shapes)[1:]):
+        usual = [f"fc_norm.{index}.weight" for index in range(count)]
+        own["fc_norm"] = list(LEGACY_NORMS) if is_legacy else usual
+    names = [own]
+    _, *layers = parts(shapes)
+    for index, arrays in enumerate(layers):
         prefix = layer_prefix(stored) if index == 0 else f"layers.{index}"
-        names_of_layer = layer_tensors(c.layer, prefix)
-        if "hidden_norm" in shapes_of_layer:
-            names_of_layer["hidden_norm"] = [f"{prefix}.hidden_norm.weight"]
-        if "o_bias" in shapes_of_layer:
-            names_of_layer["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
-        layers.append(names_of_layer)
-    return [own, *layers]
+        layer = layer_tensors(c.layer, prefix)
+        if "hidden_norm" in arrays:  # EAGLE-3 has one in its layer, heads of blocks outside
+            layer["hidden_norm"] = [f"{prefix}.hidden_norm.weight"]
+        if "o_bias" in arrays:
+            layer["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
+        names.append(layer)
+    return names
 
 
-def _tensor_shapes(
-    head: DraftHead, names: list[dict[str, list[str]]]
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Returns name and shape ``[out, in]`` of each tensor."""
-    for group, shapes in zip(names, _pieces(head.weight_shapes), strict=True):
-        yield from stored_shapes(group, shapes, _part_sizes(head.config))
-
-
-def _part_sizes(config: HeadConfig) -> dict[str, list[int]]:
+def _part_sizes(config: HeadConfig) -> Sizes:
     """Returns how the last axis of each fused array is cut into tensors."""
     norms = [config.target_hidden_size] * len(config.feature_layers)
     return part_sizes(config.layer) | {"fc_norm": norms}

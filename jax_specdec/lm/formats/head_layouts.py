@@ -12,7 +12,7 @@ agree; null and an empty list say nothing.
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from jax_specdec.lm.formats.config_json import only, parse_config
 from jax_specdec.lm.formats.files import JsonObject, errors_name
@@ -23,40 +23,49 @@ from jax_specdec.lm.models.fields import MAX_INT, quoted, shown
 from jax_specdec.lm.models.heads import HeadConfig
 from jax_specdec.lm.models.llama_config import LlamaConfig
 
-_Config = TypeVar("_Config", bound=HeadConfig)
-
 LEGACY_NORMS = tuple(f"aux_norm_{place}.weight" for place in ("low", "mid", "high"))
 """Names that norms of the features of three layers have in some files."""
 
-_KIND = "speculators_model_type"
+_SPECULATORS = "speculators_model_type"
 _SLIDING = "sliding_attention"
 
-_ABSENT: dict[type, dict[str, dict[str, dict[str, Any]]]] = {
-    Eagle3Config: {_KIND: {"eagle3": {}}},  # the other layouts have any architecture
-    BlockHeadConfig: {
-        _KIND: {
-            "dflash": {
-                "block_size": 8,
-                "sample_from_anchor": False,
-                "enable_confidence_head": False,
-            },
-            "dspark": {
+
+class _Layout(NamedTuple):
+    """A layout: the key that says a file has it, what it says, and what absent keys mean then."""
+
+    key: str
+    name: str
+    absent: dict[str, Any]
+
+
+_LAYOUTS: dict[type[HeadConfig], tuple[_Layout, ...]] = {
+    Eagle3Config: (_Layout(_SPECULATORS, "eagle3", {}),),  # the others have any architecture
+    BlockHeadConfig: (
+        _Layout(
+            _SPECULATORS,
+            "dflash",
+            {"block_size": 8, "sample_from_anchor": False, "enable_confidence_head": False},
+        ),
+        _Layout(
+            _SPECULATORS,
+            "dspark",
+            {
                 "block_size": 8,
                 "sample_from_anchor": True,
                 "enable_confidence_head": True,
                 "markov_rank": 256,
             },
-        },
-        "architectures": {
-            "DFlashDraftModel": {"sample_from_anchor": False},  # z-lab
-            "Qwen3DSparkModel": {"sample_from_anchor": True},  # DeepSpec
-        },
-    },
+        ),
+        _Layout("architectures", "DFlashDraftModel", {"sample_from_anchor": False}),  # z-lab
+        _Layout("architectures", "Qwen3DSparkModel", {"sample_from_anchor": True}),  # DeepSpec
+    ),
 }
-"""Layouts of each kind of head, by the key and the name that say which one a file has, and what an
-absent key means in it, where layouts differ."""
 
 _PLACES: dict[str, dict[str, int | None]] = {
+    # These no single key says.
+    **dict.fromkeys(("layer", "target_hidden_size", "o_proj_bias", "own_embedding"), {}),
+    **dict.fromkeys(("own_lm_head", "sliding_window", "sliding_layers"), {}),
+    "sliding_window_non_causal": {},
     "logit_scale": {"layer.logit_scale": None, "logit_scale": None},
     "feature_layers": {
         "aux_hidden_state_layer_ids": 0,
@@ -100,18 +109,69 @@ _TARGETS = {
 """Keys, in any object, whose value must be that of a field of the target's config."""
 
 
-def read_head_config(
-    kind: type[_Config], raw: JsonObject, tensors: Tensors, target: LlamaConfig
-) -> _Config:
-    """Returns a head's config, of what `config.json` says and which tensors are there.
+def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagle3Config:
+    """Returns an EAGLE-3 head's config, of what `config.json` says and which tensors are there.
 
     Raises:
       ValueError: they ask for something that is not computed, or do not fit the target.
     """
-    names = tensors.files.keys()
-    num_layers = target.num_hidden_layers
-    absent_in_layout = _absent(kind, raw)
-    is_speculators = raw.get(_KIND) is not None
+    absent = _absent(Eagle3Config, raw)
+    objects = _objects(raw, target)
+    layer = _read_layer(objects["layer"], tensors, target)
+    raw.require(raw.get("parallel_drafting") in (None, False), "parallel_drafting", only(False))
+    depth = target.num_hidden_layers
+    # EAGLE's files do not say where features are read: early, in the middle, late.
+    absent |= {"layer": layer, "feature_layers": tuple(sorted((2, depth // 2, depth - 3)))}
+    values = _fields(Eagle3Config, objects, tensors, target, absent)
+    is_clear = raw.get(_SPECULATORS) is not None or values["fc_norm"]
+    if values["norm_output"] is True and not is_clear:
+        # SpecForge may mean the norm before lm_head, which every head has. Only with norms of
+        # chunks, or in the layout of speculators, norm(h) is to be fed back.
+        values["norm_output"] = False
+    with errors_name(raw.where):
+        return Eagle3Config(**values)
+
+
+def read_block_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> BlockHeadConfig:
+    """Returns the config of a head that drafts a block, as `read_eagle3_config` does."""
+    absent = _absent(BlockHeadConfig, raw)
+    objects = _objects(raw, target)
+    # A Llama has no layers that slide: `_sliding` reads which do.
+    layer = _read_layer(objects["layer"], tensors, target, "layer_types", "use_sliding_window")
+    for index in range(layer.num_hidden_layers):  # before anything is made for each layer
+        norm = f"layers.{index}.input_layernorm.weight"
+        if norm not in tensors.files:
+            raise ValueError(f"{shown(tensors.origin)} lacks the tensor {norm}.")
+    absent |= {"layer": layer, **_sliding(objects, layer.num_hidden_layers)}
+    absent["confidence_head_with_markov"] = None
+    values = _fields(BlockHeadConfig, objects, tensors, target, absent)
+    if values["confidence_head_with_markov"] is None:
+        values["confidence_head_with_markov"] = values["markov_rank"] not in (None, 0)
+    if not values["enable_confidence_head"]:
+        values["confidence_head_with_markov"] = False
+    values["markov_rank"] = values["markov_rank"] or None  # speculators writes 0
+    with errors_name(raw.where):
+        return BlockHeadConfig(**values)
+
+
+def _absent(kind: type[HeadConfig], raw: JsonObject) -> dict[str, Any]:
+    """Returns what absent keys mean in a file's layout, where layouts differ."""
+    is_speculators = raw.get(_SPECULATORS) is not None
+    key = _SPECULATORS if is_speculators else "architectures"
+    layouts = {layout.name: layout.absent for layout in _LAYOUTS[kind] if layout.key == key}
+    if not layouts:
+        return {}
+    said = [raw[key]] if is_speculators else raw.given(key, [])
+    known = [name for name in layouts if isinstance(said, list) and name in said]
+    raw.require(len(known) == 1, key, only(*layouts))
+    if is_speculators:
+        raw.needed("transformer_layer_config")
+    return dict(layouts[known[0]])
+
+
+def _objects(raw: JsonObject, target: LlamaConfig) -> dict[str, JsonObject]:
+    """Returns objects by their names in `_PLACES`; none asks for what no head computes."""
+    is_speculators = raw.get(_SPECULATORS) is not None
     objects = {
         "": raw,
         "layer": raw.nested("transformer_layer_config") if is_speculators else raw,
@@ -119,84 +179,60 @@ def read_head_config(
         "dflash_config": raw.nested("dflash_config"),
     }
     for place in objects.values():
-        _check_served(place, target)
-    # What tensors say, and the sizes of layers.
-    attention = f"{layer_prefix(names)}.self_attn"
-    is_block = kind is BlockHeadConfig
-    layer = _read_layer(objects["layer"], target, names, attention, is_block)
-    values: dict[str, Any] = {
-        "layer": layer,
+        for key, served in _SERVED.items():
+            wanted = only(*served) if served else "which is not supported"
+            place.require(place.get(key) in (None, *served), key, wanted)
+        for key, name in _TARGETS.items():
+            size = getattr(target, name)
+            place.require(place.given(key, size) == size, key, f"but the target's {name} is {size}")
+    return objects
+
+
+def _read_layer(
+    raw: JsonObject, tensors: Tensors, target: LlamaConfig, *elsewhere: str
+) -> LlamaConfig:
+    """Returns the sizes of layers, and what tensors add to them; keys `elsewhere` are not read."""
+    # A head may have a bias of attention without the norms of its family, which no Llama has.
+    bias = raw.given("attention_bias", False)
+    raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
+    rest = raw | dict.fromkeys(("attention_bias", *elsewhere))
+    layer = parse_config(JsonObject(rest, raw.where))
+    attention = f"{layer_prefix(tensors.files)}.self_attn"
+    return dataclasses.replace(
+        layer,
+        tie_word_embeddings=target.tie_word_embeddings,
+        num_token_ids=target.num_token_ids,
+        qkv_bias=bias or f"{attention}.q_proj.bias" in tensors.files,
+        qk_norm=layer.qk_norm or f"{attention}.q_norm.weight" in tensors.files,
+    )
+
+
+def _fields(
+    kind: type[HeadConfig],
+    objects: dict[str, JsonObject],
+    tensors: Tensors,
+    target: LlamaConfig,
+    absent: dict[str, Any],
+) -> dict[str, Any]:
+    """Returns what each field is, not checked: as keys say, or what it is where none does."""
+    names = tensors.files.keys()
+    absent = {
         "target_hidden_size": target.hidden_size,
-        "o_proj_bias": f"{attention}.o_proj.bias" in names,
+        "draft_vocab_size": target.vocab_size,
+        "o_proj_bias": f"{layer_prefix(names)}.self_attn.o_proj.bias" in names,
         "own_embedding": "embed_tokens.weight" in names,
         "own_lm_head": "lm_head.weight" in names,
-    }
-    if is_block:
-        _check_depth(layer.num_hidden_layers, tensors)  # before anything is made for each layer
-        values |= _sliding(objects, layer.num_hidden_layers)
-    else:
-        key = "parallel_drafting"  # which is what heads of blocks do anyway
-        raw.require(raw.get(key) in (None, False), key, only(False))
-    # All other fields, by the tables.
-    absent = {
-        "draft_vocab_size": target.vocab_size,
         "norm_before_fc": "input_norm.weight" in names,
         "fc_norm": bool({"fc_norm.0.weight", LEGACY_NORMS[0]} & names),
         "enable_confidence_head": "confidence_head.proj.weight" in names,
-        **absent_in_layout,
+        **absent,
     }
-    if not is_block:
-        absent["feature_layers"] = tuple(sorted((2, num_layers // 2, num_layers - 3)))
+    values = {}
     for field in dataclasses.fields(kind):
-        if field.name not in values:
-            places = _PLACES.get(field.name, {field.name: None})
-            default = absent.get(field.name, field.default)
-            if field.name == "confidence_head_with_markov":
-                default = values["markov_rank"] not in (None, 0)
-            values[field.name] = _value(objects, places, default, num_layers)
-    if is_block:
-        values["markov_rank"] = values["markov_rank"] or None
-        if not values["enable_confidence_head"]:
-            values["confidence_head_with_markov"] = False
-    elif values["norm_output"] is True and not (is_speculators or values["fc_norm"]):
-        # Only with norms of chunks it is clear that norm(h) is to be fed back: a file of SpecForge
-        # may mean the norm before lm_head, which every head has.
-        values["norm_output"] = False
-    with errors_name(raw.where):
-        return kind(**values)
-
-
-def _check_served(place: JsonObject, target: LlamaConfig) -> None:
-    """Check that no key of an object asks for what is not computed, or for another target."""
-    for key, served in _SERVED.items():
-        wanted = only(*served) if served else "which is not supported"
-        place.require(place.get(key) in (None, *served), key, wanted)
-    for key, name in _TARGETS.items():
-        size = getattr(target, name)
-        wanted = f"but the target's {name} is {size}"
-        place.require(place.given(key, size) == size, key, wanted)
-
-
-def _check_depth(num_layers: int, tensors: Tensors) -> None:
-    """Check that there are so many layers; it stops at the first that is missing."""
-    for index in range(num_layers):
-        norm = f"layers.{index}.input_layernorm.weight"
-        if norm not in tensors.files:
-            raise ValueError(f"{shown(tensors.origin)} lacks the tensor {norm}.")
-
-
-def _absent(kind: type[HeadConfig], raw: JsonObject) -> dict[str, Any]:
-    """Returns what absent keys mean in a file's layout, where layouts differ."""
-    key = "architectures" if raw.get(_KIND) is None else _KIND
-    layouts = _ABSENT[kind].get(key)
-    if layouts is None:
-        return {}
-    given = [raw[key]] if key == _KIND else raw.given(key, [])
-    known = [name for name in layouts if isinstance(given, list) and name in given]
-    raw.require(len(known) == 1, key, only(*layouts))
-    if key == _KIND:
-        raw.needed("transformer_layer_config")
-    return layouts[known[0]]
+        places = _PLACES.get(field.name, {field.name: None})
+        default = absent.get(field.name, field.default)
+        values[field.name] = _value(objects, places, default, target.num_hidden_layers)
+    return values
 
 
 def _value(
@@ -238,24 +274,6 @@ def _layer_ids(place: JsonObject, key: str, shift: int, num_layers: int) -> tupl
     wanted = f"but it must be {order} layer ids in [{-shift}, {num_layers - shift}]"
     place.require(fits, key, wanted)
     return tuple(x + shift for x in in_order)
-
-
-def _read_layer(
-    raw: JsonObject, target: LlamaConfig, names: Collection[str], attention: str, is_block: bool
-) -> LlamaConfig:
-    """Returns the sizes of layers, and what the tensors of attention add to them."""
-    bias = raw.given("attention_bias", False)
-    raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
-    # What a Llama has not: a bias without the norms of its family, layers that slide.
-    elsewhere = ["attention_bias", *(("layer_types", "use_sliding_window") if is_block else ())]
-    layer = parse_config(JsonObject(raw | dict.fromkeys(elsewhere), raw.where))
-    return dataclasses.replace(
-        layer,
-        tie_word_embeddings=target.tie_word_embeddings,
-        num_token_ids=target.num_token_ids,
-        qkv_bias=bias or f"{attention}.q_proj.bias" in names,
-        qk_norm=layer.qk_norm or f"{attention}.q_norm.weight" in names,
-    )
 
 
 def _sliding(objects: dict[str, JsonObject], depth: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ one fused matrix is in memory beside the params. Writing undoes it.
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.files import existing, is_there, read_json
 from jax_specdec.lm.models.fields import quoted, reason, shown
 from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
+from jax_specdec.lm.models.rows import Params
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -70,26 +72,6 @@ class Tensors:
         """The dtype that holds a tensor here."""
         return _DTYPES[self.form(name)[1]]
 
-    def load(
-        self, name: str, dtype: Any, size: int | None = None, *, allow_nonfinite: bool = False
-    ) -> jax.Array:
-        """One tensor on the device, or its first `size` rows.
-
-        Raises:
-          ValueError: a weight is NaN or infinite in `dtype`, and `allow_nonfinite` is false.
-        """
-        tensor = self.read(name)[:size]
-        if not allow_nonfinite:
-            check_finite(shown(self.files[name][0]), name, tensor, dtype)
-        with np.errstate(over="ignore"):  # float64 may be held as float32
-            return jax.device_put(tensor).astype(dtype)
-
-    def fused(self, array: str, names: list[str], dtype: Any, **how: Any) -> jax.Array:
-        """An array of params, of the tensors that make it up; the rest is as for `load`."""
-        parts = [self.load(name, dtype, **how) for name in names]
-        whole = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-        return whole if array in _BY_ID else whole.T  # XLA transposes faster than NumPy
-
 
 @contextlib.contextmanager
 def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
@@ -104,27 +86,33 @@ def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
     with open_files(directory) as tensors:
         if _LM_HEAD in tensors.files:  # some writers store it though it is tied
             config = dataclasses.replace(config, tie_word_embeddings=False)
-        check_tensors(tensors, _tensor_shapes(config))
+        # Every layer has the shapes of the first: those of all would not fit into memory if a file
+        # asks for a billion layers.
+        own, layer = parts(param_shapes(dataclasses.replace(config, num_hidden_layers=1)))
+        shapes = itertools.chain([own], itertools.repeat(layer, config.num_hidden_layers))
+        check_tensors(tensors, tensor_shapes(llama_tensors(config), shapes, part_sizes(config)))
         yield tensors
 
 
 @contextlib.contextmanager
 def open_files(directory: Path) -> Iterator[Tensors]:
-    """`open_tensors`, whatever the files hold."""
-    with contextlib.ExitStack() as stack:
-        yield _open(directory, stack)
-
-
-def _open(directory: Path, stack: contextlib.ExitStack) -> Tensors:
+    """Opens the weights of a checkpoint, whatever they are; raises as `open_tensors` does."""
     origin = directory / WEIGHTS_FILE
-    if is_there(origin):
-        file = _open_file(origin, stack)
-        return Tensors(origin, {name: (origin, file) for name in file.keys()})
+    with contextlib.ExitStack() as stack:
+        if is_there(origin):
+            file = _open_file(origin, stack)
+            tensors = Tensors(origin, {name: (origin, file) for name in file.keys()})
+        else:
+            tensors = _open_shards(directory, stack)
+        yield tensors
+
+
+def _open_shards(directory: Path, stack: contextlib.ExitStack) -> Tensors:
     index = directory / INDEX_FILE
     if not is_there(index):
         raise FileNotFoundError(
-            f"{shown(origin)} does not exist, nor does {INDEX_FILE}; a checkpoint directory must "
-            "hold one of them."
+            f"{shown(directory / WEIGHTS_FILE)} does not exist, nor does {INDEX_FILE}; a "
+            "checkpoint directory must hold one of them."
         )
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(x, str) for x in shard_of.values()):
@@ -215,40 +203,6 @@ def stores_own_head(tensors: Tensors, dtype: Any) -> bool:
     return False
 
 
-def read_params(
-    tensors: Tensors,
-    config: LlamaConfig,
-    dtype: Any,
-    vocab_size: int,
-    *,
-    allow_nonfinite: bool,
-) -> Any:
-    """The params of `Llama`.
-
-    Args:
-      tensors: from `open_tensors`.
-      config: of the whole checkpoint.
-      dtype: of the params.
-      vocab_size: ids from this on are left out.
-      allow_nonfinite: weights may be NaN or infinite.
-
-    Returns:
-      The pytree of `param_shapes`, with `vocab_size` ids.
-
-    Raises:
-      ValueError: a weight is NaN or infinite in `dtype`.
-    """
-
-    def read(array: str, names: list[str]) -> jax.Array:
-        size = vocab_size if array in ("embed_tokens", "lm_head") else None
-        return tensors.fused(array, names, dtype, size=size, allow_nonfinite=allow_nonfinite)
-
-    parts = [layer_tensors(config, _prefix(index)) for index in range(config.num_hidden_layers)]
-    layers = [{name: read(name, names) for name, names in layer.items()} for layer in parts]
-    whole = {name: read(name, names) for name, names in _model_tensors(config).items()}
-    return {**whole, "layers": layers}
-
-
 def check_finite(owner: str, name: str, tensor: np.ndarray, dtype: Any) -> None:
     """Check that no weight is NaN or infinite in `dtype`."""
     # The bits of floating-point numbers of one sign are integers in the order of magnitude, NaN
@@ -266,52 +220,90 @@ def check_finite(owner: str, name: str, tensor: np.ndarray, dtype: Any) -> None:
             )
 
 
-def unfuse(config: LlamaConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The tensors of a checkpoint, ``[out, in]``, by name."""
-    tensors = unfuse_arrays(_model_tensors(config), params, {})
-    sizes = part_sizes(config)
-    for index, layer in enumerate(params["layers"]):
-        tensors |= unfuse_arrays(layer_tensors(config, _prefix(index)), layer, sizes)
-    return tensors
+Names = dict[str, list[str]]
+"""The tensors that make up each array of a dict, in the order in which they are fused."""
+
+Sizes = dict[str, list[int]]
+"""How the last axis of each fused array is cut into tensors; an array of one tensor is not here."""
 
 
-def unfuse_arrays(
-    names: dict[str, list[str]], arrays: dict[str, Any], sizes: dict[str, list[int]]
-) -> dict[str, np.ndarray]:
-    """The tensors that make up some arrays, the inverse of `Tensors.fused`.
+def parts(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the dicts of params, or of their shapes: the model's own, and that of each layer."""
+    yield tree
+    yield from tree["layers"] if "layers" in tree else [tree["layer"]]
+
+
+def read_arrays(
+    tensors: Tensors,
+    names: Iterable[Names],
+    dtype: np.dtype,
+    *,
+    vocab_size: int | None = None,
+    allow_nonfinite: bool = False,
+) -> list[dict[str, jax.Array]]:
+    """Returns the arrays of each of the `parts` of params.
 
     Args:
-      names: of the tensors of each array, in order of fusion.
-      arrays: these, and perhaps others.
-      sizes: how the last axis of each fused array is cut.
+      tensors: the open files.
+      names: of the tensors of each part.
+      dtype: of the arrays.
+      vocab_size: ids from this on are left out.
+      allow_nonfinite: weights may be NaN or infinite in `dtype`.
+
+    Raises:
+      ValueError: a weight is NaN or infinite in `dtype`.
     """
+
+    def load(name: str, size: int | None) -> jax.Array:
+        tensor = tensors.read(name)[:size]
+        if not allow_nonfinite:
+            check_finite(shown(tensors.files[name][0]), name, tensor, dtype)
+        with np.errstate(over="ignore"):  # float64 may be held as float32
+            return jax.device_put(tensor).astype(dtype)
+
+    def fused(array: str, stored: list[str]) -> jax.Array:
+        size = vocab_size if array in ("embed_tokens", "lm_head") else None
+        # [out, in] of each tensor -> [out of all, in] -> [in, out of all]
+        loaded = [load(name, size) for name in stored]
+        whole = jnp.concatenate(loaded) if len(loaded) > 1 else loaded[0]
+        return whole if array in _BY_ID else whole.T  # XLA transposes faster than NumPy
+
+    return [{array: fused(array, stored) for array, stored in part.items()} for part in names]
+
+
+def unfuse(names: Iterable[Names], params: Params, sizes: Sizes) -> dict[str, np.ndarray]:
+    """Returns the tensors ``[out, in]`` of params by name, the inverse of `read_arrays`."""
     tensors = {}
-    for array, parts in names.items():
-        ends = np.cumsum(sizes.get(array, []))[:-1]
-        pieces = np.split(np.asarray(arrays[array]), ends, axis=-1)
-        for part, piece in zip(parts, pieces, strict=True):
-            tensors[part] = piece if array in _BY_ID else piece.T
+    for part, arrays in zip(names, parts(params), strict=True):
+        for array, fused in part.items():
+            ends = np.cumsum(sizes.get(array, []))[:-1]
+            # [in, out of all tensors] -> [in, out] of each -> [out, in]
+            pieces = np.split(np.asarray(arrays[array]), ends, axis=-1)
+            for name, piece in zip(fused, pieces, strict=True):
+                tensors[name] = piece if array in _BY_ID else piece.T
     return tensors
 
 
-def stored_shapes(
-    names: dict[str, list[str]], shapes: dict[str, Any], sizes: dict[str, list[int]]
+def tensor_shapes(
+    names: Iterable[Names], shapes: Iterable[dict[str, Any]], sizes: Sizes
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape ``[out, in]`` of each tensor that `unfuse_arrays` makes of such shapes."""
-    for array, parts in names.items():
-        *inner, last = shapes[array]
-        for part, size in zip(parts, sizes.get(array, [last]), strict=True):
-            yield part, shapes[array] if array in _BY_ID else (size, *inner)
+    """Yields name and shape ``[out, in]`` of each tensor that `unfuse` makes of such shapes."""
+    for part, arrays in zip(names, shapes, strict=True):
+        for array, fused in part.items():
+            *inner, last = arrays[array]
+            for name, size in zip(fused, sizes.get(array, [last]), strict=True):
+                yield name, arrays[array] if array in _BY_ID else (size, *inner)
 
 
-def _prefix(index: int) -> str:
-    return f"model.layers.{index}"
+def llama_tensors(config: LlamaConfig) -> Iterator[Names]:
+    """Yields the names of each of the `parts` of a `Llama`.
 
-
-def _model_tensors(config: LlamaConfig) -> dict[str, list[str]]:
-    """The tensor of each array that is not of a layer."""
+    One layer at a time: a file may ask for more layers than memory holds the names of.
+    """
     names = {"embed_tokens": [_EMBEDDING], "norm": ["model.norm.weight"]}
-    return names if config.tie_word_embeddings else names | {"lm_head": [_LM_HEAD]}
+    yield names if config.tie_word_embeddings else names | {"lm_head": [_LM_HEAD]}
+    for index in range(config.num_hidden_layers):
+        yield layer_tensors(config, f"model.layers.{index}")
 
 
 def layer_tensors(config: LlamaConfig, prefix: str) -> dict[str, list[str]]:
@@ -336,16 +328,3 @@ def part_sizes(config: LlamaConfig) -> dict[str, list[int]]:
     keys = config.num_key_value_heads * config.head_dim
     heads = [config.num_attention_heads * config.head_dim, keys, keys]
     return {"qkv_proj": heads, "qkv_bias": heads, "gate_up_proj": [config.intermediate_size] * 2}
-
-
-def _tensor_shapes(config: LlamaConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and ``[out, in]`` shape of every tensor of a checkpoint.
-
-    One at a time, because a file may ask for more layers than memory can hold the names of.
-    """
-    shapes = param_shapes(dataclasses.replace(config, num_hidden_layers=1))
-    (layer,) = shapes["layers"]
-    yield from stored_shapes(_model_tensors(config), shapes, {})
-    for index in range(config.num_hidden_layers):
-        names = layer_tensors(config, _prefix(index))
-        yield from stored_shapes(names, layer, part_sizes(config))

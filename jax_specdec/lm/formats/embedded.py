@@ -1,0 +1,79 @@
+"""The models that ship with the package: a target, a draft model, and heads for the target."""
+
+import importlib.resources
+from typing import Literal, overload
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from jax_specdec._src.arrays import check_choice
+from jax_specdec.lm.formats.checkpoint import LoadedModel, load_checkpoint
+from jax_specdec.lm.formats.heads import load_block_head, load_eagle3
+from jax_specdec.lm.models.block import BlockHead
+from jax_specdec.lm.models.eagle3 import Eagle3Head
+from jax_specdec.lm.models.llama import Llama
+
+_WEIGHTS = importlib.resources.files("jax_specdec.lm") / "weights"
+_HEADS = ("eagle3", "eagle3-64", "dflash", "dspark")
+
+
+def load_embedded_pair(
+    dtype: DTypeLike = jnp.float32,
+) -> tuple[LoadedModel[Llama], LoadedModel[Llama]]:
+    """Returns the target and the draft model that ship with the package.
+
+    Two byte-level models of Python source text (`bytes`), trained by `training/` of the project's
+    repository on the standard library of Python.
+
+    Args:
+      dtype: compute dtype.
+
+    Returns:
+      The target and the draft model, each with its weights.
+
+    Example:
+      >>> target, draft = load_embedded_pair()
+      >>> model, params = target
+      >>> model.vocab_size, draft.model.vocab_size
+      (256, 256)
+    """
+    with importlib.resources.as_file(_WEIGHTS) as directory:
+        target = load_checkpoint(directory / "target", dtype)
+        return target, load_checkpoint(directory / "draft", dtype)
+
+
+@overload
+def load_embedded_head(
+    target: LoadedModel[Llama], name: Literal["eagle3", "eagle3-64"] = "eagle3"
+) -> LoadedModel[Eagle3Head]: ...
+
+
+@overload
+def load_embedded_head(
+    target: LoadedModel[Llama], name: Literal["dflash", "dspark"]
+) -> LoadedModel[BlockHead]: ...
+
+
+def load_embedded_head(
+    target: LoadedModel[Llama], name: str = "eagle3"
+) -> LoadedModel[Eagle3Head] | LoadedModel[BlockHead]:
+    """Returns a draft head for the embedded target, which ships with the package.
+
+    Args:
+      target: the first of `load_embedded_pair`.
+      name: "eagle3" scores all 256 bytes, "eagle3-64" the 64 most frequent ones; "dflash" drafts
+        the tokens of a block independently of each other, "dspark" each given the one before.
+
+    Returns:
+      The head and its weights, in the target's dtype: an `Eagle3Head` or a `BlockHead`.
+
+    Raises:
+      ValueError: no head has this name, or the target is another model.
+
+    Example: see `Eagle3Drafter`.
+    """
+    check_choice("name", name, _HEADS)
+    with importlib.resources.as_file(_WEIGHTS / name) as directory:
+        if name.startswith("eagle3"):
+            return load_eagle3(directory, target)
+        return load_block_head(directory, target)
