@@ -96,17 +96,8 @@ def by_model(slots: int, rates: tuple[float, ...], k: int | str) -> dict[str, An
 
 
 @dataclasses.dataclass(frozen=True)
-class FreeDrafter:
+class FreeDrafter(lm.Drafter):
     """Proposes one token again and again, at no cost: acceptance is synthetic."""
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        return ()
-
-    def init_store(self, params: Any, batch_size: int, config: sd.SpecDecodeConfig) -> None:
-        return None
-
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
-        return cache
 
     def propose(
         self, params: Any, context: lm.DraftContext, cache: Any, store: None

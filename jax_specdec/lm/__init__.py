@@ -26,7 +26,7 @@ from jax_specdec.lm.drafting.block import BlockDrafter
 from jax_specdec.lm.drafting.combined import FirstOf
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
-from jax_specdec.lm.drafting.drafter import Drafter, Proposal
+from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.drafting.suffix import SuffixDrafter
@@ -46,6 +46,7 @@ __all__ = [
     "DraftChoice",
     "DraftContext",
     "Drafter",
+    "DrafterServes",
     "Eagle3Drafter",
     "Engine",
     "EngineDriver",

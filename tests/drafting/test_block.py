@@ -191,7 +191,8 @@ def draw(kind: str) -> Drawn:
     def propose(params: Any) -> lm.Proposal:
         cache = drafter.init_cache(REQUESTS, 7)
         first = jnp.asarray(np.tile(FEATURES[None, :1], (REQUESTS, 1, 1)))
-        cache = drafter.prefill(params, context.token_ids[:, :1], cache, features=first)
+        rows = lm.models.Rows(context.token_ids[:, :1], jnp.zeros(REQUESTS, jnp.int32))
+        cache = drafter.prefill(params, rows, cache, first)
         store = drafter.init_store(params, REQUESTS, CONFIG)
         return drafter.propose(params, context, cache, store)[0]
 
@@ -382,7 +383,7 @@ MISTAKES = {
         "context must have features",
     ),
     "no features for a prompt": (
-        lambda: DRAFTER.prefill(HEAD_PARAMS, jnp.ones((1, 1), jnp.int32), None),
+        lambda: DRAFTER.prefill(HEAD_PARAMS, None, None),
         ValueError,
         "prefill must get features",
     ),

@@ -56,7 +56,9 @@ def score(token_ids):
 
 @jax.jit
 def prefill(token_ids):
-    return DRAFTER.prefill(PARAMS, token_ids, DRAFTER.init_cache(token_ids.shape[0], SIZE))
+    size = token_ids.shape[0]
+    rows = lm.models.Rows(token_ids, jnp.zeros(size, jnp.int32))
+    return DRAFTER.prefill(PARAMS, rows, DRAFTER.init_cache(size, SIZE))
 
 
 def buffers(sequences) -> tuple[jax.Array, jax.Array]:

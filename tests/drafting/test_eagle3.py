@@ -117,25 +117,6 @@ class NoFeatures(Pair):
         return lm.models.TargetOutput(logits, cache, features)
 
 
-@dataclasses.dataclass(frozen=True)
-class Reads:
-    """A drafter with some layers, whose prefill takes no features."""
-
-    feature_layers: Any
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        return ()
-
-    def init_store(self, *args: Any) -> None:
-        return None
-
-    def prefill(self, params: Any, token_ids: Any, cache: Any, start: Any = None) -> Any:
-        return cache
-
-    def propose(self, params: Any, context: Any, cache: Any, store: Any) -> Any:
-        raise AssertionError
-
-
 def generate(model: Any = TARGET, **given: Any) -> Any:
     settings = dict(drafter=DRAFTER, draft_params=HEAD_PARAMS, config=CONFIG) | given
     return lm.generate(model, PARAMS, [[1]], **settings)
@@ -171,16 +152,6 @@ MISTAKES = {
     "layers that do not increase": (lambda: apply_layers(2, 0), ValueError, "feature_layers must"),
     "a layer past the last": (lambda: apply_layers(4), ValueError, r"feature_layers\[0\] must"),
     "a layer that is no int": (lambda: apply_layers(1.0), TypeError, r"feature_layers\[0\] must"),
-    "a drafter's layers are a list": (
-        lambda: generate(drafter=Reads([0, 1])),
-        TypeError,
-        "drafter.feature_layers must be a tuple of ints",
-    ),
-    "a prefill without features": (
-        lambda: generate(drafter=Reads((0, 1))),
-        TypeError,
-        "drafter must have a prefill that takes features and next_token_ids, .* Reads.prefill",
-    ),
     "verify without draft": (
         lambda: ENGINE.verify(PARAMS, ENGINE.init_state(HEAD_PARAMS, PARAMS)),
         ValueError,
@@ -193,7 +164,7 @@ MISTAKES = {
         "context must have features",
     ),
     "no features for a prompt": (
-        lambda: DRAFTER.prefill(HEAD_PARAMS, jnp.ones((1, 1), jnp.int32), None),
+        lambda: DRAFTER.prefill(HEAD_PARAMS, None, None),
         ValueError,
         "prefill must get features",
     ),

@@ -314,7 +314,8 @@ def agreement(count: int, **settings: Any) -> sd.SpecDecodeConfig:
 def propose(drafter: lm.BlockDrafter, params: Any, context: lm.DraftContext) -> lm.Proposal:
     cache = drafter.init_cache(REQUESTS, 7)
     first = jnp.asarray(FEATURES[:, :1])
-    cache = drafter.prefill(params, context.token_ids[:, :1], cache, features=first)
+    rows = lm.models.Rows(context.token_ids[:, :1], jnp.zeros(REQUESTS, jnp.int32))
+    cache = drafter.prefill(params, rows, cache, first)
     assert drafter.init_store(params, REQUESTS, context.config) is None
     return drafter.propose(params, context, cache, None)[0]
 
@@ -494,18 +495,6 @@ MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: lm.BlockDrafter(HEAD, tree_depth=3, num_candidates=6),
         ValueError,
         r"num_candidates must be in \[1, 5\]",
-    ),
-    "another rule": (
-        lambda: lm.BlockDrafter(HEAD, tree_depth=3).init_store(
-            None, 1, sd.SpecDecodeConfig(num_speculative_tokens=3)
-        ),
-        ValueError,
-        r'config\.rejection_sample_method must be "agreement", but it is .*with tree_depth=3 prop',
-    ),
-    "too many nodes": (
-        lambda: lm.BlockDrafter(HEAD, tree_depth=3).init_store(None, 1, agreement(64)),
-        ValueError,
-        r"config\.num_speculative_tokens must be below 64, but it is 64: BlockDrafter with tree_d",
     ),
 }
 

@@ -46,8 +46,8 @@ def features() -> jax.Array:
 def prefill(drafter: lm.Eagle3Drafter) -> Any:
     """The cache after all but the last token of the texts."""
     cache = drafter.init_cache(BATCH, LONGEST)
-    given = {"features": features()[:, :-1], "next_token_ids": TEXTS[:, -1]}
-    return drafter.prefill(HEAD_PARAMS, jnp.asarray(TEXTS[:, :-1]), cache, **given)
+    rows = lm.models.Rows(jnp.asarray(TEXTS[:, :-1]), jnp.zeros(BATCH, jnp.int32))
+    return drafter.prefill(HEAD_PARAMS, rows, cache, features()[:, :-1], TEXTS[:, -1])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -211,17 +211,3 @@ def test_a_chain_keeps_its_cache() -> None:
 def test_a_depth_out_of_range_is_told(tree_depth: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=f"^tree_depth must {message}"):
         lm.Eagle3Drafter(HEAD, tree_depth=tree_depth)
-
-
-@pytest.mark.parametrize(
-    "config, message",
-    [
-        ({"rejection_sample_method": "standard"}, 'rejection_sample_method must be "agreement"'),
-        ({"rejection_sample_method": "block"}, 'rejection_sample_method must be "agreement"'),
-        ({"num_speculative_tokens": 64}, "num_speculative_tokens must be below 64"),
-    ],
-)
-def test_a_step_that_cannot_have_trees_is_told(config: dict[str, Any], message: str) -> None:
-    assert TREES.init_store(HEAD_PARAMS, 1, CONFIG) is None
-    with pytest.raises(ValueError, match=rf"^config\.{message}"):
-        TREES.init_store(HEAD_PARAMS, 1, dataclasses.replace(CONFIG, **config))

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-import jax_specdec as sd
 from jax_specdec import lm
 
 from .test_suffix import EXACT, HISTORY, SIZE, context, history_of, places, texts
@@ -115,17 +114,3 @@ def test_the_tree_of_the_history_is_taken_where_it_is_better(own: Any, others: A
 def test_a_depth_out_of_range_is_told() -> None:
     with pytest.raises(ValueError, match=r"^tree_depth must be in \[0, 7\], but it is 8"):
         lm.SuffixDrafter(max_match=8, tree_depth=8)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"rejection_sample_method": "standard"}, 'rejection_sample_method must be "agreement"'),
-        ({"num_speculative_tokens": 64}, "num_speculative_tokens must be below 64"),
-    ],
-)
-def test_a_step_that_cannot_have_trees_is_told(config: dict[str, Any], message: str) -> None:
-    given = dict(num_speculative_tokens=4, rejection_sample_method="agreement")
-    assert LONG.init_store(None, 1, sd.SpecDecodeConfig(**given)) is None
-    with pytest.raises(ValueError, match=rf"^config\.{message}"):
-        LONG.init_store(None, 1, sd.SpecDecodeConfig(**given | config))

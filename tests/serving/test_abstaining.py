@@ -42,6 +42,10 @@ class EmitsWidth:
 class Abstaining(tiny.Scripted):
     may_abstain: bool = True
 
+    @property
+    def serves(self) -> lm.DrafterServes:
+        return lm.DrafterServes(may_abstain=self.may_abstain)
+
 
 # Entry i is drafted for position i; what is drafted here is never right.
 SOME = [-1, -1, 2, -1, -1, 2, 2, 2]

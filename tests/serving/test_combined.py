@@ -31,19 +31,13 @@ NEW = [0, 1]  # none
 
 
 @dataclasses.dataclass(frozen=True)
-class Forced:
+class Forced(lm.Drafter):
     """Drafts what ``params [B, K]`` say, which are samples of `DRAFT`, and stores the rows."""
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        return ()
 
     def init_store(
         self, params: Any, batch_size: int, config: sd.SpecDecodeConfig
     ) -> sd.DraftStore | None:
         return sd.DraftStore.create(batch_size, config.num_speculative_tokens, V)
-
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any, start: Any = None) -> Any:
-        return cache
 
     def propose(
         self, params: Any, context: lm.DraftContext, cache: Any, store: sd.DraftStore
@@ -147,7 +141,9 @@ def test_the_law_of_one_or_the_other_is_the_targets() -> None:
 class Sideways(Forced):
     """Its cache holds the requests along the second axis."""
 
-    cache_batch_axis = 1
+    @property
+    def serves(self) -> lm.DrafterServes:
+        return lm.DrafterServes(batch_axis=1)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         return jnp.zeros((2, batch_size))

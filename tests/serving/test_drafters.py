@@ -107,24 +107,54 @@ def test_what_breaks_the_contract_is_named_with_the_drafter(make, has_store, err
         generate(Returning(make, has_store))
 
 
-@dataclasses.dataclass(frozen=True)
-class Old(tiny.Scripted):
-    """A drafter of the form before `DraftContext`."""
+class Old:
+    """Has the methods of a `Drafter`, and is none."""
 
-    def propose(self, params, token_ids, lengths, cache, store, *, sampling, keys, config): ...
+    def propose(self, params: Any, context: Any, cache: Any, store: Any) -> Any: ...
 
 
-def test_a_drafter_of_the_old_form_hears_the_new_one():
-    message = re.escape(
-        "drafter must have a propose that takes (params, context, cache, store), but Old.propose "
-        "takes (params, token_ids, lengths, cache, store, *, sampling, keys, config): token_ids, "
-        "lengths, sampling, keys, config and the rest are fields of the context, a "
-        "DraftContext"
-    )
-    with pytest.raises(TypeError, match=message):
-        generate(Old())
-    with pytest.raises(TypeError, match=message):
-        lm.Engine(tiny.Trigram(V), Old(), engines.CONFIG, num_slots=B, max_length=8)
+class Lacking(lm.Drafter):
+    """Proposes nothing."""
+
+
+class Undeclared(tiny.Scripted):
+    """Declares something else than what a drafter serves."""
+
+    serves: Any = {"chunks": False}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Old, "drafter must be a Drafter, but it is .*: derive Old from jax_specdec.lm.Drafter"),
+        (lambda: lm.NGramDrafter, "drafter must be a Drafter, but it is .*NGramDrafter'>$"),
+        (Undeclared, "drafter.serves must be a DrafterServes, but it is {'chunks': False}"),
+        (Lacking, "Can't instantiate abstract class Lacking"),
+    ],
+)
+def test_what_is_no_drafter_is_refused_by_name(make, message):
+    with pytest.raises(TypeError, match=f"^{message}"):
+        generate(make())
+    with pytest.raises(TypeError, match=f"^{message}"):
+        lm.Engine(tiny.Trigram(V), make(), engines.CONFIG, num_slots=B, max_length=8)
+
+
+@pytest.mark.parametrize(
+    ("declared", "error", "message"),
+    [
+        (dict(feature_layers=[0, 1]), TypeError, "feature_layers must be a tuple of ints"),
+        (dict(feature_layers=(0.5,)), TypeError, "feature_layers must be a tuple of ints"),
+        (dict(tree_depth=1.5), TypeError, "tree_depth must be an int"),
+        (dict(tree_depth=-1), ValueError, "tree_depth must be at least 0"),
+        (dict(batch_axis=-1), ValueError, "batch_axis must be at least 0"),
+        (dict(may_abstain=1), TypeError, "may_abstain must be a bool"),
+        (dict(has_history=None), TypeError, "has_history must be a bool"),
+        (dict(chunks="yes"), TypeError, "chunks must be a bool"),
+    ],
+)
+def test_what_no_drafter_can_declare_is_refused(declared, error, message):
+    with pytest.raises(error, match=f"^serves.{message}"):
+        lm.DrafterServes(**declared)
 
 
 def test_an_engine_names_it_too():
@@ -174,7 +204,7 @@ AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreeme
 )
 def test_a_new_state_can_be_donated_whole_and_leaves_the_weights(drafter, params_of):
     """No two of its arrays are one buffer, and none is one of the weights."""
-    is_tree = getattr(drafter, "tree_depth", 0) > 0
+    is_tree = drafter.serves.tree_depth > 0
     config = AGREEMENT if is_tree or drafter == SUFFIX else engines.CONFIG
     engine = dataclasses.replace(engines.LLAMA, drafter=drafter, config=config, draft_budget=(0, 2))
     weights = params_of(), engines.weights_of(engines.LLAMA)[0]
@@ -182,6 +212,23 @@ def test_a_new_state_can_be_donated_whole_and_leaves_the_weights(drafter, params
     jax.block_until_ready(jax.jit(lambda x: x, donate_argnums=0)(state))
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     assert not any(x.is_deleted() for x in jax.tree.leaves(weights))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rejection_sample_method": "standard"}, 'rejection_sample_method must be "agreement"'),
+        ({"rejection_sample_method": "block"}, 'rejection_sample_method must be "agreement"'),
+        ({"num_speculative_tokens": 64}, "num_speculative_tokens must be below 64"),
+    ],
+)
+@pytest.mark.parametrize("drafter", [SUFFIX, EAGLE3.drafter, BLOCK.drafter])
+def test_trees_need_their_rule_and_room_for_their_nodes(drafter, changes, message):
+    drafter = dataclasses.replace(drafter, tree_depth=2)
+    config = dataclasses.replace(AGREEMENT, **changes)
+    message = rf"^config\.{message}.*: {type(drafter).__name__} with tree_depth=2 proposes trees"
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(engines.LLAMA, drafter=drafter, config=config)
 
 
 def pair(params: Any) -> tuple[Any, Any]:

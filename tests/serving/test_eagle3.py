@@ -166,11 +166,8 @@ class Rolling(lm.Eagle3Drafter):
     def init_store(self, params: Any, *args: Any) -> Any:
         return super().init_store(params[0], *args)
 
-    def prefill(
-        self, params: Any, *args: Any, features: Any = None, next_token_ids: Any = None
-    ) -> Any:
-        given = dict(features=features, next_token_ids=next_token_ids)
-        return super().prefill(params[0], *args, **given)
+    def prefill(self, params: Any, *args: Any) -> Any:
+        return super().prefill(params[0], *args)
 
     def propose(self, params: Any, *args: Any) -> tuple[lm.Proposal, Any]:
         proposal, cache = super().propose(params[0], *args)

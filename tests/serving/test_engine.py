@@ -648,7 +648,11 @@ def test_a_cache_without_an_axis_of_requests_is_refused(axis, shape):
         dataclasses.replace(TABLE, drafter=Drafting(shape, axis))
 
 
-class Drafting(HasCache):
+class Drafting(HasCache, lm.Drafter):
+    @property
+    def serves(self) -> lm.DrafterServes:
+        return lm.DrafterServes(batch_axis=self.cache_batch_axis)
+
     def propose(self, params: Any, context: Any, cache: Any, store: Any) -> Any:
         raise NotImplementedError
 

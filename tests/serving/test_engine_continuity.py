@@ -691,8 +691,8 @@ def test_a_drafter_that_cannot_read_pieces_is_refused_where_needed() -> None:
     sizes = dict(num_slots=1, max_length=LONGEST)
     lm.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE, LONGEST))
     message = (
-        r"drafter must have a prefill that takes start, because prompts longer than "
-        r"prefill_sizes\[-1\]=8 are read in chunks, but Scripted.prefill takes \(params"
+        r"drafter must serve chunks, because prompts longer than "
+        r"prefill_sizes\[-1\]=8 are read in chunks, but Scripted does not"
     )
     with pytest.raises(TypeError, match=message):
         lm.Engine(TABLE.model, tiny.Scripted(), TABLE.config, **sizes, prefill_sizes=(PIECE,))

@@ -8,7 +8,6 @@ import itertools
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,17 +26,8 @@ SIGMA = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class Counting:
+class Counting(lm.Drafter):
     """Proposes K tokens; at every fifth length fewer, by a gap."""
-
-    def init_cache(self, batch_size: int, max_length: int) -> tuple:
-        return ()
-
-    def init_store(self, params: Any, batch_size: int, config: sd.SpecDecodeConfig) -> None:
-        return None
-
-    def prefill(self, params: Any, token_ids: jax.Array, cache: tuple) -> tuple:
-        return cache
 
     def propose(
         self, params: Any, context: lm.DraftContext, cache: tuple, store: None

@@ -109,8 +109,8 @@ class Claiming(lm.ModelDrafter):
     def init_store(self, params: Any, *args: Any) -> sd.DraftStore | None:
         return super().init_store(params[0], *args)
 
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
-        return super().prefill(params[0], token_ids, cache)
+    def prefill(self, params: Any, *args: Any) -> Any:
+        return super().prefill(params[0], *args)
 
     def propose(self, params: Any, *args: Any) -> tuple[lm.Proposal, Any]:
         params, shift = params

@@ -105,19 +105,14 @@ def random_tree(rng: np.random.Generator, truth: list[int]) -> tuple[np.ndarray,
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class Planned(lm.Drafter):
     """Proposes `Plans` of the key's seed, which may know the noise, the text, or nothing."""
 
     tree_depth: int = DEPTH
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        return ()
-
-    def init_store(self, params: Any, batch_size: int, config: sd.SpecDecodeConfig) -> None:
-        return None
-
-    def prefill(self, params: Any, token_ids: Any, cache: Any, start: Any = None) -> Any:
-        return cache
+    @property
+    def serves(self) -> lm.DrafterServes:
+        return lm.DrafterServes(tree_depth=self.tree_depth)
 
     def propose(self, params: Any, context: Any, cache: Any, store: None) -> Any:
         seed = jax.random.key_data(context.keys)[:, 1].astype(jnp.int32) % PLANS
@@ -361,16 +356,17 @@ def test_first_paths() -> None:
 class Reading(Planned):
     """Keeps the features that it is given, by position."""
 
-    feature_layers: tuple[int, ...] = (0, 1)
+    @property
+    def serves(self) -> lm.DrafterServes:
+        return lm.DrafterServes(feature_layers=(0, 1), tree_depth=self.tree_depth)
 
     def init_cache(self, batch_size: int, max_length: int) -> jax.Array:
         return jnp.zeros((batch_size, max_length, 32))
 
     def prefill(
-        self, params: Any, token_ids: Any, cache: Any, start: Any = None, **given: Any
+        self, params: Any, rows: Any, cache: Any, features: Any = None, next_token_ids: Any = None
     ) -> Any:
-        first = jnp.zeros(len(token_ids), jnp.int32) if start is None else start
-        return self.written(cache, first, given["features"], token_ids.shape[1])
+        return self.written(cache, rows.start, features, rows.token_ids.shape[1])
 
     def propose(self, params: Any, context: Any, cache: Any, store: None) -> Any:
         count = context.num_features

@@ -78,17 +78,12 @@ def exact_distribution(
 
 
 @dataclasses.dataclass(frozen=True)
-class Scripted:
+class Scripted(lm.Drafter):
     """Proposes ``params[b, P : P + K]`` for position P, whatever the sequence holds."""
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        return ()
-
-    def init_store(self, params: Any, batch_size: int, config: sd.SpecDecodeConfig) -> None:
-        return None
-
-    def prefill(self, params: Any, token_ids: jax.Array, cache: Any) -> Any:
-        return cache
+    @property
+    def serves(self) -> lm.DrafterServes:
+        return lm.DrafterServes(chunks=False)
 
     def propose(
         self, params: jax.Array, context: lm.DraftContext, cache: Any, store: None

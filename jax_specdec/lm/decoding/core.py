@@ -24,16 +24,9 @@ from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
-from jax_specdec.lm.decoding.inputs import reads_chunks
 from jax_specdec.lm.decoding.slots import read_into_slots
 from jax_specdec.lm.drafting.context import with_fewer_drafts
-from jax_specdec.lm.drafting.drafter import (
-    Drafter,
-    Proposal,
-    feature_layers_of,
-    may_abstain,
-    tree_depth_of,
-)
+from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal
 from jax_specdec.lm.models.protocol import (
     CausalModel,
     PromptRows,
@@ -44,6 +37,7 @@ from jax_specdec.lm.models.protocol import (
     reads_beside,
     sharding_of,
 )
+from jax_specdec.lm.models.rows import Rows
 
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
@@ -165,7 +159,7 @@ class Decoder:
 
     Attributes:
       model: the target.
-      drafter: what proposes tokens; None for plain decoding, one token per pass of the target.
+      drafter: what proposes tokens; `NoDrafter` for plain decoding.
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
       drafts_in_first_step: whether a request without output gets drafts.
@@ -173,7 +167,7 @@ class Decoder:
     """
 
     model: CausalModel
-    drafter: Drafter | None
+    drafter: Drafter
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
     drafts_in_first_step: bool = True
@@ -182,12 +176,12 @@ class Decoder:
     @property
     def num_drafts(self) -> int:
         """K; 0 without a drafter."""
-        return 0 if self.drafter is None else self.config.num_speculative_tokens
+        return 0 if isinstance(self.drafter, NoDrafter) else self.config.num_speculative_tokens
 
     @property
     def tree_depth(self) -> int:
         """The most drafts of a path through a tree; 0 for chains."""
-        return min(tree_depth_of(self.drafter), self.num_drafts)
+        return min(self.drafter.serves.tree_depth, self.num_drafts)
 
     @property
     def most_accepted(self) -> int:
@@ -201,7 +195,7 @@ class Decoder:
           TypeError: the drafter reads features, and `params` is None.
         """
         features = None
-        if feature_layers_of(self.drafter):
+        if self.drafter.serves.feature_layers:
             if params is None:
                 raise TypeError(
                     "params must be the target's weights, because the drafter reads features, but "
@@ -212,7 +206,7 @@ class Decoder:
             features = jnp.zeros((num_requests, 1, one.shape[2]), one.dtype)
         return Caches(
             self.model.init_cache(num_requests, length),
-            () if self.drafter is None else self.drafter.init_cache(num_requests, length),
+            self.drafter.init_cache(num_requests, length),
             features,
         )
 
@@ -220,9 +214,6 @@ class Decoder:
         """The sequences of `batch` after their prompts were read, no drafts, all counts zero."""
         batch = batch.with_processors(self.model.vocab_size)
         size = batch.lengths.shape[0]
-        store = None
-        if self.drafter is not None:
-            store = self.drafter.init_store(draft_params, size, self.config)
         was_read = jnp.minimum(batch.lengths - 1, 1)
         features, num_features = self.first_features(caches.features, was_read)
         return DecodeState(
@@ -230,7 +221,7 @@ class Decoder:
             target_cache=caches.target,
             draft_cache=caches.draft,
             draft_token_ids=jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32),
-            store=store,
+            store=self.drafter.init_store(draft_params, size, self.config),
             counters=AcceptanceCounters.create(self.most_accepted),
             features=features,
             num_features=num_features,
@@ -247,13 +238,12 @@ class Decoder:
         empty = self.empty_caches(params, *batch.token_ids.shape)
         prompts, zeros = batch.token_ids[:, :prompt_size], jnp.zeros_like(batch.lengths)
         _, target, features = self._run(params, prompts, zeros, empty.target)
-        caches = empty._replace(target=target)
-        if self.drafter is not None:
-            given = {} if features is None else dict(features=features, next_token_ids=zeros)
-            draft = self.drafter.prefill(draft_params, prompts, empty.draft, **given)
-            last, _ = features_of_last(features, batch.lengths, zeros)
-            caches = Caches(target, draft, last)
-        return self.state_of(draft_params, batch, caches)
+        following = None if features is None else zeros
+        draft = self.drafter.prefill(
+            draft_params, Rows(prompts, zeros), empty.draft, features, following
+        )
+        last, _ = features_of_last(features, batch.lengths, zeros)
+        return self.state_of(draft_params, batch, Caches(target, draft, last))
 
     def read_prompts(
         self, params: Any, cache: Any, prompts: PromptRows, length: int
@@ -290,18 +280,14 @@ class Decoder:
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
-        if self.drafter is None:
-            return state
-        drafter = self.drafter
-        given: dict[str, Any] = {"start": prompts.start} if reads_chunks(drafter) else {}
-        if features is not None:
-            given |= {"features": features, "next_token_ids": next_token_ids}
+        rows = Rows(prompts.token_ids, prompts.start)
+        following = None if features is None else next_token_ids
 
         def read(own: Any) -> tuple[Any, None]:
-            return drafter.prefill(draft_params, prompts.token_ids, own, **given), None
+            return self.drafter.prefill(draft_params, rows, own, features, following), None
 
         length = state.batch.token_ids.shape[1]
-        draft_cache, _ = read_into_slots(drafter, state.draft_cache, prompts, length, read)
+        draft_cache, _ = read_into_slots(self.drafter, state.draft_cache, prompts, length, read)
         return dataclasses.replace(state, draft_cache=draft_cache)
 
     def first_features(
@@ -323,8 +309,6 @@ class Decoder:
     ) -> DecodeState:
         """The first half of `step`; see `Engine.draft`."""
         wanted = self.num_drafts if num_drafts is None else num_drafts
-        if self.drafter is None:
-            return state
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
             return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
@@ -392,12 +376,12 @@ class Decoder:
         tree = None if state.draft_parents is None else TreeRows.of(state.draft_parents)
         arrays = params, tokens, start, state.target_cache, tree
         if prompts is not None and reads_beside(self.model):
-            layers = feature_layers_of(self.drafter)
+            layers = self.drafter.serves.feature_layers
             return apply_with_prompts(self.model, *arrays[:4], prompts, layers, tree)
         # Only for a batch of one, or with a draft budget, whose widths depend on the load.
         # Otherwise the last bits of float32 sums would depend on a request's neighbours.
         is_free = tokens.shape[0] == 1 or state.estimator is not None
-        if may_abstain(self.drafter) and ids.size and is_free:
+        if self.drafter.serves.may_abstain and ids.size and is_free:
             output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
         else:
             output = self._run(*arrays)
@@ -473,7 +457,7 @@ class Decoder:
             offered = jnp.where(has_own_drafts, offered, 0)
             if isinstance(estimator, AcceptanceEstimator):
                 # Those of a lookup are counts, and nothing was trained to make them right.
-                expected = None if may_abstain(self.drafter) else state.confidences
+                expected = None if self.drafter.serves.may_abstain else state.confidences
                 estimator = estimator.update(
                     num_drafts=offered,
                     num_accepted=output.num_accepted,
@@ -525,7 +509,7 @@ class Decoder:
         tree: TreeRows | None = None,
     ) -> TargetOutput:
         """The target, with the features that the drafter reads."""
-        layers = feature_layers_of(self.drafter)
+        layers = self.drafter.serves.feature_layers
         return apply_model(self.model, params, token_ids, start, cache, layers, tree)
 
 
@@ -646,7 +630,7 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
     check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
     is_tree = proposal.parents is not None
     must = "be there if and only if it has a tree_depth"
-    wanted = tree_depth_of(drafter) > 0
+    wanted = drafter.serves.tree_depth > 0
     require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
     if is_tree:
         check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)

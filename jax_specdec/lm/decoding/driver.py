@@ -35,7 +35,6 @@ from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.prompts import ChunkedPrefill, Prompts, next_group
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
-from jax_specdec.lm.drafting.drafter import has_history, may_abstain
 from jax_specdec.lm.models.protocol import check_params
 
 Requests = Iterable[ServedRequest]
@@ -165,7 +164,7 @@ class EngineDriver:
             chunk_size is None
             and calls is not None
             and min(engine.num_slots, len(engine.chunk_sizes)) > 1
-            and inputs.reads_chunks(engine.drafter)
+            and engine.drafter.serves.chunks
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
         self._weights = on_all_devices((params, draft_params), engine.model)
@@ -173,7 +172,7 @@ class EngineDriver:
         self.draft_choice = DraftChoice.of(engine.num_slots, budget, step_costs, estimator)
         if self.draft_choice is not None and 0 in self.draft_choice.num_drafts:
             is_cpu = jax.default_backend() == "cpu"
-            self.draft_choice.may_be_narrow = is_cpu and may_abstain(engine.drafter)
+            self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
         counters = AcceptanceCounters.create(engine.decoder.most_accepted)
         counters, estimator = on_all_devices((counters, estimator), engine.model)
         # The truth; `_settle` says what an exception does to it.
@@ -305,7 +304,7 @@ class EngineDriver:
             for n in sorted({0, min(1, most)})
         ]
         calls += masked * grammars
-        if has_history(engine.drafter):
+        if engine.drafter.serves.has_history:
             calls.append(functools.partial(self._remember, [[]]))
         if self._chooses_chunk_size:
             calls.append(choose)
@@ -383,7 +382,7 @@ class EngineDriver:
             self._host = others._replace(stats=others.stats.after_ends(reasons))
             if slot is not None:
                 self._empty(slot)
-            if has_history(self.engine.drafter):
+            if self.engine.drafter.serves.has_history:
                 begun = *host.slots.values(), *host.returning
                 ended = [one for one in begun if one.request_id == request_id]
                 texts = [one.token_ids[one.prompt_length :] for one in ended]
@@ -670,7 +669,7 @@ class EngineDriver:
         learned = result.counters, result.estimator, stats
         self._host = HostState(slots, host.returning, tuple(updates), *learned)
         del self._ahead[0]
-        if has_history(self.engine.drafter):
+        if self.engine.drafter.serves.has_history:
             self._remember(ended)
 
     def _remember(self, texts: list[list[int]]) -> None:

@@ -24,7 +24,7 @@ from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
-from jax_specdec.lm.drafting.drafter import Drafter, has_history
+from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.protocol import (
     CausalModel,
     PromptRows,
@@ -185,7 +185,7 @@ class Engine:
         inputs.check_trees(self.model, self.drafter, self.config)
         check_batch_axis("drafter", self.drafter)
         method = self.config.rejection_sample_method
-        depends = has_history(self.drafter) and method == "synthetic"
+        depends = self.drafter.serves.has_history and method == "synthetic"
         must = "be a rule whose text does not depend on drafts, because the drafter has a history"
         require(not depends, "config.rejection_sample_method", must, method)
         check_type("logprobs", self.logprobs, LogprobsConfig, None)
@@ -300,7 +300,7 @@ class Engine:
         options.check(self.model.vocab_size)
         options.check_drafts(self.config.num_speculative_tokens)
         self.option_sizes.check(options)
-        if has_history(self.drafter):
+        if self.drafter.serves.has_history:
             is_free = self.config.rejection_sample_method == "agreement"  # its text, of drafts
             must = 'be 0 unless rejection_sample_method is "agreement"'
             hint = "the drafter has a history, so other requests would change what is sampled"

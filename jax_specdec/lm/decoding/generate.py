@@ -23,7 +23,7 @@ from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState, on_all_devices
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
-from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter
 from jax_specdec.lm.models.protocol import CausalModel, check_model, check_params
 from jax_specdec.lm.models.rows import Params
 
@@ -164,7 +164,7 @@ def generate_plain(
     config = PLAIN if config is None else config
     check_type("config", config, SpecDecodeConfig)
     return _prepare(
-        model, params, prompts, None, None, config, options, key, logprobs, fields
+        model, params, prompts, NoDrafter(), None, config, options, key, logprobs, fields
     ).run()
 
 
@@ -232,7 +232,7 @@ def _prepare(
     model: CausalModel,
     params: Params,
     prompts: Sequence[Sequence[int] | Array],
-    drafter: Drafter | None,
+    drafter: Drafter,
     draft_params: Params,
     config: SpecDecodeConfig,
     options: RequestOptions | Sequence[RequestOptions] | None,
@@ -247,12 +247,12 @@ def _prepare(
     check_type("logprobs", logprobs, LogprobsConfig, None)
     token_lists = inputs.token_lists(prompts, model.vocab_size)
     asked = options_per_request(options, len(token_lists), fields)
-    if drafter is not None:
+    if not isinstance(drafter, NoDrafter):
         for one in asked:
             one.check_drafts(config.num_speculative_tokens)
         inputs.check_trees(model, drafter, config)
         if all(one.max_drafts == 0 for one in asked):
-            drafter = None  # nobody wants a draft
+            drafter = NoDrafter()  # nobody wants a draft
     decoder = Decoder(model, drafter, config, logprobs)
     slack = decoder.num_drafts + 1  # a step writes the newest token and the drafts to the caches
     batch, prompt_size, max_steps = make_batch(

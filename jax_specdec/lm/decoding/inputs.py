@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,93 +12,77 @@ import numpy as np
 
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec.lm.drafting import tree
-from jax_specdec.lm.drafting.drafter import Drafter, feature_layers_of, tree_depth_of
+from jax_specdec._src.tree import MAX_VISIBLE
+from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
+from jax_specdec.lm.models.eagle3 import Eagle3Head
 from jax_specdec.lm.models.protocol import CausalModel, check_runs_trees, is_loaded_model
 
-_FEATURES = dict(features=None, next_token_ids=None)
 
-
-def check_drafter(drafter: Any, config: Any) -> None:
-    """Check that a drafter can be called as a `Drafter`, and its config.
+def check_drafter(drafter: Drafter, config: SpecDecodeConfig) -> None:
+    """Checks that a drafter is a `Drafter`, what it declares, and its config.
 
     Raises:
       TypeError: one of them is something else.
     """
     check_type("config", config, SpecDecodeConfig)
-    hint = None
-    is_drafter = callable(getattr(drafter, "propose", None)) and not isinstance(drafter, type)
-    if is_loaded_model(drafter):
-        wrapper = _wrapper(drafter.model)
-        hint = f"pass drafter={wrapper}(draft.model) and draft_params=draft.params"
-    elif drafter == "ngram" or drafter is None:
-        hint = "NGramDrafter() needs no model, and generate_plain no drafter"
-    elif callable(getattr(drafter, "apply", None)) and not isinstance(drafter, type):
-        hint = f"a model is wrapped, drafter={_wrapper(drafter)}(model)"
-    require(is_drafter, "drafter", "be a Drafter", drafter, hint, TypeError)
-    kind = type(drafter).__name__
-    if not _takes(drafter.propose, None, None, None, None):
-        raise TypeError(
-            f"drafter must have a propose that takes (params, context, cache, store), but "
-            f"{kind}.propose takes {inspect.signature(drafter.propose)}: token_ids, lengths, "
-            "sampling, keys, config and the rest are fields of the context, a DraftContext"
-        )
-    layers = feature_layers_of(drafter)
-    are_layers = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
-    require(are_layers, "drafter.feature_layers", "be a tuple of ints", layers, error=TypeError)
-    if layers and not _takes(drafter.prefill, None, None, None, **_FEATURES):
-        raise TypeError(
-            "drafter must have a prefill that takes features and next_token_ids, because it has "
-            f"feature_layers, but {kind}.prefill takes {inspect.signature(drafter.prefill)}"
-        )
+    if isinstance(drafter, Drafter):
+        check_type("drafter.serves", drafter.serves, DrafterServes)
+    else:
+        refuse(TypeError, "drafter", "be a Drafter", drafter, _hint(drafter))
 
 
-def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) -> None:
-    """Check that the drafts of a drafter can be verified by a model if they are trees.
-
-    Raises:
-      TypeError: `drafter.tree_depth` is no int, or the model runs chains only.
-      ValueError: it is below 0, the rule verifies chains only, or K is above 63.
-    """
-    if check_int("drafter.tree_depth", tree_depth_of(drafter), 0):
-        tree.check_trees(config, drafter)
-        check_runs_trees("model", model)
-
-
-def reads_chunks(drafter: Drafter) -> bool:
-    """Whether a drafter's `prefill` can begin at any position."""
-    features = _FEATURES if feature_layers_of(drafter) else {}
-    return _takes(drafter.prefill, None, None, None, start=None, **features)
-
-
-def check_reads_chunks(drafter: Drafter, name: str, size: int) -> None:
-    """Check that a drafter's `prefill` can begin at any position.
-
-    Raises:
-      TypeError: it takes no `start`, and a size of this name needs it.
-    """
-    if not reads_chunks(drafter):
-        raise TypeError(
-            f"drafter must have a prefill that takes start, because prompts longer than "
-            f"{name}={size} are read in chunks, but {type(drafter).__name__}.prefill "
-            f"takes {inspect.signature(drafter.prefill)}"
-        )
-
-
-def _takes(function: Callable[..., Any], *args: None, **named: None) -> bool:
-    """Whether a function can be called with so many arguments, and with these names."""
-    try:
-        inspect.signature(function).bind(*args, **named)
-    except TypeError:
-        return False
-    return True
+def _hint(given: Any) -> str | None:
+    """Returns what to pass in place of what is no drafter, if that can be said."""
+    if is_loaded_model(given):
+        return f"pass drafter={_wrapper(given.model)}(draft.model) and draft_params=draft.params"
+    if given is None or given == "ngram":
+        return "NGramDrafter() needs no model, and generate_plain no drafter"
+    if isinstance(given, type):
+        return None
+    if callable(getattr(given, "apply", None)):
+        return f"a model is wrapped, drafter={_wrapper(given)}(model)"
+    if callable(getattr(given, "propose", None)):
+        return f"derive {type(given).__name__} from jax_specdec.lm.Drafter"
+    return None
 
 
 def _wrapper(model: Any) -> str:
+    """Returns the name of the drafter that a model or head is wrapped in."""
     if isinstance(model, BlockHead):
         return "BlockDrafter"
-    return "Eagle3Drafter" if feature_layers_of(model) else "ModelDrafter"
+    return "Eagle3Drafter" if isinstance(model, Eagle3Head) else "ModelDrafter"
+
+
+def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) -> None:
+    """Checks that the drafts of a drafter can be verified by a model if they are trees.
+
+    Raises:
+      TypeError: the model runs chains only.
+      ValueError: the rule verifies chains only, or a step has more drafts than a tree has nodes.
+    """
+    depth = drafter.serves.tree_depth
+    if not depth:
+        return
+    hint = f"{type(drafter).__name__} with tree_depth={depth} proposes trees, with 0 chains"
+    method, k = config.rejection_sample_method, config.num_speculative_tokens
+    must = 'be "agreement"'
+    require(method == "agreement", "config.rejection_sample_method", must, method, hint)
+    require(k < MAX_VISIBLE, "config.num_speculative_tokens", f"be below {MAX_VISIBLE}", k, hint)
+    check_runs_trees("model", model)
+
+
+def check_reads_chunks(drafter: Drafter, name: str, size: int) -> None:
+    """Checks that a drafter reads a prompt in chunks, as a size of this name needs it.
+
+    Raises:
+      TypeError: it reads prompts whole.
+    """
+    if not drafter.serves.chunks:
+        raise TypeError(
+            f"drafter must serve chunks, because prompts longer than {name}={size} are read in "
+            f"chunks, but {type(drafter).__name__} does not"
+        )
 
 
 def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:

@@ -60,8 +60,7 @@ def remember(engine: Engine, draft_params: Any, token_ids: Any) -> Any:
 
     Not one program, which would copy the weights that do not change: the drafter has its own.
     """
-    drafter: Any = engine.drafter
-    return drafter.add(draft_params, token_ids)
+    return engine.drafter.add(draft_params, token_ids)
 
 
 def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, StepResult]:

@@ -14,18 +14,18 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Proposal
+from jax_specdec.lm.drafting.drafter import DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import (
     Children,
     best_nodes,
-    check_trees,
     grow,
     likeliest,
     with_bias,
 )
 from jax_specdec.lm.models.block import BlockHead
+from jax_specdec.lm.models.rows import Cache, Params, Rows
 
 _NUM_EXTENDED = 8
 _NUM_CHILDREN = 16
@@ -85,17 +85,20 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, self.head.vocab_size)
 
+    @property
+    def serves(self) -> DrafterServes:
+        """What is declared: the features that the head reads, and trees if there are."""
+        return DrafterServes(feature_layers=self.head.feature_layers, tree_depth=self.tree_depth)
+
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
         """An empty store for the logits of K drafts per request; None if none is read.
 
         Raises:
-          ValueError: K is more than the drafts of a block, or, with a `tree_depth`, more than the
-            nodes of a tree; there is a `tree_depth`, but the rule is not agreement.
+          ValueError: K is more than the drafts of a block, for chains.
         """
         if self.tree_depth:
-            check_trees(config, self)
             return None
         c, k = self.head.config, config.num_speculative_tokens
         must = f"be at most {c.max_drafts}, the drafts of a block of {c.block_size}"
@@ -104,14 +107,12 @@ class BlockDrafter(HeadDrafter[BlockHead]):
 
     def prefill(
         self,
-        params: Any,
-        token_ids: jax.Array,
-        cache: Any,
-        start: jax.Array | None = None,
-        *,
+        params: Params,
+        rows: Rows,
+        cache: Cache,
         features: jax.Array | None = None,
         next_token_ids: jax.Array | None = None,
-    ) -> Any:
+    ) -> Cache:
         """Put the context of the prompts, or a chunk of them, into the cache.
 
         See `Drafter.prefill`; tokens are not looked at.
@@ -121,9 +122,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         """
         if features is None:
             raise ValueError("prefill must get features and next_token_ids, but it got none")
-        if start is None:
-            start = jnp.zeros((token_ids.shape[0],), jnp.int32)
-        return self.head.write_context(params, features, start, cache)
+        return self.head.write_context(params, features, rows.start, cache)
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None

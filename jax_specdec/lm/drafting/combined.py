@@ -12,14 +12,10 @@ from jax_specdec._src.arrays import check_type, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import (
-    Drafter,
-    Proposal,
-    feature_layers_of,
-    tree_depth_of,
-)
+from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.suffix import Lookup, SuffixDrafter
-from jax_specdec.lm.models.protocol import cache_batch_axis_of, check_params
+from jax_specdec.lm.models.protocol import check_params
+from jax_specdec.lm.models.rows import Cache, Params, Rows
 
 _FADE = 0.9
 """What remains of a request's past after a step that teaches something."""
@@ -136,7 +132,7 @@ class _Memory(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class FirstOf:
+class FirstOf(Drafter):
     """Drafts by lookup where that is likely to have more drafts accepted, else with a head.
 
     Each request, in each step, has the drafts of the one or of the other. How many drafts of the
@@ -169,26 +165,17 @@ class FirstOf:
 
     def __post_init__(self) -> None:
         check_type("lookup", self.lookup, SuffixDrafter)
-        is_drafter = callable(getattr(self.head, "propose", None))
-        require(is_drafter, "head", "be a Drafter", self.head, error=TypeError)
+        check_type("head", self.head, Drafter)
         for name, one in (("lookup", self.lookup), ("head", self.head)):
             must = "propose chains, without a tree_depth"
-            require(not tree_depth_of(one), name, must, one)
+            require(not one.serves.tree_depth, name, must, one)
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """Layers whose features the head reads; see `Drafter`."""
-        return feature_layers_of(self.head)
-
-    @property
-    def cache_batch_axis(self) -> int:
-        """The axis of requests in the cache, which is that of the head's."""
-        return cache_batch_axis_of(self.head)
-
-    @property
-    def has_history(self) -> bool:
-        """Whether the lookup has one; see `Drafter`."""
-        return self.lookup.has_history
+    def serves(self) -> DrafterServes:
+        """What is declared: as the head, which always drafts, and the history of the lookup."""
+        return dataclasses.replace(
+            self.head.serves, may_abstain=False, has_history=self.lookup.serves.has_history
+        )
 
     def add(self, params: Any, token_ids: Any) -> Any:
         """Returns the params with one more text in the history; see `SuffixDrafter.add`."""
@@ -208,7 +195,7 @@ class FirstOf:
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """Returns the head's cache, and what is known of each request."""
-        memory = _with_batch_axis(_Memory.create(batch_size), self.cache_batch_axis)
+        memory = _with_batch_axis(_Memory.create(batch_size), self.serves.batch_axis)
         return self.head.init_cache(batch_size, max_length), memory
 
     def init_store(
@@ -219,24 +206,22 @@ class FirstOf:
 
     def prefill(
         self,
-        params: Any,
-        token_ids: jax.Array,
-        cache: Any,
-        start: jax.Array | None = None,
-        **features: Any,
-    ) -> Any:
-        """Read the prompts with the head; see `Drafter.prefill`."""
-        if start is not None:
-            features["start"] = start
+        params: Params,
+        rows: Rows,
+        cache: Cache,
+        features: jax.Array | None = None,
+        next_token_ids: jax.Array | None = None,
+    ) -> Cache:
+        """Reads the prompts with the head; see `Drafter.prefill`."""
         head_cache, memory = cache
-        return self.head.prefill(params[1], token_ids, head_cache, **features), memory
+        return self.head.prefill(params[1], rows, head_cache, features, next_token_ids), memory
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
     ) -> tuple[Proposal, Any]:
         """Draft with both, and choose; see `Drafter.propose`."""
         # What came of the drafts before, and new drafts of both, [B, K] each.
-        memory: _Memory = _without_batch_axis(cache[1], self.cache_batch_axis).after(context)
+        memory: _Memory = _without_batch_axis(cache[1], self.serves.batch_axis).after(context)
         found = self.lookup.lookup(params[0], context)
         own, head_cache = self.head.propose(params[1], context, cache[0], store)
         drafts = own.token_ids
@@ -250,7 +235,7 @@ class FirstOf:
         token_ids = jnp.where(is_lookup[:, None], found.token_ids, drafts)
         if store is not None:
             store = store.evict(is_lookup)  # those are verified one-hot
-        memory = _with_batch_axis(memory, self.cache_batch_axis)
+        memory = _with_batch_axis(memory, self.serves.batch_axis)
         return Proposal(token_ids, store), (head_cache, memory)
 
 

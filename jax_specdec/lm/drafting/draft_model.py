@@ -18,7 +18,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Proposal
+from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.models.protocol import (
     CausalModel,
@@ -28,6 +28,7 @@ from jax_specdec.lm.models.protocol import (
     check_params,
     sharding_of,
 )
+from jax_specdec.lm.models.rows import Cache, Params, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +50,7 @@ class _HashableIds:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Drafts token by token with a model. Its vocabulary may be a part of the target's.
 
     With ``draft_sample_method="probabilistic"``, drafts are sampled under each request's sampling
@@ -90,9 +91,9 @@ class ModelDrafter:
             check_int("num_candidates", self.num_candidates)
 
     @property
-    def cache_batch_axis(self) -> int:
-        """That of the model."""
-        return cache_batch_axis_of(self.model)
+    def serves(self) -> DrafterServes:
+        """What is declared: the axis of requests is that of the model's cache."""
+        return DrafterServes(batch_axis=cache_batch_axis_of(self.model))
 
     def check_params(self, name: str, params: Any) -> None:
         """Check the model's weights, if it says how."""
@@ -139,12 +140,15 @@ class ModelDrafter:
         return dataclasses.replace(store, logits=lax.with_sharding_constraint(store.logits, rows))
 
     def prefill(
-        self, params: Any, token_ids: jax.Array, cache: Any, start: jax.Array | None = None
-    ) -> Any:
-        """Run the model over the prompts, or a chunk of them; see `Drafter.prefill`."""
-        if start is None:
-            start = jnp.zeros((token_ids.shape[0],), jnp.int32)
-        return apply_model(self.model, params, token_ids, start, cache).cache
+        self,
+        params: Params,
+        rows: Rows,
+        cache: Cache,
+        features: jax.Array | None = None,
+        next_token_ids: jax.Array | None = None,
+    ) -> Cache:
+        """Runs the model over the prompts, or a chunk of them; see `Drafter.prefill`."""
+        return apply_model(self.model, params, rows.token_ids, rows.start, cache).cache
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None

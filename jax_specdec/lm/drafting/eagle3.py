@@ -15,11 +15,12 @@ from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.tree import MAX_VISIBLE, TreeRows, node_bits
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Proposal
+from jax_specdec.lm.drafting.drafter import DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
-from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, check_trees, likeliest
+from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, likeliest
 from jax_specdec.lm.models.eagle3 import Eagle3Head
+from jax_specdec.lm.models.rows import Cache, Params, Rows
 
 _WIDTH = 8
 """Nodes of a level of a tree that are run, at most, and children of each that are looked at."""
@@ -84,7 +85,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
       >>> target, _ = lm.load_embedded_pair()
       >>> head, head_params = lm.load_embedded_head(target)
       >>> drafter = lm.Eagle3Drafter(head)  # for `generate`, with draft_params=head_params
-      >>> drafter.feature_layers
+      >>> drafter.serves.feature_layers
       (2, 4, 5)
 
     References:
@@ -97,6 +98,11 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         check_type("head", self.head, Eagle3Head)
         check_int("tree_depth", self.tree_depth, 0, _MOST_DEPTH)
 
+    @property
+    def serves(self) -> DrafterServes:
+        """What is declared: the features that the head reads, and trees if there are."""
+        return DrafterServes(feature_layers=self.head.feature_layers, tree_depth=self.tree_depth)
+
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The head's cache, with room for the nodes of a tree after the text."""
         room = MAX_VISIBLE if self.tree_depth else 0
@@ -105,27 +111,17 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
     def init_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if none is read.
-
-        Raises:
-          ValueError: there is a `tree_depth`, but the rule is not agreement, or K is more than the
-            nodes of a tree.
-        """
-        if not self.tree_depth:
-            return super().init_store(params, batch_size, config)
-        check_trees(config, self)
-        return None
+        """An empty store for the logits of K drafts per request; None if none is read."""
+        return None if self.tree_depth else self.make_store(params, batch_size, config, None)
 
     def prefill(
         self,
-        params: Any,
-        token_ids: jax.Array,
-        cache: Any,
-        start: jax.Array | None = None,
-        *,
+        params: Params,
+        rows: Rows,
+        cache: Cache,
         features: jax.Array | None = None,
         next_token_ids: jax.Array | None = None,
-    ) -> Any:
+    ) -> Cache:
         """Run the head over the prompts, or a chunk of them; see `Drafter.prefill`.
 
         Raises:
@@ -133,11 +129,9 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         """
         if features is None or next_token_ids is None:
             raise ValueError("prefill must get features and next_token_ids, but it got none")
-        if start is None:
-            start = jnp.zeros((token_ids.shape[0],), jnp.int32)
-        shifted = jnp.concatenate([token_ids[:, 1:], next_token_ids[:, None]], axis=1)
+        shifted = jnp.concatenate([rows.token_ids[:, 1:], next_token_ids[:, None]], axis=1)
         states = self.head.project(params, features)
-        return self.head.apply(params, states, shifted, start, cache)[2]
+        return self.head.apply(params, states, shifted, rows.start, cache)[2]
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None

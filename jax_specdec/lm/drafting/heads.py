@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
 
@@ -18,16 +19,11 @@ Head = TypeVar("Head", Eagle3Head, BlockHead)
 
 
 @dataclasses.dataclass(frozen=True)
-class HeadDrafter(Generic[Head]):
+class HeadDrafter(Drafter, Generic[Head]):
     """A `Drafter` with a head; see `Eagle3Drafter` and `BlockDrafter`."""
 
     head: Head
     store_dtype: Any = None
-
-    @property
-    def feature_layers(self) -> tuple[int, ...]:
-        """The target's layers that the head reads; see `Drafter`."""
-        return self.head.feature_layers
 
     def check_params(self, name: str, params: Any) -> None:
         """Check the head's weights."""
@@ -36,12 +32,6 @@ class HeadDrafter(Generic[Head]):
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         """The head's cache."""
         return self.head.init_cache(batch_size, max_length)
-
-    def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
-    ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if none is read."""
-        return self.make_store(params, batch_size, config, None)
 
     def make_store(
         self, params: Any, batch_size: int, config: SpecDecodeConfig, num_candidates: int | None

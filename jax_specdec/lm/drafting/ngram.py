@@ -13,11 +13,11 @@ from jax_specdec._src.arrays import check_int
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import LookupDrafter, Proposal
+from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 
 
 @dataclasses.dataclass(frozen=True)
-class NGramDrafter(LookupDrafter):
+class NGramDrafter(Drafter):
     """Drafts by n-gram lookup in the sequence itself; needs no weights.
 
     The drafter looks for the longest n in ``[min_ngram, max_ngram]`` such that the last n tokens
@@ -66,6 +66,11 @@ class NGramDrafter(LookupDrafter):
                 "min_ngram and max_ngram must satisfy 1 <= min_ngram <= max_ngram, but they are "
                 f"{self.min_ngram} and {self.max_ngram}"
             )
+
+    @property
+    def serves(self) -> DrafterServes:
+        """What is declared: often nothing matches."""
+        return DrafterServes(may_abstain=True)
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None

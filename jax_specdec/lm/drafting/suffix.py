@@ -11,13 +11,12 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.arrays import as_int32, check_array, check_int, require
-from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Integers
 from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import LookupDrafter, Proposal
-from jax_specdec.lm.drafting.tree import Candidates, best_nodes, check_trees
+from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
+from jax_specdec.lm.drafting.tree import Candidates, best_nodes
 
 _MOST_HISTORY = 2**24
 """Up to 127 tokens or occurrences, times places, are numbered in int32."""
@@ -44,7 +43,7 @@ class Lookup(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class SuffixDrafter(LookupDrafter):
+class SuffixDrafter(Drafter):
     """Drafts by lookup of the last tokens, for matches of every length, with counts; no weights.
 
     For each m, the places before which the last m tokens occurred say what may follow. The draft
@@ -129,9 +128,11 @@ class SuffixDrafter(LookupDrafter):
         require(most * self.spec_factor >= 1, "spec_factor", must, self.spec_factor)
 
     @property
-    def has_history(self) -> bool:
-        """Whether texts of other requests are searched; see `Drafter`."""
-        return self.history > 0
+    def serves(self) -> DrafterServes:
+        """What is declared: often nothing matches; trees, and a history, if there are."""
+        return DrafterServes(
+            tree_depth=self.tree_depth, may_abstain=True, has_history=self.history > 0
+        )
 
     def init_params(self) -> Any:
         """An empty history; None without one."""
@@ -169,19 +170,6 @@ class SuffixDrafter(LookupDrafter):
         if not self.history:
             return params
         return _added(params, as_int32("token_ids", token_ids, "[A]"))
-
-    def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
-    ) -> DraftStore | None:
-        """None: the drafts have no distribution.
-
-        Raises:
-          ValueError: there is a `tree_depth`, but the rule is not agreement, or K is more than the
-            nodes of a tree.
-        """
-        if self.tree_depth:
-            check_trees(config, self)
-        return super().init_store(params, batch_size, config)
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None

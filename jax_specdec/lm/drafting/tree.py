@@ -13,19 +13,16 @@ is ``softmax((l + T g) / s)``, with the drafter's own logits in place of l.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import require
-from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.sample import sample_by_races
 from jax_specdec._src.noise import token_exponentials
 from jax_specdec._src.sampling import SamplingParams, inverse_temperature
-from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, TILE
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.draw import on_target_ids
@@ -63,20 +60,6 @@ class Children(NamedTuple):
 
     token_ids: jax.Array
     scores: jax.Array
-
-
-def check_trees(config: SpecDecodeConfig, drafter: Any) -> None:
-    """Checks that the drafts of a step may be trees, as those of a drafter with a `tree_depth` are.
-
-    Raises:
-      ValueError: the rule is not agreement, or a step has more drafts than a tree has nodes.
-    """
-    kind, depth = type(drafter).__name__, drafter.tree_depth
-    hint = f"{kind} with tree_depth={depth} proposes trees, with 0 chains"
-    method, k = config.rejection_sample_method, config.num_speculative_tokens
-    must = 'be "agreement"'
-    require(method == "agreement", "config.rejection_sample_method", must, method, hint)
-    require(k < MAX_VISIBLE, "config.num_speculative_tokens", f"be below {MAX_VISIBLE}", k, hint)
 
 
 def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.Array]:

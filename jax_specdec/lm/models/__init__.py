@@ -7,6 +7,7 @@ from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.protocol import CausalModel, PromptRows, TargetOutput
 from jax_specdec.lm.models.rotary import RopeScaling
+from jax_specdec.lm.models.rows import Rows
 from jax_specdec.lm.models.tensor_parallel import TensorParallelLlama
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LlamaConfig",
     "PromptRows",
     "RopeScaling",
+    "Rows",
     "TargetOutput",
     "TensorParallelLlama",
     "foreign",

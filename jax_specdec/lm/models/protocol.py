@@ -383,6 +383,9 @@ def sharding_of(model: CausalModel) -> VerifySharding | None:
 
 def cache_batch_axis_of(owner: Any) -> int:
     """The axis of every array of a model's or drafter's cache that holds the requests."""
+    if hasattr(owner, "serves"):
+        axis: int = owner.serves.batch_axis
+        return axis
     return getattr(owner, "cache_batch_axis", 0)
 
 
