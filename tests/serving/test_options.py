@@ -25,86 +25,54 @@ TARGET = tiny.random_table(VOCAB, seed=30)
 DRAFT = (0.8 * TARGET + 0.5 * tiny.random_table(VOCAB, seed=6)).astype(np.float32)
 PROMPT = [1, 4, 0, 1, 4]
 OPTIONS = [
-    lm.RequestOptions(),
-    lm.RequestOptions(frequency_penalty=0.7),
-    lm.RequestOptions(presence_penalty=1.5),
-    lm.RequestOptions(repetition_penalty=1.8),
-    lm.RequestOptions(frequency_penalty=-0.3, presence_penalty=0.4, repetition_penalty=0.8),
-    lm.RequestOptions(allowed_token_ids=(0, 2, 5)),
-    lm.RequestOptions(allowed_token_ids=range(4), frequency_penalty=1.0, top_k=3, min_p=0.1),
-    lm.RequestOptions(logit_bias={5: 2.0, 1: -1.0}, repetition_penalty=1.3),
-    lm.RequestOptions(bad_words=[[0], [1, 4, 4], [4, 1]]),
-    lm.RequestOptions(stop_token_ids=(0, 1, 4), min_tokens=7),
+    dataclasses.replace(one, max_new_tokens=NUM_TOKENS)
+    for one in (
+        lm.RequestOptions(),
+        lm.RequestOptions(frequency_penalty=0.7),
+        lm.RequestOptions(presence_penalty=1.5),
+        lm.RequestOptions(repetition_penalty=1.8),
+        lm.RequestOptions(frequency_penalty=-0.3, presence_penalty=0.4, repetition_penalty=0.8),
+        lm.RequestOptions(allowed_token_ids=(0, 2, 5)),
+        lm.RequestOptions(allowed_token_ids=range(4), frequency_penalty=1.0, top_k=3, min_p=0.1),
+        lm.RequestOptions(logit_bias={5: 2.0, 1: -1.0}, repetition_penalty=1.3),
+        lm.RequestOptions(bad_words=[[0], [1, 4, 4], [4, 1]]),
+        lm.RequestOptions(stop_token_ids=(0, 1, 4), min_tokens=7),
+    )
 ]
 MIXED = lm.RequestOptions(
-    min_p=0.02, top_k=6, top_p=0.97, frequency_penalty=0.8, presence_penalty=-0.5,
+    max_new_tokens=3, min_p=0.02, top_k=6, top_p=0.97, frequency_penalty=0.8, presence_penalty=-0.5,
     repetition_penalty=1.4, allowed_token_ids=(0, 1, 2, 3, 5, 6), logit_bias={2: 1.0, 6: -0.5},
     bad_words=[[4, 1], [3, 3], [1, 2, 0]], min_tokens=3, stop_token_ids=(6,),
 )  # fmt: skip
 MIXED_TEMPERATURES = (0.7, 1.5) * 300
-MODEL = (lm.ModelDrafter(tiny.Trigram(VOCAB)), jnp.asarray(DRAFT))
-LOOKUP = (lm.NGramDrafter(min_ngram=1), None)
+MODEL = lm.ModelDrafter(tiny.Trigram(VOCAB))
 RAW, PROCESSED = (sd.LogprobsConfig(2, distribution) for distribution in ("raw", "processed"))
 
 
 def run(
-    generate: Any,
-    options: Any = OPTIONS,
-    *,
-    temperature: Any = 0.0,
-    **changes: Any,
+    generate: Any, options: Any, count: int = len(OPTIONS), key: int = 3, **fields: Any
 ) -> lm.GenerateOutput:
-    if np.ndim(temperature):
-        options = tiny.options_of(len(OPTIONS), options, temperature=temperature)
-    else:
-        changes["temperature"] = temperature
-    return generate(
-        tiny.Trigram(VOCAB),
-        jnp.asarray(TARGET),
-        [PROMPT] * len(OPTIONS),
-        max_new_tokens=NUM_TOKENS,
-        options=options,
-        key=jax.random.key(3),
-        **changes,
-    )
-
-
-def speculative(*args: Any, drafter: tuple[Any, Any] = MODEL, **changes: Any) -> Any:
-    drafted = functools.partial(
-        lm.generate, drafter=drafter[0], draft_params=drafter[1], config=CONFIG
-    )
-    return run(drafted, *args, **changes)
+    model, prompts = tiny.Trigram(VOCAB), [PROMPT] * count
+    fields |= dict(options=options, key=jax.random.key(key))
+    return generate(model, jnp.asarray(TARGET), prompts, **fields)
 
 
 # Few programs for all tests, because each is compiled.
 plainly = functools.partial(run, lm.generate_plain, logprobs=RAW)
+speculative = functools.partial(
+    run, lm.generate, drafter=MODEL, draft_params=jnp.asarray(DRAFT), config=CONFIG
+)
 
 
-def by_model(temperature: Any = 0.0, *, drafter: tuple[Any, Any] = MODEL, key: int = 3) -> Any:
-    """`OPTIONS`, and behind them three tokens of `MIXED` for each of `MIXED_TEMPERATURES`."""
-    temperatures = np.broadcast_to(temperature, len(OPTIONS)).tolist()
-    budgets = [NUM_TOKENS] * len(OPTIONS)
-    options = tiny.options_of(
-        len(OPTIONS), OPTIONS, temperature=temperatures, max_new_tokens=budgets
-    )
+def with_mixed(options: list[lm.RequestOptions], **changes: Any) -> lm.GenerateOutput:
+    """Behind `options`, three tokens of `MIXED` for each of `MIXED_TEMPERATURES`."""
     count = len(MIXED_TEMPERATURES)
-    options += tiny.options_of(
-        count, MIXED, temperature=MIXED_TEMPERATURES, max_new_tokens=[3] * count
-    )
-    return lm.generate(
-        tiny.Trigram(VOCAB),
-        jnp.asarray(TARGET),
-        [PROMPT] * len(options),
-        drafter=drafter[0],
-        draft_params=drafter[1],
-        config=CONFIG,
-        options=options,
-        key=jax.random.key(key),
-        logprobs=PROCESSED,
-    )
+    options = options + tiny.options_of(count, MIXED, temperature=MIXED_TEMPERATURES)
+    return speculative(options, len(options), logprobs=PROCESSED, **changes)
 
 
 TEMPERATURES = [0.0, 0.5, 1.0, 2.0, 0.0, 0.7, 1.0, 0.8, 1.5, 0.6]
+AT_TEMPERATURES = tiny.options_of(len(OPTIONS), OPTIONS, temperature=TEMPERATURES)
 TRUTH = [sampled.greedy(TARGET, PROMPT, one, NUM_TOKENS, one.stop_token_ids) for one in OPTIONS]
 
 
@@ -115,7 +83,7 @@ def test_every_option_changes_what_is_written() -> None:
 
 @pytest.mark.long
 def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
-    output = by_model()
+    output = with_mixed(OPTIONS)
     assert output.completions[: len(OPTIONS)] == TRUTH
     accepted, proposed = (
         counts[:, : len(OPTIONS)].sum()
@@ -127,13 +95,13 @@ def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
 @pytest.mark.long
 @pytest.mark.newest
 def test_plain_decoding_takes_the_same_options() -> None:
-    assert plainly().completions == TRUTH
+    assert plainly(OPTIONS).completions == TRUTH
 
 
 @pytest.mark.long
 @pytest.mark.newest
 def test_a_drafter_under_the_same_options_has_everything_accepted() -> None:
-    output = by_model(TEMPERATURES, drafter=(MODEL[0], jnp.asarray(TARGET)))
+    output = with_mixed(AT_TEMPERATURES, draft_params=jnp.asarray(TARGET))
     kept = output.steps.num_emitted > 0
     assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
 
@@ -243,7 +211,7 @@ CONTROLS = (
 @pytest.mark.long
 @pytest.mark.newest
 def test_sampled_tokens_have_the_distribution_of_plain_python() -> None:
-    outputs = [by_model(key=key) for key in range(10)]
+    outputs = [with_mixed(OPTIONS, key=key) for key in range(10)]
     accepted, proposed = (
         sum(getattr(one.steps, name)[:, len(OPTIONS) :].sum() for one in outputs)
         for name in ("num_accepted", "num_proposed")
@@ -291,11 +259,11 @@ def _without_filters(options: lm.RequestOptions) -> lm.RequestOptions:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("generate", "distribution"),
-    [(by_model, "processed"), pytest.param(plainly, "raw", marks=pytest.mark.newest)],
+    [(with_mixed, "processed"), pytest.param(plainly, "raw", marks=pytest.mark.newest)],
     ids=["speculative", "plain"],
 )
 def test_logprobs_are_those_of_the_tokens(generate: Any, distribution: str) -> None:
-    output = generate(temperature=TEMPERATURES)
+    output = generate(AT_TEMPERATURES)
     steps, found = output.steps, output.steps.logprobs
     assert found is not None
     for b, completion in enumerate(output.completions[: len(OPTIONS)]):
@@ -371,14 +339,8 @@ def test_extremes_that_are_taken_are_served() -> None:
         for temperature in (0.0, 1e-45, 1e-38, 1.0, 3e38)
     ]
     options = [lm.RequestOptions(max_new_tokens=NUM_TOKENS, **fields) for fields in given]
-    output = lm.generate(
-        tiny.Trigram(VOCAB),
-        jnp.asarray(TARGET),
-        [PROMPT] * len(options),
-        drafter=LOOKUP[0],
-        config=CONFIG,
-        options=options,
-    )
+    drafter = lm.NGramDrafter(min_ngram=1)
+    output = run(lm.generate, options, len(options), drafter=drafter, config=CONFIG)
     assert not np.any(output.status)
     assert [len(one) for one in output.completions] == [NUM_TOKENS] * len(options)
     zeros = {"temperature": 1e-45, "min_p": 1e-40, "presence_penalty": -1e-45}
@@ -406,9 +368,8 @@ def test_the_loops_refuse_what_are_no_options(
 
 
 def test_logprobs_that_there_are_not_are_refused() -> None:
-    with pytest.raises(ValueError, match="^distribution"):
-        sd.LogprobsConfig(distribution="mine")
+    for name, value in (("distribution", "mine"), ("num_top", -1)):
+        with pytest.raises(ValueError, match=f"^{name}"):
+            sd.LogprobsConfig(**{name: value})
     with pytest.raises(ValueError, match="^num_top"):
-        sd.LogprobsConfig(num_top=-1)
-    with pytest.raises(ValueError, match="^num_top"):
-        plainly(logprobs=sd.LogprobsConfig(num_top=8))
+        plainly(OPTIONS, logprobs=sd.LogprobsConfig(num_top=8))
