@@ -23,33 +23,9 @@ from jax_specdec import lm
 from . import engines, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 from .engines import TARGET, VOCAB
+from .grammars import Allowed, Follows, of_digits
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("engines")]
-
-Allowed = Callable[[tuple[int, ...]], tuple[int, ...]]
-"""The tokens that may follow some."""
-
-
-class Follows:
-    """A matcher of a function of the text so far."""
-
-    def __init__(self, allowed: Allowed) -> None:
-        self.allowed, self.tokens = allowed, ()
-
-    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        bitmask[index] = 0
-        bitmask[index, 0] = sum(1 << token for token in self.allowed(self.tokens))
-
-    def accept_token(self, token_id: int) -> bool:
-        assert token_id in self.allowed(self.tokens)
-        self.tokens += (token_id,)
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        self.tokens = self.tokens[: len(self.tokens) - num_tokens]
-
-    def is_terminated(self) -> bool:
-        return False
 
 
 def bits(row: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -132,19 +108,16 @@ Verify = Callable[[sd.grammar.ForcedDrafts, Table, Table, bool, Any], np.ndarray
 
 
 def as_it_is(
-    drafts: sd.grammar.ForcedDrafts, p: Table, q: Table, block: bool, then: Any
+    drafts: sd.grammar.ForcedDrafts, p: Table, q: Table | None, block: bool, then: Any
 ) -> np.ndarray:
     own = None if drafts.is_forced[0] else q
     ids = tuple(drafts.token_ids[0].tolist())
     return verified(p, own, ids, drafts.token_bitmask, block, then)
 
 
-def one_hot(
-    drafts: sd.grammar.ForcedDrafts, p: Table, q: Table, block: bool, then: Any
-) -> np.ndarray:
+def one_hot(drafts: Any, p: Table, q: Table, block: bool, then: Any) -> np.ndarray:
     """Drafts that were made without a distribution."""
-    ids = tuple(drafts.token_ids[0].tolist())
-    return verified(p, None, ids, drafts.token_bitmask, block, then)
+    return as_it_is(drafts, p, None, block, then)
 
 
 def law_of(
@@ -180,24 +153,10 @@ def test_the_law_is_that_of_sampling_under_the_grammar(name: str, block: bool) -
             np.testing.assert_allclose(found, plain, atol=1e-12)
 
 
-class Guessing(sd.grammar.LlguidanceMatcher):
-    """Calls a token forced though its mask allows others."""
-
-    def forced_token_ids(self) -> list[int]:
-        return [2, 1]
-
-
 def test_a_token_that_its_mask_does_not_force_is_verified_and_a_planted_fault_is_seen() -> None:
-    class Digits:
-        eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
-        tokens = (b"<end>", b"1", b"2", b"3")
-
-        def __call__(self, text: bytes) -> list[int]:
-            return [byte - ord("0") for byte in text]
-
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Digits()), eos_token=[0])
     grammar = llguidance.LLMatcher.grammar_from_regex("[1-3]{9}")
-    matcher = Guessing(llguidance.LLMatcher(tokenizer, grammar), [0])
+    matcher = of_digits(grammar, b"123")
+    matcher.forced_token_ids = lambda: [2, 1]  # though its mask allows others
     rng = np.random.default_rng(0)
     p, q = random_table(rng), random_table(rng)
     then = functools.cache(functools.partial(tail, p, lambda prefix: (1, 2, 3)))
@@ -225,18 +184,17 @@ def test_what_is_forced_is_asked_for_once_and_masks_are_those_of_a_new_matcher()
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(ones), eos_token=[0])
     grammar = llguidance.LLMatcher.grammar_from_regex("2?1{201}2")
     library = llguidance.LLMatcher(tokenizer, grammar)
-    matcher = sd.grammar.LlguidanceMatcher(library.deep_copy(), [0])
+    matcher = sd.grammar.LlguidanceMatcher(library, [0])
     text, ones.num_read = [1], 0
     assert matcher.accept_token(1)
     while 0 not in text:
         matcher = copy_lib.deepcopy(matcher)
         given: Any = dict(vocab_size=32, max_drafts=len(text) % 4)
         found = sd.grammar.forced_drafts([matcher], [[-1] * 3], **given)
-        run = found.token_ids[0].tolist()
-        text += [x for x in run if x >= 0]
-        row = bits(found.token_bitmask[len([x for x in run if x >= 0])], 4)
-        text.append(int(np.flatnonzero(row)[0]))
-        sd.grammar.advance_matchers([matcher], [text[-1 - len([x for x in run if x >= 0]) :]])
+        new = [x for x in found.token_ids[0].tolist() if x >= 0]
+        new.append(int(np.flatnonzero(bits(found.token_bitmask[len(new)], 4))[0]))
+        sd.grammar.advance_matchers([matcher], [new])
+        text += new
     assert text == [1, *[2] * 100, 3, 0] and ones.num_read < 1000
 
 
@@ -310,9 +268,9 @@ def grammar_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> 
         return
     directory = copy("qwen2", tmp_path_factory.mktemp("words") / "tiny")
     tokenizer = lm.load_tokenizer(directory)
-    described = json.loads(tokenizer.library_tokenizer.to_str())
+    described = tokenizer.library_tokenizer.to_str()
     size, stops = 288, [*tokenizer.stop_token_ids]
-    yield llguidance.LLTokenizer(json.dumps(described), n_vocab=size, eos_token=stops), size, stops
+    yield llguidance.LLTokenizer(described, n_vocab=size, eos_token=stops), size, stops
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

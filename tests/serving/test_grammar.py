@@ -18,6 +18,7 @@ import pytest
 import jax_specdec as sd
 
 from .chi_square import CONTROL, assert_distributed, p_value
+from .grammars import of_digits
 
 pytestmark = pytest.mark.long
 
@@ -160,10 +161,8 @@ def test_each_row_allows_what_may_follow_the_drafts_before_it(end: list[int] | N
             assert unpacked(rows[place]) == want, (kind, text, own)
             place += 1
     assert (rows[place:] == 2**32 - 1).all()
-    again = sd.grammar.grammar_bitmask(
-        found, drafts, vocab_size=V, end_token_ids=end
-    )  # they went back
-    np.testing.assert_array_equal(rows, again)
+    again = sd.grammar.grammar_bitmask(found, drafts, vocab_size=V, end_token_ids=end)
+    np.testing.assert_array_equal(rows, again, "they went back")
 
 
 def test_a_drafters_masks_are_those_of_the_targets_rows() -> None:
@@ -409,26 +408,10 @@ def bitmask(matchers: Any = (None, None), drafts: Any = NONE) -> np.ndarray:
     return sd.grammar.grammar_bitmask(matchers, drafts, vocab_size=V)
 
 
-class Characters:
-    """A vocabulary for llguidance: two ids that end a text, and ten digits."""
-
-    eos_token_id, bos_token_id, special_token_ids = 0, None, (0, 1)
-    tokens = (b"<end>", b"<stop>", *(b"%d" % i for i in range(10)))
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [2 + byte - ord("0") for byte in text]
-
-
 TEXTS = [str(i) for i in (*range(10, 100), 1, 347, 3478, *range(8000, 8100))]
-
-
-@functools.cache
-def number() -> llguidance.LLMatcher:
-    """One of `TEXTS`."""
-    words = llguidance.TokenizerWrapper(Characters())
-    tokenizer = llguidance.LLTokenizer(words, eos_token=[0, 1])
-    grammar = llguidance.LLMatcher.grammar_from_regex("|".join(TEXTS))
-    return llguidance.LLMatcher(tokenizer, grammar)
+NUMBER = llguidance.LLMatcher.grammar_from_regex("|".join(TEXTS))
+# Ids 0 and 1 end a text, 2 to 11 are digits.
+ten_digits = functools.partial(of_digits, digits=b"0123456789", num_stops=2)
 
 
 def may_follow(text: str) -> set[int]:
@@ -443,9 +426,7 @@ def test_rows_that_llguidance_fills_allow_what_may_follow(is_delayed: bool) -> N
     rng = np.random.default_rng(0)
     for _ in range(20):
         texts = [str(text)[: rng.integers(0, 4)] for text in rng.choice(TEXTS, 5)]
-        matchers: list[Any] = [
-            sd.grammar.LlguidanceMatcher(number().deep_copy(), [0, 1]) for _ in texts
-        ]
+        matchers: list[Any] = [ten_digits(NUMBER) for _ in texts]
         begin = [9] if is_delayed else []
         if is_delayed:
             matchers = [sd.grammar.DelayedMatcher(matcher, begin) for matcher in matchers]
@@ -473,7 +454,7 @@ def test_rows_that_llguidance_fills_allow_what_may_follow(is_delayed: bool) -> N
 
 
 def test_llguidance_takes_back_stops_and_allows_anything_after_them() -> None:
-    matcher = sd.grammar.LlguidanceMatcher(number().deep_copy(), [0, 1])
+    matcher = ten_digits(NUMBER)
     assert [matcher.accept_token(token) for token in (3, 7, 1, 0)] == [True] * 4
     bitmask = np.zeros((2, 1), np.int32)
     matcher.fill_next_token_bitmask(bitmask, 1)
@@ -481,7 +462,7 @@ def test_llguidance_takes_back_stops_and_allows_anything_after_them() -> None:
     matcher.rollback(3)
     matcher.fill_next_token_bitmask(bitmask, 0)
     assert {i for i in range(12) if bitmask[0, 0] >> i & 1} == may_follow("1")
-    assert not sd.grammar.LlguidanceMatcher(number().deep_copy(), [0, 1]).accept_token(2)
+    assert not ten_digits(NUMBER).accept_token(2)
 
 
 class Fails(Automaton):
@@ -509,21 +490,10 @@ def test_a_matcher_that_raises_is_named_and_the_others_go_back(name: str) -> Non
     assert [one.states for one in good] == [[0], [0]]
 
 
-@functools.cache
-def tokenizer_of_digits() -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Characters()), eos_token=[0, 1])
-
-
-def llguidance_matcher(grammar: str, **limits: int) -> sd.grammar.LlguidanceMatcher:
-    few = llguidance.LLParserLimits(**limits)
-    matcher = llguidance.LLMatcher(tokenizer_of_digits(), grammar, log_level=0, limits=few)
-    return sd.grammar.LlguidanceMatcher(matcher, [0, 1])
-
-
 LONG = llguidance.LLMatcher.grammar_from_regex("[23]*2[23]{12}")
 FAILING = {  # with the drafts that are allowed before it fails
-    "a wrong grammar": (lambda: llguidance_matcher("start: ("), [], "Expected token"),
-    "limits": (lambda: llguidance_matcher(LONG, max_lexer_states=20), [4, 4, 4, 5], "many states"),
+    "a wrong grammar": (lambda: ten_digits("start: ("), [], "Expected token"),
+    "limits": (lambda: ten_digits(LONG, max_lexer_states=20), [4, 4, 4, 5], "many states"),
 }
 
 
@@ -536,7 +506,7 @@ def test_a_matcher_of_llguidance_that_fails_raises_its_message(
     is_delayed: bool,
 ) -> None:
     """It would allow stop tokens only, as if its text were complete."""
-    first, failing = sd.grammar.LlguidanceMatcher(number().deep_copy(), [0, 1]), make()
+    first, failing = ten_digits(NUMBER), make()
     matchers: list[Any] = [first, failing]
     if is_delayed:
         matchers[1] = sd.grammar.DelayedMatcher(failing, [9])
@@ -551,7 +521,7 @@ def test_a_matcher_of_llguidance_that_fails_raises_its_message(
 
 
 def test_llguidance_goes_on_after_a_token_that_it_refuses() -> None:
-    matcher = llguidance_matcher(LONG)
+    matcher = ten_digits(LONG)
     assert [matcher.accept_token(token) for token in (7, 4, 7, 5)] == [False, True, False, True]
 
 

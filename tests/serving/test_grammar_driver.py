@@ -16,35 +16,18 @@ from jax_specdec import lm
 
 from . import tiny
 from .engines import TABLE, TARGET, VOCAB, greedy_truth, run, weights_of
+from .grammars import Follows, of_digits
 
 pytestmark = pytest.mark.xdist_group("engines")
 
 ALLOWED = ((0, 1), (2, 3, 4), (1, 5))
 
 
-class Cycle:
+class Cycle(Follows):
     """Allows one set of tokens after the other, over and over."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    @property
-    def allowed(self) -> tuple[int, ...]:
-        return ALLOWED[len(self.tokens) % len(ALLOWED)]
-
-    def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        bitmask[index] = sum(1 << token for token in self.allowed)
-
-    def accept_token(self, token_id: int) -> bool:
-        assert token_id in self.allowed
-        self.tokens.append(token_id)
-        return True
-
-    def rollback(self, num_tokens: int) -> None:
-        del self.tokens[len(self.tokens) - num_tokens :]
-
-    def is_terminated(self) -> bool:
-        return False
+        super().__init__(lambda text: ALLOWED[len(text) % len(ALLOWED)])
 
 
 def constrained_truth(prompt: list[int], count: int) -> list[int]:
@@ -141,7 +124,7 @@ def test_an_interrupt_while_matchers_advance_loses_no_token() -> None:
         i: constrained_truth([i], 30) for i in range(4)
     }
     for i, matcher in enumerate(matchers):  # the last tokens were not needed for a mask
-        assert matcher.tokens == found[i].token_ids[: len(matcher.tokens)]
+        assert [*matcher.tokens] == found[i].token_ids[: len(matcher.tokens)]
 
 
 class Wrong(Cycle):
@@ -165,29 +148,13 @@ class Forgets(Cycle):
         super().rollback(num_tokens)
 
 
-class Digits:
-    eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
-    tokens = (b"<end>", *(b"%d" % i for i in range(1, VOCAB)))
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [byte - ord("0") for byte in text]
-
-
-def llguidance_matcher(grammar: str, **limits: int) -> sd.grammar.LlguidanceMatcher:
-    words = llguidance.TokenizerWrapper(Digits())
-    few = llguidance.LLParserLimits(**limits)
-    tokenizer = llguidance.LLTokenizer(words, eos_token=[0])
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=few)
-    return sd.grammar.LlguidanceMatcher(matcher, [0])
-
-
 LONG = llguidance.LLMatcher.grammar_from_regex("[1-5]*2[1-5]{12}")
 FAILING: dict[str, tuple[Callable[[], Any], str]] = {
     "refuses": (Wrong, "its matcher takes"),
     "no mask": (Broken, "no mask"),
     "no way back": (Forgets, "no way back"),
-    "a wrong grammar": (lambda: llguidance_matcher("start: ("), "Expected token"),
-    "limits": (lambda: llguidance_matcher(LONG, max_lexer_states=12), "too many states"),
+    "a wrong grammar": (lambda: of_digits("start: (", b"12345"), "Expected token"),
+    "limits": (lambda: of_digits(LONG, b"12345", max_lexer_states=12), "too many states"),
 }
 
 

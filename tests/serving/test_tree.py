@@ -16,6 +16,7 @@ from jax_specdec import lm
 
 from . import engines, tiny
 from .engines import VOCAB
+from .grammars import Follows
 from .test_draft_budget import Cycling, FromThePast
 from .test_grammar_driver import Cycle, constrained_truth
 
@@ -288,18 +289,11 @@ def test_requests_with_grammars_beside_others() -> None:
     assert all(proposed.values())
 
 
-class Forced(Cycle):
-    """Allows one token at each position."""
-
-    @property
-    def allowed(self) -> tuple[int, ...]:
-        return (len(self.tokens) % 5,)
-
-
 @pytest.mark.long
 def test_forced_tokens_are_accepted_up_to_the_depth_of_trees() -> None:
     driver = engines.driver_of(WITH_GRAMMARS, engines.TABLES[0], Plans.random(7).params)
-    driver.submit([1, 2], max_new_tokens=12, temperature=1.0, matcher=Forced())
+    one_each = Follows(lambda text: (len(text) % 5,))
+    driver.submit([1, 2], max_new_tokens=12, temperature=1.0, matcher=one_each)
     (found,) = engines.run(driver).values()
     driver.close()
     assert found.token_ids == [i % 5 for i in range(12)]
