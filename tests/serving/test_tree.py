@@ -182,18 +182,16 @@ def steps_by_hand(b: int, plans: Plans) -> list[tiny.Step]:
 # What `generate` emits
 
 
+def run_with(drafter: Any, model: Any = MODEL, seed: int = 0, **fields: Any) -> lm.GenerateOutput:
+    config = dataclasses.replace(CONFIG, **fields)
+    given = dict(drafter=drafter, draft_params=peeking(seed).params, config=config)
+    given |= dict(options=OPTIONS, logprobs=LOGPROBS)
+    return lm.generate(model, engines.TABLES[0], PROMPTS, **given)
+
+
 @functools.cache
 def generated(seed: int = 0) -> lm.GenerateOutput:
-    return lm.generate(
-        MODEL,
-        engines.TABLES[0],
-        PROMPTS,
-        drafter=Planned(),
-        draft_params=peeking(seed).params,
-        config=CONFIG,
-        options=OPTIONS,
-        logprobs=LOGPROBS,
-    )
+    return run_with(Planned(), seed=seed)
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.newest)])
@@ -498,42 +496,22 @@ def test_a_choice_learns_at_which_rank_drafts_are_accepted() -> None:
 # Mistakes
 
 CHAINS = tiny.Trigram(VOCAB)
+BLOCK = dataclasses.replace(CONFIG, rejection_sample_method="block")
+engine_with = functools.partial(dataclasses.replace, ENGINE)
 
 
-class Shapeless(Planned):
-    """Says that it proposes trees, and proposes chains."""
-
-    def propose(self, *args: Any) -> Any:
-        proposal, cache = super().propose(*args)
-        return proposal._replace(parents=None), cache
-
-
+@dataclasses.dataclass(frozen=True)
 class Wrong(Planned):
-    """Parents of another dtype."""
+    """Proposes something else than the parents of `Planned`, or trees without saying so."""
+
+    change: Any = None
 
     def propose(self, *args: Any) -> Any:
-        proposal, cache = super().propose(*args)
-        return proposal._replace(parents=proposal.parents.astype(jnp.float32)), cache
+        proposal, cache = Planned().propose(*args)
+        return proposal._replace(parents=self.change(proposal.parents)), cache
 
 
-class Undeclared(Planned):
-    """Proposes trees without saying so."""
-
-    def propose(self, *args: Any) -> Any:
-        proposal, cache = Planned(DEPTH).propose(*args)
-        return proposal, cache
-
-
-def run_with(drafter: Any, model: Any = MODEL, **fields: Any) -> lm.GenerateOutput:
-    return lm.generate(
-        model,
-        engines.TABLES[0],
-        [[1]],
-        drafter=drafter,
-        draft_params=peeking().params,
-        config=dataclasses.replace(CONFIG, **fields),
-        max_new_tokens=2,
-    )
+PARENTS = "parents of Wrong.propose must be"
 
 
 @pytest.mark.parametrize(
@@ -544,29 +522,19 @@ def run_with(drafter: Any, model: Any = MODEL, **fields: Any) -> lm.GenerateOutp
             r'rejection_sample_method must be "agreement", .*standard.*Planned with tree_depth=3',
             lambda: run_with(Planned(), rejection_sample_method="standard"),
         ),
-        (
-            ValueError,
-            r'rejection_sample_method must be "agreement"',
-            lambda: dataclasses.replace(
-                ENGINE, config=dataclasses.replace(CONFIG, rejection_sample_method="block")
-            ),
-        ),
+        (ValueError, r'sample_method must be "agreement"', lambda: engine_with(config=BLOCK)),
         (
             ValueError,
             "num_speculative_tokens must be below 64, but it is 64",
             lambda: run_with(Planned(), num_speculative_tokens=64),
         ),
         (TypeError, "model must run trees.* chains", lambda: run_with(Planned(), CHAINS)),
-        (
-            TypeError,
-            "model must run trees.* chains",
-            lambda: dataclasses.replace(ENGINE, model=CHAINS),
-        ),
+        (TypeError, "model must run trees.* chains", lambda: engine_with(model=CHAINS)),
         (ValueError, "tree_depth must be .*0", lambda: run_with(Planned(-1))),
         (TypeError, "tree_depth must be an int", lambda: run_with(Planned(1.5))),
-        (TypeError, "parents of Shapeless.propose", lambda: run_with(Shapeless())),
-        (TypeError, "parents of Wrong.propose", lambda: run_with(Wrong())),
-        (TypeError, "parents of Undeclared.propose", lambda: run_with(Undeclared(0))),
+        (TypeError, f"{PARENTS} there", lambda: run_with(Wrong(change=lambda x: None))),
+        (TypeError, f"{PARENTS} an array", lambda: run_with(Wrong(change=jnp.float32))),
+        (TypeError, f"{PARENTS} there", lambda: run_with(Wrong(0, change=lambda x: x))),
         (ValueError, "head must propose chains", lambda: lm.FirstOf(lm.SuffixDrafter(), Planned())),
     ],
 )
