@@ -38,6 +38,7 @@ import numpy as np
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.decoding import programs
+from jax_specdec.lm.decoding.stopwatch import measure_chunks
 
 IDENTITY = ("target", "slots", "drafter")
 K = 4
@@ -157,7 +158,7 @@ class Case:
     def costs(self, in_steps: bool) -> dict[str, Any]:
         """What `warm_up` chooses a size from: milliseconds of a step, and of reading a prompt."""
         weights = self.params, self.draft_params
-        found = programs.measure_chunks(self.engine, *weights, in_steps=in_steps)
+        found = measure_chunks(self.engine, *weights, in_steps=in_steps)
         prompts = {size: seconds * 1e3 for size, seconds in found.seconds.items()}
         return {"step_ms": found.step * 1e3, "prompt_ms": prompts, "chosen": found.largest}
 

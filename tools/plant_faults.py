@@ -485,7 +485,7 @@ def _(right, self, values):
 
 @fault(
     "a chunk ends beyond the longest prompt",
-    "lm.decoding.prompts:ChunkedPrefill.next_chunk",
+    "lm.decoding.schedule:ChunkedPrefill.next_chunk",
     "serving/test_prompts.py",
 )
 def _(right, self, *args):

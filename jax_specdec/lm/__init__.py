@@ -18,9 +18,9 @@ from jax_specdec.lm.decoding.generate import (
 from jax_specdec.lm.decoding.metrics import Histogram, ServingStats
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.packing import OptionSizes
-from jax_specdec.lm.decoding.programs import measure_steps
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.decoding.stopwatch import measure_steps
 from jax_specdec.lm.decoding.text import generate_text
 from jax_specdec.lm.drafting.block import BlockDrafter
 from jax_specdec.lm.drafting.combined import FirstOf

@@ -103,9 +103,9 @@ def test_a_step_in_which_nobody_may_draft_is_a_plain_step(monkeypatch: pytest.Mo
     driver, numbers = engines.driver_of(SHORTER), []
     dispatch = driver._dispatch_whole
 
-    def record(all_neutral: bool, num_drafts: int | None, prompts: None) -> None:
-        numbers.append(num_drafts)
-        dispatch(all_neutral, num_drafts, prompts)
+    def record(step: Any) -> None:
+        numbers.append(step.num_drafts)
+        dispatch(step)
 
     monkeypatch.setattr(driver, "_dispatch_whole", record)
     for _ in range(2):

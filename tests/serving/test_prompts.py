@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from upper_floor import ChunkCosts, ChunkedPrefill, programs
+from upper_floor import programs, schedule, stopwatch
 
 from jax_specdec import lm
 
@@ -161,12 +161,12 @@ def test_whether_steps_read_prompts_is_a_bool():
 @pytest.mark.parametrize("most", [7, 11])
 def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) -> None:
     for length in range(12, LONGEST + 1):
-        rest: ChunkedPrefill | None = ChunkedPrefill(0, SimpleNamespace(length=length))
+        rest: schedule.ChunkedPrefill | None = schedule.ChunkedPrefill(slot=0)
         end = 0
         while rest is not None:
-            chunk = rest.next_chunk(PIECES, most, 7)
-            assert chunk.start <= end < chunk.start + chunk.size <= LONGEST
-            end, rest = chunk.start + chunk.size, chunk.rest
+            chunk = rest.next_chunk(PIECES, SimpleNamespace(length=length), most, 7)
+            assert chunk.start <= end < chunk.end <= LONGEST
+            end, rest = chunk.end, chunk.rest
         assert end >= length - 1
 
 
@@ -265,13 +265,15 @@ def test_the_size_of_chunks_changes_no_text(engine, weights, in_steps):
     ],
 )
 def test_the_largest_chunk_costs_about_a_step(seconds, largest):
-    assert ChunkCosts(1.0, seconds).largest == largest
+    assert stopwatch.ChunkCosts(1.0, seconds).largest == largest
     within = {size: x / 2.2 for size, x in seconds.items()}
-    assert ChunkCosts(1.0, within, in_steps=True).largest == largest
+    assert stopwatch.ChunkCosts(1.0, within, in_steps=True).largest == largest
 
 
 def costing(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) -> None:
-    monkeypatch.setattr(programs, "measure_chunks", lambda *_, **__: ChunkCosts(1.0, seconds))
+    monkeypatch.setattr(
+        stopwatch, "measure_chunks", lambda *_, **__: stopwatch.ChunkCosts(1.0, seconds)
+    )
 
 
 @pytest.mark.parametrize(("large", "chosen"), [(1.0, LARGE), (1.5, SMALL)])
@@ -313,7 +315,7 @@ def test_warm_up_chooses_and_compiles_what_it_has_chosen(large, chosen, monkeypa
 def test_nothing_is_measured_where_there_is_nothing_to_choose(
     engine, weights, settings, monkeypatch
 ):
-    monkeypatch.setattr(programs, "measure_chunks", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(stopwatch, "measure_chunks", lambda *_, **__: 1 / 0)
     for name in ("_read", "_empty", "_dispatch_whole", "_read_step"):  # compiles nothing
         monkeypatch.setattr(lm.EngineDriver, name, lambda *_: None)
     driver = driver_of(engine, *weights, **settings)
@@ -322,7 +324,7 @@ def test_nothing_is_measured_where_there_is_nothing_to_choose(
 
 
 def test_steps_and_prompts_are_measured():
-    costs = programs.measure_chunks(PIECES, *TABLES, in_steps=False)
+    costs = stopwatch.measure_chunks(PIECES, *TABLES, in_steps=False)
     assert 0 < costs.step < np.inf and np.isfinite([*costs.seconds.values()]).all()
     assert min(costs.seconds.values()) > 0
     assert tuple(costs.seconds) == PIECES.chunk_sizes[: len(costs.seconds)]

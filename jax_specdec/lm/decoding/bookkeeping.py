@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Container, Iterable, Mapping
 from typing import Literal, NamedTuple
 
+import jax
+
 from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.logprobs import TokenLogprobs
@@ -13,7 +15,6 @@ from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import Status
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestOptions
-from jax_specdec.lm.decoding.programs import StepResult
 
 _STATUSES = tuple(Status)
 FinishReason = Literal["length", "stop", "failed"]
@@ -82,6 +83,11 @@ class ServedRequest(NamedTuple):
         return self.tokens[: self.length]
 
     @property
+    def new_token_ids(self) -> list[int]:
+        """The new tokens."""
+        return self.tokens[self.prompt_length : self.length]
+
+    @property
     def seed(self) -> int:
         """Of its key."""
         return self.request_id if self.options.seed is None else self.options.seed
@@ -111,6 +117,39 @@ class ServedRequest(NamedTuple):
         return RequestUpdate(self.request_id, new, reason, *counts, own)
 
 
+class StepResult(NamedTuple):
+    """What the host reads of a step. No later call donates its buffers, as those of the state are.
+
+    Attributes:
+      numbers: ``[S, K+6]`` int32, or of trees fewer columns: the tokens kept, their number, drafts
+        proposed and accepted, whether the request is done, and its status. One array, for one copy
+        to the host.
+      logprobs: of the tokens kept; None unless asked for.
+      rates: ``[K]`` float32, those of the estimator; None without one.
+      counters: acceptance of all steps so far.
+      estimator: of the state.
+    """
+
+    numbers: jax.Array
+    logprobs: TokenLogprobs | None
+    rates: jax.Array | None
+    counters: AcceptanceCounters
+    estimator: AcceptanceEstimator | TreeEstimator | None
+
+    @property
+    def for_host(self) -> tuple[jax.Array, TokenLogprobs | None, jax.Array | None]:
+        """What is copied to the host after every step."""
+        return self.numbers, self.logprobs, self.rates
+
+
+class StepAhead(NamedTuple):
+    """A step that was dispatched and whose result the host has not read."""
+
+    result: StepResult
+    request_ids: Mapping[int, int]  # of the requests that take part, by slot
+    num_drafts: int | None  # of a request at most; None for K
+
+
 class HostState(NamedTuple):
     """What the host knows of all requests that have had a slot. One assignment replaces it."""
 
@@ -131,6 +170,72 @@ class HostState(NamedTuple):
         slots = dict(self.slots)
         first = [slots.pop(slot) for slot in leaving]
         return self._replace(slots=slots, returning=(*first, *self.returning))
+
+    def with_new(self, group: Mapping[int, ServedRequest]) -> HostState:
+        """Returns the state after requests got slots, or were changed in theirs."""
+        ids = {one.request_id for one in group.values()}
+        returning = tuple(one for one in self.returning if one.request_id not in ids)
+        return self._replace(slots={**self.slots, **group}, returning=returning)
+
+    def after_chunk(self, slot: int, num_read: int) -> HostState:
+        """Returns the state after a chunk was read: a further one is as good as a new token."""
+        request = self.slots[slot]
+        if not request.num_failures or num_read <= request.num_read:
+            return self
+        return self.with_new({slot: request._replace(num_read=num_read, num_failures=0)})
+
+    def after_step(
+        self,
+        step: StepAhead,
+        rows: list[list[int]],
+        logprobs: TokenLogprobs | None,
+        *,
+        now: float,
+        waited: float,
+        num_ahead: int,
+    ) -> HostState:
+        """Returns the state after a step was read: longer requests, those that ended left out.
+
+        Args:
+          step: whose counters count from now on.
+          rows: its `numbers`, on the host.
+          logprobs: of the tokens kept, on the host.
+          now: when it was read.
+          waited: seconds that the host waited for it.
+          num_ahead: the steps that are still ahead.
+        """
+        slots = dict(self.slots)
+        updates = []
+        grown = []
+        for slot, request_id in sorted(step.request_ids.items()):
+            request = slots.get(slot)
+            if request is None or request.request_id != request_id:
+                continue  # it ended in an earlier step, or was cancelled
+            update = request.update(slot, rows, logprobs)
+            updates.append(update)
+            grown.append((request, len(update.token_ids)))
+            if update.finish_reason is None:
+                slots[slot] = request.after(update.token_ids, now)
+            else:
+                del slots[slot]
+        new = [(one, n) for one, n in grown if one.last_read is None]
+        stats = self.stats.after_step(
+            num_busy=len(step.request_ids),
+            num_ahead=num_ahead,
+            waited=waited,
+            prompt_tokens=sum(one.prompt_length for one, _ in new),
+            queued=[one.admitted - one.submitted for one, _ in new],
+            first=[(now - one.submitted, 1) for one, n in new if n],
+            between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
+        )
+        return HostState(
+            slots=slots,
+            returning=self.returning,
+            updates=(*self.updates, *updates),
+            counters=step.result.counters,
+            estimator=step.result.estimator,
+            stats=stats,
+        )
 
     def failed(self, slot: int, error: str) -> HostState:
         """After a running request has failed, as `error` says, and has left its slot."""
@@ -164,11 +269,3 @@ class HostState(NamedTuple):
             returning=tuple(one for one in self.returning if one.request_id != request_id),
             updates=tuple(one for one in self.updates if one.request_id != request_id),
         )
-
-
-class StepAhead(NamedTuple):
-    """A step that was dispatched and whose result the host has not read."""
-
-    result: StepResult
-    request_ids: Mapping[int, int]  # of the requests that take part, by slot
-    num_drafts: int | None  # of a request at most; None for K

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import functools
-import itertools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, Unpack
 
 import jax
@@ -19,13 +17,14 @@ from jax_specdec._src.arrays import check_choice, check_int, check_type, require
 from jax_specdec._src.grammar import check_matchers
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.decoding import inputs, programs
+from jax_specdec.lm.decoding import inputs, programs, schedule, stopwatch
 from jax_specdec.lm.decoding.bookkeeping import (
     HostState,
     Matching,
     RequestUpdate,
     ServedRequest,
     StepAhead,
+    StepResult,
 )
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
@@ -33,7 +32,16 @@ from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
-from jax_specdec.lm.decoding.prompts import ChunkedPrefill, Prompts, next_group
+from jax_specdec.lm.decoding.schedule import (
+    Action,
+    ChunkedPrefill,
+    Masked,
+    Prompts,
+    Read,
+    Step,
+    Traffic,
+    Wait,
+)
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.models.protocol import check_params
 
@@ -262,53 +270,39 @@ class EngineDriver:
                     on_progress(done, len(calls))
                 call()
             if self.draft_choice is not None and self.draft_choice.costs is None:
-                self.draft_choice.costs = programs.measure_steps(self.engine, *self._weights)
+                self.draft_choice.costs = stopwatch.measure_steps(self.engine, *self._weights)
             self._ready_state([])
         except FailedCall as failed:
             raise failed.error from None
 
     def _calls_of_all_programs(self, grammars: bool) -> list[Callable[[], object]]:
-        """One call of each, for requests in slots that do not exist: nothing has to be undone."""
-        engine, nowhere = self.engine, self.engine.num_slots
+        """Returns calls for requests in slots that do not exist: nothing has to be undone."""
 
-        def request(size: int) -> ServedRequest:
-            return ServedRequest(size, None, 0, -1, [0] * size, size, RequestOptions(seed=0))
+        def rehearse(action: Action) -> None:
+            self._carry_out(action)
+            if self._ahead:
+                self._read_step()
 
-        def step(dispatch: Callable[..., None], *chosen: Any) -> None:
-            dispatch(*chosen)
-            self._read_step()
-
-        def choose() -> None:
-            self._settle()  # there may be no room for two states
-            given = engine, *self._weights
-            costs = programs.measure_chunks(*given, in_steps=self.prompts_in_steps)
-            self.chunk_size = costs.largest
-            self._chooses_chunk_size = False  # a second call measures nothing
-            self._is_whole = False
-
-        calls: list[Callable[[], object]] = []
-        prompts = [
-            Prompts({nowhere + row: request(size) for row in range(num_rows)}, 0, size, None)
-            for num_rows, size in engine.admit_shapes
-        ]
-        calls += [functools.partial(self._read, one) for one in prompts]
-        calls.append(functools.partial(self._empty, nowhere))
-        chosen = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
-        each = dict.fromkeys(((False, 0), *chosen))
-        calls += [functools.partial(step, self._dispatch_whole, *one) for one in each]
-        beside = functools.partial(step, self._dispatch_whole, False, programs.full_budget(engine))
-        calls += [functools.partial(beside, one) for one in prompts] * self.prompts_in_steps
-        most = engine.most_drafts(RequestOptions(), 1)
-        masked = [
-            functools.partial(step, self._dispatch_masked, {nowhere: n})
-            for n in sorted({0, min(1, most)})
-        ]
-        calls += masked * grammars
-        if engine.drafter.serves.has_history:
+        actions = schedule.rehearsal(
+            self.engine, prompts_in_steps=self.prompts_in_steps, grammars=grammars
+        )
+        calls: list[Callable[[], object]]
+        calls = [functools.partial(rehearse, action) for action in actions]
+        calls.append(functools.partial(self._empty, self.engine.num_slots))
+        if self.engine.drafter.serves.has_history:
             calls.append(functools.partial(self._remember, [[]]))
         if self._chooses_chunk_size:
-            calls.append(choose)
+            calls.append(self._choose_chunk_size)
         return calls
+
+    def _choose_chunk_size(self) -> None:
+        """Measures steps and prompts; a second call of `warm_up` measures nothing."""
+        self._settle()  # there may be no room for two states
+        weights = self._weights
+        costs = stopwatch.measure_chunks(self.engine, *weights, in_steps=self.prompts_in_steps)
+        self.chunk_size = costs.largest
+        self._chooses_chunk_size = False
+        self._is_whole = False
 
     def submit(
         self,
@@ -385,7 +379,7 @@ class EngineDriver:
             if self.engine.drafter.serves.has_history:
                 begun = *host.slots.values(), *host.returning
                 ended = [one for one in begun if one.request_id == request_id]
-                texts = [one.token_ids[one.prompt_length :] for one in ended]
+                texts = [one.new_token_ids for one in ended]
                 self._remember([text for text in texts if text])
         return is_known
 
@@ -452,222 +446,178 @@ class EngineDriver:
 
     # From the queue to the last token, in the order in which a request meets these.
 
-    def _dispatch_step(self) -> bool:
-        """Read prompts and dispatch a step, if one more is wanted; whether it did."""
-        running = self._decoding
-        is_failing = any(one.num_failures for one in running.values())
-        has_grammar = any(one.matching is not None for one in running.values())
-        # Of what fails, less is lost; and masks need the tokens of the step before.
-        num_ahead = 0 if is_failing or has_grammar else self.max_steps_ahead
-        if len(self._ahead) >= num_ahead + (not self._host.updates):
-            return False
-        prompts = None
-        if self.prompts_in_steps and not (is_failing or has_grammar) and self._has_budget():
-            prompts = self._next_prompts(self.chunk_size)
-            if prompts is not None and any(one.num_failures for one in prompts.group.values()):
-                self._read(prompts)  # if it fails again, that concerns nobody else
-                prompts = None
-        else:
-            self._admit_queued()
-        running = self._running_beside(prompts)
-        if not self._has_budget():
-            return False
-        # A request may be longer on the device, and so have fewer drafts there, but never more.
-        limits = {i: self.engine.most_drafts(x.options, x.length) for i, x in running.items()}
-        if any(one.matching is not None for one in running.values()):
-            self._dispatch_masked(limits)
-            return True
-        neutral = [one.options.is_neutral for one in running.values()]
-        all_neutral = self.engine.request_options and all(neutral)
-        num_drafts = None
-        if prompts is not None:  # for these, and for no drafts, one program is enough
-            all_neutral, num_drafts = False, programs.full_budget(self.engine)
-        elif not any(limits.values()):
-            num_drafts = 0
-            all_neutral &= 0 in (self.engine.draft_budget or ())  # or it is not compiled
-        elif self.draft_choice is not None:
-            self.draft_choice.limits = [*limits.values()]
-            num_drafts = self.draft_choice.next()
-        self._dispatch_whole(all_neutral, num_drafts, prompts)
-        return True
+    def _plan(self, after: Read | None) -> Action:
+        """Returns what is to be done next."""
+        settings = schedule.Settings(
+            max_steps_ahead=self.max_steps_ahead,
+            max_prefills=self.max_prefills,
+            chunk_size=self.chunk_size,
+            prompts_in_steps=self.prompts_in_steps,
+        )
+        return schedule.plan(self.engine, settings, self._traffic, after)
 
-    def _has_budget(self) -> bool:
-        """Whether a request has a budget left after the steps ahead, if each spends one token."""
-        return any(
-            one.budget_left > sum(x.request_ids.get(slot) == one.request_id for x in self._ahead)
-            for slot, one in self._decoding.items()
+    @property
+    def _traffic(self) -> Traffic:
+        """What the schedule knows."""
+        return Traffic(
+            slots=self._host.slots,
+            returning=self._host.returning,
+            waiting=self._waiting.values(),
+            client_of=self.client_of,
+            prefill=self._prefill,
+            ahead=[one.request_ids for one in self._ahead],
+            has_updates=bool(self._host.updates),
         )
 
-    def _admit_queued(self) -> None:
-        """Read prompts, if there are any: at most `max_prefills` calls while requests run."""
-        num_calls = 0
-        while self.max_prefills is None or num_calls < self.max_prefills or not self._decoding:
-            most = self.chunk_size if self._decoding else self.engine.chunk_size
-            prompts = self._next_prompts(most)
-            if prompts is None:
-                break
-            self._read(prompts)
-            num_calls += 1
+    def _dispatch_step(self) -> bool:
+        """Reads prompts and dispatches a step, if one more is wanted; returns whether it did."""
+        action = self._admit_queued()
+        if isinstance(action, Step) and action.prompts.group:
+            self._occupy(action.prompts.group)
+        self._carry_out(action)
+        return not isinstance(action, Wait)
 
-    def _next_prompts(self, most: int) -> Prompts | None:
-        """What is to be read next, at most so many tokens; its requests are in slots from now on.
+    def _admit_queued(self) -> Action:
+        """Reads prompts between steps, if there are any; returns what is to be done then."""
+        action = self._plan(after=None)
+        while isinstance(action, Read):
+            self._occupy(action.prompts.group)
+            self._carry_out(action)
+            action = self._plan(after=action)
+        return action
 
-        Chunks of a long prompt and groups of shorter prompts take turns.
-        """
-        prefill, host, group = self._prefill, self._host, {}
-        if prefill is None or prefill.waits:
-            has_long = prefill is not None
-            group = next_group(self.engine, self._queue(), host.slots, most, has_long=has_long)
-        if group:
-            group = self._occupy(group)
-            slot, first = next(iter(group.items()))
-            if first.length <= most:
-                rest = None if prefill is None else prefill._replace(waits=False)
-                return Prompts(group, 0, self.engine.prompt_size(first.length), rest)
-            prefill = ChunkedPrefill(slot, first)
-        return None if prefill is None else prefill.next_chunk(self.engine, most, self.chunk_size)
+    def _carry_out(self, action: Action) -> None:
+        """Calls the programs of an action; the requests whose prompts it reads are in slots."""
+        match action:
+            case Read():
+                self._read(action.prompts)
+            case Step():
+                self._dispatch_whole(action)
+            case Masked():
+                self._dispatch_masked(action)
 
-    def _queue(self) -> Iterator[ServedRequest]:
-        """Returns the requests that wait, in the order in which they get slots."""
-        waiting: Iterable[ServedRequest] = self._waiting.values()
-        if (client_of := self.client_of) is not None:
-            # How many of its client's are before a request, in slots and in the queue.
-            counts = collections.Counter(client_of(x.request_id) for x in self._host.slots.values())
-            ranks = {}
-            for one in waiting:
-                client = client_of(one.request_id)
-                ranks[one.request_id] = counts[client]
-                counts[client] += 1
-            waiting = sorted(waiting, key=lambda one: ranks[one.request_id])
-        # No generator: an interrupt while Python closes one is lost.
-        return itertools.chain(self._host.returning, waiting)
+    def _occupy(self, group: Mapping[int, ServedRequest]) -> None:
+        """Puts requests into slots, from now on."""
+        now = time.perf_counter()
+        new = {slot: one._replace(admitted=one.admitted or now) for slot, one in group.items()}
+        self._host = self._host.with_new(new)
+        for one in new.values():
+            self._waiting.pop(one.request_id, None)
 
     def _read(self, prompts: Prompts) -> None:
-        """Read prompts between two steps; those that are read to their end run from now on."""
+        """Reads prompts between two steps; those that are read to their end run from now on."""
         requests = prompts.group.values()
-        state, new = self._ready_state(requests), prompts.arrays(self.engine)
-        self._state = self._call(requests, programs.admit, *self._weights, state, new)
-        self._prefill = rest = prompts.rest
-        is_chunk = prompts.start > 0 or (rest is not None and rest.slot in prompts.group)
-        for slot, request in prompts.group.items():
-            num_read = prompts.start + prompts.size
-            if is_chunk and request.num_failures and num_read > request.num_read:
-                request = request._replace(num_read=num_read, num_failures=0)
-                self._occupy({slot: request})
-                self._prefill = rest and rest._replace(request=request)
+        state = self._ready_state(requests)
+        packed = programs.pack(self.engine, prompts)
+        self._state = self._call(requests, programs.admit, *self._weights, state, packed)
+        self._prefill = prompts.rest
+        if prompts.is_chunk:
+            (slot,) = prompts.group
+            self._host = self._host.after_chunk(slot, prompts.end)
 
-    def _occupy(self, group: dict[int, ServedRequest]) -> dict[int, ServedRequest]:
-        """Requests are in slots from now on."""
-        host, now = self._host, time.perf_counter()
-        group = {i: x._replace(admitted=x.admitted or now) for i, x in group.items()}
-        ids = {one.request_id for one in group.values()}
-        returning = tuple(one for one in host.returning if one.request_id not in ids)
-        self._host = host._replace(slots={**host.slots, **group}, returning=returning)
-        for request_id in ids:
-            self._waiting.pop(request_id, None)
-        return group
+    def _dispatch_whole(self, step: Step) -> None:
+        """Dispatches a step, which may read prompts."""
+        num_drafts = step.num_drafts
+        if step.limits and self.draft_choice is not None:
+            self.draft_choice.limits = step.limits
+            num_drafts = self.draft_choice.next()
+        requests = [*step.running.values(), *step.prompts.group.values()]
+        state = self._ready_state(requests)
+        packed = programs.pack(self.engine, step.prompts) if step.prompts.group else None
+        state, result = self._call(
+            requests,
+            programs.step,
+            *self._weights,
+            state,
+            packed,
+            all_neutral=step.all_neutral,
+            num_drafts=num_drafts,
+        )
+        self._prefill = step.prompts.rest
+        self._add_step(step.running, state, result, num_drafts)
 
-    def _dispatch_whole(
-        self, all_neutral: bool, num_drafts: int | None, prompts: Prompts | None = None
-    ) -> None:
-        """Dispatch a step, which may read prompts; there is a program for each pair of the first.
-
-        With prompts, there is one for each shape of these.
-        """
-        static = dict(all_neutral=all_neutral, num_drafts=num_drafts)
-        slots = self._running_beside(prompts)
-        requests, new = [*slots.values()], None
-        if prompts is not None:
-            requests += prompts.group.values()
-            new = prompts.arrays(self.engine)
-        given = *self._weights, self._ready_state(requests), new
-        state, result = self._call(requests, programs.step, *given, **static)
-        self._prefill = self._prefill if prompts is None else prompts.rest
-        self._add_step(slots, state, result, num_drafts)
-
-    def _dispatch_masked(self, limits: dict[int, int]) -> None:
-        """Dispatch a step whose rows are masked by grammars, with the most drafts by slot.
+    def _dispatch_masked(self, step: Masked) -> None:
+        """Dispatches a step whose rows are masked by grammars.
 
         Where a pass may be narrow and drafts do not pay, only those are verified that are forced.
         """
-        slots, (params, draft_params) = self._decoding, self._weights
-        requests, num_drafts, choice = slots.values(), 0, self.draft_choice
-        matched = [i for i, one in slots.items() if one.matching is not None]
-        has_grammar = np.isin(np.arange(self.engine.num_slots), matched)
+        params, draft_params = self._weights
+        requests = step.running.values()
+        choice = self.draft_choice
+        num_drafts = 0
+        matched = [slot for slot, one in step.running.items() if one.matching is not None]
+        has_grammar = np.isin(np.arange(self.engine.num_slots), matched)  # [S]
         state = self._ready_state(requests)
-        if any(limits.values()):
+        if any(step.limits.values()):
             num_drafts = self.engine.config.num_speculative_tokens
-            given = state.features, state.num_features, has_grammar
+            # Features are given by themselves: they end with the call, and cannot be donated.
+            features = state.features, state.num_features
             state = dataclasses.replace(state, features=None, num_features=None)
-            state = self._call(requests, programs.draft, draft_params, state, *given)
+            state = self._call(
+                requests, programs.draft, draft_params, state, *features, has_grammar
+            )
         with awaiting(requests):
-            ids = jax.device_get(state.draft_token_ids)[:, :num_drafts]
-        drops = choice is not None and choice.may_be_narrow and choice.next() == 0
-        ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID) if drops else ids
-        drafts, failed = self._matchers.forced_drafts(slots, ids, limits, state.store is not None)
-        if drops:  # nothing is learned of what was not verified
+            ids = jax.device_get(state.draft_token_ids)[:, :num_drafts]  # [S, K], or [S, 0]
+        is_narrow = choice is not None and choice.may_be_narrow and choice.next() == 0
+        if is_narrow:
+            ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID)
+        has_store = state.store is not None
+        drafts, failed = self._matchers.forced_drafts(step.running, ids, step.limits, has_store)
+        if is_narrow:  # nothing is learned of what was not verified
             drafts = drafts._replace(is_forced=np.ones_like(drafts.is_forced))
-        going_on = {slot: one for slot, one in slots.items() if slot not in failed}
-        call: tuple[Any, ...] = programs.verify, params, state, *drafts
-        if not num_drafts:
-            call = programs.masked_step, params, draft_params, state, drafts.token_bitmask
-        state, result = self._call(requests, *call)
-        self._add_step(going_on, state, result, 0 if drops else num_drafts)
+        if num_drafts:
+            state, result = self._call(requests, programs.verify, params, state, *drafts)
+        else:
+            mask = drafts.token_bitmask
+            state, result = self._call(requests, programs.masked_step, *self._weights, state, mask)
+        going_on = {slot: one for slot, one in step.running.items() if slot not in failed}
+        self._add_step(going_on, state, result, 0 if is_narrow else num_drafts)
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
             self._empty(slot)
 
     def _add_step(
         self,
-        slots: dict[int, ServedRequest],
+        running: Mapping[int, ServedRequest],
         state: DecodeState,
-        result: programs.StepResult,
+        result: StepResult,
         num_drafts: int | None,
     ) -> None:
-        """A step was dispatched: begin to copy what the host reads, and do not wait."""
+        """Notes a step that was dispatched; begins to copy what the host reads, without waiting."""
         self._state = state
-        request_ids = {i: one.request_id for i, one in slots.items()}
+        request_ids = {slot: one.request_id for slot, one in running.items()}
         self._ahead.append(StepAhead(result, request_ids, num_drafts))
-        with awaiting(slots.values()):
+        with awaiting(running.values()):
             for array in jax.tree.leaves(result.for_host):
                 array.copy_to_host_async()
 
     def _read_step(self) -> None:
-        """Read the result of the oldest step ahead."""
-        result, request_ids, num_drafts = self._ahead[0]
-        host, begin = self._host, time.perf_counter()
-        with awaiting(self._decoding.values()):
-            numbers, logprobs, rates = jax.device_get(result.for_host)
+        """Reads the result of the oldest step ahead."""
+        step = self._ahead[0]
+        host = self._host
+        begin = time.perf_counter()
+        with awaiting(self._traffic.running.values()):
+            numbers, logprobs, rates = jax.device_get(step.result.for_host)
         now = time.perf_counter()
-        slots, updates, grown, ended = dict(host.slots), [*host.updates], [], []
-        rows = numbers.tolist()
-        for slot, request_id in sorted(request_ids.items()):
-            request = slots.get(slot)
-            if request is None or request.request_id != request_id:
-                continue  # it ended in an earlier step, or was cancelled
-            update = request.update(slot, rows, logprobs)
-            updates.append(update)
-            grown.append((request, len(update.token_ids)))
-            if update.finish_reason is None:
-                slots[slot] = request.after(update.token_ids, now)
-            else:
-                del slots[slot]
-                ended.append(request.token_ids[request.prompt_length :] + update.token_ids)
-        if self.draft_choice is not None and grown:
-            has_drafts = any(update.num_proposed for update in updates[len(host.updates) :])
-            self.draft_choice.learn(rates, num_drafts, has_drafts)
-        new = [(request, n) for request, n in grown if request.last_read is None]
-        stats = host.stats.after_step(
-            num_busy=len(request_ids),
-            num_ahead=len(self._ahead) - 1,
+        host = self._host.after_step(
+            step,
+            numbers.tolist(),
+            logprobs,
+            now=now,
             waited=now - begin,
-            prompt_tokens=sum(one.prompt_length for one, _ in new),
-            queued=[one.admitted - one.submitted for one, _ in new],
-            first=[(now - one.submitted, 1) for one, n in new if n],
-            between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
+            num_ahead=len(self._ahead) - 1,
         )
-        learned = result.counters, result.estimator, stats
-        self._host = HostState(slots, host.returning, tuple(updates), *learned)
+        updates = host.updates[len(self._host.updates) :]
+        if self.draft_choice is not None and updates:
+            has_drafts = any(update.num_proposed for update in updates)
+            self.draft_choice.learn(rates, step.num_drafts, has_drafts)
+        by_id = {one.request_id: one for one in self._host.slots.values()}
+        ended = [
+            by_id[one.request_id].new_token_ids + one.token_ids
+            for one in updates
+            if one.finish_reason is not None
+        ]
+        self._host = host
         del self._ahead[0]
         if self.engine.drafter.serves.has_history:
             self._remember(ended)
@@ -684,19 +634,9 @@ class EngineDriver:
         """Empty a slot on the device; its request has not ended, and has left it on the host."""
         if self._prefill is not None and self._prefill.slot == slot:
             self._prefill = None
-        here, requests = np.arange(self.engine.num_slots) == slot, self._decoding.values()
+        here = np.arange(self.engine.num_slots) == slot  # [S]
+        requests = self._traffic.running.values()
         self._state = self._call(requests, programs.release, self._ready_state(requests), here)
-
-    @property
-    def _decoding(self) -> dict[int, ServedRequest]:
-        """The requests, by slot, that the next step emits tokens for."""
-        waits = None if self._prefill is None else self._prefill.slot
-        return {slot: one for slot, one in self._host.slots.items() if slot != waits}
-
-    def _running_beside(self, prompts: Prompts | None) -> dict[int, ServedRequest]:
-        """The requests that run, by slot, without those whose prompts are about to be read."""
-        new = () if prompts is None else prompts.group
-        return {slot: one for slot, one in self._decoding.items() if slot not in new}
 
     # Interrupts and failed calls
 
