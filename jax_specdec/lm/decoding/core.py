@@ -27,6 +27,7 @@ from jax_specdec.lm.decoding.batch import Batch, append
 from jax_specdec.lm.decoding.slots import read_into_slots
 from jax_specdec.lm.drafting.context import with_fewer_drafts
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal
+from jax_specdec.lm.drafting.tree import with_chains
 from jax_specdec.lm.models.protocol import (
     CausalModel,
     PromptRows,
@@ -104,34 +105,11 @@ class DecodeState:
         return jnp.all(self.draft_parents == nodes[None, :], axis=1)
 
     def with_chains(self, requests: jax.Array) -> DecodeState:
-        """The state in which the trees of some requests, ``[B]`` bool, are chains of drafts.
-
-        Those are the drafts of a path: the first of the tree, the first that follows it, and so on.
-        """
-        ids, parents = self.draft_token_ids, self.draft_parents
-        if parents is None:
+        """Returns the state in which the trees of some requests, ``[B]`` bool, are chains."""
+        if self.draft_parents is None:
             return self
-        k = ids.shape[1]
-        # [B, K+1, K]: whether draft j follows node i
-        node = jnp.arange(k + 1, dtype=jnp.int32)[None, :, None]
-        follows = (parents[:, None, :] == node) & (ids >= 0)[:, None, :]
-        # [B, K+1]: the first node that follows each one; 0, which follows none, if there is none
-        first = jnp.where(follows.any(axis=2), jnp.argmax(follows, axis=2).astype(jnp.int32) + 1, 0)
-
-        def step(node: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-            following = jnp.take_along_axis(first, node[:, None], axis=1)[:, 0]
-            following = jnp.where(node < 0, 0, following)
-            token = jnp.take_along_axis(ids, jnp.maximum(following - 1, 0)[:, None], axis=1)[:, 0]
-            token = jnp.where(following > 0, token, PLACEHOLDER_TOKEN_ID)
-            return jnp.where(following > 0, following, -1), token
-
-        _, path = lax.scan(step, jnp.zeros_like(ids[:, 0]), None, length=k)
-        chosen = requests[:, None]
-        return dataclasses.replace(
-            self,
-            draft_token_ids=jnp.where(chosen, path.T, ids),
-            draft_parents=jnp.where(chosen, jnp.arange(k, dtype=jnp.int32)[None, :], parents),
-        )
+        ids, parents = with_chains(self.draft_token_ids, self.draft_parents, requests)
+        return dataclasses.replace(self, draft_token_ids=ids, draft_parents=parents)
 
 
 class Caches(NamedTuple):

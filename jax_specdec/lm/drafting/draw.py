@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,32 @@ from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Proposal
 
+Carry = TypeVar("Carry")
+
+
+class _Requests(NamedTuple):
+    """Whose drafts N rows are for.
+
+    Attributes:
+      sampling: the parameters of each row's request.
+      keys: ``[N]`` typed keys.
+      positions: ``[N]`` int32, absolute position of the first draft of the step.
+    """
+
+    sampling: SamplingParams
+    keys: jax.Array
+    positions: jax.Array
+
+    @classmethod
+    def of(cls, context: DraftContext) -> _Requests:
+        """Returns the requests of a step, one for each row of a draft."""
+        return cls(context.sampling, context.keys, context.lengths)
+
 
 def draft_chain(
     logits: jax.Array,
-    carry: Any,
-    forward: Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, Any]],
+    carry: Carry,
+    forward: Callable[[Carry, jax.Array, jax.Array], tuple[jax.Array, Carry]],
     context: DraftContext,
     store: DraftStore | None,
     *,
@@ -30,8 +51,8 @@ def draft_chain(
     vocab_size: int = 0,
     num_candidates: int | None = None,
     sharding: VerifySharding | None = None,
-) -> tuple[Proposal, Any]:
-    """Draw K drafts of each request, each from the row that a drafter has after the one before.
+) -> tuple[Proposal, Carry]:
+    """Draws K drafts of each request, each from the row that a drafter has after the one before.
 
     Args:
       logits: ``[B, Vd]``, the rows of the first drafts.
@@ -45,30 +66,49 @@ def draft_chain(
       vocab_size: greater than any of `ids`.
       num_candidates: draw from this many of the likeliest ids only; the store has rows of them.
       sharding: how rows are split.
+
+    Returns:
+      The proposal, and the last carry.
     """
     config = context.config
+    requests = _Requests.of(context)
 
     def draw(
         logits: jax.Array, offset: jax.Array, store: DraftStore | None, now: DraftContext | None
     ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
-        """One draft of each request, the store, and the context with the draft if it matters."""
-        listed, split = ids, sharding
-        if listed is not None and listed.ndim == 3:
-            listed = lax.dynamic_index_in_dim(listed, offset, axis=1, keepdims=False)
+        """Returns a draft of each request, the store, and the context after the draft."""
+        columns = ids
+        split = sharding
+        if ids is not None and ids.ndim == 3:
+            # [B, K, C] -> [B, C]
+            columns = lax.dynamic_index_in_dim(ids, offset, axis=1, keepdims=False)
         if now is not None:
-            logits = _process(logits, now, listed, vocab_size)
-        if store is not None:  # round before sampling, so that q is what is stored
+            logits = _process(logits, now, columns, vocab_size)
+        if store is not None:
+            # Rounded before anything is drawn, so that q is what is stored.
             logits = logits.astype(store.logits.dtype)
-        if store is not None and num_candidates is not None:
-            logits, columns = lax.top_k(logits, num_candidates)
-            listed, split = columns if listed is None else listed[columns], None
-        requests = context.sampling, context.keys, context.lengths
+            if num_candidates is not None:
+                # [B, Vd] -> [B, C], and the ids of these columns
+                logits, best = lax.top_k(logits, num_candidates)
+                columns = best if columns is None else columns[best]
+                split = None  # the candidates of a row are on every device
         drawn, store = _draw(
-            logits, requests, offset, offset, config, store, listed, vocab_size, split
+            logits,
+            requests,
+            config,
+            store,
+            offset=offset,
+            place=offset,
+            columns=columns,
+            vocab_size=vocab_size,
+            sharding=split,
         )
+        # Penalties and bad words count the drafts; nothing else looks at them.
         return drawn, store, None if now is None else now.append(drawn)
 
-    def draft(state: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
+    def step(
+        state: tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], offset: jax.Array
+    ) -> tuple[tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], jax.Array]:
         last, carry, store, now = state
         logits, carry = forward(carry, last, offset)
         drawn, store, now = draw(logits, offset, store, now)
@@ -77,7 +117,8 @@ def draft_chain(
     now = None if context.processors is None else context
     first, store, now = draw(logits, jnp.int32(0), store, now)
     offsets = jnp.arange(1, config.num_speculative_tokens, dtype=jnp.int32)
-    (_, carry, store, _), rest = lax.scan(draft, (first, carry, store, now), offsets)
+    (_, carry, store, _), rest = lax.scan(step, (first, carry, store, now), offsets)
+    # [B] and [K - 1, B] -> [B, K]
     drafts = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
     return Proposal(drafts, store), carry
 
@@ -90,7 +131,9 @@ def draft_at_once(
     ids: jax.Array | None = None,
     vocab_size: int = 0,
 ) -> Proposal:
-    """Draw K drafts of each request from rows that depend on none of them: those of `draft_chain`.
+    """Draws K drafts of each request from rows that depend on none of them.
+
+    The drafts, and the store, are those of `draft_chain`.
 
     Args:
       logits: ``[B, K, Vd]``.
@@ -101,68 +144,81 @@ def draft_at_once(
     """
     batch_size, count, _ = logits.shape
 
-    def flat(x: jax.Array) -> jax.Array:
+    def by_draft(x: jax.Array) -> jax.Array:
+        # [B, K, n] -> [K * B, n]: in the order of a store
         return jnp.swapaxes(x, 0, 1).reshape(count * batch_size, x.shape[2])
 
+    def with_slots(store: DraftStore, *shape: int) -> DraftStore:
+        return dataclasses.replace(
+            store,
+            positions=store.positions.reshape(shape),
+            temperature=store.temperature.reshape(shape),
+        )
+
+    rows = by_draft(logits)
     if ids is not None and ids.ndim == 3:
-        ids = flat(ids)
-    rows, whole = flat(logits), None
-    if store is not None:  # a store of one draft for each of K * B slots
+        ids = by_draft(ids)
+    if store is not None:
         rows = rows.astype(store.logits.dtype)
-        stamps = {name: getattr(store, name) for name in ("positions", "temperature")}
-        whole = dataclasses.replace(store, **{k: x.reshape(1, -1) for k, x in stamps.items()})
-    requests = context.sampling, context.keys, context.lengths
-    requests = jax.tree.map(lambda x: jnp.concatenate([x] * count), requests)
-    offsets = jnp.repeat(jnp.arange(count, dtype=jnp.int32), batch_size)
-    drawn, whole = _draw(
-        rows, requests, offsets, jnp.int32(0), context.config, whole, ids, vocab_size, None
+        # One write of one draft for each of K * B slots, in place of K writes.
+        store = with_slots(store, 1, count * batch_size)
+    drawn, store = _draw(
+        rows,
+        jax.tree.map(lambda x: jnp.concatenate([x] * count), _Requests.of(context)),
+        context.config,
+        store,
+        offset=jnp.repeat(jnp.arange(count, dtype=jnp.int32), batch_size),
+        place=jnp.int32(0),
+        columns=ids,
+        vocab_size=vocab_size,
+        sharding=None,
     )
-    if store is not None and whole is not None:
-        shape = store.positions.shape
-        stamps = {name: getattr(whole, name).reshape(shape) for name in stamps}
-        store = dataclasses.replace(whole, **stamps)
+    if store is not None:
+        store = with_slots(store, count, batch_size)
+    # [K * B] -> [B, K]
     return Proposal(drawn.reshape(count, batch_size).T, store)
 
 
 def _draw(
     logits: jax.Array,
-    requests: tuple[SamplingParams, jax.Array, jax.Array],
-    offset: jax.Array,
-    place: jax.Array,
+    requests: _Requests,
     config: SpecDecodeConfig,
     store: DraftStore | None,
-    listed: jax.Array | None,
+    *,
+    offset: jax.Array,
+    place: jax.Array,
+    columns: jax.Array | None,
     vocab_size: int,
     sharding: VerifySharding | None,
 ) -> tuple[jax.Array, DraftStore | None]:
-    """A draft from each row, and the store with the rows at a place.
+    """Returns a draft from each row, and the store with the rows.
 
     Args:
       logits: ``[N, Vd]``, in the stored dtype.
-      requests: parameters, keys and positions of the N rows.
-      offset: ``[]`` or ``[N]`` int32, of the drafts in the step.
-      place: ``[]`` int32, where the store has the rows.
+      requests: of the N rows.
       config: of the step.
       store: to write to, or None.
-      listed: ``[Vd]`` or ``[N, Vd]`` int32, target ids of the columns, or None.
+      offset: ``[]`` or ``[N]`` int32, of the drafts in the step.
+      place: ``[]`` int32, the draft of the store that the rows are written as.
+      columns: ``[Vd]`` or ``[N, Vd]`` int32, the target ids of the columns, or None.
       vocab_size: greater than any of these.
       sharding: how rows are split.
     """
-    sampling, keys, positions = requests
     is_sampled = config.draft_sample_method == "probabilistic"
-    # In tiles of target ids, as the target draws, whose noise this shares.
-    by_target_id = is_sampled and config.rejection_sample_method == "agreement"
-    if by_target_id and listed is not None:
-        logits, listed, sharding = on_target_ids(logits, listed, vocab_size), None, None
+    if columns is not None and is_sampled and config.rejection_sample_method == "agreement":
+        # [N, Vd] -> [N, V]: the target draws in tiles of its ids, and this shares its noise
+        logits = on_target_ids(logits, columns, vocab_size)
+        columns = None
+        sharding = None
     drawn = sample_draft_tokens(
         logits,
-        sampling=sampling,
-        keys=keys,
-        positions=positions,
+        sampling=requests.sampling,
+        keys=requests.keys,
+        positions=requests.positions,
         offset=offset,
         config=config,
         sharding=sharding,
-        ids=listed,
+        ids=columns,
     )
     if store is not None and drawn.log_normalizer is not None:
         assert drawn.row_max is not None
@@ -172,26 +228,35 @@ def _draw(
             drawn.log_normalizer,
             drawn.row_max,
             threshold=drawn.threshold,
-            ids=listed if store.has_own_ids else None,
-            positions=positions,
-            sampling=sampling,
+            ids=columns if store.has_own_ids else None,
+            positions=requests.positions,
+            sampling=requests.sampling,
         )
     return drawn.token_ids, store
 
 
 def _process(
-    logits: jax.Array, now: DraftContext, ids: jax.Array | None, vocab_size: int
+    logits: jax.Array, now: DraftContext, columns: jax.Array | None, vocab_size: int
 ) -> jax.Array:
-    """`DraftContext.process_logits` of a drafter's rows, which requests know by target id."""
-    if ids is None:
+    """Returns a drafter's rows ``[B, Vd]`` after the processors, which know target ids."""
+    if columns is None:
         return now.process_logits(logits)
-    rows = now.process_logits(on_target_ids(logits, ids, vocab_size))
-    return rows[:, ids] if ids.ndim == 1 else jnp.take_along_axis(rows, ids, axis=1)
+    # [B, Vd] -> [B, V] -> [B, Vd]
+    rows = now.process_logits(on_target_ids(logits, columns, vocab_size))
+    if columns.ndim == 1:
+        return rows[:, columns]
+    return jnp.take_along_axis(rows, columns, axis=1)
 
 
-def on_target_ids(logits: jax.Array, ids: jax.Array, vocab_size: int) -> jax.Array:
-    """``[B, vocab_size]`` of ``[B, Vd]``: each logit at its target id, -inf at the others."""
+def on_target_ids(logits: jax.Array, columns: jax.Array, vocab_size: int) -> jax.Array:
+    """Returns ``[N, V]`` of ``[N, Vd]``: each logit at its target id, -inf at the others.
+
+    Args:
+      logits: ``[N, Vd]``.
+      columns: ``[Vd]`` or ``[N, Vd]`` int32, the target ids of the columns.
+      vocab_size: V.
+    """
     rows = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
-    if ids.ndim == 1:
-        return rows.at[:, ids].set(logits)
-    return jnp.put_along_axis(rows, ids, logits, axis=1, inplace=False)
+    if columns.ndim == 1:
+        return rows.at[:, columns].set(logits)
+    return jnp.put_along_axis(rows, columns, logits, axis=1, inplace=False)

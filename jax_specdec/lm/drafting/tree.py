@@ -72,9 +72,10 @@ def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.A
     # NaN would come first, and -0 after 0, though it may be the parent.
     scores = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
     scores = jnp.where(scores == 0, 0.0, scores)
+    # [B, n] -> [B, max(n, K)]
     missing = max(num_nodes - scores.shape[1], 0)
     scores = jnp.pad(scores, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-    # [B, K]: places of the best; of equal ones the first
+    # [B, K]: the best, and their places; of equal ones the first
     best, place = lax.top_k(scores, num_nodes)
     is_node = best > -jnp.inf
     chosen = jnp.where(is_node, place, -1)
@@ -84,6 +85,42 @@ def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.A
     node = jnp.where(above < 0, 0, jnp.argmax(is_parent, axis=2).astype(jnp.int32) + 1)
     found = jnp.take_along_axis(token_ids, place, axis=1, mode="clip")
     return jnp.where(is_node, found, PLACEHOLDER_TOKEN_ID), jnp.where(is_node, node, 0)
+
+
+def with_chains(
+    token_ids: jax.Array, parents: jax.Array, requests: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the ids and parents of drafts in which the trees of some requests are chains.
+
+    A chain holds the drafts of one path: the first of the tree, the first that follows it, and so
+    on; then -1.
+
+    Args:
+      token_ids: ``[B, K]`` int32, as in `Proposal`.
+      parents: ``[B, K]`` int32, as there.
+      requests: ``[B]`` bool.
+    """
+    k = token_ids.shape[1]
+    # [B, K+1, K]: whether draft j follows node i
+    node = jnp.arange(k + 1, dtype=jnp.int32)[None, :, None]
+    follows = (parents[:, None, :] == node) & (token_ids >= 0)[:, None, :]
+    # [B, K+1]: the first node that follows each one; 0, which follows none, if there is none
+    first = jnp.where(follows.any(axis=2), jnp.argmax(follows, axis=2).astype(jnp.int32) + 1, 0)
+
+    def step(node: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+        # [B]: the node that follows; none after the end of the path, whose node is -1
+        following = jnp.take_along_axis(first, node[:, None], axis=1)[:, 0]
+        following = jnp.where(node < 0, 0, following)
+        place = jnp.maximum(following - 1, 0)
+        token = jnp.take_along_axis(token_ids, place[:, None], axis=1)[:, 0]
+        token = jnp.where(following > 0, token, PLACEHOLDER_TOKEN_ID)
+        return jnp.where(following > 0, following, -1), token
+
+    # [K, B]
+    _, path = lax.scan(step, jnp.zeros_like(token_ids[:, 0]), None, length=k)
+    chosen = requests[:, None]
+    chain = jnp.arange(k, dtype=jnp.int32)[None, :]
+    return jnp.where(chosen, path.T, token_ids), jnp.where(chosen, chain, parents)
 
 
 def grow(
@@ -107,25 +144,31 @@ def grow(
       num_nodes: K.
       num_extended: W, how many nodes of a level are extended.
     """
-    batch_size = newest.shape[0]
+    # [B, 1]: node 0 is the level above the first
     token_ids = newest[:, None]
-    scores = jnp.zeros((batch_size, 1), jnp.float32)
+    scores = jnp.zeros((newest.shape[0], 1), jnp.float32)
     levels: list[Candidates] = []
-    first = 0  # number of the first node of the level above, among all candidates
+    # The numbers of the first node above, and of the first of this level, as parents have them.
+    first_above = 0
+    first = 1
     for d in range(depth):
+        # [B, W], and their children [B, W, C] or [B, 1, C]
         scores = scores[:, :num_extended]
         found = children(d, token_ids[:, :num_extended])
-        # One node's children are its own, in any order.
+        # A single node's children are its own, in any order.
         is_shared = found.scores.shape[1] < scores.shape[1]
         above, rank = _pairs(scores.shape[1], found.scores.shape[2], num_nodes, is_shared)
         after = np.zeros_like(above) if is_shared else above
         # [B, P]: the paths to pairs of a node above and one of its children
         paths = scores[:, above] + found.scores[:, after, rank]
+        # [B, P] -> [B, n]: the best nodes of the level
         scores, best = lax.top_k(paths, min(num_nodes, len(above)))
         token_ids = jnp.take_along_axis(found.token_ids[:, after, rank], best, axis=1)
         parents = jnp.asarray(above)[best]
-        levels.append(Candidates(token_ids, first + parents, scores))
-        first = 1 if d == 0 else first + levels[-2].scores.shape[1]
+        levels.append(Candidates(token_ids, first_above + parents, scores))
+        first_above = first
+        first += scores.shape[1]
+    # D of [B, n] -> [B, the sum of n]
     return Candidates(*(jnp.concatenate(x, axis=1) for x in zip(*levels, strict=True)))
 
 
@@ -174,23 +217,26 @@ def likeliest(
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(batch_size * num_rows, *x.shape[2:])
 
-    if ids is not None:  # the target's tiles of ids, and its ids for processors
+    if ids is not None:
+        # [B, R, Vd] -> [B, R, V]: processors know target ids, and races are run in tiles of them
         rows = on_target_ids(flat(logits), ids, vocab_size)
         logits = rows.reshape(batch_size, num_rows, vocab_size)
     if context.processors is not None:
         logits = jax.vmap(context.process_logits, in_axes=1, out_axes=1)(logits)
-    # [B*R]: the parameters of each row's request
+    # [B] -> [B*R]: the parameters of each row's request
     sampling = context.sampling
     if context.config.draft_sample_method == "greedy":
         sampling = SamplingParams(jnp.zeros_like(sampling.temperature))
     sampling = jax.tree.map(lambda x: jnp.repeat(x, num_rows, axis=0), sampling)
-    # [B, R, T+L]: the noise of each row's position
+    # [B, R, T+L] -> [B*R, T+L]: the noise of each row's position, of T tiles of L ids
     positions = context.lengths[:, None] + offsets[None, :]
     noise = token_exponentials(context.keys[:, None], positions, logits.shape[2])
     noise = flat(jnp.broadcast_to(noise, (batch_size, num_rows, noise.shape[2])))
+    # [B*R, V] -> [B*R, C]: the target's token if its logits are these, and the best ones after it
     drawn = sample_by_races(flat(logits), sampling, noise)
     scores = log_scores(flat(logits), sampling.temperature, noise, drawn.threshold)
     token_ids, scores = _largest(scores, drawn.token_ids, num_children)
+    # [B*R, C] -> [B, R, C]
     shape = (batch_size, num_rows, num_children)
     return Children(token_ids.reshape(shape), scores.reshape(shape))
 
@@ -233,24 +279,28 @@ def log_scores(
       noise: ``[n, T+L]`` float32, from `token_exponentials`.
       threshold: ``[n]`` float32, the least logit that filters keep; None without filters.
     """
-    (count, size), width = logits.shape, min(TILE, logits.shape[1])
+    count, size = logits.shape
+    width = min(TILE, size)
     is_sampled = (temperature > 0)[:, None]
     x = logits.astype(jnp.float32)
     if threshold is not None:
         x = jnp.where(is_sampled & (x < threshold[:, None]), -jnp.inf, x)
-    # [n, T, L]: tiles; the last may be padded
+    # [n, V] -> [n, T, L]: tiles; the last may be padded
     num_tiles = -(-size // width)
     x = jnp.pad(x, ((0, 0), (0, num_tiles * width - size)), constant_values=-jnp.inf)
     x = x.reshape(count, num_tiles, width)
+    # [n, T+L]: T g of the tiles, and then of the ids of a tile, which all tiles share
     gumbel = -jnp.log(noise) * temperature[:, None]
-    # In each tile, the chances of ids.
+    # [n, T, L]: (l + T g) / s, and [n, T] its sum in each tile
     inside = (x + gumbel[:, None, num_tiles:]) / SPREAD
-    of_tile = jax.nn.logsumexp(inside, axis=2)  # [n, T]
-    # Among tiles, which are drawn by mass.
+    of_tile = jax.nn.logsumexp(inside, axis=2)
+    # [n, T]: T log m of each tile
     inverse = inverse_temperature(temperature)[:, None]
     mass = jax.nn.logsumexp(x * inverse[:, :, None], axis=2) / inverse
+    # [n, T]: the chance of each tile; at T = 0 the sum of those of its ids
     tiles = jnp.where(is_sampled, (mass + gumbel[:, :num_tiles]) / SPREAD, of_tile)
     tiles = tiles - jax.nn.logsumexp(tiles, axis=1, keepdims=True)
+    # [n, T, L] -> [n, V]: the chance of an id in its tile, times that of the tile
     found = inside - of_tile[:, :, None] + tiles[:, :, None]
     # Rounding may leave a chance above 1, and a node then a score above its parent's.
     return jnp.minimum(found.reshape(count, -1)[:, :size], 0.0)
@@ -270,6 +320,7 @@ def _largest(scores: jax.Array, first: jax.Array, count: int) -> tuple[jax.Array
     """
     size = scores.shape[1]
     ids = jnp.arange(size, dtype=jnp.int32)
+    # [n, V]: inf for the id that comes first, unless it is none
     ranked = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
     ranked = jnp.where((ids[None, :] == first[:, None]) & (ranked > -jnp.inf), jnp.inf, ranked)
     num_groups = -(-size // _GROUP)
@@ -278,15 +329,18 @@ def _largest(scores: jax.Array, first: jax.Array, count: int) -> tuple[jax.Array
     else:
         # Whole rows would be sorted on GPUs. The C largest are in the C groups with the largest
         # maxima; in order of ids, so that equal scores are.
+        # [n, V] -> [n, groups, 64]
         fill = ((0, 0), (0, num_groups * _GROUP - size))
         groups = jnp.pad(ranked, fill, constant_values=-jnp.inf)
         groups = groups.reshape(-1, num_groups, _GROUP)
-        group = jnp.sort(_places(jnp.max(groups, axis=2), count), axis=1)  # [n, C]
-        entries = jnp.take_along_axis(groups, group[:, :, None], axis=1)  # [n, C, 64]
+        # [n, C]: which groups, and [n, C, 64]: what they hold
+        group = jnp.sort(_places(jnp.max(groups, axis=2), count), axis=1)
+        entries = jnp.take_along_axis(groups, group[:, :, None], axis=1)
+        # [n, C]: places among these entries, and in the row
         inside = _places(entries.reshape(-1, count * _GROUP), count)
         of_group = jnp.take_along_axis(group, inside // _GROUP, axis=1)
         place = of_group * _GROUP + inside % _GROUP
-    # Padding of the last group may come if there are fewer finite scores than wanted.
+    # [n, C]; padding of the last group may come if there are fewer finite scores than wanted
     found = jnp.take_along_axis(scores, place, axis=1, mode="fill", fill_value=-jnp.inf)
     found = jnp.where(found > -jnp.inf, found, -jnp.inf)
     if count > 1:
