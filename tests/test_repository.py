@@ -52,8 +52,8 @@ LAYERS = (
     {"text"},
     {"drafting"},
     {"decoding"},
-    {"loading"},
     {"lm"},
+    {"loading"},
     {"server"},
     {"cli", "__main__"},
 )

@@ -8,28 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec.lm.drafting.block import BlockDrafter
-from jax_specdec.lm.drafting.combined import FirstOf
-from jax_specdec.lm.drafting.draft_model import ModelDrafter
-from jax_specdec.lm.drafting.drafter import Drafter
-from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
-from jax_specdec.lm.drafting.ngram import NGramDrafter
-from jax_specdec.lm.drafting.suffix import SuffixDrafter
-from jax_specdec.lm.formats.checkpoint import LoadedModel, load_huggingface
+from jax_specdec import SpecDecodeConfig, lm
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
-from jax_specdec.lm.formats.embedded import load_embedded_head, load_embedded_pair
-from jax_specdec.lm.formats.heads import load_block_head, load_eagle3
 from jax_specdec.lm.models.fields import shown
-from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.protocol import Params
-from jax_specdec.lm.text.bytes import (
-    BYTE_VOCAB_SIZE,
-    DOCUMENT_SEPARATOR,
-    decode_bytes,
-    encode_bytes,
-)
-from jax_specdec.lm.text.tokenizer import TextStream, Tokenizer, load_tokenizer
+from jax_specdec.lm.text.bytes import BYTE_VOCAB_SIZE
 
 LOOKUPS = ("ngram", "suffix")
 """Drafters that look in the text so far."""
@@ -46,6 +29,8 @@ MAX_LENGTH = 1024
 TREE_CANDIDATES = 64
 """Ids of each row of a block that a tree of a head with a Markov bias is chosen from."""
 
+Loaded = lm.formats.LoadedModel[lm.models.Llama]
+
 
 @dataclasses.dataclass(frozen=True)
 class TargetText:
@@ -59,34 +44,34 @@ class TargetText:
       max_length: the most tokens that the target was made for, prompt included.
     """
 
-    tokenizer: Tokenizer | None
+    tokenizer: lm.Tokenizer | None
     vocab_size: int
     stop_token_ids: tuple[int, ...]
-    stream: Callable[[Sequence[int]], TextStream]
+    stream: Callable[[Sequence[int]], lm.TextStream]
     max_length: int
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text; see `Tokenizer.encode`."""
         if self.tokenizer is None:
-            return encode_bytes(text)
+            return lm.encode_bytes(text)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 class Draft(NamedTuple):
     """A drafter and its weights."""
 
-    drafter: Drafter
+    drafter: lm.Drafter
     params: Params | None = None
 
     @property
     def most_drafts(self) -> int | None:
         """The most drafts of a step, or of a path of its tree; None where the drafter sets none."""
-        drafter = self.drafter.head if isinstance(self.drafter, FirstOf) else self.drafter
-        return drafter.head.config.max_drafts if isinstance(drafter, BlockDrafter) else None
+        drafter = self.drafter.head if isinstance(self.drafter, lm.FirstOf) else self.drafter
+        return drafter.head.config.max_drafts if isinstance(drafter, lm.BlockDrafter) else None
 
     def drafting(
         self, config: SpecDecodeConfig, num_nodes: int | None
-    ) -> tuple[Drafter, SpecDecodeConfig]:
+    ) -> tuple[lm.Drafter, SpecDecodeConfig]:
         """Returns the drafter and the config of a step.
 
         Args:
@@ -99,9 +84,9 @@ class Draft(NamedTuple):
         drafter = self.drafter
         if num_nodes is None:
             return drafter, config
-        assert isinstance(drafter, SuffixDrafter | Eagle3Drafter | BlockDrafter)
+        assert isinstance(drafter, lm.SuffixDrafter | lm.Eagle3Drafter | lm.BlockDrafter)
         drafter = dataclasses.replace(drafter, tree_depth=config.num_speculative_tokens)
-        if isinstance(drafter, BlockDrafter) and drafter.head.config.markov_rank is not None:
+        if isinstance(drafter, lm.BlockDrafter) and drafter.head.config.markov_rank is not None:
             most = min(TREE_CANDIDATES, drafter.head.vocab_size)
             drafter = dataclasses.replace(drafter, num_candidates=most)
         # Node 0 is the newest token; each of the others is a draft.
@@ -112,7 +97,7 @@ class Draft(NamedTuple):
 class Models:
     """A target, its texts, and its drafters by their names."""
 
-    target: LoadedModel[Llama]
+    target: Loaded
     text: TargetText
     drafters: dict[str, Draft]
 
@@ -127,10 +112,10 @@ def read_target_text(directory: Path | None) -> TargetText:
       ImportError, OSError, ValueError: as `load_tokenizer` does.
     """
     if directory is None:
-        stream = functools.partial(TextStream, decode_bytes)
-        return TargetText(None, BYTE_VOCAB_SIZE, (DOCUMENT_SEPARATOR,), stream, MAX_LENGTH)
+        stream = functools.partial(lm.TextStream, lm.decode_bytes)
+        return TargetText(None, BYTE_VOCAB_SIZE, (lm.DOCUMENT_SEPARATOR,), stream, MAX_LENGTH)
     config = read_config(directory / CONFIG_FILE)
-    tokenizer = load_tokenizer(directory)
+    tokenizer = lm.load_tokenizer(directory)
     stops = tokenizer.stop_token_ids
     most = config.max_position_embeddings
     return TargetText(tokenizer, config.vocab_size, stops, tokenizer.stream, most)
@@ -154,9 +139,9 @@ def load_models(
       ImportError, OSError, ValueError: a file is missing or wrong, the target has no such stop
         token, or the tokenizer of a drafter differs from the target's.
     """
-    suffix = SuffixDrafter(history=history)
+    suffix = lm.SuffixDrafter(history=history)
     if text.tokenizer is None:
-        target, embedded = load_embedded_pair()
+        target, embedded = lm.load_embedded_pair()
         draft_models = {"model": embedded}
     else:
         directory = text.tokenizer.path.parent
@@ -170,8 +155,8 @@ def load_models(
         checkpoints = [name for name in names if not _is_lookup_or_head(name)]
         for name in checkpoints:  # before any weights, which take long to read
             read_config(Path(name) / CONFIG_FILE)
-            text.tokenizer.check_same_vocabulary(load_tokenizer(name))
-        target = load_huggingface(directory, dtype)
+            text.tokenizer.check_same_vocabulary(lm.load_tokenizer(name))
+        target = lm.load_huggingface(directory, dtype)
         draft_models = {name: _load_draft_model(name, target, dtype) for name in checkpoints}
 
     @functools.cache  # so that `suffix+NAME` and `NAME` share weights
@@ -179,15 +164,15 @@ def load_models(
         if name.startswith(SUFFIX_PREFIX):
             lookup = load("suffix")
             own = load(name.removeprefix(SUFFIX_PREFIX))
-            return Draft(FirstOf(suffix, own.drafter), (lookup.params, own.params))
+            return Draft(lm.FirstOf(suffix, own.drafter), (lookup.params, own.params))
         if name == "suffix":
             return Draft(suffix, suffix.init_params())
         if name in ("ngram", NO_DRAFTS):
-            return Draft(NGramDrafter())
+            return Draft(lm.NGramDrafter())
         if _is_lookup_or_head(name):
             return _load_head(name, target)
         model, params = draft_models[name]
-        return Draft(ModelDrafter(model), params)
+        return Draft(lm.ModelDrafter(model), params)
 
     return Models(target, text, {name: load(name) for name in drafters})
 
@@ -197,26 +182,24 @@ def _is_lookup_or_head(name: str) -> bool:
     return name in (*LOOKUPS, NO_DRAFTS, *EMBEDDED_HEADS) or name.startswith(HEAD_PREFIXES)
 
 
-def _load_draft_model(
-    directory: str, target: LoadedModel[Llama], dtype: str | None
-) -> LoadedModel[Llama]:
+def _load_draft_model(directory: str, target: Loaded, dtype: str | None) -> Loaded:
     """Reads a checkpoint so that it never proposes an id which is no token of the target."""
     size = target.model.vocab_size
-    model, params = load_huggingface(directory, dtype, max_vocab_size=size)
+    model, params = lm.load_huggingface(directory, dtype, max_vocab_size=size)
     own = model.config
     known = min(own.num_token_ids or own.vocab_size, target.model.config.num_token_ids or size)
     config = dataclasses.replace(own, num_token_ids=known if known < own.vocab_size else None)
-    return LoadedModel(dataclasses.replace(model, config=config), params)
+    return lm.formats.LoadedModel(dataclasses.replace(model, config=config), params)
 
 
-def _load_head(name: str, target: LoadedModel[Llama]) -> Draft:
+def _load_head(name: str, target: Loaded) -> Draft:
     """Reads a head of the embedded target, or one in a directory."""
     kind, _, directory = name.partition(":")
     if kind == "eagle3":
-        head = load_eagle3(directory, target) if directory else load_embedded_head(target)
-        return Draft(Eagle3Drafter(head.model), head.params)
+        head = lm.load_eagle3(directory, target) if directory else lm.load_embedded_head(target)
+        return Draft(lm.Eagle3Drafter(head.model), head.params)
     if directory:
-        block = load_block_head(directory, target)
+        block = lm.load_block_head(directory, target)
     else:
-        block = load_embedded_head(target, "dspark" if kind == "dspark" else "dflash")
-    return Draft(BlockDrafter(block.model), block.params)
+        block = lm.load_embedded_head(target, "dspark" if kind == "dspark" else "dflash")
+    return Draft(lm.BlockDrafter(block.model), block.params)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
-from upper_floor import Asked, ChoiceText, Limits, Piece, Vocabulary
+from upper_floor import Asked, ChoiceText, Limits, Piece, Vocabulary, loading
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -65,14 +64,9 @@ def choice_text(
     tokenizer: lm.Tokenizer, *stops: str, prompt: Any = (), min_tokens: int = 0
 ) -> ChoiceText:
     size = tokenizer.library_tokenizer.get_vocab_size()
-    loaded: Any = types.SimpleNamespace(
-        stop_token_ids=(),
-        stream=tokenizer.stream,
-        tokenizer=tokenizer,
-        target=types.SimpleNamespace(model=types.SimpleNamespace(vocab_size=size)),
-    )
+    words = Vocabulary(loading.TargetText(tokenizer, size, (), tokenizer.stream, 64), Limits())
     asked = Asked(True, [], None, [], 0, list(stops), 1, False, False)
-    return ChoiceText(asked, tokenizer.stream(prompt), Vocabulary(loaded, Limits()), min_tokens)
+    return ChoiceText(asked, tokenizer.stream(prompt), words, min_tokens)
 
 
 def answer(text: ChoiceText, token_ids: list[int], sizes: Iterable[int] = ()) -> Piece:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import json
 import signal
@@ -16,9 +17,9 @@ import llguidance
 import numpy as np
 import pytest
 import tokenizers
-from upper_floor import ApiError, Limits, Vocabulary, schemas
+from upper_floor import ApiError, Limits, Vocabulary, loading, schemas
 
-from jax_specdec.lm import Tokenizer
+from jax_specdec.lm import TextStream, Tokenizer, decode_bytes
 
 pytestmark = pytest.mark.newest
 
@@ -107,11 +108,8 @@ def byte_level_tokenizer(num_added: int, **parts: Any) -> Any:
 
 def vocabulary(size: int, tokenizer: Any = None, stops: tuple[int, ...] = (NUM_BYTES,)) -> Any:
     """Of a model with so many logits."""
-    target = SimpleNamespace(model=SimpleNamespace(vocab_size=size))
-    models: Any = SimpleNamespace(
-        stop_token_ids=stops, stream=None, tokenizer=tokenizer, target=target
-    )
-    return Vocabulary(models, Limits())
+    stream = functools.partial(TextStream, decode_bytes)
+    return Vocabulary(loading.TargetText(tokenizer, size, stops, stream, 64), Limits())
 
 
 @pytest.mark.parametrize(("size", "num_added"), [(257, 1), (257, 2), (257, 9), (258, 1), (300, 2)])

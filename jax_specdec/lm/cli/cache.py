@@ -10,7 +10,7 @@ import jax
 
 
 def keep_compiled_programs() -> None:
-    """Turn on JAX's persistent compilation cache, unless its folder cannot be written.
+    """Turns on JAX's persistent compilation cache, unless its folder cannot be written.
 
     The folder is `jax_specdec` in the user's cache directory. It is for the user alone, because
     whoever can write to it can run code as the user. JAX_COMPILATION_CACHE_DIR names another one,
@@ -21,7 +21,10 @@ def keep_compiled_programs() -> None:
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:
-        directory = _user_cache_directory() / "jax_specdec"
+        given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        # A relative path is to be ignored, as the specification of XDG says.
+        parent = given if given.is_absolute() else Path.home() / ".cache"
+        directory = parent / "jax_specdec"
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK) or directory.stat().st_uid != os.getuid():
             return
@@ -29,9 +32,3 @@ def keep_compiled_programs() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(directory))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-def _user_cache_directory() -> Path:
-    """XDG_CACHE_HOME if it is an absolute path, as its specification says, or the default."""
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return given if given.is_absolute() else Path.home() / ".cache"

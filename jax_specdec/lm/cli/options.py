@@ -113,14 +113,11 @@ class Options:
 
 
 def parse(arguments: Sequence[str] | None, version: str) -> Options:
-    """Parse a command line; if it is wrong, exit with code 2 and one line.
+    """Returns what a command line asks for; if it is wrong, exits with code 2 and one line.
 
     Args:
       arguments: without the program's name; None for ``sys.argv``.
       version: what `--version` prints.
-
-    Returns:
-      Checked options.
     """
     parser = _Parser(prog="jax-specdec", description="Speculative decoding for JAX.")
     parser.add_argument("--version", action="version", version=f"jax-specdec {version}")
@@ -149,13 +146,13 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one line, and takes no abbreviation of an option for it."""
+    """An argument parser that reports an error in one line, and takes no abbreviations."""
 
     def __init__(self, **how: Any) -> None:
         super().__init__(allow_abbrev=False, **how)
 
     def add(self, *flags: str, help: str = "", **how: Any) -> None:
-        """Add an option, whose longest flag is the last, or an argument that has a place."""
+        """Adds an option, whose longest flag is the last, or an argument that has a place."""
         self.add_argument(*flags, help=help or _HELP[flags[-1]], **how)
 
     def error(self, message: str) -> NoReturn:
@@ -163,7 +160,7 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(2)
 
     def refuse_unknown(self, arguments: Sequence[str]) -> None:
-        """Report arguments that it does not know, with the option that the first one is near."""
+        """Reports arguments that are not known, with the option that the first one is near."""
         if arguments:
             known = [name for action in self._actions for name in action.option_strings]
             near = did_you_mean(arguments[0].partition("=")[0], known)
@@ -171,7 +168,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _checked(read: Callable[[str], Any], must: str, hint: str = "") -> Callable[[str], Any]:
-    """The type of an option, whose error says what its text must be."""
+    """Returns the type of an option, whose error says what its text must be."""
 
     def checked(text: str) -> Any:
         try:
@@ -357,60 +354,75 @@ _COMMANDS = {
 
 
 def _check(given: dict[str, Any]) -> Options:
-    """The options of what was given on a command line, by the names of the options."""
+    """Returns the options of what was given on a command line, which has the names of fields.
+
+    Raises:
+      TypeError, ValueError: the sentence names an option of the command line.
+    """
     for name, (least, most) in _RANGES.items():
         if name in given:
             check_int(_flag(name), given[name], least, most)
     for temperature in given.get("temperature", ()):
         TEMPERATURE.range.check("--temperature", temperature)
     require(all(given.get("prompts", ())), "the prompt", "not be empty", "")
-    has_target, chat = "target" in given, given.get("chat", False)
-    if chat and not has_target:
+    is_chat = given.get("chat", False)
+    if is_chat and "target" not in given:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
-    if "dtype" in given and not has_target:
+    if "dtype" in given and "target" not in given:
         raise ValueError("--dtype needs --target")
-    serves, compares = given["command"] == "serve", given["command"] == "bench"
+    compares = given["command"] == "bench"
     if given.get("num_speculative_tokens") == (0,) and not compares:
-        given = given | {"drafters": (NO_DRAFTS,)}
-        del given["num_speculative_tokens"]
-    drafters = _drafters(given, has_target)
+        given["drafters"] = (NO_DRAFTS,)
+        del given["num_speculative_tokens"]  # the config of plain decoding has the default
+    drafters = _drafters(given)
     if NO_DRAFTS in drafters:
         if compares or "compare" in given:
             raise ValueError(f"--draft {NO_DRAFTS} is plain decoding, which is compared anyway")
-        given = given | {"max_drafts": 0}
+        given["max_drafts"] = 0
+
     # Drafts of lookup have no distribution: agreement accepts as many, and no text depends on them.
-    agrees = "tree" in given or (serves and set(drafters) <= {*LOOKUPS, NO_DRAFTS})
-    given = {"rejection_sample_method": "agreement" if agrees else "standard"} | given
-    ks = given.get("num_speculative_tokens", (min(DEFAULT_K, given.get("tree", MAX_VISIBLE) - 1),))
+    is_lookup = given["command"] == "serve" and set(drafters) <= {*LOOKUPS, NO_DRAFTS}
+    method = "agreement" if "tree" in given or is_lookup else "standard"
+    given.setdefault("rejection_sample_method", method)
     if "tree" in given:
+        ks = given.get("num_speculative_tokens", (min(DEFAULT_K, given["tree"] - 1),))
+        most = given["tree"] - 1
         _check_trees(given, drafters, ks)
-    most = given["tree"] - 1 if "tree" in given else ks[0]
+    else:
+        ks = given.get("num_speculative_tokens", (DEFAULT_K,))
+        most = ks[0]
     if "max_drafts" in given:
         check_int("--max-drafts", given["max_drafts"], 0, most)
     if "max_drafts_by_length" in given:
         drafts_by_length("--max-drafts-by-length", given["max_drafts_by_length"], most)
-    made = given | dict(
+
+    names = [*[one.name for one in _REQUEST_OPTIONS], "max_drafts"]
+    given |= dict(
         prompts=tuple(given.get("prompts", ())),
         prompt_files=tuple(given.get("prompt_files", ())),
-        shows_prompts=given.get("shows_prompts", True) and not chat,
-        request=_made(RequestOptions, given, [*[x.name for x in _REQUEST_OPTIONS], "max_drafts"]),
+        shows_prompts=given.get("shows_prompts", True) and not is_chat,
+        request=_made(RequestOptions, given, names),
         temperatures=tuple(dict.fromkeys(given.get("temperature", Options.temperatures))),
         repeats=given.get("compare", given.get("repeats")),
         drafters=drafters,
         configs=tuple(_config(given, k) for k in dict.fromkeys(ks)),
     )
-    return _made(Options, made, [field.name for field in dataclasses.fields(Options)])
+    return _made(Options, given, [field.name for field in dataclasses.fields(Options)])
 
 
 def _flag(name: str) -> str:
-    """The option of the command line that sets a field of a config or of a request."""
+    """Returns the option of the command line that sets a field of a config or of a request."""
     return "--" + name.removeprefix("synthetic_").replace("_", "-")
 
 
-def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
-    """Where drafts come from; a checkpoint can draft only for another checkpoint."""
-    default = ("model", "ngram") if given["command"] == "bench" else ("model",)
-    drafters = tuple(dict.fromkeys(given.get("drafters", ("ngram",) if has_target else default)))
+def _drafters(given: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the names of drafters, each once, after checking that the target can have them."""
+    has_target = "target" in given
+    if has_target:
+        default: tuple[str, ...] = ("ngram",)
+    else:
+        default = ("model", "ngram") if given["command"] == "bench" else ("model",)
+    drafters = tuple(dict.fromkeys(given.get("drafters", default)))
     for draft in drafters:
         name = draft.removeprefix(SUFFIX_PREFIX)
         if name != draft and name in ("", *LOOKUPS, NO_DRAFTS):
@@ -438,7 +450,7 @@ def _drafters(given: dict[str, Any], has_target: bool) -> tuple[str, ...]:
 
 
 def _check_trees(given: dict[str, Any], drafters: tuple[str, ...], ks: tuple[int, ...]) -> None:
-    """Trees need a drafter that proposes them, the rule that verifies them, and room for a path."""
+    """Checks that drafters propose trees, the rule verifies them, and a path fits into one."""
     for draft in drafters:
         if not (draft in ("suffix", *EMBEDDED_HEADS) or draft.startswith(HEAD_PREFIXES)):
             raise ValueError(f"--tree needs --draft {_TREES}, but it is {draft!r}")
@@ -451,6 +463,11 @@ def _check_trees(given: dict[str, Any], drafters: tuple[str, ...], ks: tuple[int
 
 
 def _config(given: dict[str, Any], k: int) -> SpecDecodeConfig:
+    """Returns the config of one K.
+
+    Raises:
+      ValueError: a value is out of range, or rates do not go with the rule.
+    """
     is_synthetic = given["rejection_sample_method"] == "synthetic"
     rates = [name for name in given if name.startswith("synthetic_")]
     if rates and not is_synthetic:
@@ -464,7 +481,7 @@ def _config(given: dict[str, Any], k: int) -> SpecDecodeConfig:
 
 
 def _made(cls: type[_Made], given: dict[str, Any], names: list[str]) -> _Made:
-    """An object of some of what was given; errors name the options of the command line."""
+    """Returns an object of some of what was given; errors name options of the command line."""
     try:
         return cls(**{name: given[name] for name in names if name in given})
     except ValueError as error:

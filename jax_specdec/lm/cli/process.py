@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TextIO
 
 from jax_specdec.lm import terminal
 
@@ -24,7 +23,7 @@ _on_interrupt: list[Callable[[], None]] = []
 
 @contextlib.contextmanager
 def handling_interrupt(handle: Callable[[], None]) -> Iterator[None]:
-    """While the body runs, the first interrupt calls a function in the main thread."""
+    """Lets the first interrupt call a function in the main thread, while the body runs."""
     _on_interrupt[:] = [handle]
     try:
         yield
@@ -33,7 +32,7 @@ def handling_interrupt(handle: Callable[[], None]) -> Iterator[None]:
 
 
 def run_to_end(work: Callable[[], None]) -> None:
-    """Run a command and let it end as a shell expects.
+    """Runs a command and lets it end as a shell expects.
 
     The work is done in a thread of its own, because the main thread could not handle an interrupt
     while XLA compiles a program, which may take long.
@@ -52,7 +51,8 @@ def run_to_end(work: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    handled = [x for x in SIGNALS if before[x] not in (None, signal.SIG_IGN)]  # by the caller
+    # What the caller ignores, or handles outside of Python, stays.
+    handled = [x for x in SIGNALS if before[x] not in (None, signal.SIG_IGN)]
     try:
         for number in handled:
             signal.signal(number, _handle)
@@ -61,29 +61,30 @@ def run_to_end(work: Callable[[], None]) -> None:
             thread.join(0.1)  # some systems handle interrupts only between waits
         if outcome:
             raise outcome[0]
+    except BrokenPipeError:  # the reader of the output has left
+        _drop_unwritten()
+        sys.exit(PIPE_CLOSED)
     except OSError as error:  # those of reading are reported where they occur
-        is_left = isinstance(error, BrokenPipeError)  # by its reader
-        if not is_left:
-            terminal.log(f"jax-specdec: output cannot be written: {error.strerror}")
-        for stream in (sys.stdout, sys.stderr):
-            _drop_unwritten(stream)
-        sys.exit(PIPE_CLOSED if is_left else 1)
+        terminal.log(f"jax-specdec: output cannot be written: {error.strerror}")
+        _drop_unwritten()
+        sys.exit(1)
     finally:
         for number in handled:
             signal.signal(number, before[number])
 
 
-def _drop_unwritten(stream: TextIO) -> None:
-    """Let Python, which flushes its streams at exit, find nothing to complain about."""
-    try:
-        stream.flush()
-    except OSError:
-        with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+def _drop_unwritten() -> None:
+    """Lets Python, which flushes its streams at exit, find nothing to complain about."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    """Do what `handling_interrupt` was given, or end, whatever other threads are doing."""
+    """Does what `handling_interrupt` was given, or ends, whatever other threads are doing."""
     if _on_interrupt:
         _on_interrupt.pop()()
         return

@@ -16,25 +16,29 @@ class InputError(Exception):
 
 
 def read_prompts(options: Options) -> list[str]:
-    """The prompts that a command line asks for, in its order: arguments, then files.
+    """Returns the prompts of a command line in its order: arguments, then files.
 
     Raises:
       InputError: there is none, one is empty, or a file cannot be read.
     """
-    sources = [("prompt", text) for text in options.prompts]
-    sources += [("file", name) for name in options.prompt_files]
-    if not sources:
+    if not options.prompts and not options.prompt_files:
         if sys.stdin is None or sys.stdin.isatty():
             raise InputError(
                 "a prompt is needed: an argument, --prompt-file FILE, or standard input (-)"
             )
-        sources = [("file", "-")]
-    if [name for _, name in sources].count("-") > 1:
+        return [_read("-")]
+    if [*options.prompts, *options.prompt_files].count("-") > 1:
         raise InputError("standard input (-) can be read once, but is asked for twice")
-    return [text if kind == "prompt" and text != "-" else _read(text) for kind, text in sources]
+    prompts = [_read(text) if text == "-" else text for text in options.prompts]
+    return prompts + [_read(name) for name in options.prompt_files]
 
 
 def _read(name: str) -> str:
+    """Returns the text of a file, without a line break at its end; - is standard input.
+
+    Raises:
+      InputError: it cannot be read, is no text, too long, or empty.
+    """
     where = "standard input" if name == "-" else shown(name)
     try:
         if name == "-":

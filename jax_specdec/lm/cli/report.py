@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -17,7 +16,7 @@ from jax_specdec.lm.cli.run import Comparison, Run, Session
 
 
 def table(options: Options, comparisons: list[Comparison]) -> Table:
-    """One row for each way of decoding; plain decoding stands first at each temperature."""
+    """Returns a row for each way of decoding; plain decoding is first at each temperature."""
     runs = f"{options.repeats} runs" if options.repeats != 1 else "1 run"
     title = f"{options.config.rejection_sample_method} verification at temperature T, {runs} each"
     if options.tree is not None:
@@ -38,7 +37,8 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
         rows.add_column(name, justify="right", no_wrap=True)
     rows.add_column("greedy\nas plain", no_wrap=True)
     for i, comparison in enumerate(comparisons):
-        run, config = comparison.run, comparison.run.config
+        run = comparison.run
+        config = run.config
         rows.add_row(
             f"{run.temperature:g}",
             Text(terminal.printable("plain" if run.drafter is None else Path(run.drafter).name)),
@@ -52,7 +52,7 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
 
 
 def _figures(run: Run) -> list[str]:
-    """The cells of a run for its tokens, how many a pass emitted, and how fast."""
+    """Returns the cells of a run: its tokens, how many a pass emitted, and how fast."""
     stats = run.stats
     error = "" if run.standard_error is None else f" \u00b1{run.standard_error:.2f}"
     length = f"{stats.tokens_per_target_pass:.2f}{error}"
@@ -60,21 +60,24 @@ def _figures(run: Run) -> list[str]:
 
 
 def write_json(
-    session: Session, found: dict[str, Any], comparisons: list[Comparison] | None
+    session: Session, found: dict[str, object], comparisons: list[Comparison] | None
 ) -> None:
-    """Write one object, with an entry for each row of the table, if there is one."""
-    target = session.options.target
-    found |= {"target": None if target is None else str(target), "seed": session.options.seed}
-    found["tree"] = session.options.tree
+    """Writes what was found as one object, with an entry for each row of the table, if any."""
+    options = session.options
+    found["target"] = None if options.target is None else str(options.target)
+    found["seed"] = options.seed
+    found["tree"] = options.tree
     if comparisons is not None:
         found["rows"] = [_row(session, comparison) for comparison in comparisons]
     terminal.write(json.dumps(found) + "\n")
 
 
-def _row(session: Session, comparison: Comparison) -> dict[str, Any]:
-    run, found = comparison.run, comparison.differences
+def _row(session: Session, comparison: Comparison) -> dict[str, object]:
+    """Returns one way of decoding for JSON: without figures if it has failed."""
+    run = comparison.run
+    found = comparison.differences
     differences = None if found is None else [dataclasses.asdict(one) for one in found]
-    row = {
+    row: dict[str, object] = {
         "temperature": run.temperature,
         "draft": run.drafter,
         "config": None if run.config is None else run.config.to_dict(),

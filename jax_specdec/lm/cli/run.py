@@ -9,8 +9,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self, TypedDict
 
 import jax
 import numpy as np
@@ -29,8 +29,11 @@ from jax_specdec.lm.decoding.generate import (
     generate_stream,
 )
 from jax_specdec.lm.decoding.options import RequestOptions
+from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.loading import Models
 from jax_specdec.lm.models.fields import reason
+from jax_specdec.lm.models.protocol import Params
+from jax_specdec.lm.text.tokenizer import TextStream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Run:
 
     @contextlib.contextmanager
     def containing_errors(self) -> Iterator[None]:
-        """Around what may fail for this kind alone, as where it needs too much memory."""
+        """Notes an error of what may fail for this kind alone, as where it needs much memory."""
         try:
             yield
         except Exception as error:
@@ -119,8 +122,9 @@ class Run:
     @property
     def total_seconds(self) -> float:
         """Time for `num_tokens`: the median of equal runs, or the sum over seeds."""
-        one = len(self.outputs) == 1
-        return statistics.median(self.seconds) if one else sum(self.seconds)
+        if len(self.outputs) == 1:
+            return statistics.median(self.seconds)
+        return sum(self.seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -129,7 +133,7 @@ class Run:
 
     @property
     def standard_error(self) -> float | None:
-        """That of the tokens per target pass, from how seeds differ, where they do."""
+        """The standard error of tokens per target pass over seeds; None without several."""
         if self.config is None or len(self.outputs) < 2:
             return None
         each = [
@@ -194,7 +198,7 @@ class _CompilationTimer:
     """Adds up the time that JAX takes to trace and to compile, while it is entered."""
 
     def __init__(self, on_program: Callable[[str], None]) -> None:
-        """Begin with nothing.
+        """Begins with nothing.
 
         Args:
           on_program: called with the name of each program when it is compiled.
@@ -219,6 +223,7 @@ class _CompilationTimer:
             return
         end = time.perf_counter()
         begin = end - duration_secs
+        # An event is reported when it ends, so those inside of it came before.
         while self._spans and self._spans[-1][0] >= begin:
             self._spans.pop()
         self._spans.append((begin, end))
@@ -226,8 +231,50 @@ class _CompilationTimer:
             self._on_program(str(about.get("fun_name")))
 
 
+class _Drafting(TypedDict):
+    drafter: Drafter
+    draft_params: Params | None
+    config: SpecDecodeConfig
+
+
+class _Text:
+    """The text of one request as it grows."""
+
+    def __init__(self, stream: TextStream, stop_token_ids: Sequence[int], budget: int) -> None:
+        self.is_done = False
+        self.has_failed = False
+        self._stream = stream
+        self._stop_token_ids = stop_token_ids
+        self._num_left = budget
+
+    def add(
+        self, token_ids: list[int], num_accepted: int, num_proposed: int
+    ) -> tuple[list[Piece], list[str]]:
+        """Returns what the tokens of a step add, and the origin of each token; see `Piece`.
+
+        A stop token has no piece. A step without tokens could not be verified.
+        """
+        own = "plain"
+        if num_proposed > 0:
+            own = "bonus" if num_accepted == num_proposed else "recovered"
+        # Of what was accepted, a stop token or the budget may have cut the end off.
+        origins = [*["accepted"] * num_accepted, own][: len(token_ids)]
+        pieces = [
+            Piece(self._stream.decode([token]), origin)
+            for token, origin in zip(token_ids, origins, strict=True)
+            if token not in self._stop_token_ids
+        ]
+        self._num_left -= len(token_ids)
+        self.has_failed = not token_ids
+        is_full = self._num_left <= 0
+        self.is_done = self.has_failed or is_full or token_ids[-1] in self._stop_token_ids
+        if self.is_done and (rest := self._stream.decode([], final=True)):
+            pieces.append(Piece(rest, own))
+        return pieces, origins
+
+
 def stacked(records: list[StepRecord]) -> StepRecord:
-    """The records of steps as one, with a leading axis of steps."""
+    """Returns the records of S steps of B requests as one, with arrays ``[S, B, ...]``."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
 
 
@@ -241,7 +288,7 @@ class Session:
         self.requests = requests
 
     def begin(self, say: Callable[[str], None]) -> tuple[Start, Iterator[TextStep]]:
-        """Compile, read the prompts and take the first step.
+        """Compiles, reads the prompts and takes the first step.
 
         Args:
           say: called with what is going on.
@@ -249,15 +296,15 @@ class Session:
         Returns:
           How long that took, and all steps.
         """
-        prompts = self.requests.prompts
-        num_tokens = sum(map(len, prompts))
+        num_tokens = sum(map(len, self.requests.prompts))
 
         def on_program(name: str) -> None:
             if "prefill" in name:
                 say(f"reading {num_tokens} prompt tokens")
 
         say("compiling")
-        steps, begin = self.stream(), time.perf_counter()
+        steps = self.stream()
+        begin = time.perf_counter()
         with _CompilationTimer(on_program) as timer:
             first = next(steps)
         seconds = time.perf_counter() - begin
@@ -265,47 +312,36 @@ class Session:
         return start, itertools.chain([first], steps)
 
     def stream(self) -> Iterator[TextStep]:
-        """The text of each step as it is decoded, with the first drafter, temperature and K."""
-        models, stops = self.models, self.models.text.stop_token_ids
-        prompts = self.requests.prompts
-        size = len(prompts)
-        decoders = [models.text.stream(prompt) for prompt in prompts]
-        num_tokens, origins = [0] * size, ["plain"] * size
-        done, failed = [False] * size, [False] * size
+        """Yields the text of each step, with the first drafter, temperature and K."""
+        text = self.models.text
+        budget = self.requests.max_new_tokens
+        texts = [
+            _Text(text.stream(prompt), text.stop_token_ids, budget)
+            for prompt in self.requests.prompts
+        ]
         steps = generate_stream(
-            *models.target,
-            prompts,
-            **self.drafting(self.options.drafters[0], self.options.config),
+            *self.models.target,
+            self.requests.prompts,
+            **self._drafting(self.options.drafters[0], self.options.config),
             options=self.request(self.options.temperatures[0]),
             key=jax.random.key(np.uint32(self.options.seed)),
         )
         for record in steps:
-            pieces: list[list[Piece]] = [[] for _ in range(size)]
-            counts: collections.Counter[str] = collections.Counter()
-            for b in range(size):
-                if done[b]:
+            pieces: list[list[Piece]] = [[] for _ in texts]
+            origins: collections.Counter[str] = collections.Counter()
+            for b, one in enumerate(texts):
+                if one.is_done:
                     continue
-                accepted, proposed = int(record.num_accepted[b]), int(record.num_proposed[b])
-                own = "bonus" if accepted == proposed else "recovered"
-                origins[b] = own if proposed else "plain"
-                tokens = record.token_ids[b, : int(record.num_kept[b])].tolist()
-                came_from = [*["accepted"] * accepted, origins[b]][: len(tokens)]
-                pieces[b] = [
-                    Piece(decoders[b].decode([token]), origin)
-                    for token, origin in zip(tokens, came_from, strict=True)
-                    if token not in stops
-                ]
-                counts.update(came_from)
-                num_tokens[b] += len(tokens)
-                failed[b] = not tokens
-                ends = num_tokens[b] >= self.requests.max_new_tokens
-                done[b] = failed[b] or ends or tokens[-1] in stops
-                if done[b] and (rest := decoders[b].decode([], final=True)):
-                    pieces[b].append(Piece(rest, origins[b]))
-            yield TextStep(pieces, counts, list(done), list(failed), record)
+                token_ids = record.token_ids[b, : int(record.num_kept[b])].tolist()
+                counts = int(record.num_accepted[b]), int(record.num_proposed[b])
+                pieces[b], came_from = one.add(token_ids, *counts)
+                origins.update(came_from)
+            done = [one.is_done for one in texts]
+            failed = [one.has_failed for one in texts]
+            yield TextStep(pieces, origins, done, failed, record)
 
     def compare(self, temperature: float, on_run: Callable[[str], None]) -> list[Comparison]:
-        """Time plain decoding, then every drafter with every config, at one temperature.
+        """Times plain decoding, then every drafter with every config, at one temperature.
 
         The runs take turns, so that a busy machine slows all of them. At a temperature each run of
         one kind has a seed of its own, and stop tokens do not end texts: else a text that happens
@@ -319,7 +355,7 @@ class Session:
           One entry for each kind; the first compares plain decoding with itself. One that fails
           has no results, and the others go on.
         """
-        repeats, seed = self.options.repeats, self.options.seed
+        repeats = self.options.repeats
         assert repeats is not None
         kinds: list[tuple[str | None, SpecDecodeConfig | None]] = [(None, None)]
         kinds += itertools.product(self.options.drafters, self.options.configs)
@@ -329,10 +365,10 @@ class Session:
                 on_run(f"timing: {run.name} at temperature {temperature:g}")
                 if run.errors:
                     continue
-                own_seed = seed if temperature == 0 else (seed + max(repeat - 1, 0)) % 2**32
+                number = max(repeat - 1, 0) if temperature > 0 else 0
                 begin = time.perf_counter()
                 with run.containing_errors():
-                    output = self._generate(run, own_seed)
+                    output = self._generate(run, (self.options.seed + number) % 2**32)
                     if repeat > 0:
                         run.seconds.append(time.perf_counter() - begin)
                     if repeat == 1 or (repeat > 1 and temperature > 0):
@@ -347,13 +383,14 @@ class Session:
 
     @property
     def num_runs(self) -> int:
-        """How many runs `compare` makes."""
+        """How many runs `compare` makes, those that compile among them."""
         options = self.options
         assert options.repeats is not None
-        return (1 + len(options.drafters) * len(options.configs)) * (options.repeats + 1)
+        num_kinds = 1 + len(options.drafters) * len(options.configs)
+        return num_kinds * (options.repeats + 1)
 
     def request(self, temperature: float, *, stops: bool = True) -> RequestOptions:
-        """What every request asks for; with or without stop tokens."""
+        """Returns what every request asks for, with or without stop tokens."""
         return dataclasses.replace(
             self.options.request,
             temperature=temperature,
@@ -362,21 +399,21 @@ class Session:
         )
 
     def _generate(self, run: Run, seed: int) -> GenerateOutput:
-        """The requests in one compiled loop."""
-        target, prompts = self.models.target, self.requests.prompts
+        """Decodes the requests in one compiled loop."""
+        target = self.models.target
+        prompts = self.requests.prompts
         options = self.request(run.temperature, stops=run.temperature == 0)
         key = jax.random.key(np.uint32(seed))
         if run.drafter is None or run.config is None:
             config = self.options.config
             return generate_plain(*target, prompts, config=config, options=options, key=key)
-        drafting = self.drafting(run.drafter, run.config)
+        drafting = self._drafting(run.drafter, run.config)
         return generate(*target, prompts, **drafting, options=options, key=key)
 
     def _differences(self, run: Run, plain: Run) -> list[GreedyDifference] | None:
-        config = self.options.config
-        if run.errors or plain.errors or run is plain:
-            return None
-        if run.temperature > 0 or config.rejection_sample_method == "synthetic":
+        """Returns how greedy texts differ from those of plain decoding; None if they may."""
+        is_synthetic = self.options.config.rejection_sample_method == "synthetic"
+        if run is plain or run.errors or plain.errors or run.temperature > 0 or is_synthetic:
             return None
         return greedy_differences(
             *self.models.target,
@@ -386,8 +423,8 @@ class Session:
             self.options.request,
         )
 
-    def drafting(self, drafter: str, config: SpecDecodeConfig) -> dict[str, Any]:
-        """The arguments of `generate` that say how it drafts."""
-        draft = self.models.drafters[drafter]
-        kind, config = draft.drafting(config, self.options.tree)
-        return {"drafter": kind, "draft_params": draft.params, "config": config}
+    def _drafting(self, name: str, config: SpecDecodeConfig) -> _Drafting:
+        """Returns the arguments of `generate` that say how it drafts."""
+        draft = self.models.drafters[name]
+        drafter, config = draft.drafting(config, self.options.tree)
+        return {"drafter": drafter, "draft_params": draft.params, "config": config}

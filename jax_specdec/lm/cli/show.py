@@ -8,7 +8,6 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from rich.text import Text
@@ -18,7 +17,7 @@ from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import report
 from jax_specdec.lm.cli.models import load
 from jax_specdec.lm.cli.options import Options
-from jax_specdec.lm.cli.run import Comparison, Session, Start, TextStep, stacked
+from jax_specdec.lm.cli.run import Comparison, Piece, Session, Start, TextStep, stacked
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 LOADING = "loading the models"
@@ -33,33 +32,34 @@ class Texts:
     """
 
     def __init__(self, prompts: list[str], *, with_prompts: bool) -> None:
-        """Prints the first prompt.
+        """Prints what stands before the first text.
 
         Args:
           prompts: texts.
           with_prompts: whether to print a prompt before its continuation.
         """
-        self._prompts, self._with_prompts = prompts, with_prompts
-        self._waiting: list[list[tuple[str, str | None]]] = [[] for _ in prompts]
-        self._now = 0
-        self._head()
+        self._prompts = prompts
+        self._with_prompts = with_prompts
+        self._waiting: list[list[Piece]] = [[] for _ in prompts]
+        self._now = 0  # the text that is printed as it comes
+        self._write_head()
 
     def add(self, step: TextStep) -> None:
-        """Print what a step has made ready."""
+        """Prints what a step has made ready."""
         for waiting, pieces in zip(self._waiting, step.pieces, strict=True):
-            waiting += [(piece.text, STYLES[piece.origin]) for piece in pieces]
+            waiting += pieces
         while self._now < len(self._prompts):
-            for text, style in self._waiting[self._now]:
-                terminal.write(text, style)
+            for piece in self._waiting[self._now]:
+                terminal.write(piece.text, STYLES[piece.origin])
             self._waiting[self._now].clear()
             if not step.done[self._now]:
                 return
             terminal.write("\n")
             self._now += 1
             if self._now < len(self._prompts):
-                self._head()
+                self._write_head()
 
-    def _head(self) -> None:
+    def _write_head(self) -> None:
         total = len(self._prompts)
         if total > 1:
             terminal.write(f"==> {self._now + 1} of {total} <==\n", "bold")
@@ -67,11 +67,25 @@ class Texts:
             terminal.write(self._prompts[self._now], "dim")
 
 
-def show_text(options: Options, prompts: list[str]) -> None:
-    """Stream the texts, then print one line of statistics, or compare with plain decoding."""
+def show(options: Options, prompts: list[str]) -> None:
+    """Runs `generate` or `bench`, and prints what comes of it.
+
+    Raises:
+      InputError: as `load` does.
+    """
+    if options.command == "bench":
+        _show_bench(options, prompts)
+    elif options.json:
+        _show_json(options, prompts)
+    else:
+        _show_text(options, prompts)
+
+
+def _show_text(options: Options, prompts: list[str]) -> None:
+    """Streams the texts, then prints one line of statistics, or compares with plain decoding."""
     compares = options.repeats is not None
     session, loading, start, steps = _begin(options, prompts)
-    started = time.perf_counter()
+    times = [time.perf_counter()]
     if compares:
         legend = Text("Tokens:")
         for name, style in STYLES.items():
@@ -79,8 +93,8 @@ def show_text(options: Options, prompts: list[str]) -> None:
                 legend.append("  ").append(name, style)
         terminal.show(legend)
         terminal.show_rule()
-    texts, seen = Texts(prompts, with_prompts=options.shows_prompts), []
-    times = [started]
+    texts = Texts(prompts, with_prompts=options.shows_prompts)
+    seen: list[TextStep] = []
     for step in steps:
         texts.add(step)
         seen.append(step)
@@ -91,22 +105,27 @@ def show_text(options: Options, prompts: list[str]) -> None:
         comparisons = _compare(session)
         terminal.show(report.table(options, comparisons))
     else:
-        _print_start(start, loading)
-        _print_statistics(seen, times[-1] - started)
-        _print_loss(seen, times)
+        terminal.log(
+            f"{start.num_prompt_tokens} prompt tokens read, first token after "
+            f"{start.first_token:.2f} s; before that, {loading + start.compiling:.1f} s to load "
+            "and compile",
+            "dim",
+        )
+        _log_statistics(seen, times[-1] - times[0])
+        _log_loss(seen, times)
     if options.config.rejection_sample_method == "synthetic":
         terminal.log("Synthetic acceptance: the text is not the target's.")
-    check_verified(seen[-1])
-    check_runs(options, comparisons)
+    _check_verified(seen[-1])
+    _check_runs(options, comparisons)
 
 
-def show_json(options: Options, prompts: list[str]) -> None:
-    """Print one JSON object with the texts, their pieces' origins and the figures."""
+def _show_json(options: Options, prompts: list[str]) -> None:
+    """Prints one JSON object with the texts, their pieces' origins and the figures."""
     session, loading, start, steps = _begin(options, prompts)
     seen = list(steps)
     pieces = [[p for step in seen for p in step.pieces[b]] for b in range(len(prompts))]
     records = stacked([step.record for step in seen])
-    found: dict[str, Any] = {
+    found: dict[str, object] = {
         "requests": [
             {
                 "prompt": prompt,
@@ -129,18 +148,18 @@ def show_json(options: Options, prompts: list[str]) -> None:
     }
     comparisons = [] if options.repeats is None else _compare(session)
     report.write_json(session, found, comparisons or None)
-    check_verified(seen[-1])
-    check_runs(options, comparisons)
+    _check_verified(seen[-1])
+    _check_runs(options, comparisons)
 
 
-def show_bench(options: Options, prompts: list[str]) -> None:
-    """Run every combination; print a table and what follows from it, or one JSON object."""
+def _show_bench(options: Options, prompts: list[str]) -> None:
+    """Runs every combination; prints a table and what follows from it, or one JSON object."""
     with terminal.progress(LOADING):
         session = Session(options, *load(options, prompts))
     comparisons = _compare(session)
     if options.json:
         report.write_json(session, dict(prompts=prompts, repeats=options.repeats), comparisons)
-        check_runs(options, comparisons)
+        _check_runs(options, comparisons)
         return
     terminal.show(report.table(options, comparisons))
     fastest = []
@@ -151,11 +170,11 @@ def show_bench(options: Options, prompts: list[str]) -> None:
         fastest.append(f"{best.run.name}{speed} at temperature {temperature:g}")
     if fastest:
         terminal.show(Text(f"Fastest on these prompts: {', '.join(fastest)}."))
-    check_runs(options, comparisons)
+    _check_runs(options, comparisons)
 
 
-def check_runs(options: Options, comparisons: list[Comparison]) -> None:
-    """Exit with code 1 if a way of decoding has failed, after one line for each."""
+def _check_runs(options: Options, comparisons: list[Comparison]) -> None:
+    """Exits with code 1 if a way of decoding has failed, after one line for each."""
     failed = [one.run for one in comparisons if one.run.errors]
     for run in failed:
         which = f"{run.name} at temperature {run.temperature:g}"
@@ -164,8 +183,8 @@ def check_runs(options: Options, comparisons: list[Comparison]) -> None:
         sys.exit(1)
 
 
-def check_verified(last: TextStep) -> None:
-    """Exit with code 1 and one line if a text broke off."""
+def _check_verified(last: TextStep) -> None:
+    """Exits with code 1 and one line if a text broke off."""
     broken = [str(b + 1) for b, failed in enumerate(last.failed) if failed]
     if broken:
         of = f" {', '.join(broken)} of {len(last.failed)}" if len(last.failed) > 1 else ""
@@ -176,7 +195,7 @@ def check_verified(last: TextStep) -> None:
 def _begin(
     options: Options, prompts: list[str]
 ) -> tuple[Session, float, Start, Iterator[TextStep]]:
-    """The models, the seconds to load them, how decoding began, and its steps."""
+    """Returns the session, the seconds to load its models, how decoding began, and its steps."""
     begin = time.perf_counter()
     with terminal.progress(LOADING) as say:
         session = Session(options, *load(options, prompts))
@@ -184,24 +203,14 @@ def _begin(
         return session, loading, *session.begin(say)
 
 
-def _print_start(start: Start, loading: float) -> None:
-    """One line on standard error: the time to the first token, apart from what comes once."""
-    terminal.log(
-        f"{start.num_prompt_tokens} prompt tokens read, first token after {start.first_token:.2f} "
-        f"s; before that, {loading + start.compiling:.1f} s to load and compile",
-        "dim",
-    )
-
-
-def _print_statistics(seen: list[TextStep], seconds: float) -> None:
-    """One line on standard error."""
+def _log_statistics(seen: list[TextStep], seconds: float) -> None:
+    """Writes one line about all steps, which came in so many seconds after the first."""
     steps = stacked([step.record for step in seen])
     stats = AcceptanceStats.from_steps(steps)
-    kept = np.asarray(steps.num_kept)
+    kept = np.asarray(steps.num_kept)  # [S, B]
     origins = sum((step.origins for step in seen), collections.Counter())
-    speed = ""
-    if len(kept) > 1:  # the first step includes compiling
-        speed = f" at {kept[1:].sum() / seconds:.0f} per second"
+    # The first step is not timed: it includes compiling.
+    speed = f" at {kept[1:].sum() / seconds:.0f} per second" if len(kept) > 1 else ""
     terminal.write(f"{kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
     for i, name in enumerate(name for name in STYLES if origins[name]):
         terminal.write(", " if i else "", "dim", stream=sys.stderr)
@@ -213,8 +222,8 @@ def _print_statistics(seen: list[TextStep], seconds: float) -> None:
     )
 
 
-def _print_loss(seen: list[TextStep], times: list[float]) -> None:
-    """One line on standard error if drafts made a text late.
+def _log_loss(seen: list[TextStep], times: list[float]) -> None:
+    """Writes one line if drafts made a text late.
 
     Steps of one request without drafts show what plain decoding takes: on CPUs they are faster.
 
@@ -222,7 +231,7 @@ def _print_loss(seen: list[TextStep], times: list[float]) -> None:
       seen: all steps.
       times: when the first one was there, and when the text of each was printed.
     """
-    # [S - 1]: of all but the first step, which was taken before
+    # [S - 1]: of all but the first step, which was taken before the first time
     records = [step.record for step in seen[1:]]
     kept = np.array([record.num_kept.sum() for record in records])
     is_plain = np.array([not record.num_proposed.any() for record in records], bool)
@@ -239,7 +248,7 @@ def _print_loss(seen: list[TextStep], times: list[float]) -> None:
 
 
 def _compare(session: Session) -> list[Comparison]:
-    """Every way of decoding, at every temperature."""
+    """Times every way of decoding, at every temperature."""
     temperatures = session.options.temperatures
     total = len(temperatures) * session.num_runs
     with terminal.progress("timing", total) as on_run:

@@ -47,21 +47,18 @@ class ApiError(Exception):
         reason: object = None,
     ) -> None:
         super().__init__(_encodable(message))
-        self.reason = reason  # for the log alone: it may name files, or have many lines
         self.param = None if param is None else _encodable(param)
-        self.status, self.code, self.headers = status, code, headers
+        self.status = status
+        self.code = code
+        self.headers = headers
+        self.reason = reason  # for the log alone: it may name files, or have many lines
 
     @property
     def content(self) -> Json:
         """The JSON object."""
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        error = {
-            "message": str(self),
-            "type": kinds.get(self.status, kind),
-            "param": self.param,
-            "code": self.code,
-        }
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, kind)
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
     @property
@@ -71,12 +68,12 @@ class ApiError(Exception):
 
 
 def _encodable(text: str) -> str:
-    """A text without lone surrogates, which UTF-8 does not hold."""
+    """Returns a text without lone surrogates, which UTF-8 does not hold."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def first_line(error: object) -> str:
-    """The beginning of a message, for a line of the log."""
+    """Returns the beginning of a message, for a line of the log."""
     return str(error).partition("\n")[0][:500]
 
 
