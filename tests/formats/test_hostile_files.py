@@ -395,7 +395,7 @@ def test_a_file_outside_is_read_through_a_link(tmp_path: Path) -> None:
     (directory / SHARDS[0]).rename(tmp_path / "blob")
     (directory / SHARDS[0]).symlink_to("../blob")
     with open_tensors(directory, read_config(directory / CONFIG)) as tensors:
-        assert len(tensors.files) == 21
+        assert len(tensors.stored) == 21
 
 
 # Damage at random

@@ -6,10 +6,10 @@ earlier versions, a `special_tokens_map.json` goes before it, and `added_tokens.
 
 from collections.abc import Container, Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
-from jax_specdec.lm.formats.files import JsonObject, read_json
+from jax_specdec.lm.formats.files import JsonObject, JsonValue, read_json
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -22,21 +22,28 @@ _LISTS = ("additional_special_tokens", "extra_special_tokens")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 
+class Token(NamedTuple):
+    """A token: its text, and those of its flags that a file gives."""
+
+    content: str
+    flags: dict[str, bool]
+
+
 def special_tokens(directory: Path) -> dict[str, str]:
-    """Special tokens by name, such as `eos_token`.
+    """Returns special tokens by name, such as `eos_token`.
 
     Raises:
       OSError: something other than a file is in place of one, or it cannot be opened.
       ValueError: a file cannot be parsed, or a special token is not text.
     """
     files = _files(directory)
-    return {name: token["content"] for name in _NAMES for token in _special(files, name)}
+    return {name: token.content for name in _NAMES for token in _special(files, name)}
 
 
 def tokens_beside(
-    directory: Path, vocab: Mapping[str, int], added: Mapping[int, Mapping[str, Any]]
-) -> dict[int, dict[str, Any]]:
-    """What is to be added to a tokenizer, by id and in order, as arguments of its `AddedToken`.
+    directory: Path, vocab: Mapping[str, int], added: Mapping[int, Mapping[str, JsonValue]]
+) -> dict[int, Token]:
+    """Returns what is to be added to a tokenizer, by id and in order.
 
     A special token without an id gets the next one, if the model has as many and it is no
     `eos_token`: what no file gives an id ends no text.
@@ -52,49 +59,54 @@ def tokens_beside(
     """
     files = _files(directory)
     specials = [token for name in (*_NAMES, *_LISTS) for token in _special(files, name)]
-    specials = [token for token in specials if token["content"]]  # a name without a token is ""
+    specials = [token for token in specials if token.content]  # a name without a token is ""
     own = {str(token.get("content")): token for token in added.values()}
     ids = {**vocab, **{str(token.get("content")): token_id for token_id, token in added.items()}}
-    taken, next_id = set(ids.values()), max([len(vocab), *(token_id + 1 for token_id in added)])
-    names = {token["content"] for token in specials}
-    found: dict[int, dict[str, Any]] = {}
+    taken = set(ids.values())
+    next_id = max([len(vocab), *(token_id + 1 for token_id in added)])
+    found: dict[int, Token] = {}
+    # Tokens that a file gives ids: those that are new must follow those of tokenizer.json.
+    names = {token.content for token in specials}
     where, stated = _stated(directory, files[-1], names, added)
-    for token_id in sorted(i for i, token in stated.items() if token["content"]):
+    for token_id in sorted(i for i, token in stated.items() if token.content):
         token = stated[token_id]
-        if (content := token["content"]) not in ids:
+        if token.content not in ids:
             if token_id != next_id or next_id in taken:
                 raise ValueError(
-                    f"{where} has the id {token_id} for {quoted(content)}, but the next free id of "
-                    f"the tokenizer.json beside it is {next_id}."
+                    f"{where} has the id {token_id} for {quoted(token.content)}, but the next free "
+                    f"id of the tokenizer.json beside it is {next_id}."
                 )
-            ids[content] = next_id
+            ids[token.content] = next_id
             next_id += 1
-        found[ids[content]] = token
-    size: Any = read_json(directory / CONFIG_FILE, optional=True).get("vocab_size")
+        found[ids[token.content]] = token
+    # Special tokens that only have a name.
+    size: JsonValue = read_json(directory / CONFIG_FILE, optional=True).get("vocab_size")
     size = size if is_token_id(size) else MAX_INT
-    ends = {token["content"] for token in _special(files, "eos_token")}
+    ends = {token.content for token in _special(files, "eos_token")}
     for token in specials:
-        if (content := token["content"]) not in ids:
-            if content in ends or next_id in taken or next_id >= size:
+        if token.content not in ids:
+            if token.content in ends or next_id in taken or next_id >= size:
                 continue
-            ids[content] = next_id
+            ids[token.content] = next_id
             next_id += 1
-        flags = {flag: value for flag, value in own.get(content, {}).items() if flag in _FLAGS}
+        # Flags of tokenizer.json stay, but its token becomes special where no decoder says all.
+        flags = {x: value for x, value in own.get(token.content, {}).items() if x in _FLAGS}
         if not (flags and (flags.get("special") or _DECODER in files[-1])):
-            found.setdefault(ids[content], {**token, **flags, "special": True})
+            flags = {**token.flags, **flags, "special": True}
+            found.setdefault(ids[token.content], Token(token.content, flags))
     return found
 
 
 def _files(directory: Path) -> list[JsonObject]:
-    """Where special tokens are named, the last one being `tokenizer_config.json`."""
+    """Returns where special tokens are named; the last one is `tokenizer_config.json`."""
     config = read_json(directory / TOKENIZER_CONFIG_FILE, optional=True)
     if _DECODER in config:
         return [config]
     return [read_json(directory / SPECIAL_TOKENS_MAP_FILE, optional=True), config]
 
 
-def _special(files: list[JsonObject], name: str) -> list[dict[str, Any]]:
-    """The token or tokens of a name, from the first file that has it."""
+def _special(files: list[JsonObject], name: str) -> list[Token]:
+    """Returns the token or tokens of a name, from the first file that has it."""
     raw = next((one for one in files if name in one), files[-1])
     value = raw.given(name, [])
     if name in _LISTS:
@@ -103,39 +115,39 @@ def _special(files: list[JsonObject], name: str) -> list[dict[str, Any]]:
         values = list(value.values()) if isinstance(value, dict) else value
     else:
         values = [] if name not in raw or raw[name] is None else [value]
-    return [{"normalized": False, **_token(raw, name, one), "special": True} for one in values]
+    tokens = [_token(raw, name, one) for one in values]
+    return [Token(x.content, {"normalized": False, **x.flags, "special": True}) for x in tokens]
 
 
 def _stated(
     directory: Path, config: JsonObject, names: set[str], added: Container[int]
-) -> tuple[str, dict[int, dict[str, Any]]]:
-    """The tokens that a file adds by id, and what messages call it."""
+) -> tuple[str, dict[int, Token]]:
+    """Returns the tokens that a file adds by id, and what messages call it."""
+    found = {}
     if _DECODER in config:
         raw = config.nested(_DECODER)
-        found = {}
         for key in raw:
             token_id = int(key) if key.isdecimal() and len(key) <= 10 else -1
             raw.require(is_token_id(token_id), key, "whose key is no token id")
             token = _token(raw, key, raw[key])
-            is_special = token.get("special", False) or token["content"] in names
-            found[token_id] = {**token, "special": is_special}
+            is_special = token.flags.get("special", False) or token.content in names
+            found[token_id] = Token(token.content, {**token.flags, "special": is_special})
         return raw.where, found
     raw = read_json(directory / ADDED_TOKENS_FILE, optional=True)
-    found = {}
     for content, token_id in raw.items():
         raw.require(is_token_id(token_id), content, "which is no token id")
         if token_id not in added:
             is_special = content in names
             flags = {"normalized": not is_special, "special": is_special}
-            found[token_id] = {"content": content, **flags}
+            found[token_id] = Token(content, flags)
     return raw.where, found
 
 
-def _token(raw: JsonObject, key: str, value: Any) -> dict[str, Any]:
-    """A token with its flags, from a text or an object."""
+def _token(raw: JsonObject, key: str, value: JsonValue) -> Token:
+    """Returns a token with its flags, from a text or an object."""
     fields = value if isinstance(value, dict) else {"content": value}
     raw.require(isinstance(fields.get("content"), str), key, "which is not text")
     flags = {flag: fields[flag] for flag in _FLAGS if flag in fields}
     are_flags = all(isinstance(flag, bool) for flag in flags.values())
     raw.require(are_flags, key, "whose flags are not true or false")
-    return {"content": fields["content"], **flags}
+    return Token(fields["content"], flags)

@@ -3,16 +3,18 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json, read_config
-from jax_specdec.lm.formats.files import is_there, path_of
+from jax_specdec.lm.formats.files import JsonValue, is_there, path_of
 from jax_specdec.lm.formats.tensors import (
+    EMBEDDING,
     WEIGHTS_FILE,
     check_finite,
     llama_tensors,
@@ -25,6 +27,7 @@ from jax_specdec.lm.formats.tensors import (
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, count_token_ids, stop_token_ids
 from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
+from jax_specdec.lm.models.rows import Params
 
 Model = TypeVar("Model")
 
@@ -40,16 +43,16 @@ class LoadedModel(NamedTuple, Generic[Model]):
     """
 
     model: Model
-    params: dict[str, Any]
+    params: Params
 
 
 def load_checkpoint(
     directory: str | Path,
-    dtype: Any = jnp.float32,
+    dtype: DTypeLike = jnp.float32,
     *,
     allow_nonfinite: bool = False,
 ) -> LoadedModel[Llama]:
-    """Read a checkpoint of this package, as `save_checkpoint` writes it.
+    """Reads a checkpoint of this package, as `save_checkpoint` writes it.
 
     Args:
       directory: holds `config.json` and the weights.
@@ -76,12 +79,12 @@ def load_checkpoint(
 
 def load_huggingface(
     directory: str | Path,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     *,
     max_vocab_size: int | None = None,
     allow_nonfinite: bool = False,
 ) -> LoadedModel[Llama]:
-    """Read a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
+    """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
 
     Checkpoints pad the vocabulary axis, differently even within a family: the small Qwen2.5 models
     have 151936 entries, the large ones 152064, and their tokenizer 151665 ids. Ids past the last
@@ -133,11 +136,12 @@ def load_huggingface(
 
 def _load(
     directory: Path,
-    dtype: Any,
+    dtype: DTypeLike | None,
     max_vocab_size: int | None,
     allow_nonfinite: bool,
     tokenizer: Path | None = None,
 ) -> LoadedModel[Llama]:
+    """Reads a checkpoint; ids that the file `tokenizer` does not know are no tokens."""
     config = read_config(directory / CONFIG_FILE)
     if tokenizer is not None and is_there(tokenizer):
         # A stop token must be drawn, even if only other files know it.
@@ -148,13 +152,12 @@ def _load(
     size = min(config.vocab_size, max_vocab_size or config.vocab_size)
     known = min(config.num_token_ids or size, size)
     with open_tensors(directory, config) as tensors:
-        stored = tensors.dtype("model.embed_tokens.weight")
+        stored = tensors.dtype(EMBEDDING)
         dtype = checked_dtype(stored if dtype is None else dtype)
         if config.tie_word_embeddings and stores_own_head(tensors, dtype):
             config = dataclasses.replace(config, tie_word_embeddings=False)
-        kept = dataclasses.replace(
-            config, vocab_size=size, num_token_ids=known if known < size else None
-        )
+        num_token_ids = known if known < size else None
+        kept = dataclasses.replace(config, vocab_size=size, num_token_ids=num_token_ids)
         own, *layers = read_arrays(
             tensors,
             llama_tensors(config),
@@ -168,12 +171,12 @@ def _load(
 def save_checkpoint(
     directory: str | Path,
     model: Llama,
-    params: dict[str, Any],
-    dtype: Any = jnp.float32,
+    params: Params,
+    dtype: DTypeLike = jnp.float32,
     *,
     allow_nonfinite: bool = False,
 ) -> None:
-    """Write a checkpoint that `load_checkpoint` and other readers of Llama checkpoints read.
+    """Writes a checkpoint that `load_checkpoint` and other readers of Llama checkpoints read.
 
     Args:
       directory: created if it does not exist; existing files are replaced.
@@ -203,7 +206,7 @@ def save_checkpoint(
 def stored_tensors(
     tensors: dict[str, np.ndarray], dtype: np.dtype, *, allow_nonfinite: bool = False
 ) -> dict[str, np.ndarray]:
-    """Weights in the dtype of a file.
+    """Returns weights in the dtype of a file.
 
     Raises:
       ValueError: one is not finite in it.
@@ -215,8 +218,10 @@ def stored_tensors(
         return {name: np.ascontiguousarray(x.astype(dtype)) for name, x in tensors.items()}
 
 
-def write_files(directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Write `config.json` and the weights."""
+def write_files(
+    directory: Path, config: dict[str, JsonValue], tensors: dict[str, np.ndarray]
+) -> None:
+    """Writes `config.json` and the weights."""
     with extra("lm"):
         import safetensors.numpy
     directory.mkdir(parents=True, exist_ok=True)

@@ -9,9 +9,9 @@ A pydantic model in place of these readers was 30 lines longer, because it repea
 
 import dataclasses
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from jax_specdec.lm.formats.files import JsonObject, errors_name, read_json
+from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only, read_json
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.rotary import RopeScaling
 
@@ -25,19 +25,19 @@ _FAMILIES = {
 }
 """What `model_type` says of the computation."""
 
-_UNSUPPORTED = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "hidden_act": ("silu", None),
-    "partial_rotary_factor": (1.0, None),
-    "quantization_config": (None,),
-    "use_sliding_window": (False, None),
+_SERVED = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "hidden_act": ("silu",),
+    "partial_rotary_factor": (1.0,),
+    "quantization_config": (),
+    "use_sliding_window": (False,),
 }
-"""Configuration keys that would change the computation, and the values that do not."""
+"""Keys that would change the computation, and the values that do not."""
 
 
 def read_config(path: Path) -> LlamaConfig:
-    """Read a `config.json`.
+    """Reads a `config.json`.
 
     Raises:
       FileNotFoundError: it does not exist.
@@ -49,16 +49,16 @@ def read_config(path: Path) -> LlamaConfig:
 
 
 def parse_config(raw: JsonObject) -> LlamaConfig:
-    """The sizes in the JSON object of a `config.json`; raises as `read_config` does."""
+    """Returns the sizes in the JSON object of a `config.json`; raises as `read_config` does."""
+    raw.require_one_of("model_type", *_FAMILIES)
     family = raw.given("model_type", "llama")
-    is_known = isinstance(family, str) and family in _FAMILIES
-    raw.require(is_known, "model_type", only(*_FAMILIES))
-    for key, allowed in _UNSUPPORTED.items():
-        raw.require(raw.get(key) in allowed, key, only(allowed[0]))
+    for key, served in _SERVED.items():
+        raw.require_one_of(key, *served)
     layers = raw.given("layer_types", [])
     are_full = isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
     raw.require(are_full, "layer_types", only("full_attention"))
-    size, heads = raw.needed("hidden_size"), raw.needed("num_attention_heads")
+    size = raw.needed("hidden_size")
+    heads = raw.needed("num_attention_heads")
     are_whole = isinstance(size, int) and isinstance(heads, int) and heads > 0
     quotient = size // heads if are_whole else size  # LlamaConfig refuses what is not whole
     theta, scaling = _read_rope(raw)
@@ -75,7 +75,7 @@ def parse_config(raw: JsonObject) -> LlamaConfig:
 
 
 def _made(kind: type[_Made], raw: JsonObject) -> _Made:
-    """A dataclass of the values of its fields; those without a default must be there."""
+    """Returns a dataclass of the values of its fields; those without a default must be there."""
     fields = dataclasses.fields(kind)
     for field in fields:
         if field.default is dataclasses.MISSING:
@@ -84,8 +84,8 @@ def _made(kind: type[_Made], raw: JsonObject) -> _Made:
         return kind(**{field.name: raw[field.name] for field in fields if field.name in raw})
 
 
-def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
-    """The JSON object of a `config.json` that `parse_config` and `transformers` read.
+def config_json(config: LlamaConfig, dtype: str) -> dict[str, JsonValue]:
+    """Returns the JSON object of a `config.json` that `parse_config` and `transformers` read.
 
     Raises:
       ValueError: no family has both biases and norms of queries and keys.
@@ -106,17 +106,18 @@ def config_json(config: LlamaConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def _read_rope(raw: JsonObject) -> tuple[Any, RopeScaling | None]:
-    """The base of the wavelengths, not checked, and how they are scaled."""
+def _read_rope(raw: JsonObject) -> tuple[JsonValue, RopeScaling | None]:
+    """Returns the base of the wavelengths, not checked, and how they are scaled."""
+    # transformers 5 has rope_parameters, 4 rope_scaling; 5 reads the latter where both are there.
     names = [name for name in ("rope_parameters", "rope_scaling") if raw.nested(name)]
     found = [_read_rope_of(raw, name) for name in names or ["rope_scaling"]]
-    # transformers 5 reads rope_scaling alone where both are there.
     same = found[0] == found[-1]
     raw.require(same, "rope_scaling", "but rope_parameters beside it says something else")
     return found[0]
 
 
-def _read_rope_of(raw: JsonObject, name: str) -> tuple[Any, RopeScaling | None]:
+def _read_rope_of(raw: JsonObject, name: str) -> tuple[JsonValue, RopeScaling | None]:
+    """Returns base and scaling, as the object of one key says."""
     rope = raw.nested(name)
     is_flat = {"rope_type", "type", "rope_theta"} & rope.keys()
     if not is_flat and any(isinstance(value, dict) for value in rope.values()):  # by type of layer
@@ -128,12 +129,5 @@ def _read_rope_of(raw: JsonObject, name: str) -> tuple[Any, RopeScaling | None]:
     kind = rope.get(key, "default")
     rope.require(kind in ("default", "llama3"), key, only("default", "llama3"))
     rotated = "partial_rotary_factor"
-    rope.require(rope.get(rotated) in _UNSUPPORTED[rotated], rotated, only(1.0))
+    rope.require_one_of(rotated, *_SERVED[rotated])
     return theta, None if kind == "default" else _made(RopeScaling, rope)
-
-
-def only(*supported: object) -> str:
-    """Returns the end of a sentence about a value that is none of these."""
-    *others, last = map(repr, supported)
-    listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
-    return f"but only {listed} supported"

@@ -12,6 +12,9 @@ from typing import Any
 from jax_specdec._src.arrays import refuse
 from jax_specdec.lm.models.fields import quoted, reason, shown
 
+JsonValue = Any
+"""A value in a JSON file, of any type: who reads it checks it."""
+
 MAX_BYTES = 2**26
 """More than the largest tokenizers (some 35 MB); in memory JSON takes 20 times its size."""
 
@@ -24,8 +27,8 @@ _KINDS = {
 }
 
 
-def path_of(directory: Any) -> Path:
-    """The path of a directory.
+def path_of(directory: str | os.PathLike[str]) -> Path:
+    """Returns the path of a directory.
 
     Raises:
       TypeError: it is not a path.
@@ -37,12 +40,12 @@ def path_of(directory: Any) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Whether anything has this path, even a broken link."""
+    """Returns whether anything has this path, even a broken link."""
     return os.path.lexists(path)
 
 
 def existing(path: Path) -> Path:
-    """The path, if it is a file or a link to one.
+    """Returns the path, if it is a file or a link to one.
 
     Raises:
       FileNotFoundError: nothing is there, or a broken link.
@@ -66,9 +69,11 @@ def existing(path: Path) -> Path:
             raise FileNotFoundError(
                 f"{shown(path)} does not exist; a checkpoint directory must hold it."
             ) from error
-        name, parts = shown(path.parent), path.parent.parts
-        named = len(parts) == 2 and not path.is_absolute() and ".." not in parts
-        model = name if named else f"OWNER/{shown(path.parent.name)}"
+        # A directory that is called as a model of the hub is, "OWNER/MODEL", was meant as one.
+        name = shown(path.parent)
+        parts = path.parent.parts
+        is_name = len(parts) == 2 and not path.is_absolute() and ".." not in parts
+        model = name if is_name else f"OWNER/{shown(path.parent.name)}"
         raise FileNotFoundError(
             f"{name} does not exist; `hf download {model} --local-dir {name}` downloads a "
             "checkpoint to it."
@@ -84,7 +89,7 @@ def existing(path: Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file.
+    """Returns the text of a file.
 
     Raises:
       FileNotFoundError: it does not exist.
@@ -102,39 +107,52 @@ def read_text(path: Path) -> str:
         raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
 
 
-class JsonObject(dict[str, Any]):
+class JsonObject(dict[str, JsonValue]):
     """The object in a JSON file, or an object in it; `where` is what messages call it."""
 
-    def __init__(self, members: dict[str, Any], where: str) -> None:
+    def __init__(self, members: dict[str, JsonValue], where: str) -> None:
         super().__init__(members)
         self.where = where
 
-    def given(self, key: str, default: Any = None) -> Any:
-        """The value of a key, or the default where it is absent or null."""
+    def given(self, key: str, default: JsonValue) -> JsonValue:
+        """Returns the value of a key, or the default where it is absent or null."""
         value = self.get(key)
         return default if value is None else value
 
-    def needed(self, key: str) -> Any:
-        """The value of a key that must be there."""
+    def needed(self, key: str) -> JsonValue:
+        """Returns the value of a key that must be there."""
         if (value := self.get(key)) is None:
             raise ValueError(f"{self.where} lacks {key}.")
         return value
 
     def nested(self, key: str) -> "JsonObject":
-        """The object of a key; an empty one where it is absent or null."""
+        """Returns the object of a key; an empty one where it is absent or null."""
         value = self.given(key, {})
         self.require(isinstance(value, dict), key, "which is not a JSON object")
         return JsonObject(value, f"{self.where}: {key}")
 
     def require(self, holds: object, key: str, reason: str) -> None:
-        """Raise ValueError with the value of a key and a reason, unless something holds."""
+        """Raises ValueError with the value of a key and a reason, unless something holds."""
         if not holds:
             raise ValueError(f"{self.where} has {key} = {quoted(self.get(key))}, {reason}.")
+
+    def require_one_of(self, key: str, *served: JsonValue) -> None:
+        """Raises ValueError unless a key has a value that is served, or is absent or null."""
+        self.require(self.get(key) in (None, *served), key, only(*served))
+
+
+def only(*supported: object) -> str:
+    """Returns the end of a sentence about a value that is none of these."""
+    if not supported:
+        return "which is not supported"
+    *others, last = map(repr, supported)
+    listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return f"but only {listed} supported"
 
 
 @contextlib.contextmanager
 def errors_name(where: str) -> Iterator[None]:
-    """Errors of what is made of a file begin with its name.
+    """Has errors of what is made of a file begin with its name.
 
     Raises:
       ValueError: a value has a type or a size that it must not have.
@@ -146,13 +164,12 @@ def errors_name(where: str) -> Iterator[None]:
 
 
 def read_json(path: Path, *, optional: bool = False) -> JsonObject:
-    """The JSON object in a file; an empty one if nothing is there and the file is `optional`.
+    """Returns the JSON object in a file; an empty one if an `optional` file is not there.
 
     Numbers are as Python reads them: 1e400 and Infinity are inf. The caller checks them.
 
     Raises:
-      FileNotFoundError: as for `read_text`.
-      OSError: as for `read_text`.
+      FileNotFoundError, OSError: as for `read_text`.
       ValueError: it holds something other than a JSON object, one key twice, or more than 64 MiB.
     """
     if optional and not is_there(path):
@@ -167,8 +184,8 @@ def read_json(path: Path, *, optional: bool = False) -> JsonObject:
     return JsonObject(raw, shown(path))
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; one with a key twice is refused, since readers differ in which one counts."""
+def _object(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
+    """Returns an object. One with a key twice is refused: readers differ in which one counts."""
     members = dict(pairs)
     if len(members) < len(pairs):
         (twice, _), *_ = collections.Counter(key for key, _ in pairs).most_common(1)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jax_specdec._src.arrays import LOGITS, check_listed, checked_dtype, require
 from jax_specdec.lm.formats.checkpoint import LoadedModel, stored_tensors, write_files
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json
-from jax_specdec.lm.formats.files import JsonObject, errors_name, path_of, read_json
+from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, path_of, read_json
 from jax_specdec.lm.formats.head_layouts import LEGACY_NORMS, layer_prefix
 from jax_specdec.lm.formats.tensors import (
     Names,
@@ -72,7 +72,7 @@ def load_head(
     with open_files(directory) as files:
         tensors = files.without(prefix)
         head = kind(read_config(raw, tensors, target.model.config), target.model.dtype)
-        names = _tensor_names(head, tensors.files)
+        names = _tensor_names(head, tensors.stored)
         shapes = tensor_shapes(names, parts(head.weight_shapes), _part_sizes(head.config))
         check_tensors(tensors, shapes, ("d2t", "t2d"))
         target_ids = _read_target_ids(tensors, head.config)
@@ -89,8 +89,8 @@ def save_head(
     params: Params,
     dtype: DTypeLike,
     *,
-    said: dict[str, Any],
-    said_of_layer: dict[str, Any],
+    said: dict[str, JsonValue],
+    said_of_layer: dict[str, JsonValue],
     num_drafts: int,
     target_name: str | None,
     write_shared: bool,
@@ -181,14 +181,15 @@ def _part_sizes(config: HeadConfig) -> Sizes:
 
 
 def _shared_again(
-    tensors: Tensors, config: HeadConfig, params: dict[str, Any], target: LoadedModel[Llama]
+    tensors: Tensors, config: HeadConfig, params: Params, target: LoadedModel[Llama]
 ) -> HeadConfig:
-    """The config of a head that owns only what differs from the target's arrays."""
-    embedding, dtype = target.params["embed_tokens"], target.model.dtype
+    """Returns the config of a head that owns only what differs from the target's arrays."""
+    dtype = target.model.dtype
+    embedding = target.params["embed_tokens"]
     lm_head = embedding.T if config.layer.tie_word_embeddings else target.params["lm_head"]
 
     def is_own(array: str, whole: jax.Array) -> bool:
-        stored = tensors.dtype(f"{array}.weight")
+        stored = tensors.dtype(f"{array}.weight")  # a file's dtype may round what the target has
         return not jnp.array_equal(params[array], whole.astype(stored).astype(dtype))
 
     return dataclasses.replace(
@@ -199,21 +200,23 @@ def _shared_again(
 
 
 def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Array]:
-    """``target_ids`` if a head has them, as d2t says and t2d, if it is there, too.
+    """Returns ``target_ids`` if a head has them, as d2t says and t2d, if it is there, too.
 
     Raises:
       ValueError: d2t or t2d are not of the config's sizes, or contradict each other.
     """
-    size, whole, where = config.draft_vocab_size, config.layer.vocab_size, shown(tensors.origin)
-    ids = np.arange(size)
-    if "d2t" in tensors.files:
-        where, (shape, kind) = shown(tensors.files["d2t"][0]), tensors.form("d2t")
+    size = config.draft_vocab_size
+    whole = config.layer.vocab_size
+    ids = np.arange(size)  # [Vd]
+    if "d2t" in tensors.stored:
+        where = tensors.where("d2t")
+        shape, kind = tensors.form("d2t")
         if kind not in ("I64", "I32") or shape != (size,):
             raise ValueError(
                 f"{where} has d2t of dtype {kind} and shape {quoted(shape)}, but it must be I64 or "
                 f"I32 of shape {(size,)}."
             )
-        # Clipped, because a sum may not fit into 64 bits.
+        # It holds offsets: id j of the head is j + d2t[j]. Clipped, since a sum may not fit.
         ids = ids + np.clip(tensors.read("d2t").astype(np.int64), -(2**62), 2**62)
         with errors_name(where):
             check_listed("ids of d2t", ids, whole)
@@ -221,23 +224,24 @@ def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Arra
             rule = "draft_vocab_size is vocab_size"
             raise ValueError(f"{where} has a d2t that is not zero, but {rule}.")
     elif size < whole:
-        raise ValueError(f"{where} lacks the tensor d2t.")
-    if "t2d" in tensors.files:
+        raise ValueError(f"{shown(tensors.origin)} lacks the tensor d2t.")
+    if "t2d" in tensors.stored:  # [V], which of the target's ids the head has
         fits = tensors.form("t2d") == ((whole,), "BOOL")
         if not fits or not np.array_equal(tensors.read("t2d").nonzero()[0], np.sort(ids)):
-            where = shown(tensors.files["t2d"][0])
+            where = tensors.where("t2d")
             raise ValueError(f"{where} has a t2d that is not the mask of the ids that d2t lists.")
     return {"target_ids": jnp.asarray(ids, jnp.int32)} if size < whole else {}
 
 
-def _target_id_tensors(config: HeadConfig, params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """d2t and t2d, if a head has a list of ids.
+def _target_id_tensors(config: HeadConfig, params: Params) -> dict[str, np.ndarray]:
+    """Returns d2t and t2d, if a head has a list of ids.
 
     Raises:
       ValueError: `params` list an id twice, or one that is not the target's.
     """
     if "target_ids" not in params:
         return {}
-    ids, whole = np.asarray(params["target_ids"], np.int64), config.layer.vocab_size
+    ids = np.asarray(params["target_ids"], np.int64)  # [Vd]
+    whole = config.layer.vocab_size
     check_listed("params['target_ids']", ids, whole)
     return {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(whole), ids)}

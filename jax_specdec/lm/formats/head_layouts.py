@@ -12,10 +12,10 @@ agree; null and an empty list say nothing.
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax_specdec.lm.formats.config_json import only, parse_config
-from jax_specdec.lm.formats.files import JsonObject, errors_name
+from jax_specdec.lm.formats.config_json import parse_config
+from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only
 from jax_specdec.lm.formats.tensors import Tensors
 from jax_specdec.lm.models.block import BlockHeadConfig
 from jax_specdec.lm.models.eagle3 import Eagle3Config
@@ -35,7 +35,7 @@ class _Layout(NamedTuple):
 
     key: str
     name: str
-    absent: dict[str, Any]
+    absent: dict[str, JsonValue]
 
 
 _LAYOUTS: dict[type[HeadConfig], tuple[_Layout, ...]] = {
@@ -87,7 +87,7 @@ _PLACES: dict[str, dict[str, int | None]] = {
 key of its name; and what is added to ids of layers: 1 where they count what is read after a layer,
 -1 for the embedding."""
 
-_SERVED: dict[str, tuple[Any, ...]] = {
+_SERVED: dict[str, tuple[JsonValue, ...]] = {
     "markov_head_type": ("vanilla",),
     "is_neox_style": (True,),
     "use_aux_hidden_state": (True,),
@@ -118,7 +118,7 @@ def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -
     absent = _absent(Eagle3Config, raw)
     objects = _objects(raw, target)
     layer = _read_layer(objects["layer"], tensors, target)
-    raw.require(raw.get("parallel_drafting") in (None, False), "parallel_drafting", only(False))
+    raw.require_one_of("parallel_drafting", False)
     depth = target.num_hidden_layers
     # EAGLE's files do not say where features are read: early, in the middle, late.
     absent |= {"layer": layer, "feature_layers": tuple(sorted((2, depth // 2, depth - 3)))}
@@ -140,7 +140,7 @@ def read_block_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) ->
     layer = _read_layer(objects["layer"], tensors, target, "layer_types", "use_sliding_window")
     for index in range(layer.num_hidden_layers):  # before anything is made for each layer
         norm = f"layers.{index}.input_layernorm.weight"
-        if norm not in tensors.files:
+        if norm not in tensors.stored:
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {norm}.")
     absent |= {"layer": layer, **_sliding(objects, layer.num_hidden_layers)}
     absent["confidence_head_with_markov"] = None
@@ -154,7 +154,7 @@ def read_block_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) ->
         return BlockHeadConfig(**values)
 
 
-def _absent(kind: type[HeadConfig], raw: JsonObject) -> dict[str, Any]:
+def _absent(kind: type[HeadConfig], raw: JsonObject) -> dict[str, JsonValue]:
     """Returns what absent keys mean in a file's layout, where layouts differ."""
     is_speculators = raw.get(_SPECULATORS) is not None
     key = _SPECULATORS if is_speculators else "architectures"
@@ -180,8 +180,7 @@ def _objects(raw: JsonObject, target: LlamaConfig) -> dict[str, JsonObject]:
     }
     for place in objects.values():
         for key, served in _SERVED.items():
-            wanted = only(*served) if served else "which is not supported"
-            place.require(place.get(key) in (None, *served), key, wanted)
+            place.require_one_of(key, *served)
         for key, name in _TARGETS.items():
             size = getattr(target, name)
             place.require(place.given(key, size) == size, key, f"but the target's {name} is {size}")
@@ -197,13 +196,13 @@ def _read_layer(
     raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
     rest = raw | dict.fromkeys(("attention_bias", *elsewhere))
     layer = parse_config(JsonObject(rest, raw.where))
-    attention = f"{layer_prefix(tensors.files)}.self_attn"
+    attention = f"{layer_prefix(tensors.stored)}.self_attn"
     return dataclasses.replace(
         layer,
         tie_word_embeddings=target.tie_word_embeddings,
         num_token_ids=target.num_token_ids,
-        qkv_bias=bias or f"{attention}.q_proj.bias" in tensors.files,
-        qk_norm=layer.qk_norm or f"{attention}.q_norm.weight" in tensors.files,
+        qkv_bias=bias or f"{attention}.q_proj.bias" in tensors.stored,
+        qk_norm=layer.qk_norm or f"{attention}.q_norm.weight" in tensors.stored,
     )
 
 
@@ -212,10 +211,10 @@ def _fields(
     objects: dict[str, JsonObject],
     tensors: Tensors,
     target: LlamaConfig,
-    absent: dict[str, Any],
-) -> dict[str, Any]:
+    absent: dict[str, JsonValue],
+) -> dict[str, JsonValue]:
     """Returns what each field is, not checked: as keys say, or what it is where none does."""
-    names = tensors.files.keys()
+    names = tensors.stored.keys()
     absent = {
         "target_hidden_size": target.hidden_size,
         "draft_vocab_size": target.vocab_size,
@@ -236,10 +235,13 @@ def _fields(
 
 
 def _value(
-    objects: dict[str, JsonObject], places: dict[str, int | None], default: Any, num_layers: int
-) -> Any:
+    objects: dict[str, JsonObject],
+    places: dict[str, int | None],
+    default: JsonValue,
+    num_layers: int,
+) -> JsonValue:
     """Returns what keys say of a field, or the default where none does."""
-    found: dict[str, Any] = {}  # by what a message says of the place
+    found: dict[str, JsonValue] = {}  # by what a message says of the place
     for path, shift in places.items():
         name, _, key = path.rpartition(".")
         place = objects[name]
@@ -276,7 +278,7 @@ def _layer_ids(place: JsonObject, key: str, shift: int, num_layers: int) -> tupl
     return tuple(x + shift for x in in_order)
 
 
-def _sliding(objects: dict[str, JsonObject], depth: int) -> dict[str, Any]:
+def _sliding(objects: dict[str, JsonObject], depth: int) -> dict[str, JsonValue]:
     """Returns the fields about sliding layers, which keys of several objects decide together."""
     raw, own, layer = (objects[name] for name in ("", "dflash_config", "layer"))
     kinds = layer.given("layer_types", [])

@@ -1,7 +1,8 @@
-"""The tensors of a checkpoint, ``[out, in]`` under Hugging Face names, and the params of `Llama`.
+"""The tensors of a checkpoint, ``[out, in]`` under Hugging Face names, and params of a model.
 
 Reading fuses and transposes to the layout of `param_shapes`, once, tensor by tensor: no more than
-one fused matrix is in memory beside the params. Writing undoes it.
+one fused matrix is in memory beside the params. Writing undoes it. Both go through the parts of
+params, those of a Llama or of a head, beside the names of the tensors that make them up.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,8 @@ from jax_specdec.lm.models.rows import Params
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_EMBEDDING, _LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+_LM_HEAD = "lm_head.weight"
 _BY_ID = ("embed_tokens", "markov_w1", "markov_w2")
 """Arrays that have a row for each id here, as in the file; others are transposed."""
 _ROWS = 1024
@@ -33,49 +35,62 @@ _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat
 """Dtypes that are read, by their names in the file, and what holds them here."""
 
 
+class _Stored(NamedTuple):
+    """Where a tensor is: the path of a file, the open file, and the tensor's name in it."""
+
+    path: Path
+    file: Any  # of safetensors, which has no types
+    name: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Tensors:
-    """The open files of a checkpoint.
+    """The tensors in the open files of a checkpoint.
 
     Attributes:
-      origin: the file that names all tensors.
-      files: which file holds a tensor, with its path.
-      names: what the files call tensors that have another name here.
+      origin: the file that names all of them.
+      stored: where each is, by its name here.
     """
 
     origin: Path
-    files: dict[str, tuple[Path, Any]]
-    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    stored: dict[str, _Stored]
 
     def without(self, prefix: str) -> "Tensors":
-        """The tensors, those whose names begin with a prefix without it.
+        """Returns the tensors, those whose names begin with a prefix without it.
 
         Raises:
           ValueError: two of them have one name then.
         """
-        names: dict[str, str] = {}
-        for old in sorted(self.files):
-            if (other := names.setdefault(old.removeprefix(prefix), old)) != old:
+        stored: dict[str, _Stored] = {}
+        for old in sorted(self.stored):
+            other = stored.setdefault(old.removeprefix(prefix), self.stored[old]).name
+            if other != old:
                 raise ValueError(f"{shown(self.origin)} has both {shown(other)} and {shown(old)}.")
-        return Tensors(self.origin, {new: self.files[old] for new, old in names.items()}, names)
+        return Tensors(self.origin, stored)
+
+    def where(self, name: str) -> str:
+        """Returns what messages call the file that holds a tensor."""
+        return shown(self.stored[name].path)
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor, from disk."""
-        return self.files[name][1].get_tensor(self.names.get(name, name))
+        """Returns one tensor, from disk."""
+        stored = self.stored[name]
+        return stored.file.get_tensor(stored.name)
 
     def form(self, name: str) -> tuple[tuple[int, ...], str]:
-        """The shape of a tensor, and its dtype as the file calls it."""
-        stored = self.files[name][1].get_slice(self.names.get(name, name))
-        return tuple(stored.get_shape()), stored.get_dtype()
+        """Returns the shape of a tensor, and its dtype as the file calls it; reads no weights."""
+        stored = self.stored[name]
+        form = stored.file.get_slice(stored.name)
+        return tuple(form.get_shape()), form.get_dtype()
 
     def dtype(self, name: str) -> str:
-        """The dtype that holds a tensor here."""
+        """Returns the dtype that holds a tensor here."""
         return _DTYPES[self.form(name)[1]]
 
 
 @contextlib.contextmanager
 def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
-    """Open the weights of a checkpoint, one file or shards, and check them against the config.
+    """Opens the weights of a checkpoint, one file or shards, and check them against the config.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -84,7 +99,7 @@ def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
         is missing, unknown, or of another shape or kind than the config says.
     """
     with open_files(directory) as tensors:
-        if _LM_HEAD in tensors.files:  # some writers store it though it is tied
+        if _LM_HEAD in tensors.stored:  # some writers store it though it is tied
             config = dataclasses.replace(config, tie_word_embeddings=False)
         # Every layer has the shapes of the first: those of all would not fit into memory if a file
         # asks for a billion layers.
@@ -101,13 +116,14 @@ def open_files(directory: Path) -> Iterator[Tensors]:
     with contextlib.ExitStack() as stack:
         if is_there(origin):
             file = _open_file(origin, stack)
-            tensors = Tensors(origin, {name: (origin, file) for name in file.keys()})
+            tensors = Tensors(origin, {x: _Stored(origin, file, x) for x in file.keys()})
         else:
             tensors = _open_shards(directory, stack)
         yield tensors
 
 
 def _open_shards(directory: Path, stack: contextlib.ExitStack) -> Tensors:
+    """Returns the tensors of all files that an index names; raises as `open_tensors` does."""
     index = directory / INDEX_FILE
     if not is_there(index):
         raise FileNotFoundError(
@@ -137,10 +153,12 @@ def _open_shards(directory: Path, stack: contextlib.ExitStack) -> Tensors:
                 f"{shown(directory / shard)} lacks the tensor {shown(name)}, which {INDEX_FILE} "
                 "says it holds."
             )
-    return Tensors(index, {name: shards[shard] for name, shard in shard_of.items()})
+    stored = {name: _Stored(*shards[shard], name) for name, shard in shard_of.items()}
+    return Tensors(index, stored)
 
 
 def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
+    """Returns one open file; raises as `open_tensors` does."""
     with extra("lm"):
         import safetensors
     existing(path)
@@ -157,7 +175,7 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
 def check_tensors(
     tensors: Tensors, shapes: Iterable[tuple[str, tuple[int, ...]]], others: Collection[str] = ()
 ) -> None:
-    """Check names, shapes and dtypes.
+    """Checks names, shapes and dtypes.
 
     Args:
       tensors: what the files hold.
@@ -169,42 +187,45 @@ def check_tensors(
     """
     expected = set(others)
     for name, shape in shapes:  # stops at the first that is missing
-        if name not in tensors.files:
+        if name not in tensors.stored:
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
         expected.add(name)
-        has, (found, kind) = f"{shown(tensors.files[name][0])} has {name}", tensors.form(name)
+        has = f"{tensors.where(name)} has {name}"
+        found, kind = tensors.form(name)
         if found != shape:
             raise ValueError(f"{has} of shape {quoted(found)}, but its config.json says {shape}.")
         if kind not in _DTYPES:
             listed = ", ".join(_DTYPES)
             raise ValueError(f"{has} of dtype {kind}, but only {listed} are supported.")
-    for name, (path, _) in tensors.files.items():
+    for name in tensors.stored:
+        # Old checkpoints hold the frequencies of rotation, which the config says, too.
         if name not in expected and not name.endswith(".rotary_emb.inv_freq"):
             raise ValueError(
-                f"{shown(path)} has a tensor {shown(name)}, which its config.json does not call "
-                "for."
+                f"{tensors.where(name)} has a tensor {shown(name)}, which its config.json does not "
+                "call for."
             )
 
 
-def stores_own_head(tensors: Tensors, dtype: Any) -> bool:
-    """Whether an output matrix is stored that is not the embedding, once both have a dtype.
+def stores_own_head(tensors: Tensors, dtype: np.dtype) -> bool:
+    """Returns whether an output matrix is stored that differs from the embedding in a dtype.
 
     `transformers` then uses it, whatever the config says.
     """
-    if _LM_HEAD not in tensors.files:
+    if _LM_HEAD not in tensors.stored:
         return False
-    pair = [tensors.files[name][1].get_slice(name) for name in (_EMBEDDING, _LM_HEAD)]
+    pair = [tensors.stored[name].file.get_slice(name) for name in (EMBEDDING, _LM_HEAD)]
     size = pair[0].get_shape()[0]
     for start in range(0, size, _ROWS):
+        end = min(start + _ROWS, size)
         with np.errstate(over="ignore"):
-            rows = [x[start : min(start + _ROWS, size)].astype(dtype) for x in pair]
+            rows = [x[start:end].astype(dtype) for x in pair]  # two [ROWS, H] of [V, H]
         if not np.array_equal(*rows):
             return True
     return False
 
 
-def check_finite(owner: str, name: str, tensor: np.ndarray, dtype: Any) -> None:
-    """Check that no weight is NaN or infinite in `dtype`."""
+def check_finite(owner: str, name: str, tensor: np.ndarray, dtype: np.dtype) -> None:
+    """Checks that no weight is NaN or infinite in `dtype`."""
     # The bits of floating-point numbers of one sign are integers in the order of magnitude, NaN
     # last: the largest signed integer is the largest positive number (if there is one), the largest
     # unsigned integer the largest negative one. NumPy is fast with integers of every width.
@@ -224,10 +245,13 @@ Names = dict[str, list[str]]
 """The tensors that make up each array of a dict, in the order in which they are fused."""
 
 Sizes = dict[str, list[int]]
-"""How the last axis of each fused array is cut into tensors; an array of one tensor is not here."""
+"""Which parts of the last axis of each fused array are a tensor's; none for an array of one."""
+
+Shapes = dict[str, Any]
+"""A pytree of params with a shape in place of each array."""
 
 
-def parts(tree: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def parts(tree: Params | Shapes) -> Iterator[dict[str, Any]]:
     """Yields the dicts of params, or of their shapes: the model's own, and that of each layer."""
     yield tree
     yield from tree["layers"] if "layers" in tree else [tree["layer"]]
@@ -257,7 +281,7 @@ def read_arrays(
     def load(name: str, size: int | None) -> jax.Array:
         tensor = tensors.read(name)[:size]
         if not allow_nonfinite:
-            check_finite(shown(tensors.files[name][0]), name, tensor, dtype)
+            check_finite(tensors.where(name), name, tensor, dtype)
         with np.errstate(over="ignore"):  # float64 may be held as float32
             return jax.device_put(tensor).astype(dtype)
 
@@ -285,7 +309,7 @@ def unfuse(names: Iterable[Names], params: Params, sizes: Sizes) -> dict[str, np
 
 
 def tensor_shapes(
-    names: Iterable[Names], shapes: Iterable[dict[str, Any]], sizes: Sizes
+    names: Iterable[Names], shapes: Iterable[Shapes], sizes: Sizes
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields name and shape ``[out, in]`` of each tensor that `unfuse` makes of such shapes."""
     for part, arrays in zip(names, shapes, strict=True):
@@ -300,14 +324,14 @@ def llama_tensors(config: LlamaConfig) -> Iterator[Names]:
 
     One layer at a time: a file may ask for more layers than memory holds the names of.
     """
-    names = {"embed_tokens": [_EMBEDDING], "norm": ["model.norm.weight"]}
+    names = {"embed_tokens": [EMBEDDING], "norm": ["model.norm.weight"]}
     yield names if config.tie_word_embeddings else names | {"lm_head": [_LM_HEAD]}
     for index in range(config.num_hidden_layers):
         yield layer_tensors(config, f"model.layers.{index}")
 
 
-def layer_tensors(config: LlamaConfig, prefix: str) -> dict[str, list[str]]:
-    """Which tensors make up each array of a layer, in order of fusion."""
+def layer_tensors(config: LlamaConfig, prefix: str) -> Names:
+    """Returns which tensors make up each array of a layer of a `Llama`."""
     names = {
         "input_layernorm": [f"{prefix}.input_layernorm.weight"],
         "qkv_proj": [f"{prefix}.self_attn.{x}_proj.weight" for x in "qkv"],
@@ -323,8 +347,8 @@ def layer_tensors(config: LlamaConfig, prefix: str) -> dict[str, list[str]]:
     return names
 
 
-def part_sizes(config: LlamaConfig) -> dict[str, list[int]]:
-    """How the last axis of each fused array is cut into tensors."""
+def part_sizes(config: LlamaConfig) -> Sizes:
+    """Returns the sizes of a layer of a `Llama`."""
     keys = config.num_key_value_heads * config.head_dim
     heads = [config.num_attention_heads * config.head_dim, keys, keys]
     return {"qkv_proj": heads, "qkv_bias": heads, "gate_up_proj": [config.intermediate_size] * 2}

@@ -1,11 +1,10 @@
 """Which token ids a checkpoint has, by its `tokenizer.json`; needs no library."""
 
 from pathlib import Path
-from typing import Any
 
 from jax_specdec.lm.formats.added_tokens import tokens_beside
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
-from jax_specdec.lm.formats.files import read_json
+from jax_specdec.lm.formats.files import JsonValue, read_json
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -13,7 +12,7 @@ GENERATION_FILE = "generation_config.json"
 
 
 def count_token_ids(path: Path) -> int:
-    """One more than the last id of a tokenizer; needs no library.
+    """Returns one more than the last id of a tokenizer; needs no library.
 
     Raises:
       FileNotFoundError: there is no `tokenizer.json` at the path.
@@ -25,8 +24,8 @@ def count_token_ids(path: Path) -> int:
     return max([*vocab.values(), *added, *tokens_beside(path.parent, vocab, added)]) + 1
 
 
-def read_token_ids(path: Path) -> tuple[dict[str, int], dict[int, dict[str, Any]]]:
-    """The vocabulary in a `tokenizer.json`, and by id the tokens that it adds."""
+def read_token_ids(path: Path) -> tuple[dict[str, int], dict[int, dict[str, JsonValue]]]:
+    """Returns the vocabulary in a `tokenizer.json`, and by id the tokens that it adds."""
     raw = read_json(path)
     where = raw.where
     vocab = _vocabulary(raw.get("model"))
@@ -43,7 +42,7 @@ def read_token_ids(path: Path) -> tuple[dict[str, int], dict[int, dict[str, Any]
                     f"{where} has {field} with the id {quoted(token_id)} for {quoted(key)}, but a "
                     f"token id must be an integer in [0, {MAX_INT}]."
                 )
-    tokens: dict[int, Any] = {}
+    tokens: dict[int, str] = {}
     for token, token_id in vocab:  # added tokens may repeat them
         if (first := tokens.setdefault(token_id, token)) != token:
             raise ValueError(
@@ -53,20 +52,20 @@ def read_token_ids(path: Path) -> tuple[dict[str, int], dict[int, dict[str, Any]
     return dict(vocab), {token["id"]: token for token in added}
 
 
-def _vocabulary(model: Any) -> list[tuple[Any, Any]]:
-    """Tokens and the values given as their ids; empty if there is no vocabulary."""
+def _vocabulary(model: JsonValue) -> list[tuple[str, JsonValue]]:
+    """Returns tokens and the values given as their ids; empty if there is no vocabulary."""
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, dict):
         return list(vocab.items())
     if isinstance(vocab, list) and all(
         isinstance(x, list) and len(x) == 2 and isinstance(x[0], str) for x in vocab
     ):
-        return [(piece, index) for index, (piece, _) in enumerate(vocab)]  # with scores
+        return [(piece, index) for index, (piece, _) in enumerate(vocab)]  # Unigram: with scores
     return []
 
 
 def stop_token_ids(directory: Path) -> tuple[int, ...]:
-    """The `eos_token_id` of a checkpoint, from `generation_config.json` or else `config.json`.
+    """Returns the ids in `generation_config.json`, or else in `config.json`, that end a text.
 
     Raises:
       OSError: a file cannot be opened.

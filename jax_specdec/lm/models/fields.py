@@ -3,7 +3,7 @@
 import dataclasses
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -16,30 +16,31 @@ _MAX_SHOWN = 240
 
 
 def shown(name: str | Path) -> str:
-    """A name or path for a message, on one line and not too long."""
+    """Returns a name or path for a message, on one line and not too long."""
     text = str(name)
-    text = text if text.isprintable() else repr(text)
+    if not text.isprintable():
+        text = repr(text)
     half = _MAX_SHOWN // 2
     return text if len(text) <= _MAX_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
-def quoted(value: Any) -> str:
-    """A value for a message: as Python writes it, shortened if it is long or deep."""
+def quoted(value: object) -> str:
+    """Returns a value for a message: as Python writes it, shortened if it is long or deep."""
     return reprlib.repr(value)
 
 
 def reason(error: BaseException | str) -> str:
-    """A library's error, or its message, as the end of a sentence."""
+    """Returns a library's error, or its message, as the end of a sentence."""
     return shown(" ".join(str(error).split()).rstrip("."))
 
 
-def is_token_id(value: Any) -> bool:
-    """Whether a value is an integer that can be a token id; True and 5.0 are not."""
+def is_token_id(value: object) -> TypeGuard[int]:
+    """Returns whether a value is an integer that can be a token id; True and 5.0 are not."""
     return type(value) is int and 0 <= value <= MAX_INT
 
 
 def check_fields(config: Any) -> None:
-    """Check the fields of a dataclass that are annotated `int`, `float` or `bool`.
+    """Checks the fields of a dataclass that are annotated `int`, `float` or `bool`.
 
     A whole number in a field of `float` becomes one: as an integer, JAX might not hold it.
 
@@ -51,11 +52,12 @@ def check_fields(config: Any) -> None:
         value = getattr(config, field.name)
         if (rule := _broken_rule(field.type, value)) is not None:
             refuse(ValueError, field.name, f"be {rule}", value)
-        if field.type is float:
+        if field.type is float:  # the dataclass is frozen
             object.__setattr__(config, field.name, float(value))
 
 
-def _broken_rule(kind: Any, value: Any) -> str | None:
+def _broken_rule(kind: object, value: object) -> str | None:
+    """Returns what a value of a field must be and is not; None where it may be what it is."""
     if kind is int:
         if type(value) is not int or value < 1:
             return "a positive integer"
@@ -64,6 +66,6 @@ def _broken_rule(kind: Any, value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             return "a positive number"
         normal = np.finfo(np.float32)
-        held = float(normal.tiny) <= value <= float(normal.max)
-        return None if held else "a number that float32 holds"
+        is_held = float(normal.tiny) <= value <= float(normal.max)
+        return None if is_held else "a number that float32 holds"
     return "true or false" if kind is bool and type(value) is not bool else None

@@ -470,7 +470,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         library_tokenizer.no_truncation()
         library_tokenizer.no_padding()
-        library_tokenizer.add_tokens([tokenizers.AddedToken(**token) for token in beside.values()])
+        library_tokenizer.add_tokens(
+            [tokenizers.AddedToken(token.content, **token.flags) for token in beside.values()]
+        )
         library_tokenizer.encode("")  # some errors show only here
     stops = stop_token_ids(path.parent)
     if (end := special_tokens(path.parent).get("eos_token")) is not None:
