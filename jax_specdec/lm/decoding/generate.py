@@ -104,7 +104,6 @@ def generate(
       >>> len(output.completions[0])
       60
     """
-    inputs.check_drafter(drafter, config)
     return _prepare(
         model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
     ).run()
@@ -133,7 +132,6 @@ def generate_stream(
 
     Example: see `TextStream`.
     """
-    inputs.check_drafter(drafter, config)
     return _prepare(
         model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
     ).steps()
@@ -162,7 +160,6 @@ def generate_plain(
     Example: see `greedy_differences`.
     """
     config = PLAIN if config is None else config
-    check_type("config", config, SpecDecodeConfig)
     return _prepare(
         model, params, prompts, NoDrafter(), None, config, options, key, logprobs, fields
     ).run()
@@ -172,7 +169,7 @@ class _Prepared(NamedTuple):
     """The arguments of `generate`, `generate_stream` and `generate_plain`, checked and laid out.
 
     Attributes:
-      decoder: what a step does; of plain decoding, without a drafter.
+      decoder: what a step does.
       params: the target's weights, where its model wants them.
       draft_params: the drafter's weights, on the same devices.
       prompts: B token id lists.
@@ -240,7 +237,8 @@ def _prepare(
     logprobs: LogprobsConfig | None,
     fields: RequestFields,
 ) -> _Prepared:
-    """Checks the arguments, and lays them out; `drafter` is None for plain decoding."""
+    """Checks the arguments, and lays them out."""
+    inputs.check_drafter(drafter, config)
     check_model("model", model)
     check_params("params", model, params)
     check_params("draft_params", drafter, draft_params)
