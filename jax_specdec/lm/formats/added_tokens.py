@@ -54,8 +54,7 @@ def tokens_beside(
       added: the tokens that it adds itself, by id.
 
     Raises:
-      OSError: something other than a file is in place of one, or it cannot be opened.
-      ValueError: a file cannot be parsed, or a token in it is not text or has a wrong id.
+      OSError, ValueError: as for `special_tokens`; or a token has a wrong id.
     """
     files = _files(directory)
     specials = [token for name in (*_NAMES, *_LISTS) for token in _special(files, name)]

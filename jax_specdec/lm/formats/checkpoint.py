@@ -206,11 +206,7 @@ def save_checkpoint(
 def stored_tensors(
     tensors: dict[str, np.ndarray], dtype: np.dtype, *, allow_nonfinite: bool = False
 ) -> dict[str, np.ndarray]:
-    """Returns weights in the dtype of a file.
-
-    Raises:
-      ValueError: one is not finite in it.
-    """
+    """Returns weights in the dtype of a file, in which they are finite if they must be."""
     if not allow_nonfinite:
         for name, tensor in tensors.items():
             check_finite("params", name, tensor, dtype)

@@ -152,11 +152,7 @@ def only(*supported: object) -> str:
 
 @contextlib.contextmanager
 def errors_name(where: str) -> Iterator[None]:
-    """Has errors of what is made of a file begin with its name.
-
-    Raises:
-      ValueError: a value has a type or a size that it must not have.
-    """
+    """Raises TypeError and ValueError of what is made of a file as ValueError with its name."""
     try:
         yield
     except (TypeError, ValueError) as error:

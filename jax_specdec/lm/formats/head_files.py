@@ -55,15 +55,8 @@ def load_head(
 ) -> LoadedModel[_Head]:
     """Returns a head for a target, whose own arrays stand for those that are equal to them.
 
-    Args:
-      directory: holds `config.json` and `model.safetensors`.
-      target: the target.
-      kind: the class of the head.
-      read_config: reads its config.
-      prefix: names of tensors are read without it.
-
-    Raises:
-      OSError, TypeError, ValueError: as `load_eagle3` says.
+    `read_config` reads the config of its `kind`; names of tensors are read without a `prefix`.
+    Raises as `load_eagle3` does.
     """
     is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
     require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
@@ -95,21 +88,18 @@ def save_head(
     target_name: str | None,
     write_shared: bool,
 ) -> None:
-    """Writes a head in the layout of speculators.
+    """Writes a head in the layout of speculators; raises as `save_eagle3` does.
 
     Args:
-      directory: created if it does not exist; existing files are replaced.
+      directory: of the files.
       model: the head.
       params: its weights.
-      dtype: dtype of the stored tensors.
+      dtype: of the stored tensors.
       said: keys of `config.json` that are those of this kind of head.
-      said_of_layer: further keys of its ``transformer_layer_config``.
+      said_of_layer: keys of its ``transformer_layer_config`` that are those of this kind.
       num_drafts: K that readers take by default.
       target_name: the target's name or path; None if it is not said.
       write_shared: what the head shares with its target is written too.
-
-    Raises:
-      TypeError, ValueError: as `save_eagle3` says.
     """
     directory = path_of(directory)
     stored = checked_dtype(dtype, LOGITS)
@@ -200,11 +190,7 @@ def _shared_again(
 
 
 def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Array]:
-    """Returns ``target_ids`` if a head has them, as d2t says and t2d, if it is there, too.
-
-    Raises:
-      ValueError: d2t or t2d are not of the config's sizes, or contradict each other.
-    """
+    """Returns ``target_ids [Vd]`` if a head has them, as d2t says and t2d, if it is there, too."""
     size = config.draft_vocab_size
     whole = config.layer.vocab_size
     ids = np.arange(size)  # [Vd]
@@ -234,11 +220,7 @@ def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Arra
 
 
 def _target_id_tensors(config: HeadConfig, params: Params) -> dict[str, np.ndarray]:
-    """Returns d2t and t2d, if a head has a list of ids.
-
-    Raises:
-      ValueError: `params` list an id twice, or one that is not the target's.
-    """
+    """Returns d2t and t2d, if a head has a list of ids."""
     if "target_ids" not in params:
         return {}
     ids = np.asarray(params["target_ids"], np.int64)  # [Vd]

@@ -56,11 +56,7 @@ class Tensors:
     stored: dict[str, _Stored]
 
     def without(self, prefix: str) -> "Tensors":
-        """Returns the tensors, those whose names begin with a prefix without it.
-
-        Raises:
-          ValueError: two of them have one name then.
-        """
+        """Returns the tensors, those whose names begin with a prefix without it."""
         stored: dict[str, _Stored] = {}
         for old in sorted(self.stored):
             other = stored.setdefault(old.removeprefix(prefix), self.stored[old]).name
@@ -175,15 +171,10 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
 def check_tensors(
     tensors: Tensors, shapes: Iterable[tuple[str, tuple[int, ...]]], others: Collection[str] = ()
 ) -> None:
-    """Checks names, shapes and dtypes.
+    """Raises ValueError if a tensor is missing, unknown, or of another shape or kind.
 
-    Args:
-      tensors: what the files hold.
-      shapes: name and shape of each tensor that must be there.
-      others: names of further tensors that may be, which the caller checks.
-
-    Raises:
-      ValueError: a tensor is missing, unknown, or of another shape or kind.
+    `shapes` are name and shape of each that must be there; what is in `others` may be there, and
+    the caller checks it.
     """
     expected = set(others)
     for name, shape in shapes:  # stops at the first that is missing
@@ -265,17 +256,10 @@ def read_arrays(
     vocab_size: int | None = None,
     allow_nonfinite: bool = False,
 ) -> list[dict[str, jax.Array]]:
-    """Returns the arrays of each of the `parts` of params.
+    """Returns the arrays of each of the `parts` of params, of the tensors of these names.
 
-    Args:
-      tensors: the open files.
-      names: of the tensors of each part.
-      dtype: of the arrays.
-      vocab_size: ids from this on are left out.
-      allow_nonfinite: weights may be NaN or infinite in `dtype`.
-
-    Raises:
-      ValueError: a weight is NaN or infinite in `dtype`.
+    Ids from `vocab_size` on are left out. Raises ValueError where a weight is NaN or infinite in
+    `dtype`, unless that is allowed.
     """
 
     def load(name: str, size: int | None) -> jax.Array:

@@ -55,20 +55,22 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        theta, heads, shared = self.rope_theta, self.num_attention_heads, self.num_key_value_heads
         # Otherwise the slowest wavelength would be the shortest.
-        require(theta >= 1, "rope_theta", "be at least 1", theta)
+        require(self.rope_theta >= 1, "rope_theta", "be at least 1", self.rope_theta)
+        heads = self.num_attention_heads
+        shared = self.num_key_value_heads
         must = f"be a multiple of num_key_value_heads = {shared}"
         require(heads % shared == 0, "num_attention_heads", must, heads)
         require(self.head_dim % 2 == 0, "head_dim", "be even", self.head_dim)
-        count, size = self.num_token_ids, self.vocab_size
+        count = self.num_token_ids
+        size = self.vocab_size
         fits = count is None or (type(count) is int and 1 <= count <= size)
         must = f"be an integer in [1, vocab_size] = [1, {size}]"
         require(fits, "num_token_ids", must, count)
 
 
 def param_shapes(config: LlamaConfig) -> dict[str, Any]:
-    """The params pytree of a config, with a shape in place of each array.
+    """Returns the params pytree of a config, with a shape in place of each array.
 
     A dict with ``embed_tokens [V, H]``, ``norm [H]``, ``lm_head [H, V]`` (absent if tied), and
     `layers`, a list of one dict per layer: ``input_layernorm [H]``,

@@ -49,15 +49,17 @@ class RopeScaling:
     def __post_init__(self) -> None:
         check_fields(self)
         require(self.factor >= 1, "factor", "be at least 1", self.factor)
-        low, high = self.low_freq_factor, self.high_freq_factor
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         require(low < high, "low_freq_factor", f"be less than high_freq_factor = {high}", low)
 
 
 def rotation(
     positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The cos and sin of position * frequency: two ``[B, S, 1, D/2]`` float32."""
+    """Returns the cos and sin of position * frequency: two ``[B, S, 1, D/2]`` float32."""
     frequencies = _frequencies(head_dim, theta, scaling)
+    # [B, S] * [D/2] -> [B, S, 1, D/2]: the same for all heads
     angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
         frequencies[None, None, None, :], jnp.float32
     )
@@ -65,19 +67,22 @@ def rotation(
 
 
 def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Radians per position of the D/2 pairs: theta^(-2i/D), scaled; float64."""
-    plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    """Returns the radians per position of the pairs ``[D/2]``, scaled; float64."""
+    plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # theta^(-2i/D)
     if scaling is None:
         return plain
+    # C / w: how often a pair turns in the original context.
     turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: fast, 0: slow
     return plain * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate the pairs (x[i], x[i + D/2]) of each head by their angles, in float32."""
+    """Returns ``[B, S, N, D]``, the pairs (x[i], x[i + D/2]) of each head turned, in float32."""
     cos, sin = rotation
+    # [B, S, N, D] -> two [B, S, N, D/2]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

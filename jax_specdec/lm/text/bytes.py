@@ -13,7 +13,7 @@ DOCUMENT_SEPARATOR = 0
 
 
 def encode_bytes(text: str) -> list[int]:
-    """The UTF-8 bytes of a text as token ids of the embedded pair; adds no separator.
+    """Returns the UTF-8 bytes of a text as token ids of the embedded pair; adds no separator.
 
     Another model needs the ids of its own tokenizer: see `load_tokenizer`.
 
@@ -31,7 +31,7 @@ def encode_bytes(text: str) -> list[int]:
 
 
 def decode_bytes(token_ids: Iterable[int]) -> str:
-    """The text of token ids of the embedded pair; bytes that are not UTF-8 become U+FFFD.
+    """Returns the text of token ids of the embedded pair; bytes that are not UTF-8 become U+FFFD.
 
     `TextStream` decodes ids as they come, with this function.
 
@@ -53,7 +53,7 @@ def decode_bytes(token_ids: Iterable[int]) -> str:
 
 
 def id_list(token_ids: Iterable[int]) -> list[int]:
-    """Token ids of any integer type as a list of ints.
+    """Returns token ids of any integer type as a list of ints.
 
     Raises:
       TypeError: they are not integers.

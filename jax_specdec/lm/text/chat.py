@@ -11,17 +11,20 @@ import functools
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jax_specdec._src.arrays import require
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.added_tokens import TOKENIZER_CONFIG_FILE, special_tokens
-from jax_specdec.lm.formats.files import is_there, read_json, read_text
+from jax_specdec.lm.formats.files import JsonValue, is_there, read_json, read_text
 from jax_specdec.lm.models.fields import reason
 
 TEMPLATE_FILE = "chat_template.jinja"
+
+Message = Mapping[str, Any]
+"""A message of a conversation: a "role", a "content", and what else a template reads."""
 
 _USUAL_ROLES = ("system", "user", "assistant")
 """Roles that templates know; one that leaves out system messages does so by intent."""
@@ -41,7 +44,7 @@ class ChatTemplate:
     source: str
     special_tokens: dict[str, str]
 
-    def apply(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def apply(self, messages: Sequence[Message], **variables: Any) -> str:
         """Returns the text of a conversation, up to where the model's answer begins.
 
         A "developer" is the "system" of a template that does not name that role. Errors name no
@@ -62,9 +65,8 @@ class ChatTemplate:
         self._check_nothing_is_left_out(messages, variables)
         return text
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], further_variables: Mapping[str, Any]
-    ) -> str:
+    def _render(self, messages: Sequence[Message], further_variables: Mapping[str, Any]) -> str:
+        """Returns what the template writes; raises as `apply` does."""
         known = "developer" if re.search("[\"']developer[\"']", self.source) else "system"
         variables = {
             "messages": [
@@ -78,24 +80,25 @@ class ChatTemplate:
             **further_variables,
         }
         environment = _environment()
-        verb = "parsed"
+        failed = "parsed"
         try:
             template = _parsed(environment, self.source)
-            verb = "applied"
+            failed = "applied"
             return template.render(variables)
         except Exception as error:  # a program may raise anything
             why = reason(error) or type(error).__name__
-            message = f"{self.path.name} has a chat template that cannot be {verb}: {why}."
+            message = f"{self.path.name} has a chat template that cannot be {failed}: {why}."
             raise ValueError(message) from error
 
     def _check_nothing_is_left_out(
-        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+        self, messages: Sequence[Message], variables: Mapping[str, Any]
     ) -> None:
-        """Check that the text has every message of an unusual role: many templates skip those.
+        """Checks that the text has every message of an unusual role: many templates skip those.
 
         Raises:
           ValueError: it lacks one.
         """
+        # The template writes the conversation once more, each of these between marks.
         mark = uuid.uuid4().hex
         marked = {
             index: {**message, "content": f"{mark}-{index}-{message['content']}-{mark}-{index}-"}
@@ -115,8 +118,8 @@ class ChatTemplate:
             require(str(index) in written, f"messages[{index}]['role']", must, message["role"])
 
 
-def check_messages(messages: Any) -> None:
-    """Check the messages of a conversation.
+def check_messages(messages: Iterable[object]) -> None:
+    """Checks the messages of a conversation.
 
     Raises:
       TypeError: they are no list, or one has no "role" or no "content".
@@ -131,7 +134,7 @@ def check_messages(messages: Any) -> None:
 
 
 def read_chat_template(directory: Path) -> ChatTemplate:
-    """Read the chat template of a checkpoint.
+    """Reads the chat template of a checkpoint.
 
     Raises:
       OSError: something other than a file is in its place, or a file cannot be opened.
@@ -139,7 +142,7 @@ def read_chat_template(directory: Path) -> ChatTemplate:
     """
     path = directory / TEMPLATE_FILE
     if is_there(path):
-        source: Any = read_text(path)
+        source: JsonValue = read_text(path)
     else:
         path = directory / TOKENIZER_CONFIG_FILE
         raw = read_json(path, optional=True)

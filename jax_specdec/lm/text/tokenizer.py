@@ -19,9 +19,10 @@ from jax_specdec.lm.formats.files import existing, path_of
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, read_token_ids, stop_token_ids
 from jax_specdec.lm.models.fields import is_token_id, quoted, reason, shown
 from jax_specdec.lm.text.bytes import id_list
-from jax_specdec.lm.text.chat import check_messages, read_chat_template
+from jax_specdec.lm.text.chat import Message, check_messages, read_chat_template
 
 _REPLACEMENT = "\ufffd"
+
 _MOST_OPEN = 3
 """A character in UTF-8 has at most 4 bytes, so at most 3 bytes can be incomplete."""
 
@@ -50,7 +51,7 @@ class Tokenizer:
     stop_token_ids: tuple[int, ...]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. Other threads run meanwhile.
+        """Returns the ids of a text. Other threads run meanwhile.
 
         Args:
           text: a lone surrogate in it, which UTF-8 cannot hold, becomes a question mark.
@@ -71,12 +72,12 @@ class Tokenizer:
 
     def encode_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Message],
         *,
         plain_messages: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """The ids of a conversation, up to where the model's answer begins.
+        """Returns the ids of a conversation, up to where the model's answer begins.
 
         The checkpoint's chat template, from `chat_template.jinja` or else `tokenizer_config.json`,
         makes the text, special tokens included. It is a program by the authors of the checkpoint;
@@ -115,9 +116,9 @@ class Tokenizer:
             return self.encode(self.chat_text(messages, **variables), add_special_tokens=False)
         # A mark stands for what spells a special token, until the template has written it.
         mark = uuid.uuid4().hex
-        spelled: list[str] = []
+        spelled: list[str] = []  # what the marks 0, 1, ... stand for
 
-        def marked(value: Any) -> Any:
+        def marked(value: object) -> object:
             if not isinstance(value, str):
                 return value
             pieces = self._split_at_special_tokens(value)
@@ -128,6 +129,7 @@ class Tokenizer:
 
         check_messages(messages)
         plain = [{key: marked(x) for key, x in one.items()} for one in messages]
+        # Text, number of a mark, text, number, ..., text.
         pieces = re.split(f"{mark}([0-9]+)-", self.chat_text(plain, **variables))
         ids = self.encode(pieces[0], add_special_tokens=False)
         for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -136,7 +138,7 @@ class Tokenizer:
         return ids
 
     def _split_at_special_tokens(self, text: str) -> list[str]:
-        """Pieces of a text; each second one would be a special token."""
+        """Returns pieces of a text; each second one would be a special token."""
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         with _library_errors(self.path, "cannot encode the text"):
             encoding = self.library_tokenizer.encode(text, add_special_tokens=False)
@@ -147,6 +149,7 @@ class Tokenizer:
         return [text[begin:end] for begin, end in itertools.pairwise([*ends, len(text)])]
 
     def _encode_without_special_tokens(self, text: str) -> list[int]:
+        """Returns the ids of a text, none of which is a special token."""
         encoder = self._encoder_without_special_tokens
         with _library_errors(self.path, "cannot encode the text"):
             found = encoder.encode(text, add_special_tokens=False).ids
@@ -163,8 +166,8 @@ class Tokenizer:
         encoder.encode_special_tokens = True
         return encoder
 
-    def chat_text(self, messages: Sequence[Mapping[str, str]], **variables: Any) -> str:
-        """The text that `encode_chat` encodes, special tokens included.
+    def chat_text(self, messages: Sequence[Message], **variables: Any) -> str:
+        """Returns the text that `encode_chat` encodes, special tokens included.
 
         Args:
           messages: as for `encode_chat`.
@@ -178,7 +181,7 @@ class Tokenizer:
         return read_chat_template(self.path.parent).apply(messages, **variables)
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of ids. Special tokens have no text; bytes that are not UTF-8 become U+FFFD.
+        """Returns the text of ids; bytes that are not UTF-8 become U+FFFD, special tokens nothing.
 
         Raises:
           TypeError: an id is not an integer.
@@ -191,7 +194,7 @@ class Tokenizer:
             return str(self.library_tokenizer.decode(token_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 that a token adds inside a text: maybe a part of a character, or nothing.
+        """Returns the UTF-8 that a token adds inside a text, maybe a part of a character.
 
         Raises:
           TypeError: the id is not an integer.
@@ -203,8 +206,10 @@ class Tokenizer:
             return b""
         if token_id in self._byte_of:
             return bytes([self._byte_of[token_id]])
-        once, twice = (self.decode([token_id] * count) for count in (1, 2))
+        once = self.decode([token_id])
+        twice = self.decode([token_id, token_id])
         text = twice[len(once) :]  # with the space that many tokenizers drop from the first
+        # A part of a character has no text of its own; GPT-2's names of tokens spell their bytes.
         name = self.library_tokenizer.id_to_token(token_id)
         if _REPLACEMENT in text and set(name) <= _byte_level().keys():
             own = bytes(_byte_level()[character] for character in name)
@@ -213,7 +218,7 @@ class Tokenizer:
         return text.encode()
 
     def _has_text(self, token_id: int) -> bool:
-        """Whether an id is a token, and not a special one; `decode` passes over the others."""
+        """Returns whether an id is a token with text; `decode` passes over the others."""
         is_token = self.library_tokenizer.id_to_token(token_id) is not None
         return is_token and token_id not in self.special_tokens
 
@@ -233,21 +238,19 @@ class Tokenizer:
         return {one: byte for one, byte in found.items() if names[byte] not in self.decode([one])}
 
     def stream(self, prompt_token_ids: Sequence[int] = ()) -> "TextStream":
-        """A decoder of what follows a prompt, as it comes."""
+        """Returns a decoder of what follows a prompt, as it comes."""
         return TextStream(self, prompt_token_ids)
 
     def check_same_vocabulary(self, other: "Tokenizer") -> None:
-        """Check that an id which both tokenizers know means the same to both.
+        """Checks that an id which both tokenizers know means the same to both.
 
         One of them may know more, such as tokens that were added to it.
 
         Raises:
           ValueError: one id does not; the message names the files and the first difference.
         """
-        ours, theirs = (
-            {i: token for token, i in tokenizer.library_tokenizer.get_vocab().items()}
-            for tokenizer in (self, other)
-        )
+        ours = {i: token for token, i in self.library_tokenizer.get_vocab().items()}
+        theirs = {i: token for token, i in other.library_tokenizer.get_vocab().items()}
         differences = (i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
         if (first := min(differences, default=None)) is not None:
             raise ValueError(
@@ -307,7 +310,8 @@ class TextStream:
         self._byte_of: Mapping[int, int] = {}
         self._has_text: Callable[[int], bool] = lambda token_id: True
         if isinstance(tokenizer, Tokenizer):
-            self._byte_of, self._has_text = tokenizer._byte_of, tokenizer._has_text
+            self._byte_of = tokenizer._byte_of
+            self._has_text = tokenizer._has_text
         self._run = bytearray()  # of the byte tokens at the end
         self._num_run_shown = 0  # bytes of it whose text was returned
         self._num_held = 0  # characters at the end of the text of other tokens
@@ -315,6 +319,7 @@ class TextStream:
         token_ids = id_list(prompt_token_ids)
         text = decode(token_ids)  # what it refuses is named first
         token_ids = list(filter(self._has_text, token_ids))
+        # The prompt's last run of byte tokens may go on: only what is before it is settled.
         end = len(token_ids)
         while end and token_ids[end - 1] in self._byte_of:
             end -= 1
@@ -329,11 +334,11 @@ class TextStream:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is held back: the pieces are the text of all ids so far."""
+        """True if nothing is held back: the pieces are the text of all ids so far."""
         return self._num_held == 0 and self._num_run_shown == len(self._run)
 
     def decode(self, token_ids: Iterable[int], *, final: bool = False) -> str:
-        """The text that the next ids complete.
+        """Returns the text that the next ids complete.
 
         Args:
           token_ids: the next ids, of any integer type.
@@ -351,6 +356,7 @@ class TextStream:
         return "".join(pieces)
 
     def _add(self, token_id: int) -> str:
+        """Returns the text that one more id completes."""
         if token_id in self._byte_of:
             self._token_ids.append(token_id)
             self._run.append(self._byte_of[token_id])
@@ -360,7 +366,9 @@ class TextStream:
         return piece + self._advance(hold=True)
 
     def _advance(self, *, hold: bool) -> str:
+        """Returns what the text of the ids has more than was shown; an open character is held."""
         text = self._decode(self._token_ids)
+        # Where bytes have tokens of their own, all other tokens are whole characters.
         open_ = len(text) - len(text.rstrip(_REPLACEMENT)) if hold and not self._byte_of else 0
         is_long = len(self._token_ids) > _MOST_HELD
         if open_ and not is_long and not text.startswith(self._shown):
@@ -369,16 +377,20 @@ class TextStream:
         self._num_held = min(open_, _MOST_OPEN)
         begin = len(os.path.commonprefix([text, self._shown]))
         end = max(begin, len(text) - self._num_held)
-        piece, self._shown = text[begin:end], text[:end]
+        piece = text[begin:end]
+        self._shown = text[:end]
+        # Once nothing is open, the ids of this piece are the context of the next one.
         newest = self._token_ids[self._context :]
         if self._num_held == 0 and (newest_text := self._decode(newest)):
-            self._token_ids, self._shown, self._context = newest, newest_text, len(newest)
+            self._token_ids = newest
+            self._shown = newest_text
+            self._context = len(newest)
         elif is_long:
             self._shorten(text)
         return piece
 
     def _shorten(self, text: str) -> None:
-        """Forget ids that the rest of the text does not depend on; `text` is that of all.
+        """Forgets ids that the rest of the text does not depend on; `text` is that of all.
 
         That is so if the last 4 characters stay, since at most 3 of them can be incomplete.
         """
@@ -391,10 +403,12 @@ class TextStream:
             is_same = short[-_MOST_OPEN - 1 :] == text[-_MOST_OPEN - 1 :]
             if is_same and len(token_ids) < len(self._token_ids):
                 self._shown = short[: len(self._shown) - len(text) + len(short)]
-                self._token_ids, self._context = token_ids, 0
+                self._token_ids = token_ids
+                self._context = 0
                 return
 
     def _advance_run(self) -> str:
+        """Returns the text of a run of byte tokens as far as no later byte can change it."""
         try:
             codecs.getincrementaldecoder("utf-8")().decode(self._run)
         except UnicodeDecodeError as error:  # whatever follows, no byte of the run is text
@@ -408,21 +422,24 @@ class TextStream:
         return self._settle() if len(self._run) - self._num_run_shown > _MOST_HELD else ""
 
     def _settle(self) -> str:
-        """The text of the run's complete characters; the last of them becomes the context."""
+        """Returns the text of the run's complete characters; the last becomes the context."""
         whole = self._run.decode(errors="ignore")
         if not whole:
             return ""
-        end, last = len(whole.encode()), len(whole[-1].encode())
+        end = len(whole.encode())  # bytes of the run, one for each token
+        last = len(whole[-1].encode())
         begin = len(self._token_ids) - len(self._run)
         text = self._decode(self._token_ids[: begin + end])
         piece = text[len(os.path.commonprefix([text, self._shown])) :]
-        self._token_ids, self._context = self._token_ids[begin + end - last :], 0
-        self._run, self._num_run_shown = self._run[end - last :], last
+        self._token_ids = self._token_ids[begin + end - last :]
+        self._context = 0
+        self._run = self._run[end - last :]
+        self._num_run_shown = last
         self._shown = self._decode(self._token_ids[:last])
         return piece
 
     def _end_run(self) -> str:
-        """What is left of the run of bytes, if it is no text; else it is text like any other."""
+        """Returns what is left of a run of bytes that is no text; one that is becomes text."""
         piece = ""
         try:
             self._run.decode()
@@ -435,7 +452,7 @@ class TextStream:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """Read the tokenizer of a Hugging Face checkpoint from a local directory.
+    """Reads the tokenizer of a Hugging Face checkpoint from a local directory.
 
     Args:
       directory: holds `tokenizer.json`; `config.json` or `generation_config.json`, from which the
@@ -465,7 +482,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     path = existing(path_of(directory) / TOKENIZER_FILE)
     with extra("lm"):
         import tokenizers
-    beside = tokens_beside(path.parent, *read_token_ids(path))
+    vocab, added = read_token_ids(path)
+    beside = tokens_beside(path.parent, vocab, added)
     with _library_errors(path, "is not a tokenizer that can be read"):
         library_tokenizer = tokenizers.Tokenizer.from_file(str(path))
         library_tokenizer.no_truncation()
@@ -484,7 +502,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 
 @functools.cache
 def _byte_level() -> dict[str, int]:
-    """The bytes of the characters that stand for them in the tokens of GPT-2 and its followers."""
+    """Returns the byte that a character stands for in tokens of GPT-2 and its followers."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in shown]
     return {chr(byte): byte for byte in shown} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -492,7 +510,7 @@ def _byte_level() -> dict[str, int]:
 
 @contextlib.contextmanager
 def _library_errors(path: Path, what: str) -> Iterator[None]:
-    """What the library raises, in one sentence; its panics are not of type `Exception`.
+    """Raises what the library raises in one sentence; its panics are not of type `Exception`.
 
     Raises:
       ValueError: the library raised something.
