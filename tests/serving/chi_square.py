@@ -1,5 +1,8 @@
 """Pearson's chi-square test of counts against a known distribution."""
 
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+
 import numpy as np
 import scipy.special
 
@@ -44,3 +47,12 @@ def tally(rows: np.ndarray, vocab_size: int) -> np.ndarray:
     counts = np.zeros((vocab_size,) * rows.shape[1], np.int64)
     np.add.at(counts, tuple(rows.T), 1)
     return counts
+
+
+def tally_texts(
+    texts: Iterable[Sequence[int]], law: Mapping[tuple[int, ...], float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """How often each text of a law occurs, and its probability; no other text may occur."""
+    found = collections.Counter(tuple(text) for text in texts)
+    assert found.keys() <= law.keys()
+    return np.array([found[text] for text in law]), np.array([*law.values()])

@@ -185,3 +185,34 @@ def test_a_token_that_a_stop_string_cuts_has_bytes_up_to_there() -> None:
     tokenizer = TOKENIZERS["byte level"]
     found = answer(choice_text(tokenizer, "y"), ids_of(tokenizer, b"a", "xy", b"b"))
     assert [(one["token"], one["bytes"]) for one in found.tokens] == [("a", [97]), ("xy", [120])]
+
+
+@hypothesis.given(
+    pieces=st.lists(st.text("ab\u00e9", max_size=4), max_size=8),
+    stops=st.lists(st.text("ab\u00e9", min_size=1, max_size=4), min_size=1, max_size=3),
+)
+def test_stop_strings_are_found_however_a_text_is_cut(pieces: list[str], stops: Any) -> None:
+    whole = "".join(pieces)
+    ends = [n for n in range(len(whole) + 1) if any(whole[:n].endswith(stop) for stop in stops)]
+    truth, reason = whole, "length"
+    if ends:  # the first end; of several stop strings that end there, the longest
+        before = [whole[: ends[0]].removesuffix(s) for s in stops if whole[: ends[0]].endswith(s)]
+        truth, reason = min(before, key=len), "stop"
+
+    class Words:
+        special_tokens: dict[int, str] = {}
+
+        def decode(self, token_ids: list[int], *, final: bool = False) -> str:
+            return "".join(pieces[i] for i in token_ids)
+
+    words: Any = Words()
+    asked = Asked(False, [], None, [], 0, stops, None, False, False)
+    text = ChoiceText(asked, words, words)
+    shown = ""
+    for token_ids, end in [*(([i], None) for i in range(len(pieces))), ([], "length")]:
+        piece = text.add(lm.RequestUpdate(0, token_ids, end))
+        shown += piece.text
+        assert truth.startswith(shown), "what was sent stays"
+        if piece.finish_reason:
+            break
+    assert (shown, piece.finish_reason) == (truth, reason)

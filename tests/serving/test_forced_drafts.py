@@ -21,7 +21,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 
 from . import engines, tiny
-from .chi_square import CONTROL, assert_distributed, p_value, tally
+from .chi_square import CONTROL, assert_distributed, p_value, tally_texts
 from .engines import TARGET, VOCAB
 from .grammars import Allowed, Follows, of_digits
 
@@ -370,7 +370,7 @@ def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar
     driver, prompt = engines.driver_of(engines.BUDGETED), [1, 4, 0]
     for _ in range(5000):
         driver.submit(prompt, max_new_tokens=6, temperature=1.0, matcher=Follows(by_step))
-    tokens = np.array([one.token_ids for one in engines.run(driver).values()])
+    found = [one.token_ids for one in engines.run(driver).values()]
 
     def law(text: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], float]]:
         if len(text) == 6:
@@ -382,10 +382,7 @@ def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar
             chance = row[token] / row.sum()
             yield from ((x, chance * c) for x, c in law((*text, int(token))))
 
-    texts = dict(law(()))
-    index = {text: i for i, text in enumerate(texts)}
-    counts = tally(np.array([[index[tuple(row)]] for row in tokens.tolist()]), len(texts))
-    wanted = np.array([*texts.values()])
+    counts, wanted = tally_texts(found, dict(law(())))
     assert_distributed(counts, wanted, "texts")
     assert p_value(counts, wanted[::-1]) < CONTROL
     stats = driver.stats()

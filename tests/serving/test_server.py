@@ -27,8 +27,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import numpy as np
 import openai
@@ -36,8 +34,6 @@ import pytest
 from formats.checkpoints import copy, expected
 from scipy import special
 from upper_floor import (
-    Asked,
-    ChoiceText,
     Connection,
     EngineFailed,
     InputError,
@@ -391,38 +387,6 @@ def test_a_text_ends_before_a_stop_string_wherever_tokens_end(
     kept = greedy(running, stop=TEXT[-2:] + "never")  # the beginning of one, held back
     assert kept.choices[0].text == TEXT and kept.choices[0].finish_reason == "length"
     running.wait_until_idle()
-
-
-@hypothesis.given(
-    pieces=st.lists(st.text("ab\u00e9", max_size=4), max_size=8),
-    stops=st.lists(st.text("ab\u00e9", min_size=1, max_size=4), min_size=1, max_size=3),
-)
-def test_stop_strings_are_found_however_a_text_is_cut(pieces: list[str], stops: Any) -> None:
-    whole = "".join(pieces)
-    ends = [n for n in range(len(whole) + 1) if any(whole[:n].endswith(stop) for stop in stops)]
-    truth, reason = whole, "length"
-    if ends:  # the first end; of several stop strings that end there, the longest
-        before = [whole[: ends[0]].removesuffix(s) for s in stops if whole[: ends[0]].endswith(s)]
-        truth, reason = min(before, key=len), "stop"
-
-    class Words:
-        special_tokens: dict[int, str] = {}
-
-        def decode(self, token_ids: list[int], *, final: bool = False) -> str:
-            return "".join(pieces[i] for i in token_ids)
-
-    asked = Asked(False, [], None, [], 0, stops, None, False, False)
-    text = ChoiceText(asked, Words(), Words())  # type: ignore[arg-type]
-    found, shown = [], ""
-    for i in range(len(pieces) + 1):
-        is_last = i == len(pieces)
-        update = lm.RequestUpdate(0, [] if is_last else [i], "length" if is_last else None)
-        found.append(text.add(update))
-        shown += found[-1].text
-        assert truth.startswith(shown), "what was sent stays"
-        if found[-1].finish_reason:
-            break
-    assert (shown, found[-1].finish_reason) == (truth, reason)
 
 
 # Log-probabilities
