@@ -1,4 +1,4 @@
-"""Where greedy texts differ from those of plain decoding, and how close the decision was."""
+"""Differences of greedy texts from those of plain decoding, and how close the decisions were."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def _processed(
         lengths=jnp.array([sequence.shape[1]], jnp.int32),
         done=jnp.zeros((1,), bool),
         status=jnp.zeros((1,), jnp.int32),
-        keys=jax.random.split(jax.random.key(0), 1),
+        keys=jax.random.split(jax.random.key(0), 1),  # nothing is drawn
         options=BatchOptions.create([options], [prompt_length], vocab_size),
     )
     rows = batch.with_processors(vocab_size).context(PLAIN).process_logits(logits)

@@ -17,7 +17,7 @@ END_REASONS = ("length", "stop", "failed", "cancelled")
 
 @dataclasses.dataclass(frozen=True)
 class Histogram:
-    """How often a time of some length came; the buckets are those of Prometheus.
+    """Counts of times, by their length; the buckets are those of Prometheus.
 
     Attributes:
       counts: 20 counts; entry i counts times up to ``Histogram.bounds[i]`` seconds that are longer
@@ -68,7 +68,7 @@ class Histogram:
 
 @dataclasses.dataclass(frozen=True)
 class ServingStats:
-    """How busy an `EngineDriver` kept its engine, summed since the driver was made.
+    """Counts of how busy an `EngineDriver` kept its engine, summed since the driver was made.
 
     The difference of two readings covers the interval between them.
 

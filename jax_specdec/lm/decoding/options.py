@@ -1,4 +1,4 @@
-"""What a request asks for."""
+"""The options of a request, checked; and the table of those that are one number."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "s
 
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
-    """What one request asks for: `generate`, `generate_plain` and `EngineDriver.submit` take it.
+    """The options of one request: `generate`, `generate_plain` and `EngineDriver.submit` take them.
 
     They also take each field by its name, for every request: ``temperature=0.8`` is short for
     ``options=RequestOptions(temperature=0.8)``.

@@ -1,4 +1,4 @@
-"""What requests ask for, packed into the arrays of a batch."""
+"""The options of requests, packed into the arrays of a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs by its number of drafts, a prompt by its tokens, and which numbers to take."""
+"""Costs of steps by their number of drafts, of prompts by their tokens, and which to choose."""
 
 from __future__ import annotations
 
@@ -137,10 +137,11 @@ class ChunkCosts(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class DraftChoice:
-    """How many drafts per request the next step of an engine has, from what earlier steps showed.
+    """The choice of how many drafts per request the next step of an engine has.
 
-    That is the number which pays best. What no step tries cannot be learned: so 1% of the time is
-    saved up, and when it is enough for a step with the next larger number, that one is tried.
+    That is the number which pays best by what earlier steps have shown. What no step tries cannot
+    be learned: so 1% of the time is saved up, and when it is enough for a step with the next larger
+    number, that one is tried.
 
     Attributes:
       num_drafts: the numbers there are, increasing.
