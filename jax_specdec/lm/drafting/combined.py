@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_specdec._src.arrays import check_type, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.types import Integers
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.suffix import Lookup, SuffixDrafter
@@ -20,9 +21,11 @@ from jax_specdec.lm.models.rows import Cache, Params, Rows
 _FADE = 0.9
 """What remains of a request's past after a step that teaches something."""
 
-_FIRST_RATE, _WEIGHT = 0.7, 2.0
-"""How many of the head's drafts are expected to be accepted before any step, and the weight of
-what is expected, in drafts. Of a lookup, what its counts say is expected."""
+_FIRST_RATE = 0.7
+"""The rate at which the head's drafts are expected to be accepted before any step."""
+
+_WEIGHT = 2.0
+"""The weight of what is expected, in drafts. Of a lookup, that is what its counts say."""
 
 
 class _Memory(NamedTuple):
@@ -67,22 +70,23 @@ class _Memory(NamedTuple):
         only new token was not verified: nobody wanted drafts, or others were verified.
         """
         num_new = context.lengths - self.length
-        # [B, 1], the token that came first, and [B, 2], how many drafts of the lookup and of the
-        # head are known to be right.
+        # [B, 1]: the token that came first
         came = jnp.take_along_axis(context.token_ids, self.length[:, None], axis=1, mode="clip")
+        # [B, 2]: how many drafts of the lookup, and of the head, are known to be right
         is_right = (self.first == came).astype(jnp.int32)
         num_right = jnp.maximum(num_new[:, None] - 1, is_right)
         is_known = (self.length > 0) & (num_new > 0)
-        # [B, 2]: right and expected, of all drafts of a lookup that was verified, or of its first.
+        # [B, 2]: right and expected, of all drafts of a lookup that was verified, or of its first
         was_verified = self.is_lookup & ((num_new > 1) | (is_right[:, 0] == 0))
         lookup = jnp.where(
             was_verified[:, None],
             jnp.stack([num_right[:, 0].astype(jnp.float32), self.expected[:, 1]], axis=1),
             jnp.stack([is_right[:, 0].astype(jnp.float32), self.expected[:, 0]], axis=1),
         )
-        # [B, 2]: accepted and verified, of the head's drafts; the first that is wrong was verified.
+        # [B, 2]: accepted and verified, of the head's drafts; the first that is wrong was verified
         visited = jnp.minimum(num_right[:, 1] + 1, self.num_drafts)
         head = jnp.stack([num_right[:, 1], visited], axis=1).astype(jnp.float32)
+        # [B, 2]: who learns: the lookup, of any step; the head, only of steps with its own drafts
         taught = (
             is_known[:, None]
             & (self.first >= 0)
@@ -94,18 +98,16 @@ class _Memory(NamedTuple):
         )
 
     def prefers_lookup(self, found: Lookup, k: int) -> jax.Array:
-        """Returns ``[B]`` bool, whether more of its drafts are likely to be accepted.
-
-        More than of the head's K drafts, that is.
+        """Returns ``[B]`` bool, whether a lookup promises more accepted drafts than a head.
 
         The counts of a lookup are careful: one occurrence is a half, whatever came of those before.
         So they are scaled by what came true of them.
         """
-        # [B]: the expected number of accepted drafts, a sum over the probabilities of each.
+        # [B, K] -> [B]: the expected number of accepted drafts, a sum over the chances of each
         right, due = self.lookup.T
         scale = (right + _WEIGHT) / (due + _WEIGHT)
         by_lookup = jnp.sum(jnp.minimum(scale[:, None] * found.probabilities, 1.0), axis=1)
-        # [B, K]: rate, rate^2, ..., since a draft is accepted only after all before it.
+        # [B, K] -> [B]: rate + rate^2 + ..., since a draft is accepted only after all before it
         accepted, visited = self.head.T
         rate = (accepted + _WEIGHT * _FIRST_RATE) / (visited + _WEIGHT)
         by_head = jnp.sum(jnp.cumprod(jnp.broadcast_to(rate[:, None], (rate.size, k)), 1), axis=1)
@@ -122,13 +124,16 @@ class _Memory(NamedTuple):
             length=context.lengths,
             first=jnp.stack([found.token_ids[:, 0], drafts[:, 0]], axis=1),
             expected=jnp.stack([found.probabilities[:, 0], found.scores], axis=1),
+            # [B, K] -> [B]: those before the first -1
             num_drafts=jnp.cumprod((drafts >= 0).astype(jnp.int32), axis=1).sum(1, dtype=jnp.int32),
             is_lookup=is_lookup,
         )
         runs = context.runs[:, None]
-        return jax.tree.map(
-            lambda x, y: jnp.where(runs if x.ndim > 1 else runs[:, 0], x, y), new, self
-        )
+
+        def if_it_runs(new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(runs if new.ndim > 1 else runs[:, 0], new, old)
+
+        return jax.tree.map(if_it_runs, new, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,12 +182,12 @@ class FirstOf(Drafter):
             self.head.serves, may_abstain=False, has_history=self.lookup.serves.has_history
         )
 
-    def add(self, params: Any, token_ids: Any) -> Any:
+    def add(self, params: Params, token_ids: Integers) -> Params:
         """Returns the params with one more text in the history; see `SuffixDrafter.add`."""
         return self.lookup.add(params[0], token_ids), params[1]
 
-    def check_params(self, name: str, params: Any) -> None:
-        """Check both.
+    def check_params(self, name: str, params: Params) -> None:
+        """Checks the params of both.
 
         Raises:
           ValueError: they are no pair.
@@ -193,13 +198,13 @@ class FirstOf(Drafter):
         check_params(f"{name}[0]", self.lookup, params[0])
         check_params(f"{name}[1]", self.head, params[1])
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns the head's cache, and what is known of each request."""
         memory = _with_batch_axis(_Memory.create(batch_size), self.serves.batch_axis)
         return self.head.init_cache(batch_size, max_length), memory
 
     def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
+        self, params: Params, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
         """Returns the head's store."""
         return self.head.init_store(params[1], batch_size, config)
@@ -217,30 +222,30 @@ class FirstOf(Drafter):
         return self.head.prefill(params[1], rows, head_cache, features, next_token_ids), memory
 
     def propose(
-        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
-    ) -> tuple[Proposal, Any]:
-        """Draft with both, and choose; see `Drafter.propose`."""
+        self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
+    ) -> tuple[Proposal, Cache]:
+        """Drafts with both, and chooses; see `Drafter.propose`."""
+        axis = self.serves.batch_axis
+        head_cache, memory = cache
         # What came of the drafts before, and new drafts of both, [B, K] each.
-        memory: _Memory = _without_batch_axis(cache[1], self.serves.batch_axis).after(context)
+        memory = _without_batch_axis(memory, axis).after(context)
         found = self.lookup.lookup(params[0], context)
-        own, head_cache = self.head.propose(params[1], context, cache[0], store)
-        drafts = own.token_ids
-        store = own.store
-        # A request drafts by lookup where that promises more, or the head has nothing.
+        (drafts, store, _, _), head_cache = self.head.propose(params[1], context, head_cache, store)
+        # [B]: a request drafts by lookup where that promises more, or the head has nothing
         k = context.config.num_speculative_tokens
-        is_lookup = (found.token_ids[:, 0] >= 0) & (
-            memory.prefers_lookup(found, k) | (drafts[:, 0] < 0)
-        )
+        is_better = memory.prefers_lookup(found, k) | (drafts[:, 0] < 0)
+        is_lookup = (found.token_ids[:, 0] >= 0) & is_better
         memory = memory.with_drafts(context, found, drafts, is_lookup)
         token_ids = jnp.where(is_lookup[:, None], found.token_ids, drafts)
         if store is not None:
-            store = store.evict(is_lookup)  # those are verified one-hot
-        memory = _with_batch_axis(memory, self.serves.batch_axis)
-        return Proposal(token_ids, store), (head_cache, memory)
+            # What a lookup drafts was not drawn from these rows: it is verified one-hot.
+            store = store.evict(is_lookup)
+        return Proposal(token_ids, store), (head_cache, _with_batch_axis(memory, axis))
 
 
 def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
     """Returns arrays whose axis `axis` holds the requests, as that of the head's cache does."""
+    # [B, ..] -> [1, .., B, ..]
     return jax.tree.map(lambda x: x.reshape((1,) * axis + x.shape), memory)
 
 

@@ -72,21 +72,25 @@ class DraftContext:
         return jnp.ones(self.lengths.shape, bool) if self.active is None else self.active
 
     def append(self, token_ids: jax.Array) -> DraftContext:
-        """The context after one more token of each request, such as a draft.
+        """Returns the context after one more token of each request, such as a draft.
 
         Args:
           token_ids: ``[B]`` int32.
         """
         requests = jnp.arange(token_ids.shape[0], dtype=jnp.int32)
+        processors = self.processors
+        if processors is not None:
+            processors = processors.append(token_ids)
         return dataclasses.replace(
             self,
+            # A token past the end of the buffer, which nobody reads, is dropped.
             token_ids=self.token_ids.at[requests, self.lengths].set(token_ids, mode="drop"),
             lengths=self.lengths + 1,
-            processors=self.processors and self.processors.append(token_ids),
+            processors=processors,
         )
 
     def process_logits(self, logits: jax.Array, drafts: Drafts | None = None) -> jax.Array:
-        """Apply each request's processors to its rows, before temperature and filters.
+        """Returns each request's rows after its processors, before temperature and filters.
 
         A drafter that processes its own rows in the same way has more drafts accepted. Whatever it
         does, the emitted tokens are distributed as the target's.
@@ -101,28 +105,28 @@ class DraftContext:
           drafts, a row in which no token is left stays as it was: a drafter may know none of the
           allowed tokens.
         """
-        processors, changes = self.processors, self.changes_rows
+        processors = self.processors
         if processors is None:
             return logits
+        changes = jnp.bool_(True) if self.changes_rows is None else self.changes_rows
 
-        def process(rows: jax.Array) -> jax.Array:
+        def process(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            _, rows = carry
             processed = process_logits(rows, drafts, processors, config=self.config)
-            if drafts is not None:
-                return processed
-            is_empty = jnp.all(processed == -jnp.inf, axis=1, keepdims=True)
-            return jnp.where(is_empty, rows, processed)
+            if drafts is None:
+                is_empty = jnp.all(processed == -jnp.inf, axis=1, keepdims=True)
+                processed = jnp.where(is_empty, rows, processed)
+            return jnp.bool_(False), processed
 
         # Always float32, so that a request's sums do not depend on what its neighbours ask for. A
         # loop that runs at most once leaves the rows in place, where `lax.cond` would copy them.
-        return lax.while_loop(
-            lambda carry: carry[0],
-            lambda carry: (jnp.bool_(False), process(carry[1])),
-            (jnp.bool_(True) if changes is None else changes, logits.astype(jnp.float32)),
-        )[1]
+        start = (changes, logits.astype(jnp.float32))
+        _, rows = lax.while_loop(lambda carry: carry[0], process, start)
+        return rows
 
 
 def with_fewer_drafts(config: SpecDecodeConfig, num_drafts: int) -> SpecDecodeConfig:
-    """The config of a step with fewer drafts."""
+    """Returns the config of a step with fewer drafts."""
     rates = config.unconditional_rates
     return dataclasses.replace(
         config,

@@ -14,6 +14,7 @@ from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
+from jax_specdec.lm.models.rows import Cache, Params
 
 Head = TypeVar("Head", Eagle3Head, BlockHead)
 
@@ -25,33 +26,38 @@ class HeadDrafter(Drafter, Generic[Head]):
     head: Head
     store_dtype: Any = None
 
-    def check_params(self, name: str, params: Any) -> None:
-        """Check the head's weights."""
+    def check_params(self, name: str, params: Params) -> None:
+        """Checks the head's weights."""
         self.head.check_params(name, params)
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """The head's cache."""
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
+        """Returns the head's cache."""
         return self.head.init_cache(batch_size, max_length)
 
     def make_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig, num_candidates: int | None
+        self, params: Params, batch_size: int, config: SpecDecodeConfig, num_candidates: int | None
     ) -> DraftStore | None:
-        """`init_store` for rows of all ids of the head, or of so many candidates."""
+        """Returns an empty store for rows of all ids of the head, or of so many candidates.
+
+        None if no draft distribution is read.
+        """
         if not config.keeps_draft_distribution:
             return None
         ids = None if num_candidates is not None else params.get("target_ids")
+        if ids is not None:
+            ids = jnp.array(ids)  # a copy: a state is donated, weights are not
         return DraftStore.create(
             batch_size,
             config.num_speculative_tokens,
             num_candidates or self.head.vocab_size,
             self.head.dtype if self.store_dtype is None else self.store_dtype,
-            ids=None if ids is None else jnp.array(ids),  # a copy: a state is donated, weights not
+            ids=ids,
             own_ids=num_candidates is not None,
         )
 
 
 def features_of(context: DraftContext) -> tuple[jax.Array, jax.Array]:
-    """The features of a context, and how many there are.
+    """Returns the features ``[B, S, A*H]`` of a context, and how many there are, ``[B]``.
 
     Raises:
       ValueError: there are none.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
+from jax_specdec.lm.models.rows import Cache, Params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,28 +73,31 @@ class NGramDrafter(Drafter):
         return DrafterServes(may_abstain=True)
 
     def propose(
-        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
-    ) -> tuple[Proposal, Any]:
-        """Look up; see `Drafter.propose`. All -1 where nothing matches."""
+        self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
+    ) -> tuple[Proposal, Cache]:
+        """Looks up; see `Drafter.propose`. All -1 where nothing matches."""
         del params, store
-        k = context.config.num_speculative_tokens
-        lookup = functools.partial(self._lookup, k=k)
+        lookup = functools.partial(self._lookup, k=context.config.num_speculative_tokens)
         return Proposal(jax.vmap(lookup)(context.token_ids, context.lengths)), cache
 
     def _lookup(self, tokens: jax.Array, length: jax.Array, k: int) -> jax.Array:
+        """Returns the K drafts of one sequence ``[L]``."""
         place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        # matches[i]: how many tokens before place i equal the last ones of the sequence.
-        matches, run = jnp.zeros_like(place), jnp.ones(tokens.shape, bool)
+        # [L]: how many tokens before each place equal the last ones of the sequence, one after
+        # another, and whether all that were compared so far do
+        matches = jnp.zeros_like(place)
+        run = jnp.ones(tokens.shape, bool)
         for back in range(1, self.max_ngram + 1):
             suffix = tokens[jnp.maximum(length - back, 0)]
             earlier = jnp.roll(tokens, back)
             run &= (earlier == suffix) & (place >= back)
             matches += run.astype(jnp.int32)
+        # The longest match, of equals the latest: one number that both can be read from.
         usable = (place < length) & (matches >= self.min_ngram)
         score = jnp.where(usable, matches * tokens.shape[0] + place, -1)
         best = jnp.max(score)
         source = best % tokens.shape[0]
-        # The copy is followed by its own first token: it repeats with this period.
+        # [K]: what followed it. The copy is followed by its own first token, with this period.
         period = jnp.maximum(length - source, 1)
         offset = jnp.arange(k, dtype=jnp.int32) % period
         proposed = tokens.at[source + offset].get(mode="clip")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Integers
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.tree import Candidates, best_nodes
+from jax_specdec.lm.models.rows import Cache, Params
 
 _MOST_HISTORY = 2**24
 """Up to 127 tokens or occurrences, times places, are numbered in int32."""
@@ -134,15 +135,15 @@ class SuffixDrafter(Drafter):
             tree_depth=self.tree_depth, may_abstain=True, has_history=self.history > 0
         )
 
-    def init_params(self) -> Any:
-        """An empty history; None without one."""
+    def init_params(self) -> Params:
+        """Returns an empty history; None without one."""
         if not self.history:
             return None
         token_ids = jnp.full((self.history,), PLACEHOLDER_TOKEN_ID, jnp.int32)
         return {"token_ids": token_ids, "next": jnp.int32(0)}
 
-    def check_params(self, name: str, params: Any) -> None:
-        """Check the history.
+    def check_params(self, name: str, params: Params) -> None:
+        """Checks the history.
 
         Raises:
           ValueError: it is none, or has another size.
@@ -156,8 +157,8 @@ class SuffixDrafter(Drafter):
         check_array(f"{name}['token_ids']", params["token_ids"], "[N] int32", sizes)
         check_array(f"{name}['next']", params["next"], "[] int32", sizes)
 
-    def add(self, params: Any, token_ids: Integers) -> Any:
-        """The history with one more text, in place of the oldest if there is no room.
+    def add(self, params: Params, token_ids: Integers) -> Params:
+        """Returns the history with one more text, in place of the oldest if there is no room.
 
         Args:
           params: from `init_params`, or from the last call.
@@ -172,40 +173,42 @@ class SuffixDrafter(Drafter):
         return _added(params, as_int32("token_ids", token_ids, "[A]"))
 
     def propose(
-        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
-    ) -> tuple[Proposal, Any]:
-        """Look up; see `Drafter.propose`. All -1 where nothing matches."""
+        self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
+    ) -> tuple[Proposal, Cache]:
+        """Looks up; see `Drafter.propose`. All -1 where nothing matches."""
         del store
         found = self.lookup(params, context)
         if self.tree_depth:
             return Proposal(found.token_ids, parents=found.parents), cache
+        # [B, K]: the chance of each draft if those before it were accepted
         before = jnp.pad(found.probabilities[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
         confidences = found.probabilities / jnp.where(before > 0, before, 1.0)
         return Proposal(found.token_ids, confidences=confidences), cache
 
-    def lookup(self, params: Any, context: DraftContext) -> Lookup:
-        """The drafts, and how likely they are.
+    def lookup(self, params: Params, context: DraftContext) -> Lookup:
+        """Returns the drafts, and how likely they are.
 
         Args:
           params: from `init_params`.
           context: of the step; its token ids, lengths and number of drafts are read.
         """
+        k = context.config.num_speculative_tokens
         history = params if self.history else None
-        arrays = context.token_ids, context.lengths, history
-        found: Lookup = traced_for_platform(
-            _lookup, arrays, self, context.config.num_speculative_tokens
-        )
+        arrays = (context.token_ids, context.lengths, history)
+        found: Lookup = traced_for_platform(_lookup, arrays, self, k)
         return found
 
 
 @jax.jit
 def _added(history: dict[str, jax.Array], token_ids: jax.Array) -> dict[str, jax.Array]:
-    """The history with a text that is padded with -1."""
-    size, first = history["token_ids"].shape[0], history["next"]
+    """Returns the history with one more text ``[A]``, which is padded with -1."""
+    size = history["token_ids"].shape[0]
+    first = history["next"]
+    # [A] -> [A + 1]: with a -1 at its end, which no match and no draft goes over
     text = jnp.pad(token_ids, (0, 1), constant_values=PLACEHOLDER_TOKEN_ID)
     count = jnp.sum(text >= 0, dtype=jnp.int32)
     offset = jnp.arange(text.shape[0], dtype=jnp.int32)
-    # With the -1 after it, which no match and no draft goes over.
+    # [A + 1]: the text and one -1, of a long text the end; nothing of an empty one
     is_kept = (offset <= count) & (offset > count - size) & (count > 0)
     place = jnp.where(is_kept, (first + offset) % size, size)  # others are dropped
     following = first + jnp.where(count > 0, count + 1, 0)
@@ -231,46 +234,61 @@ class _Corpus(NamedTuple):
 
     @classmethod
     def of(cls, token_ids: jax.Array, first: jax.Array, last: jax.Array, min_match: int) -> _Corpus:
-        """The corpus with its matches of the tokens `last`, the newest first."""
-        size, most = token_ids.shape[0], last.shape[0]
+        """Returns the corpus with its matches of the tokens `last`, the newest first."""
+        size = token_ids.shape[0]
+        most = last.shape[0]
+        # [N] -> [most + N]: the tokens before the first are the last of the ring
         ring = jnp.pad(token_ids, (most, 0), mode="wrap")
-        matches, run = jnp.zeros((size,), jnp.int32), token_ids >= 0
+        # [N]: whether all tokens so far before each place are equal, and how many are
+        run = token_ids >= 0
+        matches = jnp.zeros((size,), jnp.int32)
         for back in range(most):
-            run &= ring[most - 1 - back : most - 1 - back + size] == last[back]
+            begin = most - 1 - back
+            run &= ring[begin : begin + size] == last[back]
             matches += run.astype(jnp.int32)
         return cls(token_ids, first, jnp.where(matches >= min_match, matches, 0))
 
 
 def _lookup(
-    arrays: tuple[jax.Array, jax.Array, Any], drafter: SuffixDrafter, k: int, platform: Platform
+    arrays: tuple[jax.Array, jax.Array, dict[str, jax.Array] | None],
+    drafter: SuffixDrafter,
+    k: int,
+    platform: Platform,
 ) -> Lookup:
-    """`SuffixDrafter.lookup` of B requests.
+    """Returns what `SuffixDrafter.lookup` does.
 
-    On CPUs, nothing more is computed where nothing matches. Elsewhere that would make the host
-    wait.
+    Args:
+      arrays: the texts ``[B, L]``, their lengths ``[B]``, and the history or None.
+      drafter: whose fields say what is looked for.
+      k: K.
+      platform: that it is compiled for.
     """
     token_ids, lengths, history = arrays
     back = jnp.arange(1, drafter.max_match, dtype=jnp.int32)
 
     def corpora_of(text: jax.Array, length: jax.Array) -> list[_Corpus]:
+        """Returns where one text ``[L]`` may be searched: in itself, and in the history."""
+        # [D - 1]: its last tokens, the newest first
         place = length - back
         last = jnp.where(place >= 0, text[jnp.maximum(place, 0)], _NO_TOKEN)
+        # [L] -> [L + 1]: ended by a -1
         is_text = jnp.arange(text.shape[0] + 1, dtype=jnp.int32) < length
         own = jnp.where(is_text, jnp.pad(text, (0, 1)), PLACEHOLDER_TOKEN_ID)
-        found = [_Corpus.of(own, jnp.int32(0), last, drafter.min_match)]
+        corpora = [_Corpus.of(own, jnp.int32(0), last, drafter.min_match)]
         if history is not None:
-            given = history["token_ids"], history["next"], last, drafter.min_match
-            found.append(_Corpus.of(*given))
-        return found
+            others = _Corpus.of(history["token_ids"], history["next"], last, drafter.min_match)
+            corpora.append(others)
+        return corpora
 
     draft = _tree if drafter.tree_depth else _draft
 
     def best(corpora: list[_Corpus]) -> Lookup:
-        own, *others = (draft(corpus, drafter, k) for corpus in corpora)
+        """Returns the drafts of one request with the largest score."""
+        found, *others = (draft(corpus, drafter, k) for corpus in corpora)
         for other in others:
-            is_better = other.scores > own.scores
-            own = jax.tree.map(lambda x, y, better=is_better: jnp.where(better, y, x), own, other)
-        return own
+            is_better = other.scores > found.scores
+            found = jax.tree.map(lambda x, y, b=is_better: jnp.where(b, y, x), found, other)
+        return found
 
     corpora = jax.vmap(corpora_of)(token_ids, lengths)
     size = lengths.shape[0]
@@ -282,6 +300,7 @@ def _lookup(
     )
     if platform != "cpu":
         return jax.vmap(best)(corpora)
+    # Only CPUs compute nothing where nothing matches: elsewhere the host would wait to know.
     is_found = jnp.any(jnp.stack([jnp.any(corpus.matches > 0) for corpus in corpora]))
     found: Lookup = lax.cond(is_found, jax.vmap(best), lambda _: nothing, corpora)
     return found
@@ -290,6 +309,7 @@ def _lookup(
 def _lengths(drafter: SuffixDrafter) -> tuple[np.ndarray, np.ndarray]:
     """Returns the M numbers m of tokens that may match, and the most drafts for each, ``[M]``."""
     m = np.arange(drafter.min_match, drafter.max_match)
+    # Rounding must not take a draft away: a factor of 0.7 gives 10 tokens 7 drafts.
     return m, np.minimum(np.floor(m * drafter.spec_factor + 1e-6), drafter.max_match - m)
 
 
@@ -300,31 +320,40 @@ def _nearest(corpus: _Corpus, count: int, longest: int) -> tuple[jax.Array, jax.
     ``[E]`` int32, 0 for the oldest; the tokens from there on, ``[E, longest]``.
     """
     size = corpus.token_ids.shape[0]
+    # [N]: one number that orders by match, then by age; both can be read from it again
     age = (jnp.arange(size, dtype=jnp.int32) - corpus.first) % size
     ranked = jnp.where(corpus.matches > 0, corpus.matches * size + age, 0)
+    # [N] -> [E]
     ranked = lax.top_k(ranked, min(count, size))[0]
-    matches, age = ranked // size, ranked % size  # [E]
+    matches = ranked // size
+    age = ranked % size
+    # [E, longest]: where the tokens from each place on are in the ring
     offset = jnp.arange(longest, dtype=jnp.int32)
     place = (age[:, None] + corpus.first + offset[None, :]) % size
     return matches, age, corpus.token_ids[place]
 
 
 def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
-    """The draft with the largest score, of those for each number m of tokens that match."""
+    """Returns the draft with the largest score, of those for each number m of tokens that match."""
     m, limits = _lengths(drafter)
     size = corpus.token_ids.shape[0]
     longest = min(k, int(limits.max()))
     matches, age, following = _nearest(corpus, drafter.max_occurrences, longest)
-    alive = matches[None, :] >= m[:, None]  # [M, E]: the places that agree with the draft so far
+    # [M, E]: the places that agree with the draft so far, and [M] their number, with the end
+    alive = matches[None, :] >= m[:, None]
     total = jnp.sum(alive, axis=1, dtype=jnp.int32) + 1
+    # [M]: of the drafts so far, all together
     probability = jnp.ones((m.size,), jnp.float32)
-    ids, probabilities = [], []
+    every_token: list[jax.Array] = []
+    every_probability: list[jax.Array] = []
     for j in range(longest):
+        # [E], [E, E]: the next token of each place, and which places have the same
         token = following[:, j]
         is_same = (token[:, None] == token[None, :]) & (token >= 0)[None, :]
-        # [M, E]: how many places have the token of this one next.
+        # [M, E]: how many places have the token of this one next
         counts = jnp.sum(alive[:, :, None] & is_same[None, :, :], axis=1, dtype=jnp.int32)
         counts = jnp.where(alive, counts, 0)
+        # [M]: a place with the most frequent token, the latest of equals
         chosen = jnp.argmax(counts * size + age[None, :], axis=1)
         count = jnp.take_along_axis(counts, chosen[:, None], axis=1)[:, 0]
         probability *= count / total
@@ -332,22 +361,24 @@ def _draft(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
         probability = jnp.where(goes_on, probability, 0)
         alive &= token[None, :] == token[chosen][:, None]
         total = jnp.maximum(count, 1)
-        ids.append(token[chosen])
-        probabilities.append(probability)
-    scores = sum(probabilities, start=jnp.zeros((m.size,), jnp.float32))
-    best = m.size - 1 - jnp.argmax(scores[::-1])  # the longest of equals
-    probabilities_ = jnp.stack(probabilities)[:, best]
-    token_ids = jnp.where(probabilities_ > 0, jnp.stack(ids)[:, best], PLACEHOLDER_TOKEN_ID)
+        every_token.append(token[chosen])
+        every_probability.append(probability)
+    # [M]: the scores, and of these the largest; of equals that of the longest match
+    scores = sum(every_probability, start=jnp.zeros((m.size,), jnp.float32))
+    best = m.size - 1 - jnp.argmax(scores[::-1])
+    # [longest, M] -> [longest] -> [K]
+    probabilities = jnp.stack(every_probability)[:, best]
+    token_ids = jnp.where(probabilities > 0, jnp.stack(every_token)[:, best], PLACEHOLDER_TOKEN_ID)
     rest = (0, k - longest)
     return Lookup(
         jnp.pad(token_ids, rest, constant_values=PLACEHOLDER_TOKEN_ID),
-        jnp.pad(probabilities_, rest),
+        jnp.pad(probabilities, rest),
         scores[best],
     )
 
 
 def _tree(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
-    """The K likeliest nodes of the tree that what followed the places is merged into.
+    """Returns the K likeliest nodes of the tree that what followed the places is merged into.
 
     Node (j, e) is the first j + 1 tokens from place e on. The first of the places that agree in
     these stands for all of them: it has the longest match, so it is among those of every m.
@@ -361,22 +392,26 @@ def _tree(corpus: _Corpus, drafter: SuffixDrafter, k: int) -> Lookup:
     # [L, E]: the place that stands for each node
     first = jnp.argmax(agrees, axis=2).astype(jnp.int32)
     stands = first == jnp.arange(matches.shape[0], dtype=jnp.int32)[None, :]
-    alive = (matches[None, :] >= m[:, None]).astype(jnp.int32)  # [M, E]
-    counts = jnp.einsum("me,jfe->mjf", alive, agrees)
+    # [M, E]: the places where m tokens match, and [M] their number, with the end of the text
+    alive = (matches[None, :] >= m[:, None]).astype(jnp.int32)
     total = jnp.sum(alive, axis=1, dtype=jnp.int32) + 1
-    # [M, L, E]: the probability of each node by the places of a match of m tokens
+    # [M, L, E]: how many of these go on to a node, and its probability by them
+    counts = jnp.einsum("me,jfe->mjf", alive, agrees)
     probability = counts / total[:, None, None]
-    is_drafted = np.arange(depth)[None, :] < limits[:, None]  # [M, L]
+    # [M, L] -> [M, L, E]: not too deep for m, not too improbable, and a node of its own
+    is_drafted = np.arange(depth)[None, :] < limits[:, None]
     is_drafted = is_drafted[:, :, None] & (probability >= drafter.min_probability)
     is_drafted &= (alive[:, None, :] > 0) & stands[None, :, :]
-    best = jnp.max(jnp.where(is_drafted, probability, 0), axis=0)  # [L, E]
-    # The node that each follows: that of the place which stands for its first j tokens.
+    # [L, E]: by the m for which it is largest
+    best = jnp.max(jnp.where(is_drafted, probability, 0), axis=0)
+    # [L - 1, E] -> [L, E]: the node above, of the place that stands for one token less
     level = jnp.arange(depth - 1, dtype=jnp.int32)[:, None]
     above = 1 + level * matches.shape[0] + first[:-1]
     parents = jnp.pad(above, ((1, 0), (0, 0)))
-    # [L, E] -> [1, L * E]
+    # [L, E] -> [1, L * E], of which the K best
     nodes = Candidates(*(x.reshape(1, -1) for x in (following.T, parents, jnp.log(best))))
     token_ids, parents = best_nodes(nodes, k)
+    # [L * E] -> [K]: their probabilities, in the same order
     likely = lax.top_k(best.reshape(-1), min(k, best.size))[0]
     likely = jnp.pad(likely, (0, k - likely.shape[0]))
     return Lookup(token_ids[0], likely, jnp.sum(likely), parents[0])
