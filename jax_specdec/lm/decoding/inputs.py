@@ -86,27 +86,29 @@ def check_reads_chunks(drafter: Drafter, name: str, size: int) -> None:
 
 
 def token_lists(prompts: Any, vocab_size: int) -> list[list[int]]:
-    """B prompts as lists of ids.
+    """Returns B prompts as lists of ids.
 
     Raises:
       TypeError: not lists of integers.
       ValueError: a prompt that `token_list` refuses.
     """
-    must, each = "be lists of token ids", None
+    must = "be lists of token ids"
+    each = None
     if not isinstance(prompts, (str, bytes)):
         with contextlib.suppress(TypeError):
             each = list(prompts)
     if each is None:
         refuse(TypeError, "prompts", must, prompts, _text_hint(prompts))
+    # The ids of one prompt, which would be a list of prompts that are numbers.
     is_one = bool(each) and np.ndim(each[0]) == 0
     is_one = is_one and isinstance(each[0], (int, np.integer, jax.Array))
-    must, hint = f"{must}, one per request", "pass [ids]"
-    require(not is_one, "prompts", must, prompts, hint, TypeError)
+    must = f"{must}, one per request"
+    require(not is_one, "prompts", must, prompts, "pass [ids]", TypeError)
     return [token_list(f"prompts[{b}]", prompt, vocab_size) for b, prompt in enumerate(each)]
 
 
 def token_list(name: str, values: Any, vocab_size: int) -> list[int]:
-    """One prompt as a list of ids.
+    """Returns one prompt as a list of ids.
 
     Raises:
       TypeError: not a list of integers.
@@ -119,7 +121,7 @@ def token_list(name: str, values: Any, vocab_size: int) -> list[int]:
 
 
 def check_range(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Check that ids are in the vocabulary.
+    """Checks that ids are in the vocabulary.
 
     Raises:
       ValueError: one is not.
@@ -129,7 +131,7 @@ def check_range(name: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def drafts_by_length(name: str, values: Any, most: int) -> tuple[tuple[int, int], ...]:
-    """Pairs of a length and of the most drafts from there on, as a tuple.
+    """Returns pairs of a length and of the most drafts from there on, as a tuple.
 
     Args:
       name: of `values`.
@@ -154,6 +156,7 @@ def drafts_by_length(name: str, values: Any, most: int) -> tuple[tuple[int, int]
 
 
 def _text_hint(value: object) -> str | None:
+    """Returns what turns text into ids, if a value is text."""
     if not isinstance(value, (str, bytes)):
         return None
     return (
@@ -163,7 +166,7 @@ def _text_hint(value: object) -> str | None:
 
 
 def integers(name: str, values: Any) -> list[int]:
-    """A list of ids.
+    """Returns ids as a list of Python's ints.
 
     Raises:
       TypeError: not a list of integers.
