@@ -30,7 +30,7 @@ _ESCAPES |= {code: f"\\u{code:04x}" for code in _BIDIRECTIONAL}
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows as it is, with escapes for what would command the terminal.
+    """Returns text that a terminal shows as it is, with escapes for what would command it.
 
     Those are control characters other than newline and tab, and those that change the direction of
     the text around them.
@@ -39,7 +39,7 @@ def printable(text: str) -> str:
 
 
 def prepare_streams() -> None:
-    """Let standard streams take every character, escaped where their encoding lacks it."""
+    """Lets standard streams take every character, escaped where their encoding lacks it."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the caller
@@ -49,7 +49,7 @@ def prepare_streams() -> None:
 
 
 def write(text: str, style: str | None = None, *, stream: TextIO | None = None) -> None:
-    """Write text at once, in colour where that can be seen and is wanted.
+    """Writes text at once, in colour where that can be seen and is wanted.
 
     Args:
       text: a terminal gets escapes for its control characters, and any other stream the text.
@@ -66,13 +66,13 @@ def write(text: str, style: str | None = None, *, stream: TextIO | None = None) 
 
 
 def log(line: str, style: str | None = None) -> None:
-    """Write a line to standard error; see `write`. A line that cannot be written is dropped."""
+    """Writes a line to standard error; see `write`. A line that cannot be written is dropped."""
     with contextlib.suppress(OSError):  # such as on a full disk
         write(line + "\n", style, stream=sys.stderr)
 
 
 def show(what: RenderableType) -> None:
-    """Write a table or a text of `rich` to standard output."""
+    """Writes a table or a text of `rich` to standard output."""
     console = _console(sys.stdout)
     with console.capture() as captured:
         console.print(what)
@@ -82,14 +82,15 @@ def show(what: RenderableType) -> None:
 
 
 def show_rule() -> None:
-    """Write a line across the terminal to standard output."""
+    """Writes a line across the terminal to standard output."""
+    # `rich` does this by itself for a rule with a title only.
     is_ascii = _console(sys.stdout).options.ascii_only
     show(Rule(characters="-" if is_ascii else "\u2500", style="dim"))
 
 
 @contextlib.contextmanager
 def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Show what goes on, and for how long, on standard error if it is a terminal.
+    """Shows what goes on, and for how long, on standard error if it is a terminal.
 
     Args:
       what: goes on first.
@@ -118,12 +119,12 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
 
 
 def leave_line() -> None:
-    """Let what follows begin a line of the terminal, with a cursor, whatever moves there."""
+    """Lets what follows begin a line of the terminal, with a cursor, whatever moves there."""
     if _console(sys.stderr).show_cursor():
         sys.stderr.write("\n")
 
 
 def _console(stream: TextIO) -> Console:
-    """A console; without any style under NO_COLOR, where `rich` alone would keep bold and dim."""
+    """Returns a console; without style under NO_COLOR, where `rich` would keep bold and dim."""
     no_color = bool(os.environ.get("NO_COLOR"))
     return Console(file=stream, color_system=None if no_color else "auto", highlight=False)

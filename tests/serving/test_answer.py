@@ -168,7 +168,7 @@ def test_tokens_that_are_parts_of_a_character_have_their_own_bytes(name: str) ->
     own = [*"🙂日b".encode()]
     assert [one["bytes"] for one in found.tokens[:8]] == [[byte] for byte in own]
     assert [one["offset"] for one in found.tokens] == [0, 0, 0, 0, 1, 1, 1, 2, 3, 3]
-    assert found.tokens[0]["top"][0]["bytes"] == [0xF0]
+    assert found.tokens[0]["top_logprobs"][0]["bytes"] == [0xF0]
     assert joined(found) == found.text.encode()  # with U+FFFD for what is broken
 
 

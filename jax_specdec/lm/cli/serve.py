@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-from typing import Any
 
 import jax
 
@@ -31,7 +30,7 @@ from jax_specdec.lm.server.worker import EngineFailed
 
 
 def serve(options: Options) -> None:
-    """Load the models, compile every program, and serve until Ctrl-C or SIGTERM.
+    """Loads the models, compiles every program, and serves until Ctrl-C or SIGTERM.
 
     Raises:
       InputError: a file or an option is wrong, or the address cannot be had.
@@ -59,8 +58,9 @@ def serve(options: Options) -> None:
             drain_seconds=options.drain_seconds,
             plain_messages=options.plain_messages,
         )
-        who: dict[str, Any] = dict(model_name=name, key=key, is_local=is_local)
-        server = Server(models.text, driver, **who, limits=limits)
+        server = Server(
+            models.text, driver, model_name=name, key=key, is_local=is_local, limits=limits
+        )
         gc.collect()
         gc.freeze()  # what is there now stays, and takes .1 s to be looked at
         host, port = listener.getsockname()[:2]
@@ -76,7 +76,7 @@ def serve(options: Options) -> None:
 
 
 def make_driver(options: Options, models: Models) -> lm.EngineDriver:
-    """The driver for models that were loaded.
+    """Returns the driver for models that were loaded.
 
     Raises:
       InputError: `--max-length` is more than the target was made for, or there is no such
@@ -89,14 +89,17 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     logprobs = sd.LogprobsConfig(options.max_logprobs) if options.max_logprobs else None
     drafter, config = draft.drafting(options.config, options.tree)
     agrees = config.rejection_sample_method == "agreement"
-    k, limits = options.config.num_speculative_tokens, options.max_drafts_by_length
+    k = options.config.num_speculative_tokens
+    limits = options.max_drafts_by_length
+    # Numbers of drafts that the driver chooses from, step by step; None for K in every step.
     budget: tuple[int, ...] | None = None
     if options.drafters == (NO_DRAFTS,):
-        budget, limits = (0,), ((1, 0),)
+        budget = (0,)
+        limits = ((1, 0),)
     elif options.tree is not None:
         budget = tuple(sorted({0, k, max(k, options.tree // 2 - 1), options.tree - 1}))
     elif agrees or jax.default_backend() == "cpu":
-        budget = 0, k
+        budget = (0, k)
     engine = lm.Engine(
         models.target.model,
         drafter,
@@ -111,27 +114,29 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         draft_budget=budget,
         logprobs=logprobs,
     )
-    size, sizes = options.chunk_size, engine.chunk_sizes
-    if size not in (None, *sizes):
-        raise InputError(f"--chunk-size must be one of {', '.join(map(str, sizes))}, but is {size}")
-    weights = models.target.params, draft.params
+    size = options.chunk_size
+    if size not in (None, *engine.chunk_sizes):
+        sizes = ", ".join(map(str, engine.chunk_sizes))
+        raise InputError(f"--chunk-size must be one of {sizes}, but is {size}")
     driver = lm.EngineDriver(
         engine,
-        *weights,
+        models.target.params,
+        draft.params,
         max_queue=options.max_queue,
         chunk_size=size,
         prompts_in_steps=options.prompts_in_steps,
     )
     if driver.draft_choice is not None:
-        # How many drafts pay depends on the load, so that under other rules sampled text would.
+        # How many drafts pay depends on the load, and under other rules sampled text on them.
         driver.draft_choice.is_fixed = not agrees
     return driver
 
 
 def _read_key(options: Options) -> str | None:
-    """What clients have to send; the message of an error never has it."""
+    """Returns what clients have to send; the message of an error never has it."""
     if options.api_key_file is None:
-        key, where = os.environ.get(API_KEY_VARIABLE), API_KEY_VARIABLE
+        where = API_KEY_VARIABLE
+        key = os.environ.get(API_KEY_VARIABLE)
     else:
         where = shown(options.api_key_file)
         try:
@@ -150,7 +155,7 @@ def _read_key(options: Options) -> str | None:
 
 
 def _bind(options: Options, key: str | None) -> tuple[socket.socket, bool]:
-    """A socket that listens, and whether its address is a loopback address.
+    """Returns a socket that listens, and whether its address is a loopback address.
 
     From here on no other server gets the address. Who connects waits until requests are read.
     """

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypedDict
 
 from pydantic_core import to_json
 from starlette.responses import Response, StreamingResponse
@@ -25,11 +26,30 @@ _FIRST_SURROGATE = 0xD800
 """Lone surrogates are in no text, so they can stand for special tokens."""
 
 
+class Entry(TypedDict):
+    """A token with its log-probability, as clients get it."""
+
+    token: str
+    logprob: float
+    bytes: list[int]  # of the token inside a text
+
+
+class Token(Entry):
+    """A token of an answer, whose bytes are those that it adds to this text."""
+
+    top_logprobs: list[Entry]  # the likeliest tokens in its place
+    begin: int  # bytes of the text before it
+    end: int  # and with it
+    offset: int  # characters of the text before it
+
+
+@dataclasses.dataclass
 class Piece:
     """What became ready of a choice: text, and tokens with their log-probabilities."""
 
-    def __init__(self, text: str, tokens: list[Json], finish_reason: str | None) -> None:
-        self.text, self.tokens, self.finish_reason = text, tokens, finish_reason
+    text: str
+    tokens: list[Token]
+    finish_reason: str | None
 
 
 class ChoiceText:
@@ -48,7 +68,9 @@ class ChoiceText:
     ) -> None:
         self.num_tokens = 0
         self.is_done = False
-        self._asked, self._stream, self._words = asked, stream, words
+        self._asked = asked
+        self._stream = stream
+        self._words = words
         self._min_tokens = min_tokens
         self._marks: dict[int, str] = {}  # of special tokens that stop strings spell
         marked = asked.stops
@@ -60,13 +82,14 @@ class ChoiceText:
         self._held = ""  # with the marks
         self._num_skipped = 0  # characters of it where no stop string ends
         self._num_ready = 0  # bytes of the text
-        self._tokens: list[Json] = []  # whose text is held back
-        self._group: list[Json] = []  # whose text is not complete
+        self._tokens: list[Token] = []  # whose text is held back
+        self._group: list[Token] = []  # whose text is not complete
         self._group_text = ""
-        self._num_grouped = 0, 0  # bytes and characters of the text before the group
+        self._num_bytes = 0  # of the text before the group
+        self._num_characters = 0
 
     def add(self, update: lm.RequestUpdate) -> Piece:
-        """What an update makes ready."""
+        """Returns what an update makes ready."""
         for i, token_id in enumerate(update.token_ids):
             self.num_tokens += 1
             if update.finish_reason == "stop" and i == len(update.token_ids) - 1:
@@ -87,6 +110,7 @@ class ChoiceText:
         return self._ready(len(self._held), update.finish_reason)
 
     def _extend(self, token_ids: list[int], *, final: bool = False) -> None:
+        """Decodes tokens, and gives those of the group their text where it is complete."""
         text = self._stream.decode(token_ids, final=final)
         self._held += text
         if self._group:
@@ -95,27 +119,32 @@ class ChoiceText:
                 self._share()
 
     def _share(self) -> None:
-        """Give the group's tokens their parts of its text."""
+        """Gives the group's tokens their parts of its text."""
         text = self._group_text.encode()
         sizes = [len(one["bytes"]) for one in self._group]
         if not b"".join(bytes(one["bytes"]) for one in self._group).startswith(text):
             sizes = [0] * (len(sizes) - 1) + [len(text)]  # broken bytes became U+FFFD
-        (first, num_characters), begin = self._num_grouped, 0
+        begin = 0
         for one, size in zip(self._group, sizes, strict=True):
             end = min(begin + size, len(text))
             one["bytes"] = list(text[begin:end])
-            one["begin"], one["end"] = first + begin, first + end
-            one["offset"] = num_characters + len(text[:begin].decode(errors="ignore"))
+            one["begin"] = self._num_bytes + begin
+            one["end"] = self._num_bytes + end
+            one["offset"] = self._num_characters + len(text[:begin].decode(errors="ignore"))
             begin = end
-        self._num_grouped = first + len(text), num_characters + len(self._group_text)
+        self._num_bytes += len(text)
+        self._num_characters += len(self._group_text)
         self._tokens += self._group
-        self._group, self._group_text = [], ""
+        self._group = []
+        self._group_text = ""
 
     def _ready(self, end: int, finish_reason: str | None, *, is_cut: bool = False) -> Piece:
-        text, self._held = self._held[:end], self._held[end:]
+        """Returns what is held up to a character, and the tokens that end there."""
+        text = self._held[:end]
+        self._held = self._held[end:]
+        self._num_skipped = max(0, self._num_skipped - end)
         for mark in self._marks.values():
             text = text.replace(mark, "")
-        self._num_skipped = max(0, self._num_skipped - end)
         self._num_ready += len(text.encode())
         self.is_done = finish_reason is not None
         if self.is_done and self._group:
@@ -133,7 +162,7 @@ class ChoiceText:
         return Piece(text, tokens, finish_reason)
 
     def _find_stop(self) -> int | None:
-        """Where the stop string begins that is complete first, past the first `min_tokens`."""
+        """Returns where the stop string begins that is complete first, past `min_tokens`."""
         if self.num_tokens <= self._min_tokens:
             self._num_skipped = len(self._held)
         found = []
@@ -144,36 +173,37 @@ class ChoiceText:
         return min(found)[1] if found else None
 
     def _num_open(self) -> int:
-        """Characters at the end that a stop string may begin with."""
+        """Returns how many characters at the end a stop string may begin with."""
         longest = max(map(len, self._stops), default=1) - 1
         for count in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-count:]) for stop in self._stops):
                 return count
         return 0
 
-    def _with_logprobs(self, update: lm.RequestUpdate, i: int, token_id: int) -> Json:
+    def _with_logprobs(self, update: lm.RequestUpdate, i: int, token_id: int) -> Token:
+        """Returns the i-th token of an update; its place in the text is not known yet."""
         assert update.logprobs is not None
         numbers = update.logprobs
-        ids, values = numbers.top_token_ids[i].tolist(), numbers.top_logprobs[i].tolist()
+        ids = numbers.top_token_ids[i].tolist()
+        values = numbers.top_logprobs[i].tolist()
         top = [self._entry(one, value) for one, value in zip(ids, values, strict=True) if one >= 0]
-        found = self._entry(token_id, float(numbers.logprobs[i]))
-        found["top"] = top[: self._asked.num_top]
-        return found
+        top = top[: self._asked.num_top]
+        own = self._entry(token_id, float(numbers.logprobs[i]))
+        return {**own, "top_logprobs": top, "begin": 0, "end": 0, "offset": 0}
 
-    def _entry(self, token_id: int, logprob: float) -> Json:
+    def _entry(self, token_id: int, logprob: float) -> Entry:
         text, own_bytes = self._words.token(token_id)
         finite = max(logprob, -9999.0)  # JSON has no infinity
         return {"token": text, "logprob": finite, "bytes": list(own_bytes)}
 
 
-def _logprobs_as_json(tokens: list[Json], is_chat: bool) -> dict[str, list[Any]]:
-    """Log-probabilities in the form of chat completions, or of completions."""
+def _logprobs_as_json(tokens: list[Token], is_chat: bool) -> dict[str, list[Any]]:
+    """Returns log-probabilities in the form of chat completions, or of completions."""
     if is_chat:
-        keys = "token", "logprob", "bytes"
-        content = [{**{k: x[k] for k in keys}, "top_logprobs": x["top"]} for x in tokens]
-        return {"content": content}
+        keys = "token", "logprob", "bytes", "top_logprobs"
+        return {"content": [{k: x for k, x in one.items() if k in keys} for one in tokens]}
     # Of tokens with one text, the likeliest, which comes last here, is shown.
-    tops = [{top["token"]: top["logprob"] for top in reversed(x["top"])} for x in tokens]
+    tops = [{top["token"]: top["logprob"] for top in reversed(x["top_logprobs"])} for x in tokens]
     return {
         "tokens": [one["token"] for one in tokens],
         "token_logprobs": [one["logprob"] for one in tokens],
@@ -188,7 +218,9 @@ class Answer:
     def __init__(
         self, asked: Asked, channel: Channel, worker: Worker, words: Vocabulary, model_name: str
     ) -> None:
-        self._asked, self._channel, self._worker = asked, channel, worker
+        self._asked = asked
+        self._channel = channel
+        self._worker = worker
         self._texts = [
             ChoiceText(asked, stream, words, choice["options"].min_tokens)
             for stream, choice in zip(asked.streams, asked.choices, strict=True)
@@ -202,13 +234,18 @@ class Answer:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer."""
+        """Answers, as ASGI asks for it."""
         if self._asked.is_stream:
             await self._stream(scope, send)
         else:
             await (await self._whole())(scope, receive, send)
 
     async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Yields what becomes ready, with the index of its choice.
+
+        Raises:
+          ApiError: a choice cannot be finished.
+        """
         while not all(text.is_done for text in self._texts):
             choice, update = await self._channel.get()
             if self._texts[choice].is_done:
@@ -217,8 +254,9 @@ class Answer:
                 self._worker.check_open()
                 matcher = self._asked.choices[choice].get("matcher")
                 if matcher is not None and matcher.error:
-                    name, why = "response_format", matcher.error.partition("\n")[0]
-                    raise ApiError(f"{name} cannot be followed to its end: {why}", name)
+                    why = matcher.error.partition("\n")[0]
+                    message = f"response_format cannot be followed to its end: {why}"
+                    raise ApiError(message, "response_format")
                 if update.error is None:
                     message = f"the text cannot be verified: {update.status.name}"
                     raise ApiError(message, status=500)
@@ -245,10 +283,10 @@ class Answer:
         return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
 
     async def _whole(self) -> Response:
-        """One object. Long lists are encoded as they come, so that no step waits for all."""
-        is_chat, count = self._asked.is_chat, len(self._texts)
-        texts = [""] * count
-        reasons: list[str | None] = [None] * count
+        """Returns one object. Long lists are encoded as they come, so that no step waits."""
+        is_chat = self._asked.is_chat
+        texts = [""] * len(self._texts)
+        reasons: list[str | None] = [None] * len(self._texts)
         names = [] if self._asked.num_top is None else [*_logprobs_as_json([], is_chat)]
         encoded: list[dict[str, list[bytes]]] = [{name: [] for name in names} for _ in texts]
         async for index, piece in self._pieces():
@@ -271,6 +309,7 @@ class Answer:
         return Response(body, media_type="application/json")
 
     async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
+        """Yields the events of a stream; an error is the last one."""
         usage: Json = {"usage": None} if self._asked.has_usage else {}
         try:
             if self._asked.is_chat:
@@ -293,6 +332,8 @@ class Answer:
             yield _event(error.content)
 
     async def _stream(self, scope: Scope, send: Send) -> None:
+        """Sends the events, and lets the channel know while the client does not read."""
+
         async def send_and_note(message: Message) -> None:
             self._channel.is_sending = True
             await send(message)
@@ -307,7 +348,7 @@ class Answer:
 
 
 def _event(content: Json) -> bytes:
-    """An event; clients that split at every line end of Unicode find none inside it."""
+    """Returns an event; clients that split at every line end of Unicode find none inside it."""
     text = json.dumps(content, ensure_ascii=False).translate(_LINE_ENDS)
     return f"data: {text}\n\n".encode("utf-8", "replace")
 

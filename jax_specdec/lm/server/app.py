@@ -51,7 +51,7 @@ class Server:
         is_local: bool = True,
         limits: Limits | None = None,
     ) -> None:
-        """A server that does not listen yet.
+        """Makes a server that does not listen yet.
 
         Args:
           text: how texts become the target's tokens.
@@ -61,21 +61,27 @@ class Server:
           is_local: whether it will listen on a loopback address only.
           limits: of requests; None for the default.
         """
-        self.limits = limits = limits or Limits()
+        limits = limits or Limits()
+        self.limits = limits
         self.model_name = model_name
         self.words = Vocabulary(text, limits)
         self.worker = Worker(driver)
         # Requests whose schemas are compiled, which may take 48 MiB each: those in slots, and some
         # that are about to get one.
         self._compiled = asyncio.Semaphore(driver.serving_stats().num_slots + 4)
-        self._engine, self._is_local = driver.engine, is_local
+        self._engine = driver.engine
+        self._is_local = is_local
         self._key = None if key is None else _digest(key.encode())
-        self._created, self._num_requests = int(time.time()), 0
+        self._created = int(time.time())
+        self._num_requests = 0
         self._metrics = prometheus_client.CollectorRegistry()
         self._exporter = lm.PrometheusExporter(self._metrics, labels={"model_name": model_name})
-        name, what = "jax_specdec:serving_answers", "Answers by status; 499: the client had left."
-        labels = ["model_name", "status"]
-        self._answers = prometheus_client.Counter(name, what, labels, registry=self._metrics)
+        self._answers = prometheus_client.Counter(
+            "jax_specdec:serving_answers",
+            "Answers by status; 499: the client had left.",
+            ["model_name", "status"],
+            registry=self._metrics,
+        )
         self._descriptors_logged = -math.inf  # when they were last used up
         self._app = Starlette(
             routes=[
@@ -113,7 +119,7 @@ class Server:
         self._uvicorn = uvicorn.Server(config)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check who asks, and through which name, before anything else; count and log answers."""
+        """Answers who may ask, and counts and logs answers."""
         status = 499
 
         async def send_and_note(message: Message) -> None:
@@ -136,6 +142,7 @@ class Server:
             log(f"{failed.status} {scope['method']} {scope['path'][:100]}: {failed}{why}")
 
     def _check_caller(self, headers: Headers, path: str) -> None:
+        """Raises an `ApiError` unless the client, and its name for this server, are right."""
         if "upgrade" in headers:  # the parser takes its body for another protocol
             raise ApiError("HTTP/1.1 is spoken here, without Upgrade", headers=CLOSE)
         if self._is_local and not _is_loopback(headers.get("host", "")):
@@ -153,7 +160,7 @@ class Server:
             raise ApiError(message, status=401, code="invalid_api_key", headers=headers_)
 
     async def _complete(self, request: Request) -> ASGIApp:
-        """The answer, which ends when its client leaves or reads too slowly."""
+        """Returns an answer, which ends when its client leaves or reads too slowly."""
         body = await self._body(request)
         self.worker.check_room()  # before anything is done for a request that has no place
         given = await asyncio.to_thread(self._parameters, body, "chat" in request.scope["path"])
@@ -161,13 +168,15 @@ class Server:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             num_choices = len(given.prompts) * given.n
             with self.worker.channel(num_choices, self.limits.unsent_updates) as channel:
-                asked = self._asked(given, channel, scope, receive, send)
-                await _until_first(asked, _left(receive), channel.is_full.wait())
+                work = self._do(given, channel, scope, receive, send)
+                await _until_first(work, _left(receive), channel.is_full.wait())
 
         return answer
 
-    async def _asked(self, given: Given, channel: Channel, *client: Any) -> None:
-        """Do what a request asks for."""
+    async def _do(
+        self, given: Given, channel: Channel, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Does what a request asks for."""
         asked = await read_request(given, self._engine, self.words)
         async with contextlib.AsyncExitStack() as stack:
             if asked.schema is not None:
@@ -178,10 +187,11 @@ class Server:
                     choice["matcher"] = matcher
             await self.worker.submit(channel, asked.choices)
             self._num_requests += 1
-            await Answer(asked, channel, self.worker, self.words, self.model_name)(*client)
+            answer = Answer(asked, channel, self.worker, self.words, self.model_name)
+            await answer(scope, receive, send)
 
     async def _body(self, request: Request) -> bytearray:
-        """The body, if it is said to be JSON and is not too large."""
+        """Returns the body, if it is said to be JSON and is not too large."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # which a page of a browser cannot send without asking
             raise ApiError("Content-Type must be application/json", status=415, headers=CLOSE)
@@ -194,7 +204,7 @@ class Server:
         return body
 
     def _parameters(self, body: bytearray, is_chat: bool) -> Given:
-        """What a request asks for."""
+        """Returns what a request asks for, or raises an `ApiError`."""
         # Python takes .1 s for 300,000 lists, in which no other thread runs. A text has fewer.
         most = max(2**16, 64 * self._engine.max_length)
         if body.count(b"[") + body.count(b"{") > most:
@@ -207,17 +217,18 @@ class Server:
             raise ApiError("the body must be a JSON object")
         name = values.get("model")
         if name is not None and name != self.model_name:
-            self._refuse_model(name if isinstance(name, str) else type(name))
+            self._refuse_model(name)
         return read_parameters(values, is_chat, self._engine)
 
-    def _refuse_model(self, name: Any) -> NoReturn:
-        message = f"there is no model {str(name)!r:.100}: this server has {self.model_name!r}"
+    def _refuse_model(self, name: object) -> NoReturn:
+        given = name if isinstance(name, str) else str(type(name))
+        message = f"there is no model {given!r:.100}: this server has {self.model_name!r}"
         raise ApiError(message, "model", status=404, code="model_not_found")
 
     @property
     def _description(self) -> Json:
-        name, created = self.model_name, self._created
-        return {"id": name, "object": "model", "created": created, "owned_by": "jax_specdec"}
+        own = {"id": self.model_name, "created": self._created}
+        return {**own, "object": "model", "owned_by": "jax_specdec"}
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description]})
@@ -241,7 +252,7 @@ class Server:
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     async def run(self, listener: socket.socket, on_ready: Callable[[], None]) -> None:
-        """Serve until `stop` is called, and then until all answers are given.
+        """Serves until `stop` is called, and then until all answers are given.
 
         Args:
           listener: bound; it may listen already.
@@ -268,18 +279,19 @@ class Server:
             raise EngineFailed(self.worker.failure)
 
     def stop(self) -> None:
-        """Accept nobody any more, and finish what runs or waits; at any time, in any thread."""
+        """Accepts nobody any more, and finishes what runs or waits; at any time, in any thread."""
         self._uvicorn.should_exit = True
 
     async def _drain(self) -> None:
-        """Once the server is stopped, answer with an error what takes too long."""
+        """Answers with an error what takes too long once the server is stopped."""
         while not self._uvicorn.should_exit:
             await asyncio.sleep(0.05)
         if self.worker.is_refusing:
             return  # all were answered when the engine failed
-        what, seconds = f"{self.worker.num_open} choices", self.limits.drain_seconds
+        seconds = self.limits.drain_seconds
         log(
-            f"finishing what runs or waits: {what}, within {seconds:g} s; Ctrl-C again ends at once"
+            f"finishing what runs or waits: {self.worker.num_open} choices, within {seconds:g} s; "
+            "Ctrl-C again ends at once"
         )
         await asyncio.sleep(seconds)
         log(f"not finished: {self.worker.num_open} choices")
@@ -288,8 +300,8 @@ class Server:
         for connection in [*self._uvicorn.server_state.connections]:  # whose clients do not read
             connection.transport.abort()
 
-    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error of the event loop; those of accepting connections come by the thousand."""
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: Json) -> None:
+        """Logs an error of the event loop; those of accepting connections come by the thousand."""
         if "socket.accept() out of system resource" not in context["message"]:
             loop.default_exception_handler(context)
         elif loop.time() - self._descriptors_logged > 60:
@@ -297,31 +309,33 @@ class Server:
             log(f"clients wait for connections: {context['exception']}")
 
     def _stop_soon(self) -> None:
-        """Stop once those who are about to ask have been answered that the engine has failed."""
+        """Stops once those who are about to ask have been answered that the engine has failed."""
         asyncio.get_running_loop().call_later(self.limits.failed_seconds, self.stop)
 
     async def _report(self, on_ready: Callable[[], None]) -> None:
-        """The status line, while there is something to report."""
+        """Logs the status line, while there is something to report."""
         while not self._uvicorn.started:
             await asyncio.sleep(0.01)
         on_ready()
-        before, begin = await self.worker.call(_both_stats), time.monotonic()
-        self._exporter.publish(*before)
+        before, serving = await self.worker.call(_both_stats)
+        begin = time.monotonic()
+        self._exporter.publish(before, serving)
         while True:
             await asyncio.sleep(self.limits.status_seconds)
             stats, serving = await self.worker.call(_both_stats)
             self._exporter.publish(stats, serving)
             now = time.monotonic()
-            new, seconds = stats - before[0], now - begin
+            new = stats - before
             if new.num_tokens or serving.num_running or serving.num_queued:
                 log(
                     f"{serving.num_running} running, {serving.num_queued} queued, "
-                    f"{self._num_requests} requests so far; {new.num_tokens / seconds:.1f} "
+                    f"{self._num_requests} requests so far; {new.num_tokens / (now - begin):.1f} "
                     f"tokens/s, acceptance length {new.length_text}, "
                     f"{new.tokens_per_target_pass:.2f} tokens per target pass"
                     f"{await self.worker.call(_on_drafts)}"
                 )
-            before, begin = (stats, serving), now
+            before = stats
+            begin = now
 
 
 def _both_stats(driver: lm.EngineDriver) -> tuple[sd.AcceptanceStats, lm.ServingStats]:
@@ -329,20 +343,21 @@ def _both_stats(driver: lm.EngineDriver) -> tuple[sd.AcceptanceStats, lm.Serving
 
 
 def _on_drafts(driver: lm.EngineDriver) -> str:
-    """What a status line says where drafts cost more than they bring."""
+    """Returns what a status line says where drafts cost more than they bring."""
     choice = driver.draft_choice
     if choice is None or not choice.is_loss:
         return ""
-    return f"; drafts do not pay, {'try --draft none' if choice.is_fixed else 'so there are none'}"
+    what = "try --draft none" if choice.is_fixed else "so there are none"
+    return f"; drafts do not pay, {what}"
 
 
 def _digest(text: bytes) -> bytes:
-    """So that a comparison takes as long whatever the lengths are."""
+    """Returns bytes whose comparison takes as long whatever the length of the text is."""
     return hashlib.sha256(text).digest()
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a Host header, with or without a port, names this machine."""
+    """Returns whether a Host header, with or without a port, names this machine."""
     name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
     if name.lower() == "localhost":
         return True
@@ -353,7 +368,7 @@ def _is_loopback(host: str) -> bool:
 
 
 async def _until_first(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, Any, Any]) -> None:
-    """Do some work, unless one of the others ends before; what has not ended is cancelled."""
+    """Does some work, unless one of the others ends before; what has not ended is cancelled."""
     tasks = [asyncio.create_task(one) for one in (work, *ends)]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -366,7 +381,7 @@ async def _until_first(work: Coroutine[Any, Any, None], *ends: Coroutine[Any, An
 
 
 async def _left(receive: Receive) -> None:
-    """Wait until the client has left; one that closes its half of the connection has."""
+    """Waits until the client has left; one that closes its half of the connection has."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -15,7 +15,6 @@ MAX_BYTES = 2**21
 CHUNK_BYTES = 256
 """What a chunk of a body counts beside its own: each of them takes time, however small it is."""
 
-
 SPARE = 16
 """Connections beyond those that are served: a request on one is answered with status 503."""
 
@@ -36,14 +35,14 @@ class Connection(HttpToolsProtocol):
         return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin, unless there are so many connections that a request would be refused."""
+        """Begins, unless there are so many connections that a request would be refused."""
         assert isinstance(transport, asyncio.Transport) and self.limit_concurrency is not None
         super().connection_made(transport)
         if len(self.connections) > self.limit_concurrency + SPARE:
             transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Read some of a request, unless it is too much."""
+        """Reads some of a request, unless it is too much."""
         self._num_bytes += len(data)
         if self._num_bytes > MAX_BYTES:
             self.transport.abort()
@@ -51,7 +50,7 @@ class Connection(HttpToolsProtocol):
             super().data_received(data)
 
     def on_headers_complete(self) -> None:
-        """Begin to answer a request, or drop it."""
+        """Begins to answer a request, or drops it."""
         self._num_bytes = 0
         if self.is_answering:
             self.cycle.keep_alive = False
@@ -59,7 +58,7 @@ class Connection(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Keep some of a body, unless its request was dropped; too many chunks are no HTTP."""
+        """Keeps some of a body, unless its request was dropped; too many chunks are no HTTP."""
         self._num_bytes += CHUNK_BYTES
         if self._num_bytes > MAX_BYTES:
             raise httptools.HttpParserError("too many chunks")  # ends its loop, with status 400
@@ -68,7 +67,7 @@ class Connection(HttpToolsProtocol):
 
 
 async def close_stuck(server: uvicorn.Server, seconds: float) -> None:
-    """Close connections that wait for their client, and for long: without end.
+    """Closes connections that wait for their client for long; does not end.
 
     Args:
       server: whose connections have the class `Connection`.

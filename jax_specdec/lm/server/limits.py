@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from starlette.responses import JSONResponse
 
-from jax_specdec import lm
+from jax_specdec import grammar, lm
 from jax_specdec._src.arrays import argument_of
 
 Json = dict[str, Any]
+
+
+class Choice(TypedDict):
+    """What `EngineDriver.submit` gets of a choice."""
+
+    prompt: list[int]
+    options: lm.RequestOptions
+    matcher: NotRequired[grammar.LlguidanceMatcher]
 
 
 @dataclasses.dataclass(frozen=True)

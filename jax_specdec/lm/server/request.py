@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from jax_specdec import lm
 from jax_specdec._src.arrays import described, either
 from jax_specdec.lm.decoding.options import NUMBERS
-from jax_specdec.lm.server.limits import ApiError, Json
+from jax_specdec.lm.server.limits import ApiError, Choice, Json
 from jax_specdec.lm.server.vocabulary import Vocabulary
 
 # As they are called here, too.
@@ -30,7 +30,7 @@ class Asked:
     """A request whose parameters were checked."""
 
     is_chat: bool
-    choices: list[Json]  # arguments of `submit`
+    choices: list[Choice]
     schema: str | None  # the JSON schema of all choices
     streams: list[lm.TextStream]  # by choice
     num_prompt_tokens: int
@@ -49,7 +49,8 @@ class Object(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _known(cls, values: Any) -> Json:
+    def _known(cls, values: object) -> Json:
+        """Returns what is a field, without null."""
         if not isinstance(values, dict):
             raise ValueError("must be an object")
         fields = {field.alias or name for name, field in cls.model_fields.items()}
@@ -65,9 +66,9 @@ class Object(pydantic.BaseModel):
 
 
 def _stated(rule: str) -> WrapValidator:
-    """One rule, in place of the several that pydantic has for a union."""
+    """Returns a validator with one rule, in place of the several of pydantic for a union."""
 
-    def check(value: Any, handler: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    def check(value: object, handler: pydantic.ValidatorFunctionWrapHandler) -> object:
         try:
             return handler(value)
         except pydantic.ValidationError as error:
@@ -196,6 +197,7 @@ class Parameters(Object):
     @pydantic.field_validator(*OPTIONS)
     @classmethod
     def _is_an_option(cls, value: Any, info: ValidationInfo) -> Any:
+        """Checks a value as `RequestOptions` does, whose sentence clients get."""
         try:
             lm.RequestOptions(**{str(info.field_name): value})
         except (TypeError, ValueError) as error:
@@ -246,7 +248,7 @@ Given = ChatParameters | TextParameters
 
 
 def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
-    """The parameters of /v1/chat/completions or /v1/completions.
+    """Returns the parameters of /v1/chat/completions or /v1/completions.
 
     Raises:
       ApiError: they ask for what is not there.
@@ -267,8 +269,9 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
         given = (ChatParameters if is_chat else TextParameters).model_validate(values)
     except pydantic.ValidationError as error:
         raise _refusal(error) from error
-    name, top_name = ("messages", "top_logprobs") if is_chat else ("prompt", "logprobs")
-    schema, num_top = given.response_format.followed, given.num_top
+    name = "messages" if is_chat else "prompt"
+    top_name = "top_logprobs" if is_chat else "logprobs"
+    num_top = given.num_top
     if given.stream_options.include_usage and not given.stream:
         raise ApiError("stream_options.include_usage needs stream", "stream_options")
     if isinstance(given, ChatParameters) and given.top_logprobs and not given.logprobs:
@@ -278,7 +281,8 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
     if num_top and engine.logprobs and num_top > engine.logprobs.num_top:
         most = engine.logprobs.num_top
         raise ApiError(f"{top_name} must be at most {most} on this server", top_name)
-    if given.min_tokens and schema is not None:  # where only a stop token is allowed
+    if given.min_tokens and given.response_format.followed is not None:
+        # At the end of the schema only a stop token is allowed.
         raise ApiError("min_tokens must not come with a response_format", "min_tokens")
     if given.max_drafts and given.max_drafts > (most := engine.config.num_speculative_tokens):
         raise ApiError(f"max_drafts must be at most {most} on this server", "max_drafts")
@@ -288,7 +292,7 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
 
 
 async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Asked:
-    """A request, with the tokens of its prompts and a schema that can be used.
+    """Returns a request, with the tokens of its prompts and a schema that can be used.
 
     Raises:
       ApiError: the prompts are too long, or there is something wrong with them or the schema.
@@ -302,7 +306,7 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     loop = asyncio.get_running_loop()
     budget = given.max_completion_tokens or given.max_tokens
     seed = secrets.randbits(32) if given.seed is None else given.seed
-    choices: list[Json] = []
+    choices: list[Choice] = []
     streams: list[lm.TextStream] = []
     num_prompt_tokens = 0
     for prompt in given.prompts:
@@ -330,10 +334,17 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
             )
             choices.append({"prompt": token_ids, "options": options})
     followed = given.response_format.followed
-    schema = None if followed is None else await words.try_schema(followed)
-    has_usage = given.stream_options.include_usage
-    texts = streams, num_prompt_tokens, given.stop, given.num_top
-    return Asked(is_chat, choices, schema, *texts, given.stream, has_usage)
+    return Asked(
+        is_chat=is_chat,
+        choices=choices,
+        schema=None if followed is None else await words.try_schema(followed),
+        streams=streams,
+        num_prompt_tokens=num_prompt_tokens,
+        stops=given.stop,
+        num_top=given.num_top,
+        is_stream=given.stream,
+        has_usage=given.stream_options.include_usage,
+    )
 
 
 _RULES = {

@@ -24,14 +24,18 @@ _REFUSED = 3
 
 
 def byte_tokenizer() -> Any:
-    """llguidance's tokenizer whose tokens are bytes, and whose token 0 ends a text."""
+    """Returns llguidance's tokenizer whose tokens are bytes, and whose token 0 ends a text."""
     import llguidance
 
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes), eos_token=[0])
 
 
 class _Bytes:
-    eos_token_id, bos_token_id, special_token_ids = 0, None, [0]
+    """What llguidance asks of a tokenizer, for bytes."""
+
+    eos_token_id = 0
+    bos_token_id = None
+    special_token_ids = [0]
     tokens = [b"<|end|>", *(bytes([i]) for i in range(1, 256))]
 
     def __new__(cls, text: bytes) -> Any:  # what llguidance calls to tokenize
@@ -64,7 +68,7 @@ def model_tokenizer(
 
 
 class _Exact:
-    """Tokenizes a text as the model's tokenizer does, unless that changes it.
+    """A tokenizer that does what the model's does, unless that changes the text.
 
     A normalizer may, and what spells a special token would become one. Such a text is cut into the
     longest tokens from its beginning on. Of a long text the first part is enough: llguidance asks
@@ -79,10 +83,11 @@ class _Exact:
     ) -> None:
         import tokenizers
 
-        self.eos_token_id, self.tokens, self.special_token_ids = eos_token_id, tokens, [*special]
+        self.eos_token_id = eos_token_id
+        self.tokens = tokens
+        self.special_token_ids = [*special]
         self._special = special
-        names = "normalizer", "pre_tokenizer"
-        parts = {name: _without_prefix(described[name]) for name in names}
+        parts = {x: _without_prefix(described[x]) for x in ("normalizer", "pre_tokenizer")}
         self._encoder = tokenizers.Tokenizer.from_str(json.dumps(described | parts))
         self._encoder.encode_special_tokens = True
 
@@ -111,7 +116,7 @@ def _without_prefix(part: Any) -> Any:
 
 
 def compile_schema(schema: str, tokenizer: Any) -> Any:
-    """An ``LLMatcher`` at the beginning of a JSON schema, which has made its first mask.
+    """Returns an ``LLMatcher`` at the beginning of a JSON schema, which has made its first mask.
 
     Raises:
       ValueError: llguidance refuses the schema.
@@ -165,7 +170,7 @@ class Trial:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def run(self, schema: str) -> None:
-        """Do nothing, if the schema, which is JSON, can be used.
+        """Checks that the schema, which is JSON, can be used.
 
         Raises:
           ValueError: llguidance refuses it, or it takes too much, or the process fails.
@@ -180,12 +185,12 @@ class Trial:
             raise ValueError(errors.strip().rpartition("\n")[2][:200])
 
     def end(self) -> None:
-        """Kill the process, unless it has ended; at any time, in any thread."""
+        """Kills the process, unless it has ended; at any time, in any thread."""
         self._process.kill()
 
 
 def _begin_texts(matcher: Any) -> None:
-    """Follow a grammar of bytes behind every first byte, as far as the next bytes are forced.
+    """Follows a grammar of bytes behind every first byte, as far as the next bytes are forced.
 
     Objects of many keys and long counts fail there, not at their first mask.
 
@@ -205,7 +210,7 @@ def _main() -> None:
     import resource
 
     tokenizer = byte_tokenizer()
-    seconds, mebibytes = int(sys.argv[1]), int(sys.argv[2])
+    seconds, mebibytes = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_DATA, (mebibytes << 20,) * 2)

@@ -41,7 +41,7 @@ class Vocabulary:
         self._grammar_tokenizer, self._without_schemas = self._for_grammars()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        """The token ids of a prompt, which may be ids already.
+        """Returns the token ids of a prompt, which may be ids already.
 
         Raises:
           ValueError: an id is not of this vocabulary.
@@ -53,7 +53,7 @@ class Vocabulary:
         return self._text.encode(prompt)
 
     def encode_chat(self, messages: list[Json], *, thinks: bool = True) -> list[int]:
-        """The token ids of a conversation.
+        """Returns the token ids of a conversation.
 
         Raises:
           ApiError: the model is not to think, and the chat template has no switch for that.
@@ -63,7 +63,8 @@ class Vocabulary:
             raise ValueError("this model has no chat template: use /v1/completions")
         variables = {}
         if not thinks:
-            name, switch = "reasoning_effort", "enable_thinking"
+            name = "reasoning_effort"
+            switch = "enable_thinking"
             if switch not in read_chat_template(self._tokenizer.path.parent).source:
                 message = f"{name} is not supported: the chat template of this model has no switch"
                 raise ApiError(message, name, code="unsupported_parameter")
@@ -72,7 +73,7 @@ class Vocabulary:
         return self._tokenizer.encode_chat(messages, plain_messages=plain, **variables)
 
     def without_path(self, message: str) -> str:
-        """A message for clients: a file of the model by its name, not by its path."""
+        """Returns a message for clients: a file of the model by its name, not by its path."""
         directory = None if self._tokenizer is None else self._tokenizer.path.parent
         for path in [] if directory is None else [*directory.iterdir(), directory]:
             if message.startswith(f"{shown(path)} "):
@@ -81,7 +82,7 @@ class Vocabulary:
         return message
 
     def _token(self, token_id: int) -> tuple[str, bytes]:
-        """A token as it is shown, and the UTF-8 that it adds inside a text."""
+        """Returns a token as it is shown, and the UTF-8 that it adds inside a text."""
         if self._tokenizer is None:
             return lm.decode_bytes([token_id]), bytes([token_id])
         own = self._tokenizer.token_bytes(token_id)
@@ -89,12 +90,15 @@ class Vocabulary:
         return own.decode(errors="replace") or name, own  # special tokens have no text
 
     async def try_schema(self, schema: Json) -> str:
-        """The JSON of a schema that can be used; nobody waits for one whose client has left.
+        """Returns the JSON of a schema that can be used, after trying it in a process.
+
+        Nobody waits for one whose client has left: it is killed.
 
         Raises:
           ApiError: this server has no schemas, or this one is too large, wrong, or takes too much.
         """
-        name, limits = "response_format", self._limits
+        name = "response_format"
+        limits = self._limits
         if self._without_schemas:
             raise ApiError(f"{name} {self._without_schemas}", name)
         text = json.dumps(schema)
@@ -121,7 +125,7 @@ class Vocabulary:
         return text
 
     async def matchers(self, schema: str, budgets: list[int]) -> list[sd.grammar.LlguidanceMatcher]:
-        """Matchers of what `try_schema` returned, for texts of at most so many tokens.
+        """Returns matchers of what `try_schema` returned, for texts of at most so many tokens.
 
         All are at the beginning of the schema. Together they take up to 48 MiB.
 
@@ -134,21 +138,24 @@ class Vocabulary:
         except ValueError as error:
             raise _unusable(error) from error
         matcher, forced = compiled
-        name, most = "response_format", min(budgets)
+        most = min(budgets)
         if forced > most:
-            rule = f"must have a schema whose texts can have {most} tokens, as the answer may have"
-            raise ApiError(f"{name} {rule}, but it forces {forced} at its beginning", name)
+            raise ApiError(
+                f"response_format must have a schema whose texts can have {most} tokens, as the "
+                f"answer may have, but it forces {forced} at its beginning",
+                "response_format",
+            )
         return [copy.deepcopy(matcher) for _ in budgets]
 
     def _compile(self, schema: str) -> tuple[sd.grammar.LlguidanceMatcher, int]:
-        """A matcher, and how many tokens the schema forces at its beginning."""
+        """Returns a matcher, and how many tokens the schema forces at its beginning."""
         compiled = schemas.compile_schema(schema, self._grammar_tokenizer)
         text = compiled.compute_ff_bytes().decode(errors="ignore")
         forced = self._text.encode(text, add_special_tokens=False)
         return sd.grammar.LlguidanceMatcher(compiled, self.stop_token_ids), len(forced)
 
     def _for_grammars(self) -> tuple[Any, str]:
-        """llguidance's tokenizer; or why there is none, and no request can have a schema."""
+        """Returns llguidance's tokenizer; or None and why no request can have a schema."""
         if not self.stop_token_ids:
             return None, "needs a model with a stop token"
         if importlib.util.find_spec("llguidance") is None:
@@ -166,10 +173,10 @@ class Vocabulary:
             return None, why
 
     def _llguidance_tokenizer(self) -> Any:
+        """Returns llguidance's tokenizer; that of a model without ids that the model lacks."""
         if self._tokenizer is None:
             return schemas.byte_tokenizer()
         described = json.loads(self._tokenizer.library_tokenizer.to_str())
-        # Without those that the model does not have.
         added = [one for one in described["added_tokens"] if one["id"] < self._size]
         texts = {one["id"]: self._tokenizer.token_bytes(one["id"]) for one in added}
         described["added_tokens"] = added
@@ -177,5 +184,5 @@ class Vocabulary:
 
 
 def _unusable(error: ValueError) -> ApiError:
-    name = "response_format"
-    return ApiError(f"{name} has a schema that cannot be used: {error}", name)
+    message = f"response_format has a schema that cannot be used: {error}"
+    return ApiError(message, "response_format")

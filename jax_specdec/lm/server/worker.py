@@ -15,10 +15,9 @@ from typing import TypeVar
 
 from jax_specdec import lm
 from jax_specdec.lm import terminal
-from jax_specdec.lm.server.limits import BUSY, ApiError, Json, first_line, named
+from jax_specdec.lm.server.limits import BUSY, ApiError, Choice, first_line, named
 
 T = TypeVar("T")
-
 
 FAILED = "the engine has failed"
 
@@ -40,7 +39,7 @@ class Channel:
         self._arrived = asyncio.Event()
 
     def put(self, choice: int, update: lm.RequestUpdate) -> None:
-        """Called in the event loop's thread."""
+        """Adds an update of a choice; in the event loop's thread."""
         if update.finish_reason is not None:
             self.open.discard(choice)
         self._updates.append((choice, update))
@@ -49,7 +48,7 @@ class Channel:
             self.is_full.set()
 
     async def get(self) -> tuple[int, lm.RequestUpdate]:
-        """The next update, and its choice."""
+        """Returns the next update, after its choice."""
         while not self._updates:
             self._arrived.clear()
             await self._arrived.wait()
@@ -83,12 +82,13 @@ class Worker:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self, on_failure: Callable[[], None]) -> None:
-        """Begin to serve; `on_failure` is called in this event loop if the thread ends early."""
-        self._loop, self._on_failure = asyncio.get_running_loop(), on_failure
+        """Begins to serve; `on_failure` is called in this event loop if the thread ends early."""
+        self._loop = asyncio.get_running_loop()
+        self._on_failure = on_failure
         self._thread.start()
 
     async def stop(self, seconds: float) -> None:
-        """End after what was asked for so far, or fail if that takes longer."""
+        """Ends after what was asked for so far, or fails if that takes longer."""
         self._calls.put(None)
         await asyncio.to_thread(self._thread.join, seconds)
         if self._thread.is_alive():
@@ -109,11 +109,11 @@ class Worker:
     @property
     def seconds_busy(self) -> float:
         """How long the step, or the call between steps, has taken that goes on."""
-        since = self._since
+        since = self._since  # once: the thread sets it
         return 0.0 if since is None else time.monotonic() - since
 
     def check_room(self, num_choices: int = 1) -> None:
-        """Do nothing, if there are places for so many choices.
+        """Checks that there are places for so many choices.
 
         Raises:
           ApiError: there are not, now or ever; or the server refuses everybody.
@@ -123,22 +123,18 @@ class Worker:
             message = f"this server has room for {self.num_places} choices at a time"
             raise ApiError(f"{message}, but the request has {num_choices}", "n")
         if (num_open := self.num_open) + num_choices > self.num_places:
-            message = f"{num_open} of {self.num_places} choices run or wait already"
-            message += ": try again later"
+            running = f"{num_open} of {self.num_places} choices run or wait already"
+            message = f"{running}: try again later"
             raise ApiError(message, status=429, code="queue_full", headers=BUSY)
 
     def check_open(self) -> None:
-        """Do nothing, unless `refuse_all` was called.
-
-        Raises:
-          ApiError: it was.
-        """
+        """Raises an `ApiError` if `refuse_all` was called."""
         if self._refusal is not None:
             message, status = self._refusal
             raise ApiError(message, status=status)
 
     def refuse_all(self, message: str, status: int) -> None:
-        """Answer all that is left, and whoever asks from now on, with an error."""
+        """Answers all that is left, and whoever asks from now on, with an error."""
         self._refusal = message, status
         for channel in self._open:
             for choice in [*channel.open]:
@@ -146,7 +142,7 @@ class Worker:
 
     @contextlib.contextmanager
     def channel(self, num_choices: int, max_unsent: int) -> Iterator[Channel]:
-        """A channel with places for its choices; in the end, what is left of them is cancelled.
+        """Yields a channel with places for its choices, and cancels what is left in the end.
 
         Raises:
           ApiError: see `check_room`.
@@ -161,7 +157,7 @@ class Worker:
             self._calls.put(lambda: self._cancel(channel.request_ids))
 
     async def call(self, function: Callable[[lm.EngineDriver], T]) -> T:
-        """What `function` returns, called with the driver between two steps."""
+        """Returns what `function` does, called with the driver between two steps."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -179,8 +175,8 @@ class Worker:
             run()
         return await asyncio.wrap_future(future)
 
-    async def submit(self, channel: Channel, choices: Sequence[Json]) -> None:
-        """Queue every choice of a request, or none.
+    async def submit(self, channel: Channel, choices: Sequence[Choice]) -> None:
+        """Queues every choice of a request, or none.
 
         Raises:
           ApiError: the driver refuses a choice.
@@ -198,12 +194,12 @@ class Worker:
         await self.call(submit)
 
     def cancel(self, channel: Channel, choice: int) -> None:
-        """End a choice; does not wait."""
+        """Ends a choice; does not wait."""
         channel.open.discard(choice)
         self._calls.put(lambda: self._cancel(channel.request_ids[choice : choice + 1]))
 
     def _cancel(self, request_ids: Sequence[int]) -> None:
-        """Calls are in order, so that this ends a request, too, whose `submit` was given up."""
+        """Ends requests, also those whose `submit` was given up, because calls are in order."""
         for request_id in request_ids if self.failure is None else ():
             self._channels.pop(request_id, None)
             self._driver.cancel(request_id)
@@ -212,6 +208,7 @@ class Worker:
         return self._channels[request_id][0]
 
     def _run(self) -> None:
+        """Steps until `stop`, or until the engine fails; what the thread does."""
         try:
             while self._run_calls():
                 updates = [(*self._channels[one.request_id], one) for one in self._driver.step()]
@@ -228,7 +225,7 @@ class Worker:
             terminal.log(str(error) if is_known else traceback.format_exc())
 
     def _try_device(self) -> None:
-        """Call every program for no request, if calls have failed since this was last done.
+        """Calls every program for no request, if calls have failed since this was last done.
 
         A device that has failed differs from requests that it cannot serve by this. A call that
         fails leaves nobody in a slot: where somebody runs, the device works.
@@ -245,7 +242,7 @@ class Worker:
         self._num_failed_calls = num_failed_calls
 
     def _run_calls(self) -> bool:
-        """Run what waits, and wait while there is nothing else to do; whether to go on."""
+        """Runs what waits, and waits while there is nothing to do. Returns whether to go on."""
         while True:
             is_idle = self._driver.is_idle
             self._since = None if is_idle else time.monotonic()
