@@ -36,7 +36,7 @@ class LoadedModel(NamedTuple, Generic[Model]):
     """A model with its weights.
 
     Attributes:
-      model: the static model object, a `CausalModel` or an `Eagle3Head`.
+      model: the static model object, a `CausalModel` or a draft head.
       params: its weights.
 
     Example: see `load_embedded_pair`.

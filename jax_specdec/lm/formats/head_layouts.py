@@ -62,10 +62,6 @@ _LAYOUTS: dict[type[HeadConfig], tuple[_Layout, ...]] = {
 }
 
 _PLACES: dict[str, dict[str, int | None]] = {
-    # These no single key says.
-    **dict.fromkeys(("layer", "target_hidden_size", "o_proj_bias", "own_embedding"), {}),
-    **dict.fromkeys(("own_lm_head", "sliding_window", "sliding_layers"), {}),
-    "sliding_window_non_causal": {},
     "logit_scale": {"layer.logit_scale": None, "logit_scale": None},
     "feature_layers": {
         "aux_hidden_state_layer_ids": 0,
@@ -86,6 +82,12 @@ _PLACES: dict[str, dict[str, int | None]] = {
 """Keys that say a field of a head's config, as "key" or "object.key", where that is not only the
 key of its name; and what is added to ids of layers: 1 where they count what is read after a layer,
 -1 for the embedding."""
+
+_NO_KEY = (
+    "layer target_hidden_size o_proj_bias own_embedding own_lm_head "
+    "sliding_window sliding_layers sliding_window_non_causal"
+).split()
+"""Fields that no single key says: tensors, the target or several keys do."""
 
 _SERVED: dict[str, tuple[JsonValue, ...]] = {
     "markov_head_type": ("vanilla",),
@@ -115,13 +117,12 @@ def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -
     Raises:
       ValueError: they ask for something that is not computed, or do not fit the target.
     """
-    absent = _absent(Eagle3Config, raw)
-    objects = _objects(raw, target)
+    objects, absent = _opened(Eagle3Config, raw, target)
     layer = _read_layer(objects["layer"], tensors, target)
-    raw.require_one_of("parallel_drafting", False)
+    raw.require_one_of("parallel_drafting", False)  # heads of blocks draft so, whatever it says
     depth = target.num_hidden_layers
-    # EAGLE's files do not say where features are read: early, in the middle, late.
-    absent |= {"layer": layer, "feature_layers": tuple(sorted((2, depth // 2, depth - 3)))}
+    early_middle_late = tuple(sorted((2, depth // 2, depth - 3)))  # EAGLE's files do not say where
+    absent = absent | {"layer": layer, "feature_layers": early_middle_late}
     values = _fields(Eagle3Config, objects, tensors, target, absent)
     is_clear = raw.get(_SPECULATORS) is not None or values["fc_norm"]
     if values["norm_output"] is True and not is_clear:
@@ -134,16 +135,15 @@ def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -
 
 def read_block_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> BlockHeadConfig:
     """Returns the config of a head that drafts a block, as `read_eagle3_config` does."""
-    absent = _absent(BlockHeadConfig, raw)
-    objects = _objects(raw, target)
+    objects, absent = _opened(BlockHeadConfig, raw, target)
     # A Llama has no layers that slide: `_sliding` reads which do.
     layer = _read_layer(objects["layer"], tensors, target, "layer_types", "use_sliding_window")
     for index in range(layer.num_hidden_layers):  # before anything is made for each layer
         norm = f"layers.{index}.input_layernorm.weight"
         if norm not in tensors.stored:
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {norm}.")
-    absent |= {"layer": layer, **_sliding(objects, layer.num_hidden_layers)}
-    absent["confidence_head_with_markov"] = None
+    sliding = _sliding(objects, layer.num_hidden_layers)
+    absent = absent | {"layer": layer, **sliding, "confidence_head_with_markov": None}
     values = _fields(BlockHeadConfig, objects, tensors, target, absent)
     if values["confidence_head_with_markov"] is None:
         values["confidence_head_with_markov"] = values["markov_rank"] not in (None, 0)
@@ -154,24 +154,21 @@ def read_block_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) ->
         return BlockHeadConfig(**values)
 
 
-def _absent(kind: type[HeadConfig], raw: JsonObject) -> dict[str, JsonValue]:
-    """Returns what absent keys mean in a file's layout, where layouts differ."""
+def _opened(
+    kind: type[HeadConfig], raw: JsonObject, target: LlamaConfig
+) -> tuple[dict[str, JsonObject], dict[str, JsonValue]]:
+    """Returns objects by their names in `_PLACES`, and what absent keys mean in a file's layout."""
     is_speculators = raw.get(_SPECULATORS) is not None
     key = _SPECULATORS if is_speculators else "architectures"
     layouts = {layout.name: layout.absent for layout in _LAYOUTS[kind] if layout.key == key}
-    if not layouts:
-        return {}
-    said = [raw[key]] if is_speculators else raw.given(key, [])
-    known = [name for name in layouts if isinstance(said, list) and name in said]
-    raw.require(len(known) == 1, key, only(*layouts))
+    absent = {}
+    if layouts:
+        said = [raw[key]] if is_speculators else raw.given(key, [])
+        known = [name for name in layouts if isinstance(said, list) and name in said]
+        raw.require(len(known) == 1, key, only(*layouts))
+        absent = layouts[known[0]]
     if is_speculators:
         raw.needed("transformer_layer_config")
-    return dict(layouts[known[0]])
-
-
-def _objects(raw: JsonObject, target: LlamaConfig) -> dict[str, JsonObject]:
-    """Returns objects by their names in `_PLACES`; none asks for what no head computes."""
-    is_speculators = raw.get(_SPECULATORS) is not None
     objects = {
         "": raw,
         "layer": raw.nested("transformer_layer_config") if is_speculators else raw,
@@ -184,7 +181,7 @@ def _objects(raw: JsonObject, target: LlamaConfig) -> dict[str, JsonObject]:
         for key, name in _TARGETS.items():
             size = getattr(target, name)
             place.require(place.given(key, size) == size, key, f"but the target's {name} is {size}")
-    return objects
+    return objects, absent
 
 
 def _read_layer(
@@ -229,6 +226,8 @@ def _fields(
     values = {}
     for field in dataclasses.fields(kind):
         places = _PLACES.get(field.name, {field.name: None})
+        if field.name in _NO_KEY:
+            places = {}
         default = absent.get(field.name, field.default)
         values[field.name] = _value(objects, places, default, target.num_hidden_layers)
     return values
@@ -267,7 +266,7 @@ def _value(
 def _layer_ids(place: JsonObject, key: str, shift: int, num_layers: int) -> tuple[int, ...]:
     """Returns the layers before which features are read, ascending, of ids without `shift`."""
     ids = place[key]
-    may_be_mixed = key.startswith("eagle")
+    may_be_mixed = key.startswith("eagle")  # vLLM reads these in ascending order
     are_ids = isinstance(ids, list) and all(type(x) is int for x in ids)
     in_order = sorted({*ids}) if are_ids else []
     fits = are_ids and in_order == (sorted(ids) if may_be_mixed else ids)
@@ -318,5 +317,6 @@ def _sliding(objects: dict[str, JsonObject], depth: int) -> dict[str, JsonValue]
 
 def layer_prefix(stored: Collection[str]) -> str:
     """Returns what the names of the first layer's tensors begin with, in files or as written."""
+    # EAGLE, AngelSlim and SpecForge have a midlayer; all others, and heads of blocks, have layers.
     begins = {name.partition(".")[0] for name in stored}
     return "midlayer" if "midlayer" in begins and "layers" not in begins else "layers.0"

@@ -19,7 +19,7 @@ import numpy as np
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.files import existing, is_there, read_json
 from jax_specdec.lm.models.fields import quoted, reason, shown
-from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
+from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes, param_shapes
 from jax_specdec.lm.models.rows import Params
 
 WEIGHTS_FILE = "model.safetensors"
@@ -131,7 +131,7 @@ def _open_shards(directory: Path, stack: contextlib.ExitStack) -> Tensors:
         raise ValueError(
             f"{shown(index)} lacks a weight_map from names of tensors to names of files."
         )
-    shards = {}
+    files = {}
     for shard in sorted(set(shard_of.values())):
         if Path(shard).anchor or ".." in Path(shard).parts:
             raise ValueError(
@@ -141,15 +141,16 @@ def _open_shards(directory: Path, stack: contextlib.ExitStack) -> Tensors:
         path = directory / shard
         if not is_there(path):
             raise FileNotFoundError(f"{shown(path)} does not exist, but {INDEX_FILE} lists it.")
-        shards[shard] = (path, _open_file(path, stack))
-    held = {shard: set(file.keys()) for shard, (_, file) in shards.items()}
+        files[shard] = _open_file(path, stack)
+    held = {shard: set(file.keys()) for shard, file in files.items()}
+    stored = {}
     for name, shard in shard_of.items():
+        path = directory / shard
         if name not in held[shard]:
             raise ValueError(
-                f"{shown(directory / shard)} lacks the tensor {shown(name)}, which {INDEX_FILE} "
-                "says it holds."
+                f"{shown(path)} lacks the tensor {shown(name)}, which {INDEX_FILE} says it holds."
             )
-    stored = {name: _Stored(*shards[shard], name) for name, shard in shard_of.items()}
+        stored[name] = _Stored(path, files[shard], name)
     return Tensors(index, stored)
 
 
@@ -236,10 +237,7 @@ Names = dict[str, list[str]]
 """The tensors that make up each array of a dict, in the order in which they are fused."""
 
 Sizes = dict[str, list[int]]
-"""Which parts of the last axis of each fused array are a tensor's; none for an array of one."""
-
-Shapes = dict[str, Any]
-"""A pytree of params with a shape in place of each array."""
+"""The size of each tensor on the last axis of a fused array; arrays of one tensor are not here."""
 
 
 def parts(tree: Params | Shapes) -> Iterator[dict[str, Any]]:

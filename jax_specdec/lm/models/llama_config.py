@@ -7,6 +7,9 @@ from jax_specdec._src.arrays import require
 from jax_specdec.lm.models.fields import check_fields
 from jax_specdec.lm.models.rotary import RopeScaling
 
+Shapes = dict[str, Any]
+"""A pytree of params with a shape in place of each array."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
@@ -69,7 +72,7 @@ class LlamaConfig:
         require(fits, "num_token_ids", must, count)
 
 
-def param_shapes(config: LlamaConfig) -> dict[str, Any]:
+def param_shapes(config: LlamaConfig) -> Shapes:
     """Returns the params pytree of a config, with a shape in place of each array.
 
     A dict with ``embed_tokens [V, H]``, ``norm [H]``, ``lm_head [H, V]`` (absent if tied), and
@@ -80,7 +83,7 @@ def param_shapes(config: LlamaConfig) -> dict[str, Any]:
     also ``q_norm [D]`` and ``k_norm [D]``.
     """
     c = config
-    heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    heads = (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim  # (N + 2 N_kv) D
     layer = {
         "input_layernorm": (c.hidden_size,),
         "qkv_proj": (c.hidden_size, heads),
