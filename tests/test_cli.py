@@ -357,13 +357,15 @@ def test_a_row_that_fails_costs_no_other_row(
 
 def test_compilation_inside_of_compilation_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    timer = run_lib._CompilationTimer(names.append)
+    record = jax.monitoring.record_event_duration_secs
     trace, compile_ = "jaxpr_trace_duration", "backend_compile_duration"
-    for now, event, seconds in ((10, trace, 1), (11, trace, 3), (15, compile_, 1)):
-        monkeypatch.setattr(run_lib.time, "perf_counter", lambda now=now: now)
-        timer._listen(f"/jax/core/compile/{event}", seconds, fun_name="jit(f)")
-    timer._listen("/jax/compilation_cache/cache_retrieval_time_sec", 100.0)
-    assert timer.seconds == 4 and names == ["jit(f)"]
+    with run_lib.compilations(names.append) as spans:
+        for now, event, seconds in ((10, trace, 1), (11, trace, 3), (15, compile_, 1)):
+            monkeypatch.setattr(run_lib.time, "perf_counter", lambda now=now: now)
+            record(f"/jax/core/compile/{event}", seconds, fun_name="jit(f)")
+        record("/jax/compilation_cache/cache_retrieval_time_sec", 100.0)
+    record(f"/jax/core/compile/{trace}", 1)  # nobody listens any more
+    assert spans == [(8, 11), (14, 15)] and names == ["jit(f)"]
 
 
 # Prompts

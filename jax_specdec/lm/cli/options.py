@@ -167,10 +167,10 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(arguments)}{near}")
 
 
-def _checked(read: Callable[[str], Any], must: str, hint: str = "") -> Callable[[str], Any]:
+def _checked(read: Callable[[str], _Made], must: str, hint: str = "") -> Callable[[str], _Made]:
     """Returns the type of an option, whose error says what its text must be."""
 
-    def checked(text: str) -> Any:
+    def checked(text: str) -> _Made:
         try:
             return read(text)
         except ValueError:
@@ -180,7 +180,7 @@ def _checked(read: Callable[[str], Any], must: str, hint: str = "") -> Callable[
     return checked
 
 
-def _tuple_of(kind: type[int] | type[float], must: str) -> Callable[[str], Any]:
+def _tuple_of(kind: Callable[[str], _Made], must: str) -> Callable[[str], tuple[_Made, ...]]:
     return _checked(lambda text: tuple(kind(part) for part in text.split(",")), must)
 
 
@@ -425,23 +425,17 @@ def _drafters(given: dict[str, Any]) -> tuple[str, ...]:
     drafters = tuple(dict.fromkeys(given.get("drafters", default)))
     for draft in drafters:
         name = draft.removeprefix(SUFFIX_PREFIX)
-        if name != draft and name in ("", *LOOKUPS, NO_DRAFTS):
-            raise ValueError(
-                "--draft suffix+ must be followed by a head or a model, as in suffix+eagle3, but "
-                f"it is {draft!r}"
-            )
-        is_head = name.startswith(HEAD_PREFIXES)
-        own = ("model", *LOOKUPS, *EMBEDDED_HEADS, NO_DRAFTS)
-        if not has_target and not (is_head or name in own):
-            raise ValueError(
-                f"--draft must be {', '.join(own)}, eagle3:DIR or block:DIR without --target, but "
-                f"it is {draft!r}"
-            )
-        if has_target and name in ("model", *EMBEDDED_HEADS):
-            raise ValueError(
-                "--draft must be DIR, eagle3:DIR, block:DIR, ngram, suffix or none with --target, "
-                f"but it is {draft!r}"
-            )
+        is_alone_or_pair = name == draft or name not in ("", *LOOKUPS, NO_DRAFTS)
+        must = "be followed by a head or a model, as in suffix+eagle3"
+        require(is_alone_or_pair, "--draft suffix+", must, draft)
+        if has_target:
+            fits = name not in ("model", *EMBEDDED_HEADS)
+            must = "be DIR, eagle3:DIR, block:DIR, ngram, suffix or none with --target"
+        else:
+            own = ("model", *LOOKUPS, *EMBEDDED_HEADS, NO_DRAFTS)
+            fits = name in own or name.startswith(HEAD_PREFIXES)
+            must = f"be {', '.join(own)}, eagle3:DIR or block:DIR without --target"
+        require(fits, "--draft", must, draft)
         if name in HEAD_PREFIXES:
             raise ValueError(f"--draft {name} must be followed by the directory of a head")
     if given.get("history") and not all(draft.startswith("suffix") for draft in drafters):

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Self, TypedDict
+from typing import TypedDict
 
 import jax
 import numpy as np
@@ -194,41 +194,32 @@ class Start:
     first_token: float
 
 
-class _CompilationTimer:
-    """Adds up the time that JAX takes to trace and to compile, while it is entered."""
+@contextlib.contextmanager
+def compilations(on_program: Callable[[str], None]) -> Iterator[list[tuple[float, float]]]:
+    """Yields the spans of time in which JAX traces or compiles; they grow while the body runs.
 
-    def __init__(self, on_program: Callable[[str], None]) -> None:
-        """Begins with nothing.
+    Args:
+      on_program: called with the name of each program when it is compiled.
+    """
+    spans: list[tuple[float, float]] = []
 
-        Args:
-          on_program: called with the name of each program when it is compiled.
-        """
-        self._on_program = on_program
-        self._spans: list[tuple[float, float]] = []
-
-    @property
-    def seconds(self) -> float:
-        """The sum; what happens inside of something else counts once."""
-        return sum(end - begin for begin, end in self._spans)
-
-    def __enter__(self) -> Self:
-        monitoring.register_event_duration_secs_listener(self._listen)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        monitoring.unregister_event_duration_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **about: str | int) -> None:
+    def listen(event: str, duration_secs: float, **about: str | int) -> None:
         if not event.startswith("/jax/core/compile/"):
             return
         end = time.perf_counter()
         begin = end - duration_secs
-        # An event is reported when it ends, so those inside of it came before.
-        while self._spans and self._spans[-1][0] >= begin:
-            self._spans.pop()
-        self._spans.append((begin, end))
+        # An event is reported when it ends: what came inside of it counts once.
+        while spans and spans[-1][0] >= begin:
+            spans.pop()
+        spans.append((begin, end))
         if event.endswith("backend_compile_duration"):
-            self._on_program(str(about.get("fun_name")))
+            on_program(str(about.get("fun_name")))
+
+    monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield spans
+    finally:
+        monitoring.unregister_event_duration_listener(listen)
 
 
 class _Drafting(TypedDict):
@@ -278,14 +269,13 @@ def stacked(records: list[StepRecord]) -> StepRecord:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
 
 
+@dataclasses.dataclass(frozen=True)
 class Session:
     """Models that are loaded, and the requests to decode with them."""
 
-    def __init__(self, options: Options, models: Models, requests: Requests) -> None:
-        """Keeps what `load` returned for the options."""
-        self.options = options
-        self.models = models
-        self.requests = requests
+    options: Options
+    models: Models
+    requests: Requests
 
     def begin(self, say: Callable[[str], None]) -> tuple[Start, Iterator[TextStep]]:
         """Compiles, reads the prompts and takes the first step.
@@ -305,11 +295,11 @@ class Session:
         say("compiling")
         steps = self.stream()
         begin = time.perf_counter()
-        with _CompilationTimer(on_program) as timer:
+        with compilations(on_program) as spans:
             first = next(steps)
         seconds = time.perf_counter() - begin
-        start = Start(num_tokens, timer.seconds, seconds - timer.seconds)
-        return start, itertools.chain([first], steps)
+        compiling = sum(end - begin for begin, end in spans)
+        return Start(num_tokens, compiling, seconds - compiling), itertools.chain([first], steps)
 
     def stream(self) -> Iterator[TextStep]:
         """Yields the text of each step, with the first drafter, temperature and K."""

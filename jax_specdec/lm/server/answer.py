@@ -6,8 +6,8 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Any, TypedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TypedDict
 
 from pydantic_core import to_json
 from starlette.responses import Response, StreamingResponse
@@ -197,7 +197,7 @@ class ChoiceText:
         return {"token": text, "logprob": finite, "bytes": list(own_bytes)}
 
 
-def _logprobs_as_json(tokens: list[Token], is_chat: bool) -> dict[str, list[Any]]:
+def _logprobs_as_json(tokens: list[Token], is_chat: bool) -> Mapping[str, Sequence[object]]:
     """Returns log-probabilities in the form of chat completions, or of completions."""
     if is_chat:
         keys = "token", "logprob", "bytes", "top_logprobs"

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import secrets
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -216,7 +217,7 @@ class ChatParameters(Parameters):
     top_logprobs: int = Field(0, ge=0)
 
     @property
-    def prompts(self) -> list[Any]:
+    def prompts(self) -> list[list[Json]]:
         """The conversation."""
         return [[message.model_dump(exclude_none=True) for message in self.messages]]
 
@@ -299,7 +300,7 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     """
     is_chat = isinstance(given, ChatParameters)
     name = "messages" if is_chat else "prompt"
-    encode: Any = words.encode
+    encode: Callable[[Any], list[int]] = words.encode
     if isinstance(given, ChatParameters):
         thinks = given.reasoning_effort is None
         encode = functools.partial(words.encode_chat, thinks=thinks)

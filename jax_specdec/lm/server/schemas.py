@@ -14,7 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import llguidance
 
 _MOST_FORCED = 4096
 """Characters of a forced text that are tokenized at a time, which takes some ms."""
@@ -23,7 +26,7 @@ _REFUSED = 3
 """Exit status of the process where llguidance says what is wrong; it is printed."""
 
 
-def byte_tokenizer() -> Any:
+def byte_tokenizer() -> llguidance.LLTokenizer:
     """Returns llguidance's tokenizer whose tokens are bytes, and whose token 0 ends a text."""
     import llguidance
 
@@ -44,7 +47,7 @@ class _Bytes:
 
 def model_tokenizer(
     described: dict[str, Any], size: int, added: dict[int, bytes], stop_token_ids: list[int]
-) -> Any:
+) -> llguidance.LLTokenizer:
     """Returns llguidance's tokenizer of a model, for which forced text is what a schema says.
 
     Args:
@@ -115,7 +118,7 @@ def _without_prefix(part: Any) -> Any:
     return json.loads(json.dumps(part), object_hook=changed)
 
 
-def compile_schema(schema: str, tokenizer: Any) -> Any:
+def compile_schema(schema: str, tokenizer: llguidance.LLTokenizer) -> llguidance.LLMatcher:
     """Returns an ``LLMatcher`` at the beginning of a JSON schema, which has made its first mask.
 
     Raises:
@@ -134,7 +137,7 @@ def compile_schema(schema: str, tokenizer: Any) -> Any:
     return matcher
 
 
-def _check(matcher: Any) -> None:
+def _check(matcher: llguidance.LLMatcher) -> None:
     if matcher.is_error():
         message = matcher.get_error().partition("\n<non-verbose")[0]
         raise ValueError("no text follows it" if message == "NoExtensionBias" else message[:500])
@@ -189,7 +192,7 @@ class Trial:
         self._process.kill()
 
 
-def _begin_texts(matcher: Any) -> None:
+def _begin_texts(matcher: llguidance.LLMatcher) -> None:
     """Follows a grammar of bytes behind every first byte, as far as the next bytes are forced.
 
     Objects of many keys and long counts fail there, not at their first mask.

@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -19,6 +19,9 @@ from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.limits import BUSY, ApiError, Json, Limits
 from jax_specdec.lm.text.chat import read_chat_template
+
+if TYPE_CHECKING:
+    import llguidance
 
 
 class Vocabulary:
@@ -149,12 +152,13 @@ class Vocabulary:
 
     def _compile(self, schema: str) -> tuple[sd.grammar.LlguidanceMatcher, int]:
         """Returns a matcher, and how many tokens the schema forces at its beginning."""
+        assert self._grammar_tokenizer is not None  # `try_schema` has found one
         compiled = schemas.compile_schema(schema, self._grammar_tokenizer)
         text = compiled.compute_ff_bytes().decode(errors="ignore")
         forced = self._text.encode(text, add_special_tokens=False)
         return sd.grammar.LlguidanceMatcher(compiled, self.stop_token_ids), len(forced)
 
-    def _for_grammars(self) -> tuple[Any, str]:
+    def _for_grammars(self) -> tuple[llguidance.LLTokenizer | None, str]:
         """Returns llguidance's tokenizer; or None and why no request can have a schema."""
         if not self.stop_token_ids:
             return None, "needs a model with a stop token"
@@ -172,7 +176,7 @@ class Vocabulary:
             terminal.log(f"response_format {why}")
             return None, why
 
-    def _llguidance_tokenizer(self) -> Any:
+    def _llguidance_tokenizer(self) -> llguidance.LLTokenizer:
         """Returns llguidance's tokenizer; that of a model without ids that the model lacks."""
         if self._tokenizer is None:
             return schemas.byte_tokenizer()
