@@ -486,7 +486,7 @@ def _(right, self, values):
 @fault(
     "a chunk ends beyond the longest prompt",
     "lm.decoding.schedule:ChunkedPrefill.next_chunk",
-    "serving/test_prompts.py",
+    "serving/test_schedule.py",
 )
 def _(right, self, *args):
     return right(self, *args)._replace(start=self.num_read)

@@ -93,32 +93,6 @@ def test_a_stop_token_ends_a_step_inside_an_accepted_run():
     assert found.updates[-1].num_accepted == K > len(found.updates[-1].token_ids) - 1
 
 
-def test_requests_wait_for_a_slot_in_the_order_they_came():
-    driver = driver_of(TABLE)
-    ids = [driver.submit([1], max_new_tokens=3 + i) for i in range(SLOTS + 3)]
-    assert (driver.num_queued, driver.num_running, driver.is_idle) == (SLOTS + 3, 0, False)
-    started: list[int] = []
-    while not driver.is_idle:
-        for update in driver.step():
-            if update.request_id not in started:
-                started.append(update.request_id)
-    assert started == ids
-    assert driver.step() == []
-
-
-def test_free_slots_go_to_clients_in_turn():
-    driver = driver_of(TABLE)
-    clients = "a" * 2 * SLOTS + "bbc"
-    driver.client_of = clients.__getitem__
-    for i in range(len(clients)):
-        driver.submit([1], max_new_tokens=3 + i)
-    came = []
-    while not driver.is_idle:
-        came += [update.request_id for update in driver.step()]
-    order = "".join(clients[i] for i in dict.fromkeys(came))
-    assert sorted(order[:SLOTS]) == [*"aabc"] and order[SLOTS:].count("b") == 1
-
-
 def test_prompts_draw_their_own_noise_and_equal_seeds_the_same():
     driver = driver_of(TABLE)
     common = dict(max_new_tokens=12, temperature=2.0)

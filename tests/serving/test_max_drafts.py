@@ -98,30 +98,6 @@ def test_sampled_text_keeps_its_law_with_limits_and_a_budget() -> None:
 # Steps in which nobody may draft
 
 
-@pytest.mark.long
-def test_a_step_in_which_nobody_may_draft_is_a_plain_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, numbers = engines.driver_of(SHORTER), []
-    dispatch = driver._dispatch_whole
-
-    def record(step: Any) -> None:
-        numbers.append(step.num_drafts)
-        dispatch(step)
-
-    monkeypatch.setattr(driver, "_dispatch_whole", record)
-    for _ in range(2):
-        driver.submit([1, 2], max_new_tokens=4, max_drafts=0)
-    engines.run(driver)
-    assert set(numbers) == {0}
-    driver.submit([1] * 17, max_new_tokens=8)
-    engines.run(driver)
-    assert numbers[4:6] == [None, None] and numbers[-1] == 0
-    numbers.clear()
-    driver.submit([1, 2], max_new_tokens=4, max_drafts=0)
-    driver.submit([1, 2], max_new_tokens=4)
-    engines.run(driver)
-    assert None in numbers  # somebody may
-
-
 class Silent(lm.ModelDrafter):
     """Must not be asked."""
 

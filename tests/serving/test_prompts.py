@@ -1,22 +1,19 @@
-"""Prompts between steps: at most one chunk while somebody runs, and in which order."""
+"""Prompts between steps and in them: what programs read, texts, and the choice of a size."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from upper_floor import programs, schedule, stopwatch
+from upper_floor import stopwatch
 
 from jax_specdec import lm
 
 from . import engines, test_eagle3, tiny
 from .engines import LONGEST, SLOTS, TABLES, VOCAB, driver_of, greedy_truth, run
-from .test_steps_ahead import PIECES, Failing, in_pieces
+from .test_steps_ahead import PIECES, Failing, calls_of, in_pieces
 
 pytestmark = [pytest.mark.long, pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
@@ -25,31 +22,7 @@ SMALL, LARGE = PIECES.chunk_sizes
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of prompts that each call has read, padding included; a step's are negative, or 0."""
-    found: list[int] = []
-
-    def note(name: str, tokens_of: Callable[..., int]) -> None:
-        function = getattr(programs, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found.append(tokens_of(*args))
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(programs, name, call)
-
-    note("admit", lambda *args: prompt_size(args[-1]))
-    note("step", lambda *args: -prompt_size(args[-1]))
-    return found
-
-
-def prompt_size(packed: object) -> int:
-    return packed.requests.prompts.size if isinstance(packed, programs.PackedRequests) else 0
-
-
-def between_steps(calls: list[int]) -> list[list[int]]:
-    """The calls before each step."""
-    groups = itertools.groupby(calls, key=lambda n: n > 0)
-    return [list(group) for is_read, group in groups if is_read]
+    return calls_of(monkeypatch)
 
 
 def request(rng: np.random.Generator, length: int, budget: int) -> dict[str, Any]:
@@ -57,25 +30,7 @@ def request(rng: np.random.Generator, length: int, budget: int) -> dict[str, Any
     return dict(prompt=prompt, max_new_tokens=budget)
 
 
-# What one call reads
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_while_somebody_runs_a_step_waits_for_one_chunk_and_no_larger_one(ahead, calls):
-    driver = in_pieces(max_steps_ahead=ahead, max_prefills=1, chunk_size=SMALL)
-    rng = np.random.default_rng(0)
-    running = driver.submit([1], max_new_tokens=39)
-    updates = driver.step()
-    asked = [request(rng, length, 4) for length in (9, 2, 1, 5, 2, 3, 1)]
-    ids = [driver.submit(**one) for one in asked]
-    del calls[:]
-    while not any(update.request_id == running and update.finish_reason for update in updates):
-        updates += driver.step()
-    assert len(calls) > 20 and max(map(sum, between_steps(calls))) <= SMALL
-    found = run(driver, updates)
-    for request_id, one in zip(ids, asked, strict=True):
-        assert found[request_id].token_ids == greedy_truth(one)
+# What one call reads, as `test_schedule.py` has it
 
 
 def test_while_nobody_runs_calls_are_as_large_as_they_may_be(calls):
@@ -95,104 +50,21 @@ def test_while_nobody_runs_calls_are_as_large_as_they_may_be(calls):
     assert [len(found[i].token_ids) for i in ids] == [3] * 4
 
 
-def test_a_prompt_whose_neighbours_have_ended_is_read_in_larger_chunks(calls):
-    driver = in_pieces(max_prefills=1, chunk_size=SMALL)
-    driver.submit([1], max_new_tokens=9)
-    driver.step()
-    long = request(np.random.default_rng(1), 36, 3)
-    request_id = driver.submit(**long)
-    del calls[:]
-    found = run(driver)
-    reads = [n for n in calls if n]
-    assert reads == sorted(reads[:-1]) + reads[-1:] and {*reads} == {SMALL, LARGE}
-    # Up to the end of the longest prompt there may be, and none is read twice.
-    assert sum(reads) <= LONGEST
-    assert found[request_id].token_ids == greedy_truth(long)
-
-
-def test_groups_are_read_while_others_run_where_they_are_small_enough(calls):
-    driver = in_pieces(max_prefills=1)
+def test_a_step_reads_prompts_while_somebody_runs(calls):
+    driver = in_pieces(max_prefills=1, prompts_in_steps=True)
     driver.submit([1], max_new_tokens=20)
     driver.step()
     del calls[:]
-    for i in range(3):
-        driver.submit([i, 2], max_new_tokens=2)
-    run(driver)
-    assert calls[0] == LARGE == 4 * SMALL
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_steps_read_prompts_while_somebody_runs(ahead, calls):
-    settings = dict(max_steps_ahead=ahead, chunk_size=LARGE, prompts_in_steps=True)
-    driver = in_pieces(max_prefills=1, **settings)
-    rng = np.random.default_rng(0)
-    running = driver.submit([1], max_new_tokens=39)
-    updates = driver.step()
-    asked = [request(rng, length, 2) for length in (9, 2, 1, 20, 2, 3, 1)]
-    ids = [driver.submit(**one) for one in asked]
-    del calls[:]
-    while sum(len(u.token_ids) for u in updates if u.request_id == running) < 33:
-        updates += driver.step()
-    # Nothing is read between steps.
-    assert max(calls) == 0 and min(calls) == -LARGE
-    parts = sum(-(-(len(one["prompt"]) - 1) // LARGE) for one in asked if len(one["prompt"]) > 2)
-    found = run(driver, updates)
-    num_reads = sum(n != 0 for n in calls)
-    assert parts < num_reads < parts + 4, "some of the four shortest go together"
-    for request_id, one in zip(ids, asked, strict=True):
-        assert found[request_id].token_ids == greedy_truth(one)
-
-
-def test_a_step_reads_no_prompt_where_nobody_would_run(calls):
-    driver = in_pieces(max_prefills=1, prompts_in_steps=True)
-    first = driver.submit([1, 2] * 6, max_new_tokens=1)
-    second = driver.submit([2, 1] * 6, max_new_tokens=1)
+    long = dict(prompt=[1, 2, 3] * 5, max_new_tokens=6)
+    request_id = driver.submit(**long)
     found = run(driver)
-    assert min(calls) == 0, "its budget would be spent before the step"
-    assert [len(found[i].token_ids) for i in (first, second)] == [1, 1]
+    assert calls[:3] == [-LARGE, -LARGE, 0] and not any(calls[2:])
+    assert found[request_id].token_ids == greedy_truth(long)
 
 
 def test_whether_steps_read_prompts_is_a_bool():
     with pytest.raises(TypeError, match="^prompts_in_steps must be a bool, but it is 1"):
         lm.EngineDriver(PIECES, *TABLES, prompts_in_steps=1)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("most", [7, 11])
-def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) -> None:
-    for length in range(12, LONGEST + 1):
-        rest: schedule.ChunkedPrefill | None = schedule.ChunkedPrefill(slot=0)
-        end = 0
-        while rest is not None:
-            chunk = rest.next_chunk(PIECES, SimpleNamespace(length=length), most, 7)
-            assert chunk.start <= end < chunk.end <= LONGEST
-            end, rest = chunk.end, chunk.rest
-        assert end >= length - 1
-
-
-# Whose turn it is
-
-
-def first_tokens(updates: list[lm.RequestUpdate]) -> list[int]:
-    return list(dict.fromkeys(update.request_id for update in updates))
-
-
-def test_those_who_wait_come_in_their_order_and_a_long_prompt_alternates_with_short_ones(calls):
-    driver = in_pieces(max_prefills=1, chunk_size=SMALL)
-    rng = np.random.default_rng(2)
-    running = driver.submit([1], max_new_tokens=39)
-    updates = driver.step()
-    longs = [driver.submit(**request(rng, 20, 2))]
-    shorts = [driver.submit(**request(rng, 1 + i % 2, 2)) for i in range(3)]
-    longs.append(driver.submit(**request(rng, 5, 2)))
-    shorts += [driver.submit(**request(rng, 1, 2)) for i in range(2)]
-    while not driver.is_idle:
-        updates += driver.step()
-    order = first_tokens(updates)
-    assert order[0] == running
-    assert [i for i in order if i in shorts] == shorts
-    assert [i for i in order if i in longs] == longs
-    assert order.index(shorts[-1]) < order.index(longs[0]), "ten chunks, five prompts between them"
 
 
 @pytest.mark.parametrize("leave", ["cancel", "preempt"])
@@ -348,27 +220,3 @@ def test_steps_and_prompts_are_measured():
 def test_a_chunk_size_is_refused(error, engine, value, message):
     with pytest.raises(error, match=message):
         lm.EngineDriver(engine, TABLES[0], np.zeros((1, LONGEST), np.int32), chunk_size=value)
-
-
-def test_a_step_takes_about_two_steps_at_most_by_what_calls_cost(calls, monkeypatch):
-    """By invented costs: a step takes 1, a call that reads n tokens `cost[n]`."""
-    cost = {0: 1.0, SMALL: 1.1, LARGE: 3.5}
-    costing(monkeypatch, {n: x for n, x in cost.items() if n})
-    longest = []
-    for size in (None, LARGE):
-        driver = in_pieces(max_prefills=1, chunk_size=size)
-        driver.warm_up()
-        rng = np.random.default_rng(5)
-        driver.submit([1], max_new_tokens=39)
-        driver.step()
-        times = []
-        for _ in range(120):
-            if rng.random() < 0.15 or driver.num_running < 2:
-                driver.submit(**request(rng, 30 if rng.random() < 0.2 else 2, 9))
-            has_runner = driver.num_running > (driver._prefill is not None)
-            del calls[:]
-            driver.step()
-            times += [sum(cost[n] for n in calls)] * has_runner
-        assert len(times) > 80
-        longest.append(max(times))
-    assert longest == [1.0 + 1.1, 1.0 + 3.5]

@@ -72,20 +72,23 @@ def reads_5(tokens: np.ndarray) -> bool:
     return not is_step and bool((tokens == 5).any())
 
 
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the compiled functions that are called from now on."""
-    names: list[str] = []
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of prompts that each call has read, padding included; a step's are negative, or 0."""
+    found: list[int] = []
 
-    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(name: str, sign: int) -> Callable[..., Any]:
+        function = getattr(programs, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
-            names.append(name)
+            packed = args[-1]
+            found.append(0 if packed is None else sign * packed.requests.prompts.size)
             return function(*args, **kwargs)
 
         return call
 
-    for name in ("admit", "step", "release"):
-        monkeypatch.setattr(programs, name, noting(name, getattr(programs, name)))
-    return names
+    for name, sign in (("admit", 1), ("step", -1)):
+        monkeypatch.setattr(programs, name, noting(name, sign))
+    return found
 
 
 # Steps ahead
@@ -95,25 +98,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_steps_are_dispatched_before_the_last_results_are_read(ahead, monkeypatch):
     driver = driver_of(TABLE, max_steps_ahead=ahead)
     driver.submit([1, 2], max_new_tokens=30)
-    names = calls(monkeypatch)
+    calls = calls_of(monkeypatch)
     tokens = [update.token_ids for update in driver.step()]
-    assert names == ["admit"] + ["step"] * (1 + ahead)
+    assert calls == [8] + [0] * (1 + ahead)
     assert len(tokens) == 1, "a step's results are delivered one by one, in their order"
     driver.step()
-    assert names.count("step") == 2 + ahead
+    assert calls.count(0) == 2 + ahead
     assert driver.serving_stats().mean_steps_ahead == ahead
-
-
-def test_no_step_is_dispatched_that_all_budgets_are_spent_before(monkeypatch):
-    driver = driver_of(TABLE, max_steps_ahead=9)
-    names = calls(monkeypatch)
-    driver.submit([1, 2], max_new_tokens=1)
-    driver.submit([1, 3], max_new_tokens=3)
-    assert [len(u.token_ids) for u in driver.step()] == [1, 1]
-    assert names.count("step") == 3
-    found = run(driver)
-    assert names.count("step") == 3
-    assert (driver.is_idle, found[1].finish_reason) == (True, "length")
 
 
 def test_a_slot_idles_for_the_steps_ahead_and_no_longer():
@@ -183,17 +174,6 @@ def test_a_driver_is_not_made_with(error, name, value):
 
 
 # Prompts
-
-
-def test_prompts_of_one_size_are_read_in_one_call(monkeypatch):
-    driver = in_pieces()
-    requests = [dict(prompt=[i, 1][: 1 + i % 2], max_new_tokens=5) for i in range(SLOTS)]
-    for request in requests:
-        driver.submit(**request)
-    names = calls(monkeypatch)
-    found = run(driver)
-    assert names[:2] == ["admit", "step"]
-    assert [found[i].token_ids for i in range(SLOTS)] == [greedy_truth(r) for r in requests]
 
 
 def test_calls_read_as_many_prompts_as_their_size_allows():

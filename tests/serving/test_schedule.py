@@ -1,0 +1,239 @@
+"""What the schedule says: a table, and traffic that plain Python carries out."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from upper_floor import schedule
+
+from jax_specdec import lm
+
+from . import engines
+from .engines import LONGEST, K
+
+# Reads four prompts of two tokens a call, or eight tokens of one.
+SMALL, LARGE = 2, 8
+ENGINE = dataclasses.replace(engines.TABLE, prefill_sizes=(SMALL, LARGE), request_options=True)
+FEWER = dict(engine=dataclasses.replace(ENGINE, max_drafts_by_length=((9, 1),)))
+BUDGET = dict(engine=dataclasses.replace(ENGINE, draft_budget=(0, 2)))
+FIXED = dict(engine=dataclasses.replace(ENGINE, request_options=False))
+ChunkedPrefill, Read, Step, Traffic = (
+    schedule.ChunkedPrefill, schedule.Read, schedule.Step, schedule.Traffic
+)  # fmt: skip
+LATENCY = schedule.Settings(max_steps_ahead=1, max_prefills=1, chunk_size=SMALL)
+THROUGHPUT = LATENCY._replace(max_prefills=None, chunk_size=LARGE)
+WITHIN = LATENCY._replace(chunk_size=LARGE, prompts_in_steps=True)
+
+
+def request(
+    request_id: int, length: int = 2, *, budget: int = 5, failures: int = 0, **options: Any
+) -> schedule.ServedRequest:
+    asked = lm.RequestOptions(max_new_tokens=budget, **options)
+    given = length, None, failures, request_id, [0] * length, length, asked
+    return schedule.ServedRequest(*given)
+
+
+def ids(group: dict[int, schedule.ServedRequest]) -> list[int]:
+    return [one.request_id for one in group.values()]
+
+
+def said(action: schedule.Action) -> tuple[Any, ...]:
+    """Who takes part in which step, with how many drafts; and who is read, from where to where."""
+    step: Any = ()
+    match action:
+        case schedule.Wait():
+            return ()
+        case schedule.Masked(running, limits):
+            return ids(running), "masked", [*limits.values()]
+        case Step(running, prompts, all_neutral, num_drafts, limits):
+            program = "neutral" if all_neutral else "any"
+            step = ids(running), program, [*limits] or num_drafts
+        case Read(prompts):
+            pass
+    return step + (ids(prompts.group), prompts.start, prompts.end) * bool(prompts.group)
+
+
+R = [request(i) for i in range(9)]
+SPENT, DRAFTLESS, ASKS = request(10, budget=1), request(11, max_drafts=0), request(12, top_k=2)
+FAILED, FAILS, MIDDLE, LONG = (
+    request(13, failures=1), request(14, failures=2), request(15, 5), request(16, 30)
+)  # fmt: skip
+GRAMMAR = request(17)._replace(matching=object())
+RUNS, RUN_LONG, AHEAD = {0: R[0]}, {0: R[0], 1: LONG}, {0: 0, 1: 10}
+CHUNKED = ChunkedPrefill(slot=1, num_read=2, waits=True)
+FIRST = ([1], 0, SMALL)
+PLANS: dict[str, tuple[schedule.Settings, dict[str, Any], tuple[Any, ...]]] = {
+    # Who is read.
+    "nobody runs: a program of one size": (LATENCY, dict(waiting=R[:5]), ([0, 1, 2, 3], 0, SMALL)),
+    "somebody runs: one chunk": (LATENCY, dict(slots=RUNS, waiting=R[1:4]), FIRST),
+    "as many as are free": (THROUGHPUT, dict(slots=RUNS, waiting=R[1:6]), ([1, 2, 3], 0, SMALL)),
+    "others of its size": (THROUGHPUT, dict(waiting=[R[0], MIDDLE, R[1]]), ([0, 1], 0, SMALL)),
+    "none from behind the free slots": (
+        THROUGHPUT, dict(slots={0: R[0], 1: R[2]}, waiting=[R[1], MIDDLE, R[3]]), FIRST),
+    "those that return": (
+        LATENCY, dict(slots=RUNS, returning=[R[5]], waiting=R[1:3]), ([5], 0, SMALL)),
+    "alone after two failures": (THROUGHPUT, dict(waiting=[FAILS, R[0]]), ([14], 0, SMALL)),
+    "with others after one": (THROUGHPUT, dict(waiting=[FAILED, R[0]]), ([13, 0], 0, SMALL)),
+    "not with others": (THROUGHPUT, dict(waiting=[R[0], FAILS, R[1]]), ([0, 1], 0, SMALL)),
+    "a chunk": (LATENCY, dict(slots=RUNS, waiting=[LONG, R[1]]), ([16], 0, SMALL)),
+    "nobody runs: a large chunk": (LATENCY, dict(waiting=[LONG]), ([16], 0, LARGE)),
+    "its next chunk": (LATENCY, dict(slots=RUN_LONG, prefill=CHUNKED), ([16], 2, 4)),
+    "nobody runs: a small chunk near the end": (
+        LATENCY, dict(slots={1: request(18, 39)}, prefill=CHUNKED._replace(num_read=34)),
+        ([18], 34, 36)),
+    "a shorter prompt before the next chunk": (
+        LATENCY, dict(slots=RUN_LONG, waiting=[MIDDLE, R[1]], prefill=CHUNKED), FIRST),
+    "the next chunk behind a shorter prompt": (
+        LATENCY, dict(slots=RUN_LONG, waiting=R[1:2], prefill=CHUNKED._replace(waits=False)),
+        ([16], 2, 4)),
+    "no second long prompt": (
+        LATENCY, dict(slots=RUN_LONG, waiting=[MIDDLE], prefill=CHUNKED), ([16], 2, 4)),
+    "the client with the fewest": (
+        LATENCY, dict(slots=RUNS, waiting=[R[2], R[4], R[1]], client_of=lambda i: i % 2), FIRST),
+    "the client that waits longest": (
+        LATENCY, dict(slots=RUNS, waiting=[R[1], R[2], R[5]], client_of=lambda i: i % 4), FIRST),
+    "clients in turn": (
+        THROUGHPUT, dict(slots={0: R[7], 1: R[8]}, waiting=[R[2], R[4], R[1]],
+                         client_of=lambda i: i % 2), ([2, 1], 0, SMALL)),
+    "within a step": (
+        WITHIN, dict(slots=RUNS, waiting=R[1:6]), ([0], "any", None, [1, 2, 3], 0, SMALL)),
+    "a chunk within a step": (
+        WITHIN, dict(slots=RUN_LONG, prefill=CHUNKED), ([0], "any", None, [16], 2, 10)),
+    "within a step of most drafts": (
+        WITHIN, dict(slots={1: DRAFTLESS}, waiting=R[1:2]) | BUDGET, ([11], "any", K, *FIRST)),
+    "between, as nobody would run": (
+        WITHIN, dict(slots={1: SPENT}, waiting=R[1:2], ahead=[AHEAD]), FIRST),
+    "between, beside a grammar": (WITHIN, dict(slots={0: GRAMMAR}, waiting=R[1:2]), FIRST),
+    "between, as it has failed": (WITHIN, dict(slots=RUNS, waiting=[FAILED]), ([13], 0, SMALL)),
+    # Which step.
+    "nothing": (LATENCY, {}, ()),
+    "K drafts": (LATENCY, dict(slots=RUNS), ([0], "neutral", [K])),
+    "an engine without options": (LATENCY, dict(slots=RUNS) | FIXED, ([0], "any", [K])),
+    "one ahead, and one to read": (
+        LATENCY, dict(slots=RUNS, ahead=[AHEAD]), ([0], "neutral", [K])),
+    "no more ahead": (LATENCY, dict(slots=RUNS, ahead=[AHEAD] * 2), ()),
+    "no more where updates wait": (LATENCY, dict(slots=RUNS, ahead=[AHEAD], has_updates=True), ()),
+    "no more ahead of failures": (LATENCY, dict(slots={0: FAILED}, ahead=[AHEAD]), ()),
+    "no more ahead of a grammar": (LATENCY, dict(slots={0: GRAMMAR}, ahead=[AHEAD]), ()),
+    "all budgets are spent": (LATENCY, dict(slots={1: SPENT}, ahead=[AHEAD]), ()),
+    "another's was": (LATENCY, dict(slots={0: SPENT}, ahead=[AHEAD]), ([10], "neutral", [K])),
+    "one is left": (
+        LATENCY, dict(slots={0: R[0], 1: SPENT}, ahead=[AHEAD]), ([0, 10], "neutral", [K, K])),
+    "options": (LATENCY, dict(slots={0: R[0], 1: ASKS}), ([0, 12], "any", [K, K])),
+    "nobody may draft": (LATENCY, dict(slots={1: DRAFTLESS}), ([11], "any", 0)),
+    "the same in a budget": (LATENCY, dict(slots={1: DRAFTLESS}) | BUDGET, ([11], "neutral", 0)),
+    "somebody may": (
+        LATENCY, dict(slots={0: R[0], 1: DRAFTLESS}) | BUDGET, ([0, 11], "neutral", [K, 0])),
+    "fewer if longer": (LATENCY, dict(slots=RUN_LONG) | FEWER, ([0, 16], "neutral", [K, 1])),
+    "a grammar": (LATENCY, dict(slots={0: R[0], 1: GRAMMAR}), ([0, 17], "masked", [K, K])),
+    # What follows a call that has read prompts, where `left` more may.
+    "its step": (LATENCY, dict(slots=RUNS, waiting=R[1:2], left=0), ([0], "neutral", [K])),
+    "another call": (LATENCY, dict(slots=RUNS, waiting=R[1:2], left=1), FIRST),
+    "another, as nobody runs": (
+        LATENCY, dict(slots={1: LONG}, prefill=CHUNKED, left=0), ([16], 2, 10)),
+    "not within": (WITHIN, dict(slots=RUNS, waiting=R[1:2], left=0), ([0], "neutral", [K])),
+    "not who waits for a chunk": (
+        LATENCY, dict(slots=RUN_LONG, prefill=CHUNKED, left=0), ([0], "neutral", [K])),
+    "a new grammar's step, behind one": (
+        LATENCY, dict(slots={0: R[0], 1: GRAMMAR}, ahead=[AHEAD], left=0),
+        ([0, 17], "masked", [K, K])),
+    "no step without a budget": (LATENCY, dict(slots={1: SPENT}, ahead=[AHEAD], left=0), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "known", "expected"), PLANS.values(), ids=PLANS)
+def test_a_plan_is(settings: schedule.Settings, known: dict[str, Any], expected: Any) -> None:
+    engine = known.get("engine", ENGINE)
+    traffic = Traffic(**{name: x for name, x in known.items() if name in Traffic._fields})
+    after = Read(schedule.Prompts({}, 0, 0, None), known["left"]) if "left" in known else None
+    assert said(schedule.plan(engine, settings, traffic, after)) == expected
+
+
+@pytest.mark.parametrize("most", [7, 11])
+def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) -> None:
+    for length in range(12, LONGEST + 1):
+        rest: schedule.ChunkedPrefill | None = ChunkedPrefill(slot=0)
+        end = 0
+        while rest is not None:
+            chunk = rest.next_chunk(ENGINE, request(0, length), most, usual=7)
+            assert chunk.start <= end < chunk.end <= LONGEST
+            end, rest = chunk.end, chunk.rest
+        assert end >= length - 1
+
+
+# Traffic
+
+
+def served(
+    settings: schedule.Settings, seed: int, lengths: Sequence[int]
+) -> list[tuple[bool, schedule.Action]]:
+    """The actions for 60 requests that come at random, and whether somebody ran at each.
+
+    Plain Python carries them out. A step emits one token for each request, and is read some time.
+    """
+    rng, traffic, done = np.random.default_rng(seed), Traffic(), []
+    new = [request(i, int(rng.choice(lengths)), budget=int(rng.integers(1, 9))) for i in range(60)]
+    while new or traffic.waiting or traffic.slots:
+        count = rng.poisson(1.5)
+        traffic = traffic._replace(waiting=[*traffic.waiting, *new[:count]])
+        del new[:count]
+        action = None
+        while action is None or isinstance(action, Read):
+            action = schedule.plan(ENGINE, settings, traffic, action)
+            done.append((bool(traffic.running), action))
+            if isinstance(action, Step):
+                ahead = {slot: one.request_id for slot, one in action.running.items()}
+                traffic = traffic._replace(ahead=[*traffic.ahead, ahead])
+            if isinstance(action, Read | Step):
+                group, rest = action.prompts.group, action.prompts.rest
+                waiting = [one for one in traffic.waiting if one not in group.values()]
+                slots = {**traffic.slots, **group}
+                traffic = traffic._replace(slots=slots, waiting=waiting, prefill=rest)
+        if len(traffic.ahead) > rng.integers(2):
+            oldest, *later = traffic.ahead
+            longer = {
+                slot: one._replace(length=one.length + (oldest.get(slot) == one.request_id))
+                for slot, one in traffic.slots.items()
+            }
+            slots = {slot: one for slot, one in longer.items() if one.budget_left}
+            traffic = traffic._replace(slots=slots, ahead=later)
+    return done
+
+
+def reads(done: list[tuple[bool, schedule.Action]]) -> list[schedule.Prompts]:
+    found = [action.prompts for _, action in done if isinstance(action, Read | Step)]
+    return [prompts for prompts in found if prompts.group]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+@pytest.mark.parametrize("policy", [LATENCY, LATENCY._replace(max_prefills=2), THROUGHPUT, WITHIN])
+def test_prompts_are_read_once_and_steps_wait_for_few_tokens(
+    policy: schedule.Settings, ahead: int
+) -> None:
+    done = served(policy._replace(max_steps_ahead=ahead), ahead, [1, 2, 3, 8, 9, 20, 31])
+    ends = dict.fromkeys(range(60), 0)
+    for prompts in reads(done):
+        for i in ids(prompts.group):
+            assert prompts.start <= ends[i] < prompts.end <= LONGEST
+            ends[i] = prompts.end
+    assert {i for _, one in done if isinstance(one, Step) for i in ids(one.running)} == {*ends}
+    for is_read, group in itertools.groupby(done, key=lambda one: isinstance(one[1], Read)):
+        calls = [action.prompts for has_running, action in group if is_read and has_running]
+        assert len(calls) <= (policy.max_prefills or np.inf)
+        assert all(len(one.group) * one.size <= policy.chunk_size for one in calls)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_prompts_are_read_in_order_and_chunks_alternate_with_short_ones(seed: int) -> None:
+    found = reads(served(LATENCY, seed, [1, 2, 2, 2, 9, 20]))
+    for is_chunk in (False, True):
+        came = [i for one in found if one.is_chunk == is_chunk for i in ids(one.group)]
+        assert came == sorted(came)
+    pairs = [pair for pair in itertools.pairwise(found) if not pair[1].is_chunk]
+    beside_long = [before.is_chunk for before, one in pairs if one.rest is not None]
+    assert len(beside_long) > 9 and all(beside_long)
