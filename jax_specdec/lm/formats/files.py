@@ -55,29 +55,7 @@ def existing(path: Path) -> Path:
     try:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
-        if path.is_symlink():
-            target = shown(os.readlink(path))
-            raise FileNotFoundError(
-                f"{shown(path)} is a link to {target}, which does not exist."
-            ) from error
-        if os.path.isfile(path.parent):
-            raise OSError(
-                f"{shown(path.parent)} is a file, but a checkpoint must be a directory of "
-                "config.json, safetensors and tokenizer.json; GGUF is not read."
-            ) from error
-        if path.parent.exists():
-            raise FileNotFoundError(
-                f"{shown(path)} does not exist; a checkpoint directory must hold it."
-            ) from error
-        # A directory that is called as a model of the hub is, "OWNER/MODEL", was meant as one.
-        name = shown(path.parent)
-        parts = path.parent.parts
-        is_name = len(parts) == 2 and not path.is_absolute() and ".." not in parts
-        model = name if is_name else f"OWNER/{shown(path.parent.name)}"
-        raise FileNotFoundError(
-            f"{name} does not exist; `hf download {model} --local-dir {name}` downloads a "
-            "checkpoint to it."
-        ) from error
+        raise _missing(path) from error
     except OSError as error:  # a name too long, links in a circle, no permission
         raise OSError(f"{shown(path)} cannot be opened: {error.strerror}.") from error
     except ValueError as error:  # a character that a path cannot have
@@ -86,6 +64,31 @@ def existing(path: Path) -> Path:
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise OSError(f"{shown(path)} is {kind}, but must be a file.")
     return path
+
+
+def _missing(path: Path) -> OSError:
+    """Returns the error of a path at which nothing is, with what is there instead or would help."""
+    if path.is_symlink():
+        target = shown(os.readlink(path))
+        return FileNotFoundError(f"{shown(path)} is a link to {target}, which does not exist.")
+    directory = shown(path.parent)
+    if os.path.isfile(path.parent):
+        return OSError(
+            f"{directory} is a file, but a checkpoint must be a directory of config.json, "
+            "safetensors and tokenizer.json; GGUF is not read."
+        )
+    if path.parent.exists():
+        return FileNotFoundError(
+            f"{shown(path)} does not exist; a checkpoint directory must hold it."
+        )
+    # A directory that is called as models of the hub are, "OWNER/MODEL", was meant as one.
+    parts = path.parent.parts
+    is_name = len(parts) == 2 and not path.is_absolute() and ".." not in parts
+    model = directory if is_name else f"OWNER/{shown(path.parent.name)}"
+    return FileNotFoundError(
+        f"{directory} does not exist; `hf download {model} --local-dir {directory}` downloads a "
+        "checkpoint to it."
+    )
 
 
 def read_text(path: Path) -> str:
