@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -49,23 +48,61 @@ class Piece:
     origin: str
 
 
-@dataclasses.dataclass(frozen=True)
-class TextStep:
-    """What one step of a batch adds to its texts.
+class Completion:
+    """The text of one request as it grows.
 
     Attributes:
-      pieces: the new text of each request.
-      origins: how many tokens came from each origin; see `Piece`.
-      done: whether each request has ended.
-      failed: whether each request ended because it could not be verified.
-      record: what `generate_stream` yielded.
+      pieces: its parts so far.
+      origins: of each of its tokens; see `Piece`.
+      is_done: whether the request has ended.
+      has_failed: whether it has because it could not be verified.
     """
 
-    pieces: list[list[Piece]]
-    origins: collections.Counter[str]
-    done: list[bool]
-    failed: list[bool]
-    record: StepRecord
+    def __init__(self, stream: TextStream, stop_token_ids: Sequence[int], budget: int) -> None:
+        self.pieces: list[Piece] = []
+        self.origins: list[str] = []
+        self.is_done = False
+        self.has_failed = False
+        self._stream = stream
+        self._stop_token_ids = stop_token_ids
+        self._budget = budget
+
+    def add(self, token_ids: list[int], num_accepted: int, num_proposed: int) -> None:
+        """Adds the tokens of a step; without any, the request could not be verified."""
+        own = "plain"
+        if num_proposed > 0:
+            own = "bonus" if num_accepted == num_proposed else "recovered"
+        # Of what was accepted, a stop token or the budget may have cut the end off.
+        origins = [*["accepted"] * num_accepted, own][: len(token_ids)]
+        self.origins += origins
+        self.pieces += [
+            Piece(self._stream.decode([token]), origin)
+            for token, origin in zip(token_ids, origins, strict=True)
+            if token not in self._stop_token_ids
+        ]
+        self.has_failed = not token_ids
+        is_full = len(self.origins) >= self._budget
+        self.is_done = self.has_failed or is_full or token_ids[-1] in self._stop_token_ids
+        if self.is_done and (rest := self._stream.decode([], final=True)):
+            self.pieces.append(Piece(rest, own))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """Texts whose first step was taken.
+
+    Attributes:
+      texts: of each request.
+      steps: the record of each step, from the first on. The next is taken, and its tokens are
+        added to the texts, when it is asked for.
+      compiling: seconds in which JAX traced and compiled.
+      first_token: the other seconds before the first step was done: prompts were read, mostly.
+    """
+
+    texts: list[Completion]
+    steps: Iterator[StepRecord]
+    compiling: float
+    first_token: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,21 +216,6 @@ class Comparison:
         return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """How a stream began.
-
-    Attributes:
-      num_prompt_tokens: of all requests.
-      compiling: seconds in which JAX traced and compiled.
-      first_token: the other seconds before the first step was done: prompts were read, mostly.
-    """
-
-    num_prompt_tokens: int
-    compiling: float
-    first_token: float
-
-
 @contextlib.contextmanager
 def compilations(on_program: Callable[[str], None]) -> Iterator[list[tuple[float, float]]]:
     """Yields the spans of time in which JAX traces or compiles; they grow while the body runs.
@@ -228,42 +250,6 @@ class _Drafting(TypedDict):
     config: SpecDecodeConfig
 
 
-class _Text:
-    """The text of one request as it grows."""
-
-    def __init__(self, stream: TextStream, stop_token_ids: Sequence[int], budget: int) -> None:
-        self.is_done = False
-        self.has_failed = False
-        self._stream = stream
-        self._stop_token_ids = stop_token_ids
-        self._num_left = budget
-
-    def add(
-        self, token_ids: list[int], num_accepted: int, num_proposed: int
-    ) -> tuple[list[Piece], list[str]]:
-        """Returns what the tokens of a step add, and the origin of each token; see `Piece`.
-
-        A stop token has no piece. A step without tokens could not be verified.
-        """
-        own = "plain"
-        if num_proposed > 0:
-            own = "bonus" if num_accepted == num_proposed else "recovered"
-        # Of what was accepted, a stop token or the budget may have cut the end off.
-        origins = [*["accepted"] * num_accepted, own][: len(token_ids)]
-        pieces = [
-            Piece(self._stream.decode([token]), origin)
-            for token, origin in zip(token_ids, origins, strict=True)
-            if token not in self._stop_token_ids
-        ]
-        self._num_left -= len(token_ids)
-        self.has_failed = not token_ids
-        is_full = self._num_left <= 0
-        self.is_done = self.has_failed or is_full or token_ids[-1] in self._stop_token_ids
-        if self.is_done and (rest := self._stream.decode([], final=True)):
-            pieces.append(Piece(rest, own))
-        return pieces, origins
-
-
 def stacked(records: list[StepRecord]) -> StepRecord:
     """Returns the records of S steps of B requests as one, with arrays ``[S, B, ...]``."""
     return jax.tree.map(lambda *leaves: np.stack(leaves), *records)
@@ -277,38 +263,34 @@ class Session:
     models: Models
     requests: Requests
 
-    def begin(self, say: Callable[[str], None]) -> tuple[Start, Iterator[TextStep]]:
+    def begin(self, say: Callable[[str], None]) -> Stream:
         """Compiles, reads the prompts and takes the first step.
+
+        The first drafter, temperature and K of the options are used.
 
         Args:
           say: called with what is going on.
-
-        Returns:
-          How long that took, and all steps.
         """
-        num_tokens = sum(map(len, self.requests.prompts))
+        text = self.models.text
+        prompts = self.requests.prompts
+        budget = self.requests.max_new_tokens
+        texts = [Completion(text.stream(one), text.stop_token_ids, budget) for one in prompts]
 
         def on_program(name: str) -> None:
             if "prefill" in name:
-                say(f"reading {num_tokens} prompt tokens")
+                say(f"reading {sum(map(len, prompts))} prompt tokens")
 
         say("compiling")
-        steps = self.stream()
+        steps = self._steps(texts)
         begin = time.perf_counter()
         with compilations(on_program) as spans:
             first = next(steps)
         seconds = time.perf_counter() - begin
         compiling = sum(end - begin for begin, end in spans)
-        return Start(num_tokens, compiling, seconds - compiling), itertools.chain([first], steps)
+        return Stream(texts, itertools.chain([first], steps), compiling, seconds - compiling)
 
-    def stream(self) -> Iterator[TextStep]:
-        """Yields the text of each step, with the first drafter, temperature and K."""
-        text = self.models.text
-        budget = self.requests.max_new_tokens
-        texts = [
-            _Text(text.stream(prompt), text.stop_token_ids, budget)
-            for prompt in self.requests.prompts
-        ]
+    def _steps(self, texts: list[Completion]) -> Iterator[StepRecord]:
+        """Yields the record of each step, after adding its tokens to the texts."""
         steps = generate_stream(
             *self.models.target,
             self.requests.prompts,
@@ -317,18 +299,11 @@ class Session:
             key=jax.random.key(np.uint32(self.options.seed)),
         )
         for record in steps:
-            pieces: list[list[Piece]] = [[] for _ in texts]
-            origins: collections.Counter[str] = collections.Counter()
-            for b, one in enumerate(texts):
-                if one.is_done:
-                    continue
-                token_ids = record.token_ids[b, : int(record.num_kept[b])].tolist()
-                counts = int(record.num_accepted[b]), int(record.num_proposed[b])
-                pieces[b], came_from = one.add(token_ids, *counts)
-                origins.update(came_from)
-            done = [one.is_done for one in texts]
-            failed = [one.has_failed for one in texts]
-            yield TextStep(pieces, origins, done, failed, record)
+            for b, text in enumerate(texts):
+                if not text.is_done:
+                    token_ids = record.token_ids[b, : int(record.num_kept[b])].tolist()
+                    text.add(token_ids, int(record.num_accepted[b]), int(record.num_proposed[b]))
+            yield record
 
     def compare(self, temperature: float, on_run: Callable[[str], None]) -> list[Comparison]:
         """Times plain decoding, then every drafter with every config, at one temperature.

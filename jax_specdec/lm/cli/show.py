@@ -7,17 +7,17 @@ import dataclasses
 import itertools
 import sys
 import time
-from collections.abc import Iterator
 
 import numpy as np
 from rich.text import Text
 
 from jax_specdec._src.acceptance import AcceptanceStats
+from jax_specdec._src.emitted import StepRecord
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import report
 from jax_specdec.lm.cli.models import load
 from jax_specdec.lm.cli.options import Options
-from jax_specdec.lm.cli.run import Comparison, Piece, Session, Start, TextStep, stacked
+from jax_specdec.lm.cli.run import Comparison, Completion, Session, Stream, stacked
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 LOADING = "loading the models"
@@ -25,41 +25,43 @@ _LEAST_PLAIN, _LEAST_LOSS, _LEAST_SECONDS = 5, 1.03, 1.0
 """When drafts are said not to pay: so many steps without drafts, a ratio of times, and seconds."""
 
 
-class Texts:
+class Printer:
     """Prints the texts of a batch one after another.
 
     The first is printed as it comes; each of the others waits until the one before it has ended.
     """
 
-    def __init__(self, prompts: list[str], *, with_prompts: bool) -> None:
+    def __init__(self, prompts: list[str], texts: list[Completion], *, with_prompts: bool) -> None:
         """Prints what stands before the first text.
 
         Args:
-          prompts: texts.
+          prompts: of the texts.
+          texts: as they grow.
           with_prompts: whether to print a prompt before its continuation.
         """
         self._prompts = prompts
+        self._texts = texts
         self._with_prompts = with_prompts
-        self._waiting: list[list[Piece]] = [[] for _ in prompts]
         self._now = 0  # the text that is printed as it comes
-        self._write_head()
+        self._num_shown = 0  # pieces of it
+        self._print_head()
 
-    def add(self, step: TextStep) -> None:
-        """Prints what a step has made ready."""
-        for waiting, pieces in zip(self._waiting, step.pieces, strict=True):
-            waiting += pieces
-        while self._now < len(self._prompts):
-            for piece in self._waiting[self._now]:
+    def print_new(self) -> None:
+        """Prints what the texts have that was not printed yet."""
+        while self._now < len(self._texts):
+            text = self._texts[self._now]
+            for piece in text.pieces[self._num_shown :]:
                 terminal.write(piece.text, STYLES[piece.origin])
-            self._waiting[self._now].clear()
-            if not step.done[self._now]:
+            self._num_shown = len(text.pieces)
+            if not text.is_done:
                 return
             terminal.write("\n")
             self._now += 1
-            if self._now < len(self._prompts):
-                self._write_head()
+            self._num_shown = 0
+            if self._now < len(self._texts):
+                self._print_head()
 
-    def _write_head(self) -> None:
+    def _print_head(self) -> None:
         total = len(self._prompts)
         if total > 1:
             terminal.write(f"==> {self._now + 1} of {total} <==\n", "bold")
@@ -84,7 +86,7 @@ def show(options: Options, prompts: list[str]) -> None:
 def _show_text(options: Options, prompts: list[str]) -> None:
     """Streams the texts, then prints one line of statistics, or compares with plain decoding."""
     compares = options.repeats is not None
-    session, loading, start, steps = _begin(options, prompts)
+    session, stream, preparing = _begin(options, prompts)
     times = [time.perf_counter()]
     if compares:
         legend = Text("Tokens:")
@@ -93,11 +95,11 @@ def _show_text(options: Options, prompts: list[str]) -> None:
                 legend.append("  ").append(name, style)
         terminal.show(legend)
         terminal.show_rule()
-    texts = Texts(prompts, with_prompts=options.shows_prompts)
-    seen: list[TextStep] = []
-    for step in steps:
-        texts.add(step)
-        seen.append(step)
+    printer = Printer(prompts, stream.texts, with_prompts=options.shows_prompts)
+    seen: list[StepRecord] = []
+    for record in stream.steps:
+        printer.print_new()
+        seen.append(record)
         times.append(time.perf_counter())
     comparisons: list[Comparison] = []
     if compares:
@@ -105,50 +107,48 @@ def _show_text(options: Options, prompts: list[str]) -> None:
         comparisons = _compare(session)
         terminal.show(report.table(options, comparisons))
     else:
+        count = sum(map(len, session.requests.prompts))
         terminal.log(
-            f"{start.num_prompt_tokens} prompt tokens read, first token after "
-            f"{start.first_token:.2f} s; before that, {loading + start.compiling:.1f} s to load "
-            "and compile",
+            f"{count} prompt tokens read, first token after {stream.first_token:.2f} s; before "
+            f"that, {preparing:.1f} s to load and compile",
             "dim",
         )
-        _log_statistics(seen, times[-1] - times[0])
+        _log_statistics(stacked(seen), stream.texts, times[-1] - times[0])
         _log_loss(seen, times)
     if options.config.rejection_sample_method == "synthetic":
         terminal.log("Synthetic acceptance: the text is not the target's.")
-    _check_verified(seen[-1])
+    _check_verified(stream.texts)
     _check_runs(options, comparisons)
 
 
 def _show_json(options: Options, prompts: list[str]) -> None:
     """Prints one JSON object with the texts, their pieces' origins and the figures."""
-    session, loading, start, steps = _begin(options, prompts)
-    seen = list(steps)
-    pieces = [[p for step in seen for p in step.pieces[b]] for b in range(len(prompts))]
-    records = stacked([step.record for step in seen])
+    session, stream, preparing = _begin(options, prompts)
+    records = stacked(list(stream.steps))
     found: dict[str, object] = {
         "requests": [
             {
                 "prompt": prompt,
-                "text": "".join(piece.text for piece in pieces[b]),
-                "pieces": [dataclasses.asdict(piece) for piece in pieces[b]],
-                "num_tokens": int(records.num_kept[:, b].sum()),
-                "verified": not seen[-1].failed[b],
+                "text": "".join(piece.text for piece in text.pieces),
+                "pieces": [dataclasses.asdict(piece) for piece in text.pieces],
+                "num_tokens": len(text.origins),
+                "verified": not text.has_failed,
             }
-            for b, prompt in enumerate(prompts)
+            for prompt, text in zip(prompts, stream.texts, strict=True)
         ],
         "config": options.config.to_dict(),
         "draft": options.drafters[0],
         "temperature": options.temperatures[0],
         "options": dataclasses.asdict(session.request(options.temperatures[0])),
         "num_tokens": int(records.num_kept.sum()),
-        "num_target_passes": len(seen),
-        "load_and_compile_seconds": loading + start.compiling,
-        "first_token_seconds": start.first_token,
+        "num_target_passes": len(records.num_kept),
+        "load_and_compile_seconds": preparing,
+        "first_token_seconds": stream.first_token,
         **AcceptanceStats.from_steps(records).to_dict(),
     }
     comparisons = [] if options.repeats is None else _compare(session)
     report.write_json(session, found, comparisons or None)
-    _check_verified(seen[-1])
+    _check_verified(stream.texts)
     _check_runs(options, comparisons)
 
 
@@ -183,32 +183,30 @@ def _check_runs(options: Options, comparisons: list[Comparison]) -> None:
         sys.exit(1)
 
 
-def _check_verified(last: TextStep) -> None:
+def _check_verified(texts: list[Completion]) -> None:
     """Exits with code 1 and one line if a text broke off."""
-    broken = [str(b + 1) for b, failed in enumerate(last.failed) if failed]
+    broken = [str(b + 1) for b, text in enumerate(texts) if text.has_failed]
     if broken:
-        of = f" {', '.join(broken)} of {len(last.failed)}" if len(last.failed) > 1 else ""
+        of = f" {', '.join(broken)} of {len(texts)}" if len(texts) > 1 else ""
         terminal.log(f"jax-specdec: text{of} broke off: the target's logits there are not finite")
         sys.exit(1)
 
 
-def _begin(
-    options: Options, prompts: list[str]
-) -> tuple[Session, float, Start, Iterator[TextStep]]:
-    """Returns the session, the seconds to load its models, how decoding began, and its steps."""
+def _begin(options: Options, prompts: list[str]) -> tuple[Session, Stream, float]:
+    """Returns a session, its texts, and the seconds to load and to compile."""
     begin = time.perf_counter()
     with terminal.progress(LOADING) as say:
         session = Session(options, *load(options, prompts))
         loading = time.perf_counter() - begin
-        return session, loading, *session.begin(say)
+        stream = session.begin(say)
+    return session, stream, loading + stream.compiling
 
 
-def _log_statistics(seen: list[TextStep], seconds: float) -> None:
+def _log_statistics(steps: StepRecord, texts: list[Completion], seconds: float) -> None:
     """Writes one line about all steps, which came in so many seconds after the first."""
-    steps = stacked([step.record for step in seen])
     stats = AcceptanceStats.from_steps(steps)
     kept = np.asarray(steps.num_kept)  # [S, B]
-    origins = sum((step.origins for step in seen), collections.Counter())
+    origins = collections.Counter(origin for text in texts for origin in text.origins)
     # The first step is not timed: it includes compiling.
     speed = f" at {kept[1:].sum() / seconds:.0f} per second" if len(kept) > 1 else ""
     terminal.write(f"{kept.sum()} tokens{speed}: ", "dim", stream=sys.stderr)
@@ -222,7 +220,7 @@ def _log_statistics(seen: list[TextStep], seconds: float) -> None:
     )
 
 
-def _log_loss(seen: list[TextStep], times: list[float]) -> None:
+def _log_loss(seen: list[StepRecord], times: list[float]) -> None:
     """Writes one line if drafts made a text late.
 
     Steps of one request without drafts show what plain decoding takes: on CPUs they are faster.
@@ -232,11 +230,10 @@ def _log_loss(seen: list[TextStep], times: list[float]) -> None:
       times: when the first one was there, and when the text of each was printed.
     """
     # [S - 1]: of all but the first step, which was taken before the first time
-    records = [step.record for step in seen[1:]]
-    kept = np.array([record.num_kept.sum() for record in records])
-    is_plain = np.array([not record.num_proposed.any() for record in records], bool)
+    kept = np.array([record.num_kept.sum() for record in seen[1:]])
+    is_plain = np.array([not record.num_proposed.any() for record in seen[1:]], bool)
     seconds = np.diff(times)[1:]
-    if seen[0].record.num_kept.size > 1 or is_plain.sum() < _LEAST_PLAIN:
+    if seen[0].num_kept.size > 1 or is_plain.sum() < _LEAST_PLAIN:
         return
     plain = float(np.median(seconds[is_plain]) * kept.sum())
     if seconds.sum() > max(_LEAST_LOSS * plain, plain + _LEAST_SECONDS):
