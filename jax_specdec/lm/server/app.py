@@ -180,6 +180,7 @@ class Server:
         asked = await read_request(given, self._engine, self.words)
         async with contextlib.AsyncExitStack() as stack:
             if asked.schema is not None:
+                # What is compiled takes its memory until the answer has ended.
                 await stack.enter_async_context(self._compiled)
                 budgets = [choice["options"].max_new_tokens for choice in asked.choices]
                 matchers = await self.words.matchers(asked.schema, budgets)

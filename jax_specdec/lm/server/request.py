@@ -51,7 +51,7 @@ class Object(pydantic.BaseModel):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _known(cls, values: object) -> Json:
-        """Returns what is a field, without null."""
+        """Returns what is given and not null; pydantic leaves out what is no field."""
         if not isinstance(values, dict):
             raise ValueError("must be an object")
         fields = {field.alias or name for name, field in cls.model_fields.items()}
@@ -371,7 +371,10 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
     context = first.get("ctx", {})
     name = ""
     for part in (*first["loc"], *filter(None, [context.get("name")])):
-        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+        if isinstance(part, int):
+            name += f"[{part}]"
+        else:
+            name += f".{part}" if name else part
     name = name[:100]
     if kind == "unknown_parameter":
         return ApiError(f"unknown parameter: {name!r}", name, code=kind)

@@ -77,8 +77,10 @@ class Vocabulary:
 
     def without_path(self, message: str) -> str:
         """Returns a message for clients: a file of the model by its name, not by its path."""
-        directory = None if self._tokenizer is None else self._tokenizer.path.parent
-        for path in [] if directory is None else [*directory.iterdir(), directory]:
+        if self._tokenizer is None:
+            return message
+        directory = self._tokenizer.path.parent
+        for path in (*directory.iterdir(), directory):
             if message.startswith(f"{shown(path)} "):
                 name = "this model" if path == directory else path.name
                 return name + message.removeprefix(shown(path))
