@@ -488,8 +488,8 @@ def _(right, self, values):
     "lm.decoding.schedule:ChunkedPrefill.next_chunk",
     "serving/test_schedule.py",
 )
-def _(right, self, *args):
-    return right(self, *args)._replace(start=self.num_read)
+def _(right, self, *args, **named):
+    return right(self, *args, **named)._replace(start=self.num_read)
 
 
 @fault(

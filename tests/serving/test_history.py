@@ -122,7 +122,7 @@ def test_synthetic_acceptance_is_refused() -> None:
 
 
 def history_of(driver: lm.EngineDriver) -> list[int]:
-    _, params = driver._weights
+    _, params = driver._device.weights
     ring = np.roll(params["token_ids"], -int(params["next"]))
     return ring[np.flatnonzero(ring >= 0)[0] :].tolist()
 

@@ -34,8 +34,8 @@ def request(
     request_id: int, length: int = 2, *, budget: int = 5, failures: int = 0, **options: Any
 ) -> schedule.ServedRequest:
     asked = lm.RequestOptions(max_new_tokens=budget, **options)
-    given = length, None, failures, request_id, [0] * length, length, asked
-    return schedule.ServedRequest(*given)
+    given = request_id, [0] * length, length, length, asked
+    return schedule.ServedRequest(*given, num_failures=failures)
 
 
 def ids(group: dict[int, schedule.ServedRequest]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What the host of an engine knows of a request, a step and an update."""
+"""Records of what the host of an engine knows: requests, steps and updates."""
 
 from __future__ import annotations
 
@@ -63,19 +63,17 @@ class Matching:
 class ServedRequest(NamedTuple):
     """A request that has not ended, as it is between two steps."""
 
-    # What each step changes; see `after`.
-    length: int  # of the prompt and the new tokens: what is in `tokens` after them does not count
-    last_read: float | None  # when a step of it was last read; times are of `time.perf_counter`
-    num_failures: int  # failed calls in a row, without a new token or a further chunk
-    # The rest.
     request_id: int
     tokens: list[int]  # shared by all that follow from this one
     prompt_length: int
+    length: int  # of the prompt and the new tokens: what `tokens` hold after them does not count
     options: RequestOptions
     matching: Matching | None = None
-    submitted: float = 0.0
+    submitted: float = 0.0  # times are of `time.perf_counter`
     admitted: float = 0.0  # when it got its first slot
     num_read: int = 0  # the most tokens of its prompt that were read in chunks
+    last_read: float | None = None  # when a step of it was last read
+    num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
 
     @property
     def token_ids(self) -> list[int]:
@@ -89,7 +87,7 @@ class ServedRequest(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """Of its key."""
+        """The seed of its key."""
         return self.request_id if self.options.seed is None else self.options.seed
 
     @property
@@ -98,23 +96,32 @@ class ServedRequest(NamedTuple):
         return self.prompt_length + self.options.max_new_tokens - self.length
 
     def after(self, new: list[int], read: float) -> ServedRequest:
-        """The request after a step. This one's first `length` tokens stay."""
+        """Returns the request after a step. This one's first `length` tokens stay."""
         self.tokens[self.length :] = new
         return self._replace(length=self.length + len(new), last_read=read, num_failures=0)
 
     def update(
         self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None
     ) -> RequestUpdate:
-        """What a step did for it; the arguments are of `StepResult`, on the host."""
+        """Returns what a step did for it; the arguments are of `StepResult`, on the host."""
         *tokens, count, proposed, accepted, done, status = numbers[slot]
         own = None if logprobs is None else logprobs.of(slot, count)
         new = tokens[:count]
         reason: FinishReason | None = None
         if done:
             stopped = bool(new) and new[-1] in self.options.stop_token_ids
-            reason = "failed" if status != Status.OK else "stop" if stopped else "length"
-        counts = _STATUSES[status], proposed, accepted
-        return RequestUpdate(self.request_id, new, reason, *counts, own)
+            reason = "stop" if stopped else "length"
+            if status != Status.OK:
+                reason = "failed"
+        return RequestUpdate(
+            request_id=self.request_id,
+            token_ids=new,
+            finish_reason=reason,
+            status=_STATUSES[status],
+            num_proposed=proposed,
+            num_accepted=accepted,
+            logprobs=own,
+        )
 
 
 class StepResult(NamedTuple):
@@ -153,20 +160,24 @@ class StepAhead(NamedTuple):
 class HostState(NamedTuple):
     """What the host knows of all requests that have had a slot. One assignment replaces it."""
 
-    slots: Mapping[int, ServedRequest]  # those that run
-    returning: tuple[ServedRequest, ...]  # those that ran and wait for a slot, before all others
-    updates: tuple[RequestUpdate, ...]  # that have not been delivered
     counters: AcceptanceCounters  # of the steps that were read; on the device
-    # Of these steps; None without a draft budget.
-    estimator: AcceptanceEstimator | TreeEstimator | None
-    stats: ServingStats  # of these steps
+    estimator: AcceptanceEstimator | TreeEstimator | None  # of these; None without a draft budget
+    stats: ServingStats  # of these
+    slots: Mapping[int, ServedRequest] = {}  # those that run
+    returning: tuple[ServedRequest, ...] = ()  # those that ran and wait for a slot, before others
+    updates: tuple[RequestUpdate, ...] = ()  # that have not been delivered
+
+    @property
+    def begun(self) -> list[ServedRequest]:
+        """All requests that have had a slot."""
+        return [*self.slots.values(), *self.returning]
 
     def slot_of(self, request_id: int) -> int | None:
-        """The slot of a request; None if it does not run."""
+        """Returns the slot of a request; None if it does not run."""
         return next((i for i, one in self.slots.items() if one.request_id == request_id), None)
 
     def queued_first(self, leaving: Iterable[int]) -> HostState:
-        """After some left their slots: they go before all others in the queue, in this order."""
+        """Returns the state after some left their slots, and are first in the queue, in order."""
         slots = dict(self.slots)
         first = [slots.pop(slot) for slot in leaving]
         return self._replace(slots=slots, returning=(*first, *self.returning))
@@ -229,16 +240,16 @@ class HostState(NamedTuple):
             between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
         )
         return HostState(
-            slots=slots,
-            returning=self.returning,
-            updates=(*self.updates, *updates),
             counters=step.result.counters,
             estimator=step.result.estimator,
             stats=stats,
+            slots=slots,
+            returning=self.returning,
+            updates=(*self.updates, *updates),
         )
 
     def failed(self, slot: int, error: str) -> HostState:
-        """After a running request has failed, as `error` says, and has left its slot."""
+        """Returns the state after a running request has failed and has left its slot."""
         slots = dict(self.slots)
         update = RequestUpdate(slots.pop(slot).request_id, [], "failed", error=error)
         return self._replace(slots=slots, updates=(*self.updates, update))
@@ -246,7 +257,7 @@ class HostState(NamedTuple):
     def after_failed_call(
         self, request_ids: Container[int], error: str, max_retries: int
     ) -> HostState:
-        """After a call with these requests has failed: updates for them, and some end by it."""
+        """Returns the state after a failed call: updates for its requests, and some end by it."""
         slots = dict(self.slots)
         updates = [*self.updates]
         for slot, request in sorted(slots.items()):
@@ -262,8 +273,12 @@ class HostState(NamedTuple):
         stats = dataclasses.replace(self.stats, num_failed_calls=num_failed_calls)
         return self._replace(slots=slots, updates=tuple(updates), stats=stats)
 
+    def after_ends(self, reasons: Iterable[str | None]) -> HostState:
+        """Returns the state that counts requests which have ended; None has not."""
+        return self._replace(stats=self.stats.after_ends(reasons))
+
     def without(self, request_id: int) -> HostState:
-        """The state that knows nothing of a request."""
+        """Returns the state that knows nothing of a request."""
         return self._replace(
             slots={i: one for i, one in self.slots.items() if one.request_id != request_id},
             returning=tuple(one for one in self.returning if one.request_id != request_id),

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self, Unpack
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Self, Unpack
 
 import jax
 import numpy as np
@@ -17,36 +17,18 @@ from jax_specdec._src.arrays import check_choice, check_int, check_type, require
 from jax_specdec._src.grammar import check_matchers
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.decoding import inputs, programs, schedule, stopwatch
-from jax_specdec.lm.decoding.bookkeeping import (
-    HostState,
-    Matching,
-    RequestUpdate,
-    ServedRequest,
-    StepAhead,
-    StepResult,
-)
+from jax_specdec.lm.decoding import inputs, schedule, stopwatch
+from jax_specdec.lm.decoding.bookkeeping import HostState, Matching, RequestUpdate, ServedRequest
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
+from jax_specdec.lm.decoding.device import Device
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
-from jax_specdec.lm.decoding.schedule import (
-    Action,
-    ChunkedPrefill,
-    Masked,
-    Prompts,
-    Read,
-    Step,
-    Traffic,
-    Wait,
-)
+from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic, Wait
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
-from jax_specdec.lm.models.protocol import check_params
-
-Requests = Iterable[ServedRequest]
-Program = Callable[..., Any]
+from jax_specdec.lm.models.protocol import Params, check_params
 
 
 class EngineDriver:
@@ -109,8 +91,8 @@ class EngineDriver:
     def __init__(
         self,
         engine: Engine,
-        params: Any,
-        draft_params: Any = None,
+        params: Params,
+        draft_params: Params = None,
         *,
         max_queue: int | None = None,
         max_steps_ahead: int = 1,
@@ -120,7 +102,7 @@ class EngineDriver:
         max_retries: int = 5,
         step_costs: StepCosts | None = None,
     ) -> None:
-        """An idle driver.
+        """Makes an idle driver.
 
         Args:
           engine: sizes and models.
@@ -157,8 +139,9 @@ class EngineDriver:
         self.engine = engine
         self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, 1)
         self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
-        calls = None if max_prefills is None else check_int("max_prefills", max_prefills, 1)
-        self.max_prefills = calls
+        self.max_prefills = max_prefills
+        if max_prefills is not None:
+            self.max_prefills = check_int("max_prefills", max_prefills, 1)
         check_type("prompts_in_steps", prompts_in_steps, bool)
         self.prompts_in_steps = prompts_in_steps
         self.client_of: Callable[[int], Hashable] | None = None
@@ -170,41 +153,38 @@ class EngineDriver:
                 inputs.check_reads_chunks(engine.drafter, "chunk_size", self.chunk_size)
         self._chooses_chunk_size = (
             chunk_size is None
-            and calls is not None
+            and max_prefills is not None
             and min(engine.num_slots, len(engine.chunk_sizes)) > 1
             and engine.drafter.serves.chunks
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
-        self._weights = on_all_devices((params, draft_params), engine.model)
-        budget, estimator = engine.draft_budget, engine.new_estimator()
-        self.draft_choice = DraftChoice.of(engine.num_slots, budget, step_costs, estimator)
+        estimator = engine.new_estimator()
+        self.draft_choice = DraftChoice.of(
+            engine.num_slots, engine.draft_budget, step_costs, estimator
+        )
         if self.draft_choice is not None and 0 in self.draft_choice.num_drafts:
             is_cpu = jax.default_backend() == "cpu"
             self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
         counters = AcceptanceCounters.create(engine.decoder.most_accepted)
         counters, estimator = on_all_devices((counters, estimator), engine.model)
         # The truth; `_settle` says what an exception does to it.
-        stats = ServingStats(engine.num_slots)
-        self._host = HostState({}, (), (), counters, estimator, stats)
+        self._host = HostState(counters, estimator, ServingStats(engine.num_slots))
         self._waiting: dict[int, ServedRequest] = {}  # for their first slot
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
-        # What is on the device: dropped after an exception.
-        self._state: DecodeState | None = None
-        self._prefill: ChunkedPrefill | None = None  # the long prompt that is being read
-        self._ahead: list[StepAhead] = []
+        self._device = Device(engine, params, draft_params, self._host)  # dropped by an exception
         self._is_whole = True  # False while something changes, and after an exception
 
     def close(self) -> None:
-        """End the thread of the matchers; another request with a grammar would start another."""
+        """Ends the thread of the matchers; another request with a grammar would start another."""
         self._matchers.close()
 
     def __enter__(self) -> Self:
-        """Itself."""
+        """Returns itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """`close`."""
+        """Calls `close`."""
         self.close()
 
     @property
@@ -216,7 +196,7 @@ class EngineDriver:
         """
         self._settle()
         try:
-            return self._ready_state([])
+            return self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
 
@@ -240,7 +220,7 @@ class EngineDriver:
     def warm_up(
         self, on_progress: Callable[[int, int], None] | None = None, *, grammars: bool = False
     ) -> None:
-        """Compile everything now: from here on, serving compiles nothing.
+        """Compiles everything now: from here on, serving compiles nothing.
 
         With JAX's persistent compilation cache, a later start reads the programs from disk.
 
@@ -260,8 +240,8 @@ class EngineDriver:
         """
         is_function = on_progress is None or callable(on_progress)
         require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
-        running = self.num_running
-        require(not running, "num_running", "be 0 before warm_up", running, error=RuntimeError)
+        must = "be 0 before warm_up"
+        require(not self.num_running, "num_running", must, self.num_running, error=RuntimeError)
         calls = self._calls_of_all_programs(grammars)
         self._is_whole = False  # what the calls leave behind is dropped by the last one
         try:
@@ -270,8 +250,10 @@ class EngineDriver:
                     on_progress(done, len(calls))
                 call()
             if self.draft_choice is not None and self.draft_choice.costs is None:
-                self.draft_choice.costs = stopwatch.measure_steps(self.engine, *self._weights)
-            self._ready_state([])
+                params, draft_params = self._device.weights
+                costs = stopwatch.measure_steps(self.engine, params, draft_params)
+                self.draft_choice.costs = costs
+            self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
 
@@ -280,7 +262,7 @@ class EngineDriver:
 
         def rehearse(action: Action) -> None:
             self._carry_out(action)
-            if self._ahead:
+            if self._device.ahead:
                 self._read_step()
 
         actions = schedule.rehearsal(
@@ -290,7 +272,7 @@ class EngineDriver:
         calls = [functools.partial(rehearse, action) for action in actions]
         calls.append(functools.partial(self._empty, self.engine.num_slots))
         if self.engine.drafter.serves.has_history:
-            calls.append(functools.partial(self._remember, [[]]))
+            calls.append(functools.partial(self._device.remember, [[]]))
         if self._chooses_chunk_size:
             calls.append(self._choose_chunk_size)
         return calls
@@ -298,8 +280,9 @@ class EngineDriver:
     def _choose_chunk_size(self) -> None:
         """Measures steps and prompts; a second call of `warm_up` measures nothing."""
         self._settle()  # there may be no room for two states
-        weights = self._weights
-        costs = stopwatch.measure_chunks(self.engine, *weights, in_steps=self.prompts_in_steps)
+        params, draft_params = self._device.weights
+        in_steps = self.prompts_in_steps
+        costs = stopwatch.measure_chunks(self.engine, params, draft_params, in_steps=in_steps)
         self.chunk_size = costs.largest
         self._chooses_chunk_size = False
         self._is_whole = False
@@ -312,7 +295,7 @@ class EngineDriver:
         matcher: GrammarMatcher | None = None,
         **fields: Unpack[RequestFields],
     ) -> int:
-        """Queue a request; nothing is computed yet. A refused request changes nothing.
+        """Queues a request; nothing is computed yet. A refused request changes nothing.
 
         Args:
           prompt: token ids, at least one.
@@ -345,17 +328,24 @@ class EngineDriver:
         self.engine.check_options(own)
         if self.max_queue is not None:
             self._settle()
-            waiting, must = len(self._waiting), f"be below max_queue={self.max_queue}"
+            waiting = len(self._waiting)
+            must = f"be below max_queue={self.max_queue}"
             require(waiting < self.max_queue, "waiting requests", must, waiting, error=RuntimeError)
-        length, request_id = len(token_ids), self._num_submitted
-        matching = None if matcher is None else Matching(matcher)
-        begun = length, None, 0, request_id, token_ids, length, own, matching, time.perf_counter()
-        self._num_submitted = request_id + 1  # first: no two requests may have one id
-        self._waiting[request_id] = ServedRequest(*begun)
-        return request_id
+        request = ServedRequest(
+            request_id=self._num_submitted,
+            tokens=token_ids,
+            length=len(token_ids),
+            prompt_length=len(token_ids),
+            options=own,
+            matching=None if matcher is None else Matching(matcher),
+            submitted=time.perf_counter(),
+        )
+        self._num_submitted = request.request_id + 1  # first: no two requests may have one id
+        self._waiting[request.request_id] = request
+        return request.request_id
 
     def cancel(self, request_id: int) -> bool:
-        """End a request, wherever it is; it gets no more updates.
+        """Ends a request, wherever it is; it gets no more updates.
 
         A drafter's history learns what it has generated, as of a request that ends by itself.
 
@@ -364,27 +354,22 @@ class EngineDriver:
         """
         with self._changes():
             if self._waiting.pop(request_id, None) is not None:
-                self._count_ends(["cancelled"])
+                self._host = self._host.after_ends(["cancelled"])
                 return True
             host = self._host
-            slot = host.slot_of(request_id)
-            others = host.without(request_id)
-            before, after = ([*map(len, (x.slots, x.returning, x.updates))] for x in (host, others))
-            is_known = before != after
-            reasons = ["cancelled"] * is_known
+            begun = [one for one in host.begun if one.request_id == request_id]
+            is_known = bool(begun) or any(one.request_id == request_id for one in host.updates)
             # One assignment: what fails or is interrupted after it does not bring the request back.
-            self._host = others._replace(stats=others.stats.after_ends(reasons))
+            self._host = host.without(request_id).after_ends(["cancelled"] * is_known)
+            slot = host.slot_of(request_id)
             if slot is not None:
                 self._empty(slot)
             if self.engine.drafter.serves.has_history:
-                begun = *host.slots.values(), *host.returning
-                ended = [one for one in begun if one.request_id == request_id]
-                texts = [one.new_token_ids for one in ended]
-                self._remember([text for text in texts if text])
+                self._device.remember([one.new_token_ids for one in begun if one.new_token_ids])
         return is_known
 
     def preempt(self, request_id: int) -> bool:
-        """Take a running request out of its slot and put it first in the queue.
+        """Takes a running request out of its slot and puts it first in the queue.
 
         When it gets a slot again, its prompt and its tokens so far are read again, and it goes on
         as if it had never left; a sampled request has the same noise. So its tokens do not change,
@@ -399,7 +384,7 @@ class EngineDriver:
         with self._changes():
             if self._host.slot_of(request_id) is None:
                 return False
-            while self._ahead:
+            while self._device.ahead:
                 self._read_step()
             slot = self._host.slot_of(request_id)
             if slot is not None:
@@ -408,7 +393,7 @@ class EngineDriver:
         return any(one.request_id == request_id for one in self._host.returning)
 
     def step(self) -> list[RequestUpdate]:
-        """Admit what fits, dispatch steps, and return what the oldest step under way did.
+        """Admits what fits, dispatches steps, and returns what the oldest step under way did.
 
         After an exception, call it again: it then returns what was not returned.
 
@@ -420,29 +405,27 @@ class EngineDriver:
         with self._changes():
             while self._dispatch_step():
                 pass
-            if self._ahead and not self._host.updates:
+            if self._device.ahead and not self._host.updates:
                 self._read_step()
         host = self._host
         try:
-            self._host = host._replace(updates=())
-            self._count_ends(update.finish_reason for update in host.updates)
+            reasons = [update.finish_reason for update in host.updates]
+            self._host = host._replace(updates=()).after_ends(reasons)
             return [*host.updates]
         except BaseException:
             self._host = host
             raise
 
-    def _count_ends(self, reasons: Iterable[str | None]) -> None:
-        self._host = self._host._replace(stats=self._host.stats.after_ends(reasons))
-
     def stats(self) -> AcceptanceStats:
-        """Acceptance in the steps whose results were read."""
+        """Returns acceptance in the steps whose results were read."""
         self._settle()
         return AcceptanceStats.from_counters(self._host.counters)
 
     def serving_stats(self) -> ServingStats:
-        """How busy the engine was in the steps whose results were read."""
-        running, queued = self.num_running, self.num_queued
-        return dataclasses.replace(self._host.stats, num_running=running, num_queued=queued)
+        """Returns how busy the engine was in the steps whose results were read."""
+        return dataclasses.replace(
+            self._host.stats, num_running=self.num_running, num_queued=self.num_queued
+        )
 
     # From the queue to the last token, in the order in which a request meets these.
 
@@ -464,8 +447,8 @@ class EngineDriver:
             returning=self._host.returning,
             waiting=self._waiting.values(),
             client_of=self.client_of,
-            prefill=self._prefill,
-            ahead=[one.request_ids for one in self._ahead],
+            prefill=self._device.prefill,
+            ahead=[one.request_ids for one in self._device.ahead],
             has_updates=bool(self._host.updates),
         )
 
@@ -489,10 +472,16 @@ class EngineDriver:
     def _carry_out(self, action: Action) -> None:
         """Calls the programs of an action; the requests whose prompts it reads are in slots."""
         match action:
-            case Read():
-                self._read(action.prompts)
-            case Step():
-                self._dispatch_whole(action)
+            case Read(prompts):
+                self._device.read(prompts)
+                if prompts.is_chunk:
+                    (slot,) = prompts.group
+                    self._host = self._host.after_chunk(slot, prompts.end)
+            case Step(num_drafts=num_drafts):
+                if action.limits and self.draft_choice is not None:
+                    self.draft_choice.limits = action.limits
+                    num_drafts = self.draft_choice.next()
+                self._device.step(action, num_drafts)
             case Masked():
                 self._dispatch_masked(action)
 
@@ -504,97 +493,33 @@ class EngineDriver:
         for one in new.values():
             self._waiting.pop(one.request_id, None)
 
-    def _read(self, prompts: Prompts) -> None:
-        """Reads prompts between two steps; those that are read to their end run from now on."""
-        requests = prompts.group.values()
-        state = self._ready_state(requests)
-        packed = programs.pack(self.engine, prompts)
-        self._state = self._call(requests, programs.admit, *self._weights, state, packed)
-        self._prefill = prompts.rest
-        if prompts.is_chunk:
-            (slot,) = prompts.group
-            self._host = self._host.after_chunk(slot, prompts.end)
-
-    def _dispatch_whole(self, step: Step) -> None:
-        """Dispatches a step, which may read prompts."""
-        num_drafts = step.num_drafts
-        if step.limits and self.draft_choice is not None:
-            self.draft_choice.limits = step.limits
-            num_drafts = self.draft_choice.next()
-        requests = [*step.running.values(), *step.prompts.group.values()]
-        state = self._ready_state(requests)
-        packed = programs.pack(self.engine, step.prompts) if step.prompts.group else None
-        state, result = self._call(
-            requests,
-            programs.step,
-            *self._weights,
-            state,
-            packed,
-            all_neutral=step.all_neutral,
-            num_drafts=num_drafts,
-        )
-        self._prefill = step.prompts.rest
-        self._add_step(step.running, state, result, num_drafts)
-
     def _dispatch_masked(self, step: Masked) -> None:
         """Dispatches a step whose rows are masked by grammars.
 
         Where a pass may be narrow and drafts do not pay, only those are verified that are forced.
         """
-        params, draft_params = self._weights
-        requests = step.running.values()
-        choice = self.draft_choice
         num_drafts = 0
-        matched = [slot for slot, one in step.running.items() if one.matching is not None]
-        has_grammar = np.isin(np.arange(self.engine.num_slots), matched)  # [S]
-        state = self._ready_state(requests)
         if any(step.limits.values()):
             num_drafts = self.engine.config.num_speculative_tokens
-            # Features are given by themselves: they end with the call, and cannot be donated.
-            features = state.features, state.num_features
-            state = dataclasses.replace(state, features=None, num_features=None)
-            state = self._call(
-                requests, programs.draft, draft_params, state, *features, has_grammar
-            )
-        with awaiting(requests):
-            ids = jax.device_get(state.draft_token_ids)[:, :num_drafts]  # [S, K], or [S, 0]
+        ids = self._device.draft(step, num_drafts)  # [S, num_drafts]
+        choice = self.draft_choice
         is_narrow = choice is not None and choice.may_be_narrow and choice.next() == 0
         if is_narrow:
             ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID)
-        has_store = state.store is not None
+            num_drafts = 0
+        has_store = self._device.state(step.running.values()).store is not None
         drafts, failed = self._matchers.forced_drafts(step.running, ids, step.limits, has_store)
         if is_narrow:  # nothing is learned of what was not verified
             drafts = drafts._replace(is_forced=np.ones_like(drafts.is_forced))
-        if num_drafts:
-            state, result = self._call(requests, programs.verify, params, state, *drafts)
-        else:
-            mask = drafts.token_bitmask
-            state, result = self._call(requests, programs.masked_step, *self._weights, state, mask)
         going_on = {slot: one for slot, one in step.running.items() if slot not in failed}
-        self._add_step(going_on, state, result, 0 if is_narrow else num_drafts)
+        self._device.verify(step, drafts, going_on, num_drafts)
         for slot, reason in failed.items():
             self._host = self._host.failed(slot, f"the matcher has failed: {reason}")
             self._empty(slot)
 
-    def _add_step(
-        self,
-        running: Mapping[int, ServedRequest],
-        state: DecodeState,
-        result: StepResult,
-        num_drafts: int | None,
-    ) -> None:
-        """Notes a step that was dispatched; begins to copy what the host reads, without waiting."""
-        self._state = state
-        request_ids = {slot: one.request_id for slot, one in running.items()}
-        self._ahead.append(StepAhead(result, request_ids, num_drafts))
-        with awaiting(running.values()):
-            for array in jax.tree.leaves(result.for_host):
-                array.copy_to_host_async()
-
     def _read_step(self) -> None:
         """Reads the result of the oldest step ahead."""
-        step = self._ahead[0]
-        host = self._host
+        step = self._device.ahead[0]
         begin = time.perf_counter()
         with awaiting(self._traffic.running.values()):
             numbers, logprobs, rates = jax.device_get(step.result.for_host)
@@ -605,7 +530,7 @@ class EngineDriver:
             logprobs,
             now=now,
             waited=now - begin,
-            num_ahead=len(self._ahead) - 1,
+            num_ahead=len(self._device.ahead) - 1,
         )
         updates = host.updates[len(self._host.updates) :]
         if self.draft_choice is not None and updates:
@@ -618,46 +543,35 @@ class EngineDriver:
             if one.finish_reason is not None
         ]
         self._host = host
-        del self._ahead[0]
+        del self._device.ahead[0]
         if self.engine.drafter.serves.has_history:
-            self._remember(ended)
-
-    def _remember(self, texts: list[list[int]]) -> None:
-        """Let the drafter search what requests have generated; steps ahead do not do so yet."""
-        params, draft_params = self._weights
-        for text in texts:
-            token_ids = np.array(text + [-1] * (self.engine.max_length - len(text)), np.int32)
-            draft_params = self._call((), programs.remember, draft_params, token_ids)
-        self._weights = params, draft_params
+            self._device.remember(ended)
 
     def _empty(self, slot: int) -> None:
-        """Empty a slot on the device; its request has not ended, and has left it on the host."""
-        if self._prefill is not None and self._prefill.slot == slot:
-            self._prefill = None
-        here = np.arange(self.engine.num_slots) == slot  # [S]
-        requests = self._traffic.running.values()
-        self._state = self._call(requests, programs.release, self._ready_state(requests), here)
+        """Empties a slot on the device; its request has not ended, and has left it on the host."""
+        self._device.empty(slot, self._traffic.running.values())
 
     # Interrupts and failed calls
 
     @contextlib.contextmanager
     def _changes(self) -> Iterator[None]:
-        """Around what changes requests, slots or the device; contains failed calls."""
+        """Surrounds what changes requests, slots or the device; contains failed calls."""
         self._settle()
         self._is_whole = False
         try:
             with interrupts():
                 yield
         except FailedCall as failed:
-            retries = self.max_retries
-            self._host = self._host.after_failed_call(failed.request_ids, str(failed), retries)
+            self._host = self._host.after_failed_call(
+                failed.request_ids, error=str(failed), max_retries=self.max_retries
+            )
             self._settle()
         if not self._host.slots:
-            self._ahead.clear()  # there is nothing to read
+            self._device.ahead.clear()  # there is nothing to read
         self._is_whole = True
 
     def _settle(self) -> None:
-        """What an exception does, an interrupt included: done before anything else that follows it.
+        """Does what an exception asks for, an interrupt included, before anything else follows it.
 
         What is on the device may be half of one step and half of the next, so it is dropped. All
         that was read is in `_host`, which is as it was before a step or after it, because one
@@ -666,34 +580,8 @@ class EngineDriver:
         """
         if self._is_whole:
             return
-        self._state = self._prefill = None
-        self._ahead.clear()
+        self._device.drop(self._host)
         self._host = self._host.queued_first(sorted(self._host.slots))
         for request in self._host.returning:  # some had got a slot, and were still waiting for one
             self._waiting.pop(request.request_id, None)
         self._is_whole = True
-
-    def _ready_state(self, requests: Requests) -> DecodeState:
-        """The state, of empty slots if it was dropped."""
-        if self._state is None:
-            kept = dict(counters=self._host.counters, estimator=self._host.estimator)
-            state = self._call(requests, programs.init, *self._weights, **kept)
-            self._state = on_all_devices(state, self.engine.model)
-        return self._state
-
-    def _call(self, requests: Requests, function: Program, *args: Any, **named: Any) -> Any:
-        """Call a compiled function that concerns some requests.
-
-        Raises:
-          FailedCall: whatever it says, unless the function cannot be traced.
-        """
-        program = functools.partial(function, self.engine, **named)
-        try:
-            with interrupts():
-                result = program(*args)
-            if any(one.num_failures for one in requests):
-                jax.block_until_ready(result)  # or a failure would show later, and concern others
-            return result
-        except Exception as error:
-            jax.eval_shape(program, *args)  # raises what is wrong with the program
-            raise FailedCall(error, requests) from error

@@ -21,7 +21,7 @@ class FailedCall(Exception):
 
 @contextlib.contextmanager
 def interrupts() -> Iterator[None]:
-    """Around calls of JAX: an interrupt stays one.
+    """Surrounds calls of JAX: an interrupt stays one.
 
     JAX makes a ValueError with the traceback of what stopped it comparing static arguments.
     """
@@ -35,7 +35,7 @@ def interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def awaiting(requests: Iterable[ServedRequest]) -> Iterator[None]:
-    """Around what waits for the device: its errors are failed calls.
+    """Surrounds what waits for the device: its errors are failed calls.
 
     So are panics of libraries in Rust, as of a matcher, which are not of type `Exception`.
     """

@@ -35,7 +35,7 @@ class Matchers:
         return ThreadPoolExecutor(1)
 
     def close(self) -> None:
-        """End the thread; another call starts another."""
+        """Ends the thread; another call starts another."""
         self._thread.shutdown()
         del self._thread
 
@@ -46,7 +46,7 @@ class Matchers:
         max_drafts: Mapping[int, int],
         has_store: bool,
     ) -> tuple[ForcedDrafts, dict[int, str]]:
-        """The drafts and masks, after every matcher has accepted its new tokens; who has failed.
+        """Returns drafts and masks, after matchers have accepted new tokens, and who has failed.
 
         Args:
           slots: the requests that take part in the step, with and without a matcher.
@@ -61,8 +61,8 @@ class Matchers:
         Raises:
           FailedCall: anything else went wrong.
         """
-        given = slots, token_ids, max_drafts, has_store
-        return self._thread.submit(self._forced_drafts, *given).result()
+        call = self._thread.submit(self._forced_drafts, slots, token_ids, max_drafts, has_store)
+        return call.result()
 
     def _forced_drafts(
         self,
@@ -82,13 +82,13 @@ class Matchers:
                     advance_matchers([matching.matcher], [[token]])
                     matching.num_accepted += 1
                 matchers[slot] = matching.matcher
-                one_hot[slot] |= request.options.temperature == 0
+                one_hot[slot] |= request.options.temperature == 0  # greedy: p is 1 or 0
             except GrammarError as error:
                 failed[slot] = error.reason
             except ValueError as error:  # it refuses a token that it had allowed
                 failed[slot] = str(error)
         with awaiting(one for one in slots.values() if one.matching is not None):
-            while True:
+            while True:  # until no matcher fails
                 try:
                     drafts = forced_drafts(
                         matchers,

@@ -17,12 +17,13 @@ from jax_specdec.lm.decoding.bookkeeping import StepResult
 from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
 from jax_specdec.lm.decoding.schedule import Prompts
+from jax_specdec.lm.models.protocol import Params
 
 release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
 
 
-def remember(engine: Engine, draft_params: Any, token_ids: Any) -> Any:
-    """The drafter's params, with what a request generated, padded with -1 to `max_length`.
+def remember(engine: Engine, draft_params: Params, token_ids: jax.Array) -> Params:
+    """Returns the drafter's params, with what a request generated, padded with -1 to `max_length`.
 
     Not one program, which would copy the weights that do not change: the drafter has its own.
     """
@@ -30,14 +31,15 @@ def remember(engine: Engine, draft_params: Any, token_ids: Any) -> Any:
 
 
 def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, StepResult]:
-    batch, estimator = state.batch, state.estimator
+    estimator = state.estimator
     columns = (
         record.num_kept,
         record.num_proposed,
         record.num_accepted,
-        batch.done.astype(jnp.int32),
-        batch.status,
+        state.batch.done.astype(jnp.int32),
+        state.batch.status,
     )
+    # [S, K+1], five [S] -> [S, K+6]
     numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
     rates = None if estimator is None else estimator.rates
     return state, StepResult(numbers, record.logprobs, rates, state.counters, estimator)
@@ -55,12 +57,12 @@ class PackedRequests:
       layout: static: the structure, and the shape and dtype of each array.
     """
 
-    words: Any
+    words: jax.Array | np.ndarray
     layout: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, requests: NewRequests) -> PackedRequests:
-        """NumPy arrays of 32 bits, or of bools, packed."""
+        """Returns NumPy arrays of 32 bits, or of bools, packed."""
         leaves, treedef = jax.tree.flatten(requests)
         words = [
             x.astype(np.uint32) if x.dtype == bool else np.ascontiguousarray(x).view(np.uint32)
@@ -107,15 +109,15 @@ def pack(engine: Engine, prompts: Prompts) -> PackedRequests:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def admit(
-    engine: Engine, params: Any, draft_params: Any, state: DecodeState, packed: PackedRequests
+    engine: Engine, params: Params, draft_params: Params, state: DecodeState, packed: PackedRequests
 ) -> DecodeState:
-    """`Engine.admit`."""
+    """Returns what `Engine.admit` does."""
     return engine.admit(params, draft_params, state, packed.requests)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def init(engine: Engine, params: Any, draft_params: Any, **kept: Any) -> DecodeState:
-    """Empty slots.
+def init(engine: Engine, params: Params, draft_params: Params, **kept: Any) -> DecodeState:
+    """Returns a state of empty slots.
 
     Args:
       engine: static.
@@ -134,30 +136,32 @@ def init(engine: Engine, params: Any, draft_params: Any, **kept: Any) -> DecodeS
 )
 def step(
     engine: Engine,
-    params: Any,
-    draft_params: Any,
+    params: Params,
+    draft_params: Params,
     state: DecodeState,
     packed: PackedRequests | None = None,
     *,
     all_neutral: bool = False,
     num_drafts: int | None = None,
 ) -> tuple[DecodeState, StepResult]:
-    """A step, which may read prompts too, and what the host reads of it."""
-    chosen: Any = dict(all_neutral=all_neutral, num_drafts=num_drafts)
+    """Makes a step, which may read prompts too; returns also what the host reads of it."""
     requests = None if packed is None else packed.requests
-    return _with_result(*engine.step(params, draft_params, state, requests, **chosen))
+    state, record = engine.step(
+        params, draft_params, state, requests, all_neutral=all_neutral, num_drafts=num_drafts
+    )
+    return _with_result(state, record)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def draft(
     engine: Engine,
-    draft_params: Any,
+    draft_params: Params,
     state: DecodeState,
     features: jax.Array | None,
     num_features: jax.Array | None,
-    has_grammar: Any,
+    has_grammar: jax.Array,
 ) -> DecodeState:
-    """The first half of a step. Features end here, so they cannot be donated with the state.
+    """Makes the first half of a step. Features end here, so they cannot be donated with the state.
 
     Requests with a grammar, ``[S]`` bool, get chains of drafts, which the host can follow.
     """
@@ -167,9 +171,13 @@ def draft(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def masked_step(
-    engine: Engine, params: Any, draft_params: Any, state: DecodeState, token_bitmask: Any
+    engine: Engine,
+    params: Params,
+    draft_params: Params,
+    state: DecodeState,
+    token_bitmask: jax.Array,
 ) -> tuple[DecodeState, StepResult]:
-    """A step without drafts whose rows are masked, and what the host reads of it."""
+    """Makes a step without drafts whose rows are masked; returns also what the host reads."""
     state = engine.draft(draft_params, state, num_drafts=0)
     return _with_result(*engine.verify(params, state, token_bitmask))
 
@@ -177,13 +185,13 @@ def masked_step(
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def verify(
     engine: Engine,
-    params: Any,
+    params: Params,
     state: DecodeState,
-    token_ids: Any,
-    is_forced: Any,
-    token_bitmask: Any,
+    token_ids: jax.Array,
+    is_forced: jax.Array,
+    token_bitmask: jax.Array,
 ) -> tuple[DecodeState, StepResult]:
-    """The second half of a step with `ForcedDrafts`, and what the host reads of it."""
+    """Makes the second half of a step with `ForcedDrafts`; returns also what the host reads."""
     state = dataclasses.replace(state, draft_token_ids=token_ids)
     if state.draft_parents is not None:
         # `with_chains` has changed the ranks of drafts: an estimator does not learn from those.

@@ -285,8 +285,10 @@ def full_budget(engine: Engine) -> int | None:
 
 def placeholders(num_rows: int, size: int, slot: int) -> Prompts:
     """Returns prompts of zeros, for slots from `slot` on: programs are compiled with them."""
-    options = RequestOptions(seed=0)
-    request = ServedRequest(size, None, 0, -1, [0] * size, size, options)
+    request = ServedRequest(
+        request_id=-1, tokens=[0] * size, prompt_length=size, length=size,
+        options=RequestOptions(seed=0),
+    )  # fmt: skip
     return Prompts({slot + row: request for row in range(num_rows)}, 0, size, rest=None)
 
 

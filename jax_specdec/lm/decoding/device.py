@@ -1,0 +1,162 @@
+"""What a driver has on the device: a state and steps ahead, and the calls that change them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_specdec._src.grammar import ForcedDrafts
+from jax_specdec.lm.decoding import programs
+from jax_specdec.lm.decoding.bookkeeping import HostState, ServedRequest, StepAhead, StepResult
+from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
+from jax_specdec.lm.decoding.engine import Engine
+from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
+from jax_specdec.lm.decoding.schedule import ChunkedPrefill, Masked, Prompts, Step
+from jax_specdec.lm.models.protocol import Params
+
+Requests = Iterable[ServedRequest]
+
+
+class Device:
+    """The state of an engine and its steps ahead; all of it can be dropped at any time.
+
+    Each method calls programs that concern some requests, and raises `FailedCall` for these
+    whatever a program says, unless it cannot be traced.
+
+    Attributes:
+      weights: of the target and of the drafter.
+      prefill: the long prompt that is being read.
+      ahead: the steps that were dispatched and not read, the oldest first.
+    """
+
+    def __init__(
+        self, engine: Engine, params: Params, draft_params: Params, host: HostState
+    ) -> None:
+        self._engine = engine
+        self.weights = on_all_devices((params, draft_params), engine.model)
+        self.ahead: list[StepAhead] = []
+        self.drop(host)
+
+    def drop(self, host: HostState) -> None:
+        """Drops all but the weights; a state of empty slots goes on counting what `host` has."""
+        self._state: DecodeState | None = None
+        self._kept = dict(counters=host.counters, estimator=host.estimator)
+        self.prefill: ChunkedPrefill | None = None
+        self.ahead.clear()
+
+    def state(self, requests: Requests) -> DecodeState:
+        """Returns the state, of empty slots if it was dropped."""
+        if self._state is None:
+            state = self._call(requests, programs.init, *self.weights, **self._kept)
+            self._state = on_all_devices(state, self._engine.model)
+        return self._state
+
+    def read(self, prompts: Prompts) -> None:
+        """Reads prompts between two steps."""
+        requests = prompts.group.values()
+        state = self.state(requests)
+        packed = programs.pack(self._engine, prompts)
+        self._state = self._call(requests, programs.admit, *self.weights, state, packed)
+        self.prefill = prompts.rest
+
+    def step(self, step: Step, num_drafts: int | None) -> None:
+        """Dispatches a step, which may read prompts."""
+        requests = [*step.running.values(), *step.prompts.group.values()]
+        state = self.state(requests)
+        packed = programs.pack(self._engine, step.prompts) if step.prompts.group else None
+        static = dict(all_neutral=step.all_neutral, num_drafts=num_drafts)
+        args = *self.weights, state, packed
+        state, result = self._call(requests, programs.step, *args, **static)
+        self.prefill = step.prompts.rest
+        self._add_step(step.running, state, result, num_drafts)
+
+    def draft(self, step: Masked, num_drafts: int) -> np.ndarray:
+        """Drafts for a step, unless for none; waits for the drafts, ``[S, num_drafts]``."""
+        requests = step.running.values()
+        state = self.state(requests)
+        if num_drafts:
+            matched = [slot for slot, one in step.running.items() if one.matching is not None]
+            has_grammar = np.isin(np.arange(self._engine.num_slots), matched)  # [S]
+            # Features are given by themselves: they end with the call, and cannot be donated.
+            given = state.features, state.num_features, has_grammar
+            state = dataclasses.replace(state, features=None, num_features=None)
+            _, draft_params = self.weights
+            self._state = self._call(requests, programs.draft, draft_params, state, *given)
+        with awaiting(requests):
+            return jax.device_get(self.state(requests).draft_token_ids)[:, :num_drafts]
+
+    def verify(
+        self,
+        step: Masked,
+        drafts: ForcedDrafts,
+        running: Mapping[int, ServedRequest],
+        num_drafts: int,
+    ) -> None:
+        """Dispatches the second half of a step, or all of a step without drafts.
+
+        Args:
+          step: whose requests take part.
+          drafts: with the masks of its rows.
+          running: those of the requests that go on, by slot.
+          num_drafts: of a request at most, as the step is noted.
+        """
+        requests = step.running.values()
+        state = self.state(requests)
+        params, draft_params = self.weights
+        mask = drafts.token_bitmask
+        if drafts.token_ids.shape[1]:
+            forced = drafts.token_ids, drafts.is_forced, mask
+            state, result = self._call(requests, programs.verify, params, state, *forced)
+        else:
+            args = params, draft_params, state, mask
+            state, result = self._call(requests, programs.masked_step, *args)
+        self._add_step(running, state, result, num_drafts)
+
+    def _add_step(
+        self,
+        running: Mapping[int, ServedRequest],
+        state: DecodeState,
+        result: StepResult,
+        num_drafts: int | None,
+    ) -> None:
+        """Notes a step that was dispatched; begins to copy what the host reads, without waiting."""
+        self._state = state
+        request_ids = {slot: one.request_id for slot, one in running.items()}
+        self.ahead.append(StepAhead(result, request_ids, num_drafts))
+        with awaiting(running.values()):
+            for array in jax.tree.leaves(result.for_host):
+                array.copy_to_host_async()
+
+    def empty(self, slot: int, requests: Requests) -> None:
+        """Empties a slot whose request has not ended, and has left it on the host."""
+        if self.prefill is not None and self.prefill.slot == slot:
+            self.prefill = None
+        here = np.arange(self._engine.num_slots) == slot  # [S]
+        self._state = self._call(requests, programs.release, self.state(requests), here)
+
+    def remember(self, texts: Iterable[list[int]]) -> None:
+        """Lets the drafter search what requests have generated; steps ahead do not do so yet."""
+        params, draft_params = self.weights
+        for text in texts:
+            token_ids = np.array(text + [-1] * (self._engine.max_length - len(text)), np.int32)
+            draft_params = self._call((), programs.remember, draft_params, token_ids)
+        self.weights = params, draft_params
+
+    def _call(
+        self, requests: Requests, function: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
+        program = functools.partial(function, self._engine, **named)
+        try:
+            with interrupts():
+                result = program(*args)
+            if any(one.num_failures for one in requests):
+                jax.block_until_ready(result)  # or a failure would show later, and concern others
+            return result
+        except Exception as error:
+            jax.eval_shape(program, *args)  # raises what is wrong with the program
+            raise FailedCall(error, requests) from error
