@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
-from upper_floor import Asked, ChoiceText, Limits, Piece, Vocabulary, loading
+from upper_floor import ChoiceText, Limits, Piece, Vocabulary, loading
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -65,8 +65,7 @@ def choice_text(
 ) -> ChoiceText:
     size = tokenizer.library_tokenizer.get_vocab_size()
     words = Vocabulary(loading.TargetText(tokenizer, size, (), tokenizer.stream, 64), Limits())
-    asked = Asked(True, [], None, [], 0, list(stops), 1, False, False)
-    return ChoiceText(asked, tokenizer.stream(prompt), words, min_tokens)
+    return ChoiceText(tokenizer.stream(prompt), words, stops, 1, min_tokens)
 
 
 def answer(text: ChoiceText, token_ids: list[int], sizes: Iterable[int] = ()) -> Piece:
@@ -206,8 +205,7 @@ def test_stop_strings_are_found_however_a_text_is_cut(pieces: list[str], stops: 
             return "".join(pieces[i] for i in token_ids)
 
     words: Any = Words()
-    asked = Asked(False, [], None, [], 0, stops, None, False, False)
-    text = ChoiceText(asked, words, words)
+    text = ChoiceText(words, words, stops)
     shown = ""
     for token_ids, end in [*(([i], None) for i in range(len(pieces))), ([], "length")]:
         piece = text.add(lm.RequestUpdate(0, token_ids, end))

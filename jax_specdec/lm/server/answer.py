@@ -64,21 +64,26 @@ class ChoiceText:
     """
 
     def __init__(
-        self, asked: Asked, stream: lm.TextStream, words: Vocabulary, min_tokens: int = 0
+        self,
+        stream: lm.TextStream,
+        words: Vocabulary,
+        stops: Sequence[str] = (),
+        num_top: int | None = None,  # alternatives of each token; None for no log-probabilities
+        min_tokens: int = 0,
     ) -> None:
         self.num_tokens = 0
         self.is_done = False
-        self._asked = asked
         self._stream = stream
         self._words = words
+        self._num_top = num_top
         self._min_tokens = min_tokens
         self._marks: dict[int, str] = {}  # of special tokens that stop strings spell
-        marked = asked.stops
-        for token_id, token in words.special_tokens.items() if asked.stops else ():
+        marked = list(stops)
+        for token_id, token in words.special_tokens.items() if stops else ():
             if any(token in stop for stop in marked):
                 self._marks[token_id] = chr(_FIRST_SURROGATE + len(self._marks))
                 marked = [stop.replace(token, self._marks[token_id]) for stop in marked]
-        self._stops = list({*asked.stops, *marked})
+        self._stops = list({*stops, *marked})
         self._held = ""  # with the marks
         self._num_skipped = 0  # characters of it where no stop string ends
         self._num_ready = 0  # bytes of the text
@@ -94,7 +99,7 @@ class ChoiceText:
             self.num_tokens += 1
             if update.finish_reason == "stop" and i == len(update.token_ids) - 1:
                 break  # a stop token has no text
-            if self._asked.num_top is not None:
+            if self._num_top is not None:
                 self._group.append(self._with_logprobs(update, i, token_id))
             self._extend([token_id])
             if token_id in self._marks:
@@ -187,7 +192,7 @@ class ChoiceText:
         ids = numbers.top_token_ids[i].tolist()
         values = numbers.top_logprobs[i].tolist()
         top = [self._entry(one, value) for one, value in zip(ids, values, strict=True) if one >= 0]
-        top = top[: self._asked.num_top]
+        top = top[: self._num_top]
         own = self._entry(token_id, float(numbers.logprobs[i]))
         return {**own, "top_logprobs": top, "begin": 0, "end": 0, "offset": 0}
 
@@ -218,24 +223,26 @@ class Answer:
     def __init__(
         self, asked: Asked, channel: Channel, worker: Worker, words: Vocabulary, model_name: str
     ) -> None:
+        given = asked.given
         self._asked = asked
+        self._given = given
         self._channel = channel
         self._worker = worker
         self._texts = [
-            ChoiceText(asked, stream, words, choice["options"].min_tokens)
+            ChoiceText(stream, words, given.stop, given.num_top, choice["options"].min_tokens)
             for stream, choice in zip(asked.streams, asked.choices, strict=True)
         ]
-        kind = "chat.completion" if asked.is_chat else "text_completion"
+        kind = "chat.completion" if given.is_chat else "text_completion"
         self._head: Json = {
-            "id": ("chatcmpl-" if asked.is_chat else "cmpl-") + secrets.token_hex(12),
-            "object": kind + ".chunk" * (asked.is_stream and asked.is_chat),
+            "id": ("chatcmpl-" if given.is_chat else "cmpl-") + secrets.token_hex(12),
+            "object": kind + ".chunk" * (given.stream and given.is_chat),
             "created": int(time.time()),
             "model": model_name,
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers, as ASGI asks for it."""
-        if self._asked.is_stream:
+        if self._given.stream:
             await self._stream(scope, send)
         else:
             await (await self._whole())(scope, receive, send)
@@ -272,7 +279,7 @@ class Answer:
                 self._worker.cancel(self._channel, choice)  # a stop string
 
     def _choice(self, index: int, piece: Piece, content: Json) -> Json:
-        logprobs = _logprobs_as_json(piece.tokens, self._asked.is_chat) if piece.tokens else None
+        logprobs = _logprobs_as_json(piece.tokens, self._given.is_chat) if piece.tokens else None
         finish_reason = piece.finish_reason
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -284,10 +291,10 @@ class Answer:
 
     async def _whole(self) -> Response:
         """Returns one object. Long lists are encoded as they come, so that no step waits."""
-        is_chat = self._asked.is_chat
+        is_chat = self._given.is_chat
         texts = [""] * len(self._texts)
         reasons: list[str | None] = [None] * len(self._texts)
-        names = [] if self._asked.num_top is None else [*_logprobs_as_json([], is_chat)]
+        names = [] if self._given.num_top is None else [*_logprobs_as_json([], is_chat)]
         encoded: list[dict[str, list[bytes]]] = [{name: [] for name in names} for _ in texts]
         async for index, piece in self._pieces():
             texts[index] += piece.text
@@ -310,9 +317,9 @@ class Answer:
 
     async def _events(self, scope: Scope) -> AsyncIterator[bytes]:
         """Yields the events of a stream; an error is the last one."""
-        usage: Json = {"usage": None} if self._asked.has_usage else {}
+        usage: Json = {"usage": None} if self._given.stream_options.include_usage else {}
         try:
-            if self._asked.is_chat:
+            if self._given.is_chat:
                 for index in range(len(self._texts)):
                     delta = {"delta": {"role": "assistant", "content": ""}}
                     choice = self._choice(index, Piece("", [], None), delta)
@@ -320,11 +327,11 @@ class Answer:
             async for index, piece in self._pieces():
                 if piece.text or piece.tokens or piece.finish_reason:
                     content: Json = {"text": piece.text}
-                    if self._asked.is_chat:
+                    if self._given.is_chat:
                         content = {"delta": {"content": piece.text} if piece.text else {}}
                     choice = self._choice(index, piece, content)
                     yield _event({**self._head, "choices": [choice], **usage})
-            if self._asked.has_usage:
+            if self._given.stream_options.include_usage:
                 yield _event({**self._head, "choices": [], "usage": self._usage})
             yield b"data: [DONE]\n\n"
         except ApiError as error:

@@ -92,12 +92,9 @@ class Server:
                 Route("/health", self._health),
                 Route("/metrics", self._read_metrics),
             ],
-            exception_handlers={
-                ApiError: _api_error,
-                ClientDisconnect: _left_early,
-                HTTPException: _http_error,
-                Exception: _unexpected,
-            },
+            exception_handlers=dict.fromkeys(
+                (ApiError, ClientDisconnect, HTTPException, Exception), _answer_error
+            ),
         )
         self._app.router.redirect_slashes = False  # to http://, which a proxy's clients do not use
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -387,23 +384,16 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    request.scope[ERROR] = error
-    return error.response
-
-
-async def _left_early(request: Request, error: Exception) -> Response:
-    return Response()  # nobody reads it
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{error.detail}: {request.method} {request.scope['path'][:100]}"
-    headers = None if error.headers is None else dict(error.headers)
-    return ApiError(message, status=error.status_code, headers=headers).response
-
-
-async def _unexpected(request: Request, error: Exception) -> Response:
+async def _answer_error(request: Request, error: Exception) -> Response:
+    """Returns the answer to a request that raised an error; an unexpected one is logged."""
+    if isinstance(error, ClientDisconnect):
+        return Response()  # nobody reads it
+    if isinstance(error, ApiError):
+        request.scope[ERROR] = error
+        return error.response
+    if isinstance(error, HTTPException):
+        message = f"{error.detail}: {request.method} {request.scope['path'][:100]}"
+        headers = None if error.headers is None else dict(error.headers)
+        return ApiError(message, status=error.status_code, headers=headers).response
     log("".join(traceback.format_exception(error)))
     return ApiError("the server has an error", status=500).response

@@ -26,21 +26,6 @@ MAX_BIASES = 300
 MAX_CHOICES = 16  # prompts of a request times n
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """A request whose parameters were checked."""
-
-    is_chat: bool
-    choices: list[Choice]
-    schema: str | None  # the JSON schema of all choices
-    streams: list[lm.TextStream]  # by choice
-    num_prompt_tokens: int
-    stops: list[str]
-    num_top: int | None  # alternatives of each token; None for no log-probabilities
-    is_stream: bool
-    has_usage: bool  # at the end of a stream
-
-
 class Object(pydantic.BaseModel):
     """A JSON object; null is absent, and what is neither a field nor neutral is refused."""
 
@@ -210,6 +195,9 @@ class ChatParameters(Parameters):
     """What /v1/chat/completions takes."""
 
     neutral = {**Parameters.neutral, "add_special_tokens": [False]}  # the template writes them
+    is_chat: ClassVar = True
+    prompt_name: ClassVar = "messages"
+    top_name: ClassVar = "top_logprobs"
 
     reasoning_effort: Literal["none"] | None = None
     messages: list[Message] = Field(min_length=1, fail_fast=True)
@@ -223,7 +211,7 @@ class ChatParameters(Parameters):
 
     @property
     def num_top(self) -> int | None:
-        """See `Asked`."""
+        """Alternatives of each token; None for no log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -231,6 +219,9 @@ class TextParameters(Parameters):
     """What /v1/completions takes."""
 
     neutral = {**Parameters.neutral, "add_special_tokens": [True]}
+    is_chat: ClassVar = False
+    prompt_name: ClassVar = "prompt"
+    top_name: ClassVar = "logprobs"
 
     prompt: Annotated[
         str | _IDS | Annotated[list[str | _IDS], Field(min_length=1, fail_fast=True)],
@@ -246,6 +237,17 @@ class TextParameters(Parameters):
 
 
 Given = ChatParameters | TextParameters
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request whose parameters were checked, with the tokens of its prompts."""
+
+    given: Given
+    choices: list[Choice]
+    schema: str | None  # the JSON schema of all choices
+    streams: list[lm.TextStream]  # by choice
+    num_prompt_tokens: int
 
 
 def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
@@ -270,25 +272,24 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
         given = (ChatParameters if is_chat else TextParameters).model_validate(values)
     except pydantic.ValidationError as error:
         raise _refusal(error) from error
-    name = "messages" if is_chat else "prompt"
-    top_name = "top_logprobs" if is_chat else "logprobs"
     num_top = given.num_top
     if given.stream_options.include_usage and not given.stream:
         raise ApiError("stream_options.include_usage needs stream", "stream_options")
     if isinstance(given, ChatParameters) and given.top_logprobs and not given.logprobs:
-        raise ApiError("top_logprobs needs logprobs", top_name)
+        raise ApiError("top_logprobs needs logprobs", "top_logprobs")
     if num_top is not None and engine.logprobs is None:
         raise ApiError("logprobs are turned off on this server", "logprobs")
     if num_top and engine.logprobs and num_top > engine.logprobs.num_top:
         most = engine.logprobs.num_top
-        raise ApiError(f"{top_name} must be at most {most} on this server", top_name)
+        raise ApiError(f"{given.top_name} must be at most {most} on this server", given.top_name)
     if given.min_tokens and given.response_format.followed is not None:
         # At the end of the schema only a stop token is allowed.
         raise ApiError("min_tokens must not come with a response_format", "min_tokens")
     if given.max_drafts and given.max_drafts > (most := engine.config.num_speculative_tokens):
         raise ApiError(f"max_drafts must be at most {most} on this server", "max_drafts")
     if len(given.prompts) * given.n > MAX_CHOICES:
-        raise ApiError(f"{name} and n must make at most {MAX_CHOICES} choices", name)
+        message = f"{given.prompt_name} and n must make at most {MAX_CHOICES} choices"
+        raise ApiError(message, given.prompt_name)
     return given
 
 
@@ -298,8 +299,6 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     Raises:
       ApiError: the prompts are too long, or there is something wrong with them or the schema.
     """
-    is_chat = isinstance(given, ChatParameters)
-    name = "messages" if is_chat else "prompt"
     encode: Callable[[Any], list[int]] = words.encode
     if isinstance(given, ChatParameters):
         thinks = given.reasoning_effort is None
@@ -318,12 +317,12 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
                 raise ApiError(
                     f"this model has {engine.max_length} tokens for prompt and answer, but the "
                     f"prompt has {len(token_ids)} and the answer is to have {budget or 1}",
-                    name,
+                    given.prompt_name,
                     code="context_length_exceeded",
                 )
             own = [await asyncio.to_thread(words.stream, token_ids) for _ in range(given.n)]
         except (TypeError, ValueError) as error:
-            raise ApiError(words.without_path(str(error)), name) from error
+            raise ApiError(words.without_path(str(error)), given.prompt_name) from error
         num_prompt_tokens += len(token_ids)
         streams += own
         for _ in own:
@@ -335,17 +334,8 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
             )
             choices.append({"prompt": token_ids, "options": options})
     followed = given.response_format.followed
-    return Asked(
-        is_chat=is_chat,
-        choices=choices,
-        schema=None if followed is None else await words.try_schema(followed),
-        streams=streams,
-        num_prompt_tokens=num_prompt_tokens,
-        stops=given.stop,
-        num_top=given.num_top,
-        is_stream=given.stream,
-        has_usage=given.stream_options.include_usage,
-    )
+    schema = None if followed is None else await words.try_schema(followed)
+    return Asked(given, choices, schema, streams, num_prompt_tokens)
 
 
 _RULES = {
