@@ -22,7 +22,6 @@ from jax_specdec.lm.decoding.differences import _processed
 from jax_specdec.lm.decoding.generate import make_batch
 from jax_specdec.lm.decoding.options import NUMBERS, PENALTIES, RequestFields, options_per_request
 from jax_specdec.lm.decoding.packing import PACKING, BatchOptions
-from jax_specdec.lm.decoding.slots import put_cache
 from jax_specdec.lm.drafting import draw as drafting_draw
 from jax_specdec.lm.drafting import tree as drafting_tree
 from jax_specdec.lm.drafting.suffix import Lookup
@@ -30,6 +29,7 @@ from jax_specdec.lm.formats.config_json import read_config
 from jax_specdec.lm.formats.tensors import open_tensors
 from jax_specdec.lm.formats.token_ids import count_token_ids
 from jax_specdec.lm.models import protocol
+from jax_specdec.lm.models.in_turn import put_cache
 from jax_specdec.lm.server import app as server_app
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.answer import ChoiceText, Piece, _event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,21 +24,12 @@ from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
-from jax_specdec.lm.decoding.slots import read_into_slots
 from jax_specdec.lm.drafting.context import with_fewer_drafts
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal
 from jax_specdec.lm.drafting.tree import with_chains
-from jax_specdec.lm.models.protocol import (
-    CausalModel,
-    PromptRows,
-    TargetOutput,
-    apply_model,
-    apply_with_prompts,
-    commit_path,
-    reads_beside,
-    sharding_of,
-)
-from jax_specdec.lm.models.rows import Rows
+from jax_specdec.lm.models.in_turn import InTurn, run_in_slots
+from jax_specdec.lm.models.protocol import CausalModel, apply_groups
+from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Wants
 
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
@@ -127,6 +118,20 @@ class Caches(NamedTuple):
     features: jax.Array | None = None
 
 
+class Verdict(NamedTuple):
+    """What the target says of the drafts of a batch.
+
+    Attributes:
+      output: tokens, counts and paths.
+      num_proposed: ``[B]`` int32, the drafts of each request that could have been accepted.
+      logprobs: of the emitted tokens; None unless asked for.
+    """
+
+    output: RejectionSampleOutput
+    num_proposed: jax.Array
+    logprobs: TokenLogprobs | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoder:
     """The step of `generate` and of an `Engine`: pure functions of a `DecodeState`, and settings.
@@ -179,9 +184,11 @@ class Decoder:
                     "params must be the target's weights, because the drafter reads features, but "
                     "it is None"
                 )
-            zero, cache = jnp.zeros((1,), jnp.int32), self.model.init_cache(1, 1)
-            one = jax.eval_shape(lambda p: self._run(p, zero[None], zero, cache).features, params)
-            features = jnp.zeros((num_requests, 1, one.shape[2]), one.dtype)
+            one = Rows(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
+            cache = self.model.init_cache(1, 1)
+            (like,), _ = jax.eval_shape(lambda p: self.run(p, [one], cache, 1), params)
+            # [R, 1, A*H]
+            features = jnp.zeros((num_requests, 1, like.features.shape[2]), like.features.dtype)
         return Caches(
             self.model.init_cache(num_requests, length),
             self.drafter.init_cache(num_requests, length),
@@ -214,38 +221,38 @@ class Decoder:
     ) -> DecodeState:
         """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
         empty = self.empty_caches(params, *batch.token_ids.shape)
-        prompts, zeros = batch.token_ids[:, :prompt_size], jnp.zeros_like(batch.lengths)
-        _, target, features = self._run(params, prompts, zeros, empty.target)
+        length = batch.token_ids.shape[1]
+        zeros = jnp.zeros_like(batch.lengths)
+        rows = Rows(batch.token_ids[:, :prompt_size], zeros)
+        ((_, features),), target = self.run(params, [rows], empty.target, length)
         following = None if features is None else zeros
-        draft = self.drafter.prefill(
-            draft_params, Rows(prompts, zeros), empty.draft, features, following
-        )
+        draft = self.drafter.prefill(draft_params, rows, empty.draft, features, following)
         last, _ = features_of_last(features, batch.lengths, zeros)
         return self.state_of(draft_params, batch, Caches(target, draft, last))
 
-    def read_prompts(
-        self, params: Any, cache: Any, prompts: PromptRows, length: int
-    ) -> tuple[Any, jax.Array | None]:
-        """The target's cache after it has read parts of R prompts, and their ``[R, P, A*H]``.
+    def run(
+        self, params: Params, groups: Sequence[Rows], cache: Cache, max_length: int
+    ) -> tuple[list[Output], Cache]:
+        """Returns what a pass of the target says of each group of rows, and its cache.
+
+        Outputs have the features that the drafter reads. A model that runs one group runs them in
+        turn.
 
         Args:
           params: the target's weights.
-          cache: of all slots, of `length` positions each.
-          prompts: R of them.
-          length: L.
+          groups: drafts of all requests, or parts of prompts for slots, or both.
+          cache: of all slots, of `max_length` positions each.
+          max_length: L.
         """
-
-        def read(own: Any) -> tuple[Any, jax.Array | None]:
-            output = self._run(params, prompts.token_ids, prompts.start, own)
-            return output.cache, output.features
-
-        return read_into_slots(self.model, cache, prompts, length, read)
+        model = self.model if self.model.serves.groups else InTurn(self.model, max_length)
+        wants = Wants(self.drafter.serves.feature_layers)
+        return apply_groups(model, params, groups, cache, wants)
 
     def draft_prompts(
         self,
         draft_params: Any,
         state: DecodeState,
-        prompts: PromptRows,
+        prompts: Rows,
         features: jax.Array | None,
         next_token_ids: jax.Array,
     ) -> DecodeState:
@@ -253,7 +260,7 @@ class Decoder:
 
         Args:
           draft_params: the drafter's weights.
-          state: after `read_prompts`, or a pass that read the prompts beside.
+          state: after the pass that read the prompts.
           prompts: that were read.
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
@@ -261,11 +268,12 @@ class Decoder:
         rows = Rows(prompts.token_ids, prompts.start)
         following = None if features is None else next_token_ids
 
-        def read(own: Any) -> tuple[Any, None]:
+        def read(own: Cache) -> tuple[Cache, None]:
             return self.drafter.prefill(draft_params, rows, own, features, following), None
 
         length = state.batch.token_ids.shape[1]
-        draft_cache, _ = read_into_slots(self.drafter, state.draft_cache, prompts, length, read)
+        axis = self.drafter.serves.batch_axis
+        draft_cache, _ = run_in_slots(self.drafter, axis, state.draft_cache, prompts, length, read)
         return dataclasses.replace(state, draft_cache=draft_cache)
 
     def first_features(
@@ -317,27 +325,27 @@ class Decoder:
 
     def verify(
         self,
-        params: Any,
+        params: Params,
         state: DecodeState,
         token_bitmask: jax.Array | None = None,
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """The second half of `step`; see `Engine.verify`."""
-        return self.accept(state, self.score(params, state)[0], token_bitmask, is_forced)
+        state, (scored,) = self.score(params, state)
+        return self.accept(state, scored, token_bitmask, is_forced)
 
     def score(
-        self, params: Any, state: DecodeState, prompts: PromptRows | None = None
-    ) -> tuple[TargetOutput, jax.Array | None]:
-        """The target's pass over each request's last token and drafts: the first half of `verify`.
+        self, params: Params, state: DecodeState, prompts: Sequence[Rows] = ()
+    ) -> tuple[DecodeState, list[Output]]:
+        """Returns what the target says of each request's newest token and drafts.
 
         Args:
           params: the target's weights.
           state: with drafts.
-          prompts: that are read with the same pass, or after it; None for none.
+          prompts: one group, or none, that is read in the same pass.
 
         Returns:
-          What the target says of the drafts, its cache, and features ``[R, P, A*H]`` of the
-          prompts.
+          The state, with the cache of the pass; and the outputs of the drafts and of the prompts.
 
         Raises:
           ValueError: the state holds features that the drafter has not read.
@@ -347,43 +355,75 @@ class Decoder:
                 f"state must come from draft, because {type(self.drafter).__name__} reads the "
                 "features of every target pass, but it holds some that were not read"
             )
-        batch, ids = state.batch, state.draft_token_ids
+        batch = state.batch
+        ids = state.draft_token_ids
         start = batch.lengths - 1
-        last = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
-        tokens = jnp.concatenate([last, jnp.maximum(ids, 0)], axis=1)
+        # [B, K+1]: the newest token, which the target has not run, and the drafts
+        newest = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
+        tokens = jnp.concatenate([newest, jnp.maximum(ids, 0)], axis=1)
         tree = None if state.draft_parents is None else TreeRows.of(state.draft_parents)
-        arrays = params, tokens, start, state.target_cache, tree
-        if prompts is not None and reads_beside(self.model):
-            layers = self.drafter.serves.feature_layers
-            return apply_with_prompts(self.model, *arrays[:4], prompts, layers, tree)
+        groups = [Rows(tokens, start, tree=tree), *prompts]
+        length = batch.token_ids.shape[1]
         # Only for a batch of one, or with a draft budget, whose widths depend on the load.
         # Otherwise the last bits of float32 sums would depend on a request's neighbours.
         is_free = tokens.shape[0] == 1 or state.estimator is not None
-        if self.drafter.serves.may_abstain and ids.size and is_free:
-            output: TargetOutput = traced_for_platform(_run_as_wide_as_needed, (ids, *arrays), self)
+        if self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
+            arrays = ids, params, groups[0], state.target_cache
+            output, cache = traced_for_platform(_run_as_wide_as_needed, arrays, self, length)
+            outputs = [output]
         else:
-            output = self._run(*arrays)
-        if prompts is None:
-            return output, None
-        length = batch.token_ids.shape[1]
-        cache, features = self.read_prompts(params, output.cache, prompts, length)
-        return output._replace(cache=cache), features
+            outputs, cache = self.run(params, groups, state.target_cache, length)
+        return dataclasses.replace(state, target_cache=cache), outputs
 
     def accept(
         self,
         state: DecodeState,
-        scored: TargetOutput,
+        scored: Output,
         token_bitmask: jax.Array | None = None,
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
-        """The second half of `verify`: check the drafts by what `score` says, and append."""
-        batch, ids, vocab_size = state.batch, state.draft_token_ids, self.model.vocab_size
-        drafts = Drafts.from_dense(ids, parents=state.draft_parents)
+        """The second half of `verify`: checks the drafts by what `score` says, and appends."""
+        if is_forced is None:
+            is_forced = jnp.zeros_like(state.batch.done)
+        drafts = self.proposals(state, is_forced)
+        verdict = self.verdict(state, drafts, scored.logits, token_bitmask)
+        batch, record = append(state.batch, verdict.output, verdict.num_proposed, verdict.logprobs)
+        state = self.learned(state, drafts, verdict.output, record, is_forced)
+        state = self.committed(state, scored.features, verdict.output.path, record.num_kept)
+        nothing = jnp.full((batch.done.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
+        state = dataclasses.replace(
+            state, batch=batch, confidences=None, draft_token_ids=nothing, draft_parents=None
+        )
+        return state, record
+
+    def proposals(self, state: DecodeState, is_forced: jax.Array) -> Drafts:
+        """Returns the drafts of a state, with what each was drawn from; forced ones without."""
+        drafts = Drafts.from_dense(state.draft_token_ids, parents=state.draft_parents)
+        if state.store is None:
+            return drafts
+        return state.store.evict(is_forced).attach(
+            drafts, positions=state.batch.lengths, sampling=state.batch.options.sampling
+        )
+
+    def verdict(
+        self,
+        state: DecodeState,
+        drafts: Drafts,
+        logits: jax.Array,
+        token_bitmask: jax.Array | None,
+    ) -> Verdict:
+        """Returns what the target accepts of the drafts, and emits after them.
+
+        Args:
+          state: whose drafts they are.
+          drafts: from `proposals`.
+          logits: ``[B, S, V]``, of each request's newest token and drafts.
+          token_bitmask: as for `Engine.verify`.
+        """
+        batch = state.batch
         context = batch.context(self.config)
-        if state.store is not None:
-            store = state.store if is_forced is None else state.store.evict(is_forced)
-            drafts = store.attach(drafts, positions=batch.lengths, sampling=context.sampling)
-        logits, target_cache, features = scored
+        sharding = self.model.serves.sharding
+        # [B, S, V] -> [B S, V]
         logits = logits.reshape(-1, logits.shape[-1])
         rows = context.process_logits(logits, drafts)
         output = rejection_sample(
@@ -395,7 +435,7 @@ class Decoder:
             active=~batch.done,
             config=self.config,
             token_bitmask=token_bitmask,
-            sharding=sharding_of(self.model),
+            sharding=sharding,
         )
         found = None
         if self.logprobs is not None:
@@ -408,65 +448,93 @@ class Decoder:
                 num_top=self.logprobs.num_top,
                 distribution=self.logprobs.distribution,
                 token_bitmask=token_bitmask,
-                sharding=sharding_of(self.model),
+                sharding=sharding,
             )
-        in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)
+        ids = state.draft_token_ids
+        in_range = ((ids >= 0) & (ids < self.model.vocab_size)).astype(jnp.int32)
         if state.draft_parents is None:
+            # [B, K] -> [B]: those before the first that is no token
             num_proposed = jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
-        else:  # of the longest path
+        else:
+            # [B, K] -> [B]: those of the longest path
             depth = TreeRows.of(state.draft_parents).depth[:, 1:]
             num_proposed = jnp.max(in_range * depth, axis=1)
         if self.most_accepted < self.num_drafts:
             output, found = _with_fewer_tokens(output, found, self.most_accepted + 1)
             num_proposed = jnp.minimum(num_proposed, self.most_accepted)
-        new, record = append(batch, output, num_proposed, found)
-        if output.path is not None:
-            target_cache = commit_path(self.model, target_cache, batch.lengths - 1, output.path)
-        num_features = None
-        if features is not None:
-            num_features = record.num_kept
-            features = _kept_features(features, output.path, num_features, self.most_accepted + 1)
-        has_own_drafts = output.num_emitted > 0
-        if is_forced is not None:
-            has_own_drafts &= ~is_forced
-        estimator = state.estimator
-        if estimator is not None:
-            offered = jnp.minimum(self._most_drafts(batch), ids.shape[1])
-            offered = jnp.where(has_own_drafts, offered, 0)
-            if isinstance(estimator, AcceptanceEstimator):
-                # Those of a lookup are counts, and nothing was trained to make them right.
-                expected = None if self.drafter.serves.may_abstain else state.confidences
-                estimator = estimator.update(
-                    num_drafts=offered,
-                    num_accepted=output.num_accepted,
-                    log_normalizer=_log_normalizers(state.store, batch.lengths),
-                    confidences=_all_drafts(expected, offered > 0, self.num_drafts),
-                )
-            elif output.path is not None:
-                estimator = estimator.update(num_drafts=offered, path=output.path)
-        state = dataclasses.replace(
-            state,
-            estimator=estimator,
-            confidences=None,
-            batch=new,
-            target_cache=target_cache,
-            features=features,
-            num_features=num_features,
-            draft_parents=None,
-            draft_token_ids=jnp.full(
-                (ids.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32
-            ),
-            counters=state.counters.update(
-                num_proposed=record.num_proposed,
-                num_accepted=record.num_accepted,
-                num_emitted=record.num_emitted,
-                num_kept=record.num_kept,
-                num_fallbacks=count_fallbacks(
-                    drafts, sampling=context.sampling, active=has_own_drafts
-                ),
+        return Verdict(output, num_proposed, found)
+
+    def committed(
+        self,
+        state: DecodeState,
+        features: jax.Array | None,
+        path: jax.Array | None,
+        num_kept: jax.Array,
+    ) -> DecodeState:
+        """Returns the state with what the pass left of the tokens that were kept, and no others.
+
+        Args:
+          state: with the cache of the pass, and the batch before it.
+          features: ``[B, S, A*H]``, of the pass; None if the drafter reads none.
+          path: ``[B, P]`` int32, the nodes that were accepted; None for chains.
+          num_kept: ``[B]`` int32, tokens that were appended.
+        """
+        if path is not None:
+            start = state.batch.lengths - 1
+            cache = self.model.commit(state.target_cache, start, path)
+            state = dataclasses.replace(state, target_cache=cache)
+        if features is None:
+            return dataclasses.replace(state, features=None, num_features=None)
+        kept = _kept_features(features, path, num_kept, self.most_accepted + 1)
+        return dataclasses.replace(state, features=kept, num_features=num_kept)
+
+    def learned(
+        self,
+        state: DecodeState,
+        drafts: Drafts,
+        output: RejectionSampleOutput,
+        record: StepRecord,
+        is_forced: jax.Array,
+    ) -> DecodeState:
+        """Returns the state with counters and estimator after one more verification.
+
+        Args:
+          state: with the drafts, and the batch before the verification.
+          drafts: from `proposals`.
+          output: of the verification.
+          record: of the step.
+          is_forced: ``[B]`` bool, requests whose drafts no drafter made: nothing is learned of it.
+        """
+        batch = state.batch
+        has_own_drafts = (output.num_emitted > 0) & ~is_forced
+        counters = state.counters.update(
+            num_proposed=record.num_proposed,
+            num_accepted=record.num_accepted,
+            num_emitted=record.num_emitted,
+            num_kept=record.num_kept,
+            num_fallbacks=count_fallbacks(
+                drafts, sampling=batch.options.sampling, active=has_own_drafts
             ),
         )
-        return state, record
+        state = dataclasses.replace(state, counters=counters)
+        estimator = state.estimator
+        if estimator is None:
+            return state
+        # [B]: the drafts that each request might have had
+        offered = jnp.minimum(self._most_drafts(batch), state.draft_token_ids.shape[1])
+        offered = jnp.where(has_own_drafts, offered, 0)
+        if isinstance(estimator, AcceptanceEstimator):
+            # Those of a lookup are counts, and nothing was trained to make them right.
+            expected = None if self.drafter.serves.may_abstain else state.confidences
+            estimator = estimator.update(
+                num_drafts=offered,
+                num_accepted=output.num_accepted,
+                log_normalizer=_log_normalizers(state.store, batch.lengths),
+                confidences=_all_drafts(expected, offered > 0, self.num_drafts),
+            )
+        elif output.path is not None:
+            estimator = estimator.update(num_drafts=offered, path=output.path)
+        return dataclasses.replace(state, estimator=estimator)
 
     def _most_drafts(self, batch: Batch) -> jax.Array:
         """``[B]`` int32, the most drafts of each request in this step; they are not looked at."""
@@ -478,41 +546,38 @@ class Decoder:
             none |= batch.lengths == batch.options.prompt_lengths
         return jnp.where(none, 0, most)
 
-    def _run(
-        self,
-        params: Any,
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
-        tree: TreeRows | None = None,
-    ) -> TargetOutput:
-        """The target, with the features that the drafter reads."""
-        layers = self.drafter.serves.feature_layers
-        return apply_model(self.model, params, token_ids, start, cache, layers, tree)
-
 
 def _run_as_wide_as_needed(
-    arrays: tuple[Any, ...], decoder: Decoder, platform: Platform
-) -> TargetOutput:
-    """The target over each request's last token, and the drafts if any request has some.
+    arrays: tuple[jax.Array, Params, Rows, Cache],
+    decoder: Decoder,
+    length: int,
+    platform: Platform,
+) -> tuple[Output, Cache]:
+    """Returns the target's pass over each newest token, and the drafts if any request has some.
 
     Only on CPUs: elsewhere a narrow pass takes as long, because it reads the same weights, and on a
     GPU the host waits for the condition.
     """
-    ids, params, tokens, start, cache, tree = arrays
-    wide = functools.partial(decoder._run, params, tokens, start, tree=tree)
+    ids, params, rows, cache = arrays
+
+    def wide(cache: Cache) -> tuple[Output, Cache]:
+        (output,), cache = decoder.run(params, [rows], cache, length)
+        return output, cache
+
+    def narrow(cache: Cache) -> tuple[Output, Cache]:
+        # [B, 1]: node 0 of a tree is a chain
+        newest = Rows(rows.token_ids[:, :1], rows.start)
+        (output,), cache = decoder.run(params, [newest], cache, length)
+        # [B, 1, ...] -> [B, K+1, ...]: rows that are not read hold zeros
+        num_missing = ids.shape[1]
+        padded = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, num_missing), (0, 0))), output)
+        return padded, cache
+
     if platform != "cpu":
         return wide(cache)
-
-    def narrow(cache: Any) -> TargetOutput:
-        logits, cache, features = decoder._run(params, tokens[:, :1], start, cache)
-        logits, features = jax.tree.map(  # rows that are not read hold zeros
-            lambda x: jnp.pad(x, ((0, 0), (0, ids.shape[1]), (0, 0))), (logits, features)
-        )
-        return TargetOutput(logits, cache, features)
-
-    output: TargetOutput = lax.cond(jnp.any(ids[:, 0] >= 0), wide, narrow, cache)
-    return output
+    has_drafts = jnp.any(ids[:, 0] >= 0)
+    result: tuple[Output, Cache] = lax.cond(has_drafts, wide, narrow, cache)
+    return result
 
 
 def features_of_last(
@@ -637,7 +702,7 @@ def on_all_devices(arrays: Any, model: CausalModel) -> Any:
       arrays: a pytree.
       model: the target; without a mesh, everything stays where it is.
     """
-    sharding = sharding_of(model)
+    sharding = model.serves.sharding
     if sharding is None or sharding.mesh is None:
         return arrays
     everywhere = NamedSharding(sharding.mesh, P())

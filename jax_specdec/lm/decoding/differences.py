@@ -16,8 +16,8 @@ from jax_specdec.lm.decoding.core import PLAIN
 from jax_specdec.lm.decoding.generate import GenerateOutput
 from jax_specdec.lm.decoding.options import RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
-from jax_specdec.lm.models.protocol import CausalModel, apply_model, check_params
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import CausalModel, apply_groups, check_params
+from jax_specdec.lm.models.rows import Params, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,8 @@ def greedy_differences(
         # [1, T]: what both texts begin with; its last row decided
         sequence = jnp.array([[*prompts[b], *theirs[:index]]], jnp.int32)
         cache = model.init_cache(1, sequence.shape[1])
-        logits = apply_model(model, params, sequence, jnp.zeros((1,), jnp.int32), cache).logits
+        rows = Rows(sequence, jnp.zeros((1,), jnp.int32))
+        ((logits, _),), _ = apply_groups(model, params, [rows], cache)
         # [1, T, V] -> [V]
         row = _processed(logits[:, -1], asked[b], sequence, len(prompts[b]))
         second, best = np.sort(row)[-2:]

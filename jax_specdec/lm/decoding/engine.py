@@ -27,12 +27,12 @@ from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.protocol import (
     CausalModel,
-    PromptRows,
     check_batch_axis,
     check_cache,
     check_model,
     check_params,
 )
+from jax_specdec.lm.models.rows import Rows
 
 _SMALLEST_PREFILL = 32
 _MAX_GROUP_TOKENS = 512
@@ -80,10 +80,13 @@ class NewRequests:
     next_token_ids: jax.Array | None = None
 
     @property
-    def rows(self) -> PromptRows:
+    def rows(self) -> Rows:
         """The tokens that are read, and where they go."""
-        arrays = self.prompts, self._or_zeros(self.start), self.slots
-        return PromptRows(*(jnp.asarray(x, jnp.int32) for x in arrays))
+        return Rows(
+            token_ids=jnp.asarray(self.prompts, jnp.int32),
+            start=jnp.asarray(self._or_zeros(self.start), jnp.int32),
+            slots=jnp.asarray(self.slots, jnp.int32),
+        )
 
     @property
     def following(self) -> jax.Array:
@@ -183,7 +186,7 @@ class Engine:
         check_model("model", self.model)
         inputs.check_drafter(self.drafter, self.config)
         inputs.check_trees(self.model, self.drafter, self.config)
-        check_batch_axis("drafter", self.drafter)
+        check_batch_axis("drafter", self.drafter, self.drafter.serves.batch_axis)
         method = self.config.rejection_sample_method
         depends = self.drafter.serves.has_history and method == "synthetic"
         must = "be a rule whose text does not depend on drafts, because the drafter has a history"
@@ -403,10 +406,11 @@ class Engine:
         check_params("draft_params", self.drafter, draft_params)
         self._check_requests(requests)
         self._check_target_cache(state)
-        given = state.target_cache, requests.rows, state.batch.token_ids.shape[1]
-        cache, features = self.decoder.read_prompts(params, *given)
+        outputs, cache = self.decoder.run(
+            params, [requests.rows], state.target_cache, state.batch.token_ids.shape[1]
+        )
         state = dataclasses.replace(state, target_cache=cache)
-        return self._enter(draft_params, state, requests, features)
+        return self._enter(draft_params, state, requests, outputs[0].features)
 
     def _check_requests(self, requests: NewRequests) -> None:
         shape, stops = jnp.shape(requests.prompts), jnp.shape(requests.options.stop_token_ids)
@@ -435,8 +439,9 @@ class Engine:
         """
         self._check_draft_cache(state)
         rows = requests.rows
-        given = rows, features, requests.following
-        state = self.decoder.draft_prompts(draft_params, state, *given)
+        slots = jnp.asarray(requests.slots, jnp.int32)
+        following = requests.following
+        state = self.decoder.draft_prompts(draft_params, state, rows, features, following)
         lengths = jnp.asarray(requests.lengths, jnp.int32)
         end = rows.start + rows.token_ids.shape[1]
         is_read = end >= lengths - 1  # a step reads the last token, as it does in every sequence
@@ -444,8 +449,8 @@ class Engine:
         if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
             keys = jax.vmap(jax.random.key)(keys)
         # [R, L]: what the slots hold, with these tokens and the next one, which a step may read.
-        token_ids = state.batch.token_ids.at[rows.slots].get(mode="clip")
-        added = jnp.concatenate([rows.token_ids, requests.following[:, None]], axis=1)
+        token_ids = state.batch.token_ids.at[slots].get(mode="clip")
+        added = jnp.concatenate([rows.token_ids, following[:, None]], axis=1)
         place = rows.start[:, None] + jnp.arange(added.shape[1], dtype=jnp.int32)[None, :]
         requests_axis = jnp.arange(token_ids.shape[0])[:, None]
         new = Batch(
@@ -458,13 +463,13 @@ class Engine:
         ).with_processors(self.model.vocab_size)
         last = features_of_last(features, lengths, rows.start)
         batch, features, num_features = jax.tree.map(
-            lambda all_, some: all_.at[rows.slots].set(some),
+            lambda all_, some: all_.at[slots].set(some),
             (state.batch, state.features, state.num_features),
             (new, *self.decoder.first_features(*last)),
         )
-        slots = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
+        each = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
         return dataclasses.replace(
-            state.without_drafts((slots == rows.slots[None, :]).any(axis=1)),
+            state.without_drafts((each == slots[None, :]).any(axis=1)),
             batch=batch,
             features=features,
             num_features=num_features,
@@ -495,8 +500,8 @@ class Engine:
           draft_params: the drafter's weights.
           state: donated.
           requests: whose prompts, or parts of them, this step reads too, as `admit` does. A model
-            that has `apply_with_prompts` reads them in the pass that verifies the drafts, which
-            costs little more than that pass; see `CausalModel`. Float32 sums in such a step may
+            that serves `groups` reads them in the pass that verifies the drafts, which costs little
+            more than that pass; see `CausalModel`. Float32 sums in such a step may
             differ from those of a step without prompts in their last bits. None for none.
           num_drafts: static; as for `draft`.
           all_neutral: static; true says that no running request asks for anything that needs
@@ -516,16 +521,16 @@ class Engine:
         state = self.draft(draft_params, state, num_drafts=num_drafts)
         check_params("params", self.model, params)
         self._check_target_cache(state)
-        rows = None
+        prompts = []
         if requests is not None:
             self._check_requests(requests)
-            rows = requests.rows
-        scored, features = self.decoder.score(params, state, rows)
-        state, record = self.decoder.accept(state, scored)
+            prompts.append(requests.rows)
+        state, outputs = self.decoder.score(params, state, prompts)
+        state, record = self.decoder.accept(state, outputs[0])
         if all_neutral:
             state = _with_options(state, options)
         if requests is not None:
-            state = self._enter(draft_params, state, requests, features)
+            state = self._enter(draft_params, state, requests, outputs[1].features)
         return state, record
 
     def draft(

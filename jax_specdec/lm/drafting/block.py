@@ -138,7 +138,8 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         # Rows of rejected drafts lie where the block is written next.
         cache = head.write_context(params, features, last - num_features, cache)
         wanted = self.tree_depth or context.config.num_speculative_tokens
-        logits, states, cache = head.apply(params, newest, last, cache, wanted)
+        rows = Rows(newest[:, None], last)
+        logits, states, cache = head.apply(params, rows, cache, wanted)
         if self.tree_depth:
             drafts, parents = self._tree(params, logits, newest, context)
             drafts = jnp.where((num_features > 0)[:, None], drafts, PLACEHOLDER_TOKEN_ID)

@@ -22,11 +22,9 @@ from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.models.protocol import (
     CausalModel,
-    apply_model,
-    cache_batch_axis_of,
+    apply_groups,
     check_model,
     check_params,
-    sharding_of,
 )
 from jax_specdec.lm.models.rows import Cache, Params, Rows
 
@@ -93,7 +91,7 @@ class ModelDrafter(Drafter):
     @property
     def serves(self) -> DrafterServes:
         """What is declared: the axis of requests is that of the model's cache."""
-        return DrafterServes(batch_axis=cache_batch_axis_of(self.model))
+        return DrafterServes(batch_axis=self.model.serves.batch_axis)
 
     def check_params(self, name: str, params: Any) -> None:
         """Check the model's weights, if it says how."""
@@ -113,8 +111,9 @@ class ModelDrafter(Drafter):
         """
 
         def one_token(params: Any) -> jax.Array:
-            zero, cache = jnp.zeros((1,), jnp.int32), self.model.init_cache(1, 1)
-            return apply_model(self.model, params, zero[None, :], zero, cache).logits
+            one = Rows(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
+            (output,), _ = apply_groups(self.model, params, [one], self.model.init_cache(1, 1))
+            return output.logits
 
         logits = jax.eval_shape(one_token, params)
         width, ids = logits.shape[-1], self._target_ids
@@ -133,7 +132,7 @@ class ModelDrafter(Drafter):
             ids=None if has_candidates or ids is None else jnp.asarray(ids),
             own_ids=has_candidates,
         )
-        sharding = sharding_of(self.model)
+        sharding = self.model.serves.sharding
         if sharding is None or sharding.mesh is None or store.ids is not None:
             return store
         rows = NamedSharding(sharding.mesh, P(None, sharding.vocab_axis))
@@ -148,7 +147,7 @@ class ModelDrafter(Drafter):
         next_token_ids: jax.Array | None = None,
     ) -> Cache:
         """Runs the model over the prompts, or a chunk of them; see `Drafter.prefill`."""
-        return apply_model(self.model, params, rows.token_ids, rows.start, cache).cache
+        return apply_groups(self.model, params, [rows], cache)[1]
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
@@ -168,10 +167,10 @@ class ModelDrafter(Drafter):
         start = jnp.where(context.runs, jnp.maximum(lengths - 2, 0), lengths - 1)
         place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
         recent = jnp.take_along_axis(context.token_ids, place, axis=1)
-        logits, cache, _ = apply_model(self.model, params, recent, start, cache)
+        (output,), cache = apply_groups(self.model, params, [Rows(recent, start)], cache)
         newest = (lengths - 1 - start)[:, None, None]
         return draft_chain(
-            jnp.take_along_axis(logits, newest, axis=1)[:, 0],
+            jnp.take_along_axis(output.logits, newest, axis=1)[:, 0],
             cache,
             forward,
             context,
@@ -179,7 +178,7 @@ class ModelDrafter(Drafter):
             ids=None if ids is None else jnp.asarray(ids),
             vocab_size=0 if ids is None else int(ids.max()) + 1,
             num_candidates=self.num_candidates,
-            sharding=sharding_of(self.model),
+            sharding=self.model.serves.sharding,
         )
 
     @property
@@ -190,8 +189,8 @@ class ModelDrafter(Drafter):
 def _read_token(arrays: tuple[Any, ...], drafter: ModelDrafter) -> tuple[jax.Array, Any]:
     """Returns the logits ``[B, V]`` of the first of some tokens of each request, and the cache."""
     params, token_ids, start, cache = arrays
-    logits, cache, _ = apply_model(drafter.model, params, token_ids, start, cache)
-    return logits[:, 0], cache
+    (output,), cache = apply_groups(drafter.model, params, [Rows(token_ids, start)], cache)
+    return output.logits[:, 0], cache
 
 
 def _read_alone(

@@ -131,7 +131,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             raise ValueError("prefill must get features and next_token_ids, but it got none")
         shifted = jnp.concatenate([rows.token_ids[:, 1:], next_token_ids[:, None]], axis=1)
         states = self.head.project(params, features)
-        return self.head.apply(params, states, shifted, rows.start, cache)[2]
+        return self.head.apply(params, states, Rows(shifted, rows.start), cache)[2]
 
     def propose(
         self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
@@ -149,7 +149,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
             state, cache = carry
             start = jnp.minimum(lengths - 2 + offset, longest - 1)
-            logits, state, cache = self.head.apply(params, state, last[:, None], start, cache)
+            rows = Rows(last[:, None], start)
+            logits, state, cache = self.head.apply(params, state, rows, cache)
             return logits[:, 0], (state, cache)
 
         logits, state, cache = self._extend(params, context, cache)
@@ -180,7 +181,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         place = start[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None, :]
         shifted = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
         states, row = self.head.project(params, features), jnp.maximum(num_features - 1, 0)
-        return self.head.apply(params, states, shifted, start, cache, row)
+        return self.head.apply(params, states, Rows(shifted, start), cache, row)
 
     def _tree(
         self, params: Any, context: DraftContext, cache: Any
@@ -205,15 +206,13 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             first_row = offset * width
             own = node_bits(first_row + jnp.arange(width, dtype=jnp.int32))
             visible = level.visible | own[None]
-            logits, states, cache = self.head.apply(
-                params,
-                level.states,
+            rows = Rows(
                 level.token_ids,
-                context.lengths - 1,
-                level.cache,
+                start=context.lengths - 1,
                 tree=TreeRows(jnp.broadcast_to(offset, level.token_ids.shape), visible),
                 first_row=first_row,
             )
+            logits, states, cache = self.head.apply(params, level.states, rows, level.cache)
             found = children(logits, offset + 1)
             scores = level.scores[:, :, None] + found.scores
             # [B, W, C] -> [B, W * C]

@@ -32,20 +32,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.arrays import check_array, check_int, require
-from jax_specdec._src.tree import MAX_VISIBLE
+from jax_specdec._src.tree import MAX_VISIBLE, TreeRows
+from jax_specdec.lm.models.cache import Pass, check_length, check_rows, write_cache
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
-    cached_attention,
-    check_length,
     decoder_layer,
     embed_tokens,
     rms_norm,
     rotated_heads,
-    write_cache,
 )
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import param_shapes
 from jax_specdec.lm.models.rotary import rotation
+from jax_specdec.lm.models.rows import Cache, Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +174,7 @@ class BlockOutput(NamedTuple):
 
     logits: jax.Array
     states: jax.Array
-    cache: Any
+    cache: Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +192,7 @@ class BlockHead(DraftHead):
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax_specdec.lm import BlockHeadConfig
-      >>> from jax_specdec.lm.models import LlamaConfig
+      >>> from jax_specdec.lm.models import LlamaConfig, Rows
       >>> layer = LlamaConfig(
       ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True)
@@ -204,8 +203,9 @@ class BlockHead(DraftHead):
       >>> cache = head.init_cache(batch_size=1, max_length=16)
       >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
       >>> cache = jax.jit(head.write_context)(params, features, jnp.array([0]), cache)
-      >>> newest = jnp.array([105])  # at position 3
-      >>> output = jax.jit(head.apply)(params, newest, jnp.array([3]), cache)
+      >>> newest = jnp.array([105])
+      >>> rows = Rows(newest[:, None], start=jnp.array([3]))
+      >>> output = jax.jit(head.apply)(params, rows, cache)
       >>> output.logits.shape  # of positions 4 to 11
       (1, 8, 256)
       >>> logits = output.logits[:, 0] + jax.jit(head.bias)(params, newest)  # of position 4
@@ -219,7 +219,7 @@ class BlockHead(DraftHead):
         """The structure of the params, with a shape in place of each array."""
         return block_shapes(self.config)
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """An empty cache for requests of at most T = max_length positions, and a block after them.
 
         Args:
@@ -255,9 +255,9 @@ class BlockHead(DraftHead):
         return [rotated_heads(c, layer, rows, cos_sin)[1:] for layer in params["layers"]]
 
     def write_context(
-        self, params: dict[str, Any], features: jax.Array, start: jax.Array, cache: Any
-    ) -> Any:
-        """Write S consecutive positions of each request into the cache.
+        self, params: dict[str, Any], features: jax.Array, start: jax.Array, cache: Cache
+    ) -> Cache:
+        """Returns the cache after S consecutive positions of each request were written.
 
         Args:
           params: as for `context`.
@@ -265,39 +265,36 @@ class BlockHead(DraftHead):
           start: ``[B]`` int32.
           cache: from `init_cache` or a previous call.
 
-        Returns:
-          The cache.
-
         Raises:
           ValueError: as for `context`, or the cache has fewer positions.
           TypeError: as for `context`.
         """
         check_array("start", start, "[B] int32", {})
-        check_length(features.shape[1], cache)
+        check_length("features", features.shape[1], cache)
         positions = start[:, None] + jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
-        rows = self.context(params, features, positions)
+        pairs = self.context(params, features, positions)
         return [
-            write_cache(keys, values, key, value, positions)
-            for (keys, values), (key, value) in zip(cache, rows, strict=True)
+            write_cache(layer, key, value, positions)
+            for layer, (key, value) in zip(cache, pairs, strict=True)
         ]
 
     def apply(
         self,
         params: dict[str, Any],
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
+        rows: Rows,
+        cache: Cache,
         num_drafts: int | None = None,
     ) -> BlockOutput:
-        """Run a block of each request, after its newest token.
+        """Runs a block of each request, after its newest token.
 
-        All S rows are run and written to the cache, at positions ``start[b]`` to ``start[b] + S -
-        1``; none sees what lies after them. Weights are not checked; `check_params` does that.
+        All S rows of the block are run and written to the cache, at positions ``start[b]`` to
+        ``start[b] + S - 1``; none sees what lies after them. Weights are not checked;
+        `check_params` does that.
 
         Args:
           params: as for `context`.
-          token_ids: ``[B]`` int32, the newest token of each request, as an id of the target.
-          start: ``[B]`` int32, its position n; the cache has the context of positions 0 to n - 1.
+          rows: one token of each request, the newest, ``[B, 1]``, as an id of the target, at
+            position n; the cache has the context of positions 0 to n - 1.
           cache: from `write_context` or a previous call.
           num_drafts: K, how many rows to return; None for all that give a draft.
 
@@ -305,36 +302,41 @@ class BlockHead(DraftHead):
           Logits, states and the cache; see `BlockOutput`.
 
         Raises:
-          ValueError: an argument has another shape, the cache has fewer positions than a block, or
+          ValueError: rows have another shape, the cache has fewer positions than a block, or
             `num_drafts` is out of range.
-          TypeError: ids or positions are not int32.
+          TypeError: rows have other dtypes.
         """
-        config, sizes = self.config, dict[str, int]()
-        check_array("token_ids", token_ids, "[B] int32", sizes)
-        check_array("start", start, "[B] int32", sizes)
+        config = self.config
         most = config.max_drafts
         count = most if num_drafts is None else check_int("num_drafts", num_drafts, 1, most)
-        check_length(config.block_size, cache)
-        positions = start[:, None] + jnp.arange(config.block_size, dtype=jnp.int32)[None, :]
-        masks = jnp.full((start.shape[0], config.block_size - 1), config.mask_token_id, jnp.int32)
-        ids = jnp.concatenate([token_ids[:, None], masks], axis=1)
+        check_rows("rows", rows, cache)
+        require(rows.token_ids.shape[1] == 1, "rows.token_ids", "be [B, 1]", rows.token_ids)
+        check_length("a block", config.block_size, cache)
+        # [B, 1] -> [B, S]: the newest token, and masks
+        ids = jnp.pad(
+            rows.token_ids,
+            ((0, 0), (0, config.block_size - 1)),
+            constant_values=config.mask_token_id,
+        )
+        block = rows._replace(token_ids=ids)
+        step = Pass.of([block], cache, config.layer.num_key_value_heads)
+        depth = jnp.arange(config.block_size, dtype=jnp.int32)[None, :]
         new_cache = list(cache)
 
         def attend(index: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            read, new_cache[index] = cached_attention(
-                query,
-                key,
-                value,
-                cache[index],
-                positions,
-                visible=config.visible(index),
-                window=config.window(index),
+            # Rows of a block see one another: a layer's bits take the place of a tree's.
+            visible: Any = config.visible(index)  # a constant: attention counts its bits
+            seen = block._replace(tree=TreeRows(depth, visible))
+            own = step._replace(groups=(seen,))
+            read, new_cache[index] = own.attend(
+                query, key, value, cache[index], config.window(index)
             )
             return read
 
         embedded = embed_tokens(params["embed_tokens"], ids)
-        states = self.run(params, embedded, positions, attend)
+        states = self.run(params, embedded, step.positions, attend)
         first = config.block_size - most
+        # [B, S, H] -> [B, K, H]
         states = states[:, first : first + count]
         return BlockOutput(head_logits(config, params, states), states, new_cache)
 

@@ -20,12 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.arrays import check_array, require
-from jax_specdec._src.tree import TreeRows
+from jax_specdec.lm.models.cache import Pass, check_rows
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
     Attend,
-    cached_attention,
-    check_length,
     embed_tokens,
     feed_forward,
     rms_norm,
@@ -34,6 +32,7 @@ from jax_specdec.lm.models.layers import (
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import param_shapes
 from jax_specdec.lm.models.rotary import rotation
+from jax_specdec.lm.models.rows import Cache, Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +113,7 @@ class Eagle3Head(DraftHead):
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jax_specdec.lm.models import Eagle3Config, LlamaConfig
+      >>> from jax_specdec.lm.models import Eagle3Config, LlamaConfig, Rows
       >>> layer = LlamaConfig(
       ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
@@ -126,14 +125,15 @@ class Eagle3Head(DraftHead):
       >>> states = head.project(params, features)
       >>> next_ids = jnp.array([[105, 33, 10]])  # of the tokens at positions 1, 2, 3
       >>> apply = jax.jit(head.apply)
-      >>> logits, feedback, cache = apply(params, states, next_ids, jnp.array([0]), cache)
+      >>> rows = Rows(next_ids, start=jnp.array([0]))
+      >>> logits, feedback, cache = apply(params, states, rows, cache)
       >>> logits.shape  # the last row is about position 4
       (1, 3, 256)
 
       A draft step takes its own state, and the token drafted from the last row:
 
-      >>> logits, feedback, cache = apply(
-      ...     params, feedback[:, -1:], jnp.array([[104]]), jnp.array([3]), cache)
+      >>> rows = Rows(jnp.array([[104]]), start=jnp.array([3]))
+      >>> logits, feedback, cache = apply(params, feedback[:, -1:], rows, cache)
       >>> logits.shape
       (1, 1, 256)
     """
@@ -151,7 +151,7 @@ class Eagle3Head(DraftHead):
         """The structure of the params, with a shape in place of each array."""
         return head_shapes(self.config)
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """An empty cache for B = batch_size requests of at most T = max_length positions."""
         return self._llama.init_cache(batch_size, max_length)
 
@@ -186,77 +186,52 @@ class Eagle3Head(DraftHead):
         self,
         params: dict[str, Any],
         states: jax.Array,
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
+        rows: Rows,
+        cache: Cache,
         row: jax.Array | None = None,
-        tree: TreeRows | None = None,
-        first_row: jax.Array | int = 0,
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Run S consecutive positions of each request; position s of request b is start[b] + s.
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        """Runs S consecutive positions of each request, or S nodes of a tree of drafts.
 
         It attends to positions 0 to its own and replaces its own entry of the cache, as in
         `CausalModel.apply`: rollback is free. Weights are not checked; `check_params` does that,
         where they enter.
 
-        With `tree` it runs S nodes of a tree of drafts instead, such as one level of it. Each
-        attends to all positions below `start`, and to nodes that `tree` names.
-
         Args:
           params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
           states: ``[B, S, H]`` in the compute dtype: `project` of the features at these positions,
             or the feedback of the draft step before.
-          token_ids: ``[B, S]`` int32, the tokens **after** these positions, as ids of the target.
-          start: ``[B]`` int32, absolute position of the first; with `tree`, where the tree
-            begins.
+          rows: of all requests. `token_ids` are the tokens **after** these positions, as ids of the
+            target. With a `tree`, such as one level of a tree that grows, `start` is the position
+            where the tree begins.
           cache: from `init_cache` or a previous call.
           row: ``[B]`` int32 in [0, S), the only position of each request whose logits and feedback
             are wanted; S is then 1 in their shapes. None for all.
-          tree: of S nodes, whose rotary positions are start[b] + depth[b, s]. Bit j of `visible` is
-            the entry start[b] + j of the cache, at most 64 from `start` on. None for consecutive
-            positions.
-          first_row: ``[]`` int32, rows of the tree that calls before this one have run: node s is
-            written at start[b] + first_row + s.
 
         Returns:
-          Logits ``[B, S, Vd]`` of the token at start + s + 2 (with `tree`, start + depth + 2), the
-          feedback ``[B, S, H]`` that the next draft step takes for its states, and the cache.
+          Logits ``[B, S, Vd]`` of the token at position + 2, the feedback ``[B, S, H]`` that the
+          next draft step takes for its states, and the cache.
 
         Raises:
-          ValueError: ids, positions, states or `tree` have another shape, or there are more of them
-            than the cache has positions.
-          TypeError: ids, positions or depths are not int32, `tree.visible` is not uint32, or states
-            not of the compute dtype.
+          ValueError: rows or states have another shape, or there are more of them than the cache
+            has positions.
+          TypeError: rows have other dtypes, or states not the compute dtype.
         """
-        sizes = {"H": self.config.layer.hidden_size}
-        check_array("token_ids", token_ids, "[B, S] int32", sizes)
-        check_array("start", start, "[B] int32", sizes)
+        c = self.config.layer
+        (layer,) = cache
+        check_rows("rows", rows, cache)
+        step = Pass.of([rows], cache, c.num_key_value_heads)
+        batch_size, length = rows.token_ids.shape
+        sizes = {"B": batch_size, "S": length, "H": c.hidden_size}
         check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
-        length = token_ids.shape[1]
-        check_length(length, cache)
-        positions = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
-        # [B, S]: where the cache holds each row, and the first that `visible` has a bit for
-        slots = positions
-        visible = first = None
-        if tree is not None:
-            check_array("tree.depth", tree.depth, "[B, S] int32", sizes)
-            check_array("tree.visible", tree.visible, "[B, S, 2] uint32", {**sizes, "2": 2})
-            slots = slots + first_row
-            positions = start[:, None] + tree.depth
-            visible = tree.visible
-            first = start
-        (layer_cache,) = cache
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            nonlocal layer_cache
-            read, layer_cache = cached_attention(
-                query, key, value, layer_cache, slots, visible=visible, start=first
-            )
+            nonlocal layer
+            read, layer = step.attend(query, key, value, layer)
             return read
 
-        embedded = embed_tokens(params["embed_tokens"], token_ids)
-        logits, feedback = self.run(params, states, embedded, positions, attend, row)
-        return logits, feedback, [layer_cache]
+        embedded = embed_tokens(params["embed_tokens"], step.token_ids)
+        logits, feedback = self.run(params, states, embedded, step.positions, attend, row)
+        return logits, feedback, [layer]
 
     def run(
         self,

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec.lm.models.protocol import Cache, Params
+from jax_specdec.lm.models.plain import OneGroup
+from jax_specdec.lm.models.rows import Cache, Params
 
 Call = Callable[[Params, jax.Array, jax.Array, Cache, jax.Array], tuple[jax.Array, Cache]]
 """``(params, token_ids [1, S], positions [1, S], cache, mask [1, S, T]) -> logits, cache``."""
@@ -24,7 +25,7 @@ NewCache = Callable[[int], Cache]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OneIndexModel:
+class OneIndexModel(OneGroup):
     """A `CausalModel` of a model whose cache has one write index for the whole batch.
 
     Equal to itself only, because most graph definitions and functions have no useful equality:
@@ -54,8 +55,8 @@ class OneIndexModel:
       >>> model = OneIndexModel(3, call, new_cache, index="end_index")
       >>> cache = model.init_cache(batch_size=2, max_length=8)
       >>> table = jnp.arange(9.0).reshape(3, 3)
-      >>> _, cache = model.apply(table, jnp.array([[2, 0], [1, 1]]), jnp.array([0, 0]), cache)
-      >>> logits, cache = model.apply(table, jnp.array([[1], [0]]), jnp.array([1, 2]), cache)
+      >>> _, cache = model.run(table, jnp.array([[2, 0], [1, 1]]), jnp.array([0, 0]), cache)
+      >>> logits, cache = model.run(table, jnp.array([[1], [0]]), jnp.array([1, 2]), cache)
       >>> logits.tolist()
       [[[9.0, 11.0, 13.0]], [[6.0, 9.0, 12.0]]]
     """
@@ -66,19 +67,34 @@ class OneIndexModel:
     index: str | None = None
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
-        """The cache of each request, one after another along a new first axis."""
+        """Returns the cache of each request, one after another along a new first axis.
+
+        Raises:
+          ValueError: no array of the cache has the name `index`; or one has fewer positions than
+            `max_length`, as a ring has: rejected drafts would overwrite what it held before.
+        """
         one = jax.tree.map(jnp.asarray, self.new_cache(max_length))
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(one)]
-        if self.index is not None and not any(map(self._is_index, paths)):
+        arrays = jax.tree_util.tree_leaves_with_path(one)
+        if self.index is not None and not any(self._is_index(path) for path, _ in arrays):
             raise ValueError(f"index must be a name in the cache, but {self.index!r} is not in it")
-        # The room is written down as a shape: which axis of theirs holds it is theirs to know.
+        shortest = jax.eval_shape(lambda: self.new_cache(1))
+        for (path, array), least in zip(arrays, jax.tree.leaves(shortest), strict=True):
+            # The axis of positions is the one that grows; which it is, is theirs to know.
+            grows = [n for n, small in zip(array.shape, least.shape, strict=True) if n != small]
+            if not self._is_index(path) and max(grows or array.shape, default=0) < max_length:
+                raise ValueError(
+                    f"new_cache must have max_length = {max_length} positions, but the shape of "
+                    f"cache{jax.tree_util.keystr(path)} is {array.shape}: a ring cannot take back "
+                    "rejected drafts"
+                )
+        # The room is written down as a shape, for the mask.
         room = jnp.zeros((batch_size, max_length), bool)
         return jax.tree.map(lambda x: jnp.repeat(x[None], batch_size, axis=0), one), room
 
-    def apply(
+    def run(
         self, params: Params, token_ids: jax.Array, start: jax.Array, cache: Cache
     ) -> tuple[jax.Array, Cache]:
-        """See `CausalModel.apply`."""
+        """Returns logits ``[B, S, V]`` and the cache; see `OneGroup.run`."""
         caches, room = cache
         length, max_length = token_ids.shape[1], room.shape[1]
 
@@ -133,7 +149,7 @@ def from_nnx(
       >>> def call(table, token_ids, positions, cache, mask):
       ...     return table[token_ids], cache
       >>> model, params = from_nnx(nnx, jnp.eye(3), call, lambda max_length: (), vocab_size=3)
-      >>> logits, _ = model.apply(
+      >>> logits, _ = model.run(
       ...     params, jnp.array([[2]]), jnp.array([0]), model.init_cache(1, 4))
       >>> logits.tolist()
       [[[0.0, 0.0, 1.0]]]

@@ -15,7 +15,7 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,24 +27,18 @@ from jax_specdec._src.arrays import (
     check_increasing,
     checked_dtype,
 )
-from jax_specdec._src.tree import TreeRows
+from jax_specdec.lm.models.cache import Pass, check_length, check_rows, move_in_cache
 from jax_specdec.lm.models.layers import (
-    all_rows,
-    attention_with_prompts,
-    cached_attention,
-    check_length,
     check_params,
     decoder_layer,
     embed_tokens,
-    move_in_cache,
     output_logits,
-    places_of_rows,
     random_weights,
     rms_norm,
 )
 from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
-from jax_specdec.lm.models.protocol import PromptRows, TargetOutput
 from jax_specdec.lm.models.rotary import rotation
+from jax_specdec.lm.models.rows import Cache, Output, Rows, Serves, Wants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,15 +56,16 @@ class Llama:
 
     Example:
       >>> import jax, jax.numpy as jnp
+      >>> from jax_specdec.lm.models import LlamaConfig, Rows, Wants
       >>> model = Llama(LlamaConfig(
       ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
       >>> params = jax.jit(model.init_params)(jax.random.key(0))
       >>> cache = model.init_cache(batch_size=1, max_length=16)
-      >>> apply = jax.jit(model.apply, static_argnames="feature_layers")
-      >>> logits, cache, features = apply(
-      ...     params, jnp.array([[104, 105, 33]]), jnp.array([0]), cache, feature_layers=(0, 2))
-      >>> logits.shape, features.shape
+      >>> rows = Rows(jnp.array([[104, 105, 33]]), start=jnp.array([0]))
+      >>> apply = jax.jit(model.apply, static_argnames="wants")
+      >>> (output,), cache = apply(params, [rows], cache, wants=Wants(feature_layers=(0, 2)))
+      >>> output.logits.shape, output.features.shape
       ((1, 3, 256), (1, 3, 64))
     """
 
@@ -107,7 +102,7 @@ class Llama:
         params: dict[str, Any] = random_weights(self.weight_shapes, key, self.dtype, num_layers)
         return params
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """An empty cache for B = batch_size requests of at most T = max_length positions.
 
         In 16 bits T is rounded up to a multiple of 64, as the kernel of attention takes it.
@@ -123,78 +118,40 @@ class Llama:
             for _ in range(c.num_hidden_layers)
         ]
 
+    @property
+    def serves(self) -> Serves:
+        """Trees, features, and several groups in one pass."""
+        return Serves(trees=True, features=True, groups=True)
+
     def apply(
         self,
         params: dict[str, Any],
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
-        feature_layers: tuple[int, ...] = (),
-        tree: TreeRows | None = None,
-    ) -> TargetOutput:
-        """Run S consecutive tokens of each request, or a tree; see `CausalModel`.
+        groups: Sequence[Rows],
+        cache: Cache,
+        wants: Wants = Wants(),
+    ) -> tuple[list[Output], Cache]:
+        """Runs rows of requests, all groups in one pass; see `CausalModel`.
 
         Weights are not checked; `check_params` does that, where they enter.
 
         Args:
           params: weights of the structure and shapes of `param_shapes`, in the compute dtype.
-          token_ids: ``[B, S]`` int32; ids outside the vocabulary, such as -1, are read as some id
-            in it.
-          start: ``[B]`` int32, absolute position of each request's first token.
+          groups: ids outside the vocabulary, such as -1, are read as some id in it.
           cache: from `init_cache` or a previous call.
-          feature_layers: A increasing layers, 0 to L, whose features to return.
-          tree: of S nodes, which the tokens then are; None for consecutive tokens.
+          wants: features are wanted of increasing layers, 0 to L.
 
         Returns:
-          Logits ``[B, S, V]`` in the compute dtype, the cache, and features ``[B, S, A H]`` in the
-          compute dtype; None without `feature_layers`.
+          For each group logits ``[G, S, V]`` and features ``[G, S, A*H]`` in the compute dtype; and
+          the cache.
 
         Raises:
-          ValueError: ids, positions or the tree have another shape, there are more tokens than the
-            cache has positions, or `feature_layers` do not increase or are no layers.
-          TypeError: ids or positions are not int32, or the tree has other dtypes.
+          ValueError: rows have other shapes, or more tokens than the cache has positions, or
+            `feature_layers` do not increase or are no layers.
+          TypeError: rows have other dtypes.
         """
-        given = params, token_ids, start, cache, feature_layers, embed_tokens
-        return self.apply_with(*given, tree=tree)[0]
+        return self.apply_with(params, groups, cache, wants, embed_tokens)
 
-    def apply_with_prompts(
-        self,
-        params: dict[str, Any],
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
-        prompts: PromptRows,
-        feature_layers: tuple[int, ...] = (),
-        tree: TreeRows | None = None,
-    ) -> tuple[TargetOutput, jax.Array | None]:
-        """Run `apply`, and read prompts in the same pass; see `CausalModel`.
-
-        The arguments are those of `apply`, and `prompts`: R of them, of P tokens each.
-
-        Returns:
-          What `apply` returns, and the features of the prompts, ``[R, P, A H]``.
-
-        Raises:
-          ValueError: as in `apply`, or `prompts` have other shapes, or more tokens than the cache
-            has positions.
-          TypeError: as in `apply`, or `prompts` are not int32.
-
-        Example:
-          >>> import jax, jax.numpy as jnp
-          >>> from jax_specdec import lm
-          >>> model, params = lm.load_embedded_pair()[1]
-          >>> cache = model.init_cache(2, 8)
-          >>> prompts = lm.models.PromptRows(
-          ...     jnp.array([[104, 105, 33]]), start=jnp.array([0]), slots=jnp.array([1]))
-          >>> output, _ = jax.jit(model.apply_with_prompts)(
-          ...     params, jnp.array([[97], [0]]), jnp.array([0, 0]), cache, prompts)
-          >>> output.logits.shape
-          (2, 1, 256)
-        """
-        given = params, token_ids, start, cache, feature_layers, embed_tokens
-        return self.apply_with(*given, tree=tree, prompts=prompts)
-
-    def commit(self, cache: Any, start: jax.Array, path: jax.Array) -> Any:
+    def commit(self, cache: Cache, start: jax.Array, path: jax.Array) -> Cache:
         """Moves what the cache holds of the nodes of a path together; see `CausalModel`.
 
         Args:
@@ -217,79 +174,51 @@ class Llama:
           >>> cache, start = model.init_cache(1, 8), jnp.array([0])
           >>> ids = jnp.array([[104, 97, 105]])  # "h", and two drafts that follow it: "a" and "i"
           >>> tree = sd.TreeRows.of(jnp.array([[0, 0]]))
-          >>> cache = jax.jit(model.apply)(params, ids, start, cache, tree=tree).cache
+          >>> rows = lm.models.Rows(ids, start, tree=tree)
+          >>> _, cache = jax.jit(model.apply)(params, [rows], cache)
           >>> cache = jax.jit(model.commit)(cache, start, jnp.array([[0, 2]]))  # "hi"
         """
         sizes: Sizes = {}
         check_array("start", start, "[B] int32", sizes)
         check_array("path", path, "[B, P] int32", sizes)
-        check_length(path.shape[1], cache, "path")
+        check_length("path", path.shape[1], cache)
         return [move_in_cache(layer, start, path) for layer in cache]
 
     def apply_with(
         self,
         params: dict[str, Any],
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
-        feature_layers: tuple[int, ...],
+        groups: Sequence[Rows],
+        cache: Cache,
+        wants: Wants,
         embed: Callable[[jax.Array, jax.Array], jax.Array],
         regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
-        tree: TreeRows | None = None,
-        prompts: PromptRows | None = None,
-    ) -> tuple[TargetOutput, jax.Array | None]:
-        """`apply_with_prompts` with another way to read embeddings, or to end a branch; see `run`.
+    ) -> tuple[list[Output], Cache]:
+        """Runs `apply` with another way to read embeddings, or to end a branch; see `run`.
 
         `embed(embed_tokens, token_ids)` gives the rows ``[B, S, H]``.
         """
-        sizes: Sizes = {}
-        check_array("token_ids", token_ids, "[B, S] int32", sizes)
-        check_array("start", start, "[B] int32", sizes)
-        batch_size, length = token_ids.shape
-        check_length(length, cache)
-        if feature_layers:
-            check_increasing("feature_layers", feature_layers, 0, self.config.num_hidden_layers)
-        # [B, S]: where the cache holds each token, and where it is in the sequence.
-        slots = start[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
-        positions = slots
-        visible = None
-        if tree is not None:
-            check_array("tree.depth", tree.depth, "[B, S] int32", sizes)
-            check_array("tree.visible", tree.visible, "[B, S, 2] uint32", {**sizes, "2": 2})
-            positions = start[:, None] + tree.depth
-            visible = tree.visible
-        if prompts is not None:
-            check_array("prompts.token_ids", prompts.token_ids, "[R, P] int32", sizes)
-            check_array("prompts.start", prompts.start, "[R] int32", sizes)
-            check_array("prompts.slots", prompts.slots, "[R] int32", sizes)
-            check_length(prompts.token_ids.shape[1], cache, "prompts.token_ids")
-            # All rows of the batch, then all of the prompts, as one request: [1, B S + R P].
-            places = places_of_rows(slots, prompts, jax.tree.leaves(cache)[0].shape[-1])
-            token_ids = all_rows(token_ids, prompts.token_ids)
-            positions = all_rows(positions, prompts.positions)
-        embedded = embed(params["embed_tokens"], token_ids)
-
+        layers = wants.feature_layers
+        if layers:
+            check_increasing("feature_layers", layers, 0, self.config.num_hidden_layers)
+        for index, rows in enumerate(groups):
+            check_rows(f"groups[{index}]", rows, cache)
+        step = Pass.of(groups, cache, self.config.num_key_value_heads)
+        # [G, S, H], or [1, M, H] of several groups
+        embedded = embed(params["embed_tokens"], step.token_ids)
         new_cache = list(cache)
 
         def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            given = query, key, value, cache[layer], slots
-            if prompts is None:
-                read, new_cache[layer] = cached_attention(*given, visible)
-            else:
-                read, new_cache[layer] = attention_with_prompts(*given, prompts, places, visible)
+            read, new_cache[layer] = step.attend(query, key, value, cache[layer])
             return read
 
-        x, features = self._layers(params, embedded, positions, attend, regularize, feature_layers)
-        prompt_features = None
-        if prompts is not None:
-            num_rows = batch_size * length
-            if features is not None:
-                # [1, B S + R P, A H] -> [R, P, A H] and [B, S, A H]
-                prompt_features = features[:, num_rows:].reshape(*prompts.token_ids.shape, -1)
-                features = features[:, :num_rows].reshape(batch_size, length, -1)
-            # [1, B S + R P, H] -> [B, S, H]: nobody needs logits of prompts
-            x = x[:, :num_rows].reshape(batch_size, length, -1)
-        return TargetOutput(self._logits(params, x), new_cache, features), prompt_features
+        x, features = self._layers(params, embedded, step.positions, attend, regularize, layers)
+        outputs = []
+        for index, own in enumerate(step.split(x)):
+            # Group by group: a compiler leaves out the logits that nobody reads, as of prompts.
+            logits = self._logits(params, own)
+            own_features = None if features is None else step.split(features)[index]
+            outputs.append(Output(logits, own_features))
+        return outputs, new_cache
 
     def run(
         self,

@@ -15,6 +15,7 @@ References:
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,11 +25,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.models.layers import check_params
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.protocol import PromptRows, TargetOutput
+from jax_specdec.lm.models.rows import Cache, Output, Rows, Serves, Wants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +59,9 @@ class TensorParallelLlama:
       >>> mesh = jax.make_mesh((jax.device_count(),), ("tensor",))
       >>> model = lm.models.TensorParallelLlama(whole, mesh, "tensor")
       >>> params = model.shard_params(params)
-      >>> logits = jax.jit(model.apply)(
-      ...     params, jnp.array([[104, 105]]), jnp.array([0]), model.init_cache(1, 8)).logits
+      >>> rows = lm.models.Rows(jnp.array([[104, 105]]), start=jnp.array([0]))
+      >>> (output,), _ = jax.jit(model.apply)(params, [rows], model.init_cache(1, 8))
+      >>> logits = output.logits
       >>> logits.shape, logits.addressable_shards[0].data.shape[2] * jax.device_count()
       ((1, 2, 256), 256)
     """
@@ -100,9 +101,10 @@ class TensorParallelLlama:
         return self._local.vocab_size * self.num_devices
 
     @property
-    def sharding(self) -> VerifySharding:
-        """How the logits are split."""
-        return VerifySharding(self.mesh, vocab_axis=self.axis)
+    def serves(self) -> Serves:
+        """What a `Llama` does; the devices come before the requests, and logits are split."""
+        sharding = VerifySharding(self.mesh, vocab_axis=self.axis)
+        return dataclasses.replace(self.model.serves, batch_axis=1, sharding=sharding)
 
     @property
     def _local(self) -> Llama:
@@ -152,12 +154,7 @@ class TensorParallelLlama:
         )
         check_params(name, shapes, params, local.dtype)
 
-    @property
-    def cache_batch_axis(self) -> int:
-        """See `CausalModel`; the devices come first."""
-        return 1
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """An empty cache; see `CausalModel.init_cache`."""
         one = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))
         sharding = NamedSharding(self.mesh, P(self.axis))
@@ -171,69 +168,39 @@ class TensorParallelLlama:
     def apply(
         self,
         params: dict[str, Any],
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
-        feature_layers: tuple[int, ...] = (),
-        tree: TreeRows | None = None,
-    ) -> TargetOutput:
-        """Run S consecutive tokens of each request, or a tree; see `CausalModel`.
+        groups: Sequence[Rows],
+        cache: Cache,
+        wants: Wants = Wants(),
+    ) -> tuple[list[Output], Cache]:
+        """Runs rows of requests, all groups in one pass; see `CausalModel`.
 
         Args:
           params: from `shard_params`.
-          token_ids: as in `Llama.apply`.
-          start: as in `Llama.apply`.
+          groups: as in `Llama.apply`.
           cache: from `init_cache` or a previous call.
-          feature_layers: as in `Llama.apply`.
-          tree: as in `Llama.apply`.
+          wants: as in `Llama.apply`.
 
         Returns:
-          Logits ``[B, S, V]``, sharded over V; the cache; and features, the same on all devices.
+          For each group logits ``[G, S, V]``, sharded over V, and features, the same on all
+          devices; and the cache.
 
         Raises:
-          ValueError: as in `Llama.apply`.
-          TypeError: as in `Llama.apply`.
+          ValueError, TypeError: as in `Llama.apply`.
         """
-        return self._apply(params, token_ids, start, cache, feature_layers, tree)[0]
-
-    def apply_with_prompts(
-        self,
-        params: dict[str, Any],
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
-        prompts: PromptRows,
-        feature_layers: tuple[int, ...] = (),
-        tree: TreeRows | None = None,
-    ) -> tuple[TargetOutput, jax.Array | None]:
-        """Run `apply`, and read prompts in the same pass; see `Llama.apply_with_prompts`."""
-        return self._apply(params, token_ids, start, cache, feature_layers, tree, prompts)
-
-    def _apply(
-        self,
-        params: dict[str, Any],
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
-        feature_layers: tuple[int, ...],
-        tree: TreeRows | None,
-        prompts: PromptRows | None = None,
-    ) -> tuple[TargetOutput, jax.Array | None]:
-        """Each device's part of the pass."""
-        specs: Any = P(None, None, self.axis), P(self.axis), P()
+        specs: Any = P(None, None, self.axis), P()  # of logits and features
         run = jax.shard_map(
-            functools.partial(self._apply_share, feature_layers=feature_layers),
+            functools.partial(self._apply_share, wants=wants),
             mesh=self.mesh,
-            in_specs=(P(self.axis), P(), P(), P(self.axis), P(), P()),
-            out_specs=(TargetOutput(*specs), P()),
+            in_specs=(P(self.axis), P(), P(self.axis)),
+            out_specs=([Output(*specs)] * len(groups), P(self.axis)),
             check_vma=False,  # which kernels do not follow
         )
-        return run(params, token_ids, start, cache, tree, prompts)
+        return run(params, list(groups), cache)
 
-    def commit(self, cache: Any, start: jax.Array, path: jax.Array) -> Any:
+    def commit(self, cache: Cache, start: jax.Array, path: jax.Array) -> Cache:
         """Moves what the cache holds of the nodes of a path together; see `Llama.commit`."""
 
-        def share(cache: Any, start: jax.Array, path: jax.Array) -> Any:
+        def share(cache: Cache, start: jax.Array, path: jax.Array) -> Cache:
             own = jax.tree.map(lambda x: x[0], cache)
             return jax.tree.map(lambda x: x[None], self._local.commit(own, start, path))
 
@@ -243,18 +210,11 @@ class TensorParallelLlama:
         return run(cache, start, path)
 
     def _apply_share(
-        self,
-        params: Any,
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: Any,
-        tree: TreeRows | None,
-        prompts: PromptRows | None,
-        *,
-        feature_layers: tuple[int, ...],
-    ) -> tuple[TargetOutput, jax.Array | None]:
-        """One device's part of `apply_with_prompts`."""
-        local, c = self._local, self.model.config
+        self, params: dict[str, Any], groups: list[Rows], cache: Cache, *, wants: Wants
+    ) -> tuple[list[Output], Cache]:
+        """Returns one device's part of `apply`."""
+        local = self._local
+        c = self.model.config
         first_id = lax.axis_index(self.axis) * local.vocab_size
 
         def sum_devices(branch: jax.Array) -> jax.Array:
@@ -269,16 +229,14 @@ class TensorParallelLlama:
 
         # Without the axis of devices, of which this one's part has one entry.
         params, cache = jax.tree.map(lambda x: x[0], (params, cache))
-        (logits, cache, features), prompt_features = local.apply_with(
-            params, token_ids, start, cache, feature_layers, embed, sum_devices, tree, prompts
-        )
-        # [B, S, V / n]: ids that are padding, of the checkpoint or up to a multiple of n
+        outputs, cache = local.apply_with(params, groups, cache, wants, embed, sum_devices)
+        # [G, S, V / n]: ids that are padding, of the checkpoint or up to a multiple of n
         num_token_ids = c.num_token_ids or c.vocab_size
         if num_token_ids < self.vocab_size:
             ids = first_id + jnp.arange(local.vocab_size, dtype=jnp.int32)
-            logits = jnp.where((ids < num_token_ids)[None, None, :], logits, -jnp.inf)
-        cache = jax.tree.map(lambda x: x[None], cache)
-        return TargetOutput(logits, cache, features), prompt_features
+            is_token = (ids < num_token_ids)[None, None, :]
+            outputs = [x._replace(logits=jnp.where(is_token, x.logits, -jnp.inf)) for x in outputs]
+        return outputs, jax.tree.map(lambda x: x[None], cache)
 
     def _part(self, name: str, x: np.ndarray, device: int) -> np.ndarray:
         """Returns what one device holds of a weight, which `param_shapes` describes."""

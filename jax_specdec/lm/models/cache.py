@@ -1,0 +1,252 @@
+"""The keys and values that a decoder remembers: rows write them, and attention reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_specdec._src.arrays import Sizes, check_array, require
+from jax_specdec._src.attention.api import decode_attention
+from jax_specdec.lm.models.rows import Cache, Rows
+
+Layer = tuple[jax.Array, jax.Array]
+"""Keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of one layer, of all requests."""
+
+
+class Pass(NamedTuple):
+    """The rows of all groups of a pass, laid out for matrix products.
+
+    One group is run as it is, ``[G, S]``. Several are M rows of one batch, ``[1, M]``: all rows of
+    the first group, then all of the second, so that weights are read once for all of them.
+
+    Attributes:
+      groups: what the pass runs.
+      token_ids: ``[G, S]`` or ``[1, M]`` int32.
+      positions: of the same shape, in the sequences, for rotary angles.
+      places: of the same shape, in the cache.
+      requests: of the same shape, or one that broadcasts with it: the requests of the cache. None
+        for one group that is all of them.
+    """
+
+    groups: tuple[Rows, ...]
+    token_ids: jax.Array
+    positions: jax.Array
+    places: jax.Array
+    requests: jax.Array | None
+
+    @classmethod
+    def of(cls, groups: Sequence[Rows], cache: list[Layer], num_kv_heads: int) -> Pass:
+        """Returns the pass over some groups.
+
+        Where groups write one position, that of the group with `slots` stays: rows of a group of
+        all requests are not written for those that another group has.
+        """
+        keys = cache[0][0]
+        num_requests = keys.shape[0] // num_kv_heads
+        room = keys.shape[2]
+        if len(groups) == 1:
+            (rows,) = groups
+            requests = None if rows.slots is None else rows.slots[:, None]
+            return cls((rows,), rows.token_ids, rows.positions, rows.places, requests)
+        owners = []
+        places = []
+        # [T]: the requests that groups with slots have rows of
+        slots = [rows.slots for rows in groups if rows.slots is not None]
+        taken = jnp.concatenate([jnp.zeros((0,), jnp.int32), *slots])
+        for rows in groups:
+            place = rows.places
+            owner = rows.slots
+            if owner is None:
+                owner = jnp.arange(num_requests, dtype=jnp.int32)
+                # [B, 1]: whether another group has rows of the request
+                is_other = (owner[:, None] == taken[None, :]).any(axis=1, keepdims=True)
+                # A position past the end is not written.
+                place = jnp.where(is_other, room, place)
+            owners.append(jnp.broadcast_to(owner[:, None], place.shape))
+            places.append(place)
+        return cls(
+            tuple(groups),
+            _side_by_side([rows.token_ids for rows in groups]),
+            _side_by_side([rows.positions for rows in groups]),
+            _side_by_side(places),
+            _side_by_side(owners),
+        )
+
+    def split(self, x: jax.Array) -> list[jax.Array]:
+        """Returns ``[G, S, ...]`` for each group, of ``[G, S, ...]`` or ``[1, M, ...]``."""
+        if len(self.groups) == 1:
+            return [x]
+        parts = []
+        first = 0
+        for rows in self.groups:
+            end = first + rows.token_ids.size
+            # [1, M, ...] -> [G S, ...] -> [G, S, ...]
+            parts.append(x[0, first:end].reshape(*rows.token_ids.shape, *x.shape[2:]))
+            first = end
+        return parts
+
+    def attend(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        layer: Layer,
+        window: int | None = None,
+    ) -> tuple[jax.Array, Layer]:
+        """Returns what all rows read of a layer, and the layer, into which they are written first.
+
+        It is softmax(q k / sqrt(D)) v over the positions up to each row's own, or as its tree and
+        the window say; see `decode_attention`. All rows are written before any is read, so that the
+        cache is changed in place.
+
+        Args:
+          query: ``[G, S, N, D]``, or ``[1, M, N, D]`` of several groups.
+          key: ``[G, S, N_kv, D]``, or ``[1, M, N_kv, D]``.
+          value: as `key`.
+          layer: changed in place if it is donated.
+          window: as for `decode_attention`.
+        """
+        layer = write_cache(layer, key, value, self.places, self.requests)
+        num_kv_heads = key.shape[2]
+        reads = []
+        for rows, own in zip(self.groups, self.split(query), strict=True):
+            keys, values = (_of_slots(x, num_kv_heads, rows.slots) for x in layer)
+            read = decode_attention(
+                own,
+                keys,
+                values,
+                rows.start,
+                visible=rows.visible,
+                window=window,
+                finite_cache=True,
+            )
+            reads.append(read)
+        if len(reads) == 1:
+            return reads[0], layer
+        return _side_by_side(reads), layer
+
+
+def _side_by_side(parts: list[jax.Array]) -> jax.Array:
+    """Returns ``[1, M, ...]``: each ``[G, S, ...]``, row after row, one after another."""
+    # [G, S, ...] -> [1, G S, ...]
+    rows = [x.reshape(1, -1, *x.shape[2:]) for x in parts]
+    return jnp.concatenate(rows, axis=1)
+
+
+def _of_slots(cache: jax.Array, num_kv_heads: int, slots: jax.Array | None) -> jax.Array:
+    """Returns keys ``[G N_kv, D, T]`` or values ``[G N_kv, T, D]`` of some requests; None: all."""
+    if slots is None:
+        return cache
+    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
+    each = cache.reshape(-1, num_kv_heads, *cache.shape[1:])
+    return each.at[slots].get(mode="clip").reshape(-1, *cache.shape[1:])
+
+
+def write_cache(
+    layer: Layer,
+    key: jax.Array,
+    value: jax.Array,
+    places: jax.Array,
+    requests: jax.Array | None = None,
+) -> Layer:
+    """Returns a layer with the key and value of rows written into it, in place.
+
+    Values are finite in it: where one is not, it is written as 0 and its key as NaN, so that those
+    who see it become NaN and all others, such as the next request in its slot, do not.
+
+    Args:
+      layer: as in `Layer`.
+      key: ``[G, S, N_kv, D]``.
+      value: as `key`.
+      places: ``[G, S]`` int32, positions of the cache. With `requests`, one past the end is not
+        written; without, there is none.
+      requests: int32 of a shape that broadcasts to ``[G, S]``; None: row g is of request g.
+    """
+    keys, values = layer
+    is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)  # [G, S, N_kv, 1]
+    key = jnp.where(is_finite, key, jnp.nan)
+    value = jnp.where(is_finite, value, 0)
+    num_kv_heads = key.shape[2]
+    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
+    new_keys = keys.reshape(-1, num_kv_heads, *keys.shape[1:])
+    new_values = values.reshape(-1, num_kv_heads, *values.shape[1:])
+    mode: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
+    if requests is None:
+        requests = jnp.arange(key.shape[0])[:, None]
+    else:
+        mode = {"mode": "drop"}  # a prompt may come twice
+    new_keys = new_keys.at[requests, :, :, places].set(key, **mode)
+    new_values = new_values.at[requests, :, places].set(value, **mode)
+    return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
+
+
+def move_in_cache(layer: Layer, start: jax.Array, path: jax.Array) -> Layer:
+    """Returns a layer in which ``start[b] + j`` holds what ``start[b] + path[b, j]`` held before.
+
+    Args:
+      layer: as in `Layer`, changed in place.
+      start: ``[B]`` int32.
+      path: ``[B, P]`` int32; nothing is moved to ``start[b] + j`` where it is negative.
+    """
+    keys, values = layer
+    batch_size, length = path.shape
+    head_dim, room = keys.shape[1:]
+    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
+    new_keys = keys.reshape(batch_size, -1, head_dim, room)
+    new_values = values.reshape(batch_size, -1, room, head_dim)
+    requests = jnp.arange(batch_size)[:, None]
+    index = jnp.arange(length, dtype=jnp.int32)[None, :]
+    # [B, P]: where each entry is, and where it goes. What is not moved goes past the end, to a
+    # place of its own, and is dropped.
+    source = start[:, None] + path
+    target = jnp.where(path < 0, room, start[:, None]) + index
+    # [B, P, N_kv, D]
+    key = new_keys.at[requests, :, :, source].get(mode="clip")
+    value = new_values.at[requests, :, source, :].get(mode="clip")
+    # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
+    # for which it copies the whole cache.
+    key, value, new_keys, new_values = jax.lax.optimization_barrier(
+        (key, value, new_keys, new_values)
+    )
+    mode: dict[str, Any] = {"mode": "drop", "unique_indices": True}
+    new_keys = new_keys.at[requests, :, :, target].set(key, **mode)
+    new_values = new_values.at[requests, :, target, :].set(value, **mode)
+    return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
+
+
+def check_rows(name: str, rows: Rows, cache: Cache) -> None:
+    """Checks the shapes and dtypes of rows, and that the cache has positions for them.
+
+    Args:
+      name: of the argument.
+      rows: what was given for it.
+      cache: of layers.
+
+    Raises:
+      ValueError: another shape, or more tokens than the cache has positions.
+      TypeError: another dtype.
+    """
+    sizes: Sizes = {}
+    check_array(f"{name}.token_ids", rows.token_ids, "[G, S] int32", sizes)
+    check_array(f"{name}.start", rows.start, "[G] int32", sizes)
+    if rows.slots is not None:
+        check_array(f"{name}.slots", rows.slots, "[G] int32", sizes)
+    if rows.tree is not None:
+        check_array(f"{name}.tree.depth", rows.tree.depth, "[G, S] int32", sizes)
+        visible = rows.tree.visible
+        check_array(f"{name}.tree.visible", visible, "[G, S, 2] uint32", {**sizes, "2": 2})
+    check_length(f"{name}.token_ids", rows.token_ids.shape[1], cache)
+
+
+def check_length(name: str, length: int, cache: Cache) -> None:
+    """Checks that the caches of layers have positions for so many tokens.
+
+    Raises:
+      ValueError: they have not: writing would drop the last tokens.
+    """
+    most = jax.tree.leaves(cache)[0].shape[-1]
+    must = f"have at most {most} tokens per request, as the cache"
+    require(length <= most, name, must, length)
