@@ -204,7 +204,7 @@ def _programs(model: Any, *given: Any) -> dict[str, Any]:
     def run(params: Any, ids: Any, start: Any, cache: Any) -> Any:
         def step(_: Any, carry: Any) -> Any:
             ids, cache = carry
-            logits, cache = model.apply(params, ids, start, cache)[:2]
+            ((logits, _),), cache = model.apply(params, [lm.models.Rows(ids, start)], cache)
             return logits.argmax(-1).astype(jnp.int32), cache  # the next pass waits for these
 
         return lax.fori_loop(0, PASSES_AT_ONCE, step, (ids, cache))

@@ -29,17 +29,9 @@ WAYS: dict[str, lm.RequestOptions | None] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """A `CausalModel` whose logits are a row of ``params [64, V]``, by the last token."""
-
-    vocab_size: int
-
-    def init_cache(self, batch_size: int, max_length: int) -> tuple[()]:
-        return ()
-
-    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
-        return params[token_ids % params.shape[0]], cache
+def row_of_last(params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+    """Logits are a row of ``params [64, V]``, by the last token."""
+    return params[token_ids % params.shape[0]], cache
 
 
 @functools.partial(jax.jit, static_argnames=("engine", "steps", "all_neutral"))
@@ -63,7 +55,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
-    model, steps = Rows(options.vocab_size), options.steps
+    model, steps = lm.models.PlainModel(options.vocab_size, row_of_last), options.steps
     rng = np.random.default_rng(0)
     draft_params = jnp.asarray(rng.standard_normal((64, model.vocab_size)), options.dtype) * 3
     noise = jnp.asarray(rng.standard_normal(draft_params.shape), options.dtype)

@@ -116,7 +116,8 @@ def continue_windows(
     batch_size, length = windows.shape
     cache = model.init_cache(batch_size, length)
     start = jnp.zeros(batch_size, jnp.int32)
-    logits, cache, _ = model.apply(params, windows[:, :kept], start, cache)
+    rows = lm.models.Rows(windows[:, :kept], start)
+    ((logits, _),), cache = model.apply(params, [rows], cache)
 
     def step(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
         logits, cache = carry
@@ -125,7 +126,8 @@ def continue_windows(
             logits.astype(jnp.float32) / temperature[:, None],
             axis=-1,
         ).astype(jnp.int32)
-        logits, cache, _ = model.apply(params, token[:, None], start + offset, cache)
+        rows = lm.models.Rows(token[:, None], start + offset)
+        ((logits, _),), cache = model.apply(params, [rows], cache)
         return (logits[:, 0], cache), token
 
     offsets = jnp.arange(kept, length, dtype=jnp.int32)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lower_floor import attention_gpu as mosaic_gpu
 from lower_floor import attention_xla as xla
+from passes import run as run_pass
 from verify.interpret_mode import interpret_gpu_params
 
 import jax_specdec as sd
@@ -273,7 +274,7 @@ def test_a_slot_that_had_nan_is_clean_for_the_next_request() -> None:
     model = lm.models.Llama(config)
     params = model.init_params(jax.random.key(0))
     broken = {**params, "embed_tokens": params["embed_tokens"].at[7].set(jnp.inf)}
-    apply, start = jax.jit(model.apply), jnp.zeros((1,), jnp.int32)
+    apply, start = jax.jit(functools.partial(run_pass, model)), jnp.zeros((1,), jnp.int32)
     ids = jnp.array([[3, 4, 7, 5, 6]], jnp.int32)
     logits, cache = apply(broken, ids, start, model.init_cache(1, 8))[:2]
     is_nan = np.isnan(logits).any(axis=2)[0]

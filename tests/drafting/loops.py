@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from models.weights import random_weights, sizes
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -76,7 +77,7 @@ def greedy() -> list[list[int]]:
     """Whole texts of plain decoding, each token from a pass over all before it."""
     texts, start = [[*prompt] for prompt in PROMPTS], jnp.zeros(len(PROMPTS), jnp.int32)
     cache = TARGET.init_cache(len(PROMPTS), LONGEST)
-    score = jax.jit(lambda ids: TARGET.apply(PARAMS, ids, start, cache).logits.argmax(axis=2))
+    score = jax.jit(lambda ids: run_pass(TARGET, PARAMS, ids, start, cache).logits.argmax(axis=2))
     for _ in range(BUDGET):
         best = score(np.array([np.resize(text, LONGEST) for text in texts], np.int32))
         for text, row in zip(texts, best.tolist(), strict=True):

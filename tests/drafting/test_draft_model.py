@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from lower_floor import assume
 from models.weights import random_weights, sizes
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -51,7 +52,7 @@ def score(token_ids):
     """Logits of whole sequences, by a fresh cache."""
     batch = token_ids.shape[0]
     start = jnp.zeros((batch,), jnp.int32)
-    return MODEL.apply(PARAMS, token_ids, start, MODEL.init_cache(batch, SIZE))[0]
+    return run_pass(MODEL, PARAMS, token_ids, start, MODEL.init_cache(batch, SIZE)).logits
 
 
 @jax.jit
@@ -205,9 +206,9 @@ def _propose_twice(token_ids, lengths, keys):
 
     @dataclasses.dataclass(frozen=True)
     class Watched(lm.models.Llama):
-        def apply(self, params, token_ids, *rest, **options):
-            rows.append(token_ids.shape[1])
-            return super().apply(params, token_ids, *rest, **options)
+        def apply(self, params, groups, *rest, **options):
+            rows.append(groups[0].token_ids.shape[1])
+            return super().apply(params, groups, *rest, **options)
 
     drafter = lm.ModelDrafter(Watched(MODEL.config))
     context = lm.DraftContext(

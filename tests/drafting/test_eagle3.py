@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import passes
 import pytest
 from models.weights import random_weights
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -48,13 +50,15 @@ def one_pass(text: jax.Array, length: jax.Array, drafts: jax.Array) -> jax.Array
     over all rows so far, with the head's output of the row before as its input.
     """
     start, place = jnp.zeros(1, jnp.int32), jnp.arange(text.shape[0])
-    features = TARGET.apply(PARAMS, text[None], start, TARGET.init_cache(1, len(text)), LAYERS)[2]
+    cache = TARGET.init_cache(1, len(text))
+    features = run_pass(TARGET, PARAMS, text[None], start, cache, LAYERS).features
     states = HEAD.project(HEAD_PARAMS, features)
     text, rows = jax.lax.dynamic_update_slice(text, drafts, (length,)), []
     for offset in range(K):
         last = length - 2 + offset
+        head_rows = lm.models.Rows(jnp.roll(text, -1)[None], start)
         logits, feedback, _ = HEAD.apply(
-            HEAD_PARAMS, states, jnp.roll(text, -1)[None], start, HEAD.init_cache(1, len(text))
+            HEAD_PARAMS, states, head_rows, HEAD.init_cache(1, len(text))
         )
         rows.append(logits[0, last])
         states = jnp.where(place[None, :, None] == last + 1, feedback[:, [last]], states)
@@ -76,8 +80,8 @@ def test_a_step_between_two_chunks_leaves_no_trace() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """A model that returns a plain pair, as one's own may."""
+class Pair(passes.RunsTokens):
+    """A model without features, as one's own may be."""
 
     model: lm.models.Llama
     vocab_size: int = VOCAB
@@ -85,8 +89,8 @@ class Pair:
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         return self.model.init_cache(batch_size, max_length)
 
-    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
-        logits, cache, features = self.model.apply(params, token_ids, start, cache)
+    def run(self, params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+        logits, cache, features = run_pass(self.model, params, token_ids, start, cache)
         assert features is None
         return logits, cache
 
@@ -107,14 +111,15 @@ def test_without_features_a_step_is_that_of_a_plain_model(drafter) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class NoFeatures(Pair):
-    """Takes the argument and gives none, or too few."""
+    """Declares them and gives none, or too few."""
 
     size: int | None = None
+    serves = lm.models.Serves(features=True)
 
-    def apply(self, *args: Any, feature_layers: tuple[int, ...] = ()) -> lm.models.TargetOutput:
-        logits, cache, _ = self.model.apply(*args)
+    def apply(self, *args: Any, **named: Any) -> tuple[Any, Any]:
+        ((logits, _),), cache = super().apply(*args)
         features = None if self.size is None else logits[..., : self.size]
-        return lm.models.TargetOutput(logits, cache, features)
+        return [lm.models.Output(logits, features)], cache
 
 
 def generate(model: Any = TARGET, **given: Any) -> Any:
@@ -124,7 +129,7 @@ def generate(model: Any = TARGET, **given: Any) -> Any:
 
 def apply_layers(*layers: Any) -> Any:
     zero = jnp.zeros(1, jnp.int32)
-    return TARGET.apply(PARAMS, zero[None], zero, TARGET.init_cache(1, 1), layers)
+    return run_pass(TARGET, PARAMS, zero[None], zero, TARGET.init_cache(1, 1), layers)
 
 
 def context() -> lm.DraftContext:
@@ -137,7 +142,7 @@ MISTAKES = {
     "a pair": (
         lambda: generate(Pair(TARGET)),
         TypeError,
-        r"model must give features, .* Pair.apply takes .*: see feature_layers in CausalModel",
+        "model must give features, .* Pair.serves says features=False: see CausalModel",
     ),
     "no features": (
         lambda: generate(NoFeatures(TARGET)),
@@ -147,7 +152,7 @@ MISTAKES = {
     "features of another width": (
         lambda: generate(NoFeatures(TARGET, size=10)),
         ValueError,
-        r"features must be \[B, S, A H\] = \[1, 1, 3 H\], but NoFeatures.apply returns",
+        r"features must be \[G, S, A\*H\] = \[1, 1, 3 H\], but NoFeatures.apply returns",
     ),
     "layers that do not increase": (lambda: apply_layers(2, 0), ValueError, "feature_layers must"),
     "a layer past the last": (lambda: apply_layers(4), ValueError, r"feature_layers\[0\] must"),

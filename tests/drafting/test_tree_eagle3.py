@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from models import reference_eagle3 as reference
 from models.weights import random_ids, random_weights
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -37,8 +38,8 @@ KEYS = jax.random.split(jax.random.key(5), BATCH)
 def features() -> jax.Array:
     """Features ``[B, L, A*H]`` of the whole texts."""
     start, cache = jnp.zeros(BATCH, jnp.int32), TARGET.init_cache(BATCH, LONGEST)
-    found: jax.Array = jax.jit(TARGET.apply, static_argnums=4)(
-        PARAMS, TEXTS, start, cache, LAYERS
+    found: jax.Array = jax.jit(run_pass, static_argnums=(0, 5))(
+        TARGET, PARAMS, TEXTS, start, cache, LAYERS
     ).features
     return found
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
+from passes import run as run_pass
 
 CHECKPOINTS = Path(__file__).parent / "huggingface"
 NAMES = ("llama", "qwen2", "qwen2_draft", "qwen3")
@@ -27,7 +28,7 @@ def expected(name: str) -> dict[str, Any]:
 def logits_of(model: Any, params: Any, token_ids: jax.Array) -> jax.Array:
     """Logits ``[S, V]`` of one sequence of ids ``[S]`` from position 0."""
     cache, start = model.init_cache(1, len(token_ids)), jnp.zeros(1, jnp.int32)
-    return model.apply(params, token_ids[None], start, cache).logits[0]
+    return run_pass(model, params, token_ids[None], start, cache).logits[0]
 
 
 def copy(name: str, directory: Path) -> Path:

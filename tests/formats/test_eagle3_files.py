@@ -356,7 +356,8 @@ def test_whole_numbers_are_floats_however_large_they_are(written: Written) -> No
     edit_json(directory / FILE, transformer_layer_config={**layer, **large})
     head, params = lm.load_eagle3(directory, target)
     states, ids = jnp.ones((1, 1, 16)), jnp.zeros((1, 1), jnp.int32)
-    logits, *_ = head.apply(params, states, ids, jnp.zeros(1, jnp.int32), head.init_cache(1, 8))
+    rows = lm.models.Rows(ids, jnp.zeros(1, jnp.int32))
+    logits, *_ = head.apply(params, states, rows, head.init_cache(1, 8))
     assert np.isfinite(logits).all() and head.config.logit_scale == 2**31
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -50,7 +51,7 @@ def rows_of_target(scope: dict[str, object]) -> jax.Array:
     """``[B, L, V]``: of all texts of a loop, in one pass."""
     target, token_ids = scope["target"], scope["state"].token_ids
     cache = target.init_cache(*token_ids.shape)
-    return target.apply(scope["params"], token_ids, scope["start"], cache)[0]
+    return run_pass(target, scope["params"], token_ids, scope["start"], cache).logits
 
 
 # A small loop

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import passes
 import pytest
 from upper_floor import protocol
 
@@ -105,8 +106,8 @@ def test_a_module_is_split_once_and_calls_the_same():
         index="end_index",
     )
     ids, start = jnp.array([PROMPTS[0], PROMPTS[2][:3]]), jnp.array([0, 4])
-    want = jax.jit(MODEL.apply)(params, ids, start, MODEL.init_cache(2, 16))
-    found = jax.jit(model.apply)(params, ids, start, model.init_cache(2, 16))
+    want = jax.jit(MODEL.run)(params, ids, start, MODEL.init_cache(2, 16))
+    found = jax.jit(model.run)(params, ids, start, model.init_cache(2, 16))
     jax.tree.map(np.testing.assert_array_equal, found, want)
     assert nnx.splits == 1 and model.vocab_size == V
 
@@ -117,15 +118,9 @@ def test_an_index_that_is_not_in_the_cache_is_refused():
 
 
 @dataclasses.dataclass(frozen=True)
-class Unhashable:
+class Unhashable(passes.RunsTokens):
     graph: list[int]
     vocab_size: int = V
-
-    def init_cache(self, batch_size, max_length):
-        return ()
-
-    def apply(self, params, token_ids, start, cache):
-        return params[token_ids], cache
 
 
 def test_a_model_without_a_hash_is_refused_by_name():
@@ -143,6 +138,6 @@ def test_what_lies_below_the_name_of_an_index_is_set():
         index="cur_ind",
     )
     ids, start = jnp.array([[0], [1]]), jnp.array([4, 2])
-    _, (cache, _) = model.apply(jnp.eye(3), ids, start, model.init_cache(2, 8))
+    _, (cache, _) = model.run(jnp.eye(3), ids, start, model.init_cache(2, 8))
     assert cache["cur_ind"]["value"].tolist() == [4, 2]
     assert cache["value"].tolist() == [7, 7]

@@ -71,6 +71,13 @@ def random_params(head: lm.BlockHead, seed: int = 0) -> dict[str, Any]:
     return random_weights(head, seed, moved=0.2)
 
 
+def run_block(
+    head: lm.BlockHead, params: Any, newest: Any, start: Any, cache: Any, **count: Any
+) -> lm.models.BlockOutput:
+    rows = lm.models.Rows(jnp.asarray(newest)[:, None], start)
+    return head.apply(params, rows, cache, **count)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def blocks(
     head: lm.BlockHead, params: Any, features: Any, newest: Any, start: Any
@@ -78,7 +85,7 @@ def blocks(
     """A block of each request after all of its context, in a new cache."""
     cache = head.init_cache(len(newest), features.shape[1])
     cache = head.write_context(params, features, jnp.zeros_like(start), cache)
-    return head.apply(params, newest, start, cache)
+    return run_block(head, params, newest, start, cache)
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -152,7 +159,10 @@ def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it
     features = rng.normal(size=(2, 12, head.num_features)).astype(np.float32)
     newest, start = np.array([3, 5], np.int32), np.array([9, 4], np.int32)
     whole = blocks(head, params, features, newest, start)
-    write, apply = jax.jit(head.write_context), jax.jit(head.apply, static_argnames="num_drafts")
+    write, apply = (
+        jax.jit(head.write_context),
+        jax.jit(functools.partial(run_block, head), static_argnames="num_drafts"),
+    )
     # `write_cache` keeps values finite, and keys of those that are not are NaN.
     cache = [
         (jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9))
@@ -180,7 +190,8 @@ def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it
 def test_ids_that_are_no_tokens_are_never_drafted_but_may_be_the_mask() -> None:
     head = head_of(layer=dataclasses.replace(LAYER, num_token_ids=33))
     params, zero = random_params(head), np.zeros(1, np.int32)
-    logits = np.asarray(jax.jit(head.apply)(params, zero, zero, head.init_cache(1, 4)).logits)
+    found = jax.jit(run_block, static_argnums=0)(head, params, zero, zero, head.init_cache(1, 4))
+    logits = np.asarray(found.logits)
     assert np.isneginf(logits[..., 33:]).all() and np.isfinite(logits[..., :33]).all()
 
 
@@ -234,20 +245,20 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     ids, cache, features = jnp.zeros(2, jnp.int32), head.init_cache(2, 8), jnp.zeros((2, 3, 48))
 
     def apply(ids: Any = ids, start: Any = ids, cache: Any = cache, **count: Any) -> Any:
-        return lambda: head.apply(params, ids, start, cache, **count)
+        return lambda: run_block(head, params, ids, start, cache, **count)
 
     def write(features: Any = features, start: Any = ids) -> Any:
         return lambda: head.write_context(params, features, start, cache)
 
     wrong = {**params, "fc": params["norm"]}
     for error, says, call in (
-        (TypeError, "token_ids must", apply(ids=ids.astype(float))),
-        (ValueError, "start must", apply(start=ids[:1])),
+        (TypeError, "rows.token_ids must", apply(ids=ids.astype(float))),
+        (ValueError, "rows.start must", apply(start=ids[:1])),
         (ValueError, "num_drafts must", apply(num_drafts=5)),
-        (ValueError, "token_ids must have", apply(cache=head_of(block_size=2).init_cache(2, 1))),
+        (ValueError, "a block must have", apply(cache=head_of(block_size=2).init_cache(2, 1))),
         (ValueError, "features must", write(features=features[..., :9])),
         (TypeError, "features must", write(features=features.astype(jnp.bfloat16))),
-        (ValueError, "token_ids must have", write(features=jnp.zeros((2, 20, 48)))),
+        (ValueError, "features must have", write(features=jnp.zeros((2, 20, 48)))),
         (TypeError, "start must", write(start=ids.astype(float))),
         (ValueError, "positions must", lambda: head.context(params, features, ids[None])),
         (ValueError, r"params\['fc'\] must", lambda: head.check_params("params", wrong)),

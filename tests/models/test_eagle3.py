@@ -57,6 +57,18 @@ def random_params(head: lm.models.Eagle3Head, seed: int = 0) -> dict[str, Any]:
     return random_weights(head, seed, moved=0.2)
 
 
+def run_head(
+    head: lm.models.Eagle3Head,
+    params: Any,
+    states: Any,
+    token_ids: Any,
+    start: Any,
+    cache: Any,
+    **of_rows: Any,
+) -> Any:
+    return head.apply(params, states, lm.models.Rows(token_ids, start, **of_rows), cache)
+
+
 @pytest.mark.parametrize(
     "option",
     ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name != "plain")],
@@ -67,7 +79,7 @@ def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
     batch_size, given, drafted = 2, 5, 3
     features = rng.normal(size=(batch_size, given, head.num_features)).astype(np.float32)
     next_ids = rng.integers(0, 40, (batch_size, given + drafted), np.int32)
-    apply = jax.jit(head.apply)
+    apply = jax.jit(functools.partial(run_head, head))
 
     cache = head.init_cache(batch_size, 16)
     states = head.project(params, features)
@@ -96,7 +108,7 @@ def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
     head = lm.models.Eagle3Head(CONFIG)
     params, rng = random_params(head), np.random.default_rng(2)
     states, ids = rng.normal(size=(2, 9, 16)).astype(np.float32), random_ids((2, 9), 40)
-    apply, start = jax.jit(head.apply), np.zeros(2, np.int32)
+    apply, start = jax.jit(functools.partial(run_head, head)), np.zeros(2, np.int32)
     whole, _, _ = apply(params, states, ids, start, head.init_cache(2, 12))
     cache = head.init_cache(2, 12)
     _, _, cache = apply(params, states[:, :4], ids[:, :4], start, cache)
@@ -115,7 +127,7 @@ def test_levels_of_a_tree_are_numpy_on_each_path() -> None:
     batch_size, given, width = 2, 5, 3
     features = rng.normal(size=(batch_size, given, head.num_features)).astype(np.float32)
     next_ids = random_ids((batch_size, given), 40)
-    apply, start = jax.jit(head.apply), np.zeros(batch_size, np.int32)
+    apply, start = jax.jit(functools.partial(run_head, head)), np.zeros(batch_size, np.int32)
     # A request may have fewer tokens, and something else after them in the cache.
     lengths = np.array([given, given - 2], np.int32)
     cache = head.init_cache(batch_size, 48)
@@ -162,7 +174,8 @@ def test_ids_that_are_no_tokens_are_never_drafted() -> None:
     params = random_weights(head, 0)
     states, ids = np.ones((1, 1, 16), np.float32), np.zeros((1, 1), np.int32)
     start = np.zeros(1, np.int32)
-    logits, _, _ = jax.jit(head.apply)(params, states, ids, start, head.init_cache(1, 4))
+    run = jax.jit(run_head, static_argnums=0)
+    logits, _, _ = run(head, params, states, ids, start, head.init_cache(1, 4))
     logits = np.asarray(logits)
     assert np.isneginf(logits[0, 0, 33:]).all() and np.isfinite(logits[0, 0, :33]).all()
 
@@ -233,7 +246,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
             "cache": head.init_cache(2, 8),
             **changes,
         }
-        jax.eval_shape(functools.partial(head.apply, tree=tree), *arguments.values())
+        jax.eval_shape(functools.partial(run_head, head, tree=tree), *arguments.values())
 
     call()
     head.check_params("params", params)
@@ -243,17 +256,17 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         call(states=jnp.zeros((2, 4, 16)))
     with pytest.raises(TypeError, match="^states must"):
         call(states=jnp.zeros((2, 3, 16), jnp.bfloat16))
-    with pytest.raises(TypeError, match="^token_ids must"):
+    with pytest.raises(TypeError, match="^rows.token_ids must"):
         call(token_ids=jnp.zeros((2, 3)))
-    with pytest.raises(ValueError, match="^start must"):
+    with pytest.raises(ValueError, match="^rows.start must"):
         call(start=jnp.zeros(3, jnp.int32))
     rows = sd.TreeRows(jnp.zeros((2, 3), jnp.int32), jnp.zeros((2, 3, 2), jnp.uint32))
     call(rows)
-    with pytest.raises(ValueError, match=r"^tree\.depth must"):
+    with pytest.raises(ValueError, match=r"^rows.tree\.depth must"):
         call(rows._replace(depth=rows.depth[:, 1:]))
-    with pytest.raises(TypeError, match=r"^tree\.visible must"):
+    with pytest.raises(TypeError, match=r"^rows.tree\.visible must"):
         call(rows._replace(visible=rows.depth[:, :, None] + jnp.zeros((1, 1, 2), jnp.int32)))
-    with pytest.raises(ValueError, match="^token_ids must"):
+    with pytest.raises(ValueError, match="^rows.token_ids must"):
         call(cache=head.init_cache(2, 2))
     with pytest.raises(ValueError, match=r"^params\['fc'\] must"):
         head.check_params("params", {**params, "fc": params["norm"]})

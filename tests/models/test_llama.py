@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from passes import run as run_pass
 
 from jax_specdec.lm.models import CausalModel, Llama
 
@@ -29,7 +30,7 @@ def params_of(model: Llama) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model: Llama, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
-    return model.apply(params, token_ids, start, cache)[:2]
+    return run_pass(model, params, token_ids, start, cache)[:2]
 
 
 def tokens(seed: int = 0) -> np.ndarray:
@@ -69,9 +70,9 @@ def test_agrees_with_a_numpy_decoder(tied: bool, num_kv: int) -> None:
 
 def test_features_are_the_streams_that_enter_the_layers() -> None:
     layers = (0, 2, 3)
-    run = jax.jit(functools.partial(MODEL.apply, feature_layers=layers))
+    run = jax.jit(run_pass, static_argnums=(0, 5))
     params = params_of(MODEL)
-    features = run(params, tokens(), at(0), MODEL.init_cache(B, T)).features
+    features = run(MODEL, params, tokens(), at(0), MODEL.init_cache(B, T), layers).features
     for found, token_ids in zip(features, tokens(), strict=True):
         streams = reference_llama.streams(CONFIG, params, token_ids.tolist())
         expected = np.concatenate([streams[layer] for layer in layers], axis=1)
@@ -146,7 +147,7 @@ def bytes_of_a_decoding_loop(model: Llama, params: Any, batch: int, length: int)
         def body(state: Any) -> Any:
             position, token_ids, cache = state
             start = jnp.full((batch,), position, jnp.int32)
-            logits, cache, _ = model.apply(params, token_ids, start, cache)
+            logits, cache, _ = run_pass(model, params, token_ids, start, cache)
             return position + length, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache
 
         state = (jnp.int32(0), token_ids, cache)
@@ -233,12 +234,12 @@ def changed(path: list[Any], value: Any) -> Any:
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"token_ids": np.zeros(3, np.int32)}, ValueError, "token_ids"),
-        ({"token_ids": np.zeros((1, 2), np.float32)}, TypeError, "token_ids"),
-        ({"start": np.zeros((), np.int32)}, ValueError, "start"),
-        ({"start": np.zeros(1, np.float32)}, TypeError, "start"),
-        ({"start": np.zeros(2, np.int32)}, ValueError, "start"),
-        ({"cache": cache_of(MODEL, 1, 1)}, ValueError, "token_ids"),
+        ({"token_ids": np.zeros(3, np.int32)}, ValueError, r"groups\[0\].token_ids"),
+        ({"token_ids": np.zeros((1, 2), np.float32)}, TypeError, r"groups\[0\].token_ids"),
+        ({"start": np.zeros((), np.int32)}, ValueError, r"groups\[0\].start"),
+        ({"start": np.zeros(1, np.float32)}, TypeError, r"groups\[0\].start"),
+        ({"start": np.zeros(2, np.int32)}, ValueError, r"groups\[0\].start"),
+        ({"cache": cache_of(MODEL, 1, 1)}, ValueError, r"groups\[0\].token_ids"),
         ({"feature_layers": (0, 4)}, ValueError, "feature_layers"),
     ],
 )
@@ -251,7 +252,7 @@ def test_wrong_arguments_are_refused(change: Any, error: type[Exception], messag
         **change,
     }
     with pytest.raises(error, match=f"^{message}"):
-        MODEL.apply(**arguments)
+        run_pass(MODEL, **arguments)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from upper_floor import protocol
+from passes import Passed
+from passes import run as run_pass
+from upper_floor import apply_groups
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -32,16 +34,18 @@ def both(
     model: Any, params: Any, token_ids: Any, start: Any, cache: Any, prompts: Any, parents: Any
 ) -> Any:
     tree = None if parents is None else sd.TreeRows.of(parents)
-    given = model, params, token_ids, start, cache, prompts, LAYERS, tree
-    return protocol.apply_with_prompts(*given)
+    rows = lm.models.Rows(token_ids, start, tree=tree)
+    wants = lm.models.Wants(LAYERS)
+    (output, read), cache = apply_groups(model, params, [rows, prompts], cache, wants)
+    return Passed(output.logits, cache, output.features), read.features
 
 
-def prompts_of(texts: np.ndarray) -> lm.models.PromptRows:
+def prompts_of(texts: np.ndarray) -> lm.models.Rows:
     """Three of them: the last request comes twice."""
     start = np.array([0, P, P], np.int32)
     slots = np.array([*READING, READING[1]], np.int32)
     rows = [texts[slot, first : first + P] for slot, first in zip(slots, start, strict=True)]
-    return lm.models.PromptRows(np.array(rows, np.int32), start, slots)
+    return lm.models.Rows(np.array(rows, np.int32), start, slots)
 
 
 def given(model: Any, params: Any, texts: np.ndarray) -> tuple[Any, ...]:
@@ -68,7 +72,7 @@ def test_a_pass_with_prompts_is_a_pass_and_a_reading(name: str, has_trees: bool)
     output, features = both(model, params, token_ids, start, cache, prompts, parents)
     # Those who do not read: as without these prompts, and not as after a change of one draft.
     others = np.array([b for b in range(B) if b not in READING])
-    from_tree = functools.partial(jax.jit(protocol.apply_model, static_argnums=(0, 5)), model)
+    from_tree = functools.partial(jax.jit(run_pass, static_argnums=(0, 5)), model)
     tree = None if parents is None else sd.TreeRows.of(parents)
     plain = from_tree(params, token_ids, start, cache, LAYERS, tree)
     for ours, whole in zip(output[::2], plain[::2], strict=True):
@@ -119,8 +123,8 @@ def test_the_cache_is_written_in_place() -> None:
     cache = jax.eval_shape(lambda: WHOLE.init_cache(B, length))
     params = jax.eval_shape(WHOLE.init_params, jax.random.key(0))
     tokens, start = np.zeros((B, 3), np.int32), np.zeros(B, np.int32)
-    args = params, tokens, start, cache, prompts_of(TEXTS)
-    compiled = jax.jit(WHOLE.apply_with_prompts, donate_argnums=3).lower(*args).compile()
+    groups = [lm.models.Rows(tokens, start), prompts_of(TEXTS)]
+    compiled = jax.jit(WHOLE.apply, donate_argnums=2).lower(params, groups, cache).compile()
     whole = sum(x.size * 4 for x in jax.tree.leaves(cache))
     assert compiled.memory_analysis().alias_size_in_bytes >= whole
     copies = re.findall(rf"= \S*\b{length}\b\S* copy\(", compiled.as_text())
@@ -133,13 +137,17 @@ GOOD = prompts_of(TEXTS)
 @pytest.mark.parametrize(
     ("prompts", "error", "message"),
     [
-        (GOOD._replace(start=GOOD.start[:2]), ValueError, r"prompts\.start must be .*\[R\]"),
-        (GOOD._replace(slots=GOOD.slots * 1.0), TypeError, r"prompts\.slots must be .*int32"),
-        (GOOD._replace(token_ids=TEXTS[0]), ValueError, r"prompts\.token_ids must be .*\[R, P\]"),
+        (GOOD._replace(start=GOOD.start[:2]), ValueError, r"groups\[1\]\.start must be .*\[G\]"),
+        (GOOD._replace(slots=GOOD.slots * 1.0), TypeError, r"groups\[1\]\.slots must be .*int32"),
+        (
+            GOOD._replace(token_ids=TEXTS[0]),
+            ValueError,
+            r"groups\[1\]\.token_ids must be .*\[G, S\]",
+        ),
         (
             GOOD._replace(token_ids=np.zeros((3, T + 1), np.int32)),
             ValueError,
-            f"prompts.token_ids must have at most {T} tokens per request",
+            rf"groups\[1\]\.token_ids must have at most {T} tokens per request",
         ),
     ],
 )
@@ -157,19 +165,61 @@ class Features(lm.models.Llama):
 
     shape: tuple[int, ...] | None = None
 
-    def apply_with_prompts(self, *args: Any, **named: Any) -> Any:
-        output, _ = super().apply_with_prompts(*args, **named)
-        return output, None if self.shape is None else jnp.zeros(self.shape)
+    def apply(self, *args: Any, **named: Any) -> Any:
+        (output, read), cache = super().apply(*args, **named)
+        features = None if self.shape is None else jnp.zeros(self.shape)
+        return [output, read._replace(features=features)], cache
 
 
 @pytest.mark.parametrize(
     ("shape", "error", "message"),
     [
         (None, TypeError, "model must give features.* returns none"),
-        ((3, P, 2), ValueError, rf"features must be \[B, S, A H\] = \[3, {P}, 3 H\]"),
+        ((3, P, 2), ValueError, rf"features must be \[G, S, A\*H\] = \[3, {P}, 3 H\]"),
     ],
 )
 def test_features_of_prompts_are_checked(shape: Any, error: type[Exception], message: str) -> None:
     params, token_ids, start, cache, _ = given(*form("whole"), TEXTS)
     with pytest.raises(error, match=message):
         both(Features(CONFIG, shape=shape), params, token_ids, start, cache, GOOD, None)
+
+
+class ReadOnly(lm.models.Rows):
+    """Rows that read the cache and are not written: one property of the record."""
+
+    @property
+    def positions(self) -> jax.Array:
+        return super().places
+
+    @property
+    def places(self) -> jax.Array:
+        return super().places + T  # past the end
+
+
+def test_a_group_that_reads_without_writing_is_one_property() -> None:
+    params, token_ids, start, cache, _ = given(*form("whole"), TEXTS)
+    slots = np.array([READING[1]], np.int32)
+    begin = np.array([P - 2], np.int32)
+    # Tokens that were read before, and others in their place: their keys are not written.
+    rows = [ReadOnly(x[slots, P - 2 : P], begin, slots) for x in (TEXTS, TEXTS[:, ::-1])]
+
+    @jax.jit
+    def run(rows: lm.models.Rows) -> Any:
+        drafts = lm.models.Rows(token_ids, start)
+        return WHOLE.apply(params, [drafts, rows], cache)
+
+    ((_, again), after), ((_, other), unchanged) = (run(x) for x in rows)
+    wanted = read_logits(TEXTS[slots, :P])[:, P - 2 :]
+    np.testing.assert_allclose(again.logits, wanted, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(other.logits, wanted, atol=1e-2)
+    for found in (after, unchanged):
+        pairs = (entries(x, READING[1], P) for x in (found, cache))
+        for ours, whole in zip(*pairs, strict=True):
+            np.testing.assert_array_equal(ours, whole)
+
+
+def read_logits(token_ids: np.ndarray) -> Any:
+    """Logits ``[B, S, V]`` of whole texts, in a cache of their own."""
+    start = np.zeros(len(token_ids), np.int32)
+    cache = WHOLE.init_cache(len(token_ids), T)
+    return run_pass(WHOLE, form("whole")[1], token_ids, start, cache).logits

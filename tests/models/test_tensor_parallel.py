@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from passes import run as run_pass
 
 from jax_specdec import lm
 
@@ -32,7 +33,7 @@ def mesh_of(n: int) -> jax.sharding.Mesh:
 
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model: lm.models.CausalModel, *args: Any) -> Any:
-    return model.apply(*args, feature_layers=(0, 1))
+    return run_pass(model, *args, (0, 1))
 
 
 def two_calls(model: lm.models.CausalModel, params: Any) -> list[np.ndarray]:
@@ -107,7 +108,7 @@ def test_bfloat16_stays_bfloat16() -> None:
     params = parallel.shard_params(random_weights(model, 1))
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
     args = jnp.zeros((B, S), jnp.int32), jnp.zeros((B,), jnp.int32), parallel.init_cache(B, T)
-    logits = jax.eval_shape(parallel.apply, params, *args).logits
+    logits = jax.eval_shape(functools.partial(run_pass, parallel), params, *args).logits
     assert logits.dtype == jnp.bfloat16
 
 

@@ -27,19 +27,19 @@ def test_unrolling_computes_what_drafting_does() -> None:
     unroll = jax.jit(train_eagle3.unroll, static_argnums=0)
     steps = np.asarray(unroll(head, params, features, tokens))
     apply = jax.jit(head.apply)
+    rows_of = lm.models.Rows
     states = np.asarray(head.project(params, features))
     for i in range(9 - train_eagle3.NUM_STEPS):
         # Drafting from i: features up to i, then the head's own states.
         cache, start = head.init_cache(2, 16), np.zeros(2, np.int32)
         for position in range(i + 1):
-            logits, state, cache = apply(
-                params, states[:, position, None], tokens[:, position + 1, None], start, cache
-            )
+            rows = rows_of(tokens[:, position + 1, None], start)
+            logits, state, cache = apply(params, states[:, position, None], rows, cache)
             start = start + 1  # not in place: the call may still read it
         for step in range(train_eagle3.NUM_STEPS):
             np.testing.assert_allclose(steps[step][:, i], logits[:, 0], rtol=1e-4, atol=1e-4)
             token = tokens[:, min(i + 2 + step, 8), None]  # the last one is of no concern
-            logits, state, cache = apply(params, state, token, start, cache)
+            logits, state, cache = apply(params, state, rows_of(token, start), cache)
             start = start + 1
 
 

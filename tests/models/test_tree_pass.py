@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from upper_floor import protocol
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -47,10 +47,10 @@ def form(name: str) -> tuple[Any, Any]:
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model: Any, params: Any, token_ids: Any, start: Any, cache: Any, parents: Any) -> Any:
     tree = None if parents is None else sd.TreeRows.of(parents)
-    return protocol.apply_model(model, params, token_ids, start, cache, LAYERS, tree)
+    return run_pass(model, params, token_ids, start, cache, LAYERS, tree)
 
 
-commit = jax.jit(protocol.commit_path, static_argnums=0)
+commit = jax.jit(lambda model, *args: model.commit(*args), static_argnums=0)
 
 
 def random_parents(seed: int) -> np.ndarray:
@@ -250,7 +250,7 @@ GOOD: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"depth": np.zeros((2, 2), np.int32)}, ValueError, r"tree.depth must .*\[B, S\] = \[2, 3"),
+        ({"depth": np.zeros((2, 2), np.int32)}, ValueError, r"tree.depth must .*\[G, S\] = \[2, 3"),
         ({"depth": np.zeros((2, 3), np.float32)}, TypeError, "tree.depth must .*int32"),
         ({"visible": np.zeros((2, 3, 1), np.uint32)}, ValueError, r"tree.visible must .*2, 3, 2"),
         ({"visible": np.zeros((2, 3, 2), np.int32)}, TypeError, "tree.visible must .*uint32"),
@@ -261,8 +261,8 @@ def test_trees_that_do_not_fit_are_refused(
 ) -> None:
     cache = jax.eval_shape(lambda: WHOLE.init_cache(2, 8))
     given = GOOD | {"tree": GOOD["tree"]._replace(**changed)}
-    with pytest.raises(error, match=f"^{message}"):
-        jax.eval_shape(WHOLE.apply, weights(), cache=cache, **given)
+    with pytest.raises(error, match=rf"^groups\[0\].{message}"):
+        jax.eval_shape(functools.partial(run_pass, WHOLE), weights(), cache=cache, **given)
 
 
 @pytest.mark.parametrize(
@@ -284,50 +284,26 @@ def test_paths_that_do_not_fit_are_refused(
         jax.eval_shape(WHOLE.commit, cache, **given)
 
 
-@dataclasses.dataclass(frozen=True)
-class OnlyChains:
-    """A model whose `apply` takes no tree."""
-
-    vocab_size: int = 3
-
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        return ()
-
-    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
-        return params[token_ids], cache
-
-
-class WithoutCommit(OnlyChains):
-    """Its `apply` takes a tree, but it cannot keep a path."""
-
-    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any, tree: Any = None) -> Any:
-        return params[token_ids], cache
-
-
-def call(*args: Any) -> tuple[Any, Any]:
-    raise AssertionError("not to be called")
+def plain(params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+    return params[token_ids], cache
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    "model",
     [
-        (OnlyChains(), r"but OnlyChains.apply takes \(params: .*cache: .*\).*: use chains"),
-        (WithoutCommit(), r"but WithoutCommit has no method commit\(cache, start, path\): use"),
-        (
-            lm.models.foreign.OneIndexModel(3, call, lambda max_length: ()),
-            r"but OneIndexModel.apply takes .*: use chains",
+        lm.models.PlainModel(3, plain),
+        lm.models.foreign.OneIndexModel(
+            3, lambda params, ids, *_: (params[ids], ()), lambda max_length: ()
         ),
     ],
+    ids=["plain", "one index"],
 )
-def test_a_model_that_runs_no_trees_is_named(model: Any, message: str) -> None:
-    given = np.eye(3), GOOD["token_ids"], GOOD["start"], ()
-    if isinstance(model, OnlyChains):
-        assert protocol.apply_model(model, *given).logits.shape == (
-            2,
-            3,
-            3,
-        )  # chains are run as they were
-    with pytest.raises(TypeError, match=f"^model must run trees of drafts, {message}"):
-        protocol.apply_model(model, *given, tree=GOOD["tree"])
-    with pytest.raises(TypeError, match=f"^model must run trees of drafts, {message}"):
-        protocol.commit_path(model, (), GOOD["start"], np.zeros((2, 3), np.int32))
+def test_a_model_that_runs_no_trees_is_named(model: Any) -> None:
+    given = jnp.eye(3), GOOD["token_ids"], GOOD["start"], model.init_cache(2, 8)
+    assert run_pass(model, *given).logits.shape == (2, 3, 3)  # chains are run
+    kind = type(model).__name__
+    message = f"^model must run trees of drafts, but {kind}.serves says trees=False: use chains"
+    with pytest.raises(TypeError, match=message):
+        run_pass(model, *given, tree=GOOD["tree"])
+    with pytest.raises(NotImplementedError, match=f"^{kind} runs no trees of drafts"):
+        model.commit(given[3], GOOD["start"], np.zeros((2, 3), np.int32))

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import passes
 import pytest
 
 import jax_specdec as sd
@@ -23,15 +24,12 @@ CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 
 
 @dataclasses.dataclass(frozen=True)
-class EmitsWidth:
+class EmitsWidth(passes.RunsTokens):
     """Its greedy token is the number of tokens that the pass ran over."""
 
     vocab_size: int
 
-    def init_cache(self, batch_size: int, max_length: int) -> tuple:
-        return ()
-
-    def apply(
+    def run(
         self, params: None, token_ids: jax.Array, start: jax.Array, cache: tuple
     ) -> tuple[jax.Array, tuple]:
         row = jax.nn.one_hot(token_ids.shape[1], self.vocab_size)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_weights
+from passes import run as run_pass
 from upper_floor import _processed
 
 import jax_specdec as sd
@@ -67,7 +68,7 @@ def plain() -> list[list[int]]:
 def score(token_ids: jax.Array) -> jax.Array:
     """Logits of a text, whatever stands after it."""
     cache, zero = MODEL.init_cache(*token_ids.shape), jnp.zeros(1, jnp.int32)
-    return MODEL.apply(params(), token_ids, zero, cache).logits
+    return run_pass(MODEL, params(), token_ids, zero, cache).logits
 
 
 def margin(b: int, text: list[int]) -> float:

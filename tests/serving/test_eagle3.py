@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_weights
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -93,7 +94,7 @@ def check_traffic(engine: lm.Engine, weights: tuple[Any, Any]) -> None:
 def score() -> Any:
     model, params = ENGINE.model, weights_of(ENGINE)[0]
     cache, start = model.init_cache(1, engines.LONGEST), jnp.zeros(1, jnp.int32)
-    return jax.jit(lambda ids: model.apply(params, ids[None], start, cache).logits[0].argmax(1))
+    return jax.jit(lambda ids: run_pass(model, params, ids[None], start, cache).logits[0].argmax(1))
 
 
 def greedy(prompt: list[int], max_new_tokens: int, stop_token_ids: list[int]) -> list[int]:
@@ -113,19 +114,19 @@ def greedy(prompt: list[int], max_new_tokens: int, stop_token_ids: list[int]) ->
 class Featured(tiny.Trigram):
     """Features of layer 0: which token; of layer 1: which token before it. One-hot, of width 8."""
 
-    def apply(
-        self, *args: Any, feature_layers: tuple[int, ...] = ()
-    ) -> lm.models.TargetOutput | tuple[Any, Any]:
-        logits, cache = super().apply(*args)
-        _, token_ids, start, _ = args
-        if not feature_layers:
-            return logits, cache
+    serves = lm.models.Serves(features=True)
+
+    def apply(self, params: Any, groups: Any, cache: Any, wants: Any = None) -> tuple[Any, Any]:
+        ((logits, _),), cache = super().apply(params, groups, cache)
+        (rows,) = groups
+        token_ids, start, layers = rows.token_ids, rows.start, wants.feature_layers
+        if not layers:
+            return [lm.models.Output(logits)], cache
         place = start[:, None] + jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :] - 1
         before = jnp.take_along_axis(cache, jnp.maximum(place, 0), axis=1)
         both = [jax.nn.one_hot(x, 8) for x in (token_ids, before)]
-        return lm.models.TargetOutput(
-            logits, cache, jnp.concatenate([both[layer] for layer in feature_layers], axis=2)
-        )
+        features = jnp.concatenate([both[layer] for layer in layers], axis=2)
+        return [lm.models.Output(logits, features)], cache
 
 
 K, NUM_TOKENS, REQUESTS = 2, 4, 6144

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import passes
 import pytest
 from upper_floor import Decoder, generate_lib, programs, protocol, put_cache
 
@@ -38,7 +39,7 @@ from .engines import (
     run,
     weights_of,
 )
-from .test_loop import Bigram
+from .test_loop import bigram
 
 pytestmark = [
     pytest.mark.long,
@@ -565,18 +566,19 @@ def fused(batch_size: int) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class HasCache:
+class HasCache(passes.RunsTokens):
     """As much of a model as is asked about its cache."""
 
     shape: Callable[[int], tuple[int, ...]]
-    cache_batch_axis: int
+    axis: int
     vocab_size: int = 2
+
+    @property
+    def serves(self) -> lm.models.Serves:
+        return lm.models.Serves(batch_axis=self.axis)
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         return {"of": [jnp.zeros(self.shape(batch_size))]}
-
-    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize(
@@ -616,7 +618,7 @@ def test_a_cache_without_an_axis_of_requests_is_refused(axis, shape):
 class Drafting(HasCache, lm.Drafter):
     @property
     def serves(self) -> lm.DrafterServes:
-        return lm.DrafterServes(batch_axis=self.cache_batch_axis)
+        return lm.DrafterServes(batch_axis=self.axis)
 
     def propose(self, params: Any, context: Any, cache: Any, store: Any) -> Any:
         raise NotImplementedError
@@ -625,7 +627,9 @@ class Drafting(HasCache, lm.Drafter):
 @pytest.mark.long
 def test_an_engine_without_caches_serves():
     table = np.random.default_rng(4).standard_normal((9, 9)).astype(np.float32)
-    engine = lm.Engine(Bigram(9), lm.NGramDrafter(min_ngram=1), TABLE.config, **SHAPE)
+    engine = lm.Engine(
+        lm.models.PlainModel(9, bigram), lm.NGramDrafter(min_ngram=1), TABLE.config, **SHAPE
+    )
     found = alone(driver_of(engine, jnp.asarray(table)), dict(prompt=[3], max_new_tokens=20))
     sequence = [3]
     for _ in range(20):

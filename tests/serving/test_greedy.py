@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models.weights import random_weights
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -79,9 +80,8 @@ def near_model(seed: int) -> tuple[lm.ModelDrafter, Any]:
 def score(model: lm.models.CausalModel, params: Any, tokens: jax.Array) -> jax.Array:
     """Logits ``[B, S, V]`` of whole sequences, with a fresh cache."""
     batch, length = tokens.shape
-    return model.apply(
-        params, tokens, jnp.zeros((batch,), jnp.int32), model.init_cache(batch, length)
-    )[0]
+    start = jnp.zeros((batch,), jnp.int32)
+    return run_pass(model, params, tokens, start, model.init_cache(batch, length)).logits
 
 
 def test_plain_decoding_emits_the_argmax_of_a_full_pass():

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import passes
 import pytest
 
 import jax_specdec as sd
@@ -249,21 +250,13 @@ def test_calls_of_one_shape_share_one_compilation():
 # Any model
 
 
-@dataclasses.dataclass(frozen=True)
-class Bigram:
+def bigram(params, token_ids, start, cache):
     """The first example of `CausalModel`."""
-
-    vocab_size: int
-
-    def init_cache(self, batch_size, max_length):
-        return ()
-
-    def apply(self, params, token_ids, start, cache):
-        return params[token_ids], cache
+    return params[token_ids], cache
 
 
 @dataclasses.dataclass(frozen=True)
-class WholeSequence:
+class WholeSequence(passes.RunsTokens):
     """The second: scores the token buffer anew on every call."""
 
     vocab_size: int
@@ -271,7 +264,7 @@ class WholeSequence:
     def init_cache(self, batch_size, max_length):
         return jnp.zeros((batch_size, max_length), jnp.int32)
 
-    def apply(self, params, token_ids, start, cache):
+    def run(self, params, token_ids, start, cache):
         positions = start[:, None] + jnp.arange(token_ids.shape[1])[None, :]
         requests = jnp.arange(token_ids.shape[0])[:, None]
         cache = cache.at[requests, positions].set(token_ids)

@@ -32,6 +32,7 @@ import numpy as np
 import openai
 import pytest
 from formats.checkpoints import copy, expected
+from passes import run as run_pass
 from scipy import special
 from upper_floor import (
     Connection,
@@ -149,14 +150,14 @@ class Site:
         self.models, _ = load_models(self.options)
         self.tokenizer = self.models.text.tokenizer
         make_driver(self.options, self.models).warm_up(grammars=True)
-        self._apply = jax.jit(self.models.target[0].apply)
+        self._apply = jax.jit(run_pass, static_argnums=0)
 
     def logits(self, token_ids: list[int]) -> np.ndarray:
         """``[S, V]``, of the model alone."""
         model, params = self.models.target
         row, zero = np.zeros((1, LENGTH), np.int32), np.zeros(1, np.int32)
         row[0, : len(token_ids)] = token_ids
-        output = self._apply(params, row, zero, model.init_cache(1, LENGTH))
+        output = self._apply(model, params, row, zero, model.init_cache(1, LENGTH))
         return np.asarray(output.logits, np.float32)[0, : len(token_ids)]
 
     @contextlib.contextmanager

@@ -39,7 +39,7 @@ class Failing(tiny.Trigram):
 
     shall_fail: ClassVar[Callable[[np.ndarray], bool]]  # of the class: one compilation serves all
 
-    def apply(self, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
+    def run(self, params: Any, token_ids: Any, start: Any, cache: Any) -> Any:
         def check(tokens: np.ndarray, zero: np.ndarray) -> np.ndarray:
             if Failing.shall_fail(np.asarray(tokens)):
                 raise MemoryError("no memory left on the device")
@@ -48,7 +48,7 @@ class Failing(tiny.Trigram):
         zero = jax.pure_callback(
             check, jax.ShapeDtypeStruct((), jnp.int32), token_ids, jnp.int32(0)
         )
-        return super().apply(params, token_ids + zero, start, cache)
+        return super().run(params, token_ids + zero, start, cache)
 
 
 # Reads four prompts of two tokens a call, or eight tokens of one.

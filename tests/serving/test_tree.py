@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from passes import run as run_pass
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -30,16 +31,13 @@ CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=NODES, rejection_sample_meth
 class TreeTrigram(tiny.Trigram):
     """A `Trigram` that runs trees: the token before a node is its parent's, of what it sees."""
 
-    def apply(
-        self,
-        params: jax.Array,
-        token_ids: jax.Array,
-        start: jax.Array,
-        cache: jax.Array,
-        tree: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    serves = lm.models.Serves(trees=True)
+
+    def apply(self, params: Any, groups: Any, cache: Any, wants: Any = None) -> tuple[Any, Any]:
+        (rows,) = groups
+        token_ids, start, tree = rows.token_ids, rows.start, rows.tree
         if tree is None:
-            return super().apply(params, token_ids, start, cache)
+            return super().apply(params, groups, cache, wants)
         size = token_ids.shape[1]
         requests, nodes = jnp.arange(token_ids.shape[0])[:, None], jnp.arange(size)
         cache = cache.at[requests, start[:, None] + nodes[None, :]].set(token_ids)
@@ -49,7 +47,7 @@ class TreeTrigram(tiny.Trigram):
         parent = start[:, None] + jnp.argmax(is_parent, axis=2)
         parent = parent.at[:, 0].set(start - 1)
         before = jnp.where(parent >= 0, cache[requests, jnp.maximum(parent, 0)], 0)
-        return params.at[before, token_ids].get(mode="clip"), cache
+        return [lm.models.Output(params.at[before, token_ids].get(mode="clip"))], cache
 
     def commit(self, cache: jax.Array, start: jax.Array, path: jax.Array) -> jax.Array:
         requests, offset = jnp.arange(path.shape[0])[:, None], jnp.arange(path.shape[1])[None, :]
@@ -409,8 +407,8 @@ def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
     for row, text in zip(ids, whole, strict=True):
         row[: len(text)] = text
     cache, start = llama.init_cache(len(ids), engine.buffer_length), np.zeros(len(ids), np.int32)
-    read = jax.jit(llama.apply, static_argnames="feature_layers")
-    output = read(params, ids, start, cache, feature_layers=(0, 1))
+    read = jax.jit(run_pass, static_argnums=(0, 5))
+    output = read(llama, params, ids, start, cache, (0, 1))
     ours = jax.device_get((kept, state.target_cache))
     theirs = jax.device_get((output.features, output.cache))
     token_ids, keys = np.asarray(state.batch.token_ids), jax.random.key_data(state.batch.keys)

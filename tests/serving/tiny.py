@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import passes
 
 import jax_specdec as sd
 from jax_specdec import lm
 
 
 @dataclasses.dataclass(frozen=True)
-class Trigram:
+class Trigram(passes.RunsTokens):
     """Scores a token by the two before it, ``params [V, V, V]``; token 0 stands before the first.
 
     The older of the two comes from the cache, so a cache that holds a rejected token shows.
@@ -26,7 +27,7 @@ class Trigram:
     def init_cache(self, batch_size: int, max_length: int) -> jax.Array:
         return jnp.zeros((batch_size, max_length), jnp.int32)
 
-    def apply(
+    def run(
         self, params: jax.Array, token_ids: jax.Array, start: jax.Array, cache: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         positions = start[:, None] + jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
@@ -37,15 +38,12 @@ class Trigram:
 
 
 @dataclasses.dataclass(frozen=True)
-class OneRow:
+class OneRow(passes.RunsTokens):
     """Gives the same logits ``params [V]`` everywhere: a large vocabulary without a model."""
 
     vocab_size: int
 
-    def init_cache(self, batch_size: int, max_length: int) -> tuple:
-        return ()
-
-    def apply(
+    def run(
         self, params: jax.Array, token_ids: jax.Array, start: jax.Array, cache: tuple
     ) -> tuple[jax.Array, tuple]:
         return jnp.broadcast_to(params, (*token_ids.shape, self.vocab_size)), cache

@@ -27,8 +27,8 @@ from jax_specdec.lm.decoding.batch import Batch, append
 from jax_specdec.lm.drafting.context import with_fewer_drafts
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal
 from jax_specdec.lm.drafting.tree import with_chains
-from jax_specdec.lm.models.in_turn import InTurn, run_in_slots
-from jax_specdec.lm.models.protocol import CausalModel, apply_groups
+from jax_specdec.lm.models.groups import apply_groups, run_in_slots
+from jax_specdec.lm.models.protocol import CausalModel
 from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Wants
 
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
@@ -235,8 +235,7 @@ class Decoder:
     ) -> tuple[list[Output], Cache]:
         """Returns what a pass of the target says of each group of rows, and its cache.
 
-        Outputs have the features that the drafter reads. A model that runs one group runs them in
-        turn.
+        Outputs have the features that the drafter reads.
 
         Args:
           params: the target's weights.
@@ -244,9 +243,8 @@ class Decoder:
           cache: of all slots, of `max_length` positions each.
           max_length: L.
         """
-        model = self.model if self.model.serves.groups else InTurn(self.model, max_length)
         wants = Wants(self.drafter.serves.feature_layers)
-        return apply_groups(model, params, groups, cache, wants)
+        return apply_groups(self.model, params, groups, cache, wants, max_length)
 
     def draft_prompts(
         self,

@@ -20,9 +20,9 @@ from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.models.groups import apply_groups
 from jax_specdec.lm.models.protocol import (
     CausalModel,
-    apply_groups,
     check_model,
     check_params,
 )

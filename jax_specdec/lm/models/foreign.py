@@ -81,7 +81,9 @@ class OneIndexModel(OneGroup):
         for (path, array), least in zip(arrays, jax.tree.leaves(shortest), strict=True):
             # The axis of positions is the one that grows; which it is, is theirs to know.
             grows = [n for n, small in zip(array.shape, least.shape, strict=True) if n != small]
-            if not self._is_index(path) and max(grows or array.shape, default=0) < max_length:
+            # A number that all positions share is no part of a ring.
+            holds_all = not array.ndim or max(grows or array.shape) >= max_length
+            if not (self._is_index(path) or holds_all):
                 raise ValueError(
                     f"new_cache must have max_length = {max_length} positions, but the shape of "
                     f"cache{jax.tree_util.keystr(path)} is {array.shape}: a ring cannot take back "

@@ -45,7 +45,7 @@ class CausalModel(Protocol):
     - ``groups``: several groups in one pass, which then reads the weights once, also such with
       `slots`. A request that has rows in a group with slots keeps these alone: its rows in a group
       of all requests do not matter. Other models are run group after group, on the caches of the
-      slots, by `InTurn`.
+      slots.
     - ``features``: the output has the residual streams that `Wants.feature_layers` names, before
       any norm, one after another along the last axis. Some drafters (EAGLE-3, for one) read them.
     - ``trees``: token s of a group with a `tree` is node s of the request's tree, node 0 the newest
@@ -183,42 +183,6 @@ class HasParams(Protocol):
     def check_params(self, name: str, params: Params) -> None:
         """Checks weights."""
         ...
-
-
-def apply_groups(
-    model: CausalModel,
-    params: Params,
-    groups: Sequence[Rows],
-    cache: Cache,
-    wants: Wants = Wants(),
-) -> tuple[list[Output], Cache]:
-    """Returns what `CausalModel.apply` does, after checking that the model serves what is asked.
-
-    Raises:
-      TypeError: features are wanted, and the model gives none; or rows are trees, and it runs none.
-      ValueError: the features of a group are not ``[G, S, A*H]``.
-    """
-    layers = wants.feature_layers
-    kind = type(model).__name__
-    must = f"model must give features, because the drafter reads those of layers {layers}, but"
-    if layers and not model.serves.features:
-        raise TypeError(f"{must} {kind}.serves says features=False: see CausalModel")
-    if any(rows.tree is not None for rows in groups):
-        check_runs_trees("model", model)
-    outputs, cache = model.apply(params, groups, cache, wants)
-    if not layers:
-        return outputs, cache
-    for rows, output in zip(groups, outputs, strict=True):
-        if output.features is None:
-            raise TypeError(f"{must} {kind}.apply returns none")
-        shape = output.features.shape
-        if len(shape) != 3 or shape[:2] != rows.token_ids.shape or shape[2] % len(layers):
-            size, length = rows.token_ids.shape
-            raise ValueError(
-                f"features must be [G, S, A*H] = [{size}, {length}, {len(layers)} H], but "
-                f"{kind}.apply returns {list(shape)}"
-            )
-    return outputs, cache
 
 
 def check_runs_trees(name: str, model: CausalModel) -> None:

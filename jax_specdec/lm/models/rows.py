@@ -67,6 +67,8 @@ class Wants:
     Attributes:
       feature_layers: A layers, increasing, each from 0 to the number of layers L: the residual
         stream that enters each of them (for L: that leaves the last one) is wanted. None if empty.
+
+    Example: see `Llama`.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -79,6 +81,8 @@ class Output(NamedTuple):
       logits: ``[G, S, V]``, in any float dtype: row ``[g, s]`` scores the token that follows
         token s of request g.
       features: ``[G, S, A*H]``, of the A layers of `Wants.feature_layers`; None if there are none.
+
+    Example: see `Llama`.
     """
 
     logits: jax.Array
@@ -97,6 +101,12 @@ class Serves:
       batch_axis: the axis of every array of its cache that holds the requests.
       sharding: a `VerifySharding` with a mesh if its logits are split over the vocabulary: they
         are then read where they are. None: XLA may move them.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> model, _ = lm.load_embedded_pair()[0]
+      >>> model.serves.trees, model.serves.batch_axis
+      (True, 0)
     """
 
     trees: bool = False

@@ -1,0 +1,56 @@
+"""A pass over tokens ``[B, S]`` of all requests, as most tests of models run it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from upper_floor import apply_groups
+
+from jax_specdec import lm
+
+
+class Passed(NamedTuple):
+    """What a pass over one group leaves."""
+
+    logits: Any
+    cache: Any
+    features: Any
+
+
+def run(
+    model: Any,
+    params: Any,
+    token_ids: Any,
+    start: Any,
+    cache: Any,
+    feature_layers: tuple[int, ...] = (),
+    tree: Any = None,
+) -> Passed:
+    rows = lm.models.Rows(jnp.asarray(token_ids), jnp.asarray(start), tree=tree)
+    wants = lm.models.Wants(feature_layers)
+    (output,), cache = apply_groups(model, params, [rows], cache, wants)
+    return Passed(output.logits, cache, output.features)
+
+
+class RunsTokens:
+    """A `CausalModel` for tests: `run` is a plain pass, and all else is as little as it can be."""
+
+    serves = lm.models.Serves()
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return ()
+
+    def run(self, params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
+        raise NotImplementedError
+
+    def apply(self, params: Any, groups: Any, cache: Any, wants: Any = None) -> tuple[Any, Any]:
+        (rows,) = groups
+        logits, cache = self.run(params, rows.token_ids, rows.start, cache)
+        return [lm.models.Output(logits)], cache
+
+    def commit(self, cache: Any, start: Any, path: Any) -> Any:
+        raise NotImplementedError
+
+    def check_params(self, name: str, params: Any) -> None:
+        return None
