@@ -305,10 +305,10 @@ def _(right, drafter):
     "lm.models.eagle3:Eagle3Head.apply",
     "drafting/test_tree_eagle3.py",
 )
-def _(right, self, *args, tree=None, **named):
-    if tree is not None:
-        tree = tree._replace(depth=0 * tree.depth)
-    return right(self, *args, tree=tree, **named)
+def _(right, self, params, states, rows, *args):
+    if rows.tree is not None:
+        rows = rows._replace(tree=rows.tree._replace(depth=0 * rows.tree.depth))
+    return right(self, params, states, rows, *args)
 
 
 @fault(
@@ -364,8 +364,9 @@ def _(right, self, params, context, cache, store):
     "lm.models.block:BlockHead.apply",
     "drafting/test_block.py",
 )
-def _(right, self, params, token_ids, *args):
-    return right(self, params, jnp.full_like(token_ids, self.config.mask_token_id), *args)
+def _(right, self, params, rows, *args):
+    masks = jnp.full_like(rows.token_ids, self.config.mask_token_id)
+    return right(self, params, rows._replace(token_ids=masks), *args)
 
 
 @fault(
@@ -373,18 +374,18 @@ def _(right, self, params, token_ids, *args):
     "lm.models.block:BlockHead.apply",
     "drafting/test_block.py",
 )
-def _(right, self, params, token_ids, start, cache, num_drafts=None):
+def _(right, self, params, rows, cache, num_drafts=None):
     size = self.config.block_size - self.config.max_drafts + (num_drafts or self.config.max_drafts)
     config = dataclasses.replace(self.config, block_size=size)
-    return right(dataclasses.replace(self, config=config), params, token_ids, start, cache)
+    return right(dataclasses.replace(self, config=config), params, rows, cache)
 
 
 @fault("a block is one position late", "lm.models.block:BlockHead.apply", "drafting/test_block.py")
-def _(right, self, params, token_ids, start, *args):
-    return right(self, params, token_ids, start + 1, *args)
+def _(right, self, params, rows, *args):
+    return right(self, params, rows._replace(start=rows.start + 1), *args)
 
 
-@fault("a path of a tree is not kept", "lm.models.layers:move_in_cache", "models/test_tree_pass.py")
+@fault("a path of a tree is not kept", "lm.models.cache:move_in_cache", "models/test_tree_pass.py")
 def _(right, cache, start, path):
     return cache
 
@@ -394,11 +395,15 @@ def _(right, cache, start, path):
     "lm.models.llama:Llama.apply_with",
     "models/test_tree_pass.py",
 )
-def _(right, self, params, token_ids, *given, tree=None, **named):
-    if tree is not None:
-        place = jnp.arange(token_ids.shape[1], dtype=jnp.int32)
-        tree = tree._replace(depth=jnp.broadcast_to(place, token_ids.shape))
-    return right(self, params, token_ids, *given, tree=tree, **named)
+def _(right, self, params, groups, *given):
+    def turned(rows):
+        if rows.tree is None:
+            return rows
+        place = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
+        depth = jnp.broadcast_to(place, rows.token_ids.shape)
+        return rows._replace(tree=rows.tree._replace(depth=depth))
+
+    return right(self, params, [turned(rows) for rows in groups], *given)
 
 
 @fault(
@@ -467,11 +472,11 @@ def _(right, *args, **named):
 
 @fault(
     "the first chunk of a prompt finds the cache of the request before",
-    "lm.decoding.slots:read_into_slots",
+    "lm.models.groups:run_in_slots",
     "serving/test_engine.py drafting/test_eagle3.py",
 )
-def _(right, owner, cache, prompts, length, read):
-    return right(owner, cache, prompts._replace(start=prompts.start + 1), length, read)
+def _(right, owner, axis, cache, rows, *rest):
+    return right(owner, axis, cache, rows._replace(start=rows.start + 1), *rest)
 
 
 @fault(
@@ -524,28 +529,31 @@ def _(right, self):
 
 @fault(
     "a step reads a prompt into the next request's slot",
-    "lm.decoding.core:apply_with_prompts",
+    "lm.decoding.core:apply_groups",
     "serving/test_prompts.py",
 )
-def _(right, model, params, token_ids, start, cache, prompts, *rest):
-    wrong = prompts._replace(slots=(prompts.slots + 1) % start.shape[0])
-    return right(model, params, token_ids, start, cache, wrong, *rest)
+def _(right, model, params, groups, *rest):
+    if len(groups) == 2:
+        drafts, prompts = groups
+        wrong = prompts._replace(slots=(prompts.slots + 1) % drafts.start.shape[0])
+        groups = [drafts, wrong]
+    return right(model, params, groups, *rest)
 
 
 @fault(
     "drafts of a request that reads its prompt are written over the prompt",
-    "lm.models.layers:write_cache",
+    "lm.models.cache:write_cache",
     "models/test_prompt_rows.py",
 )
-def _(right, keys, values, key, value, positions, requests=None):
+def _(right, layer, key, value, places, requests=None):
     if requests is not None:  # places past the end, which are not written, become the first
-        positions = jnp.where(positions >= keys.shape[-1], 0, positions)
-    return right(keys, values, key, value, positions, requests)
+        places = jnp.where(places >= layer[0].shape[-1], 0, places)
+    return right(layer, key, value, places, requests)
 
 
 @fault(
     "a slot keeps the cache of the request before",
-    "lm.decoding.slots:put_cache",
+    "lm.models.groups:put_cache",
     "serving/test_engine.py",
 )
 def _(right, cache, some, slots, axis):
