@@ -152,12 +152,18 @@ def check_between_chunks(loop: Loop) -> None:
 def check_next_request(loop: Loop) -> None:
     """Nothing reaches the next request of a slot, not even NaN."""
     state = loop.read(loop.start(), 0, [7, 2, 3])
-    spoiled = jax.tree.map(
+    features, draft_cache = jax.tree.map(
         lambda x: jnp.asarray(np.full(x.shape, np.nan, x.dtype)) if x.dtype == jnp.float32 else x,
-        (state.features, state.draft_cache, state.target_cache),
+        (state.features, state.draft_cache),
     )
-    names = ("features", "draft_cache", "target_cache")
-    spoiled = dataclasses.replace(state, **dict(zip(names, spoiled, strict=True)))
+    # What a request with NaN leaves in the target's: its values are finite, its keys are not.
+    target_cache = [
+        (jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9))
+        for keys, values in state.target_cache
+    ]
+    spoiled = dataclasses.replace(
+        state, features=features, draft_cache=draft_cache, target_cache=target_cache
+    )
     for prompt in PROMPTS[1], PROMPTS[4]:
         stores = [loop.draft(loop.read(one, 0, prompt)).store for one in (state, spoiled)]
         rows = [np.asarray(store.logits)[::SLOTS] for store in stores]

@@ -168,9 +168,8 @@ def test_the_target_in_another_order_has_everything_accepted():
     """Candidates of a map."""
     drafter = lm.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V)
     params = jnp.asarray(test_options.TARGET[:, :, PERMUTED])
-    output = test_options.speculative(
-        drafter=(drafter, params), temperature=test_options.TEMPERATURES
-    )
+    options = test_options.AT_TEMPERATURES
+    output = test_options.speculative(options, drafter=drafter, draft_params=params)
     kept = output.steps.num_emitted > 0
     assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
 
