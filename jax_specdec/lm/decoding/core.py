@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from jax_specdec.lm.drafting.tree import with_chains
 from jax_specdec.lm.models.groups import apply_groups, run_in_slots
 from jax_specdec.lm.models.protocol import CausalModel
 from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Wants
+
+_Arrays = TypeVar("_Arrays")  # a pytree
 
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
@@ -72,8 +74,8 @@ class DecodeState:
     """
 
     batch: Batch
-    target_cache: Any
-    draft_cache: Any
+    target_cache: Cache
+    draft_cache: Cache
     draft_token_ids: jax.Array
     store: DraftStore | None
     counters: AcceptanceCounters
@@ -84,7 +86,7 @@ class DecodeState:
     draft_parents: jax.Array | None = None
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
-        """The state without the drafts, and rows of the store, of some requests, ``[B]`` bool."""
+        """Returns the state without the drafts of some requests, ``[B]`` bool, nor their store."""
         ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
         store = None if self.store is None else self.store.evict(requests)
         return dataclasses.replace(self, draft_token_ids=ids, store=store)
@@ -113,8 +115,8 @@ class Caches(NamedTuple):
         None if the drafter reads none.
     """
 
-    target: Any
-    draft: Any
+    target: Cache
+    draft: Cache
     features: jax.Array | None = None
 
 
@@ -171,8 +173,8 @@ class Decoder:
         """D, the most drafts of a request that a step accepts: K, or the depth of trees."""
         return self.tree_depth or self.config.num_speculative_tokens
 
-    def empty_caches(self, params: Any, num_requests: int, length: int) -> Caches:
-        """Empty caches. The shapes of `params` are read only if the drafter reads features.
+    def empty_caches(self, params: Params, num_requests: int, length: int) -> Caches:
+        """Returns empty caches; the shapes of `params` are read only if the drafter reads features.
 
         Raises:
           TypeError: the drafter reads features, and `params` is None.
@@ -195,8 +197,8 @@ class Decoder:
             features,
         )
 
-    def state_of(self, draft_params: Any, batch: Batch, caches: Caches) -> DecodeState:
-        """The sequences of `batch` after their prompts were read, no drafts, all counts zero."""
+    def state_of(self, draft_params: Params, batch: Batch, caches: Caches) -> DecodeState:
+        """Returns a state after prompts were read: no drafts, all counts zero."""
         batch = batch.with_processors(self.model.vocab_size)
         size = batch.lengths.shape[0]
         was_read = jnp.minimum(batch.lengths - 1, 1)
@@ -212,14 +214,14 @@ class Decoder:
             num_features=num_features,
         )
 
-    def empty_state(self, params: Any, draft_params: Any, batch: Batch) -> DecodeState:
-        """`state_of` with empty caches, as if the prompts had been read."""
+    def empty_state(self, params: Params, draft_params: Params, batch: Batch) -> DecodeState:
+        """Returns `state_of` with empty caches, as if the prompts had been read."""
         return self.state_of(draft_params, batch, self.empty_caches(params, *batch.token_ids.shape))
 
     def prefilled_state(
-        self, params: Any, draft_params: Any, batch: Batch, prompt_size: int
+        self, params: Params, draft_params: Params, batch: Batch, prompt_size: int
     ) -> DecodeState:
-        """A state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
+        """Returns a state whose caches hold the prompts: ``batch.token_ids[:, :prompt_size]``."""
         empty = self.empty_caches(params, *batch.token_ids.shape)
         length = batch.token_ids.shape[1]
         zeros = jnp.zeros_like(batch.lengths)
@@ -248,13 +250,13 @@ class Decoder:
 
     def draft_prompts(
         self,
-        draft_params: Any,
+        draft_params: Params,
         state: DecodeState,
         prompts: Rows,
         features: jax.Array | None,
         next_token_ids: jax.Array,
     ) -> DecodeState:
-        """The state after the drafter has read what the target has.
+        """Returns the state after the drafter has read what the target has.
 
         Args:
           draft_params: the drafter's weights.
@@ -277,26 +279,33 @@ class Decoder:
     def first_features(
         self, features: jax.Array | None, num_features: jax.Array | None
     ) -> tuple[jax.Array | None, jax.Array | None]:
-        """`DecodeState.features` and `num_features` of R prompts, from `features_of_last`."""
+        """Returns both fields of `DecodeState` for R prompts, from `features_of_last`."""
         if features is None:
             return None, None
         return jnp.pad(features, ((0, 0), (0, self.most_accepted), (0, 0))), num_features
 
     def step(
-        self, params: Any, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+        self,
+        params: Params,
+        draft_params: Params,
+        state: DecodeState,
+        *,
+        num_drafts: int | None = None,
     ) -> tuple[DecodeState, StepRecord]:
-        """`draft`, then `verify`: at least one token for every request that is not done."""
+        """Drafts and verifies: at least one token for every request that is not done."""
         return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
 
     def draft(
-        self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+        self, draft_params: Params, state: DecodeState, *, num_drafts: int | None = None
     ) -> DecodeState:
-        """The first half of `step`; see `Engine.draft`."""
+        """Does the first half of `step`; see `Engine.draft`."""
         wanted = self.num_drafts if num_drafts is None else num_drafts
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
             return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
-        size, config = max(wanted, 1), self.config
+        # A drafter with a memory reads the newest tokens even where no draft is wanted.
+        size = max(wanted, 1)
+        config = self.config
         if size < self.num_drafts:
             config = with_fewer_drafts(self.config, size)
         context = dataclasses.replace(
@@ -306,6 +315,7 @@ class Decoder:
         _check_proposal(self.drafter, returned, state, size)
         proposal, draft_cache = returned
         most = self._most_drafts(state.batch)
+        # [B, K]: drafts past a request's own limit become none
         is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < most[:, None]
         ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
         state = dataclasses.replace(
@@ -328,7 +338,7 @@ class Decoder:
         token_bitmask: jax.Array | None = None,
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
-        """The second half of `step`; see `Engine.verify`."""
+        """Does the second half of `step`; see `Engine.verify`."""
         state, (scored,) = self.score(params, state)
         return self.accept(state, scored, token_bitmask, is_forced)
 
@@ -380,7 +390,7 @@ class Decoder:
         token_bitmask: jax.Array | None = None,
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
-        """The second half of `verify`: checks the drafts by what `score` says, and appends."""
+        """Checks the drafts by what `score` says, and appends: the second half of `verify`."""
         if is_forced is None:
             is_forced = jnp.zeros_like(state.batch.done)
         drafts = self.proposals(state, is_forced)
@@ -535,7 +545,10 @@ class Decoder:
         return dataclasses.replace(state, estimator=estimator)
 
     def _most_drafts(self, batch: Batch) -> jax.Array:
-        """``[B]`` int32, the most drafts of each request in this step; they are not looked at."""
+        """Returns ``[B]`` int32, the most drafts of each request in this step.
+
+        Drafts are not looked at.
+        """
         most = batch.options.max_drafts
         for length, fewer in self.max_drafts_by_length:
             most = jnp.where(batch.lengths >= length, jnp.minimum(most, fewer), most)
@@ -593,9 +606,11 @@ def features_of_last(
     """
     if features is None:
         return None, None
+    # [R]: the row of the last token but one, whose next token is known
     row = lengths - 2 - start
     is_here = (row >= 0) & (row < features.shape[1])
     place = jnp.maximum(row, 0)[:, None, None]
+    # [R, P, A*H] -> [R, 1, A*H]
     one = jnp.take_along_axis(features, place, axis=1, mode="clip")
     return jnp.where(is_here[:, None, None], one, 0), is_here.astype(jnp.int32)
 
@@ -603,7 +618,7 @@ def features_of_last(
 def _kept_features(
     features: jax.Array, path: jax.Array | None, num_kept: jax.Array, most: int
 ) -> jax.Array:
-    """``[B, most, A*H]``, the features of the rows whose tokens were kept; zeros after them.
+    """Returns ``[B, most, A*H]``, features of the rows whose tokens were kept; zeros after them.
 
     The rows are those of ``path [B, P]``, or without it the first ``num_kept [B]``; most is D + 1.
     """
@@ -615,14 +630,15 @@ def _kept_features(
         features = features[:, :missing]
     if missing > 0:
         features = jnp.pad(features, ((0, 0), (0, missing), (0, 0)))
+    # [1, most, 1] < [B, 1, 1]: rows that were not kept may be NaN
     row = jnp.arange(most, dtype=jnp.int32)[None, :, None]
-    return jnp.where(row < num_kept[:, None, None], features, 0)  # others may be NaN
+    return jnp.where(row < num_kept[:, None, None], features, 0)
 
 
 def _with_fewer_tokens(
     output: RejectionSampleOutput, found: TokenLogprobs | None, most: int
 ) -> tuple[RejectionSampleOutput, TokenLogprobs | None]:
-    """The output, and log-probabilities, without tokens past the first `most` of each request.
+    """Returns the output and log-probabilities of the first `most` tokens of each request.
 
     No tree is so deep, but a chain of drafts that a grammar forces may be. Under the agreement rule
     the next step draws the same tokens.
@@ -638,12 +654,13 @@ def _with_fewer_tokens(
 
 
 def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Array | None:
-    """``[B, K]``, ``-log(max q)`` of the drafts that were drawn at these positions; NaN for others.
+    """Returns ``[B, K]``, ``-log(max q)`` of drafts drawn at these positions; NaN for others.
 
     None without a store.
     """
     if store is None:
         return None
+    # [K B] -> [K, B]
     normalizers = store.log_normalizer.reshape(store.positions.shape)
     return jnp.where(store.positions == positions[None, :], normalizers, jnp.nan).T
 
@@ -651,16 +668,17 @@ def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Arra
 def _all_drafts(
     confidences: jax.Array | None, is_counted: jax.Array, num_drafts: int
 ) -> jax.Array | None:
-    """``[B, K]``, the confidences of the requests that are counted; NaN for drafts not made."""
+    """Returns ``[B, K]``, confidences of requests that are counted; NaN for drafts not made."""
     if confidences is None:
         return None
+    # [B, C] -> [B, K]
     missing = num_drafts - confidences.shape[1]
     counted = jnp.where(is_counted[:, None], confidences, jnp.nan)
     return jnp.pad(counted, ((0, 0), (0, missing)), constant_values=jnp.nan)
 
 
 def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_drafts: int) -> None:
-    """Check what `drafter.propose` returned for the cache and the store of `state`."""
+    """Checks what `drafter.propose` returned for the cache and the store of `state`."""
     name = f"{type(drafter).__name__}.propose"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     must = "be a Proposal and a cache"
@@ -690,8 +708,8 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
             )
 
 
-def on_all_devices(arrays: Any, model: CausalModel) -> Any:
-    """Arrays that have no place yet, copied to every device of the model's mesh.
+def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:
+    """Returns arrays that had no place, copied to every device of the model's mesh.
 
     Done once, not with every call. A step then finds its state where the last step left it, and is
     compiled once.
@@ -705,7 +723,7 @@ def on_all_devices(arrays: Any, model: CausalModel) -> Any:
         return arrays
     everywhere = NamedSharding(sharding.mesh, P())
 
-    def copied(x: Any) -> Any:
+    def copied(x: jax.Array) -> jax.Array:
         if isinstance(x, jax.Array) and x.committed:
             return x
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
@@ -713,4 +731,5 @@ def on_all_devices(arrays: Any, model: CausalModel) -> Any:
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
         return jax.device_put(x, everywhere)
 
-    return jax.tree.map(copied, arrays)
+    found: _Arrays = jax.tree.map(copied, arrays)
+    return found

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from jax_specdec.lm.models.protocol import (
     check_model,
     check_params,
 )
-from jax_specdec.lm.models.rows import Rows
+from jax_specdec.lm.models.rows import Params, Rows
 
 _SMALLEST_PREFILL = 32
 _MAX_GROUP_TOKENS = 512
@@ -246,7 +245,7 @@ class Engine:
         return tuple(sorted({*self.chunk_sizes, self.max_length}))
 
     def group_size(self, size: int) -> int:
-        """R, how many prompts that are padded to `size` one call of `admit` reads.
+        """Returns R, how many prompts that are padded to `size` one call of `admit` reads.
 
         At most `max_prefill_requests`, and no more than there are slots. Several prompts have at
         most C tokens together, and at most 512.
@@ -260,7 +259,7 @@ class Engine:
         return tuple((r, n) for n in self.chunk_sizes for r in sorted({1, self.group_size(n)}))
 
     def prompt_size(self, length: int) -> int:
-        """P, the least of `prompt_sizes` that holds a prompt.
+        """Returns P, the least of `prompt_sizes` that holds a prompt.
 
         Raises:
           ValueError: longer than `max_length`.
@@ -274,7 +273,7 @@ class Engine:
         return size
 
     def pad_prompt(self, prompt: list[int]) -> np.ndarray:
-        """The prompt ``[P]`` int32, padded to its `prompt_size`.
+        """Returns the prompt ``[P]`` int32, padded to its `prompt_size`.
 
         Raises:
           ValueError: longer than `max_length`.
@@ -282,13 +281,13 @@ class Engine:
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
     def most_drafts(self, options: RequestOptions, length: int) -> int:
-        """The most drafts of a step that begins when a request has `length` tokens."""
+        """Returns the most drafts of a step that begins when a request has `length` tokens."""
         limits = [fewer for least, fewer in self.max_drafts_by_length if length >= least]
         own = [] if options.max_drafts is None else [options.max_drafts]
         return min([self.config.num_speculative_tokens, *limits, *own])
 
     def check_options(self, options: RequestOptions) -> None:
-        """Check that a request may ask for this.
+        """Checks that a request may ask for this.
 
         Raises:
           ValueError: an id outside the vocabulary, more of something than there is room for, more
@@ -317,7 +316,7 @@ class Engine:
     def options_of(
         self, options: Sequence[RequestOptions], prompt_lengths: Sequence[int]
     ) -> BatchOptions:
-        """The options of R requests as arrays, for `NewRequests`.
+        """Returns the options of R requests as arrays, for `NewRequests`.
 
         Args:
           options: what the requests ask for.
@@ -338,8 +337,8 @@ class Engine:
             sizes=self.option_sizes,
         )
 
-    def init_state(self, draft_params: Any = None, params: Any = None) -> DecodeState:
-        """All slots empty.
+    def init_state(self, draft_params: Params = None, params: Params = None) -> DecodeState:
+        """Returns a state whose slots are empty.
 
         Args:
           draft_params: the drafter's weights; their shapes are used, and a map of ids.
@@ -367,16 +366,16 @@ class Engine:
         return dataclasses.replace(state, estimator=self.new_estimator())
 
     def new_estimator(self) -> AcceptanceEstimator | TreeEstimator | None:
-        """An estimator of acceptance that has seen nothing; None without a `draft_budget`."""
+        """Returns an estimator that has seen nothing; None without a `draft_budget`."""
         if self.draft_budget is None:
             return None
         kind = TreeEstimator if self.decoder.tree_depth else AcceptanceEstimator
         return kind.create(self.config.num_speculative_tokens)
 
     def admit(
-        self, params: Any, draft_params: Any, state: DecodeState, requests: NewRequests
+        self, params: Params, draft_params: Params, state: DecodeState, requests: NewRequests
     ) -> DecodeState:
-        """Read prompts of R requests, or a part of each, with both models, into their slots.
+        """Reads prompts of R requests, or a part of each, with both models, into their slots.
 
         Whatever was in those slots is replaced. A request whose prompt has been read to its end
         runs from now on; its first step has no drafts and emits one token. Of a longer prompt, the
@@ -427,12 +426,12 @@ class Engine:
 
     def _enter(
         self,
-        draft_params: Any,
+        draft_params: Params,
         state: DecodeState,
         requests: NewRequests,
         features: jax.Array | None,
     ) -> DecodeState:
-        """R requests, whose tokens the target has read, in their slots.
+        """Returns the state with R requests, whose tokens the target has read, in their slots.
 
         Until a prompt is read to its end, its slot does not run, is as long as what was read and
         one token more, and has no features. So what steps write there comes after what was read.
@@ -485,15 +484,15 @@ class Engine:
 
     def step(
         self,
-        params: Any,
-        draft_params: Any,
+        params: Params,
+        draft_params: Params,
         state: DecodeState,
         requests: NewRequests | None = None,
         *,
         num_drafts: int | None = None,
         all_neutral: bool = False,
     ) -> tuple[DecodeState, StepRecord]:
-        """`draft`, then `verify`: at least one token for every occupied slot.
+        """Drafts and verifies: at least one token for every occupied slot.
 
         Args:
           params: the target's weights.
@@ -534,9 +533,9 @@ class Engine:
         return state, record
 
     def draft(
-        self, draft_params: Any, state: DecodeState, *, num_drafts: int | None = None
+        self, draft_params: Params, state: DecodeState, *, num_drafts: int | None = None
     ) -> DecodeState:
-        """The first half of `step`: K drafts for every occupied slot.
+        """Drafts K tokens for every occupied slot: the first half of `step`.
 
         New requests get none. A drafter that reads features needs this before every
         `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
@@ -561,12 +560,12 @@ class Engine:
 
     def verify(
         self,
-        params: Any,
+        params: Params,
         state: DecodeState,
         token_bitmask: jax.Array | None = None,
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
-        """The second half of `step`: verify the drafts in the state, and append what is emitted.
+        """Verifies the drafts in the state and appends what is emitted: the second half of `step`.
 
         A request without drafts gets one token. Rows of the store that were drawn at another
         position or temperature are not used.
@@ -592,7 +591,7 @@ class Engine:
         return self.decoder.verify(params, state, token_bitmask, is_forced)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
-        """Empty slots whose requests have not ended: they emit nothing more.
+        """Empties slots whose requests have not ended: they emit nothing more.
 
         Args:
           state: donated.
