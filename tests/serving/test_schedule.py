@@ -154,6 +154,12 @@ def test_a_plan_is(settings: schedule.Settings, known: dict[str, Any], expected:
     assert said(schedule.plan(engine, settings, traffic, after)) == expected
 
 
+def test_beside_a_call_that_reads_what_has_failed_nothing_is_read() -> None:
+    traffic = Traffic(slots=RUNS, waiting=[FAILED, *R[1:3]])
+    action = schedule.plan(ENGINE, WITHIN._replace(max_prefills=None), traffic)
+    assert isinstance(action, Read) and action.left == 0
+
+
 @pytest.mark.parametrize("most", [7, 11])
 def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) -> None:
     for length in range(12, LONGEST + 1):
@@ -210,6 +216,12 @@ def reads(done: list[tuple[bool, schedule.Action]]) -> list[schedule.Prompts]:
     return [prompts for prompts in found if prompts.group]
 
 
+def program(action: Any) -> tuple[Any, ...]:
+    """What is compiled for an action that reads prompts or dispatches a step."""
+    shape = len(action.prompts.group) > 1, action.prompts.size
+    return type(action), getattr(action, "all_neutral", 0), getattr(action, "num_drafts", 0), shape
+
+
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("policy", [LATENCY, LATENCY._replace(max_prefills=2), THROUGHPUT, WITHIN])
 def test_prompts_are_read_once_and_steps_wait_for_few_tokens(
@@ -222,6 +234,9 @@ def test_prompts_are_read_once_and_steps_wait_for_few_tokens(
             assert prompts.start <= ends[i] < prompts.end <= LONGEST
             ends[i] = prompts.end
     assert {i for _, one in done if isinstance(one, Step) for i in ids(one.running)} == {*ends}
+    rehearsed = schedule.rehearsal(ENGINE, prompts_in_steps=policy is WITHIN, grammars=False)
+    needed = {program(action) for _, action in done if not isinstance(action, schedule.Wait)}
+    assert needed <= {program(action) for action in rehearsed}
     for is_read, group in itertools.groupby(done, key=lambda one: isinstance(one[1], Read)):
         calls = [action.prompts for has_running, action in group if is_read and has_running]
         assert len(calls) <= (policy.max_prefills or np.inf)

@@ -97,6 +97,12 @@ class Traffic(NamedTuple):
         return {slot: one for slot, one in self.slots.items() if slot != waits}
 
     @property
+    def is_plain(self) -> bool:
+        """Whether no request that runs has a grammar, or failed in its last call."""
+        running = self.running.values()
+        return not any(one.matching is not None or one.num_failures for one in running)
+
+    @property
     def has_budget(self) -> bool:
         """Whether a request has a budget left after the steps ahead, if each spends one token."""
         return any(
@@ -170,9 +176,7 @@ class Wait(NamedTuple):
 Action = Read | Step | Masked | Wait
 
 
-def plan(
-    engine: Engine, settings: Settings, traffic: Traffic, after: Read | None = None
-) -> Read | Step | Masked | Wait:
+def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | None = None) -> Action:
     """Returns what is to be done next.
 
     Args:
@@ -182,33 +186,41 @@ def plan(
       after: the call that has just read prompts; None if a step, or nothing, came before. What
         reads prompts is followed by a step, if somebody runs, whoever has begun to run by it.
     """
-    running = traffic.running
-    prompts = Prompts({}, 0, 0, rest=traffic.prefill)
     left = math.inf if settings.max_prefills is None else settings.max_prefills
     if after is not None:
         left = after.left
     else:
-        is_failing = any(one.num_failures for one in running.values())
-        has_grammar = any(one.matching is not None for one in running.values())
-        is_plain = not (is_failing or has_grammar)
         # Of what fails, less is lost; and masks need the tokens of the step before.
-        num_ahead = settings.max_steps_ahead if is_plain else 0
+        num_ahead = settings.max_steps_ahead if traffic.is_plain else 0
         # Without updates to deliver, the oldest step is read next, and is no longer ahead.
         if len(traffic.ahead) >= num_ahead + (not traffic.has_updates):
             return Wait()
-        if settings.prompts_in_steps and is_plain and traffic.has_budget:
-            left = 0
-            prompts = next_prompts(engine, traffic, settings.chunk_size, settings.chunk_size)
+        if settings.prompts_in_steps and traffic.is_plain and traffic.has_budget:
+            size = settings.chunk_size
+            prompts = next_prompts(engine, traffic, most=size, usual=size)
             if any(one.num_failures for one in prompts.group.values()):
-                return Read(prompts, left)  # if it fails again, that concerns nobody else
-    if left > 0 or not running:
+                return Read(prompts, left=0)  # if it fails again, that concerns nobody else
+            return next_step(engine, traffic, prompts)
+    if left > 0 or not traffic.running:
         # While nobody runs, nobody waits for a large call.
-        most = settings.chunk_size if running else engine.chunk_size
-        between = next_prompts(engine, traffic, most, settings.chunk_size)
-        if between.group:
-            return Read(between, left - 1)
+        most = settings.chunk_size if traffic.running else engine.chunk_size
+        prompts = next_prompts(engine, traffic, most, usual=settings.chunk_size)
+        if prompts.group:
+            return Read(prompts, left - 1)
     if not traffic.has_budget:
         return Wait()
+    return next_step(engine, traffic, Prompts({}, 0, 0, rest=traffic.prefill))
+
+
+def next_step(engine: Engine, traffic: Traffic, prompts: Prompts) -> Step | Masked:
+    """Returns the step of all requests that run, by the smallest program that serves them.
+
+    Args:
+      engine: whose programs there are.
+      traffic: as it is now.
+      prompts: what the step reads beside; no group for nothing.
+    """
+    running = traffic.running
     # A request may be longer on the device, and so have fewer drafts there, but never more.
     limits = {i: engine.most_drafts(one.options, one.length) for i, one in running.items()}
     if any(one.matching is not None for one in running.values()):
@@ -217,7 +229,7 @@ def plan(
         return Step(running, prompts, all_neutral=False, num_drafts=full_budget(engine))
     all_neutral = engine.request_options and all(x.options.is_neutral for x in running.values())
     if not any(limits.values()):
-        # For no drafts, one program is enough, unless the budget has that number.
+        # One program is enough for no drafts, unless a budget has that number for both.
         all_neutral &= 0 in (engine.draft_budget or ())
         return Step(running, prompts, all_neutral, num_drafts=0)
     return Step(running, prompts, all_neutral, num_drafts=None, limits=[*limits.values()])
