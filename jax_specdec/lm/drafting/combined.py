@@ -177,7 +177,7 @@ class FirstOf(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """What is declared: as the head, which always drafts, and the history of the lookup."""
+        """Declares what the head does, which always drafts, and the history of the lookup."""
         return dataclasses.replace(
             self.head.serves, may_abstain=False, has_history=self.lookup.serves.has_history
         )

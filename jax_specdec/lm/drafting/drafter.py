@@ -117,7 +117,7 @@ class Drafter(abc.ABC):
 
     @property
     def serves(self) -> DrafterServes:
-        """What the drafter can do, and what it needs: nothing beside the texts."""
+        """Declares what the drafter can do and needs: here, nothing beside the texts."""
         return DrafterServes()
 
     def check_params(self, name: str, params: Params) -> None:

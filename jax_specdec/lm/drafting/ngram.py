@@ -69,7 +69,7 @@ class NGramDrafter(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """What is declared: often nothing matches."""
+        """Declares that often nothing matches."""
         return DrafterServes(may_abstain=True)
 
     def propose(

@@ -130,7 +130,7 @@ class SuffixDrafter(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """What is declared: often nothing matches; trees, and a history, if there are."""
+        """Declares that often nothing matches; trees, and a history, if there are."""
         return DrafterServes(
             tree_depth=self.tree_depth, may_abstain=True, has_history=self.history > 0
         )
