@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -87,20 +86,21 @@ class BlockDrafter(HeadDrafter[BlockHead]):
 
     @property
     def serves(self) -> DrafterServes:
-        """What is declared: the features that the head reads, and trees if there are."""
+        """Declares the features that the head reads, and trees if there are."""
         return DrafterServes(feature_layers=self.head.feature_layers, tree_depth=self.tree_depth)
 
     def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
+        self, params: Params, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if none is read.
+        """Returns an empty store for the logits of K drafts per request; None if none is read.
 
         Raises:
           ValueError: K is more than the drafts of a block, for chains.
         """
         if self.tree_depth:
             return None
-        c, k = self.head.config, config.num_speculative_tokens
+        c = self.head.config
+        k = config.num_speculative_tokens
         must = f"be at most {c.max_drafts}, the drafts of a block of {c.block_size}"
         require(k <= c.max_drafts, "num_speculative_tokens", must, k)
         return self.make_store(params, batch_size, config, self.num_candidates)
@@ -113,7 +113,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         features: jax.Array | None = None,
         next_token_ids: jax.Array | None = None,
     ) -> Cache:
-        """Put the context of the prompts, or a chunk of them, into the cache.
+        """Puts the context of the prompts, or a chunk of them, into the cache.
 
         See `Drafter.prefill`; tokens are not looked at.
 
@@ -125,68 +125,92 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         return self.head.write_context(params, features, rows.start, cache)
 
     def propose(
-        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
-    ) -> tuple[Proposal, Any]:
-        """Draft K tokens; see `Drafter.propose`.
+        self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
+    ) -> tuple[Proposal, Cache]:
+        """Drafts K tokens; see `Drafter.propose`.
 
         Raises:
           ValueError: the context has no features.
         """
         features, num_features = features_of(context)
-        head, last = self.head, context.lengths - 1
+        head = self.head
+        # [B]: the position of the newest token, and its id
+        last = context.lengths - 1
         newest = jnp.take_along_axis(context.token_ids, last[:, None], axis=1)[:, 0]
         # Rows of rejected drafts lie where the block is written next.
         cache = head.write_context(params, features, last - num_features, cache)
+        # [B, n, Vd] and [B, n, H], of the first n positions of the block
         wanted = self.tree_depth or context.config.num_speculative_tokens
         rows = Rows(newest[:, None], last)
         logits, states, cache = head.apply(params, rows, cache, wanted)
         if self.tree_depth:
-            drafts, parents = self._tree(params, logits, newest, context)
-            drafts = jnp.where((num_features > 0)[:, None], drafts, PLACEHOLDER_TOKEN_ID)
-            return Proposal(drafts, parents=parents), cache
-        ids, columns = params.get("target_ids"), None
+            proposal = self._tree(params, logits, newest, context)
+        else:
+            proposal = self._chain(params, logits, newest, context, store)
+        drafts = proposal.token_ids
+        # A prompt of one token has no context yet, and so no drafts.
+        is_read = (num_features > 0)[:, None]
+        if head.config.enable_confidence_head and not self.tree_depth:
+            # [B, K]: the token before each draft
+            before = jnp.concatenate([newest[:, None], drafts[:, :-1]], axis=1)
+            confidences = head.confidences(params, states, before)
+            proposal = proposal._replace(confidences=jnp.where(is_read, confidences, jnp.nan))
+        drafts = jnp.where(is_read, drafts, PLACEHOLDER_TOKEN_ID)
+        return proposal._replace(token_ids=drafts), cache
+
+    def _chain(
+        self,
+        params: Params,
+        logits: jax.Array,
+        newest: jax.Array,
+        context: DraftContext,
+        store: DraftStore | None,
+    ) -> Proposal:
+        """Returns a chain of drafts, from rows ``[B, K, Vd]`` of a block."""
+        head = self.head
+        size = head.config.layer.vocab_size
+        has_bias = head.config.markov_rank is not None
+        ids = params.get("target_ids")
+        columns: jax.Array | None = None
         if self.num_candidates is not None:
+            # [B, K, Vd] -> [B, K, C], and the columns and ids of these
             logits, columns = lax.top_k(logits, self.num_candidates)
             ids = columns if ids is None else ids[columns]
 
-        size = head.config.layer.vocab_size
-
-        def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
+        def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
+            # [B, Vd]: what the draft before adds is known only now
             row = logits[:, offset]
-            if head.config.markov_rank is not None:
+            if has_bias:
                 own = None if columns is None else columns[:, offset]
                 row = row + head.bias(params, last, own)
             return row, carry
 
-        # Rows depend on drafts, or are not all of the store.
-        is_chain = head.config.markov_rank is not None or context.processors is not None
-        if is_chain or (store is not None and len(store.positions) > wanted):
-            first, _ = forward((), newest, jnp.int32(0))
-            proposal, _ = draft_chain(first, (), forward, context, store, ids=ids, vocab_size=size)
-        else:
-            proposal = draft_at_once(logits, context, store, ids=ids, vocab_size=size)
-        is_read, drafts = (num_features > 0)[:, None], proposal.token_ids
-        confidences = None
-        if head.config.enable_confidence_head:
-            before = jnp.concatenate([newest[:, None], drafts[:, :-1]], axis=1)
-            confidences = head.confidences(params, states, before)
-            confidences = jnp.where(is_read, confidences, jnp.nan)
-        drafts = jnp.where(is_read, drafts, PLACEHOLDER_TOKEN_ID)
-        return Proposal(drafts, proposal.store, confidences), cache
+        # At once, unless rows depend on drafts, or the store has more of them than this step.
+        num_rows = logits.shape[1]
+        is_partial = store is not None and len(store.positions) > num_rows
+        if not (has_bias or is_partial or context.processors is not None):
+            return draft_at_once(logits, context, store, ids=ids, vocab_size=size)
+        first, _ = forward(None, newest, jnp.int32(0))
+        proposal, _ = draft_chain(first, None, forward, context, store, ids=ids, vocab_size=size)
+        return proposal
 
     def _tree(
-        self, params: Any, logits: jax.Array, newest: jax.Array, context: DraftContext
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the ids and parents ``[B, K]`` of a tree, from rows ``[B, D, Vd]`` of a block."""
-        head, num_nodes = self.head, context.config.num_speculative_tokens
-        ids, size = params.get("target_ids"), head.config.layer.vocab_size
-        depth = jnp.arange(self.tree_depth, dtype=jnp.int32)
-        has_bias, num_candidates = head.config.markov_rank is not None, self.num_candidates
+        self, params: Params, logits: jax.Array, newest: jax.Array, context: DraftContext
+    ) -> Proposal:
+        """Returns a tree of K drafts, from rows ``[B, D, Vd]`` of a block."""
+        head = self.head
+        size = head.config.layer.vocab_size
+        has_bias = head.config.markov_rank is not None
+        num_candidates = self.num_candidates
+        num_nodes = context.config.num_speculative_tokens
         num_extended = min(num_nodes, _NUM_EXTENDED) if has_bias else num_nodes
+        ids = params.get("target_ids")
+        depth = jnp.arange(self.tree_depth, dtype=jnp.int32)
 
         def best(logits: jax.Array, offsets: jax.Array, count: int) -> Children:
             return likeliest(logits, offsets, context, count, ids=ids, vocab_size=size)
 
+        # Three ways to the children of the nodes [B, W] of a level, for `grow`.
         if has_bias and num_candidates is None:
             count = min(num_nodes, size, _NUM_CHILDREN)
 
@@ -218,4 +242,5 @@ class BlockDrafter(HeadDrafter[BlockHead]):
                 return Children(found.token_ids[:, d, None], found.scores[:, d, None])
 
         candidates = grow(children, newest, self.tree_depth, num_nodes, num_extended)
-        return best_nodes(candidates, num_nodes)
+        token_ids, parents = best_nodes(candidates, num_nodes)
+        return Proposal(token_ids, parents=parents)

@@ -21,11 +21,7 @@ from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.models.groups import apply_groups
-from jax_specdec.lm.models.protocol import (
-    CausalModel,
-    check_model,
-    check_params,
-)
+from jax_specdec.lm.models.protocol import CausalModel, check_model, check_params
 from jax_specdec.lm.models.rows import Cache, Params, Rows
 
 
@@ -37,6 +33,7 @@ class _HashableIds:
 
     @classmethod
     def of(cls, ids: Any) -> _HashableIds:
+        """Returns a list of ids of any type, checked."""
         values = host_int32("ids", ids)
         check_array("ids", values, "[Vd]", {})
         check_listed("ids", values, 2**31)
@@ -44,6 +41,7 @@ class _HashableIds:
 
     @property
     def values(self) -> npt.NDArray[np.int32]:
+        """``[Vd]`` int32."""
         return np.frombuffer(self.data, np.int32)
 
 
@@ -90,33 +88,34 @@ class ModelDrafter(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """What is declared: the axis of requests is that of the model's cache."""
+        """Declares the axis of requests, which is that of the model's cache."""
         return DrafterServes(batch_axis=self.model.serves.batch_axis)
 
-    def check_params(self, name: str, params: Any) -> None:
-        """Check the model's weights, if it says how."""
+    def check_params(self, name: str, params: Params) -> None:
+        """Checks the model's weights, if it says how."""
         check_params(name, self.model, params)
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """The model's cache."""
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
+        """Returns the model's cache."""
         return self.model.init_cache(batch_size, max_length)
 
     def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
+        self, params: Params, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if none is read.
+        """Returns an empty store for the logits of K drafts per request; None if none is read.
 
         Raises:
           ValueError: the model has fewer or more logits than `ids`, or fewer than `num_candidates`.
         """
 
-        def one_token(params: Any) -> jax.Array:
+        def one_token(params: Params) -> jax.Array:
             one = Rows(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
             (output,), _ = apply_groups(self.model, params, [one], self.model.init_cache(1, 1))
             return output.logits
 
         logits = jax.eval_shape(one_token, params)
-        width, ids = logits.shape[-1], self._target_ids
+        width = logits.shape[-1]
+        ids = self._target_ids
         if ids is not None:
             check_array("ids", ids, "[Vd]", {"Vd": width})
         if self.num_candidates is not None:
@@ -135,6 +134,7 @@ class ModelDrafter(Drafter):
         sharding = self.model.serves.sharding
         if sharding is None or sharding.mesh is None or store.ids is not None:
             return store
+        # [K*B, Vd]: split as the logits are, so that no row is gathered when it is written
         rows = NamedSharding(sharding.mesh, P(None, sharding.vocab_axis))
         return dataclasses.replace(store, logits=lax.with_sharding_constraint(store.logits, rows))
 
@@ -150,24 +150,29 @@ class ModelDrafter(Drafter):
         return apply_groups(self.model, params, [rows], cache)[1]
 
     def propose(
-        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
-    ) -> tuple[Proposal, Any]:
-        """Draft K tokens; see `Drafter.propose`."""
-        lengths, ids = context.lengths, self._target_ids
+        self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
+    ) -> tuple[Proposal, Cache]:
+        """Drafts K tokens; see `Drafter.propose`."""
+        lengths = context.lengths
+        ids = self._target_ids
 
-        def forward(cache: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
-            arrays = params, last[:, None], lengths + offset - 1, cache
+        def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Cache]:
+            # [B, 1]: the last draft, at position n + offset, with n that of the newest token
+            rows = Rows(last[:, None], lengths + offset - 1)
             if lengths.shape[0] > 1:
-                return _read_token(arrays, self)
-            read: tuple[jax.Array, Any] = traced_for_platform(_read_alone, arrays, self)
+                return _read_token(params, rows, cache, self.model)
+            read: tuple[jax.Array, Cache] = traced_for_platform(
+                _read_alone, (params, rows, cache), self
+            )
             return read
 
-        # After a fully accepted step, the model has not read the last draft: it reads two tokens.
-        # Of a request that does not run, what was read stays as it is.
+        # [B, 2]: after a fully accepted step, the model has not read the last draft, so it reads
+        # two tokens. Of a request that does not run, what was read stays as it is.
         start = jnp.where(context.runs, jnp.maximum(lengths - 2, 0), lengths - 1)
         place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
         recent = jnp.take_along_axis(context.token_ids, place, axis=1)
         (output,), cache = apply_groups(self.model, params, [Rows(recent, start)], cache)
+        # [B, 2, Vd] -> [B, Vd]: the row of the newest token
         newest = (lengths - 1 - start)[:, None, None]
         return draft_chain(
             jnp.take_along_axis(output.logits, newest, axis=1)[:, 0],
@@ -183,27 +188,29 @@ class ModelDrafter(Drafter):
 
     @property
     def _target_ids(self) -> npt.NDArray[np.int32] | None:
+        """``[Vd]`` int32, `ids`; None if column ``j`` is id ``j``."""
         return self.ids.values if isinstance(self.ids, _HashableIds) else None
 
 
-def _read_token(arrays: tuple[Any, ...], drafter: ModelDrafter) -> tuple[jax.Array, Any]:
-    """Returns the logits ``[B, V]`` of the first of some tokens of each request, and the cache."""
-    params, token_ids, start, cache = arrays
-    (output,), cache = apply_groups(drafter.model, params, [Rows(token_ids, start)], cache)
+def _read_token(
+    params: Params, rows: Rows, cache: Cache, model: CausalModel
+) -> tuple[jax.Array, Cache]:
+    """Returns the logits ``[B, Vd]`` of the first of some tokens of each request, and the cache."""
+    (output,), cache = apply_groups(model, params, [rows], cache)
     return output.logits[:, 0], cache
 
 
 def _read_alone(
-    arrays: tuple[Any, ...], drafter: ModelDrafter, platform: Platform
-) -> tuple[jax.Array, Any]:
-    """`_read_token` of one request.
+    arrays: tuple[Params, Rows, Cache], drafter: ModelDrafter, platform: Platform
+) -> tuple[jax.Array, Cache]:
+    """Returns what `_read_token` does, for one request.
 
     On GPUs, XLA takes matrix products with a single row as sums, and a pass of a 1B model over two
     rows takes three quarters of the time (1.24 and 1.63 ms on an H100). So the token gets a second
     row there, whose key and value lie at the next position. Nothing sees them: the next pass
     overwrites them. The cache has that position, because the target's has one for every draft.
     """
-    params, token_ids, start, cache = arrays
+    params, rows, cache = arrays
     if platform not in ("cpu", "tpu"):
-        token_ids = jnp.repeat(token_ids, 2, axis=1)  # [1, 2]
-    return _read_token((params, token_ids, start, cache), drafter)
+        rows = rows._replace(token_ids=jnp.repeat(rows.token_ids, 2, axis=1))  # [1, 2]
+    return _read_token(params, rows, cache, drafter.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class _Level(NamedTuple):
     numbers: jax.Array
     states: jax.Array
     visible: jax.Array
-    cache: Any
+    cache: Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,18 +100,18 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
 
     @property
     def serves(self) -> DrafterServes:
-        """What is declared: the features that the head reads, and trees if there are."""
+        """Declares the features that the head reads, and trees if there are."""
         return DrafterServes(feature_layers=self.head.feature_layers, tree_depth=self.tree_depth)
 
-    def init_cache(self, batch_size: int, max_length: int) -> Any:
-        """The head's cache, with room for the nodes of a tree after the text."""
+    def init_cache(self, batch_size: int, max_length: int) -> Cache:
+        """Returns the head's cache, with room for the nodes of a tree after the text."""
         room = MAX_VISIBLE if self.tree_depth else 0
         return self.head.init_cache(batch_size, max_length + room)
 
     def init_store(
-        self, params: Any, batch_size: int, config: SpecDecodeConfig
+        self, params: Params, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
-        """An empty store for the logits of K drafts per request; None if none is read."""
+        """Returns an empty store for the logits of K drafts per request; None if none is read."""
         return None if self.tree_depth else self.make_store(params, batch_size, config, None)
 
     def prefill(
@@ -122,38 +122,80 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         features: jax.Array | None = None,
         next_token_ids: jax.Array | None = None,
     ) -> Cache:
-        """Run the head over the prompts, or a chunk of them; see `Drafter.prefill`.
+        """Runs the head over the prompts, or a chunk of them; see `Drafter.prefill`.
 
         Raises:
           ValueError: there are no features.
         """
         if features is None or next_token_ids is None:
             raise ValueError("prefill must get features and next_token_ids, but it got none")
+        # [B, P]: row i reads the features of token i, and token i + 1
         shifted = jnp.concatenate([rows.token_ids[:, 1:], next_token_ids[:, None]], axis=1)
         states = self.head.project(params, features)
         return self.head.apply(params, states, Rows(shifted, rows.start), cache)[2]
 
     def propose(
-        self, params: Any, context: DraftContext, cache: Any, store: DraftStore | None
-    ) -> tuple[Proposal, Any]:
-        """Draft K tokens; see `Drafter.propose`.
+        self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
+    ) -> tuple[Proposal, Cache]:
+        """Drafts K tokens; see `Drafter.propose`.
 
         Raises:
           ValueError: the context has no features.
         """
+        _, num_features = features_of(context)
+        logits, state, cache = self._extend(params, context, cache)
         if self.tree_depth:
-            drafts, parents, cache = self._tree(params, context, cache)
-            return Proposal(_if_read(context, drafts), parents=parents), cache
-        lengths, longest = context.lengths, context.token_ids.shape[1]
+            proposal, cache = self._tree(params, logits, state, context, cache)
+        else:
+            proposal, cache = self._chain(params, logits, state, context, cache, store)
+        # A prompt of one token has no row before its newest, and so no drafts.
+        is_read = (num_features > 0)[:, None]
+        drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)
+        return proposal._replace(token_ids=drafts), cache
 
-        def forward(carry: Any, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Any]:
+    def _extend(
+        self, params: Params, context: DraftContext, cache: Cache
+    ) -> tuple[jax.Array, jax.Array, Cache]:
+        """Runs the head over the tokens that the target ran last.
+
+        Returns:
+          Logits ``[B, 1, Vd]`` of the first draft, the feedback ``[B, 1, H]``, and the cache.
+        """
+        features, num_features = features_of(context)
+        size = features.shape[1]
+        longest = context.token_ids.shape[1] + (MAX_VISIBLE if self.tree_depth else 0)
+        # [B]: the position of the first of these, so that the last one is n - 1
+        start = jnp.clip(context.lengths - 1 - num_features, 0, longest - size)
+        # [B, S]: row i reads the features of token i, and token i + 1
+        place = start[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None, :]
+        shifted = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
+        states = self.head.project(params, features)
+        # [B]: the only row that is about a draft is the last one
+        row = jnp.maximum(num_features - 1, 0)
+        return self.head.apply(params, states, Rows(shifted, start), cache, row)
+
+    def _chain(
+        self,
+        params: Params,
+        logits: jax.Array,
+        state: jax.Array,
+        context: DraftContext,
+        cache: Cache,
+        store: DraftStore | None,
+    ) -> tuple[Proposal, Cache]:
+        """Returns a chain of drafts and the cache, from what `_extend` returns."""
+        longest = context.token_ids.shape[1]
+
+        def forward(
+            carry: tuple[jax.Array, Cache], last: jax.Array, offset: jax.Array
+        ) -> tuple[jax.Array, tuple[jax.Array, Cache]]:
             state, cache = carry
-            start = jnp.minimum(lengths - 2 + offset, longest - 1)
+            # [B, 1]: row n - 1 + offset, inside the cache, reads its own state and the last draft
+            start = jnp.minimum(context.lengths - 2 + offset, longest - 1)
             rows = Rows(last[:, None], start)
             logits, state, cache = self.head.apply(params, state, rows, cache)
             return logits[:, 0], (state, cache)
 
-        logits, state, cache = self._extend(params, context, cache)
         proposal, (_, cache) = draft_chain(
             logits[:, 0],
             (state, cache),
@@ -163,30 +205,17 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             ids=params.get("target_ids"),
             vocab_size=self.head.config.layer.vocab_size,
         )
-        return proposal._replace(token_ids=_if_read(context, proposal.token_ids)), cache
-
-    def _extend(
-        self, params: Any, context: DraftContext, cache: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Run the head over the tokens that the target ran last.
-
-        Returns:
-          Logits ``[B, 1, Vd]`` of the first draft, the feedback ``[B, 1, H]``, and the cache.
-        """
-        features, num_features = features_of(context)
-        size, most = features.shape[1], context.token_ids.shape[1]
-        if self.tree_depth:
-            most += MAX_VISIBLE
-        start = jnp.clip(context.lengths - 1 - num_features, 0, most - size)
-        place = start[:, None] + 1 + jnp.arange(size, dtype=jnp.int32)[None, :]
-        shifted = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
-        states, row = self.head.project(params, features), jnp.maximum(num_features - 1, 0)
-        return self.head.apply(params, states, Rows(shifted, start), cache, row)
+        return proposal, cache
 
     def _tree(
-        self, params: Any, context: DraftContext, cache: Any
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """Returns the ids and parents ``[B, K]`` of a tree of drafts, and the cache.
+        self,
+        params: Params,
+        logits: jax.Array,
+        state: jax.Array,
+        context: DraftContext,
+        cache: Cache,
+    ) -> tuple[Proposal, Cache]:
+        """Returns a tree of drafts and the cache, from what `_extend` returns.
 
         The tree begins at the newest token's position of the cache, n. What a level leaves there
         is overwritten by the next call, or not seen.
@@ -194,7 +223,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         num_nodes = context.config.num_speculative_tokens
         size = self.head.config.layer.vocab_size
         depth = min(self.tree_depth, num_nodes)
-        # `visible` has bits for all that are run.
+        # The last level is not run, and `visible` has a bit for each node that is.
         width = min(_WIDTH, num_nodes, size, MAX_VISIBLE // max(depth - 1, 1))
 
         def children(logits: jax.Array, offset: jax.Array) -> Children:
@@ -203,6 +232,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
 
         def grow(level: _Level, offset: jax.Array) -> tuple[_Level, Candidates]:
             """Runs a level; returns the next one, and the candidates that it was chosen from."""
+            # [W] -> [B, W, 2]: each node sees its ancestors, and itself
             first_row = offset * width
             own = node_bits(first_row + jnp.arange(width, dtype=jnp.int32))
             visible = level.visible | own[None]
@@ -213,25 +243,26 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
                 first_row=first_row,
             )
             logits, states, cache = self.head.apply(params, level.states, rows, level.cache)
+            # [B, W, Vd] -> [B, W, C] -> [B, W * C]: of each node C = W children, all candidates
             found = children(logits, offset + 1)
             scores = level.scores[:, :, None] + found.scores
-            # [B, W, C] -> [B, W * C]
             candidates = Candidates(
                 _flat(found.token_ids), jnp.repeat(level.numbers, width, axis=1), _flat(scores)
             )
+            # [B, W * C] -> [B, W]: the best of them are run next, with the states of their parents
             best, place = lax.top_k(candidates.scores, width)
             parent = place // width
             following = _Level(
                 token_ids=jnp.take_along_axis(candidates.token_ids, place, axis=1),
                 scores=best,
-                numbers=1 + width + offset * width**2 + place,
+                numbers=1 + width + offset * width**2 + place,  # after W, and W * C of each level
                 states=jnp.take_along_axis(states, parent[:, :, None], axis=1),
                 visible=jnp.take_along_axis(visible, parent[:, :, None], axis=1),
                 cache=cache,
             )
             return following, candidates
 
-        logits, state, cache = self._extend(params, context, cache)
+        # [B, 1, Vd] -> [B, 1, C] -> [B, W]: all children of node 0 are run
         found = children(logits, jnp.int32(0))
         first = Candidates(
             _flat(found.token_ids), jnp.zeros_like(found.token_ids[:, 0]), _flat(found.scores)
@@ -248,16 +279,10 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         # [D - 1, B, W * C] -> [B, (D - 1) * W * C], after the first level
         rest = jax.tree.map(lambda x: _flat(jnp.moveaxis(x, 0, 1)), rest)
         every = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, rest)
-        return *best_nodes(every, num_nodes), level.cache
+        token_ids, parents = best_nodes(every, num_nodes)
+        return Proposal(token_ids, parents=parents), level.cache
 
 
 def _flat(x: jax.Array) -> jax.Array:
-    """``[B, n]`` of an array whose first axis is B."""
+    """Returns ``[B, n]`` of an array whose first axis is B."""
     return x.reshape(x.shape[0], -1)
-
-
-def _if_read(context: DraftContext, drafts: jax.Array) -> jax.Array:
-    """The drafts ``[B, K]``, none of requests without features."""
-    _, num_features = features_of(context)
-    is_read = (num_features > 0)[:, None]
-    return jnp.where(is_read, drafts, PLACEHOLDER_TOKEN_ID)
