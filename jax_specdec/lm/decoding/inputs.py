@@ -65,7 +65,8 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
     if not depth:
         return
     hint = f"{type(drafter).__name__} with tree_depth={depth} proposes trees, with 0 chains"
-    method, k = config.rejection_sample_method, config.num_speculative_tokens
+    method = config.rejection_sample_method
+    k = config.num_speculative_tokens
     must = 'be "agreement"'
     require(method == "agreement", "config.rejection_sample_method", must, method, hint)
     require(k < MAX_VISIBLE, "config.num_speculative_tokens", f"be below {MAX_VISIBLE}", k, hint)
