@@ -40,14 +40,6 @@ def test_while_nobody_runs_calls_are_as_large_as_they_may_be(calls):
     (update,) = driver.step()
     assert calls == [LARGE] * 4 + [0]
     assert update.token_ids == greedy_truth(long)[:1]
-    run(driver)
-    del calls[:]
-    prompts = [1, 2] * 3, [0], [1], [2]
-    ids = [driver.submit(prompt, max_new_tokens=3) for prompt in prompts]
-    found = run(driver)
-    # The first is read whole; from then on it runs, and the others come one at a time.
-    assert calls[:6] == [LARGE, 0, SMALL, 0, SMALL, 0]
-    assert [len(found[i].token_ids) for i in ids] == [3] * 4
 
 
 def test_a_step_reads_prompts_while_somebody_runs(calls):
@@ -169,28 +161,29 @@ def test_warm_up_chooses_and_compiles_what_it_has_chosen(large, chosen, monkeypa
     assert names == []
 
 
+ONE_SLOT, ONE_SIZE = (
+    dataclasses.replace(PIECES, num_slots=1), dataclasses.replace(PIECES, prefill_sizes=(LARGE,))
+)  # fmt: skip
+WHOLE = dataclasses.replace(PIECES, drafter=tiny.Scripted(), prefill_sizes=(2, LONGEST))
+
+
 @pytest.mark.parametrize(
-    ("engine", "weights", "settings"),
+    ("engine", "settings"),
     [
-        (PIECES, TABLES, dict(max_prefills=None)),
-        (PIECES, TABLES, dict(max_prefills=1, chunk_size=LARGE)),
-        (dataclasses.replace(PIECES, num_slots=1), TABLES, dict(max_prefills=1)),
-        (dataclasses.replace(PIECES, prefill_sizes=(LARGE,)), TABLES, dict(max_prefills=1)),
-        (
-            dataclasses.replace(PIECES, drafter=tiny.Scripted(), prefill_sizes=(2, LONGEST)),
-            (TABLES[0], np.zeros((SLOTS, LONGEST), np.int32)),
-            dict(max_prefills=1),
-        ),
+        (PIECES, dict(max_prefills=None)),
+        (PIECES, dict(max_prefills=1, chunk_size=LARGE)),
+        (ONE_SLOT, dict(max_prefills=1)),
+        (ONE_SIZE, dict(max_prefills=1)),
+        (WHOLE, dict(max_prefills=1)),
     ],
     ids=["throughput", "given", "alone", "one size", "whole prompts only"],
 )
-def test_nothing_is_measured_where_there_is_nothing_to_choose(
-    engine, weights, settings, monkeypatch
-):
+def test_nothing_is_measured_where_there_is_nothing_to_choose(engine, settings, monkeypatch):
     monkeypatch.setattr(stopwatch, "measure_chunks", lambda *_, **__: 1 / 0)
     for name in ("_carry_out", "_empty"):  # compiles nothing
         monkeypatch.setattr(lm.EngineDriver, name, lambda *_: None)
-    driver = driver_of(engine, *weights, **settings)
+    script = np.zeros((SLOTS, LONGEST), np.int32)
+    driver = driver_of(engine, TABLES[0], script if engine is WHOLE else TABLES[1], **settings)
     driver.warm_up()
     assert driver.chunk_size == engine.chunk_size
 
@@ -209,12 +202,7 @@ def test_steps_and_prompts_are_measured():
         (ValueError, PIECES, 5, "^chunk_size must be 2 or 8, but it is 5"),
         (ValueError, PIECES, 0, "^chunk_size"),
         (TypeError, PIECES, 2.0, "^chunk_size"),
-        (
-            TypeError,
-            dataclasses.replace(PIECES, drafter=tiny.Scripted(), prefill_sizes=(2, LONGEST)),
-            2,
-            "prompts longer than chunk_size=2 are read in chunks",
-        ),
+        (TypeError, WHOLE, 2, "prompts longer than chunk_size=2 are read in chunks"),
     ],
 )
 def test_a_chunk_size_is_refused(error, engine, value, message):

@@ -142,7 +142,6 @@ PLANS: dict[str, tuple[schedule.Settings, dict[str, Any], tuple[Any, ...]]] = {
     "a new grammar's step, behind one": (
         LATENCY, dict(slots={0: R[0], 1: GRAMMAR}, ahead=[AHEAD], left=0),
         ([0, 17], "masked", [K, K])),
-    "no step without a budget": (LATENCY, dict(slots={1: SPENT}, ahead=[AHEAD], left=0), ()),
 }  # fmt: skip
 
 
