@@ -76,7 +76,7 @@ class Device:
         self._add_step(step.running, state, result, num_drafts)
 
     def draft(self, step: Masked, num_drafts: int) -> np.ndarray:
-        """Drafts for a step, unless for none; waits for the drafts, ``[S, num_drafts]``."""
+        """Drafts for a step; returns the drafts, ``[S, num_drafts]``, and waits for them."""
         requests = step.running.values()
         state = self.state(requests)
         if num_drafts:
