@@ -25,7 +25,7 @@ from jax_specdec.lm.formats.tensors import (
     unfuse,
 )
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, count_token_ids, stop_token_ids
-from jax_specdec.lm.models.layers import check_params
+from jax_specdec.lm.models.layers import check_weights
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.rows import Params
 
@@ -197,7 +197,7 @@ def save_checkpoint(
     check_type("model", model, Llama)
     stored = checked_dtype(dtype, LOGITS)
     config = config_json(model.config, stored.name)
-    check_params("params", model.weight_shapes, params)
+    check_weights("params", model.weight_shapes, params)
     tensors = unfuse(llama_tensors(model.config), params, part_sizes(model.config))
     tensors = stored_tensors(tensors, stored, allow_nonfinite=allow_nonfinite)
     write_files(directory, config, tensors)

@@ -30,7 +30,7 @@ from jax_specdec.lm.formats.tensors import (
 )
 from jax_specdec.lm.models.fields import quoted, shown
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
-from jax_specdec.lm.models.layers import check_params
+from jax_specdec.lm.models.layers import check_weights
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.rows import Params
@@ -103,7 +103,7 @@ def save_head(
     """
     directory = path_of(directory)
     stored = checked_dtype(dtype, LOGITS)
-    check_params("params", model.weight_shapes, params)
+    check_weights("params", model.weight_shapes, params)
     c = model.config
     arrays = params
     if c.output_is_embedding:  # [Vd, H], which `unfuse` transposes

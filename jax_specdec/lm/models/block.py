@@ -24,7 +24,6 @@ References:
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -36,13 +35,15 @@ from jax_specdec._src.tree import MAX_VISIBLE, TreeRows
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows, write_cache
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
+    LayerAttend,
+    Weights,
     decoder_layer,
     embed_tokens,
     rms_norm,
     rotated_heads,
 )
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.llama_config import param_shapes
+from jax_specdec.lm.models.llama_config import Shapes, param_shapes
 from jax_specdec.lm.models.rotary import rotation
 from jax_specdec.lm.models.rows import Cache, Rows
 
@@ -97,7 +98,8 @@ class BlockHeadConfig(HeadConfig):
         least = 1 if self.sample_from_anchor else 2
         must = f"be in [{least}, {MAX_VISIBLE}]"
         require(least <= self.block_size <= MAX_VISIBLE, "block_size", must, self.block_size)
-        mask, most, number = self.mask_token_id, self.layer.vocab_size, self.layer.num_hidden_layers
+        mask = self.mask_token_id
+        most = self.layer.vocab_size
         is_id = type(mask) is int and 0 <= mask < most
         require(is_id, "mask_token_id", f"be an id in [0, {most})", mask)
         for name in ("sliding_window", "markov_rank"):
@@ -105,6 +107,7 @@ class BlockHeadConfig(HeadConfig):
             is_size = value is None or (type(value) is int and 0 < value < 2**31)
             require(is_size, name, "be a positive integer or None", value)
         layers = self.sliding_layers
+        number = self.layer.num_hidden_layers
         are_ids = isinstance(layers, tuple) and all(type(i) is int for i in layers)
         are_ids = are_ids and sorted({*layers}) == [*layers]
         are_ids = are_ids and (not layers or 0 <= layers[0] <= layers[-1] < number)
@@ -112,9 +115,9 @@ class BlockHeadConfig(HeadConfig):
         both = (self.sliding_window is None) == (not layers)
         require(both, "sliding_window", "be there if and only if layers slide", self.sliding_window)
         fits = self.enable_confidence_head and self.markov_rank is not None
-        name, with_markov = "confidence_head_with_markov", self.confidence_head_with_markov
+        with_markov = self.confidence_head_with_markov
         must = "be false without a confidence head and a markov_rank"
-        require(fits or not with_markov, name, must, with_markov)
+        require(fits or not with_markov, "confidence_head_with_markov", must, with_markov)
 
     @property
     def max_drafts(self) -> int:
@@ -125,7 +128,9 @@ class BlockHeadConfig(HeadConfig):
         """``[S, 2]`` uint32, which rows of the block each row sees in a layer."""
         size = self.block_size
         is_causal = index in self.sliding_layers and not self.sliding_window_non_causal
+        # Bit i of a word is row i: those up to its own, or all.
         words = [(1 << (row + 1 if is_causal else size)) - 1 for row in range(size)]
+        # [S] of 64 bits -> [S, 2] of 32
         return np.array([[word & 0xFFFFFFFF, word >> 32] for word in words], np.uint32)
 
     def window(self, index: int) -> int | None:
@@ -135,8 +140,8 @@ class BlockHeadConfig(HeadConfig):
         return self.sliding_window + 1
 
 
-def block_shapes(config: BlockHeadConfig) -> dict[str, Any]:
-    """The params pytree of a config, with a shape in place of each array.
+def block_shapes(config: BlockHeadConfig) -> Shapes:
+    """Returns the params pytree of a config, with a shape in place of each array.
 
     A dict with ``embed_tokens [V, H]``, ``fc [A * H_target, H]``, ``hidden_norm [H]``, ``norm
     [H]``, ``lm_head [H, Vd]`` (the target's embedding ``[V, H]`` if that is its output matrix and
@@ -145,7 +150,8 @@ def block_shapes(config: BlockHeadConfig) -> dict[str, Any]:
     head ``confidence_proj [H, 1]``, or ``[H + r, 1]``, and ``confidence_bias [1]``. With Vd < V
     there is ``target_ids [Vd]`` int32, the target's id of each of the head's.
     """
-    c, rank = config.layer, config.markov_rank
+    c = config.layer
+    rank = config.markov_rank
     layers = param_shapes(c)["layers"]
     if config.o_proj_bias:
         layers = [layer | {"o_bias": (c.hidden_size,)} for layer in layers]
@@ -215,12 +221,12 @@ class BlockHead(DraftHead):
     dtype: Any = jnp.dtype("float32")
 
     @property
-    def weight_shapes(self) -> dict[str, Any]:
+    def weight_shapes(self) -> Shapes:
         """The structure of the params, with a shape in place of each array."""
         return block_shapes(self.config)
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
-        """An empty cache for requests of at most T = max_length positions, and a block after them.
+        """Returns an empty cache for T = max_length positions of requests, and a block after them.
 
         Args:
           batch_size: B.
@@ -230,9 +236,9 @@ class BlockHead(DraftHead):
         return Llama(self.config.layer, self.dtype).init_cache(batch_size, size)
 
     def context(
-        self, params: dict[str, Any], features: jax.Array, positions: jax.Array
+        self, params: Weights, features: jax.Array, positions: jax.Array
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """Keys and values of features of the target, for each layer.
+        """Returns keys and values of features of the target, for each layer.
 
         Args:
           params: weights of the structure and shapes of `block_shapes`, in the compute dtype.
@@ -247,15 +253,22 @@ class BlockHead(DraftHead):
           ValueError: an argument has another shape.
           TypeError: features are not of the compute dtype, or positions not int32.
         """
-        c, sizes = self.config.layer, {"A*H": self.num_features}
+        c = self.config.layer
+        sizes = {"A*H": self.num_features}
         check_array("features", features, f"[B, S, A*H] {self.dtype}", sizes)
         check_array("positions", positions, "[B, S] int32", sizes)
+        # c = hidden_norm(fc(g)): [B, S, A H_target] -> [B, S, H]
         rows = rms_norm(features @ params["fc"], params["hidden_norm"], c.rms_norm_eps)
         cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        return [rotated_heads(c, layer, rows, cos_sin)[1:] for layer in params["layers"]]
+        pairs = []
+        for layer in params["layers"]:
+            # Features are only attended to: their query is not read.
+            _, key, value = rotated_heads(c, layer, rows, cos_sin)
+            pairs.append((key, value))
+        return pairs
 
     def write_context(
-        self, params: dict[str, Any], features: jax.Array, start: jax.Array, cache: Cache
+        self, params: Weights, features: jax.Array, start: jax.Array, cache: Cache
     ) -> Cache:
         """Returns the cache after S consecutive positions of each request were written.
 
@@ -271,6 +284,7 @@ class BlockHead(DraftHead):
         """
         check_array("start", start, "[B] int32", {})
         check_length("features", features.shape[1], cache)
+        # [B, S]
         positions = start[:, None] + jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
         pairs = self.context(params, features, positions)
         return [
@@ -280,7 +294,7 @@ class BlockHead(DraftHead):
 
     def apply(
         self,
-        params: dict[str, Any],
+        params: Weights,
         rows: Rows,
         cache: Cache,
         num_drafts: int | None = None,
@@ -325,7 +339,8 @@ class BlockHead(DraftHead):
 
         def attend(index: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             # Rows of a block see one another: a layer's bits take the place of a tree's.
-            visible: Any = config.visible(index)  # a constant: attention counts its bits
+            # They are a constant of NumPy, which `TreeRows` does not declare: attention counts it.
+            visible: Any = config.visible(index)
             seen = block._replace(tree=TreeRows(depth, visible))
             own = step._replace(groups=(seen,))
             read, new_cache[index] = own.attend(
@@ -333,41 +348,43 @@ class BlockHead(DraftHead):
             )
             return read
 
+        # [B, S] -> [B, S, H]
         embedded = embed_tokens(params["embed_tokens"], ids)
         states = self.run(params, embedded, step.positions, attend)
+        # [B, S, H] -> [B, K, H]: DFlash leaves out row 0
         first = config.block_size - most
-        # [B, S, H] -> [B, K, H]
         states = states[:, first : first + count]
         return BlockOutput(head_logits(config, params, states), states, new_cache)
 
     def run(
         self,
-        params: dict[str, Any],
+        params: Weights,
         embedded: jax.Array,
         positions: jax.Array,
-        attend: Callable[..., jax.Array],
+        attend: LayerAttend,
     ) -> jax.Array:
-        """The layers around a given attention: what `apply` and training share.
+        """Runs the layers around a given attention: what `apply` and training share.
 
         Args:
           params: as for `context`.
           embedded: ``[B, R, H]``, rows of the embedding of blocks, in the compute dtype.
           positions: ``[B, R]`` int32, for the rotary embedding.
-          attend: an `Attend` whose first argument is the index of the layer, called once for each.
+          attend: called once for each layer.
 
         Returns:
           The states h ``[B, R, H]`` of all rows; `head_logits` gives their logits.
         """
-        c, x = self.config.layer, embedded
+        c = self.config.layer
+        x = embedded
         cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         for index, layer in enumerate(params["layers"]):
             x = decoder_layer(c, layer, x, cos_sin, functools.partial(attend, index))
         return rms_norm(x, params["norm"], c.rms_norm_eps)
 
     def bias(
-        self, params: dict[str, Any], token_ids: jax.Array, columns: jax.Array | None = None
+        self, params: Weights, token_ids: jax.Array, columns: jax.Array | None = None
     ) -> jax.Array:
-        """The part of logits that depends on the token before; for a head with a `markov_rank`.
+        """Returns what the token before adds to logits; for a head with a `markov_rank`.
 
         Args:
           params: as for `context`.
@@ -378,19 +395,20 @@ class BlockHead(DraftHead):
         Returns:
           ``[..., Vd]`` or ``[..., C]`` in the compute dtype.
         """
-        before, after = embed_tokens(params["markov_w1"], token_ids), params["markov_w2"]
+        # W2 W1[x]: [...] -> [..., r] -> [..., Vd], or [..., C]
+        before = embed_tokens(params["markov_w1"], token_ids)
+        after = params["markov_w2"]
         if columns is None:
             bias = jnp.einsum("vr,...r->...v", after, before)
         else:
             bias = jnp.einsum("...cr,...r->...c", after[columns], before)
         return bias if self.config.logit_scale == 1 else bias * self.config.logit_scale
 
-    def confidences(
-        self, params: dict[str, Any], states: jax.Array, token_ids: jax.Array
-    ) -> jax.Array:
-        """How likely drafts are to be accepted if those before them are, for a head that says so.
+    def confidences(self, params: Weights, states: jax.Array, token_ids: jax.Array) -> jax.Array:
+        """Returns how likely drafts are to be accepted if those before them are.
 
-        A draft itself is not looked at, nor those after it.
+        For a head with `enable_confidence_head`. A draft itself is not looked at, nor those after
+        it.
 
         Args:
           params: as for `context`.
@@ -403,6 +421,8 @@ class BlockHead(DraftHead):
         rows = states.astype(jnp.float32)
         if self.config.confidence_head_with_markov:
             before = embed_tokens(params["markov_w1"], token_ids).astype(jnp.float32)
-            rows = jnp.concatenate([rows, before], axis=-1)
-        weights, bias = (params[f"confidence_{x}"].astype(jnp.float32) for x in ("proj", "bias"))
+            rows = jnp.concatenate([rows, before], axis=-1)  # [..., H] -> [..., H + r]
+        weights = params["confidence_proj"].astype(jnp.float32)
+        bias = params["confidence_bias"].astype(jnp.float32)
+        # sigmoid(w . [h, W1[x]] + b): [..., H + r] -> [..., 1] -> [...]
         return jax.nn.sigmoid((rows @ weights)[..., 0] + bias[0])

@@ -24,13 +24,14 @@ from jax_specdec.lm.models.cache import Pass, check_rows
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
     Attend,
+    Weights,
     embed_tokens,
     feed_forward,
     rms_norm,
     self_attention,
 )
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.llama_config import param_shapes
+from jax_specdec.lm.models.llama_config import Shapes, param_shapes
 from jax_specdec.lm.models.rotary import rotation
 from jax_specdec.lm.models.rows import Cache, Rows
 
@@ -70,14 +71,15 @@ class Eagle3Config(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name, hint = "num_hidden_layers", "systems differ in what more layers of a head compute"
-        require(self.layer.num_hidden_layers == 1, name, "be 1", self.layer.num_hidden_layers, hint)
+        layers = self.layer.num_hidden_layers
+        hint = "systems differ in what more layers of a head compute"
+        require(layers == 1, "num_hidden_layers", "be 1", layers, hint)
         norms = self.norm_before_fc, self.fc_norm
         require(not all(norms), "norm_before_fc and fc_norm", "not both be true", norms)
 
 
-def head_shapes(config: Eagle3Config) -> dict[str, Any]:
-    """The params pytree of a config, with a shape in place of each array.
+def head_shapes(config: Eagle3Config) -> Shapes:
+    """Returns the params pytree of a config, with a shape in place of each array.
 
     A dict with ``embed_tokens [V, H]``, ``fc [A * H_target, H]``, ``norm [H]``, ``lm_head [H, Vd]``
     (the target's embedding ``[V, H]`` if that is its output matrix and shared), and `layer`, as in
@@ -88,6 +90,7 @@ def head_shapes(config: Eagle3Config) -> dict[str, Any]:
     """
     size = config.layer.hidden_size
     (layer,) = param_shapes(config.layer)["layers"]
+    # It reads two normed vectors side by side: the embedding's and the features'.
     layer |= {"qkv_proj": (2 * size, layer["qkv_proj"][1]), "hidden_norm": (size,)}
     if config.o_proj_bias:
         layer["o_bias"] = (size,)
@@ -147,16 +150,16 @@ class Eagle3Head(DraftHead):
         return Llama(self.config.layer, self.dtype)
 
     @property
-    def weight_shapes(self) -> dict[str, Any]:
+    def weight_shapes(self) -> Shapes:
         """The structure of the params, with a shape in place of each array."""
         return head_shapes(self.config)
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
-        """An empty cache for B = batch_size requests of at most T = max_length positions."""
+        """Returns an empty cache for B = batch_size requests of T = max_length positions."""
         return self._llama.init_cache(batch_size, max_length)
 
-    def project(self, params: dict[str, Any], features: jax.Array) -> jax.Array:
-        """The states fc(g) with which true features enter the layer.
+    def project(self, params: Weights, features: jax.Array) -> jax.Array:
+        """Returns the states fc(g) with which true features enter the layer.
 
         Args:
           params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
@@ -170,21 +173,23 @@ class Eagle3Head(DraftHead):
           ValueError: features have another shape.
           TypeError: features are not of the compute dtype.
         """
-        c, eps = self.config, self.config.layer.rms_norm_eps
-        sizes = {"A*H": c.num_features}
-        check_array("features", features, f"[B, S, A*H] {self.dtype}", sizes)
+        c = self.config
+        eps = c.layer.rms_norm_eps
+        check_array("features", features, f"[B, S, A*H] {self.dtype}", {"A*H": c.num_features})
         if c.norm_before_fc:
             features = rms_norm(features, params["input_norm"], eps)
         if c.fc_norm:
             chunks = (len(c.feature_layers), c.target_hidden_size)
+            # [B, S, A H_target] -> [B, S, A, H_target] and back: a mean for each layer
             split = features.reshape(*features.shape[:2], *chunks)
             split = rms_norm(split, params["fc_norm"].reshape(chunks), eps)
             features = split.reshape(features.shape)
+        # [B, S, A H_target] -> [B, S, H]
         return features @ params["fc"]
 
     def apply(
         self,
-        params: dict[str, Any],
+        params: Weights,
         states: jax.Array,
         rows: Rows,
         cache: Cache,
@@ -229,20 +234,21 @@ class Eagle3Head(DraftHead):
             read, layer = step.attend(query, key, value, layer)
             return read
 
+        # [B, S] -> [B, S, H]
         embedded = embed_tokens(params["embed_tokens"], step.token_ids)
         logits, feedback = self.run(params, states, embedded, step.positions, attend, row)
         return logits, feedback, [layer]
 
     def run(
         self,
-        params: dict[str, Any],
+        params: Weights,
         states: jax.Array,
         embedded: jax.Array,
         positions: jax.Array,
         attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """The head around a given attention: what `apply` and training share.
+        """Runs the head around a given attention: what `apply` and training share.
 
         Args:
           params: as in `apply`.
@@ -255,16 +261,23 @@ class Eagle3Head(DraftHead):
         Returns:
           Logits ``[B, S, Vd]``, and the feedback ``[B, S, H]``.
         """
-        config, c, layer = self.config, self.config.layer, params["layer"]
+        config = self.config
+        c = config.layer
         eps = c.rms_norm_eps
+        layer = params["layer"]
+        # u = [norm(embed(t)), norm(x)]: [B, S, H] twice -> [B, S, 2 H]
         normed = rms_norm(states, layer["hidden_norm"], eps)
         h = jnp.concatenate([rms_norm(embedded, layer["input_layernorm"], eps), normed], axis=-1)
+        # h = x + attention(u): [B, S, 2 H] -> [B, S, H]
         cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         branch = self_attention(c, layer, h, cos_sin, attend)
         x = (normed if config.norm_before_residual else states) + branch
         if row is not None:
+            # [B, S, H] -> [B, 1, H]: all positions were written, one is asked about
             x = jnp.take_along_axis(x, row[:, None, None], axis=1)
+        # h = h + mlp(norm(h))
         x = x + feed_forward(layer, rms_norm(x, layer["post_attention_layernorm"], eps))
+        # logits = lm_head(norm(h)): [B, S, H] -> [B, S, Vd]
         output = rms_norm(x, params["norm"], eps)
         logits = head_logits(config, params, output)
         return logits, output if config.norm_output else x

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jax_specdec._src.arrays import checked_dtype, require
 from jax_specdec.lm.models.fields import check_fields
-from jax_specdec.lm.models.layers import check_params, output_logits, random_weights
-from jax_specdec.lm.models.llama_config import LlamaConfig
+from jax_specdec.lm.models.layers import Weights, check_weights, output_logits, random_weights
+from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes
+from jax_specdec.lm.models.rows import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,11 +29,13 @@ class HeadConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        ids, c = self.feature_layers, self.layer
+        c = self.layer
+        ids = self.feature_layers
         are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
         ascend = are_ids and ids and list(ids) == sorted({*ids})
         require(ascend, "feature_layers", "be different layer ids from 0 on, ascending", ids)
-        size, most = self.draft_vocab_size, c.vocab_size
+        size = self.draft_vocab_size
+        most = c.vocab_size
         require(size <= most, "draft_vocab_size", f"be at most vocab_size = {most}", size)
         must = f"be true with draft_vocab_size = {size}, less than vocab_size = {most}"
         require(size == most or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
@@ -79,17 +82,15 @@ class DraftHead(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def weight_shapes(self) -> dict[str, Any]:
+    def weight_shapes(self) -> Shapes:
         """The structure of the params, with a shape in place of each array."""
 
-    def check_params(self, name: str, params: Any) -> None:
-        """Check weights; see `CausalModel`."""
-        check_params(name, self.weight_shapes, params, self.dtype)
+    def check_params(self, name: str, params: Params) -> None:
+        """Checks weights; see `CausalModel`."""
+        check_weights(name, self.weight_shapes, params, self.dtype)
 
-    def init_params(
-        self, key: jax.Array, target_params: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Random weights in the compute dtype, as those of `Llama.init_params`.
+    def init_params(self, key: jax.Array, target_params: Weights | None = None) -> Weights:
+        """Returns random weights in the compute dtype, as those of `Llama.init_params`.
 
         Args:
           key: a typed PRNG key.
@@ -99,14 +100,21 @@ class DraftHead(abc.ABC):
         Returns:
           A dict; see `weight_shapes`. `target_ids` are the first Vd.
         """
-        return random_head(self.config, self.weight_shapes, key, self.dtype, target_params)
+        c = self.config
+        params = random_weights(self.weight_shapes, key, self.dtype, c.layer.num_hidden_layers)
+        if target_params is not None:
+            params |= shared_params(c, target_params)
+        if "target_ids" in params:
+            params["target_ids"] = jnp.arange(c.draft_vocab_size, dtype=jnp.int32)
+        return params
 
 
-def common_shapes(config: HeadConfig) -> dict[str, Any]:
-    """Shapes of the arrays that every head has, beside those of its layers."""
+def common_shapes(config: HeadConfig) -> Shapes:
+    """Returns the shapes of the arrays that every head has, beside those of its layers."""
     c = config.layer
-    embedding, lm_head = (c.vocab_size, c.hidden_size), (c.hidden_size, config.draft_vocab_size)
-    shapes: dict[str, Any] = {
+    embedding = (c.vocab_size, c.hidden_size)
+    lm_head = (c.hidden_size, config.draft_vocab_size)
+    shapes: Shapes = {
         "fc": (config.num_features, c.hidden_size),  # first: in it, other kinds of heads differ
         "norm": (c.hidden_size,),
         "embed_tokens": embedding,
@@ -117,24 +125,8 @@ def common_shapes(config: HeadConfig) -> dict[str, Any]:
     return shapes
 
 
-def random_head(
-    config: HeadConfig,
-    shapes: dict[str, Any],
-    key: jax.Array,
-    dtype: Any,
-    target_params: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Random weights of a head, `random_weights`, with what it shares of its target's."""
-    params = random_weights(shapes, key, dtype, config.layer.num_hidden_layers)
-    if target_params is not None:
-        params |= shared_params(config, target_params)
-    if "target_ids" in params:
-        params["target_ids"] = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
-    return params
-
-
-def shared_params(config: HeadConfig, target_params: dict[str, Any]) -> dict[str, Any]:
-    """The target's arrays that a head uses, under the head's names."""
+def shared_params(config: HeadConfig, target_params: Weights) -> Weights:
+    """Returns the target's arrays that a head uses, under the head's names."""
     shared = {}
     if not config.own_embedding:
         shared["embed_tokens"] = target_params["embed_tokens"]
@@ -144,10 +136,10 @@ def shared_params(config: HeadConfig, target_params: dict[str, Any]) -> dict[str
     return shared
 
 
-def head_logits(config: HeadConfig, params: dict[str, Any], output: jax.Array) -> jax.Array:
-    """Logits ``[B, S, Vd]`` of normed states ``[B, S, H]``, scaled."""
+def head_logits(config: HeadConfig, params: Weights, output: jax.Array) -> jax.Array:
+    """Returns logits ``[B, S, Vd]`` of normed states ``[B, S, H]``, scaled."""
     c = config.layer
+    # A list of ids has no padding.
     num_token_ids = c.num_token_ids if config.draft_vocab_size == c.vocab_size else None
-    tied, lm_head = config.output_is_embedding, params["lm_head"]
-    logits = output_logits(output, lm_head, tied, num_token_ids)
+    logits = output_logits(output, params["lm_head"], config.output_is_embedding, num_token_ids)
     return logits if config.logit_scale == 1 else logits * config.logit_scale

@@ -5,23 +5,43 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_specdec._src.arrays import refuse, require
-from jax_specdec.lm.models.llama_config import LlamaConfig
+from jax_specdec.lm.models.fields import check_leaf
+from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes
 from jax_specdec.lm.models.rotary import rotate
+from jax_specdec.lm.models.rows import Params
+
+LayerWeights = dict[str, jax.Array]
+"""The weights of one decoder layer, under the names of `param_shapes`."""
+
+Weights = dict[str, Any]
+"""The params of a decoder or head: arrays, and the weights of its layers; see `param_shapes`."""
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """`attend(query, key, value)`: what the heads of a layer read. query ``[B, S, N, D]``, key and
 value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
 
+LayerAttend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""An `Attend` of several layers: the index of the layer comes first."""
+
+Regularize = Callable[[jax.Array], jax.Array]
+"""Applied to the ``[B, S, H]`` that each half of a layer adds to the residual stream."""
+
+
+def unchanged(branch: jax.Array) -> jax.Array:
+    """Returns its argument: the `Regularize` that does nothing."""
+    return branch
+
 
 def decoder_layer(
     config: LlamaConfig,
-    layer: dict[str, jax.Array],
+    layer: LayerWeights,
     x: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
-    regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
+    regularize: Regularize = unchanged,
 ) -> jax.Array:
     """Returns the residual stream ``[B, S, H]`` after one more layer.
 
@@ -33,15 +53,17 @@ def decoder_layer(
       attend: as for `self_attention`.
       regularize: applied to what each half of the layer adds.
     """
+    # x = x + attention(norm(x))
     h = rms_norm(x, layer["input_layernorm"], config.rms_norm_eps)
     x = x + regularize(self_attention(config, layer, h, cos_sin, attend))
+    # x = x + mlp(norm(x))
     h = rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
     return x + regularize(feed_forward(layer, h))
 
 
 def self_attention(
     config: LlamaConfig,
-    layer: dict[str, jax.Array],
+    layer: LayerWeights,
     h: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
@@ -55,9 +77,11 @@ def self_attention(
       cos_sin: of `rotation`, at the positions of the tokens.
       attend: what the heads read.
     """
-    read = attend(*rotated_heads(config, layer, h, cos_sin))
+    query, key, value = rotated_heads(config, layer, h, cos_sin)
+    read = attend(query, key, value)
+    batch_size, length = h.shape[:2]
     # [B, S, N, D] -> [B, S, N D] -> [B, S, H]
-    branch = read.reshape(*h.shape[:2], -1) @ layer["o_proj"]
+    branch = read.reshape(batch_size, length, -1) @ layer["o_proj"]
     if "o_bias" in layer:
         branch = branch + layer["o_bias"][None, None, :]
     return branch
@@ -65,31 +89,34 @@ def self_attention(
 
 def rotated_heads(
     config: LlamaConfig,
-    layer: dict[str, jax.Array],
+    layer: LayerWeights,
     h: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`."""
     c = config
+    batch_size, length = h.shape[:2]
     num_query = c.num_attention_heads
     num_kv = c.num_key_value_heads
-    # [B, S, (N + 2 N_kv) D]: one product for all heads
+    # [B, S, W] -> [B, S, (N + 2 N_kv) D]: one product for all heads
     heads = h @ layer["qkv_proj"]
     if c.qkv_bias:
         heads = heads + layer["qkv_bias"][None, None, :]
-    # [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads
-    heads = heads.reshape(*h.shape[:2], num_query + 2 * num_kv, c.head_dim)
+    # -> [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads
+    heads = heads.reshape(batch_size, length, num_query + 2 * num_kv, c.head_dim)
     query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
     if c.qk_norm:
+        # over D, before the rotation
         query = rms_norm(query, layer["q_norm"], c.rms_norm_eps)
         key = rms_norm(key, layer["k_norm"], c.rms_norm_eps)
     return rotate(query, cos_sin), rotate(key, cos_sin), value
 
 
-def feed_forward(layer: dict[str, jax.Array], h: jax.Array) -> jax.Array:
+def feed_forward(layer: LayerWeights, h: jax.Array) -> jax.Array:
     """Returns what SwiGLU adds to the residual stream, ``[B, S, H]``; h ``[B, S, H]`` is normed."""
-    # [B, S, 2 I] -> [B, S, I] twice
+    # [B, S, H] -> [B, S, 2 I] -> [B, S, I] twice
     gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
+    # silu(g) u -> [B, S, H]
     return (jax.nn.silu(gate) * up) @ layer["down_proj"]
 
 
@@ -104,7 +131,7 @@ def output_logits(
       tied: whether the output matrix is an embedding.
       num_token_ids: logits of ids from this on are -inf; None for none.
     """
-    # The product of einsum is faster than x @ E.T.
+    # [B, S, H] -> [B, S, V]. The product of einsum is faster than x @ E.T.
     logits = jnp.einsum("vh,bsh->bsv", lm_head, x) if tied else x @ lm_head
     if num_token_ids is None:
         return logits
@@ -118,34 +145,43 @@ def embed_tokens(embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Divide by sqrt(mean(x^2) + eps) over the last axis, in float32, and scale by weight."""
+    """Returns weight * x / sqrt(mean(x^2) + eps), the mean over the last axis, in float32."""
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    # It is rounded before it is scaled, as in `transformers`. The weight gets leading axes of one.
     return jnp.expand_dims(weight, range(x.ndim - weight.ndim)) * y.astype(x.dtype)
 
 
-def random_weights(shapes: Any, key: jax.Array, dtype: Any, num_layers: int) -> Any:
-    """Returns random weights of the structure of `shapes`, which has a shape for each array.
+def random_weights(shapes: Shapes, key: jax.Array, dtype: np.dtype, num_layers: int) -> Weights:
+    """Returns random weights of the structure of `shapes`.
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream divided
     by a further 2 L, with L = num_layers; norms are one, biases zero.
     """
-    leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple))
-    params = []
+    leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
+    arrays = []
     for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
         name = path[-1].key
         if len(shape) == 1:
-            params.append(jnp.full(shape, not name.endswith("bias"), dtype))
+            # a norm is True, which is 1; a bias False, which is 0
+            arrays.append(jnp.full(shape, not name.endswith("bias"), dtype))
             continue
+        # An embedding is [V, H], every other matrix [in, out].
         fan_in = shape[1] if name == "embed_tokens" else shape[0]
-        residual = name in ("o_proj", "down_proj")
-        scale = (fan_in * (2 * num_layers if residual else 1)) ** -0.5
-        params.append((jax.random.normal(leaf_key, shape) * scale).astype(dtype))
-    return jax.tree.unflatten(treedef, params)
+        if name in ("o_proj", "down_proj"):
+            fan_in *= 2 * num_layers
+        arrays.append((jax.random.normal(leaf_key, shape) * fan_in**-0.5).astype(dtype))
+    return jax.tree.unflatten(treedef, arrays)
 
 
-def check_params(name: str, shapes: Any, params: Any, dtype: Any = None) -> None:
-    """Check that weights have the structure and shapes of `shapes`, and a dtype, if it is given.
+def check_weights(name: str, shapes: Shapes, params: Params, dtype: np.dtype | None = None) -> None:
+    """Checks that weights have the structure and shapes of `shapes`, and a dtype, if it is given.
+
+    Args:
+      name: of the argument.
+      shapes: of `param_shapes`, or those of a head.
+      params: what was given for it.
+      dtype: of all arrays but `target_ids`, which are int32; None for any.
 
     Raises:
       TypeError: there are none, or one has another dtype.
@@ -154,15 +190,14 @@ def check_params(name: str, shapes: Any, params: Any, dtype: Any = None) -> None
     must = "be the weights of the model"
     require(params is not None, name, must, None, "pass its .params", TypeError)
     found = dict(jax.tree.leaves_with_path(params))
-    for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=lambda x: isinstance(x, tuple)):
-        leaf = found.pop(path, None)
-        wanted = "int32" if path[-1].key == "target_ids" else dtype
-        has_shape = getattr(leaf, "shape", None) == shape
-        if has_shape and wanted in (None, leaf.dtype):
-            continue
-        must = f"be an array {list(shape)}" + (f" of {wanted}" if wanted else "")
-        error = TypeError if has_shape else ValueError
-        refuse(error, name + jax.tree_util.keystr(path), must, leaf)
+    for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=is_shape):
+        wanted = jnp.dtype("int32") if path[-1].key == "target_ids" else dtype
+        check_leaf(name + jax.tree_util.keystr(path), found.pop(path, None), shape, wanted)
     for path, leaf in found.items():
         one = name + jax.tree_util.keystr(path)
         refuse(ValueError, one, "not be there, as no weight of this config", leaf)
+
+
+def is_shape(value: object) -> bool:
+    """Returns whether a value is the shape of an array: a leaf, for JAX's functions of trees."""
+    return isinstance(value, tuple)

@@ -21,24 +21,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import (
-    Sizes,
-    check_array,
-    check_increasing,
-    checked_dtype,
-)
+from jax_specdec._src.arrays import Sizes, check_array, check_increasing, checked_dtype
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows, move_in_cache
 from jax_specdec.lm.models.layers import (
-    check_params,
+    LayerAttend,
+    Regularize,
+    Weights,
+    check_weights,
     decoder_layer,
     embed_tokens,
     output_logits,
     random_weights,
     rms_norm,
+    unchanged,
 )
-from jax_specdec.lm.models.llama_config import LlamaConfig, param_shapes
+from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes, param_shapes
 from jax_specdec.lm.models.rotary import rotation
-from jax_specdec.lm.models.rows import Cache, Output, Rows, Serves, Wants
+from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Serves, Wants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,16 +80,16 @@ class Llama:
         return self.config.vocab_size
 
     @property
-    def weight_shapes(self) -> dict[str, Any]:
+    def weight_shapes(self) -> Shapes:
         """The structure of the params, with a shape in place of each array."""
         return param_shapes(self.config)
 
-    def check_params(self, name: str, params: Any) -> None:
-        """Check weights; see `CausalModel`."""
-        check_params(name, self.weight_shapes, params, self.dtype)
+    def check_params(self, name: str, params: Params) -> None:
+        """Checks weights; see `CausalModel`."""
+        check_weights(name, self.weight_shapes, params, self.dtype)
 
-    def init_params(self, key: jax.Array) -> dict[str, Any]:
-        """Random weights in the compute dtype, of the structure that `apply` takes.
+    def init_params(self, key: jax.Array) -> Weights:
+        """Returns random weights in the compute dtype, of the structure that `apply` takes.
 
         Matrices are normal with variance 1 / fan-in, those that write to the residual stream
         divided by a further 2 L; norms are one, biases zero.
@@ -99,11 +98,10 @@ class Llama:
           key: a typed PRNG key.
         """
         num_layers = self.config.num_hidden_layers
-        params: dict[str, Any] = random_weights(self.weight_shapes, key, self.dtype, num_layers)
-        return params
+        return random_weights(self.weight_shapes, key, self.dtype, num_layers)
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
-        """An empty cache for B = batch_size requests of at most T = max_length positions.
+        """Returns an empty cache for B = batch_size requests of at most T = max_length positions.
 
         In 16 bits T is rounded up to a multiple of 64, as the kernel of attention takes it.
         """
@@ -111,8 +109,8 @@ class Llama:
         if self.dtype.itemsize == 2:
             max_length = -(-max_length // 64) * 64
         heads = batch_size * c.num_key_value_heads
-        keys = heads, c.head_dim, max_length
-        values = heads, max_length, c.head_dim
+        keys = heads, c.head_dim, max_length  # [B N_kv, D, T]
+        values = heads, max_length, c.head_dim  # [B N_kv, T, D]
         return [
             (jnp.zeros(keys, self.dtype), jnp.zeros(values, self.dtype))
             for _ in range(c.num_hidden_layers)
@@ -125,7 +123,7 @@ class Llama:
 
     def apply(
         self,
-        params: dict[str, Any],
+        params: Weights,
         groups: Sequence[Rows],
         cache: Cache,
         wants: Wants = Wants(),
@@ -186,16 +184,22 @@ class Llama:
 
     def apply_with(
         self,
-        params: dict[str, Any],
+        params: Weights,
         groups: Sequence[Rows],
         cache: Cache,
         wants: Wants,
         embed: Callable[[jax.Array, jax.Array], jax.Array],
-        regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
+        regularize: Regularize = unchanged,
     ) -> tuple[list[Output], Cache]:
-        """Runs `apply` with another way to read embeddings, or to end a branch; see `run`.
+        """Runs `apply` with another way to read embeddings, or to end a branch.
 
-        `embed(embed_tokens, token_ids)` gives the rows ``[B, S, H]``.
+        Args:
+          params: as for `apply`.
+          groups: as for `apply`.
+          cache: as for `apply`.
+          wants: as for `apply`.
+          embed: `embed(embed_tokens, token_ids)` gives rows ``[B, S, H]`` of the embedding.
+          regularize: as for `run`.
         """
         layers = wants.feature_layers
         if layers:
@@ -203,7 +207,7 @@ class Llama:
         for index, rows in enumerate(groups):
             check_rows(f"groups[{index}]", rows, cache)
         step = Pass.of(groups, cache, self.config.num_key_value_heads)
-        # [G, S, H], or [1, M, H] of several groups
+        # [G, S] -> [G, S, H], or [1, M] -> [1, M, H] of several groups
         embedded = embed(params["embed_tokens"], step.token_ids)
         new_cache = list(cache)
 
@@ -211,8 +215,10 @@ class Llama:
             read, new_cache[layer] = step.attend(query, key, value, cache[layer])
             return read
 
+        # The angles follow the depth of a node, what it writes and sees its place.
         x, features = self._layers(params, embedded, step.positions, attend, regularize, layers)
         outputs = []
+        # [1, M, H] -> [G, S, H] of each group
         for index, own in enumerate(step.split(x)):
             # Group by group: a compiler leaves out the logits that nobody reads, as of prompts.
             logits = self._logits(params, own)
@@ -222,22 +228,21 @@ class Llama:
 
     def run(
         self,
-        params: dict[str, Any],
+        params: Weights,
         embedded: jax.Array,
         positions: jax.Array,
-        attend: Callable[..., jax.Array],
-        regularize: Callable[[jax.Array], jax.Array] = lambda branch: branch,
+        attend: LayerAttend,
+        regularize: Regularize = unchanged,
         feature_layers: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The decoder around a given attention: what `apply` and training share.
+        """Runs the decoder around a given attention: what `apply` and training share.
 
         Args:
           params: weights of the structure and shapes of `param_shapes`, in the compute dtype.
           embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
           positions: ``[B, S]`` int32, absolute positions, for the rotary embedding.
-          attend: an `Attend` whose first argument is the index of the layer, called once for each.
-          regularize: applied to the ``[B, S, H]`` that each half of a layer adds to the residual
-            stream; training drops parts of it, `TensorParallelLlama` sums it over devices.
+          attend: called once for each layer.
+          regularize: training drops parts of a branch, `TensorParallelLlama` sums it over devices.
           feature_layers: as in `apply`.
 
         Returns:
@@ -248,28 +253,30 @@ class Llama:
 
     def _layers(
         self,
-        params: dict[str, Any],
+        params: Weights,
         embedded: jax.Array,
         positions: jax.Array,
-        attend: Callable[..., jax.Array],
-        regularize: Callable[[jax.Array], jax.Array],
+        attend: LayerAttend,
+        regularize: Regularize,
         feature_layers: tuple[int, ...],
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the stream ``[B, S, H]`` that leaves the last layer, and features; see `run`."""
         c = self.config
         cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        streams = [embedded]  # that enter each layer, and that leaves the last one
+        # L + 1 times [B, S, H]: what enters each layer, and what leaves the last one
+        streams = [embedded]
         for index, layer in enumerate(params["layers"]):
             one = functools.partial(attend, index)
             x = decoder_layer(c, layer, streams[-1], cos_sin, one, regularize)
             streams.append(x)
+        if not feature_layers:
+            return streams[-1], None
         # A times [B, S, H] -> [B, S, A H]
-        chosen = [streams[i] for i in feature_layers]
-        features = jnp.concatenate(chosen, axis=2) if chosen else None
+        features = jnp.concatenate([streams[i] for i in feature_layers], axis=2)
         return streams[-1], features
 
-    def _logits(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
-        """Returns logits ``[B, S, V]`` of the residual stream after the last layer."""
+    def _logits(self, params: Weights, x: jax.Array) -> jax.Array:
+        """Returns logits ``[B, S, V]`` of the residual stream ``[B, S, H]`` after all layers."""
         c = self.config
         x = rms_norm(x, params["norm"], c.rms_norm_eps)
         tied = c.tie_word_embeddings

@@ -24,11 +24,12 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jax_specdec._src.verify.sharding import VerifySharding
-from jax_specdec.lm.models.layers import check_params
+from jax_specdec.lm.models.layers import Weights, check_weights, is_shape
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.rows import Cache, Output, Rows, Serves, Wants
+from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Serves, Wants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +81,15 @@ class TensorParallelLlama:
 
     @property
     def num_devices(self) -> int:
-        """n."""
+        """n, the devices along the axis."""
         return self.mesh.shape[self.axis]
 
     @property
     def num_head_groups(self) -> int:
         """Parts that the heads are split into; n / num_head_groups devices have the same part."""
-        c, n = self.model.config, self.num_devices
+        c = self.model.config
+        n = self.num_devices
+        # A part of the query heads has whole heads of keys, or part of one, which is then repeated.
         fits = [
             groups
             for groups in range(1, n + 1)
@@ -108,8 +111,10 @@ class TensorParallelLlama:
 
     @property
     def _local(self) -> Llama:
-        """What one device runs."""
-        c, n, groups = self.model.config, self.num_devices, self.num_head_groups
+        """What one device runs: a `Llama` with its share of heads, columns and ids."""
+        c = self.model.config
+        n = self.num_devices
+        groups = self.num_head_groups
         config = dataclasses.replace(
             c,
             vocab_size=-(-c.vocab_size // n),
@@ -120,8 +125,8 @@ class TensorParallelLlama:
         )
         return Llama(config, self.model.dtype)
 
-    def shard_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        """The weights, each device's where it runs.
+    def shard_params(self, params: Weights) -> Weights:
+        """Returns the weights, each device's where it runs.
 
         On several hosts every process calls it with all weights and places those of its own
         devices. Weights too large for one device are read under ``jax.default_device`` of a CPU.
@@ -134,10 +139,12 @@ class TensorParallelLlama:
         """
         sharding = NamedSharding(self.mesh, P(self.axis))
 
-        def place(path: Any, x: jax.Array) -> jax.Array:
-            name, whole = path[-1].key, np.asarray(x)
+        def place(path: KeyPath, x: jax.Array) -> jax.Array:
+            name = path[-1].key
+            whole = np.asarray(x)
 
             def read(index: Any) -> np.ndarray:
+                # One slice of each axis: the first is the entry of one device.
                 devices = range(self.num_devices)[index[0]]
                 return np.stack([self._part(name, whole, device) for device in devices])
 
@@ -146,20 +153,20 @@ class TensorParallelLlama:
 
         return jax.tree.map_with_path(place, params)
 
-    def check_params(self, name: str, params: Any) -> None:
-        """Check that weights are those of `shard_params`; see `CausalModel`."""
-        n, local = self.num_devices, self._local
-        shapes = jax.tree.map(
-            lambda x: (n, *x), local.weight_shapes, is_leaf=lambda x: isinstance(x, tuple)
-        )
-        check_params(name, shapes, params, local.dtype)
+    def check_params(self, name: str, params: Params) -> None:
+        """Checks that weights are those of `shard_params`; see `CausalModel`."""
+        n = self.num_devices
+        local = self._local
+        shapes = jax.tree.map(lambda shape: (n, *shape), local.weight_shapes, is_leaf=is_shape)
+        check_weights(name, shapes, params, local.dtype)
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
-        """An empty cache; see `CausalModel.init_cache`."""
+        """Returns an empty cache; see `CausalModel.init_cache`."""
         one = jax.eval_shape(lambda: self._local.init_cache(batch_size, max_length))
         sharding = NamedSharding(self.mesh, P(self.axis))
 
         def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+            # [n, ...], a device's entry where it runs
             array = jnp.zeros((self.num_devices, *x.shape), x.dtype, device=sharding)
             return lax.with_sharding_constraint(array, sharding)  # jit ignores `device`
 
@@ -167,7 +174,7 @@ class TensorParallelLlama:
 
     def apply(
         self,
-        params: dict[str, Any],
+        params: Weights,
         groups: Sequence[Rows],
         cache: Cache,
         wants: Wants = Wants(),
@@ -187,7 +194,8 @@ class TensorParallelLlama:
         Raises:
           ValueError, TypeError: as in `Llama.apply`.
         """
-        specs: Any = P(None, None, self.axis), P()  # of logits and features
+        # [G, S, V], split over V, and features, the same everywhere. Any: `Output` holds arrays.
+        specs: Any = P(None, None, self.axis), P()
         run = jax.shard_map(
             functools.partial(self._apply_share, wants=wants),
             mesh=self.mesh,
@@ -201,6 +209,7 @@ class TensorParallelLlama:
         """Moves what the cache holds of the nodes of a path together; see `Llama.commit`."""
 
         def share(cache: Cache, start: jax.Array, path: jax.Array) -> Cache:
+            # This device's part has one entry along the axis of devices.
             own = jax.tree.map(lambda x: x[0], cache)
             return jax.tree.map(lambda x: x[None], self._local.commit(own, start, path))
 
@@ -210,7 +219,7 @@ class TensorParallelLlama:
         return run(cache, start, path)
 
     def _apply_share(
-        self, params: dict[str, Any], groups: list[Rows], cache: Cache, *, wants: Wants
+        self, params: Weights, groups: list[Rows], cache: Cache, *, wants: Wants
     ) -> tuple[list[Output], Cache]:
         """Returns one device's part of `apply`."""
         local = self._local
@@ -221,7 +230,7 @@ class TensorParallelLlama:
             return lax.psum(branch, self.axis)
 
         def embed(embed_tokens: jax.Array, token_ids: jax.Array) -> jax.Array:
-            # One device has the row of an id, the others add zeros: [B, S, H].
+            # [B, S] -> [B, S, H]: one device has the row of an id, the others add zeros.
             ids = jnp.clip(token_ids, 0, c.vocab_size - 1) - first_id
             is_local = (ids >= 0) & (ids < local.vocab_size)
             rows = embed_tokens.at[ids].get(mode="clip")
@@ -246,13 +255,14 @@ class TensorParallelLlama:
         if name == "o_proj":
             return self._head_rows(x, device)
         if name in ("embed_tokens", "down_proj"):
-            return _slice(x, device, n)
+            return _slice(x, device, n)  # [V, H] by ids, [I, H] by feed-forward columns
         if name == "lm_head":
-            return _slice(x.T, device, n).T
+            return _slice(x.T, device, n).T  # [H, V] by ids
         if name == "gate_up_proj":
-            halves = np.split(x, 2, axis=1)  # each device has the same columns of both
+            # [H, 2 I] -> [H, I] twice: each device has the same columns of both
+            halves = np.split(x, 2, axis=1)
             return np.concatenate([_slice(half.T, device, n).T for half in halves], axis=1)
-        return x
+        return x  # norms
 
     def _heads(self, x: np.ndarray, device: int) -> np.ndarray:
         """Returns query, key and value heads of the group, of ``[..., (N + 2 N_kv) D]``."""
@@ -261,11 +271,12 @@ class TensorParallelLlama:
         # The heads of keys that the group's query heads share.
         per_key = c.num_attention_heads // c.num_key_value_heads
         keys = slice(query.start // per_key, (query.stop - 1) // per_key + 1)
-        # [..., N + 2 N_kv, D]
+        # [..., (N + 2 N_kv) D] -> [..., N + 2 N_kv, D]
         x = x.reshape(*x.shape[:-1], -1, c.head_dim)
         ends = [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads]
         q, k, v = np.split(x, ends, axis=-2)
         x = np.concatenate([q[..., query, :], k[..., keys, :], v[..., keys, :]], axis=-2)
+        # -> [..., (N + 2 N_kv) D] of the group's heads
         return x.reshape(*x.shape[:-2], -1)
 
     def _head_rows(self, x: np.ndarray, device: int) -> np.ndarray:
@@ -278,7 +289,7 @@ class TensorParallelLlama:
         return rows if is_first else np.zeros_like(rows)
 
     def _query_heads(self, device: int) -> slice:
-        """The query heads of the device's group."""
+        """Returns the query heads of the device's group."""
         group = device // (self.num_devices // self.num_head_groups)
         size = self._local.config.num_attention_heads
         return slice(group * size, (group + 1) * size)
