@@ -202,8 +202,9 @@ def test_a_checkpoint_drafts_for_another(capsys: pytest.CaptureFixture[str]) -> 
     real = "".join(blocks("models")).replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
     real = real.replace("Qwen2.5-0.5B", str(CHECKPOINTS / "qwen2_draft"))
     run(real.replace("max_new_tokens=64", "max_new_tokens=8"), "models")
-    by_hand, by_one_call = capsys.readouterr().out.split("\n")[:2]
+    by_hand, by_one_call, of_ones_own, *_ = capsys.readouterr().out.split("\n")
     assert by_hand.strip() and by_hand == by_one_call
+    assert of_ones_own == "[2, 0, 1, 2]"
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ Refusals of single functions in all their forms are tested with the functions.
 
 import functools
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import full, zeros
+from upper_floor import protocol
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -128,6 +130,17 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "model must be a CausalModel, but it is a LoadedModel, which holds one and its "
         "params: pass its .model here, and its .params where they belong": (
             lambda: lm.ModelDrafter(draft())
+        ),
+        "model must be a CausalModel, but it is the class Llama: make an object": lambda: (
+            lm.ModelDrafter(lm.models.Llama)
+        ),
+        "model must be a CausalModel, but it is namespace(vocab_size=3, apply=0), which has no "
+        "serves, init_cache, commit, check_params: PlainModel makes one of a plain pass": lambda: (
+            lm.ModelDrafter(types.SimpleNamespace(vocab_size=3, apply=0))
+        ),
+        "target must be a CausalModel, but it is namespace(vocab_size=3), which has no serves, "
+        "init_cache, apply, commit, check_params": lambda: protocol.check_model(
+            "target", types.SimpleNamespace(vocab_size=3)
         ),
         f"prompts must be lists of token ids, but it is 'import ': {TEXT_HINT}": (
             lambda: generate(*target(), "import ")

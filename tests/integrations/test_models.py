@@ -117,6 +117,33 @@ def test_an_index_that_is_not_in_the_cache_is_refused():
         foreign.OneIndexModel(V, attend, new_cache, index="cur_ind").init_cache(1, 4)
 
 
+def cache_of(positions: int, **more: Any) -> dict[str, Any]:
+    return {"k": jnp.zeros((1, positions, 3)), **more}
+
+
+@pytest.mark.parametrize(
+    ("made", "refused"),
+    [
+        (lambda length: cache_of(4), True),  # a ring of fixed size
+        (lambda length: cache_of(min(4, length)), True),  # capped at its window
+        (lambda length: cache_of(length) | {"ring": jnp.zeros((4, 1, 3))}, True),  # in one layer
+        (lambda length: cache_of(min(8, length)), False),  # a window that holds all
+        (lambda length: cache_of(64), False),  # a fixed context
+        (lambda length: cache_of(-(-length // 64) * 64), False),
+        (lambda length: cache_of(length, scale=jnp.float32(1)), False),
+    ],
+)
+def test_a_ring_shorter_than_the_text_is_refused(made: Any, refused: bool) -> None:
+    model = foreign.OneIndexModel(V, attend, made)
+    if not refused:
+        made_for_two, _ = model.init_cache(2, 8)
+        assert made_for_two["k"].shape == (2, *made(8)["k"].shape)
+        return
+    with pytest.raises(ValueError, match="new_cache must have max_length = 8 .* a ring cannot"):
+        model.init_cache(2, 8)
+    model.init_cache(2, 4)
+
+
 @dataclasses.dataclass(frozen=True)
 class Unhashable(passes.RunsTokens):
     graph: list[int]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,17 +43,23 @@ class Pass(NamedTuple):
 
         Where groups write one position, that of the group with `slots` stays: rows of a group of
         all requests are not written for those that another group has.
+
+        Args:
+          groups: one or more.
+          cache: of all layers; only its shapes are read.
+          num_kv_heads: N_kv.
         """
         keys = cache[0][0]
         num_requests = keys.shape[0] // num_kv_heads
         room = keys.shape[2]
         if len(groups) == 1:
             (rows,) = groups
-            requests = None if rows.slots is None else rows.slots[:, None]
+            requests = None if rows.slots is None else rows.slots[:, None]  # [G, 1]
             return cls((rows,), rows.token_ids, rows.positions, rows.places, requests)
         owners = []
         places = []
-        # [T]: the requests that groups with slots have rows of
+        # Every G after the other: the requests that groups with slots have rows of. There may be no
+        # such group, hence an array of none.
         slots = [rows.slots for rows in groups if rows.slots is not None]
         taken = jnp.concatenate([jnp.zeros((0,), jnp.int32), *slots])
         for rows in groups:
@@ -65,14 +71,15 @@ class Pass(NamedTuple):
                 is_other = (owner[:, None] == taken[None, :]).any(axis=1, keepdims=True)
                 # A position past the end is not written.
                 place = jnp.where(is_other, room, place)
+            # [G] -> [G, S]
             owners.append(jnp.broadcast_to(owner[:, None], place.shape))
             places.append(place)
         return cls(
-            tuple(groups),
-            _side_by_side([rows.token_ids for rows in groups]),
-            _side_by_side([rows.positions for rows in groups]),
-            _side_by_side(places),
-            _side_by_side(owners),
+            groups=tuple(groups),
+            token_ids=_side_by_side([rows.token_ids for rows in groups]),
+            positions=_side_by_side([rows.positions for rows in groups]),
+            places=_side_by_side(places),
+            requests=_side_by_side(owners),
         )
 
     def split(self, x: jax.Array) -> list[jax.Array]:
@@ -112,6 +119,7 @@ class Pass(NamedTuple):
         layer = write_cache(layer, key, value, self.places, self.requests)
         num_kv_heads = key.shape[2]
         reads = []
+        # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
             keys, values = (_of_slots(x, num_kv_heads, rows.slots) for x in layer)
             read = decode_attention(
@@ -121,7 +129,7 @@ class Pass(NamedTuple):
                 rows.start,
                 visible=rows.visible,
                 window=window,
-                finite_cache=True,
+                finite_cache=True,  # `write_cache` keeps values so
             )
             reads.append(read)
         if len(reads) == 1:
@@ -142,6 +150,7 @@ def _of_slots(cache: jax.Array, num_kv_heads: int, slots: jax.Array | None) -> j
         return cache
     # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
     each = cache.reshape(-1, num_kv_heads, *cache.shape[1:])
+    # [B, N_kv, ..] -> [G, N_kv, ..] -> [G N_kv, ..]
     return each.at[slots].get(mode="clip").reshape(-1, *cache.shape[1:])
 
 
@@ -166,20 +175,24 @@ def write_cache(
       requests: int32 of a shape that broadcasts to ``[G, S]``; None: row g is of request g.
     """
     keys, values = layer
-    is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)  # [G, S, N_kv, 1]
+    # [G, S, N_kv, D] -> [G, S, N_kv, 1]
+    is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)
     key = jnp.where(is_finite, key, jnp.nan)
     value = jnp.where(is_finite, value, 0)
     num_kv_heads = key.shape[2]
     # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
     new_keys = keys.reshape(-1, num_kv_heads, *keys.shape[1:])
     new_values = values.reshape(-1, num_kv_heads, *values.shape[1:])
-    mode: dict[str, Any] = {"mode": "promise_in_bounds", "unique_indices": True}
+    # A prompt may come twice, and what is past the end is not written; one row of each request of
+    # the cache is neither, which saves a scatter its checks.
+    is_plain = requests is None
+    mode = "promise_in_bounds" if is_plain else "drop"
     if requests is None:
-        requests = jnp.arange(key.shape[0])[:, None]
-    else:
-        mode = {"mode": "drop"}  # a prompt may come twice
-    new_keys = new_keys.at[requests, :, :, places].set(key, **mode)
-    new_values = new_values.at[requests, :, places].set(value, **mode)
+        requests = jnp.arange(key.shape[0])[:, None]  # [B, 1]
+    # The axes of indices with slices between them come first: [G, S, N_kv, D], as in `key`.
+    new_keys = new_keys.at[requests, :, :, places].set(key, mode=mode, unique_indices=is_plain)
+    new_values = new_values.at[requests, :, places].set(value, mode=mode, unique_indices=is_plain)
+    # -> [B N_kv, D, T] and [B N_kv, T, D]
     return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
 
 
@@ -203,7 +216,7 @@ def move_in_cache(layer: Layer, start: jax.Array, path: jax.Array) -> Layer:
     # place of its own, and is dropped.
     source = start[:, None] + path
     target = jnp.where(path < 0, room, start[:, None]) + index
-    # [B, P, N_kv, D]
+    # [B, N_kv, D, T] and [B, N_kv, T, D] -> [B, P, N_kv, D]
     key = new_keys.at[requests, :, :, source].get(mode="clip")
     value = new_values.at[requests, :, source, :].get(mode="clip")
     # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
@@ -211,9 +224,9 @@ def move_in_cache(layer: Layer, start: jax.Array, path: jax.Array) -> Layer:
     key, value, new_keys, new_values = jax.lax.optimization_barrier(
         (key, value, new_keys, new_values)
     )
-    mode: dict[str, Any] = {"mode": "drop", "unique_indices": True}
-    new_keys = new_keys.at[requests, :, :, target].set(key, **mode)
-    new_values = new_values.at[requests, :, target, :].set(value, **mode)
+    new_keys = new_keys.at[requests, :, :, target].set(key, mode="drop", unique_indices=True)
+    new_values = new_values.at[requests, :, target, :].set(value, mode="drop", unique_indices=True)
+    # -> [B N_kv, D, T] and [B N_kv, T, D]
     return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
 
 
@@ -243,6 +256,11 @@ def check_rows(name: str, rows: Rows, cache: Cache) -> None:
 
 def check_length(name: str, length: int, cache: Cache) -> None:
     """Checks that the caches of layers have positions for so many tokens.
+
+    Args:
+      name: of the argument.
+      length: S.
+      cache: of layers.
 
     Raises:
       ValueError: they have not: writing would drop the last tokens.

@@ -36,7 +36,8 @@ class OneIndexModel(OneGroup):
       call: runs S tokens of one request. Token s is at ``positions[0, s]``, writes its entry there,
         and sees the entries t of the cache with ``mask[0, s, t]``, which is ``t <= positions[0,
         s]``. Returns logits ``[1, S, V]`` and the cache.
-      new_cache: the empty cache of one request with room for ``max_length`` tokens.
+      new_cache: the empty cache of one request with room for ``max_length`` tokens. An array whose
+        shape does not depend on `max_length` must have an axis that is as long.
       index: a name in the path of each write index in the cache ("end_index"), and of nothing else.
         They are set to ``positions[0, 0]``, whatever their shape. None: `call` takes it from
         `positions`.
@@ -79,7 +80,8 @@ class OneIndexModel(OneGroup):
             raise ValueError(f"index must be a name in the cache, but {self.index!r} is not in it")
         shortest = jax.eval_shape(lambda: self.new_cache(1))
         for (path, array), least in zip(arrays, jax.tree.leaves(shortest), strict=True):
-            # The axis of positions is the one that grows; which it is, is theirs to know.
+            # The axis of positions is the one that grows with max_length, wherever they have it. If
+            # none does, as in a cache of fixed size, it may be any.
             grows = [n for n, small in zip(array.shape, least.shape, strict=True) if n != small]
             # A number that all positions share is no part of a ring.
             holds_all = not array.ndim or max(grows or array.shape) >= max_length
@@ -98,21 +100,26 @@ class OneIndexModel(OneGroup):
     ) -> tuple[jax.Array, Cache]:
         """Returns logits ``[B, S, V]`` and the cache; see `OneGroup.run`."""
         caches, room = cache
-        length, max_length = token_ids.shape[1], room.shape[1]
+        length = token_ids.shape[1]
+        max_length = room.shape[1]
 
         def one(token_ids: jax.Array, start: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+            # One request: token_ids [S], start [], positions [S], mask [S, T].
             positions = start + jnp.arange(length, dtype=jnp.int32)
             mask = jnp.arange(max_length, dtype=jnp.int32)[None, :] <= positions[:, None]
             cache = jax.tree_util.tree_map_with_path(
                 lambda path, x: jnp.full_like(x, start) if self._is_index(path) else x, cache
             )
+            # They take a batch, here of one: [S] -> [1, S], [S, T] -> [1, S, T].
             logits, found = self.call(params, token_ids[None], positions[None], cache, mask[None])
-            return logits[0], found
+            return logits[0], found  # [1, S, V] -> [S, V]
 
+        # Over requests: [B, S, V]. The weights are the same for all: `one` closes over them.
         logits, caches = jax.vmap(one)(token_ids, start, caches)
         return logits, (caches, room)
 
-    def _is_index(self, path: Any) -> bool:
+    def _is_index(self, path: jax.tree_util.KeyPath) -> bool:
+        """Returns whether the path of an array in the cache has the name of the write index."""
         return any(jax.tree_util.keystr((key,), simple=True) == self.index for key in path)
 
 
@@ -125,7 +132,7 @@ def from_nnx(
     vocab_size: int,
     index: str | None = None,
 ) -> tuple[OneIndexModel, Params]:
-    """An nnx module as a model and its params.
+    """Returns an nnx module as a model, and its params.
 
     The module is split once, here, and merged inside each traced call.
 
@@ -165,7 +172,7 @@ def from_nnx(
 
 
 def from_tunix(nnx: Any, module: Any) -> tuple[OneIndexModel, Params]:
-    """A language model of google/tunix (written for its Qwen3) as a model and its params.
+    """Returns a language model of google/tunix (written for its Qwen3) as a model, and its params.
 
     Args:
       nnx: the module ``flax.nnx``.
@@ -175,19 +182,19 @@ def from_tunix(nnx: Any, module: Any) -> tuple[OneIndexModel, Params]:
     Returns:
       The model, and its params: the module's state.
     """
-    config, init_cache = module.config, module.init_cache
+    config = module.config
     return from_nnx(
         nnx,
         module,
         lambda module, *inputs: module(*inputs),
-        lambda max_length: init_cache(1, max_length, config.dtype),
+        lambda max_length: module.init_cache(1, max_length, config.dtype),
         vocab_size=config.vocab_size,
         index="end_index",
     )
 
 
 def from_keras_hub(keras: Any, module: Any) -> tuple[OneIndexModel, Params]:
-    """A ``CausalLM`` of keras-hub, with the JAX backend of Keras, as a model and its params.
+    """Returns a ``CausalLM`` of keras-hub, with Keras's JAX backend, as a model, and its params.
 
     For those whose ``call_with_cache(token_ids, cache, cache_update_index)`` has no more arguments,
     such as its Llama, Qwen3, Mistral, Gemma and GPT-2.

@@ -41,6 +41,7 @@ def apply_groups(
     kind = type(model).__name__
     layers = wants.feature_layers
     must = f"model must give features, because the drafter reads those of layers {layers}, but"
+    # What a model declares is checked before it runs, what it returns after it has.
     if layers and not model.serves.features:
         raise TypeError(f"{must} {kind}.serves says features=False: see CausalModel")
     if any(rows.tree is not None for rows in groups):
@@ -75,6 +76,7 @@ def _in_turn(
     """Returns what `apply_groups` does, by a pass for each group."""
     outputs = []
     for rows in groups:
+        # The caches of the slots are taken out of the cache: they are all requests of the pass.
         alone = rows._replace(slots=None)
 
         def run(cache: Cache, alone: Rows = alone) -> tuple[Cache, Output]:
@@ -113,8 +115,9 @@ def run_in_slots(
     own = take_cache(cache, empty, rows.slots, axis)
     is_new = rows.start == 0
 
+    # A cache may hold more than positions, such as a count, which only an empty one resets.
     def cleared(old: jax.Array, new: jax.Array) -> jax.Array:
-        # [R] -> [.., R entries, ..], along the axis of the requests
+        # [R] -> [R entries] -> [.., R entries, ..], along the axis of the requests
         each = jnp.repeat(is_new, new.shape[axis] // is_new.shape[0])
         shape = [1] * new.ndim
         shape[axis] = each.shape[0]
@@ -135,7 +138,8 @@ def take_cache(cache: Cache, like: Cache, slots: jax.Array, axis: int) -> Cache:
     """
 
     def take(all_: jax.Array, some: jax.Array) -> jax.Array:
-        size = some.shape[axis] // slots.shape[0]
+        size = some.shape[axis] // slots.shape[0]  # entries of one request
+        # R times [.., entries, ..] -> [.., R entries, ..]
         rows = [
             lax.dynamic_slice_in_dim(all_, slots[row] * size, size, axis)
             for row in range(slots.shape[0])
@@ -156,8 +160,9 @@ def put_cache(cache: Cache, some: Cache, slots: jax.Array, axis: int) -> Cache:
     """
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
-        size = new.shape[axis] // slots.shape[0]
-        for row in range(slots.shape[0]):  # a scatter would copy where `axis` is not the first
+        size = new.shape[axis] // slots.shape[0]  # entries of one request
+        # One after another: a scatter would copy the cache where `axis` is not the first.
+        for row in range(slots.shape[0]):
             one = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
             all_ = lax.dynamic_update_slice_in_dim(all_, one, slots[row] * size, axis)
         return all_

@@ -6,11 +6,12 @@ Any JAX model that can do this fits.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 
-from jax_specdec._src.arrays import check_type, described, refuse, require
+from jax_specdec._src.arrays import check_type, described, require
+from jax_specdec.lm.models.fields import check_leaf
 from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Serves, Wants
 
 _MEMBERS = ("vocab_size", "serves", "init_cache", "apply", "commit", "check_params")
@@ -213,9 +214,14 @@ def check_batch_axis(name: str, owner: HasCache, axis: int) -> None:
     Raises:
       ValueError: an array has no such axis.
     """
-    one, two = (jax.eval_shape(lambda n=n: owner.init_cache(n, 8)) for n in (1, 2))
+    one = jax.eval_shape(lambda: owner.init_cache(1, 8))
+    two = jax.eval_shape(lambda: owner.init_cache(2, 8))
 
-    def check(path: Any, one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct) -> None:
+    def check(
+        path: jax.tree_util.KeyPath, one: jax.ShapeDtypeStruct, two: jax.ShapeDtypeStruct
+    ) -> None:
+        # Two requests take twice the room of one along the axis, and no more along others. An entry
+        # need not be one: a `Llama` has N_kv of them for each request.
         shape = list(one.shape)
         if axis < len(shape):
             shape[axis] *= 2
@@ -229,8 +235,8 @@ def check_batch_axis(name: str, owner: HasCache, axis: int) -> None:
     jax.tree.map_with_path(check, one, two)
 
 
-def is_loaded_model(value: Any) -> bool:
-    """Whether a value is a pair of model and params, such as `LoadedModel`."""
+def is_loaded_model(value: object) -> bool:
+    """Returns whether a value is a pair of model and params, such as `LoadedModel`."""
     return isinstance(value, tuple) and hasattr(value, "model") and hasattr(value, "params")
 
 
@@ -246,8 +252,8 @@ def check_params(name: str, owner: HasParams, params: Params) -> None:
       TypeError: they are a model, missing, or of another dtype.
       ValueError: a shape does not fit.
     """
-    must, hint = "be a model's weights", "pass its .params"
-    require(not is_loaded_model(params), name, must, params, hint, TypeError)
+    must = "be a model's weights"
+    require(not is_loaded_model(params), name, must, params, "pass its .params", TypeError)
     owner.check_params(name, params)
 
 
@@ -267,21 +273,17 @@ def check_cache(name: str, owner: HasCache, cache: Cache, batch_size: int, max_l
     """
     wanted = jax.eval_shape(lambda: owner.init_cache(batch_size, max_length))
     source = f"{type(owner).__name__}.init_cache({batch_size}, {max_length})"
-    structure: Any = jax.tree.structure(wanted)
-    found = jax.tree.structure(cache)
+    structure = jax.tree.structure(wanted)
+    found: object = jax.tree.structure(cache)
     require(found == structure, name, f"have the structure of {source}", found)
     for (path, like), leaf in zip(
         jax.tree.leaves_with_path(wanted), jax.tree.leaves(cache), strict=True
     ):
-        has_shape = getattr(leaf, "shape", None) == like.shape
-        if has_shape and leaf.dtype == like.dtype:
-            continue
-        must = f"be an array {list(like.shape)} of {like.dtype}, as in {source}"
-        error = TypeError if has_shape else ValueError
-        refuse(error, name + jax.tree_util.keystr(path), must, leaf)
+        one = name + jax.tree_util.keystr(path)
+        check_leaf(one, leaf, like.shape, like.dtype, f", as in {source}")
 
 
-def check_model(name: str, model: Any) -> None:
+def check_model(name: str, model: object) -> None:
     """Checks that a value can be used as a model.
 
     Args:
@@ -297,8 +299,12 @@ def check_model(name: str, model: Any) -> None:
             f"{name} must be a CausalModel, but it is a LoadedModel, which holds one and its "
             "params: pass its .model here, and its .params where they belong"
         )
-    if isinstance(model, type) or not isinstance(model, CausalModel):
+    if isinstance(model, type):
+        kind = model.__name__
+        raise TypeError(f"{name} must be a CausalModel, but it is the class {kind}: make an object")
+    if not isinstance(model, CausalModel):
         lacks = [x for x in _MEMBERS if not hasattr(model, x)]
+        # What has none of them was never meant to be one: a list of all would say nothing.
         hint = f", which has no {', '.join(lacks)}" if len(lacks) < len(_MEMBERS) else ""
         hint += ": PlainModel makes one of a plain pass" if hasattr(model, "apply") else ""
         raise TypeError(f"{name} must be a CausalModel, but it is {described(model)}{hint}")

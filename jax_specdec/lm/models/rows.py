@@ -46,6 +46,7 @@ class Rows(NamedTuple):
     @property
     def places(self) -> jax.Array:
         """``[G, S]`` int32, the position of the cache that each token is written to."""
+        # [G, 1] + [1, S]; nodes of a tree follow those that were run before, whatever their depth
         places = self.start[:, None] + jnp.arange(self.token_ids.shape[1], dtype=jnp.int32)[None, :]
         return places if self.first_row is None else places + self.first_row
 
