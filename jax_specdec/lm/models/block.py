@@ -125,7 +125,7 @@ class BlockHeadConfig(HeadConfig):
         return self.block_size - (not self.sample_from_anchor)
 
     def visible(self, index: int) -> np.ndarray:
-        """``[S, 2]`` uint32, which rows of the block each row sees in a layer."""
+        """Returns which rows of the block each row sees in a layer: ``[S, 2]`` uint32, in bits."""
         size = self.block_size
         is_causal = index in self.sliding_layers and not self.sliding_window_non_causal
         # Bit i of a word is row i: those up to its own, or all.
@@ -134,10 +134,10 @@ class BlockHeadConfig(HeadConfig):
         return np.array([[word & 0xFFFFFFFF, word >> 32] for word in words], np.uint32)
 
     def window(self, index: int) -> int | None:
-        """`window` of `decode_attention` in a layer: the anchor and the W positions before it."""
+        """Returns a layer's `window` of `decode_attention`; None where all positions are seen."""
         if self.sliding_window is None or index not in self.sliding_layers:
             return None
-        return self.sliding_window + 1
+        return self.sliding_window + 1  # the anchor, and the W positions before it
 
 
 def block_shapes(config: BlockHeadConfig) -> Shapes:
@@ -379,6 +379,7 @@ class BlockHead(DraftHead):
         cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         for index, layer in enumerate(params["layers"]):
             x = decoder_layer(c, layer, x, cos_sin, functools.partial(attend, index))
+        # h = norm(x): [B, R, H]
         return rms_norm(x, params["norm"], c.rms_norm_eps)
 
     def bias(

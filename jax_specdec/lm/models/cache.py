@@ -121,11 +121,10 @@ class Pass(NamedTuple):
         reads = []
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
-            keys, values = (_of_slots(x, num_kv_heads, rows.slots) for x in layer)
             read = decode_attention(
                 own,
-                keys,
-                values,
+                _of_slots(layer[0], num_kv_heads, rows.slots),
+                _of_slots(layer[1], num_kv_heads, rows.slots),
                 rows.start,
                 visible=rows.visible,
                 window=window,
@@ -134,6 +133,7 @@ class Pass(NamedTuple):
             reads.append(read)
         if len(reads) == 1:
             return reads[0], layer
+        # [G, S, N, D] of each group -> [1, M, N, D], as the query
         return _side_by_side(reads), layer
 
 

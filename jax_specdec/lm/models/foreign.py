@@ -126,7 +126,7 @@ class OneIndexModel(OneGroup):
 def from_nnx(
     nnx: Any,
     module: Any,
-    call: Callable[..., tuple[jax.Array, Cache]],
+    call: Call,
     new_cache: NewCache,
     *,
     vocab_size: int,
@@ -165,8 +165,10 @@ def from_nnx(
     """
     graph, params = nnx.split(module)
 
-    def merged(params: Params, *inputs: Any) -> tuple[jax.Array, Cache]:
-        return call(nnx.merge(graph, params), *inputs)
+    def merged(
+        params: Params, token_ids: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        return call(nnx.merge(graph, params), token_ids, positions, cache, mask)
 
     return OneIndexModel(vocab_size, merged, new_cache, index), params
 
@@ -183,10 +185,16 @@ def from_tunix(nnx: Any, module: Any) -> tuple[OneIndexModel, Params]:
       The model, and its params: the module's state.
     """
     config = module.config
+
+    def call(
+        module: Any, token_ids: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        return module(token_ids, positions, cache, mask)
+
     return from_nnx(
         nnx,
         module,
-        lambda module, *inputs: module(*inputs),
+        call,
         lambda max_length: module.init_cache(1, max_length, config.dtype),
         vocab_size=config.vocab_size,
         index="end_index",
@@ -211,11 +219,13 @@ def from_keras_hub(keras: Any, module: Any) -> tuple[OneIndexModel, Params]:
     def call(
         params: Params, token_ids: jax.Array, positions: jax.Array, cache: Cache, mask: jax.Array
     ) -> tuple[jax.Array, Cache]:
+        del mask  # they make their own, from the index
         with keras.StatelessScope(state_mapping=list(zip(variables, params, strict=True))):
             logits, _, cache = module.call_with_cache(token_ids, cache, positions[0, 0])
         return logits, cache
 
     def new_cache(max_length: int) -> Cache:
+        # Theirs runs the prompt to fill a cache; here only its shape is asked for.
         ids = jax.ShapeDtypeStruct((1, max_length), jnp.int32)
         found = jax.eval_shape(lambda ids: module._build_cache(ids)[1], ids)
         return jnp.zeros(found.shape, found.dtype)

@@ -34,11 +34,13 @@ class HeadConfig:
         are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
         ascend = are_ids and ids and list(ids) == sorted({*ids})
         require(ascend, "feature_layers", "be different layer ids from 0 on, ascending", ids)
+        # A head that scores part of the ids cannot take the target's output matrix.
         size = self.draft_vocab_size
         most = c.vocab_size
         require(size <= most, "draft_vocab_size", f"be at most vocab_size = {most}", size)
         must = f"be true with draft_vocab_size = {size}, less than vocab_size = {most}"
         require(size == most or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
+        # What is the target's has the target's width.
         fits = self.target_hidden_size == c.hidden_size
         must = f"be hidden_size = {c.hidden_size} where the embedding or output is the target's"
         is_own = self.own_embedding and self.own_lm_head

@@ -218,7 +218,7 @@ class Llama:
         # The angles follow the depth of a node, what it writes and sees its place.
         x, features = self._layers(params, embedded, step.positions, attend, regularize, layers)
         outputs = []
-        # [1, M, H] -> [G, S, H] of each group
+        # [1, M, H] -> [G, S, H] of each group; one group is that already
         for index, own in enumerate(step.split(x)):
             # Group by group: a compiler leaves out the logits that nobody reads, as of prompts.
             logits = self._logits(params, own)
@@ -279,6 +279,7 @@ class Llama:
         """Returns logits ``[B, S, V]`` of the residual stream ``[B, S, H]`` after all layers."""
         c = self.config
         x = rms_norm(x, params["norm"], c.rms_norm_eps)
+        # [V, H], or [H, V]
         tied = c.tie_word_embeddings
         lm_head = params["embed_tokens" if tied else "lm_head"]
         return output_logits(x, lm_head, tied, c.num_token_ids)

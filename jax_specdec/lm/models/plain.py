@@ -41,7 +41,7 @@ class OneGroup(abc.ABC):
         return [Output(logits)], cache
 
     def commit(self, cache: Cache, start: jax.Array, path: jax.Array) -> Cache:
-        """Raises: there are no trees to commit."""
+        """Raises NotImplementedError: there are no trees to commit."""
         raise NotImplementedError(f"{type(self).__name__} runs no trees of drafts")
 
     def check_params(self, name: str, params: Params) -> None:

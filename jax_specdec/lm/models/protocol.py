@@ -271,6 +271,7 @@ def check_cache(name: str, owner: HasCache, cache: Cache, batch_size: int, max_l
       TypeError: an array has another dtype.
       ValueError: the structure or a shape is another.
     """
+    # Shapes and dtypes alone: no cache is made.
     wanted = jax.eval_shape(lambda: owner.init_cache(batch_size, max_length))
     source = f"{type(owner).__name__}.init_cache({batch_size}, {max_length})"
     structure = jax.tree.structure(wanted)

@@ -194,13 +194,14 @@ class TensorParallelLlama:
         Raises:
           ValueError, TypeError: as in `Llama.apply`.
         """
-        # [G, S, V], split over V, and features, the same everywhere. Any: `Output` holds arrays.
-        specs: Any = P(None, None, self.axis), P()
+        # Any: they take the places of arrays in an `Output`.
+        split_vocab: Any = P(None, None, self.axis)  # [G, S, V]
+        same: Any = P()  # [G, S, A H], or None
         run = jax.shard_map(
             functools.partial(self._apply_share, wants=wants),
             mesh=self.mesh,
             in_specs=(P(self.axis), P(), P(self.axis)),
-            out_specs=([Output(*specs)] * len(groups), P(self.axis)),
+            out_specs=([Output(split_vocab, same)] * len(groups), P(self.axis)),
             check_vma=False,  # which kernels do not follow
         )
         return run(params, list(groups), cache)
