@@ -53,8 +53,8 @@ class BlockHeadConfig(HeadConfig):
     """Sizes and switches of a `BlockHead`.
 
     Attributes:
-      layer: sizes of the layers, N = `num_hidden_layers` of them. Its `vocab_size` is the target's
-        V, `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output
+      layer: sizes of the layers, `num_hidden_layers` of them. Its `vocab_size` is the target's V,
+        `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output
         matrix is its embedding.
       draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
         target's ids, and the head has an output matrix of its own.

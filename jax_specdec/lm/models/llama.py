@@ -215,7 +215,7 @@ class Llama:
             read, new_cache[layer] = step.attend(query, key, value, cache[layer])
             return read
 
-        # The angles follow the depth of a node, what it writes and sees its place.
+        # Rotary angles follow positions in the sequence; `attend` goes by places in the cache.
         x, features = self._layers(params, embedded, step.positions, attend, regularize, layers)
         outputs = []
         # [1, M, H] -> [G, S, H] of each group; one group is that already
@@ -235,7 +235,7 @@ class Llama:
         regularize: Regularize = unchanged,
         feature_layers: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Runs the decoder around a given attention: what `apply` and training share.
+        """Runs the decoder around an attention other than that of `apply`, as training does.
 
         Args:
           params: weights of the structure and shapes of `param_shapes`, in the compute dtype.

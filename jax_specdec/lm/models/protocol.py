@@ -15,6 +15,7 @@ from jax_specdec.lm.models.fields import check_leaf
 from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Serves, Wants
 
 _MEMBERS = ("vocab_size", "serves", "init_cache", "apply", "commit", "check_params")
+"""Those of `CausalModel`, for the sentence that says which are missing."""
 
 
 @runtime_checkable
