@@ -149,6 +149,7 @@ class Decoder:
       logprobs: which log-probabilities a step's record has; None for none.
       drafts_in_first_step: whether a request without output gets drafts.
       max_drafts_by_length: see `Engine`.
+      exact: every pass has K + 1 rows of each request, whatever is drafted; see `generate`.
     """
 
     model: CausalModel
@@ -157,11 +158,13 @@ class Decoder:
     logprobs: LogprobsConfig | None = None
     drafts_in_first_step: bool = True
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
+    exact: bool = False
 
     @property
     def num_drafts(self) -> int:
-        """K; 0 without a drafter."""
-        return 0 if isinstance(self.drafter, NoDrafter) else self.config.num_speculative_tokens
+        """K; 0 without a drafter, unless its passes are to be those of one."""
+        has_rows = self.exact or not isinstance(self.drafter, NoDrafter)
+        return self.config.num_speculative_tokens if has_rows else 0
 
     @property
     def tree_depth(self) -> int:
@@ -375,6 +378,7 @@ class Decoder:
         # Only for a batch of one, or with a draft budget, whose widths depend on the load.
         # Otherwise the last bits of float32 sums would depend on a request's neighbours.
         is_free = tokens.shape[0] == 1 or state.estimator is not None
+        is_free = is_free and not self.exact
         if self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
             arrays = ids, params, groups[0], state.target_cache
             output, cache = traced_for_platform(_run_as_wide_as_needed, arrays, self, length)

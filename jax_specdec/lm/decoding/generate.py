@@ -65,6 +65,7 @@ def generate(
     options: RequestOptions | Sequence[RequestOptions] | None = None,
     key: jax.Array | None = None,
     logprobs: LogprobsConfig | None = None,
+    exact: bool = False,
     **fields: Unpack[RequestFields],
 ) -> GenerateOutput:
     """Generates with speculative decoding: the target's own distribution, in fewer passes.
@@ -82,6 +83,11 @@ def generate(
       key: a typed key, or None for ``jax.random.key(0)``. Request b uses ``fold_in(key, b)``,
         unless its options have a seed.
       logprobs: which log-probabilities the steps have; None for none.
+      exact: greedy texts, and those under the agreement rule, are those of ``generate_plain`` with
+        the same config and `exact`, to the last bit of their log-probabilities, whatever the
+        drafter: every pass of the target has the K + 1 rows of a step with drafts. Without it they
+        may differ where two ids nearly tie, because sums of floats in passes of another width
+        differ in their last bits. Other rules keep their promise about distributions.
       **fields: of `RequestOptions`, such as ``temperature=0.8``. They hold for every request and
         override its options.
 
@@ -91,7 +97,8 @@ def generate(
     Raises:
       TypeError: an argument has another type, ids are not integers, or the key is not typed.
       ValueError: an empty prompt, an id or an option out of range, a list of the wrong length, or
-        weights of another shape than the model's.
+        weights of another shape than the model's; `exact` with a drafter of trees, or with a model
+        whose logits are split over devices.
 
     Example:
       >>> import jax_specdec as sd
@@ -105,7 +112,7 @@ def generate(
       60
     """
     return _prepare(
-        model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
+        model, params, prompts, drafter, draft_params, config, options, key, logprobs, exact, fields
     ).run()
 
 
@@ -120,6 +127,7 @@ def generate_stream(
     options: RequestOptions | Sequence[RequestOptions] | None = None,
     key: jax.Array | None = None,
     logprobs: LogprobsConfig | None = None,
+    exact: bool = False,
     **fields: Unpack[RequestFields],
 ) -> Iterator[StepRecord]:
     """Yields what each step of `generate` emitted, as it comes.
@@ -133,7 +141,7 @@ def generate_stream(
     Example: see `TextStream`.
     """
     return _prepare(
-        model, params, prompts, drafter, draft_params, config, options, key, logprobs, fields
+        model, params, prompts, drafter, draft_params, config, options, key, logprobs, exact, fields
     ).steps()
 
 
@@ -146,13 +154,14 @@ def generate_plain(
     options: RequestOptions | Sequence[RequestOptions] | None = None,
     key: jax.Array | None = None,
     logprobs: LogprobsConfig | None = None,
+    exact: bool = False,
     **fields: Unpack[RequestFields],
 ) -> GenerateOutput:
     """Generates without drafts, one token per pass of the target: the baseline of `generate`.
 
     Arguments and errors are those of `generate`. Only one thing of `config` matters, whether it
     asks for the agreement rule: that rule draws tokens in its own way, so its texts are those of
-    plain decoding with such a config.
+    plain decoding with such a config. With `exact` its K matters too: passes have K + 1 rows.
 
     Returns:
       `GenerateOutput`; its steps propose nothing and emit one token each.
@@ -161,7 +170,7 @@ def generate_plain(
     """
     config = PLAIN if config is None else config
     return _prepare(
-        model, params, prompts, NoDrafter(), None, config, options, key, logprobs, fields
+        model, params, prompts, NoDrafter(), None, config, options, key, logprobs, exact, fields
     ).run()
 
 
@@ -235,6 +244,7 @@ def _prepare(
     options: RequestOptions | Sequence[RequestOptions] | None,
     key: jax.Array | None,
     logprobs: LogprobsConfig | None,
+    exact: bool,
     fields: RequestFields,
 ) -> _Prepared:
     """Checks the arguments, and lays them out."""
@@ -243,6 +253,9 @@ def _prepare(
     check_params("params", model, params)
     check_params("draft_params", drafter, draft_params)
     check_type("logprobs", logprobs, LogprobsConfig, None)
+    check_type("exact", exact, bool)
+    if exact:
+        inputs.check_exact(model, drafter)
     token_lists = inputs.token_lists(prompts, model.vocab_size)
     asked = options_per_request(options, len(token_lists), fields)
     if not isinstance(drafter, NoDrafter):
@@ -251,7 +264,7 @@ def _prepare(
         inputs.check_trees(model, drafter, config)
         if all(one.max_drafts == 0 for one in asked):
             drafter = NoDrafter()  # nobody wants a draft
-    decoder = Decoder(model, drafter, config, logprobs)
+    decoder = Decoder(model, drafter, config, logprobs, exact=exact)
     slack = decoder.num_drafts + 1  # a step writes the newest token and the drafts to the caches
     batch, prompt_size, max_steps = make_batch(
         token_lists, asked, vocab_size=model.vocab_size, key=key, slack=slack
