@@ -101,7 +101,7 @@ def texts_of(output: lm.GenerateOutput) -> list[tuple[list[int], bytes]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cell", type=int, help="of CELLS, alone")
     parser.add_argument("--texts", type=int, default=128)
