@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from upper_floor import model_groups
+from upper_floor import protocol
 
 from jax_specdec import lm
 
@@ -29,7 +29,7 @@ def run(
 ) -> Passed:
     rows = lm.models.Rows(jnp.asarray(token_ids), jnp.asarray(start), tree=tree)
     wants = lm.models.Wants(feature_layers)
-    (output,), cache = model_groups.apply_groups(model, params, [rows], cache, wants)
+    (output,), cache = protocol.apply_groups(model, params, [rows], cache, wants)
     return Passed(output.logits, cache, output.features)
 
 

@@ -313,7 +313,7 @@ def _(right, self, params, states, rows, *args):
 
 @fault(
     "a request that reads its prompt is thought to have begun",
-    "lm.drafting.context:DraftContext.runs",
+    "lm.drafting.drafter:DraftContext.runs",
     "serving/test_combined.py",
 )
 def _(right, self):
@@ -333,7 +333,7 @@ def _(right, self, params, context, cache, store):
 
 @fault(
     "a drafter forgets its drafts where bad words and penalties count them",
-    "lm.drafting.context:DraftContext.append",
+    "lm.drafting.drafter:DraftContext.append",
     "serving/test_options.py",
 )
 def _(right, self, token_ids):
@@ -472,7 +472,7 @@ def _(right, *args, **named):
 
 @fault(
     "the first chunk of a prompt finds the cache of the request before",
-    "lm.models.groups:run_in_slots",
+    "lm.models.protocol:run_in_slots",
     "serving/test_engine.py drafting/test_eagle3.py",
 )
 def _(right, owner, axis, cache, rows, *rest):
@@ -553,7 +553,7 @@ def _(right, layer, key, value, places, requests=None):
 
 @fault(
     "a slot keeps the cache of the request before",
-    "lm.models.groups:put_cache",
+    "lm.models.protocol:put_cache",
     "serving/test_engine.py",
 )
 def _(right, cache, some, slots, axis):

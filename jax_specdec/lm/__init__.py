@@ -24,9 +24,8 @@ from jax_specdec.lm.decoding.stopwatch import measure_steps
 from jax_specdec.lm.decoding.text import generate_text
 from jax_specdec.lm.drafting.block import BlockDrafter
 from jax_specdec.lm.drafting.combined import FirstOf
-from jax_specdec.lm.drafting.context import DraftContext
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
-from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.drafting.suffix import SuffixDrafter

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jax_specdec import SpecDecodeConfig, lm
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
 from jax_specdec.lm.models.fields import shown
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 from jax_specdec.lm.text.bytes import BYTE_VOCAB_SIZE
 
 LOOKUPS = ("ngram", "suffix")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from passes import Passed
 from passes import run as run_pass
-from upper_floor import model_groups
+from upper_floor import protocol
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -36,7 +36,7 @@ def both(
     tree = None if parents is None else sd.TreeRows.of(parents)
     rows = lm.models.Rows(token_ids, start, tree=tree)
     wants = lm.models.Wants(LAYERS)
-    (output, read), cache = model_groups.apply_groups(model, params, [rows, prompts], cache, wants)
+    (output, read), cache = protocol.apply_groups(model, params, [rows, prompts], cache, wants)
     return Passed(output.logits, cache, output.features), read.features
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import passes
 import pytest
-from upper_floor import Decoder, generate_lib, model_groups, programs, protocol
+from upper_floor import Decoder, generate_lib, programs, protocol
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -589,9 +589,7 @@ def test_some_requests_are_replaced_along_the_axis_of_the_cache(axis, shape):
     protocol.check_model("model", HasCache(shape, axis))
     rng = np.random.default_rng(0)
     before, both = (jnp.asarray(rng.integers(1, 9, shape(b))) for b in (4, 2))
-    after = model_groups.put_cache({"of": [before]}, {"of": [both]}, jnp.array([2, 0]), axis)["of"][
-        0
-    ]
+    after = protocol.put_cache({"of": [before]}, {"of": [both]}, jnp.array([2, 0]), axis)["of"][0]
     before, after, both = (np.moveaxis(np.asarray(x), axis, 0) for x in (before, after, both))
     old, found, new = np.split(before, 4), np.split(after, 4), np.split(both, 2)
     for one, wanted in zip(found, (new[1], old[1], new[0], old[3]), strict=True):

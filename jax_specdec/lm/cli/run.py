@@ -31,7 +31,7 @@ from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.loading import Models
 from jax_specdec.lm.models.fields import reason
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 from jax_specdec.lm.text.tokenizer import TextStream
 
 

@@ -14,7 +14,7 @@ from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.processors import Sequences
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
 from jax_specdec.lm.decoding.packing import BatchOptions
-from jax_specdec.lm.drafting.context import DraftContext
+from jax_specdec.lm.drafting.drafter import DraftContext
 
 _BUCKET = 32
 

@@ -24,12 +24,18 @@ from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
-from jax_specdec.lm.drafting.context import with_fewer_drafts
-from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal
+from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal, with_fewer_drafts
 from jax_specdec.lm.drafting.tree import with_chains
-from jax_specdec.lm.models.groups import apply_groups, run_in_slots
-from jax_specdec.lm.models.protocol import CausalModel
-from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Wants
+from jax_specdec.lm.models.protocol import (
+    Cache,
+    CausalModel,
+    Output,
+    Params,
+    Rows,
+    Wants,
+    apply_groups,
+    run_in_slots,
+)
 
 _Arrays = TypeVar("_Arrays")  # a pytree
 

@@ -17,7 +17,7 @@ from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.schedule import ChunkedPrefill, Masked, Prompts, Step
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 
 Requests = Iterable[ServedRequest]
 

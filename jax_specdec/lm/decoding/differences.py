@@ -16,9 +16,7 @@ from jax_specdec.lm.decoding.core import PLAIN
 from jax_specdec.lm.decoding.generate import GenerateOutput
 from jax_specdec.lm.decoding.options import RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
-from jax_specdec.lm.models.groups import apply_groups
-from jax_specdec.lm.models.protocol import CausalModel, check_params
-from jax_specdec.lm.models.rows import Params, Rows
+from jax_specdec.lm.models.protocol import CausalModel, Params, Rows, apply_groups, check_params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,12 +26,13 @@ from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.protocol import (
     CausalModel,
+    Params,
+    Rows,
     check_batch_axis,
     check_cache,
     check_model,
     check_params,
 )
-from jax_specdec.lm.models.rows import Params, Rows
 
 _SMALLEST_PREFILL = 32
 _MAX_GROUP_TOKENS = 512

@@ -24,8 +24,7 @@ from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState, on_all_dev
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter
-from jax_specdec.lm.models.protocol import CausalModel, check_model, check_params
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import CausalModel, Params, check_model, check_params
 
 
 @dataclasses.dataclass(frozen=True)

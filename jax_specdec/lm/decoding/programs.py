@@ -17,7 +17,7 @@ from jax_specdec.lm.decoding.bookkeeping import StepResult
 from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
 from jax_specdec.lm.decoding.schedule import Prompts
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 
 release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
 

@@ -16,7 +16,7 @@ from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.schedule import full_budget, placeholders
 from jax_specdec.lm.decoding.step_costs import ChunkCosts, StepCosts
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 
 _LONGEST_TIMING = 0.1
 """Seconds that calls may take together when they are dispatched at once to be timed."""

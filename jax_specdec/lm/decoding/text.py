@@ -15,7 +15,7 @@ from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.formats.checkpoint import load_huggingface
 from jax_specdec.lm.formats.embedded import load_embedded_pair
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 from jax_specdec.lm.text.bytes import decode_bytes, encode_bytes
 from jax_specdec.lm.text.tokenizer import TextStream, load_tokenizer
 

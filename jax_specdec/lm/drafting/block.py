@@ -12,8 +12,7 @@ from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import DrafterServes, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import (
@@ -24,7 +23,7 @@ from jax_specdec.lm.drafting.tree import (
     with_bias,
 )
 from jax_specdec.lm.models.block import BlockHead
-from jax_specdec.lm.models.rows import Cache, Params, Rows
+from jax_specdec.lm.models.protocol import Cache, Params, Rows
 
 _NUM_EXTENDED = 8
 _NUM_CHILDREN = 16

@@ -12,11 +12,9 @@ from jax_specdec._src.arrays import check_type, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import Integers
-from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.suffix import Lookup, SuffixDrafter
-from jax_specdec.lm.models.protocol import check_params
-from jax_specdec.lm.models.rows import Cache, Params, Rows
+from jax_specdec.lm.models.protocol import Cache, Params, Rows, check_params
 
 _FADE = 0.9
 """What remains of a request's past after a step that teaches something."""

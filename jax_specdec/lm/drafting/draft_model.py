@@ -17,12 +17,17 @@ from jax_specdec._src.arrays import check_array, check_int, check_listed, host_i
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
-from jax_specdec.lm.models.groups import apply_groups
-from jax_specdec.lm.models.protocol import CausalModel, check_model, check_params
-from jax_specdec.lm.models.rows import Cache, Params, Rows
+from jax_specdec.lm.models.protocol import (
+    Cache,
+    CausalModel,
+    Params,
+    Rows,
+    apply_groups,
+    check_model,
+    check_params,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,7 @@ from jax_specdec._src.drafts.sample import sample_draft_tokens
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.verify.sharding import VerifySharding
-from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 
 Carry = TypeVar("Carry")
 

@@ -14,13 +14,12 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.tree import MAX_VISIBLE, TreeRows, node_bits
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import DrafterServes, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, likeliest
 from jax_specdec.lm.models.eagle3 import Eagle3Head
-from jax_specdec.lm.models.rows import Cache, Params, Rows
+from jax_specdec.lm.models.protocol import Cache, Params, Rows
 
 _WIDTH = 8
 """Nodes of a level of a tree that are run, at most, and children of each that are looked at."""

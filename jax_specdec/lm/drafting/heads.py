@@ -10,11 +10,10 @@ import jax.numpy as jnp
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.drafting.drafter import DraftContext, Drafter
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
-from jax_specdec.lm.models.rows import Cache, Params
+from jax_specdec.lm.models.protocol import Cache, Params
 
 Head = TypeVar("Head", Eagle3Head, BlockHead)
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax_specdec._src.arrays import check_int
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
-from jax_specdec.lm.models.rows import Cache, Params
+from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
+from jax_specdec.lm.models.protocol import Cache, Params
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,10 +14,9 @@ from jax_specdec._src.arrays import as_int32, check_array, check_int, require
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Integers
-from jax_specdec.lm.drafting.context import DraftContext
-from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.tree import Candidates, best_nodes
-from jax_specdec.lm.models.rows import Cache, Params
+from jax_specdec.lm.models.protocol import Cache, Params
 
 _MOST_HISTORY = 2**24
 """Up to 127 tokens or occurrences, times places, are numbered in int32."""

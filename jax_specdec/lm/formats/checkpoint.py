@@ -27,7 +27,7 @@ from jax_specdec.lm.formats.tensors import (
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, count_token_ids, stop_token_ids
 from jax_specdec.lm.models.layers import check_weights
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 
 Model = TypeVar("Model")
 

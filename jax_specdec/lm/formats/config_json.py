@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only, read_json
-from jax_specdec.lm.models.llama_config import LlamaConfig
-from jax_specdec.lm.models.rotary import RopeScaling
+from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling
 
 CONFIG_FILE = "config.json"
 _Made = TypeVar("_Made", LlamaConfig, RopeScaling)

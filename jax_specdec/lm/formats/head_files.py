@@ -33,7 +33,7 @@ from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
 from jax_specdec.lm.models.layers import check_weights
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 
 _Head = TypeVar("_Head", bound=DraftHead)
 

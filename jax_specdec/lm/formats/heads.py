@@ -15,7 +15,7 @@ from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 
 _TORCH_FILE = "pytorch_model.bin"
 _MASK_FILE = "mask_embedding.pt"

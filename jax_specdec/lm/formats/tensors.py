@@ -20,7 +20,7 @@ from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.files import existing, is_there, read_json
 from jax_specdec.lm.models.fields import quoted, reason, shown
 from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes, param_shapes
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

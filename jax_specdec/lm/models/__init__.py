@@ -4,11 +4,9 @@ from jax_specdec.lm.models import foreign
 from jax_specdec.lm.models.block import BlockOutput
 from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.llama_config import LlamaConfig
+from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling
 from jax_specdec.lm.models.plain import PlainModel
-from jax_specdec.lm.models.protocol import CausalModel
-from jax_specdec.lm.models.rotary import RopeScaling
-from jax_specdec.lm.models.rows import Output, Rows, Serves, Wants
+from jax_specdec.lm.models.protocol import CausalModel, Output, Rows, Serves, Wants
 from jax_specdec.lm.models.tensor_parallel import TensorParallelLlama
 
 __all__ = [

@@ -41,11 +41,11 @@ from jax_specdec.lm.models.layers import (
     embed_tokens,
     rms_norm,
     rotated_heads,
+    rotation,
 )
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import Shapes, param_shapes
-from jax_specdec.lm.models.rotary import rotation
-from jax_specdec.lm.models.rows import Cache, Rows
+from jax_specdec.lm.models.protocol import Cache, Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src.arrays import Sizes, check_array, require
 from jax_specdec._src.attention.api import decode_attention
-from jax_specdec.lm.models.rows import Cache, Rows
+from jax_specdec.lm.models.protocol import Cache, Rows
 
 Layer = tuple[jax.Array, jax.Array]
 """Keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of one layer, of all requests."""

@@ -28,12 +28,12 @@ from jax_specdec.lm.models.layers import (
     embed_tokens,
     feed_forward,
     rms_norm,
+    rotation,
     self_attention,
 )
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import Shapes, param_shapes
-from jax_specdec.lm.models.rotary import rotation
-from jax_specdec.lm.models.rows import Cache, Rows
+from jax_specdec.lm.models.protocol import Cache, Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -56,29 +56,6 @@ def check_fields(config: Any) -> None:
             object.__setattr__(config, field.name, float(value))
 
 
-def check_leaf(
-    name: str, leaf: Any, shape: tuple[int, ...], dtype: np.dtype | None, source: str = ""
-) -> None:
-    """Checks one array of weights or of a cache.
-
-    Args:
-      name: of the argument, and the path of the array in it.
-      leaf: what was given for it.
-      shape: that it must have.
-      dtype: that it must have; None for any.
-      source: the end of the rule, of where the shape is from.
-
-    Raises:
-      ValueError: it has another shape, or none.
-      TypeError: it has another dtype.
-    """
-    has_shape = getattr(leaf, "shape", None) == shape
-    if has_shape and dtype in (None, leaf.dtype):
-        return
-    must = f"be an array {list(shape)}" + (f" of {dtype}" if dtype else "") + source
-    refuse(TypeError if has_shape else ValueError, name, must, leaf)
-
-
 def _broken_rule(kind: object, value: object) -> str | None:
     """Returns what a value of a field must be and is not; None where it may be what it is."""
     if kind is int:

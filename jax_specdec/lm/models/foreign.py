@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec.lm.models.plain import OneGroup
-from jax_specdec.lm.models.rows import Cache, Params
+from jax_specdec.lm.models.protocol import Cache, Params
 
 Call = Callable[[Params, jax.Array, jax.Array, Cache, jax.Array], tuple[jax.Array, Cache]]
 """``(params, token_ids [1, S], positions [1, S], cache, mask [1, S, T]) -> logits, cache``."""

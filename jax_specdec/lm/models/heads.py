@@ -11,7 +11,7 @@ from jax_specdec._src.arrays import checked_dtype, require
 from jax_specdec.lm.models.fields import check_fields
 from jax_specdec.lm.models.layers import Weights, check_weights, output_logits, random_weights
 from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.protocol import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

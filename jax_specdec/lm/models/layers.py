@@ -1,4 +1,9 @@
-"""The parts of a decoder layer in plain JAX: what `Llama` and `Eagle3Head` are made of."""
+"""The parts of a decoder layer in plain JAX: what `Llama` and the heads are made of.
+
+References:
+  Su et al., 2021, "RoFormer", https://arxiv.org/abs/2104.09864
+  Grattafiori et al., 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.arrays import refuse, require
-from jax_specdec.lm.models.fields import check_leaf
-from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes
-from jax_specdec.lm.models.rotary import rotate
-from jax_specdec.lm.models.rows import Params
+from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling, Shapes
+from jax_specdec.lm.models.protocol import Params, check_leaf
 
 LayerWeights = dict[str, jax.Array]
 """The weights of one decoder layer, under the names of `param_shapes`."""
@@ -110,6 +113,40 @@ def rotated_heads(
         query = rms_norm(query, layer["q_norm"], c.rms_norm_eps)
         key = rms_norm(key, layer["k_norm"], c.rms_norm_eps)
     return rotate(query, cos_sin), rotate(key, cos_sin), value
+
+
+def rotation(
+    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the cos and sin of position * frequency: two ``[B, S, 1, D/2]`` float32."""
+    frequencies = _frequencies(head_dim, theta, scaling)
+    # [B, S] * [D/2] -> [B, S, 1, D/2]: the same for all heads
+    angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
+        frequencies[None, None, None, :], jnp.float32
+    )
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
+    """Returns the radians per position of the pairs ``[D/2]``, scaled; float64."""
+    plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # theta^(-2i/D)
+    if scaling is None:
+        return plain
+    # C / w: how often a pair turns in the original context.
+    turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: fast, 0: slow
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns ``[B, S, N, D]``, the pairs (x[i], x[i + D/2]) of each head turned, in float32."""
+    cos, sin = rotation
+    # [B, S, N, D] -> two [B, S, N, D/2]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def feed_forward(layer: LayerWeights, h: jax.Array) -> jax.Array:

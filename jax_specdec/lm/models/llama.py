@@ -33,11 +33,11 @@ from jax_specdec.lm.models.layers import (
     output_logits,
     random_weights,
     rms_norm,
+    rotation,
     unchanged,
 )
 from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes, param_shapes
-from jax_specdec.lm.models.rotary import rotation
-from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Serves, Wants
+from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
 
 
 @dataclasses.dataclass(frozen=True)

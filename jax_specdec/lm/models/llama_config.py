@@ -5,10 +5,48 @@ from typing import Any
 
 from jax_specdec._src.arrays import require
 from jax_specdec.lm.models.fields import check_fields
-from jax_specdec.lm.models.rotary import RopeScaling
 
 Shapes = dict[str, Any]
 """A pytree of params with a shape in place of each array."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How Llama 3.1 and later slow the rotation down (`rope_type` "llama3").
+
+    With wavelength w = 2 pi / f of a frequency f and C = original_max_position_embeddings:
+    f stays where C / w > high_freq_factor, becomes f / factor where C / w < low_freq_factor, and is
+    interpolated linearly in C / w in between. Fields are named as in a Hugging Face `config.json`.
+
+    Attributes:
+      factor: by which slow frequencies are divided.
+      low_freq_factor: rotations in the original context up to which a frequency is slow.
+      high_freq_factor: rotations in the original context from which a frequency is fast.
+      original_max_position_embeddings: longest context before the model was extended.
+
+    Raises:
+      ValueError: a field is not a positive number that float32 holds, the context is not an
+        integer, the factor is less than 1, or the two limits are not in order.
+
+    Example:
+      >>> scaling = RopeScaling(
+      ...     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+      ...     original_max_position_embeddings=8192)
+      >>> scaling.factor
+      8.0
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        require(self.factor >= 1, "factor", "be at least 1", self.factor)
+        low = self.low_freq_factor
+        high = self.high_freq_factor
+        require(low < high, "low_freq_factor", f"be less than high_freq_factor = {high}", low)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

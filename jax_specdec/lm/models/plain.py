@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from jax_specdec._src.verify.sharding import VerifySharding
-from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Serves, Wants
+from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
 
 PlainPass = Callable[[Params, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]
 """``(params, token_ids [B, S], start [B], cache) -> logits [B, S, V], cache``."""

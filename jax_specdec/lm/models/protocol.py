@@ -1,18 +1,131 @@
-"""The contract between the decoding loops and a model, and what checks it.
+"""The contract between the decoding loops and a model: `Rows` in, an `Output` for each group back.
 
 The loops know nothing about architectures. They need one operation: run some tokens of requests
 through the model at given positions and return logits, with a cache that can be rewound for free.
 Any JAX model that can do this fits.
 """
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from jax_specdec._src.arrays import check_type, described, require
-from jax_specdec.lm.models.fields import check_leaf
-from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Serves, Wants
+from jax_specdec._src.arrays import check_type, described, refuse, require
+from jax_specdec._src.tree import TreeRows
+from jax_specdec._src.verify.sharding import VerifySharding
+
+_Result = TypeVar("_Result")
+
+Cache = Any
+"""Any pytree of arrays. The loop carries it and hands it back; it never looks inside."""
+
+Params = Any
+"""Any pytree of arrays. The loop passes it to a model or drafter and never looks inside."""
+
+
+class Rows(NamedTuple):
+    """S tokens of each of G requests: prompts, drafts, a tree of drafts, or a level of one.
+
+    Attributes:
+      token_ids: ``[G, S]`` int32. What follows the end of a prompt is padding.
+      start: ``[G]`` int32, absolute position of each request's first token; with `tree`, that of
+        node 0.
+      slots: ``[G]`` int32, the requests of the cache that the tokens belong to. One may come twice,
+        with the same tokens. None: all requests of the cache, in their order.
+      tree: the nodes that the tokens are, see `CausalModel`; None for consecutive tokens.
+      first_row: ``[]`` int32, nodes of the tree that passes before this one have run; None for 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> rows = Rows(jnp.zeros((2, 3), jnp.int32), jnp.array([0, 128]), slots=jnp.array([3, 1]))
+      >>> rows.positions.tolist()
+      [[0, 1, 2], [128, 129, 130]]
+    """
+
+    token_ids: jax.Array
+    start: jax.Array
+    slots: jax.Array | None = None
+    tree: TreeRows | None = None
+    first_row: jax.Array | None = None
+
+    @property
+    def places(self) -> jax.Array:
+        """``[G, S]`` int32, the position of the cache that each token is written to."""
+        # [G, 1] + [1, S]; nodes of a tree follow those that were run before, whatever their depth
+        places = self.start[:, None] + jnp.arange(self.token_ids.shape[1], dtype=jnp.int32)[None, :]
+        return places if self.first_row is None else places + self.first_row
+
+    @property
+    def positions(self) -> jax.Array:
+        """``[G, S]`` int32, the position of each token in its sequence, for rotary angles."""
+        return self.places if self.tree is None else self.start[:, None] + self.tree.depth
+
+    @property
+    def visible(self) -> jax.Array | None:
+        """``[G, S, 2]`` uint32, the nodes that each one sees; None for consecutive tokens."""
+        return None if self.tree is None else self.tree.visible
+
+
+@dataclasses.dataclass(frozen=True)
+class Wants:
+    """What a pass is to return beside logits.
+
+    Attributes:
+      feature_layers: A layers, increasing, each from 0 to the number of layers L: the residual
+        stream that enters each of them (for L: that leaves the last one) is wanted. None if empty.
+
+    Example: see `Llama`.
+    """
+
+    feature_layers: tuple[int, ...] = ()
+
+
+class Output(NamedTuple):
+    """What a model computes for one group of rows.
+
+    Attributes:
+      logits: ``[G, S, V]``, in any float dtype: row ``[g, s]`` scores the token that follows
+        token s of request g.
+      features: ``[G, S, A*H]``, of the A layers of `Wants.feature_layers`; None if there are none.
+
+    Example: see `Llama`.
+    """
+
+    logits: jax.Array
+    features: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Serves:
+    """What a model declares that it can do; see `CausalModel`.
+
+    Attributes:
+      trees: it runs rows with a `tree`, and has a method `commit`.
+      features: it returns the features that `Wants.feature_layers` names.
+      groups: it runs several groups in one pass, also such with `slots`. The loops run the groups
+        of other models one after another.
+      batch_axis: the axis of every array of its cache that holds the requests.
+      sharding: a `VerifySharding` with a mesh if its logits are split over the vocabulary: they
+        are then read where they are. None: XLA may move them.
+
+    Example:
+      >>> from jax_specdec import lm
+      >>> model, _ = lm.load_embedded_pair()[0]
+      >>> model.serves.trees, model.serves.batch_axis
+      (True, 0)
+    """
+
+    trees: bool = False
+    features: bool = False
+    groups: bool = False
+    batch_axis: int = 0
+    sharding: VerifySharding | None = None
+
 
 _MEMBERS = ("vocab_size", "serves", "init_cache", "apply", "commit", "check_params")
 """Those of `CausalModel`, for the sentence that says which are missing."""
@@ -285,6 +398,27 @@ def check_cache(name: str, owner: HasCache, cache: Cache, batch_size: int, max_l
         check_leaf(one, leaf, like.shape, like.dtype, f", as in {source}")
 
 
+def check_leaf(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any, source: str = "") -> None:
+    """Checks one array of weights or of a cache.
+
+    Args:
+      name: of the argument, and the path of the array in it.
+      leaf: what was given for it.
+      shape: that it must have.
+      dtype: that it must have; None for any.
+      source: the end of the rule, of where the shape is from.
+
+    Raises:
+      ValueError: it has another shape, or none.
+      TypeError: it has another dtype.
+    """
+    has_shape = getattr(leaf, "shape", None) == shape
+    if has_shape and dtype in (None, leaf.dtype):
+        return
+    must = f"be an array {list(shape)}" + (f" of {dtype}" if dtype else "") + source
+    refuse(TypeError if has_shape else ValueError, name, must, leaf)
+
+
 def check_model(name: str, model: object) -> None:
     """Checks that a value can be used as a model.
 
@@ -320,3 +454,158 @@ def check_model(name: str, model: object) -> None:
             "and eq=False is compared by identity"
         ) from None
     check_batch_axis(name, model, model.serves.batch_axis)
+
+
+def apply_groups(
+    model: CausalModel,
+    params: Params,
+    groups: Sequence[Rows],
+    cache: Cache,
+    wants: Wants = Wants(),
+    max_length: int = 0,
+) -> tuple[list[Output], Cache]:
+    """Returns what a model says of each group, and its cache, as `CausalModel.apply` does.
+
+    Args:
+      model: may run one group alone: several are then run in turn, those with slots on the caches
+        of these.
+      params: the weights.
+      groups: of any number.
+      cache: from `init_cache` or a previous call.
+      wants: as for `CausalModel.apply`.
+      max_length: positions of each request of the cache; only read for groups with slots.
+
+    Raises:
+      TypeError: features are wanted, and the model gives none; or rows are trees, and it runs none.
+      ValueError: the features of a group are not ``[G, S, A*H]``.
+    """
+    kind = type(model).__name__
+    layers = wants.feature_layers
+    must = f"model must give features, because the drafter reads those of layers {layers}, but"
+    # What a model declares is checked before it runs, what it returns after it has.
+    if layers and not model.serves.features:
+        raise TypeError(f"{must} {kind}.serves says features=False: see CausalModel")
+    if any(rows.tree is not None for rows in groups):
+        check_runs_trees("model", model)
+    if model.serves.groups:
+        outputs, cache = model.apply(params, groups, cache, wants)
+    else:
+        outputs, cache = _in_turn(model, params, groups, cache, wants, max_length)
+    if not layers:
+        return outputs, cache
+    for rows, output in zip(groups, outputs, strict=True):
+        if output.features is None:
+            raise TypeError(f"{must} {kind}.apply returns none")
+        shape = output.features.shape
+        if len(shape) != 3 or shape[:2] != rows.token_ids.shape or shape[2] % len(layers):
+            size, length = rows.token_ids.shape
+            raise ValueError(
+                f"features must be [G, S, A*H] = [{size}, {length}, {len(layers)} H], but "
+                f"{kind}.apply returns {list(shape)}"
+            )
+    return outputs, cache
+
+
+def _in_turn(
+    model: CausalModel,
+    params: Params,
+    groups: Sequence[Rows],
+    cache: Cache,
+    wants: Wants,
+    max_length: int,
+) -> tuple[list[Output], Cache]:
+    """Returns what `apply_groups` does, by a pass for each group."""
+    outputs = []
+    for rows in groups:
+        # The caches of the slots are taken out of the cache: they are all requests of the pass.
+        alone = rows._replace(slots=None)
+
+        def run(cache: Cache, alone: Rows = alone) -> tuple[Cache, Output]:
+            (output,), cache = model.apply(params, [alone], cache, wants)
+            return cache, output
+
+        if rows.slots is None:
+            cache, output = run(cache)
+        else:
+            axis = model.serves.batch_axis
+            cache, output = run_in_slots(model, axis, cache, rows, max_length, run)
+        outputs.append(output)
+    return outputs, cache
+
+
+def run_in_slots(
+    owner: HasCache,
+    axis: int,
+    cache: Cache,
+    rows: Rows,
+    length: int,
+    run: Callable[[Cache], tuple[Cache, _Result]],
+) -> tuple[Cache, _Result]:
+    """Returns the cache of all requests after R of them have read rows, and what `run` returns.
+
+    Args:
+      owner: the model or drafter that the cache is of.
+      axis: of the cache's arrays, that holds the requests.
+      cache: of all requests; changed in place if it is donated.
+      rows: with slots. A prompt that begins at position 0 finds an empty cache.
+      length: positions of each request.
+      run: is given the caches of the R requests, and returns them and anything else.
+    """
+    assert rows.slots is not None
+    empty = owner.init_cache(rows.slots.shape[0], length)
+    own = take_cache(cache, empty, rows.slots, axis)
+    is_new = rows.start == 0
+
+    # A cache may hold more than positions, such as a count, which only an empty one resets.
+    def cleared(old: jax.Array, new: jax.Array) -> jax.Array:
+        # [R] -> [R entries] -> [.., R entries, ..], along the axis of the requests
+        each = jnp.repeat(is_new, new.shape[axis] // is_new.shape[0])
+        shape = [1] * new.ndim
+        shape[axis] = each.shape[0]
+        return jnp.where(each.reshape(shape), new, old)
+
+    own, result = run(jax.tree.map(cleared, own, empty))
+    return put_cache(cache, own, rows.slots, axis), result
+
+
+def take_cache(cache: Cache, like: Cache, slots: jax.Array, axis: int) -> Cache:
+    """Returns the caches of R requests, out of a cache of all.
+
+    Args:
+      cache: of S requests.
+      like: of R requests; its shapes are used.
+      slots: ``[R]`` int32.
+      axis: that holds the requests.
+    """
+
+    def take(all_: jax.Array, some: jax.Array) -> jax.Array:
+        size = some.shape[axis] // slots.shape[0]  # entries of one request
+        # R times [.., entries, ..] -> [.., R entries, ..]
+        rows = [
+            lax.dynamic_slice_in_dim(all_, slots[row] * size, size, axis)
+            for row in range(slots.shape[0])
+        ]
+        return jnp.concatenate(rows, axis=axis)
+
+    return jax.tree.map(take, cache, like)
+
+
+def put_cache(cache: Cache, some: Cache, slots: jax.Array, axis: int) -> Cache:
+    """Returns `cache` with the caches of R requests in the place of what `slots` held.
+
+    Args:
+      cache: of S requests; changed in place if it is donated.
+      some: of R requests.
+      slots: ``[R]`` int32.
+      axis: that holds the requests.
+    """
+
+    def put(all_: jax.Array, new: jax.Array) -> jax.Array:
+        size = new.shape[axis] // slots.shape[0]  # entries of one request
+        # One after another: a scatter would copy the cache where `axis` is not the first.
+        for row in range(slots.shape[0]):
+            one = lax.slice_in_dim(new, row * size, (row + 1) * size, axis=axis)
+            all_ = lax.dynamic_update_slice_in_dim(all_, one, slots[row] * size, axis)
+        return all_
+
+    return jax.tree.map(put, cache, some)

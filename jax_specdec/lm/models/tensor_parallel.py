@@ -29,7 +29,7 @@ from jax.tree_util import KeyPath
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.models.layers import Weights, check_weights, is_shape
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.rows import Cache, Output, Params, Rows, Serves, Wants
+from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
 
 
 @dataclasses.dataclass(frozen=True)
