@@ -201,6 +201,9 @@ def test_steps_of_a_server_read_prompts_if_asked_for() -> None:
     assert options.plain_messages
     driver = make_driver(options, load_models(options)[0])
     assert (driver.prompts_in_steps, driver.chunk_size) == (True, 128)
+    options = parse("serve", "--exact")
+    engine = make_driver(options, load_models(options)[0]).engine
+    assert engine.exact and engine.config.rejection_sample_method == "agreement"
 
 
 def test_a_stop_token_ends_the_text_and_is_not_printed(
@@ -729,6 +732,8 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate x --draft=none --compare", "--draft none is plain decoding, which is compared"),
         ("bench x --draft=none", "--draft none is plain decoding, which is compared anyway"),
         ("generate x -k0 --tree=8", "--tree needs --draft suffix"),
+        ("generate x --exact --draft=eagle3 --tree=8", "--exact cannot be given with --tree"),
+        ("serve --exact --prompts-in-steps", "--exact cannot be given with --prompts-in-steps"),
         ("serve --draft=eagle3 --history=9", "--history needs --draft suffix, or suffix+ before"),
         ("serve --draft=suffix --history=-1", "--history must be in [0, 16777216]"),
         ("generate --dtype=float32", "--dtype needs --target"),

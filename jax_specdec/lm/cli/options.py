@@ -99,6 +99,7 @@ class Options:
     drain_seconds: int = 80
     chunk_size: int | None = None
     prompts_in_steps: bool = False
+    exact: bool = False
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     max_logprobs: int = 5
     plain_messages: bool = False
@@ -225,6 +226,7 @@ def _add_drafter(parser: _Parser) -> None:
 
 def _add_generate(parser: _Parser) -> None:
     parser.add("--no-prompt", dest="shows_prompts", action="store_false")
+    parser.add("--exact", action="store_true")
     parser.add("--max-drafts", type=int, metavar="N")
     temperature = _checked(lambda text: (float(text),), "a number")
     parser.add("-t", "--temperature", type=temperature, default="0", metavar="T")
@@ -255,6 +257,7 @@ def _add_serve(parser: _Parser) -> None:
     parser.add("--drain-seconds", type=int, default=Options.drain_seconds, metavar="N")
     parser.add("--chunk-size", type=int, metavar="N")
     parser.add("--prompts-in-steps", action="store_true")
+    parser.add("--exact", action="store_true")
     pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
     parser.add("--max-drafts-by-length", type=pairs, metavar="LENGTH:N,...")
     parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
@@ -314,6 +317,8 @@ _HELP = {
         (default: the most that take about as long as a step, measured at the start)""",
     "--prompts-in-steps": """read prompts in the target's pass of a step, which then takes little
         longer; the last bits of sums, and so near ties of sampled texts, depend on the load""",
+    "--exact": """change no bit of a greedy text, or of one under the agreement rule, which is
+        then the default: the text is that of plain decoding with --exact and the same K""",
     "--max-drafts-by-length": """the most drafts per step from a length on, prompt included; with
         4096:2,16384:0 there are none from 16384 tokens on (default: K at every length)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns
@@ -382,8 +387,12 @@ def _check(given: dict[str, Any]) -> Options:
 
     # Drafts of lookup have no distribution: agreement accepts as many, and no text depends on them.
     is_lookup = given["command"] == "serve" and set(drafters) <= {*LOOKUPS, NO_DRAFTS}
-    method = "agreement" if "tree" in given or is_lookup else "standard"
+    needs_agreement = "tree" in given or is_lookup or "exact" in given
+    method = "agreement" if needs_agreement else "standard"
     given.setdefault("rejection_sample_method", method)
+    for name in ("tree", "prompts_in_steps"):
+        if "exact" in given and name in given:
+            raise ValueError(f"--exact cannot be given with --{name.replace('_', '-')}")
     if "tree" in given:
         ks = given.get("num_speculative_tokens", (min(DEFAULT_K, given["tree"] - 1),))
         most = given["tree"] - 1

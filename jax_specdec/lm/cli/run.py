@@ -297,6 +297,7 @@ class Session:
             **self._drafting(self.options.drafters[0], self.options.config),
             options=self.request(self.options.temperatures[0]),
             key=jax.random.key(np.uint32(self.options.seed)),
+            exact=self.options.exact,
         )
         for record in steps:
             for b, text in enumerate(texts):
@@ -371,9 +372,13 @@ class Session:
         key = jax.random.key(np.uint32(seed))
         if run.drafter is None or run.config is None:
             config = self.options.config
-            return generate_plain(*target, prompts, config=config, options=options, key=key)
+            return generate_plain(
+                *target, prompts, config=config, options=options, key=key, exact=self.options.exact
+            )
         drafting = self._drafting(run.drafter, run.config)
-        return generate(*target, prompts, **drafting, options=options, key=key)
+        return generate(
+            *target, prompts, **drafting, options=options, key=key, exact=self.options.exact
+        )
 
     def _differences(self, run: Run, plain: Run) -> list[GreedyDifference] | None:
         """Returns how greedy texts differ from those of plain decoding; None if they may."""

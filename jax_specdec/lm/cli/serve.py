@@ -106,13 +106,14 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         config,
         num_slots=options.num_slots,
         max_length=length,
-        prefill_sizes=(64, 128, 256) if length > 256 else None,
+        prefill_sizes=(64, 128, 256) if length > 256 and not options.exact else None,
         request_options=True,
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
         max_stop_tokens=max(8, len(models.text.stop_token_ids)),
         max_drafts_by_length=limits,
         draft_budget=budget,
         logprobs=logprobs,
+        exact=options.exact,
     )
     size = options.chunk_size
     if size not in (None, *engine.chunk_sizes):

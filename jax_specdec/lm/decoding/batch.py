@@ -34,6 +34,7 @@ def round_up(size: int) -> int:
     status="[B] int32",
     keys="[B]",
     options=(BatchOptions,),
+    known_lengths="[B] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -46,6 +47,8 @@ class Batch:
       status: ``[B]`` int32, a `Status`: why a request ended early, or OK.
       keys: ``[B]`` keys of Threefry.
       options: what the requests ask for.
+      known_lengths: ``[B]`` int32, the length of the text that each request had before it was read
+        again: `token_ids` hold it, and it is generated again, as it was. None where nobody does so.
     """
 
     token_ids: jax.Array
@@ -54,6 +57,14 @@ class Batch:
     status: jax.Array
     keys: jax.Array
     options: BatchOptions
+    known_lengths: jax.Array | None = None
+
+    @property
+    def repeats(self) -> jax.Array:
+        """``[B]`` bool, whether the next token of a request is known."""
+        if self.known_lengths is None:
+            return jnp.zeros_like(self.done)
+        return self.lengths < self.known_lengths
 
     def with_processors(self, vocab_size: int) -> Batch:
         """Returns the batch with processors that know its sequences, as `append` keeps them.

@@ -51,6 +51,15 @@ class RequestUpdate:
     logprobs: TokenLogprobs | None = None
     error: str | None = None
 
+    def without_first(self, count: int) -> RequestUpdate:
+        """Returns the update without so many tokens, which have been delivered before."""
+        if count <= 0 or not self.token_ids:
+            return self
+        logprobs = self.logprobs
+        if logprobs is not None:
+            logprobs = jax.tree.map(lambda x: x[count:], logprobs)
+        return dataclasses.replace(self, token_ids=self.token_ids[count:], logprobs=logprobs)
+
 
 @dataclasses.dataclass(eq=False)
 class Matching:
@@ -74,6 +83,8 @@ class ServedRequest(NamedTuple):
     num_read: int = 0  # the most tokens of its prompt that were read in chunks
     last_read: float | None = None  # when a step of it was last read
     num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
+    is_repeated: bool = False  # read again, it generates again what it has, as it did: exactly
+    num_known: int = 0  # of its tokens, those that it had when it last left its slot
 
     @property
     def token_ids(self) -> list[int]:
@@ -83,7 +94,7 @@ class ServedRequest(NamedTuple):
     @property
     def new_token_ids(self) -> list[int]:
         """The new tokens."""
-        return self.tokens[self.prompt_length : self.length]
+        return self.tokens[self.prompt_length : max(self.length, self.num_known)]
 
     @property
     def seed(self) -> int:
@@ -97,8 +108,18 @@ class ServedRequest(NamedTuple):
 
     def after(self, new: list[int], read: float) -> ServedRequest:
         """Returns the request after a step. This one's first `length` tokens stay."""
+        end = self.length + len(new)
+        if end <= self.num_known:  # they were there before, and have been delivered
+            return self._replace(length=end)
         self.tokens[self.length :] = new
-        return self._replace(length=self.length + len(new), last_read=read, num_failures=0)
+        return self._replace(length=end, last_read=read, num_failures=0)
+
+    def left(self) -> ServedRequest:
+        """Returns the request after it has left its slot, to be read again from its tokens."""
+        if not self.is_repeated:
+            return self
+        num_known = max(self.length, self.num_known)
+        return self._replace(length=self.prompt_length, num_known=num_known)
 
     def update(
         self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None
@@ -179,7 +200,7 @@ class HostState(NamedTuple):
     def queued_first(self, leaving: Iterable[int]) -> HostState:
         """Returns the state after some left their slots, and are first in the queue, in order."""
         slots = dict(self.slots)
-        first = [slots.pop(slot) for slot in leaving]
+        first = [slots.pop(slot).left() for slot in leaving]
         return self._replace(slots=slots, returning=(*first, *self.returning))
 
     def with_new(self, group: Mapping[int, ServedRequest]) -> HostState:
@@ -223,12 +244,16 @@ class HostState(NamedTuple):
             if request is None or request.request_id != request_id:
                 continue  # it ended in an earlier step, or was cancelled
             update = request.update(slot, rows, logprobs)
-            updates.append(update)
-            grown.append((request, len(update.token_ids)))
             if update.finish_reason is None:
                 slots[slot] = request.after(update.token_ids, now)
             else:
                 del slots[slot]
+            update = update.without_first(request.num_known - request.length)
+            if not update.token_ids and request.length < request.num_known:
+                if update.finish_reason is None:
+                    continue  # all was delivered before
+            updates.append(update)
+            grown.append((request, len(update.token_ids)))
         new = [(one, n) for one, n in grown if one.last_read is None]
         stats = self.stats.after_step(
             num_busy=len(step.request_ids),

@@ -52,6 +52,7 @@ PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
     num_features="[B] int32",
     confidences="[B, C] float32",
     draft_parents="[B, K] int32",
+    num_offered="[B] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -75,6 +76,8 @@ class DecodeState:
         `plan_drafts`. Only between `draft` and `verify`, and None if the drafter says none.
       draft_parents: ``[B, K]`` int32, as in `Proposal`, of `draft_token_ids`. Only between `draft`
         and `verify`, and None for chains.
+      num_offered: ``[B]`` int32, the most drafts that `draft` might have made for each request.
+        Only between `draft` and `verify`.
 
     Example: see `Engine`.
     """
@@ -90,6 +93,7 @@ class DecodeState:
     estimator: AcceptanceEstimator | TreeEstimator | None = None
     confidences: jax.Array | None = None
     draft_parents: jax.Array | None = None
+    num_offered: jax.Array | None = None
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """Returns the state without the drafts of some requests, ``[B]`` bool, nor their store."""
@@ -311,7 +315,7 @@ class Decoder:
         wanted = self.num_drafts if num_drafts is None else num_drafts
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
-            return dataclasses.replace(state, draft_token_ids=state.draft_token_ids[:, :0])
+            return self._with_rows(state, state.draft_token_ids[:, :0])
         # A drafter with a memory reads the newest tokens even where no draft is wanted.
         size = max(wanted, 1)
         config = self.config
@@ -330,7 +334,7 @@ class Decoder:
         state = dataclasses.replace(
             state,
             draft_cache=draft_cache,
-            draft_token_ids=ids,
+            num_offered=jnp.minimum(most, wanted),
             store=proposal.store,
             features=None,
             num_features=None,
@@ -338,7 +342,24 @@ class Decoder:
         )
         if proposal.parents is not None and wanted:
             state = dataclasses.replace(state, draft_parents=proposal.parents[:, :wanted])
-        return state.without_drafts(most == 0)
+        return self._with_rows(state.without_drafts(most == 0), ids)
+
+    def _with_rows(self, state: DecodeState, ids: jax.Array) -> DecodeState:
+        """Returns the state with drafts ``[B, n]``; ``[B, K]`` if all passes have as many rows.
+
+        A text that is read again has its own next tokens as drafts. The target then says them
+        again, in passes of the shape that said them first.
+        """
+        if self.exact:
+            missing = self.num_drafts - ids.shape[1]
+            ids = jnp.pad(ids, ((0, 0), (0, missing)), constant_values=PLACEHOLDER_TOKEN_ID)
+        batch = state.batch
+        if batch.known_lengths is not None:
+            # [B, K]: the tokens after the newest one, as far as they are known
+            place = batch.lengths[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
+            known = jnp.take_along_axis(batch.token_ids, place, axis=1, mode="clip")
+            ids = jnp.where(place < batch.known_lengths[:, None], known, ids)
+        return dataclasses.replace(state, draft_token_ids=ids)
 
     def verify(
         self,
@@ -401,8 +422,8 @@ class Decoder:
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """Checks the drafts by what `score` says, and appends: the second half of `verify`."""
-        if is_forced is None:
-            is_forced = jnp.zeros_like(state.batch.done)
+        repeats = state.batch.repeats
+        is_forced = repeats if is_forced is None else is_forced | repeats
         drafts = self.proposals(state, is_forced)
         verdict = self.verdict(state, drafts, scored.logits, token_bitmask)
         batch, record = append(state.batch, verdict.output, verdict.num_proposed, verdict.logprobs)
@@ -410,7 +431,12 @@ class Decoder:
         state = self.committed(state, scored.features, verdict.output.path, record.num_kept)
         nothing = jnp.full((batch.done.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
         state = dataclasses.replace(
-            state, batch=batch, confidences=None, draft_token_ids=nothing, draft_parents=None
+            state,
+            batch=batch,
+            confidences=None,
+            draft_token_ids=nothing,
+            draft_parents=None,
+            num_offered=None,
         )
         return state, record
 
@@ -525,11 +551,12 @@ class Decoder:
         """
         batch = state.batch
         has_own_drafts = (output.num_emitted > 0) & ~is_forced
+        is_new = (~batch.repeats).astype(jnp.int32)
         counters = state.counters.update(
-            num_proposed=record.num_proposed,
-            num_accepted=record.num_accepted,
-            num_emitted=record.num_emitted,
-            num_kept=record.num_kept,
+            num_proposed=record.num_proposed * is_new,
+            num_accepted=record.num_accepted * is_new,
+            num_emitted=record.num_emitted * is_new,
+            num_kept=record.num_kept * is_new,
             num_fallbacks=count_fallbacks(
                 drafts, sampling=batch.options.sampling, active=has_own_drafts
             ),
@@ -538,8 +565,7 @@ class Decoder:
         estimator = state.estimator
         if estimator is None:
             return state
-        # [B]: the drafts that each request might have had
-        offered = jnp.minimum(self._most_drafts(batch), state.draft_token_ids.shape[1])
+        offered = jnp.zeros_like(batch.lengths) if state.num_offered is None else state.num_offered
         offered = jnp.where(has_own_drafts, offered, 0)
         if isinstance(estimator, AcceptanceEstimator):
             # Those of a lookup are counts, and nothing was trained to make them right.

@@ -143,6 +143,8 @@ class EngineDriver:
         if max_prefills is not None:
             self.max_prefills = check_int("max_prefills", max_prefills, 1)
         check_type("prompts_in_steps", prompts_in_steps, bool)
+        must = "be false for an exact engine, whose prompts are read by one program"
+        require(not (engine.exact and prompts_in_steps), "prompts_in_steps", must, prompts_in_steps)
         self.prompts_in_steps = prompts_in_steps
         self.client_of: Callable[[int], Hashable] | None = None
         self.chunk_size = engine.chunk_size
@@ -163,7 +165,7 @@ class EngineDriver:
             engine.num_slots, engine.draft_budget, step_costs, estimator
         )
         if self.draft_choice is not None and 0 in self.draft_choice.num_drafts:
-            is_cpu = jax.default_backend() == "cpu"
+            is_cpu = jax.default_backend() == "cpu" and not engine.exact
             self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
         counters = AcceptanceCounters.create(engine.decoder.most_accepted)
         counters, estimator = on_all_devices((counters, estimator), engine.model)
@@ -339,10 +341,16 @@ class EngineDriver:
             options=own,
             matching=None if matcher is None else Matching(matcher),
             submitted=time.perf_counter(),
+            is_repeated=self._is_repeated(own) and matcher is None,
         )
         self._num_submitted = request.request_id + 1  # first: no two requests may have one id
         self._waiting[request.request_id] = request
         return request.request_id
+
+    def _is_repeated(self, options: RequestOptions) -> bool:
+        """Whether a request that is read again generates again what it has, bit for bit."""
+        is_free = self.engine.config.rejection_sample_method == "agreement"  # of drafts
+        return self.engine.exact and (is_free or options.temperature == 0)
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request, wherever it is; it gets no more updates.

@@ -35,6 +35,7 @@ from jax_specdec.lm.models.protocol import (
 )
 
 _SMALLEST_PREFILL = 32
+_EXACT_PREFILL = 128
 _MAX_GROUP_TOKENS = 512
 """A call with more than a few hundred tokens (300 on an H100, in bfloat16) is bound by arithmetic,
 not by reading the weights: reading prompts together then gains little."""
@@ -48,6 +49,7 @@ not by reading the weights: reading prompts together then gains little."""
     options=(BatchOptions,),
     start="[R] int32",
     next_token_ids="[R] int32",
+    known_token_ids="[R, T] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class NewRequests:
@@ -67,6 +69,8 @@ class NewRequests:
         were read by earlier calls, for the same slots. None for 0.
       next_token_ids: ``[R]`` int32, the token that follows `prompts`; any id where none does. None
         where the prompts are whole.
+      known_token_ids: ``[R, T]`` int32, T = `max_length`: of an exact engine, the prompt and what
+        was generated before, then -1; None for others, and where nothing was.
 
     Example: see `Engine`.
     """
@@ -78,6 +82,7 @@ class NewRequests:
     options: BatchOptions
     start: jax.Array | None = None
     next_token_ids: jax.Array | None = None
+    known_token_ids: jax.Array | None = None
 
     @property
     def rows(self) -> Rows:
@@ -137,11 +142,17 @@ class Engine:
         request has as many tokens, prompt and new ones together, or more. Lengths increase, and
         drafts decrease: with ``((4096, 2), (16384, 0))`` requests have K drafts at first, and none
         from 16384 tokens on.
+      exact: greedy texts, and those under the agreement rule, are functions of the prompt, options
+        and key alone, to the last bit of their log-probabilities, for one such engine: whatever is
+        drafted, also nothing, whoever is beside a request, in whatever slot, preempted or not. All
+        passes over drafts have K + 1 rows, and prompts are read by one program, `prefill_sizes` of
+        one size, in chunks that begin at its multiples.
 
     Raises:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
         has to.
-      ValueError: a size is too small, or `prefill_sizes` are not as described.
+      ValueError: a size is too small, or `prefill_sizes` are not as described; `exact` with trees,
+        with logits that are split over devices, or with several `prefill_sizes`.
 
     Example:
       One request, step by step; `EngineDriver` does this for you:
@@ -181,6 +192,7 @@ class Engine:
     option_sizes: OptionSizes = OptionSizes()
     draft_budget: tuple[int, ...] | None = None
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
+    exact: bool = False
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
@@ -209,6 +221,13 @@ class Engine:
             if sizes[-1] < longest:
                 inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", sizes[-1])
             object.__setattr__(self, "prefill_sizes", sizes)
+        check_type("exact", self.exact, bool)
+        if self.exact:
+            inputs.check_exact(self.model, self.drafter)
+            must = "be one size if exact"
+            require(len(self.chunk_sizes) == 1, "prefill_sizes", must, self.prefill_sizes)
+            if self.chunk_size < longest:
+                inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", self.chunk_size)
 
     @functools.cached_property
     def decoder(self) -> Decoder:
@@ -220,18 +239,29 @@ class Engine:
             self.logprobs,
             drafts_in_first_step=False,
             max_drafts_by_length=self.max_drafts_by_length,
+            exact=self.exact,
         )
 
     @property
     def buffer_length(self) -> int:
         """L, positions per slot; a step writes up to K + 1 tokens past the last one it keeps."""
-        return round_up(self.max_length + self.config.num_speculative_tokens + 1)
+        most = self.max_length + self.config.num_speculative_tokens + 1
+        return round_up(max(most, self.longest_read))
+
+    @property
+    def longest_read(self) -> int:
+        """The position that no chunk of a prompt ends beyond; of an exact engine whole chunks."""
+        if not self.exact:
+            return self.max_length
+        return -(-self.max_length // self.chunk_size) * self.chunk_size
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
         """Tokens of a prompt that one call may read: `prefill_sizes`, or what None stands for."""
         if self.prefill_sizes is not None:
             return self.prefill_sizes
+        if self.exact:
+            return (min(_EXACT_PREFILL, self.max_length),)
         powers = (_SMALLEST_PREFILL << i for i in itertools.count())
         return *itertools.takewhile(lambda n: n < self.max_length, powers), self.max_length
 
@@ -362,6 +392,7 @@ class Engine:
             status=jnp.full((s,), int(Status.OK), jnp.int32),
             keys=noise.threefry_keys(jnp.full((s,), jax.random.key(0))),
             options=jax.tree.map(jnp.asarray, options),
+            known_lengths=jnp.zeros((s,), jnp.int32) if self.exact else None,
         )
         state = self.decoder.empty_state(params, draft_params, batch)
         return dataclasses.replace(state, estimator=self.new_estimator())
@@ -453,13 +484,22 @@ class Engine:
         added = jnp.concatenate([rows.token_ids, following[:, None]], axis=1)
         place = rows.start[:, None] + jnp.arange(added.shape[1], dtype=jnp.int32)[None, :]
         requests_axis = jnp.arange(token_ids.shape[0])[:, None]
+        token_ids = token_ids.at[requests_axis, place].set(added)
+        known_lengths = jnp.zeros_like(lengths) if self.exact else None
+        if requests.known_token_ids is not None:
+            # [R, T] -> [R]: as many as are known; they take the place of padding after the prompt
+            known = jnp.asarray(requests.known_token_ids, jnp.int32)
+            known_lengths = jnp.sum(known >= 0, axis=1, dtype=jnp.int32)
+            held = token_ids[:, : known.shape[1]]
+            token_ids = token_ids.at[:, : known.shape[1]].set(jnp.where(known >= 0, known, held))
         new = Batch(
-            token_ids=token_ids.at[requests_axis, place].set(added),
+            token_ids=token_ids,
             lengths=jnp.where(is_read, lengths, end + 1),
             done=~is_read,
             status=jnp.full_like(lengths, int(Status.OK)),
             keys=noise.threefry_keys(keys),
             options=requests.options,
+            known_lengths=known_lengths,
         ).with_processors(self.model.vocab_size)
         last = features_of_last(features, lengths, rows.start)
         batch, features, num_features = jax.tree.map(

@@ -102,6 +102,11 @@ def pack(engine: Engine, prompts: Prompts) -> PackedRequests:
         start=np.full(len(rows), prompts.start, np.int32),
         next_token_ids=padded[:, -1],
     )
+    if engine.exact:
+        known = [one.tokens[: one.num_known] for one in requests]
+        arrays["known_token_ids"] = np.array(
+            [text + [-1] * (engine.max_length - len(text)) for text in known], np.int32
+        )
     lengths = [one.prompt_length for one in requests]
     options = engine.options_of([one.options for one in requests], lengths)
     return PackedRequests.of(NewRequests(**arrays, options=options))

@@ -32,7 +32,7 @@ class ChunkedPrefill(NamedTuple):
           most: the most tokens of this call.
           usual: the most while others run, for which there is a program too.
         """
-        longest = engine.max_length
+        longest = engine.longest_read
         is_far = request.length - self.num_read > usual and self.num_read + most <= longest
         size = most if is_far else usual
         # The last chunk may begin before the end of the one before it: there is a program for whole
@@ -228,6 +228,7 @@ def next_step(engine: Engine, traffic: Traffic, prompts: Prompts) -> Step | Mask
     if prompts.group:  # one program is enough for each shape of these
         return Step(running, prompts, all_neutral=False, num_drafts=full_budget(engine))
     all_neutral = engine.request_options and all(x.options.is_neutral for x in running.values())
+    all_neutral &= not engine.exact  # one program, whoever is beside a request
     if not any(limits.values()):
         # One program is enough for no drafts, unless a budget has that number for both.
         all_neutral &= 0 in (engine.draft_budget or ())
