@@ -125,7 +125,8 @@ def main() -> None:
     with concurrent.futures.ThreadPoolExecutor(len(CELLS)) as pool:
         rows = list(pool.map(run, range(len(CELLS))))
     device = jax.devices()[0].device_kind
-    result = dict(device=device, jax=jax.__version__, rows=rows)
+    date = time.strftime("%Y-%m-%d")
+    result = dict(date=date, device=device, jax=jax.__version__, rows=rows)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

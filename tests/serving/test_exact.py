@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -128,6 +129,13 @@ def test_generate_is_generate_plain(rule: Any, temperature: float) -> None:
         drafter, params = DRAFTERS[name]
         found = lm.generate(TARGET, PARAMS, PROMPTS, drafter=drafter, draft_params=params, **given)
         assert found.completions == wanted, name
+
+
+def test_the_code_of_the_page_says_true(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "exact.md").read_text("utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    exec(compile(code, "exact.md", "exec"), {})
+    assert capsys.readouterr().out == "True\n"
 
 
 def fault_narrow(patch: pytest.MonkeyPatch) -> None:
