@@ -5,7 +5,9 @@
 The embedded target continues 128 pieces of the standard library by 200 tokens, greedily and under
 the agreement rule at temperature 0.8, with a draft model, n-grams and an EAGLE-3 head. Each text is
 compared with that of `generate_plain` in the same process: the ids, and the bits of their
-log-probabilities. Cells run side by side, each in a process of its own.
+log-probabilities. Then an exact engine of 8 slots serves the pieces in a random order, preempting
+requests now and then; its texts are compared with those that it makes without drafts, in order.
+Cells run side by side, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ def cast(loaded: Any, dtype: jnp.dtype) -> tuple[Any, Any]:
     return dataclasses.replace(loaded.model, dtype=dtype), params
 
 
-def measure(dtype: str, rule: str, k: int, count: int, new: int) -> dict[str, Any]:
-    """One cell: equal texts of each drafter, with `exact` and without, and seconds of each run."""
+def loaded(dtype: str) -> tuple[Any, Any, dict[str, tuple[lm.Drafter, Any]]]:
+    """The target, its weights, and each drafter with its own."""
     target, draft = lm.load_embedded_pair()
     head = lm.load_embedded_head(target)
     (model, params), (small, small_params), (eagle, eagle_params) = (
@@ -64,6 +66,12 @@ def measure(dtype: str, rule: str, k: int, count: int, new: int) -> dict[str, An
         "n-grams": (lm.NGramDrafter(), None),
         "EAGLE-3": (lm.Eagle3Drafter(eagle), eagle_params),
     }
+    return model, params, drafters
+
+
+def measure(dtype: str, rule: str, k: int, count: int, new: int) -> dict[str, Any]:
+    """One cell: equal texts of each drafter, with `exact` and without, and seconds of each run."""
+    model, params, drafters = loaded(dtype)
     method, temperature = RULES[rule]
     given: dict[str, Any] = dict(
         config=sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method=method),
@@ -89,6 +97,54 @@ def measure(dtype: str, rule: str, k: int, count: int, new: int) -> dict[str, An
                 seconds=round(seconds, 3),
                 tokens_per_step=round(count * new / float((output.steps.num_kept > 0).sum()), 3),
             )
+    return row | {"engine": measure_engine(dtype, rule, k, count, new)}
+
+
+def measure_engine(dtype: str, rule: str, k: int, count: int, new: int) -> dict[str, Any]:
+    """Equal texts of an exact engine, of each drafter, and how often a request was read again."""
+    model, params, drafters = loaded(dtype)
+    method, temperature = RULES[rule]
+    prompts = prompts_of(count)
+    row: dict[str, Any] = {}
+    wanted: list[Any] = []
+    for name, (drafter, weights) in drafters.items():
+        engine = lm.Engine(
+            model,
+            drafter,
+            sd.SpecDecodeConfig(num_speculative_tokens=k, rejection_sample_method=method),
+            sd.LogprobsConfig(),
+            num_slots=8,
+            max_length=512,
+            exact=True,
+        )
+        for has_drafts in (True, False) if not wanted else (True,):
+            rng = np.random.default_rng(0)
+            driver = lm.EngineDriver(engine, params, weights)
+            order = rng.permutation(count) if has_drafts else np.arange(count)
+            asked = dict(max_new_tokens=new, temperature=temperature)
+            asked |= {} if has_drafts else {"max_drafts": 0}
+            ids = {driver.submit(prompts[i], seed=int(i), **asked): int(i) for i in order}
+            texts: list[Any] = [([], b"") for _ in range(count)]
+            num_read_again = 0
+            while not driver.is_idle:
+                if has_drafts and rng.random() < 0.02:
+                    num_read_again += driver.preempt(int(rng.integers(count)))
+                for update in driver.step():
+                    if update.token_ids:
+                        i = ids[update.request_id]
+                        bits = update.logprobs.logprobs[: len(update.token_ids)].tobytes()
+                        texts[i] = texts[i][0] + update.token_ids, texts[i][1] + bits
+            if not has_drafts:
+                wanted = texts
+                continue
+            row[name] = dict(texts=texts, read_again=num_read_again)
+    for found in row.values():
+        pairs = [*zip(found.pop("texts"), wanted, strict=True)]
+        found |= dict(
+            equal_texts=sum(ours[0] == theirs[0] for ours, theirs in pairs),
+            equal_bits=sum(ours == theirs for ours, theirs in pairs),
+            tokens=sum(len(ours[0]) for ours, _ in pairs),
+        )
     return row
 
 
