@@ -76,8 +76,8 @@ class DecodeState:
         `plan_drafts`. Only between `draft` and `verify`, and None if the drafter says none.
       draft_parents: ``[B, K]`` int32, as in `Proposal`, of `draft_token_ids`. Only between `draft`
         and `verify`, and None for chains.
-      num_offered: ``[B]`` int32, the most drafts that `draft` might have made for each request.
-        Only between `draft` and `verify`.
+      num_offered: ``[B]`` int32, the most drafts that `draft` might have made for each request; 0
+        but between `draft` and `verify`.
 
     Example: see `Engine`.
     """
@@ -86,6 +86,7 @@ class DecodeState:
     target_cache: Cache
     draft_cache: Cache
     draft_token_ids: jax.Array
+    num_offered: jax.Array
     store: DraftStore | None
     counters: AcceptanceCounters
     features: jax.Array | None = None
@@ -93,7 +94,6 @@ class DecodeState:
     estimator: AcceptanceEstimator | TreeEstimator | None = None
     confidences: jax.Array | None = None
     draft_parents: jax.Array | None = None
-    num_offered: jax.Array | None = None
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """Returns the state without the drafts of some requests, ``[B]`` bool, nor their store."""
@@ -221,6 +221,7 @@ class Decoder:
             target_cache=caches.target,
             draft_cache=caches.draft,
             draft_token_ids=jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32),
+            num_offered=jnp.zeros((size,), jnp.int32),
             store=self.drafter.init_store(draft_params, size, self.config),
             counters=AcceptanceCounters.create(self.most_accepted),
             features=features,
@@ -436,7 +437,7 @@ class Decoder:
             confidences=None,
             draft_token_ids=nothing,
             draft_parents=None,
-            num_offered=None,
+            num_offered=jnp.zeros_like(state.num_offered),
         )
         return state, record
 
@@ -565,8 +566,7 @@ class Decoder:
         estimator = state.estimator
         if estimator is None:
             return state
-        offered = jnp.zeros_like(batch.lengths) if state.num_offered is None else state.num_offered
-        offered = jnp.where(has_own_drafts, offered, 0)
+        offered = jnp.where(has_own_drafts, state.num_offered, 0)
         if isinstance(estimator, AcceptanceEstimator):
             # Those of a lookup are counts, and nothing was trained to make them right.
             expected = None if self.drafter.serves.may_abstain else state.confidences
