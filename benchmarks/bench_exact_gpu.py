@@ -19,6 +19,7 @@ import functools
 import inspect
 import itertools
 import json
+import operator
 import subprocess
 import sys
 import time
@@ -101,12 +102,12 @@ def measure(dtype: str, rule: str, k: int, count: int, new: int) -> dict[str, An
 
 
 def measure_engine(dtype: str, rule: str, k: int, count: int, new: int) -> dict[str, Any]:
-    """Equal texts of an exact engine, of each drafter, and how often a request was read again."""
+    """Texts of exact engines, each beside its own without drafts and that of the first drafter."""
     model, params, drafters = loaded(dtype)
     method, temperature = RULES[rule]
     prompts = prompts_of(count)
     row: dict[str, Any] = {}
-    wanted: list[Any] = []
+    plain: list[Any] = []  # of the engine with each drafter
     for name, (drafter, weights) in drafters.items():
         engine = lm.Engine(
             model,
@@ -117,7 +118,7 @@ def measure_engine(dtype: str, rule: str, k: int, count: int, new: int) -> dict[
             max_length=512,
             exact=True,
         )
-        for has_drafts in (True, False) if not wanted else (True,):
+        for has_drafts in (False, True):
             rng = np.random.default_rng(0)
             driver = lm.EngineDriver(engine, params, weights)
             order = rng.permutation(count) if has_drafts else np.arange(count)
@@ -135,16 +136,17 @@ def measure_engine(dtype: str, rule: str, k: int, count: int, new: int) -> dict[
                         bits = update.logprobs.logprobs[: len(update.token_ids)].tobytes()
                         texts[i] = texts[i][0] + update.token_ids, texts[i][1] + bits
             if not has_drafts:
-                wanted = texts
+                plain.append(texts)
                 continue
-            row[name] = dict(texts=texts, read_again=num_read_again)
-    for found in row.values():
-        pairs = [*zip(found.pop("texts"), wanted, strict=True)]
-        found |= dict(
-            equal_texts=sum(ours[0] == theirs[0] for ours, theirs in pairs),
-            equal_bits=sum(ours == theirs for ours, theirs in pairs),
-            tokens=sum(len(ours[0]) for ours, _ in pairs),
-        )
+            row[name] = dict(
+                read_again=num_read_again,
+                tokens=sum(len(ids) for ids, _ in texts),
+                equal_bits=sum(map(operator.eq, texts, plain[-1])),
+                equal_bits_to_first=sum(map(operator.eq, texts, plain[0])),
+                equal_texts_to_first=sum(
+                    a[0] == b[0] for a, b in zip(texts, plain[0], strict=True)
+                ),
+            )
     return row
 
 
