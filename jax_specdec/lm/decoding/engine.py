@@ -146,7 +146,8 @@ class Engine:
         and key alone, to the last bit of their log-probabilities, for one such engine: whatever is
         drafted, also nothing, whoever is beside a request, in whatever slot, preempted or not. All
         passes over drafts have K + 1 rows, and prompts are read by one program, `prefill_sizes` of
-        one size, in chunks that begin at its multiples.
+        one size, in chunks that begin at its multiples. On GPUs a drafter that reads features makes
+        another program of a pass, so texts of engines with and without one may differ.
 
     Raises:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
