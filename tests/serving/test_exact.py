@@ -16,6 +16,8 @@ from upper_floor import Decoder
 import jax_specdec as sd
 from jax_specdec import lm
 
+from .grammars import Follows
+
 pytestmark = [pytest.mark.long, pytest.mark.newest, pytest.mark.xdist_group("exact")]
 
 K = 4
@@ -70,10 +72,15 @@ def serve(
         step += 1
         for update in driver.step():
             i = ids[update.request_id]
-            if update.token_ids:
-                bits = np.asarray(update.logprobs.logprobs)[: len(update.token_ids)].tobytes()
-                texts[i] = texts[i][0] + update.token_ids, texts[i][1] + bits
+            texts[i] = longer(texts[i], update)
     return [texts[i] for i in sorted(texts)]
+
+
+def longer(text: Text, update: lm.RequestUpdate) -> Text:
+    if not update.token_ids:
+        return text
+    bits = np.asarray(update.logprobs.logprobs)[: len(update.token_ids)].tobytes()
+    return text[0] + update.token_ids, text[1] + bits
 
 
 @functools.cache
@@ -106,6 +113,21 @@ def test_bits_are_those_of_plain_decoding_alone(name: str) -> None:
 @pytest.mark.parametrize("between", [preempting, dropping])
 def test_bits_stay_whatever_interrupts(name: str, between: Any) -> None:
     assert serve(engine_of(name), name, [*range(6)], between) == plain()
+
+
+def test_bits_stay_beside_a_grammar() -> None:
+    engine = engine_of("EAGLE-3")
+    with lm.EngineDriver(engine, PARAMS, HEAD_PARAMS) as driver:
+        asked = dict(max_new_tokens=BUDGETS[1], temperature=TEMPERATURES[1], seed=1)
+        number = driver.submit(PROMPTS[1], **asked)
+        one_each = Follows(lambda text: (len(text) % 10,))
+        constrained = driver.submit(PROMPTS[0], max_new_tokens=12, matcher=one_each, max_drafts=0)
+        texts: dict[int, Text] = {number: ([], b""), constrained: ([], b"")}
+        while not driver.is_idle:
+            for update in driver.step():
+                texts[update.request_id] = longer(texts[update.request_id], update)
+    assert texts[number] == plain()[1]
+    assert texts[constrained][0] == [i % 10 for i in range(12)]
 
 
 def test_bits_stay_with_a_budget_and_limits_of_drafts() -> None:

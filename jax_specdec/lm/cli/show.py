@@ -21,7 +21,9 @@ from jax_specdec.lm.cli.run import Comparison, Completion, Session, Stream, stac
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 LOADING = "loading the models"
-_LEAST_PLAIN, _LEAST_LOSS, _LEAST_SECONDS = 5, 1.03, 1.0
+_LEAST_PLAIN = 5
+_LEAST_LOSS = 1.03
+_LEAST_SECONDS = 1.0
 """When drafts are said not to pay: so many steps without drafts, a ratio of times, and seconds."""
 
 

@@ -348,7 +348,7 @@ class EngineDriver:
         return request.request_id
 
     def _is_repeated(self, options: RequestOptions) -> bool:
-        """Whether a request that is read again generates again what it has, bit for bit."""
+        """Returns whether a request that is read again generates what it has, bit for bit."""
         is_free = self.engine.config.rejection_sample_method == "agreement"  # of drafts
         return self.engine.exact and (is_free or options.temperature == 0)
 
@@ -507,7 +507,7 @@ class EngineDriver:
         Where a pass may be narrow and drafts do not pay, only those are verified that are forced.
         """
         num_drafts = 0
-        if any(step.limits.values()):
+        if any(step.limits.values()) or self.engine.exact:  # whose passes are all as wide
             num_drafts = self.engine.config.num_speculative_tokens
         ids = self._device.draft(step, num_drafts)  # [S, num_drafts]
         choice = self.draft_choice

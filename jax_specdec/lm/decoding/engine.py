@@ -341,7 +341,8 @@ class Engine:
             require(
                 is_free or options.temperature == 0, "temperature", must, options.temperature, hint
             )
-        count, most = len(options.stop_token_ids), self.max_stop_tokens
+        count = len(options.stop_token_ids)
+        most = self.max_stop_tokens
         must = f"be at most max_stop_tokens = {most}"
         require(count <= most, "stop_token_ids, counted,", must, count)
 
@@ -445,7 +446,8 @@ class Engine:
         return self._enter(draft_params, state, requests, outputs[0].features)
 
     def _check_requests(self, requests: NewRequests) -> None:
-        shape, stops = jnp.shape(requests.prompts), jnp.shape(requests.options.stop_token_ids)
+        shape = jnp.shape(requests.prompts)
+        stops = jnp.shape(requests.options.stop_token_ids)
         if len(shape) != 2 or not 1 <= shape[1] <= self.chunk_size:
             raise ValueError(
                 f"prompts must be [R, P] with P in [1, {self.chunk_size}], but they are "
