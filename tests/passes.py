@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from upper_floor import protocol
+from upper_floor import plain, protocol
 
 from jax_specdec import lm
 
@@ -33,24 +33,11 @@ def run(
     return Passed(output.logits, cache, output.features)
 
 
-class RunsTokens:
-    """A `CausalModel` for tests: `run` is a plain pass, and all else is as little as it can be."""
-
-    serves = lm.models.Serves()
+class RunsTokens(plain.OneGroup):
+    """A `CausalModel` for tests: `run` is a plain pass, and there is no cache."""
 
     def init_cache(self, batch_size: int, max_length: int) -> Any:
         return ()
 
     def run(self, params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
         raise NotImplementedError
-
-    def apply(self, params: Any, groups: Any, cache: Any, wants: Any = None) -> tuple[Any, Any]:
-        (rows,) = groups
-        logits, cache = self.run(params, rows.token_ids, rows.start, cache)
-        return [lm.models.Output(logits)], cache
-
-    def commit(self, cache: Any, start: Any, path: Any) -> Any:
-        raise NotImplementedError
-
-    def check_params(self, name: str, params: Any) -> None:
-        return None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from upper_floor import Decoder
@@ -191,6 +192,20 @@ def test_bits_show_a_planted_fault(fault: Callable[[pytest.MonkeyPatch], None]) 
     assert found != wanted
 
 
+def admit_known(engine: lm.Engine) -> None:
+    one = jnp.ones(1, jnp.int32)
+    requests = lm.NewRequests(
+        slots=0 * one,
+        prompts=jnp.ones((1, 16), jnp.int32),
+        lengths=one,
+        keys=jax.random.split(jax.random.key(0), 1),
+        options=engine.options_of([lm.RequestOptions()], [1]),
+        known_token_ids=jnp.ones((1, 64), jnp.int32),
+    )
+    state = jax.eval_shape(engine.init_state)
+    jax.eval_shape(lambda state: engine.admit(PARAMS, None, state, requests), state)
+
+
 TREES = lm.Eagle3Drafter(HEAD, tree_depth=2)
 
 
@@ -204,6 +219,11 @@ TREES = lm.Eagle3Drafter(HEAD, tree_depth=2)
             "^prefill_sizes must be one size if exact",
         ),
         (lambda: engine_of("n-grams", exact=1), TypeError, "^exact must be"),
+        (
+            lambda: admit_known(engine_of("n-grams", exact=False)),
+            ValueError,
+            "^known_token_ids must be None, because the engine is not exact",
+        ),
         (
             lambda: lm.EngineDriver(engine_of("n-grams"), PARAMS, prompts_in_steps=True),
             ValueError,

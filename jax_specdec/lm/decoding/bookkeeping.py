@@ -249,9 +249,9 @@ class HostState(NamedTuple):
             else:
                 del slots[slot]
             update = update.without_first(request.num_known - request.length)
-            if not update.token_ids and request.length < request.num_known:
-                if update.finish_reason is None:
-                    continue  # all was delivered before
+            repeats = request.length < request.num_known
+            if repeats and not update.token_ids and update.finish_reason is None:
+                continue  # all was delivered before
             updates.append(update)
             grown.append((request, len(update.token_ids)))
         new = [(one, n) for one, n in grown if one.last_read is None]

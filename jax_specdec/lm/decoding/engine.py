@@ -458,6 +458,9 @@ class Engine:
                 f"options.stop_token_ids must have shape [{shape[0]}, {self.max_stop_tokens}], but "
                 f"it has {list(stops)}: options_of gives what admit takes"
             )
+        is_known = requests.known_token_ids is not None
+        must = "be None, because the engine is not exact"
+        require(self.exact or not is_known, "known_token_ids", must, requests.known_token_ids)
 
     def _enter(
         self,

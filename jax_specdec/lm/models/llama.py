@@ -217,14 +217,12 @@ class Llama:
 
         # Rotary angles follow positions in the sequence; `attend` goes by places in the cache.
         x, features = self._layers(params, embedded, step.positions, attend, regularize, layers)
-        outputs = []
-        # [1, M, H] -> [G, S, H] of each group; one group is that already
-        for index, own in enumerate(step.split(x)):
-            # Group by group: a compiler leaves out the logits that nobody reads, as of prompts.
-            logits = self._logits(params, own)
-            own_features = None if features is None else step.split(features)[index]
-            outputs.append(Output(logits, own_features))
-        return outputs, new_cache
+        # [1, M, H] -> [G, S, H] of each group; one group is that already. Group by group, because
+        # a compiler then leaves out the logits that nobody reads, as of prompts.
+        logits = [self._logits(params, own) for own in step.split(x)]
+        if features is None:
+            return [Output(one) for one in logits], new_cache
+        return list(map(Output, logits, step.split(features))), new_cache
 
     def run(
         self,
