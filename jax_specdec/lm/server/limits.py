@@ -8,7 +8,6 @@ from typing import Any, NotRequired, TypedDict
 from starlette.responses import JSONResponse
 
 from jax_specdec import grammar, lm
-from jax_specdec._src.arrays import argument_of
 
 Json = dict[str, Any]
 
@@ -87,12 +86,3 @@ def first_line(error: object) -> str:
 
 BUSY = {"Retry-After": "1"}
 CLOSE = {"Connection": "close"}
-
-
-_FIELDS = {field.name for field in dataclasses.fields(lm.RequestOptions)}
-
-
-def named(error: Exception) -> str | None:
-    """Returns the parameter that an error of the package is about; None if it is about another."""
-    name = argument_of(error)
-    return name if name in {"prompt", *_FIELDS} else None

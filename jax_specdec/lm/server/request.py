@@ -338,22 +338,6 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     return Asked(given, choices, schema, streams, num_prompt_tokens)
 
 
-_RULES = {
-    "bool_type": "be a valid boolean",
-    "dict_type": "be a valid dictionary",
-    "float_type": "be a valid number",
-    "greater_than_equal": "be greater than or equal to {ge}",
-    "int_type": "be a valid integer",
-    "less_than": "be less than {lt}",
-    "less_than_equal": "be less than or equal to {le}",
-    "list_type": "be a valid list",
-    "literal_error": "be {expected}",
-    "string_type": "be a valid string",
-    "too_short": "have at least {min_length} item, not {actual_length}",
-}
-"""What a value must be, by the type of pydantic's error."""
-
-
 def _refusal(error: pydantic.ValidationError) -> ApiError:
     """Returns the first thing that is wrong, in a sentence with its name."""
     first = error.errors(include_url=False)[0]
@@ -376,5 +360,6 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
         return ApiError(f"{name} {context['error']}", name)
     if kind == "missing":
         return ApiError(f"{name} is required", name)
-    rule = _RULES[kind].format(**context)
+    # pydantic's own, such as "Input should be a valid integer".
+    rule = first["msg"].partition(" should ")[2].replace(" after validation", "")
     return ApiError(f"{name} must {rule}, but it is {described(first['input'])}", name)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from jax_specdec import lm
+from jax_specdec._src.arrays import argument_of
 from jax_specdec.lm import terminal
-from jax_specdec.lm.server.limits import BUSY, ApiError, Choice, first_line, named
+from jax_specdec.lm.server.limits import BUSY, ApiError, Choice, first_line
 
 T = TypeVar("T")
 
@@ -187,7 +188,7 @@ class Worker:
                 try:
                     request_id = driver.submit(**arguments)
                 except (TypeError, ValueError) as error:
-                    raise ApiError(str(error), named(error)) from error
+                    raise ApiError(str(error), argument_of(error)) from error
                 channel.request_ids.append(request_id)
                 self._channels[request_id] = channel, choice
 
