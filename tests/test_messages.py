@@ -230,7 +230,7 @@ NAMED: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "size", lambda: pack(size=1.5)),
     (TypeError, "directory", lambda: lm.load_huggingface(None)),
     (TypeError, "directory", lambda: lm.load_tokenizer(5)),
-    (TypeError, "dtype", lambda: lm.formats.load_checkpoint(WEIGHTS / "draft", "float23")),
+    (TypeError, "dtype", lambda: lm.load_huggingface(WEIGHTS / "draft", "float23")),
     (TypeError, "dtype", lambda: save(draft().params, jnp.int8)),
     (ValueError, "params['embed_tokens']", lambda: save(target().params)),
     (ValueError, "positions", lambda: rejection_sample(positions=np.array([5, 2**31]))),
@@ -272,7 +272,7 @@ def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
     lm.formats.save_checkpoint(
         tmp_path / "own", draft().model, huge(), jnp.float16, allow_nonfinite=True
     )
-    _, params = lm.formats.load_checkpoint(tmp_path / "own", jnp.float16, allow_nonfinite=True)
+    _, params = lm.load_huggingface(tmp_path / "own", jnp.float16, allow_nonfinite=True)
     assert not all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 

@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     args = parser.parse_args()
     target, draft = lm.load_embedded_pair()
-    target = lm.formats.load_checkpoint(args.target) if args.target else target
-    draft = lm.formats.load_checkpoint(args.draft) if args.draft else draft
+    target = lm.load_huggingface(args.target, "float32") if args.target else target
+    draft = lm.load_huggingface(args.draft, "float32") if args.draft else draft
     text = stdlib_text.read_text(args.stdlib)
     weights = Path(sd.__file__).parent / "lm" / "weights"
     digests = {

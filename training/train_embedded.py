@@ -21,7 +21,7 @@ import numpy as np
 import optax
 import stdlib_text
 
-from jax_specdec.lm.formats.checkpoint import load_checkpoint, save_checkpoint
+from jax_specdec.lm.formats.checkpoint import load_huggingface, save_checkpoint
 from jax_specdec.lm.models.llama import Llama, LlamaConfig
 
 TARGET = LlamaConfig(
@@ -363,7 +363,7 @@ def main() -> None:
     dtype = jnp.bfloat16 if device.platform == "gpu" else jnp.float32
     base = TARGET if args.model == "target" else DRAFT
     model = Llama(LlamaConfig(**{**vars(base), **args.config}), dtype)
-    teacher = load_checkpoint(args.teacher, dtype) if args.teacher else None
+    teacher = load_huggingface(args.teacher, dtype) if args.teacher else None
     text = stdlib_text.read_text(args.stdlib)
     sizes = {name: sum(len(source) for _, source in getattr(text, name)) for name in text._fields}
     shapes = jax.eval_shape(model.init_params, jax.random.key(0))

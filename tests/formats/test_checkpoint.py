@@ -1,7 +1,6 @@
 """Checkpoints: what is written is read back, and what is wrong is named."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import safetensors.numpy
 from models.weights import random_weights, sizes
 
 from jax_specdec.lm import load_huggingface
-from jax_specdec.lm.formats import LoadedModel, load_checkpoint, save_checkpoint
+from jax_specdec.lm.formats import save_checkpoint
 from jax_specdec.lm.models import Llama
 
 from .checkpoints import edit_json, edit_tensors
@@ -37,7 +36,7 @@ def saved(tmp_path: Path) -> Path:
 def test_float32_survives_the_round_trip_exactly(tmp_path: Path, tied: bool) -> None:
     model, params = make(tied)
     save_checkpoint(tmp_path / "new" / "directory", model, params)
-    loaded = load_checkpoint(tmp_path / "new" / "directory")
+    loaded = load_huggingface(tmp_path / "new" / "directory")
     assert loaded.model == model
     jax.tree.map(np.testing.assert_array_equal, loaded.params, params)
 
@@ -47,10 +46,10 @@ def test_bfloat16_is_rounded_once(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, model, params, jnp.bfloat16)
     stored = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {jnp.dtype("bfloat16")}
-    loaded = load_checkpoint(tmp_path)
+    loaded = load_huggingface(tmp_path, jnp.float32)
     rounded = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16).astype("float32"), params)
     jax.tree.map(np.testing.assert_array_equal, loaded.params, rounded)
-    half = load_checkpoint(tmp_path, jnp.bfloat16)
+    half = load_huggingface(tmp_path)
     assert {leaf.dtype for leaf in jax.tree.leaves(half.params)} == {jnp.dtype("bfloat16")}
 
 
@@ -88,12 +87,12 @@ def test_configurations_of_other_writers_are_read(saved: Path) -> None:
         rope_theta=...,
         rope_parameters={"rope_type": "default", "rope_theta": 77.0},
     )
-    assert load_checkpoint(saved).model.config.rope_theta == 77.0
+    assert load_huggingface(saved).model.config.rope_theta == 77.0
     edit_json(saved / "config.json", head_dim=..., some_key_of_the_future=1, rope_scaling=None)
-    assert load_checkpoint(saved).model.config.head_dim == 4
+    assert load_huggingface(saved).model.config.head_dim == 4
     edit_json(saved / "config.json", num_key_value_heads=...)
     with pytest.raises(ValueError, match="k_proj.weight of shape .4, 12., .* says .12, 12."):
-        load_checkpoint(saved)
+        load_huggingface(saved)
 
 
 # Weights that are not finite
@@ -128,7 +127,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(
 ) -> None:
     store(saved, FIRST, value, stored)
     with pytest.raises(ValueError) as raised:
-        load_checkpoint(saved, dtype)
+        load_huggingface(saved, dtype)
     assert re.search(f"model.safetensors has {FIRST} with a weight of {says}; ", str(raised.value))
     assert str(raised.value).endswith("weights must be finite unless allow_nonfinite is true.")
 
@@ -139,27 +138,23 @@ def test_one_weight_too_large_is_found_among_any(saved: Path, others: float, val
     edit_tensors(saved / "model.safetensors", **{FIRST: np.full((11, 12), others, np.float32)})
     store(saved, FIRST, value, "float32")
     with pytest.raises(ValueError, match=f"has {FIRST} with a weight of {value},"):
-        load_checkpoint(saved, "float16")
+        load_huggingface(saved, "float16")
 
 
-@pytest.mark.parametrize("load", [load_checkpoint, load_huggingface])
-def test_a_weight_that_is_not_finite_is_read_where_allowed(
-    saved: Path, load: Callable[..., LoadedModel]
-) -> None:
+def test_a_weight_that_is_not_finite_is_read_where_allowed(saved: Path) -> None:
     for value in (np.nan, -np.inf, -1e300):
         tensor = store(saved, LAST, value, "float64")
         with pytest.raises(ValueError, match=f"has {LAST} with a weight of"):
-            load(saved, "float32")
+            load_huggingface(saved, "float32")
         with np.errstate(over="ignore"):
             wanted = tensor.astype(np.float32)
         assert not np.isfinite(wanted).all()
-        np.testing.assert_array_equal(
-            load(saved, "float32", allow_nonfinite=True).params["norm"], wanted
-        )
+        loaded = load_huggingface(saved, "float32", allow_nonfinite=True)
+        np.testing.assert_array_equal(loaded.params["norm"], wanted)
 
 
 def test_the_largest_finite_weights_and_the_smallest_are_read(saved: Path) -> None:
     for value, dtype in ((-65519.0, "float16"), (1e-40, "float32"), (-0.0, "float32")):
         tensor = store(saved, FIRST, value, "float32")
-        loaded = load_checkpoint(saved, dtype).params["embed_tokens"]
+        loaded = load_huggingface(saved, dtype).params["embed_tokens"]
         np.testing.assert_array_equal(loaded, tensor.astype(dtype))

@@ -26,12 +26,9 @@ from .checkpoints import SHARDS, copy
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READERS: dict[str, tuple[Callable[[Path], Any], ...]] = {
-    CONFIG: (lm.load_huggingface, lm.formats.load_checkpoint),
+    **dict.fromkeys((CONFIG, WEIGHTS, INDEX, SHARDS[1]), (lm.load_huggingface,)),
     GENERATION: (lm.load_tokenizer,),
     TOKENIZER: (lm.load_huggingface, lm.load_tokenizer),
-    WEIGHTS: (lm.load_huggingface, lm.formats.load_checkpoint),
-    INDEX: (lm.load_huggingface, lm.formats.load_checkpoint),
-    SHARDS[1]: (lm.load_huggingface, lm.formats.load_checkpoint),
 }
 JSON_FILES = (CONFIG, GENERATION, TOKENIZER, INDEX)
 MEMORY = 2**30
@@ -152,10 +149,9 @@ def test_whatever_the_file_a_pipe_in_its_place_is_named(tmp_path: Path, file: st
     ids=["long", "null", "surrogate", "line", "file"],
 )
 def test_a_directory_that_cannot_be_is_named(name: str, says: str) -> None:
-    for read in (lm.load_huggingface, lm.formats.load_checkpoint):
-        with pytest.raises(OSError) as raised:
-            read(name)
-        assert re.search(says, sentence(raised.value)), str(raised.value)
+    with pytest.raises(OSError) as raised:
+        lm.load_huggingface(name)
+    assert re.search(says, sentence(raised.value)), str(raised.value)
 
 
 # JSON

@@ -46,37 +46,6 @@ class LoadedModel(NamedTuple, Generic[Model]):
     params: Params
 
 
-def load_checkpoint(
-    directory: str | Path,
-    dtype: DTypeLike = jnp.float32,
-    *,
-    allow_nonfinite: bool = False,
-) -> LoadedModel[Llama]:
-    """Reads a checkpoint of this package, as `save_checkpoint` writes it.
-
-    Args:
-      directory: holds `config.json` and the weights.
-      dtype: compute dtype; weights are converted to it once, here.
-      allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
-
-    Returns:
-      The model and its weights.
-
-    Raises:
-      FileNotFoundError, OSError, ValueError, TypeError: as for `load_huggingface`.
-
-    Example:
-      >>> import tempfile
-      >>> from jax_specdec import lm
-      >>> _, draft = lm.load_embedded_pair()
-      >>> with tempfile.TemporaryDirectory() as directory:
-      ...     save_checkpoint(directory, *draft)
-      ...     load_checkpoint(directory).model == draft.model
-      True
-    """
-    return _load(path_of(directory), dtype, None, allow_nonfinite)
-
-
 def load_huggingface(
     directory: str | Path,
     dtype: DTypeLike | None = None,
@@ -130,26 +99,14 @@ def load_huggingface(
     if max_vocab_size is not None:
         max_vocab_size = check_int("max_vocab_size", max_vocab_size)
     directory = path_of(directory)
-    tokenizer = directory / TOKENIZER_FILE
-    return _load(directory, dtype, max_vocab_size, allow_nonfinite, tokenizer)
-
-
-def _load(
-    directory: Path,
-    dtype: DTypeLike | None,
-    max_vocab_size: int | None,
-    allow_nonfinite: bool,
-    tokenizer: Path | None = None,
-) -> LoadedModel[Llama]:
-    """Reads a checkpoint; ids that the file `tokenizer` does not know are no tokens."""
     config = read_config(directory / CONFIG_FILE)
-    if tokenizer is not None and is_there(tokenizer):
+    size = config.vocab_size
+    if is_there(directory / TOKENIZER_FILE):
         # A stop token must be drawn, even if only other files know it.
-        size = config.vocab_size
         ends = [token_id + 1 for token_id in stop_token_ids(directory) if token_id < size]
-        known = min(max([count_token_ids(tokenizer), *ends]), size)
+        known = min(max([count_token_ids(directory / TOKENIZER_FILE), *ends]), size)
         config = dataclasses.replace(config, num_token_ids=known)
-    size = min(config.vocab_size, max_vocab_size or config.vocab_size)
+    size = min(size, max_vocab_size or size)
     known = min(config.num_token_ids or size, size)
     with open_tensors(directory, config) as tensors:
         stored = tensors.dtype(EMBEDDING)
@@ -176,7 +133,7 @@ def save_checkpoint(
     *,
     allow_nonfinite: bool = False,
 ) -> None:
-    """Writes a checkpoint that `load_checkpoint` and other readers of Llama checkpoints read.
+    """Writes a checkpoint that `load_huggingface` and other readers of Llama checkpoints read.
 
     Args:
       directory: created if it does not exist; existing files are replaced.
@@ -191,7 +148,7 @@ def save_checkpoint(
       ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
         written then.
 
-    Example: see `load_checkpoint`.
+    Example: see `load_huggingface`.
     """
     directory = path_of(directory)
     check_type("model", model, Llama)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jax_specdec._src.arrays import check_choice
-from jax_specdec.lm.formats.checkpoint import LoadedModel, load_checkpoint
+from jax_specdec.lm.formats.checkpoint import LoadedModel, load_huggingface
 from jax_specdec.lm.formats.heads import load_block_head, load_eagle3
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
@@ -38,8 +38,8 @@ def load_embedded_pair(
       (256, 256)
     """
     with importlib.resources.as_file(_WEIGHTS) as directory:
-        target = load_checkpoint(directory / "target", dtype)
-        return target, load_checkpoint(directory / "draft", dtype)
+        target = load_huggingface(directory / "target", dtype)
+        return target, load_huggingface(directory / "draft", dtype)
 
 
 @overload

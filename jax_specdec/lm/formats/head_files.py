@@ -81,25 +81,16 @@ def save_head(
     model: DraftHead,
     params: Params,
     dtype: DTypeLike,
-    *,
-    said: dict[str, JsonValue],
-    said_of_layer: dict[str, JsonValue],
-    num_drafts: int,
     target_name: str | None,
+    num_drafts: int,
+    said: dict[str, JsonValue],
+    *,
     write_shared: bool,
 ) -> None:
     """Writes a head in the layout of speculators; raises as `save_eagle3` does.
 
-    Args:
-      directory: of the files.
-      model: the head.
-      params: its weights.
-      dtype: of the stored tensors.
-      said: keys of `config.json` that are those of this kind of head.
-      said_of_layer: keys of its ``transformer_layer_config`` that are those of this kind.
-      num_drafts: K that readers take by default.
-      target_name: the target's name or path; None if it is not said.
-      write_shared: what the head shares with its target is written too.
+    `said` are the keys of `config.json` that only heads of this kind have, `num_drafts` is the K
+    that readers take by default. What the head shares with its target is left out or written, too.
     """
     directory = path_of(directory)
     stored = checked_dtype(dtype, LOGITS)
@@ -124,7 +115,7 @@ def save_head(
             **config_json(plain, stored.name),
             "attention_bias": c.layer.qkv_bias,
             "logit_scale": c.logit_scale,
-            **said_of_layer,
+            **said.get("transformer_layer_config", {}),
         },
         "speculators_config": {
             "algorithm": said["speculators_model_type"],

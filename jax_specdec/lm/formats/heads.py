@@ -7,7 +7,7 @@ from jax.typing import DTypeLike
 
 from jax_specdec._src.arrays import check_type
 from jax_specdec.lm.formats.checkpoint import LoadedModel
-from jax_specdec.lm.formats.files import is_there, path_of
+from jax_specdec.lm.formats.files import JsonValue, is_there, path_of
 from jax_specdec.lm.formats.head_files import load_head, save_head
 from jax_specdec.lm.formats.head_layouts import read_block_config, read_eagle3_config
 from jax_specdec.lm.formats.tensors import INDEX_FILE, WEIGHTS_FILE
@@ -30,8 +30,7 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
 
     Args:
       directory: holds `config.json` and `model.safetensors`.
-      target: the target, as `load_huggingface` or `load_checkpoint` gives it. Weights are converted
-        to its dtype.
+      target: the target, as `load_huggingface` gives it. Weights are converted to its dtype.
 
     Returns:
       The head and its weights.
@@ -144,7 +143,7 @@ def save_eagle3(
     """
     check_type("model", model, Eagle3Head)
     c = model.config
-    said = {
+    said: dict[str, JsonValue] = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "eagle_aux_hidden_state_layer_ids": list(c.feature_layers),
@@ -153,17 +152,8 @@ def save_eagle3(
         "fc_norm": c.fc_norm,
         "norm_output": c.norm_output,
     }
-    save_head(
-        directory,
-        model,
-        params,
-        dtype,
-        said=said,
-        said_of_layer={},
-        num_drafts=num_speculative_tokens,
-        target_name=target_name,
-        write_shared=True,
-    )
+    k = num_speculative_tokens
+    save_head(directory, model, params, dtype, target_name, k, said, write_shared=True)
 
 
 def save_block_head(
@@ -194,7 +184,7 @@ def save_block_head(
     check_type("model", model, BlockHead)
     c = model.config
     is_dspark = c.markov_rank is not None or c.enable_confidence_head
-    said = {
+    said: dict[str, JsonValue] = {
         "architectures": ["DSparkDraftModel" if is_dspark else "DFlashDraftModel"],
         "speculators_model_type": "dspark" if is_dspark else "dflash",
         "aux_hidden_state_layer_ids": list(c.feature_layers),
@@ -213,19 +203,10 @@ def save_block_head(
     kinds = ["full_attention"] * c.layer.num_hidden_layers
     for index in c.sliding_layers:
         kinds[index] = "sliding_attention"
-    sliding = {
+    said["transformer_layer_config"] = {
         "layer_types": kinds,
         "sliding_window": c.sliding_window,
         "use_sliding_window": c.sliding_window is not None,
     }
-    save_head(
-        directory,
-        model,
-        params,
-        dtype,
-        said=said,
-        said_of_layer=sliding,
-        num_drafts=c.max_drafts,
-        target_name=target_name,
-        write_shared=False,
-    )
+    k = c.max_drafts
+    save_head(directory, model, params, dtype, target_name, k, said, write_shared=False)
