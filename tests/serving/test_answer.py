@@ -1,10 +1,13 @@
-"""From updates to the text of a choice: stop strings, `min_tokens`, the bytes of tokens."""
+"""From updates to texts, events and usage: stop strings, `min_tokens`, the bytes of tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -13,7 +16,16 @@ import numpy as np
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
-from upper_floor import ChoiceText, Limits, Piece, Vocabulary, loading
+from upper_floor import (
+    Asked,
+    ChoiceText,
+    Limits,
+    Piece,
+    Vocabulary,
+    loading,
+    read_parameters,
+    server_app,
+)
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -60,12 +72,21 @@ def ids_of(tokenizer: lm.Tokenizer, *tokens: str | bytes) -> list[int]:
     return found
 
 
+def vocabulary(tokenizer: lm.Tokenizer) -> Vocabulary:
+    size = tokenizer.library_tokenizer.get_vocab_size()
+    return Vocabulary(loading.TargetText(tokenizer, size, (), tokenizer.stream, 64), Limits())
+
+
 def choice_text(
     tokenizer: lm.Tokenizer, *stops: str, prompt: Any = (), min_tokens: int = 0
 ) -> ChoiceText:
-    size = tokenizer.library_tokenizer.get_vocab_size()
-    words = Vocabulary(loading.TargetText(tokenizer, size, (), tokenizer.stream, 64), Limits())
-    return ChoiceText(tokenizer.stream(prompt), words, stops, 1, min_tokens)
+    return ChoiceText(tokenizer.stream(prompt), vocabulary(tokenizer), stops, 1, min_tokens)
+
+
+def logprobs_of(token_ids: list[int]) -> sd.TokenLogprobs:
+    top = np.array(token_ids, np.int32)[:, None]
+    zeros = np.zeros(len(token_ids), np.float32)
+    return sd.TokenLogprobs(logprobs=zeros, top_token_ids=top, top_logprobs=zeros[:, None])
 
 
 def answer(text: ChoiceText, token_ids: list[int], sizes: Iterable[int] = ()) -> Piece:
@@ -73,10 +94,7 @@ def answer(text: ChoiceText, token_ids: list[int], sizes: Iterable[int] = ()) ->
     whole, rest = Piece("", [], None), list(token_ids)
     for count in itertools.chain(sizes, itertools.repeat(1)):
         now, rest = rest[:count], rest[count:]
-        top = np.array(now, np.int32)[:, None]
-        zeros = np.zeros(len(now), np.float32)
-        numbers = sd.TokenLogprobs(logprobs=zeros, top_token_ids=top, top_logprobs=zeros[:, None])
-        update = lm.RequestUpdate(0, now, None if rest else "length", logprobs=numbers)
+        update = lm.RequestUpdate(0, now, None if rest else "length", logprobs=logprobs_of(now))
         piece = text.add(update)
         whole.text += piece.text
         whole.tokens += piece.tokens
@@ -214,3 +232,127 @@ def test_stop_strings_are_found_however_a_text_is_cut(pieces: list[str], stops: 
         if piece.finish_reason:
             break
     assert (shown, piece.finish_reason) == (truth, reason)
+
+
+ENGINE: Any = SimpleNamespace(max_length=64, logprobs=sd.LogprobsConfig(1))
+
+
+def answered(
+    updates: list[lm.RequestUpdate], is_chat: bool, n: int = 1, **asked: Any
+) -> list[dict[str, Any]]:
+    """The events of an answer, or its one object, each of `n` choices having these updates."""
+    tokenizer = TOKENIZERS["byte level"]
+    prompt = {"messages": [{"role": "user", "content": "x"}]} if is_chat else {"prompt": "x"}
+    given = read_parameters({**prompt, "n": n, **asked}, is_chat, ENGINE)
+    choices: Any = [{"prompt": [1], "options": lm.RequestOptions()}] * n
+    parts: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        parts.append(message.get("body", b""))
+
+    async def run() -> None:
+        channel = server_app.Channel(n, 64)
+        for update in updates:
+            for choice in range(n):
+                channel.put(choice, update)
+        worker: Any = SimpleNamespace(cancel=lambda channel, choice: None)
+        streams = [tokenizer.stream() for _ in range(n)]
+        one = server_app.Answer(
+            Asked(given, choices, None, streams, 7), channel, worker, vocabulary(tokenizer), "tiny"
+        )
+        receive: Any = None
+        await one({"type": "http"}, receive, send)
+
+    asyncio.run(run())
+    bodies = [part.decode().removeprefix("data: ") for part in parts]
+    return [json.loads(body) for body in bodies if body.strip() not in ("", "[DONE]")]
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "last", "texts"),
+    [
+        # Bytes of a character wait for its end, and what may begin a stop string for what follows.
+        ("bd", "length", ["a", "xy", "🙂", "bc", "z", "e", "f"]),
+        ("bd", "stop", ["a", "xy", "🙂", "bc", "z", "e", ""]),  # a stop token has no text
+        ("e", "length", ["a", "xy", "🙂", "b", "c", "z", ""]),
+        ("c", "length", ["a", "xy", "🙂", "b", ""]),
+    ],
+)
+def test_a_stream_has_an_event_for_each_token_if_asked(
+    stop: str, last: Any, texts: list[str], is_chat: bool
+) -> None:
+    (ids, more) = (ids_of(TOKENIZERS["byte level"], x) for x in ("axy🙂bcz".encode(), b"ef"))
+    smile = ids_of(TOKENIZERS["byte level"], "xy")
+    ids[1:3] = smile
+    updates = [
+        lm.RequestUpdate(0, one, reason, logprobs=logprobs_of(one))
+        for one, reason in ((ids, None), (more, last))
+    ]
+
+    def stream(**options: bool) -> tuple[list[list[Any]], Any]:
+        """For each choice: text, tokens and finish reason of its events; and the usage."""
+        own = {"logprobs": True, "top_logprobs": 1} if is_chat else {"logprobs": 1}
+        options["include_usage"] = True
+        given: Any = dict(n=2, stop=stop, stream=True, stream_options=options, **own)
+        *events, end = answered(updates, is_chat, **given)
+        found: list[list[Any]] = [[], []]
+        for event in events[2 * is_chat :]:  # a chat's first events have the role
+            (choice,) = event["choices"]
+            text = choice["delta"].get("content", "") if is_chat else choice["text"]
+            numbers = choice["logprobs"] or {"content": [], "tokens": []}
+            tokens = [x["token"] for x in numbers["content"]] if is_chat else numbers["tokens"]
+            found[choice["index"]].append((text, tokens, choice["finish_reason"]))
+        return found, end["usage"]
+
+    together, usage = stream()
+    single, same_usage = stream(one_token_per_event=True)
+    assert usage == same_usage and len(together[0]) <= 2
+    for events, fewer in zip(single, together, strict=True):
+        assert [text for text, _, _ in events] == texts
+        assert "".join(texts) == "".join(text for text, _, _ in fewer)
+        assert [x for _, own, _ in events for x in own] == [x for _, own, _ in fewer for x in own]
+        assert all(len(own) == 1 for text, own, _ in events if text and text not in ("🙂", "bc"))
+        reasons = [reason for _, _, reason in events]
+        assert reasons == [None] * (len(texts) - 1) + [fewer[-1][2]]
+
+
+@pytest.mark.parametrize("options", [None, {}, {"one_token_per_event": True}])
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize(
+    ("ends", "stop", "accepted", "rejected"),
+    [
+        # of 4 drafts 3 are tokens of the answer; of the last 4, which were all accepted, 2
+        ("length", "never", 5, 3),
+        ("stop", "never", 5, 3),
+        ("length", "d", 3, 1),  # ends with the first token that no draft proposed
+        ("length", "b", 2, 2),
+    ],
+)
+def test_usage_has_what_became_of_drafts_if_asked(
+    ends: Any, stop: str, accepted: int, rejected: int, is_chat: bool, options: Any
+) -> None:
+    first, last = (ids_of(TOKENIZERS["byte level"], x) for x in (b"abcd", b"ef"))
+    updates = [
+        lm.RequestUpdate(0, first, num_proposed=4, num_accepted=3),
+        lm.RequestUpdate(0, last, ends, num_proposed=4, num_accepted=4),
+    ]
+    given: Any = dict(n=2, stop=stop)
+    if options is not None:
+        given |= dict(stream=True, stream_options={"include_usage": True, **options})
+    *_, plain = answered(updates, is_chat, **given)
+    *_, found = answered(updates, is_chat, include_acceptance=True, **given)
+    counts = dict(accepted_prediction_tokens=2 * accepted, rejected_prediction_tokens=2 * rejected)
+    assert found["usage"] == {**plain["usage"], "completion_tokens_details": counts}
+    assert 2 * accepted <= plain["usage"]["completion_tokens"]
+
+
+def test_tokens_that_were_delivered_before_are_left_out_with_their_drafts() -> None:
+    one = lm.RequestUpdate(
+        0, [5, 6, 7], num_proposed=4, num_accepted=2, logprobs=logprobs_of([5, 6, 7])
+    )
+    for count, proposed, accepted in ((0, 4, 2), (1, 3, 1), (2, 2, 0), (3, 1, 0)):
+        rest = one.without_first(count)
+        assert rest.token_ids == [5, 6, 7][count:]
+        assert (rest.num_proposed, rest.num_accepted) == (proposed, accepted)
+        assert rest.logprobs is not None and len(rest.logprobs.logprobs) == 3 - count

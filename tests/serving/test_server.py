@@ -275,6 +275,29 @@ def test_a_stream_is_the_same_text_and_its_usage(running: Running) -> None:
     assert all(chunk.usage is None for chunk in greedy(running, stream=True))
 
 
+def test_a_client_sees_its_drafts_if_it_asks(running: Running) -> None:
+    def asked(**fields: Any) -> list[Any]:
+        again = {"40": 100.0}  # a token that is always next, as lookup will soon guess
+        return list(greedy(running, max_tokens=16, stream=True, logit_bias=again, **fields))
+
+    before = running.ask(lambda driver: driver.stats())
+    usage: dict[str, Any] = {"include_usage": True}
+    *together, _ = asked(stream_options=usage)
+    *single, end = asked(
+        stream_options={**usage, "one_token_per_event": True},
+        extra_body={"include_acceptance": True},
+    )
+    running.wait_until_idle()
+    after = running.ask(lambda driver: driver.stats())
+    texts = ["".join(x.choices[0].text for x in chunks) for chunks in (together, single)]
+    assert texts[0] == texts[1] and len(together) < len(single) == end.usage.completion_tokens == 16
+    details = end.usage.completion_tokens_details
+    accepted, rejected = details.accepted_prediction_tokens, details.rejected_prediction_tokens
+    assert 2 * (accepted + rejected) == after.num_draft_tokens - before.num_draft_tokens
+    most = after.num_accepted_tokens - before.num_accepted_tokens
+    assert 0 <= most - 2 * accepted <= 4 < accepted  # some may be accepted behind the end
+
+
 def test_prompts_are_texts_or_tokens_and_several_make_several_choices(
     running: Running, site: Site, plain: dict[str, list[int]]
 ) -> None:

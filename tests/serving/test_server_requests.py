@@ -95,6 +95,8 @@ WITHOUT_EFFECT: list[tuple[str, Any, Any]] = [  # a value that changes nothing, 
     ("tools", [], [{}]),
     ("verbosity", "medium", "low"),
     ("stream_options", {"include_usage": False}, {"include_usage": True}),
+    ("stream_options", {"one_token_per_event": False}, {"one_token_per_event": True}),
+    ("include_acceptance", False, 1),
     ("stop", [], [""]),
     ("logit_bias", {}, {"1": 101}),
     ("response_format", {"type": "text"}, {"type": "grammar"}),
@@ -160,6 +162,11 @@ NAMED: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning_effort": "low"}, "reasoning_effort", "reasoning_effort must be 'none', but it is"),
     ({"add_special_tokens": True}, "add_special_tokens", "add_special_tokens is supported as f"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options.include_usage"),
+    (
+        {"stream": True, "include_acceptance": True},
+        "include_acceptance",
+        "include_acceptance needs stream_options.include_usage in a stream",
+    ),
     ({"top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs"),
 ]
 

@@ -32,7 +32,8 @@ class RequestUpdate:
         failed too often or its matcher did (`error`).
       status: `Status.OK`, or why the request could not be verified.
       num_proposed: drafts offered to the verification; of a tree, those of its longest path.
-      num_accepted: drafts that were accepted, counted before a stop token or the budget cuts them.
+      num_accepted: drafts that were accepted, counted before a stop token or the budget cuts them:
+        the first of `token_ids`, of which there may be fewer.
       logprobs: `TokenLogprobs` of NumPy arrays, one row for each new token; None unless the engine
         has them.
       error: the device's message, if a call failed that this request was in, or its matcher's, if
@@ -52,13 +53,16 @@ class RequestUpdate:
     error: str | None = None
 
     def without_first(self, count: int) -> RequestUpdate:
-        """Returns the update without so many tokens, which have been delivered before."""
+        """Returns the update without so many tokens, delivered before, and without their drafts."""
         if count <= 0 or not self.token_ids:
             return self
-        logprobs = self.logprobs
-        if logprobs is not None:
-            logprobs = jax.tree.map(lambda x: x[count:], logprobs)
-        return dataclasses.replace(self, token_ids=self.token_ids[count:], logprobs=logprobs)
+        return dataclasses.replace(
+            self,
+            token_ids=self.token_ids[count:],
+            num_proposed=max(0, self.num_proposed - count),
+            num_accepted=max(0, self.num_accepted - count),
+            logprobs=jax.tree.map(lambda x: x[count:], self.logprobs),
+        )
 
 
 @dataclasses.dataclass(eq=False)

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TypedDict
 
+import jax
 from pydantic_core import to_json
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -228,6 +229,8 @@ class Answer:
         self._given = given
         self._channel = channel
         self._worker = worker
+        self._num_proposed = 0  # drafts of all choices
+        self._num_accepted = 0  # those that are tokens of the answer
         self._texts = [
             ChoiceText(stream, words, given.stop, given.num_top, choice["options"].min_tokens)
             for stream, choice in zip(asked.streams, asked.choices, strict=True)
@@ -255,7 +258,8 @@ class Answer:
         """
         while not all(text.is_done for text in self._texts):
             choice, update = await self._channel.get()
-            if self._texts[choice].is_done:
+            text = self._texts[choice]
+            if text.is_done:
                 continue
             if update.finish_reason == "failed":
                 self._worker.check_open()
@@ -269,13 +273,21 @@ class Answer:
                     raise ApiError(message, status=500)
                 message = "the engine cannot go on with this request"
                 raise ApiError(message, status=500, reason=update.error)
-            try:
-                piece = self._texts[choice].add(update)
-            except ValueError as error:  # the tokenizer's decoder failed
-                message = "the text cannot be decoded"
-                raise ApiError(message, status=500, reason=error) from error
-            yield choice, piece
-            if piece.finish_reason is not None and update.finish_reason is None:
+            num_before = text.num_tokens
+            by_token = self._given.stream_options.one_token_per_event
+            for part in _by_token(update) if by_token else [update]:
+                try:
+                    piece = text.add(part)
+                except ValueError as error:  # the tokenizer's decoder failed
+                    message = "the text cannot be decoded"
+                    raise ApiError(message, status=500, reason=error) from error
+                yield choice, piece
+                if text.is_done:
+                    break
+            # Accepted drafts come first of an update's tokens, of which the text may have fewer.
+            self._num_proposed += update.num_proposed
+            self._num_accepted += min(update.num_accepted, text.num_tokens - num_before)
+            if text.is_done and update.finish_reason is None:
                 self._worker.cancel(self._channel, choice)  # a stop string
 
     def _choice(self, index: int, piece: Piece, content: Json) -> Json:
@@ -287,7 +299,13 @@ class Answer:
     def _usage(self) -> Json:
         new = sum(text.num_tokens for text in self._texts)
         old = self._asked.num_prompt_tokens
-        return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+        usage: Json = {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+        if self._given.include_acceptance:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self._num_accepted,
+                "rejected_prediction_tokens": self._num_proposed - self._num_accepted,
+            }
+        return usage
 
     async def _whole(self) -> Response:
         """Returns one object. Long lists are encoded as they come, so that no step waits."""
@@ -352,6 +370,18 @@ class Answer:
             media_type="text/event-stream",
         )
         await response.stream_response(send_and_note)
+
+
+def _by_token(update: lm.RequestUpdate) -> Iterator[lm.RequestUpdate]:
+    """Yields an update for each token of one; the last one ends what the update ends."""
+    last = max(0, len(update.token_ids) - 1)
+    for i in range(last + 1):
+        yield dataclasses.replace(
+            update,
+            token_ids=update.token_ids[i : i + 1],
+            finish_reason=update.finish_reason if i == last else None,
+            logprobs=jax.tree.map(lambda x, i=i: x[i : i + 1], update.logprobs),
+        )
 
 
 def _event(content: Json) -> bytes:

@@ -119,6 +119,7 @@ class StreamOptions(Object):
     neutral = {"continuous_usage_stats": [False], "include_obfuscation": [False]}
 
     include_usage: bool = False
+    one_token_per_event: bool = False
 
 
 _OFF = (
@@ -154,6 +155,7 @@ class Parameters(Object):
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
+    include_acceptance: bool = False
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
@@ -273,8 +275,12 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
     except pydantic.ValidationError as error:
         raise _refusal(error) from error
     num_top = given.num_top
-    if given.stream_options.include_usage and not given.stream:
-        raise ApiError("stream_options.include_usage needs stream", "stream_options")
+    for name, is_asked in given.stream_options:
+        if is_asked and not given.stream:
+            raise ApiError(f"stream_options.{name} needs stream", "stream_options")
+    if given.include_acceptance and given.stream and not given.stream_options.include_usage:
+        message = "include_acceptance needs stream_options.include_usage in a stream"
+        raise ApiError(message, "include_acceptance")
     if isinstance(given, ChatParameters) and given.top_logprobs and not given.logprobs:
         raise ApiError("top_logprobs needs logprobs", "top_logprobs")
     if num_top is not None and engine.logprobs is None:
