@@ -93,9 +93,7 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "arguments", "file", "field", "values"),
-    RUNS,
-    ids=[file for _, _, file, *_ in RUNS],
+    ("script", "arguments", "file", "field", "values"), RUNS, ids=[file for _, _, file, *_ in RUNS]
 )
 def test_a_benchmark_saves_its_rows(
     script, arguments, file, field, values, tmp_path, monkeypatch, capsys

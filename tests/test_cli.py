@@ -440,9 +440,7 @@ def test_a_text_without_a_budget_ends_where_the_model_does() -> None:
 # Streams
 
 
-def test_a_terminal_gets_colours_and_a_spinner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_terminal_gets_colours_and_a_spinner(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     for name in ("NO_COLOR", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
@@ -481,9 +479,7 @@ def test_what_would_command_a_terminal_is_shown_as_an_escape(
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", main_error + sys.stderr.getvalue())
 
 
-def test_a_prompt_is_escaped_on_a_terminal_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_prompt_is_escaped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     prompt = f"\x9b2J\u202e{TINY_PROMPT[:4]}"  # no longer than others: one program
     for stream, wanted in ((Terminal(), printable(prompt)), (io.StringIO(), prompt)):
@@ -622,10 +618,7 @@ def test_a_folder_that_the_user_has_chosen_is_left_alone(
 
 @pytest.mark.parametrize("place", ["a file", "no home"])
 def test_where_no_folder_can_be_made_programs_are_compiled(
-    cache: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    place: str,
+    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     if place == "a file":
         cache.write_text("")

@@ -207,7 +207,7 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "Qwen/Qwen2.5-0.5B does not exist; `hf download Qwen/Qwen2.5-0.5B --local-dir "
         "Qwen/Qwen2.5-0.5B` downloads a checkpoint to it.": lambda: lm.load_huggingface(
             "Qwen/Qwen2.5-0.5B"
-        ),
+        )
     },
 }
 
@@ -278,10 +278,7 @@ def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
 
 # What is taken because its meaning is plain
 
-PLAIN = {
-    "one number": lambda x: float(x[0]),
-    "a list": lambda x: x.tolist(),
-}
+PLAIN = {"one number": lambda x: float(x[0]), "a list": lambda x: x.tolist()}
 
 
 @pytest.mark.long

@@ -247,11 +247,7 @@ def test_an_update_talks_to_no_host() -> None:
         ({"num_proposed": array([1])}, ValueError, "num_proposed"),
         ({"num_kept": array([1])}, ValueError, "num_kept"),
         ({"num_accepted": array([1])}, ValueError, "num_accepted"),
-        (
-            {"num_fallbacks": array([1])},
-            ValueError,
-            "num_fallbacks",
-        ),
+        ({"num_fallbacks": array([1])}, ValueError, "num_fallbacks"),
         ({"num_accepted": jnp.ones(2)}, TypeError, "num_accepted"),
         ({"num_fallbacks": True}, TypeError, "num_fallbacks"),
     ],

@@ -41,11 +41,7 @@ def keys() -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(KEYS), impl="threefry2x32")
 
 
-def verified(
-    distribution: Callable[[], Any],
-    filtered: bool,
-    **fields: Any,
-) -> Any:
+def verified(distribution: Callable[[], Any], filtered: bool, **fields: Any) -> Any:
     given: dict[str, Any] = dict(
         sampling=sampling(filtered),
         config=config(**fields),
@@ -129,11 +125,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "standard": lambda: verified(normalized, True),
     "block": lambda: verified(lambda: sd.DraftLogits(Q), False, rejection_sample_method="block"),
     "drafting": lambda: sd.sample_draft_tokens(
-        LOGITS[:B],
-        sampling=sampling(True),
-        keys=keys(),
-        positions=np.int32([5, 6, 7]),
-        offset=1,
+        LOGITS[:B], sampling=sampling(True), keys=keys(), positions=np.int32([5, 6, 7]), offset=1
     ).token_ids.tolist(),
     "processors": processed,
     "counts": counted,

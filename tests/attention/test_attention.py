@@ -329,10 +329,7 @@ GOOD: dict[str, Any] = {
         ({"visible": np.zeros((2, 2), np.uint32)}, ValueError, "visible must .*S"),
         ({"visible": np.zeros((3, 2), np.int32)}, TypeError, "visible must .*uint32"),
         (
-            {
-                "query": np.zeros((2, 65, 4, 8), np.float32),
-                "visible": np.zeros((65, 2), np.uint32),
-            },
+            {"query": np.zeros((2, 65, 4, 8), np.float32), "visible": np.zeros((65, 2), np.uint32)},
             ValueError,
             "visible must be None for more than 64 rows",
         ),

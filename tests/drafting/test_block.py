@@ -87,10 +87,7 @@ KINDS: dict[str, tuple[dict[str, Any], int | None]] = {
     "DSpark": ({"sample_from_anchor": True, "markov_rank": 3}, None),
     "candidates": ({"sample_from_anchor": True, "markov_rank": 3}, 2),
     "map": ({"markov_rank": 3, "draft_vocab_size": 3, "own_lm_head": True}, None),
-    "map and candidates": (
-        {"markov_rank": 3, "draft_vocab_size": 3, "own_lm_head": True},
-        2,
-    ),
+    "map and candidates": ({"markov_rank": 3, "draft_vocab_size": 3, "own_lm_head": True}, 2),
 }
 MAP = [3, 0, 2]
 REQUESTS, TEMPERATURE = 8192, 1.3

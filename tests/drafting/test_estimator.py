@@ -122,10 +122,7 @@ def test_a_drafters_own_confidences_take_the_place_of_what_was_accepted():
     own = np.array([[0.5, 0.25, 0.8], [0.9, np.nan, np.nan], [np.nan] * K], np.float32)
     offered, accepted = jnp.array([0, 3, 2]), jnp.array([0, 1, 2])
     estimator = UPDATE(
-        sd.AcceptanceEstimator.create(K),
-        num_drafts=offered,
-        num_accepted=accepted,
-        confidences=own,
+        sd.AcceptanceEstimator.create(K), num_drafts=offered, num_accepted=accepted, confidences=own
     )
     # Expected visits: 1, 1 and 1; then 0.5 beside what was seen of the others; then 0.125.
     np.testing.assert_allclose(estimator.visited, [3, 0.5 + 1 + 1, 0.125 + 0 + 0])

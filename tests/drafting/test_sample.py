@@ -307,9 +307,7 @@ def test_split_logits_give_the_tokens_of_whole_ones(rule):
             positions=jnp.full((batch,), POSITION),
             offset=2,
             config=sd.SpecDecodeConfig(
-                num_speculative_tokens=1,
-                rejection_sample_method=rule,
-                draft_sample_method=method,
+                num_speculative_tokens=1, rejection_sample_method=rule, draft_sample_method=method
             ),
             sharding=sharding,
         )

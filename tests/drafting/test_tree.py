@@ -170,11 +170,7 @@ def context_of(batch: int) -> lm.DraftContext:
 
 @functools.partial(jax.jit, static_argnames=("count", "vocab_size"))
 def likeliest_and_chain(
-    logits: jax.Array,
-    context: lm.DraftContext,
-    ids: jax.Array | None,
-    count: int,
-    vocab_size: int,
+    logits: jax.Array, context: lm.DraftContext, ids: jax.Array | None, count: int, vocab_size: int
 ) -> tuple[drafting_tree.Children, jax.Array]:
     """Children of rows ``[B, R, Vd]`` of levels 0 to R - 1, and a chain's drafts of these rows."""
     offsets = jnp.arange(ROWS, dtype=jnp.int32)
@@ -376,14 +372,7 @@ def path_scores(kind: str, b: int, num_candidates: int | None = None) -> dict[Pa
     return scores
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_candidates"),
-    [
-        ("DSpark", None),
-        ("DFlash", 2),
-        ("map", 2),
-    ],
-)
+@pytest.mark.parametrize(("kind", "num_candidates"), [("DSpark", None), ("DFlash", 2), ("map", 2)])
 def test_a_block_heads_tree_has_the_paths_with_the_best_scores(
     kind: str, num_candidates: int | None
 ) -> None:

@@ -107,10 +107,7 @@ def test_an_end_that_only_another_file_adds_ends_a_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {ADDED: {"<x>": 9}},
-            "added_tokens.json has the id 9 for '<x>', but the next free id",
-        ),
+        ({ADDED: {"<x>": 9}}, "added_tokens.json has the id 9 for '<x>', but the next free id"),
         ({ADDED: {"<x>": "4"}}, "added_tokens.json has <x> = '4', which is no token id"),
         ({CONFIG: {"added_tokens_decoder": []}}, "added_tokens_decoder = .* not a JSON object"),
         ({CONFIG: {"added_tokens_decoder": {"-4": USER}}}, "has -4 = .* whose key is no token id"),

@@ -278,10 +278,7 @@ def test_a_layer_that_is_not_served_is_named(changes: Any, says: str, written: W
 @pytest.mark.parametrize(
     "changes, says",
     [
-        (
-            {"architectures": ["LlamaForCausalLM"]},
-            "architectures = .*, but only",
-        ),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures = .*, but only"),
         ({"architectures": "DFlashDraftModel"}, "architectures = 'DFlashDraftModel', but only"),
         (
             {"num_target_layers": 36},

@@ -232,9 +232,7 @@ def test_norm_output_of_specforge_is_fed_back_where_that_is_clear(tmp_path: Path
     ],
 )
 def test_layer_ids_have_three_numberings(
-    changes: dict[str, Any],
-    layers: tuple[int, ...],
-    written: Written,
+    changes: dict[str, Any], layers: tuple[int, ...], written: Written
 ) -> None:
     directory, target, _ = written
     edit_json(directory / FILE, **changes)
@@ -313,9 +311,7 @@ def assert_refused(directory: Path, target: lm.formats.LoadedModel, says: str) -
     ],
 )
 def test_a_config_that_is_not_served_is_named(
-    changes: dict[str, Any],
-    says: str,
-    written: Written,
+    changes: dict[str, Any], says: str, written: Written
 ) -> None:
     directory, target, _ = written
     edit_json(directory / FILE, **changes)
@@ -339,9 +335,7 @@ def test_a_config_that_is_not_served_is_named(
     ],
 )
 def test_a_layer_that_is_not_served_is_named(
-    changes: dict[str, Any],
-    says: str,
-    written: Written,
+    changes: dict[str, Any], says: str, written: Written
 ) -> None:
     directory, target, _ = written
     layer = json.loads((directory / FILE).read_text())["transformer_layer_config"]
@@ -383,9 +377,7 @@ OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of t
     ],
 )
 def test_tensors_that_do_not_fit_are_named(
-    changes: dict[str, Any],
-    says: str,
-    written: Written,
+    changes: dict[str, Any], says: str, written: Written
 ) -> None:
     directory, target, _ = written
     edit_tensors(directory / WEIGHTS, **changes)

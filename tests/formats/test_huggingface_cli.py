@@ -9,12 +9,7 @@ from upper_floor import load_models, parse
 
 from jax_specdec.__main__ import main
 
-from .checkpoints import (
-    CHECKPOINTS,
-    copy,
-    cut_vocabulary,
-    edit_json,
-)
+from .checkpoints import CHECKPOINTS, copy, cut_vocabulary, edit_json
 
 pytestmark = pytest.mark.newest
 

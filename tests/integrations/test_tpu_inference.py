@@ -261,7 +261,7 @@ def test_in_shard_map_each_part_is_a_batch():
             mesh=mesh,
             in_specs=(P(), P("data", "tensor"), own, own, *[own] * len(names)),
             out_specs=own,
-        ),
+        )
     )
     token_ids, output = call(key, *positional, *[named[name] for name in names])
     found = tpu_inference.FlatVerification(token_ids, output, None)

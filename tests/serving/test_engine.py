@@ -41,11 +41,7 @@ from .engines import (
 )
 from .test_loop import bigram
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.newest,
-    pytest.mark.xdist_group("engines"),
-]
+pytestmark = [pytest.mark.long, pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 # What a request gets
 
@@ -425,12 +421,7 @@ def test_no_compiled_loop_copies_anything_of_the_stores_size():
     )
     decoder = Decoder(engine.model, drafter, config)
     generate = generate_lib._generate.lower(
-        params,
-        draft_params,
-        batch,
-        decoder=decoder,
-        prompt_size=prompt_size,
-        max_steps=max_steps,
+        params, draft_params, batch, decoder=decoder, prompt_size=prompt_size, max_steps=max_steps
     ).compile()
     store, logits = state.store.logits.nbytes, SLOTS * (k + 1) * vocab_size * 4
     own = {"step": 0, "generate": store}  # the one makes its store, the other is given it

@@ -31,9 +31,7 @@ def allowed(max_drafts: int | None, length: int) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("engine", "max_steps_ahead"),
-    [(SHORTER, 0), (SHORTER, 2)],
-    ids=["at once", "ahead"],
+    ("engine", "max_steps_ahead"), [(SHORTER, 0), (SHORTER, 2)], ids=["at once", "ahead"]
 )
 def test_no_request_has_more_drafts_than_it_may_and_greedy_text_stays(
     engine: lm.Engine, max_steps_ahead: int
@@ -69,10 +67,7 @@ def test_a_limit_is_the_same_on_the_host_and_on_the_device() -> None:
         arrays = SHORTER.options_of(options, [length - 1] * 4)
         empty = jax.eval_shape(SHORTER.init_state, engines.TABLES[1]).batch
         batch = dataclasses.replace(
-            empty,
-            lengths=jnp.full((4,), length),
-            done=jnp.zeros((4,), bool),
-            options=arrays,
+            empty, lengths=jnp.full((4,), length), done=jnp.zeros((4,), bool), options=arrays
         )
         wanted = [allowed(one.max_drafts, length) for one in options]
         assert np.minimum(SHORTER.decoder._most_drafts(batch), K).tolist() == wanted

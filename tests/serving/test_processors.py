@@ -351,10 +351,7 @@ CALLS: list[tuple[Any, type[Exception], str]] = [
 @pytest.mark.parametrize(("call", "error", "message"), CALLS)
 def test_what_does_not_fit_is_refused(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"^{message}"):
-        call(
-            logits(13),
-            packed(),
-        )
+        call(logits(13), packed())
 
 
 @pytest.mark.parametrize(

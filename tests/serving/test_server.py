@@ -162,12 +162,7 @@ class Site:
 
     @contextlib.contextmanager
     def serve(
-        self,
-        *,
-        key: str | None = None,
-        is_local: bool = True,
-        send_buffer: int = 0,
-        **limits: Any,
+        self, *, key: str | None = None, is_local: bool = True, send_buffer: int = 0, **limits: Any
     ) -> Iterator[Any]:
         driver = make_driver(self.options, self.models)
         who: dict[str, Any] = dict(model_name="tiny", key=key, is_local=is_local)

@@ -16,17 +16,7 @@ from upper_floor import programs
 from jax_specdec import lm
 
 from . import tiny
-from .engines import (
-    SLOTS,
-    TABLE,
-    TABLES,
-    VOCAB,
-    K,
-    collect,
-    driver_of,
-    greedy_truth,
-    run,
-)
+from .engines import SLOTS, TABLE, TABLES, VOCAB, K, collect, driver_of, greedy_truth, run
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 

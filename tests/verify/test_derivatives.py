@@ -66,11 +66,7 @@ policy_gradient = jax.jit(jax.grad(policy_loss, 1))
 
 
 @pytest.mark.parametrize(
-    ("form", "rule", "kind"),
-    [
-        ("cpu", "standard", "probs"),
-        (None, "synthetic", "logits"),
-    ],
+    ("form", "rule", "kind"), [("cpu", "standard", "probs"), (None, "synthetic", "logits")]
 )
 def test_a_policy_gradient_is_that_of_constant_tokens(form: Any, rule: str, kind: str) -> None:
     given = LOGITS, DRAFT_LOGITS, TEMPERATURE + 0.5
@@ -222,12 +218,7 @@ def over_mesh(*args: Any) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("form", "distribution"),
-    [
-        (by_offset, "raw"),
-        (over_mesh, "raw"),
-        (found_loss, "processed"),
-    ],
+    ("form", "distribution"), [(by_offset, "raw"), (over_mesh, "raw"), (found_loss, "processed")]
 )
 def test_log_probabilities_have_the_derivatives_of_log_softmax(
     form: Any, distribution: str

@@ -297,10 +297,7 @@ def test_the_value_that_is_wrong_is_named(kind, changes, named):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
-    [
-        "none",
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("logits", "map", "candidates")),
-    ],
+    ["none", *(pytest.param(x, marks=pytest.mark.slow) for x in ("logits", "map", "candidates"))],
 )
 def test_validate_passes_what_can_be_verified(kind):
     validate(arguments(kind))
@@ -308,10 +305,7 @@ def test_validate_passes_what_can_be_verified(kind):
     validate(arguments(kind, bonus(0, 0)))
     assert not with_noise(arguments(kind)).status.any()
     filters = {"sampling": sd.SamplingParams(ones(B), min_p=ones(B), top_k=ints, top_p=ones(B))}
-    hidden = {
-        "target_logits": entry(LOGITS, (3, 1), nan),
-        "token_bitmask": full((N + B, 1), 1),
-    }
+    hidden = {"target_logits": entry(LOGITS, (3, 1), nan), "token_bitmask": full((N + B, 1), 1)}
     for changes in (filters, hidden, filters | hidden):
         validate(arguments(kind, changes))
     assert not with_noise(arguments(kind, filters | hidden)).status.any()

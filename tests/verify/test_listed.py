@@ -67,10 +67,7 @@ def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) ->
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("ids", "layout"),
-    [
-        GRID[5],
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (*GRID[1:5], *GRID[6:])),
-    ],
+    [GRID[5], *(pytest.param(*case, marks=pytest.mark.slow) for case in (*GRID[1:5], *GRID[6:]))],
     ids=str,
 )
 def test_rows_read_one_by_one_give_the_oracles_tokens(ids, layout):

@@ -124,8 +124,7 @@ FLAT = {"lazy": layout(262147, "probs"), "all at once": layout(2**17)}
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "verifier",
-    [x if x == "lazy" else pytest.param(x, marks=pytest.mark.slow) for x in VERIFIERS],
+    "verifier", [x if x == "lazy" else pytest.param(x, marks=pytest.mark.slow) for x in VERIFIERS]
 )
 def test_ties_of_a_whole_vocabulary(verifier):
     """A flat row: greedy takes id 0, a filter leaves all, and the uniforms name the token."""

@@ -14,15 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import (
-    Xla,
-    api,
-    gather,
-    platform,
-    sampling,
-    threshold,
-    tpu_largest,
-)
+from lower_floor import Xla, api, gather, platform, sampling, threshold, tpu_largest
 from lower_floor import rows_lib as rows
 
 import jax_specdec as sd
@@ -155,13 +147,7 @@ def traced(sampling: sd.SamplingParams, form: str = "cuda", **given: Any) -> Any
 
     def verify(target: jax.Array, sampling: sd.SamplingParams, given: Any) -> Any:
         return sd.testing.rejection_sample_with_noise(
-            target,
-            drafts,
-            noise,
-            sampling=sampling,
-            config=config,
-            implementation="xla",
-            **given,
+            target, drafts, noise, sampling=sampling, config=config, implementation="xla", **given
         )
 
     with (

@@ -9,13 +9,7 @@ from jax_specdec._src.arrays import renamed, require
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Options
 from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
-from jax_specdec.lm.loading import (
-    SUFFIX_PREFIX,
-    Models,
-    TargetText,
-    load_models,
-    read_target_text,
-)
+from jax_specdec.lm.loading import SUFFIX_PREFIX, Models, TargetText, load_models, read_target_text
 from jax_specdec.lm.models.fields import shown
 
 

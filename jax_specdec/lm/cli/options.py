@@ -24,13 +24,7 @@ from jax_specdec.lm import terminal
 from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 from jax_specdec.lm.decoding.text import DEFAULT_CONFIG
-from jax_specdec.lm.loading import (
-    EMBEDDED_HEADS,
-    HEAD_PREFIXES,
-    LOOKUPS,
-    NO_DRAFTS,
-    SUFFIX_PREFIX,
-)
+from jax_specdec.lm.loading import EMBEDDED_HEADS, HEAD_PREFIXES, LOOKUPS, NO_DRAFTS, SUFFIX_PREFIX
 
 DEFAULT_MAX_NEW_TOKENS = 256
 DEFAULT_K = DEFAULT_CONFIG.num_speculative_tokens

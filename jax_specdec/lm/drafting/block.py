@@ -15,13 +15,7 @@ from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.drafter import DraftContext, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
-from jax_specdec.lm.drafting.tree import (
-    Children,
-    best_nodes,
-    grow,
-    likeliest,
-    with_bias,
-)
+from jax_specdec.lm.drafting.tree import Children, best_nodes, grow, likeliest, with_bias
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.protocol import Cache, Params, Rows
 

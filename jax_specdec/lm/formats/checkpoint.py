@@ -116,11 +116,7 @@ def load_huggingface(
         num_token_ids = known if known < size else None
         kept = dataclasses.replace(config, vocab_size=size, num_token_ids=num_token_ids)
         own, *layers = read_arrays(
-            tensors,
-            llama_tensors(config),
-            dtype,
-            vocab_size=size,
-            allow_nonfinite=allow_nonfinite,
+            tensors, llama_tensors(config), dtype, vocab_size=size, allow_nonfinite=allow_nonfinite
         )
     return LoadedModel(Llama(kept, dtype), {**own, "layers": layers})
 

@@ -71,11 +71,7 @@ class Tokenizer:
             return list(encoding.ids)
 
     def encode_chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        plain_messages: bool = False,
-        **variables: Any,
+        self, messages: Sequence[Message], *, plain_messages: bool = False, **variables: Any
     ) -> list[int]:
         """Returns the ids of a conversation, up to where the model's answer begins.
 
