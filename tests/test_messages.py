@@ -84,9 +84,21 @@ def pack(ids: Any = None, size: Any = None) -> sd.PackedDrafts:
     return sd.pack_drafts(zeros((B, K), jnp.int32) if ids is None else ids, [1, 1], size=size)
 
 
-def attach(drafts: Any) -> sd.Drafts:
+def attach(drafts: Any, positions: Any = (5, 9)) -> sd.Drafts:
     store = sd.DraftStore.create(B, K, V)
-    return store.attach(drafts, positions=jnp.array([5, 9]), sampling=sd.SamplingParams(0.8))
+    return store.attach(drafts, positions=positions, sampling=sd.SamplingParams(0.8))
+
+
+def write(drawn: Any) -> sd.DraftStore:
+    store = sd.DraftStore.create(B, K, V)
+    given: dict[str, Any] = {"positions": [5, 9], "sampling": sd.SamplingParams(0.8)}
+    return store.write(0, zeros((B, V)), drawn, **given)
+
+
+def sample(positions: Any) -> sd.DraftSample:
+    keys, sampling = jax.random.split(jax.random.key(0), B), sd.SamplingParams(0.8)
+    given: dict[str, Any] = {"sampling": sampling, "keys": keys, "positions": positions}
+    return sd.sample_draft_tokens(zeros((B, V)), offset=0, **given)
 
 
 def dense(counts: Any = None, distribution: Any = None, ids: Any = None) -> sd.Drafts:
@@ -104,6 +116,7 @@ def save(params: Any, dtype: Any = jnp.float32, model: Any = None) -> None:
 
 
 Call = Callable[[], Any]
+FIRST = "one per request, that of its first draft, not one per token"
 TEXT_HINT = (
     "turn text into ids, with encode_bytes for the embedded models, or with the encode of "
     "load_tokenizer's Tokenizer"
@@ -113,6 +126,10 @@ LOGITS = "float32, bfloat16 or float16, but it is an array"
 # Sentences with advice, each once
 ADVICE: dict[type[Exception], dict[str, Call]] = {
     TypeError: {
+        "drawn must be a DraftSample, but it is an array [2] of float32: pass what "
+        "sample_draft_tokens returned": lambda: write(zeros(B)),
+        "drawn.log_normalizer must be an array [B] = [2], but it is None: a greedy draft has no q "
+        "to store": lambda: write(sd.DraftSample(zeros(B, jnp.int32))),
         "drafter must be a Drafter, but it is a LoadedModel: pass "
         "drafter=ModelDrafter(draft.model) and draft_params=draft.params": lambda: generate(
             drafter=draft()
@@ -186,6 +203,15 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         ),
         "keys must be an array [B] = [2], but it is an array [] of key<fry>: jax.random.split "
         "gives one per request": lambda: rejection_sample(keys=jax.random.key(0)),
+        f"[B] = [2] of int32, but it is an array [6] of int32: {FIRST}": lambda: rejection_sample(
+            positions=zeros(B * K, jnp.int32)
+        ),
+        f"[B] = [2] of int32, but it is an array [2, 3] of int32: {FIRST}": (
+            lambda: sample([[5, 6, 7], [9, 10, 11]])
+        ),
+        f"[B] = [2] of int32, but it is an array [2, 4] of int32: {FIRST}": lambda: attach(
+            DENSE, positions=zeros((B, K + 1), jnp.int32)
+        ),
         "drafts must have at most num_speculative_tokens = 3 drafts per request, as config says, "
         "but it is [4, 4]": lambda: rejection_sample(
             zeros((B * 5, V)), dense(ids=zeros((B, 4), jnp.int32))

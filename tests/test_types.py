@@ -46,15 +46,8 @@ def test_a_step_takes_lists_and_numpy_arrays() -> None:
     drawn = sd.sample_draft_tokens(
         LOGITS[:1], sampling=SAMPLING, keys=KEYS, positions=[4], offset=0, config=CONFIG
     )
-    assert drawn.log_normalizer is not None and drawn.row_max is not None
     store = sd.DraftStore.create(1, 1, 8).write(
-        0,
-        jnp.asarray(LOGITS[:1]),
-        drawn.log_normalizer,
-        drawn.row_max,
-        threshold=drawn.threshold,
-        positions=[4],
-        sampling=SAMPLING,
+        0, jnp.asarray(LOGITS[:1]), drawn, positions=[4], sampling=SAMPLING
     )
     drafts = store.attach(sd.Drafts.from_dense([[1]]), positions=[4], sampling=SAMPLING)
     assert int(sd.count_fallbacks(drafts, sampling=SAMPLING)) == 0

@@ -430,6 +430,18 @@ def as_positions(positions: Any) -> jax.Array | np.ndarray:
     return positions if isinstance(positions, jax.Array) else host_int32("positions", positions)
 
 
+def check_positions(positions: Any, sizes: Sizes) -> None:
+    """Checks the positions of first drafts, ``[B]`` int32 for the B in `sizes`.
+
+    Raises:
+      TypeError: not an array, or of another dtype.
+      ValueError: another shape; if there are more than B, the message says which are wanted.
+    """
+    hint = "one per request, that of its first draft, not one per token"
+    is_per_token = np.size(positions) > sizes["B"]
+    check_array("positions", positions, "[B] int32", sizes, hint if is_per_token else None)
+
+
 def known_values(values: Any) -> np.ndarray | None:
     """Values, read on the host; None if they are traced or on other hosts."""
     if isinstance(values, jax.core.Tracer):

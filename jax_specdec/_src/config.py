@@ -68,9 +68,9 @@ class SpecDecodeConfig:
         no distribution is kept.
       synthetic_acceptance_rates: K unconditional acceptance rates in [0, 1], non-increasing;
         ``rates[i]`` is the probability that drafts ``0 .. i`` are all accepted. Synthetic only.
-      synthetic_acceptance_length: the mean number of tokens emitted per step, in [1, K + 1],
-        turned into rates by ``acceptance_length_to_rates``. Synthetic only; exactly one of this and
-        the rates must be given.
+      synthetic_acceptance_length: the mean number of tokens emitted per step of K drafts, in
+        [1, K + 1], turned into rates by ``acceptance_length_to_rates``. Steps with fewer drafts
+        may have a lower mean. Synthetic only; exactly one of this and the rates must be given.
 
     Raises:
       ValueError: a value is out of range, two fields contradict each other, or a name is unknown.
@@ -226,9 +226,14 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
     ``Var[A] >= f(1 - f)``. Equality needs A to be n or n + 1 at every step, which only the schedule
     above gives.
 
+    The mean is that of steps with K drafts. A step with c of them can keep no more than c: it has
+    the first c rates, and the mean ``1 + sum(rates[:c])``. Where counts differ, the mean over all
+    steps is therefore lower than `length`: the mean of these means. Where c is never below n + 1,
+    nothing is lost.
+
     Args:
-      length: mean number of tokens emitted per step, the recovered or bonus token included; in
-        ``[1, num_speculative_tokens + 1]``.
+      length: mean number of tokens emitted per step of K drafts, the recovered or bonus token
+        included; in ``[1, num_speculative_tokens + 1]``.
       num_speculative_tokens: K, 1 to 1024.
 
     Returns:
@@ -239,8 +244,11 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
       TypeError: an argument is not a number.
 
     Example:
-      >>> acceptance_length_to_rates(2.5, 3)
+      >>> rates = acceptance_length_to_rates(2.5, 3)
+      >>> rates
       (1.0, 0.5, 0.0)
+      >>> [1 + sum(rates[:c]) for c in range(4)]  # mean 2.0 if all counts are as frequent
+      [1, 2.0, 2.5, 2.5]
 
     References:
       ``synthetic_acceptance_length`` in vLLM:

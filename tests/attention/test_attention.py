@@ -310,7 +310,8 @@ GOOD: dict[str, Any] = {
             r"values must be an array \[G, T, D\]",
         ),
         ({"start": np.zeros((3,), np.int32)}, ValueError, r"start must be an array \[B\] = \[2\]"),
-        ({"start": np.zeros((2,), np.float32)}, TypeError, "start must .*int32"),
+        ({"start": np.zeros((2,), np.float32)}, TypeError, "start must be integers, but"),
+        ({"start": [2**31, 0]}, ValueError, "start must be integers that int32 holds, but"),
         (
             {"keys": np.zeros((3, 8, 16), np.float32), "values": np.zeros((3, 16, 8), np.float32)},
             ValueError,
@@ -345,6 +346,15 @@ def test_what_does_not_fit_is_refused(
     arrays = [given.pop(name) for name in ("query", "keys", "values", "start")]
     with pytest.raises(error, match=message):
         sd.decode_attention(*arrays, **given)
+
+
+@pytest.mark.parametrize("start", [[3, 9], np.array([3, 9], np.int64)])
+def test_start_may_be_a_list_or_of_another_integer_type(start: Any) -> None:
+    rng = np.random.default_rng(0)
+    shapes = [GOOD[name].shape for name in ("query", "keys", "values")]
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    wanted = sd.testing.reference.decode_attention(*arrays, start)
+    np.testing.assert_allclose(sd.decode_attention(*arrays, start), wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -52,17 +52,8 @@ def test_a_draft_is_the_id_of_the_drawn_column(ids):
 
 @jax.jit
 def write_row(store, offset, drawn, ids, slots):
-    return store.write(
-        offset,
-        LOGITS,
-        drawn.log_normalizer,
-        drawn.row_max,
-        threshold=drawn.threshold,
-        ids=ids,
-        positions=POSITIONS,
-        sampling=SAMPLING,
-        slots=slots,
-    )
+    given = dict(ids=ids, positions=POSITIONS, sampling=SAMPLING, slots=slots)
+    return store.write(offset, LOGITS, drawn, **given)
 
 
 @jax.jit
@@ -133,8 +124,9 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
 
 
 def write(ids: Any, own_ids: bool) -> None:
+    drawn = sd.DraftSample(*[jnp.zeros(BATCH)] * 3)
     sd.DraftStore.create(BATCH, K, C, own_ids=own_ids).write(
-        0, LOGITS, *[jnp.zeros(BATCH)] * 2, ids=ids, positions=POSITIONS, sampling=SAMPLING
+        0, LOGITS, drawn, ids=ids, positions=POSITIONS, sampling=SAMPLING
     )
 
 

@@ -42,8 +42,9 @@ def empty(slots: int = SLOTS, dtype: Any = jnp.float32) -> sd.DraftStore:
 def write(
     store, offset, logits, normalizer, row_max, positions, sampling, slots=None, threshold=None
 ):
-    given = dict(positions=positions, sampling=sampling, slots=slots, threshold=threshold)
-    return store.write(offset, logits, normalizer, row_max, **given)
+    drawn = sd.DraftSample(positions, normalizer, row_max, threshold)  # its ids are not read
+    given = dict(positions=positions, sampling=sampling, slots=slots)
+    return store.write(offset, logits, drawn, **given)
 
 
 @jax.jit
@@ -424,8 +425,7 @@ def test_writing_and_evicting_touch_only_what_they_change(slots):
         store = store.write(
             offset,
             rows,
-            jnp.zeros((batch,)),
-            jnp.zeros((batch,)),
+            sd.DraftSample(places, *[jnp.zeros((batch,))] * 2),
             positions=places,
             sampling=sd.SamplingParams(temperature),
             slots=where,
@@ -472,6 +472,7 @@ def test_verification_reads_the_store_in_place():
 
 
 ROW = (zeros((SLOTS, NARROW)), zeros((SLOTS,)), zeros((SLOTS,)))
+DRAWN = sd.DraftSample(zeros((SLOTS,), jnp.int32), *ROW[1:])
 ALL = dict(positions=zeros((SLOTS,), jnp.int32), sampling=at(*[1.0] * SLOTS))
 DRAFTS = sd.Drafts.from_flat(zeros((FLAT,), jnp.int32), i32([0] * SLOTS))
 TWO = zeros((2,))
@@ -482,8 +483,12 @@ def create(*sizes: Any) -> Any:
 
 
 def writing(dtype: Any = jnp.float32, **changes: Any) -> Any:
-    row = dict(zip(("logits", "log_normalizer", "row_max"), ROW, strict=True))
+    row = {"logits": ROW[0], "drawn": DRAWN}
     return lambda: empty(dtype=dtype).write(0, **row | ALL | changes)
+
+
+def storing(**changes: Any) -> Any:
+    return writing(drawn=DRAWN._replace(**changes))
 
 
 def attaching(**changes: Any) -> Any:
@@ -498,9 +503,11 @@ ERRORS = [
     (create(1, K, NARROW, jnp.int32), TypeError, "dtype"),
     (writing(jnp.bfloat16), TypeError, "logits"),  # not rounded
     (writing(logits=zeros((SLOTS, VOCAB))), ValueError, "logits"),
-    (writing(log_normalizer=TWO), ValueError, "log_normalizer"),
-    (writing(row_max=TWO), ValueError, "row_max"),
-    (writing(threshold=TWO), ValueError, "threshold"),
+    (writing(drawn=ROW[1]), TypeError, "drawn"),  # a number of the row alone
+    (storing(log_normalizer=TWO), ValueError, r"drawn\.log_normalizer"),
+    (storing(row_max=TWO), ValueError, r"drawn\.row_max"),
+    (storing(threshold=TWO), ValueError, r"drawn\.threshold"),
+    (storing(log_normalizer=None), TypeError, r"drawn\.log_normalizer"),
     (writing(positions=i32([1])), ValueError, "positions"),
     (writing(sampling=at(1.0)), ValueError, r"sampling\.temperature"),
     (writing(slots=i32([[1]])), ValueError, "slots"),

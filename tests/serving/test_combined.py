@@ -45,14 +45,10 @@ class Forced(lm.Drafter):
         last = jnp.take_along_axis(context.token_ids, context.lengths[:, None] - 1, axis=1)
         for offset in range(context.config.num_speculative_tokens):
             logits = TEMPERATURE * jnp.log(jnp.asarray(DRAFT, jnp.float32))[last[:, 0]]
-            store = store.write(
-                offset,
-                logits,
-                jax.nn.logsumexp(logits / TEMPERATURE, axis=1),
-                jnp.zeros(last.shape[0]),
-                positions=context.lengths,
-                sampling=context.sampling,
-            )
+            normalizer = jax.nn.logsumexp(logits / TEMPERATURE, axis=1)
+            drawn = sd.DraftSample(params[:, offset], normalizer, jnp.zeros(last.shape[0]))
+            given = dict(positions=context.lengths, sampling=context.sampling)
+            store = store.write(offset, logits, drawn, **given)
             last = params[:, offset, None]
         return lm.Proposal(params[:, : context.config.num_speculative_tokens], store), cache
 

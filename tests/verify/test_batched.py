@@ -193,7 +193,7 @@ EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "DraftStore.write": (
         lambda store, logits: store.write(
-            1, logits, zeros(B), zeros(B), positions=POSITIONS, sampling=SAMPLING
+            1, logits, sd.DraftSample(*[zeros(B)] * 3), positions=POSITIONS, sampling=SAMPLING
         ),
         (STORE, LOGITS),
     ),

@@ -186,7 +186,8 @@ def test_what_stands_around_the_verifier_takes_no_requests(n: int) -> None:
         store = sd.DraftStore.create(num_slots=2, num_speculative_tokens=K, vocab_size=V)
         attached = store.attach(drafts(n), **given)
         fallbacks = sd.count_fallbacks(attached, sampling=SAMPLING)
-        return store, store.write(0, rows[:0], empty, empty, **given), attached, fallbacks
+        drawn = sd.DraftSample(NOBODY, empty, empty)
+        return store, store.write(0, rows[:0], drawn, **given), attached, fallbacks
 
     def counted() -> Any:
         counters = sd.AcceptanceCounters.create(K)

@@ -84,10 +84,11 @@ def step(store, keys, sampling, last, positions, *, q_unfiltered, bonus_row_unma
         )
         relative = (logits - drawn.row_max[:, None]) / sampling.temperature[:, None]
         unfiltered = jax.nn.logsumexp(relative, axis=1)
-        threshold = jnp.where(q_unfiltered, -jnp.inf, drawn.threshold)
-        normalizer = jnp.where(q_unfiltered, unfiltered, drawn.log_normalizer)
-        given = dict(threshold=threshold, positions=positions, sampling=sampling)
-        store = store.write(offset, logits, normalizer, drawn.row_max, **given)
+        claimed = drawn._replace(
+            log_normalizer=jnp.where(q_unfiltered, unfiltered, drawn.log_normalizer),
+            threshold=jnp.where(q_unfiltered, -jnp.inf, drawn.threshold),
+        )
+        store = store.write(offset, logits, claimed, positions=positions, sampling=sampling)
         ids.append(drawn.token_ids)
         before.append(drawn.token_ids)
     context = jnp.stack(before, axis=1)

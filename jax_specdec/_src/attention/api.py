@@ -10,12 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import LOGITS, Sizes, check_array, check_choice, check_int, require
+from jax_specdec._src.arrays import (
+    LOGITS,
+    Sizes,
+    as_int32,
+    check_array,
+    check_choice,
+    check_int,
+    require,
+)
 from jax_specdec._src.attention import xla
 from jax_specdec._src.attention.arrays import AttentionArrays
 from jax_specdec._src.blocks import explicit_place
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.tree import MAX_VISIBLE
+from jax_specdec._src.types import Integers
 from jax_specdec._src.verify.mosaic_gpu import support
 
 AttentionImplementation = Literal["xla", "mosaic_gpu"]
@@ -41,7 +50,7 @@ def decode_attention(
     query: jax.Array | np.ndarray,
     keys: jax.Array | np.ndarray,
     values: jax.Array | np.ndarray,
-    start: jax.Array | np.ndarray,
+    start: Integers,
     *,
     visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
@@ -90,9 +99,9 @@ def decode_attention(
       ``[B, S, N, D]``, of the dtype of `query`.
 
     Raises:
-      TypeError: an argument of another dtype.
-      ValueError: shapes that do not fit, a cache without room, `visible` for more than 64 rows, or
-        a window below 1.
+      TypeError: an argument of another dtype, or `start` not integers.
+      ValueError: shapes that do not fit, a `start` out of the range of int32, a cache without
+        room, `visible` for more than 64 rows, or a window below 1.
       NotImplementedError: "mosaic_gpu" was named and does not serve the call; the message says why.
 
     Example:
@@ -109,7 +118,7 @@ def decode_attention(
     dtype = query.dtype
     check_array("keys", keys, f"[G, D, T] {dtype}", sizes)
     check_array("values", values, f"[G, T, D] {dtype}", sizes)
-    check_array("start", start, "[B] int32", sizes)
+    start = as_int32("start", start, "[B]", sizes)
     batch_size, num_rows, num_heads, heads = (sizes[letter] for letter in "BSNG")
     must = f"have B * Nkv heads, for B = {batch_size} and N = {num_heads} query heads"
     is_empty = 0 in query.shape  # it reads nothing
@@ -136,7 +145,7 @@ def decode_attention(
         query=jnp.asarray(query),
         keys=jnp.asarray(keys),
         values=jnp.asarray(values),
-        start=jnp.asarray(start),
+        start=start,
         visible=visible,
     )
     static = AttentionStatic(

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import as_positions, check_array, check_choice
+from jax_specdec._src.arrays import as_positions, check_array, check_choice, check_positions
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import Stream, check_keys, uniforms
 from jax_specdec._src.platform import Platform, traced_for_platform
@@ -94,7 +94,7 @@ def sample_draft_tokens(
     Raises:
       TypeError: `keys` are not typed keys of two or four words, `positions` not integers, or `ids`
         not int32.
-      ValueError: `ids` of another shape.
+      ValueError: `positions` or `ids` of another shape.
       NotImplementedError: the named implementation cannot serve this call.
 
     Example:
@@ -113,6 +113,7 @@ def sample_draft_tokens(
         raise NotImplementedError(why_not)
     logits = jnp.asarray(logits)
     sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
+    check_positions(positions, {"B": logits.shape[0]})
     takes_argmax = config is not None and config.draft_sample_method == "greedy"
     shares_noise = config is not None and config.rejection_sample_method == "agreement"
     offset = jnp.asarray(offset, jnp.int32)

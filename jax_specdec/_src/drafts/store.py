@@ -15,14 +15,23 @@ from jax_specdec._src.arrays import (
     as_positions,
     check_array,
     check_int,
+    check_positions,
     check_type,
     checked_dtype,
     pytree,
     require,
 )
 from jax_specdec._src.config import check_num_speculative_tokens
+from jax_specdec._src.drafts.sample import DraftSample
 from jax_specdec._src.sampling import Filter, SamplingParams, per_request
-from jax_specdec._src.types import Array, DraftDistribution, DraftLogits, Drafts, Integers
+from jax_specdec._src.types import (
+    ROW_NUMBERS,
+    Array,
+    DraftDistribution,
+    DraftLogits,
+    Drafts,
+    Integers,
+)
 from jax_specdec._src.verify.requests import usable_normalizers
 
 _EVICTED = -1
@@ -76,9 +85,7 @@ class DraftStore:
       >>> keys, positions = jax.random.split(jax.random.key(0), 2), jnp.array([7, 3])
       >>> drawn = sd.sample_draft_tokens(
       ...     logits, sampling=sampling, keys=keys, positions=positions, offset=0)
-      >>> store = store.write(
-      ...     0, logits, drawn.log_normalizer, drawn.row_max, threshold=drawn.threshold,
-      ...     positions=positions, sampling=sampling)
+      >>> store = store.write(0, logits, drawn, positions=positions, sampling=sampling)
       >>> drafts = sd.Drafts.from_flat(drawn.token_ids[jnp.array([1, 0, 0])], jnp.array([1, 1, 1]))
       >>> drafts = store.attach(
       ...     drafts, slots=jnp.array([1, 0, -1]), positions=jnp.array([3, 7, 9]),
@@ -158,26 +165,22 @@ class DraftStore:
         self,
         offset: jax.Array | int,
         logits: jax.Array,
-        log_normalizer: jax.Array,
-        row_max: jax.Array,
+        drawn: DraftSample,
         *,
-        threshold: jax.Array | None = None,
         ids: jax.Array | None = None,
         positions: Integers,
         sampling: SamplingParams,
         slots: jax.Array | None = None,
     ) -> DraftStore:
-        """Store the rows that draft `offset` of each request was sampled from.
+        """Stores the rows that draft `offset` of each request was sampled from.
 
         Rows of greedy requests are marked as not valid, because their q is never read.
 
         Args:
           offset: ``[]`` int32 in [0, K), index of the draft in the step.
           logits: ``[B, Vd]`` in the stored dtype: the very array that `sample_draft_tokens` got.
-          log_normalizer: ``[B]`` float32, from `sample_draft_tokens`.
-          row_max: ``[B]`` float32, from there too: what `log_normalizer` is relative to. See
-            `DraftLogits` before you give zeros.
-          threshold: ``[B]`` float32, from there too; None if nothing was left out.
+          drawn: what `sample_draft_tokens` returned for them. Its token ids are not looked at. A
+            sampler of your own makes a `DraftSample`; see `DraftLogits` for the numbers of a row.
           ids: ``[B, C]`` int32, the ids of each row, if rows list their own ids; else None.
           positions: ``[B]`` int32, absolute position of the step's first draft.
           sampling: per-request parameters.
@@ -188,19 +191,21 @@ class DraftStore:
           The new store. Under jit, with this one donated, it has the same buffers.
 
         Raises:
-          TypeError: `logits` have another dtype (rounding them after sampling would change q), or
-            `ids` are not int32.
+          TypeError: `logits` have another dtype (rounding them after sampling would change q),
+            `drawn` is not a `DraftSample`, or one of greedy drafts, or `ids` are not int32.
           ValueError: shapes that do not fit; `ids` missing, or given for rows that have none.
         """
+        check_type("drawn", drawn, DraftSample, hint="pass what sample_draft_tokens returned")
         batch = self._batch(slots)
-        if threshold is None:
-            threshold = jnp.full((batch,), -jnp.inf, jnp.float32)
-        rows = dict(
-            logits=logits, log_normalizer=log_normalizer, row_max=row_max, threshold=threshold
-        )
         sizes = {"B": batch, "Vd": self.logits.shape[1]}
-        for name, x in rows.items():
-            check_array(name, x, "[B, Vd]" if name == "logits" else "[B]", sizes)
+        check_array("logits", logits, "[B, Vd]", sizes)
+        numbers = {name: getattr(drawn, name) for name in ROW_NUMBERS}
+        if drawn.threshold is None:
+            numbers["threshold"] = jnp.full((batch,), -jnp.inf, jnp.float32)
+        for name, x in numbers.items():
+            hint = "a greedy draft has no q to store" if x is None else None
+            check_array(f"drawn.{name}", x, "[B]", sizes, hint)
+        rows = {"logits": logits, **numbers}
         is_stored, must = logits.dtype == self.logits.dtype, f"be of {self.logits.dtype}"
         require(is_stored, "logits", must, logits, "round them before sampling", TypeError)
         sampling, positions = _of_requests(sampling, positions, sizes)
@@ -391,6 +396,6 @@ def _of_requests(
 ) -> tuple[SamplingParams, Array]:
     """Parameters and positions of B requests as arrays, whose shapes are checked."""
     sampling, positions = per_request(sampling, sizes["B"]), as_positions(positions)
-    check_array("positions", positions, "[B]", sizes)
+    check_positions(positions, sizes)
     check_array("sampling.temperature", sampling.temperature, "[B]", sizes)
     return sampling, positions

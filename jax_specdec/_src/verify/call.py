@@ -16,6 +16,7 @@ from jax_specdec._src.arrays import (
     check_array,
     check_int,
     check_listed,
+    check_positions,
     check_tree,
     check_type,
     known_values,
@@ -252,7 +253,7 @@ def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig) -> None:
     """
     if isinstance(noise, tuple):
         check_keys("keys", noise[0], sizes)
-        check_array("positions", noise[1], "[B] int32", sizes)
+        check_positions(noise[1], sizes)
         return
     v = sizes["V"]
     draws_every_row = rule_of(config).draws_every_row

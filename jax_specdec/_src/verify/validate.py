@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import as_positions, check_array, check_entries, require
+from jax_specdec._src.arrays import as_positions, check_entries, check_positions, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SamplingParams
@@ -84,7 +84,7 @@ def validate(
         check_keys("keys", keys, {"B": batch})
     at = None if positions is None else np.asarray(as_positions(positions))
     if at is not None:
-        check_array("positions", at, "[B] int32", {"B": batch})
+        check_positions(at, {"B": batch})
     owned = check_requests(arrays, at, static)
 
     # Target rows that active requests own: one for each draft, and the bonus row.

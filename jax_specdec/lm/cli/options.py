@@ -278,7 +278,7 @@ _HELP = {
         and in serve with --draft ngram, suffix or none)""",
     "--tree": f"""verify trees of N nodes, the newest token and N - 1 drafts, and paths of at most K
         drafts, where --draft is {_TREES}; 2 to 64 (default: chains of K drafts)""",
-    "--acceptance-length": "synthetic: mean tokens per step, 1 to K+1",
+    "--acceptance-length": "synthetic: mean tokens of a step with K drafts, 1 to K+1",
     "--acceptance-rates": """synthetic: K rates, not increasing; rate i is P(drafts 0..i all
         accepted)""",
     "--draft-sample-method": "how the draft model picks tokens at temperature > 0",

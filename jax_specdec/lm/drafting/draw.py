@@ -220,13 +220,10 @@ def _draw(
         ids=columns,
     )
     if store is not None and drawn.log_normalizer is not None:
-        assert drawn.row_max is not None
         store = store.write(
             place,
             logits,
-            drawn.log_normalizer,
-            drawn.row_max,
-            threshold=drawn.threshold,
+            drawn,
             ids=columns if store.has_own_ids else None,
             positions=requests.positions,
             sampling=requests.sampling,
