@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from jax_specdec import adapters, grammar, testing
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.attention.api import decode_attention
+from jax_specdec._src.attention.cache import move_rows, write_cache
 from jax_specdec._src.config import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
@@ -80,6 +81,7 @@ __all__ = [
     "decode_attention",
     "grammar",
     "lm",
+    "move_rows",
     "pack_drafts",
     "parse_output",
     "plan_drafts",
@@ -91,6 +93,7 @@ __all__ = [
     "truncate",
     "unconditional_to_conditional_rates",
     "validate",
+    "write_cache",
 ]
 
 if not TYPE_CHECKING:  # else every name would be one, to a type checker

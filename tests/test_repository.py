@@ -24,7 +24,7 @@ from jax_specdec import lm
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_specdec"
 PUBLIC = (jax_specdec, jax_specdec.grammar, jax_specdec.testing, lm, lm.formats, lm.models)
-MAX_NAMES = 45  # of `import jax_specdec`
+MAX_NAMES = 47  # of `import jax_specdec`
 MOST_LINES = {"below": 22_150, "lm": 18_500}  # of each floor
 LONG_FILE = 800  # lines from which on a file is warned about
 

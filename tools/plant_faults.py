@@ -385,7 +385,7 @@ def _(right, self, params, rows, *args):
     return right(self, params, rows._replace(start=rows.start + 1), *args)
 
 
-@fault("a path of a tree is not kept", "lm.models.cache:move_in_cache", "models/test_tree_pass.py")
+@fault("a path of a tree is not kept", "_src.attention.cache:move_rows", "models/test_tree_pass.py")
 def _(right, cache, start, path):
     return cache
 
@@ -542,7 +542,7 @@ def _(right, model, params, groups, *rest):
 
 @fault(
     "drafts of a request that reads its prompt are written over the prompt",
-    "lm.models.cache:write_cache",
+    "_src.attention.cache:write_rows",
     "models/test_prompt_rows.py",
 )
 def _(right, layer, key, value, places, requests=None):

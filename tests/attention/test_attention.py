@@ -250,7 +250,7 @@ def test_the_kernel_keeps_nan_to_those_who_see_it_on_a_gpu() -> None:
 @pytest.mark.parametrize("name", ["a level of a tree", "a tree, split"])
 def test_bits_mean_the_same_whether_they_are_constants_or_not(name: str) -> None:
     """Constants that name the new rows alone let the kernel end with these."""
-    (query, keys, values, start, visible), wanted, _ = made(CASES[name], np.float32)
+    (query, keys, values, start, visible, _), wanted, _ = made(CASES[name], np.float32)
     given = query, keys, values, start
     for attend in (
         functools.partial(sd.decode_attention, visible=visible),
@@ -302,12 +302,12 @@ GOOD: dict[str, Any] = {
         (
             {"keys": np.zeros((4, 7, 16), np.float32)},
             ValueError,
-            r"keys must be an array \[G, D, T\]",
+            r"keys must be an array \[B\*Nkv, D, T\]",
         ),
         (
             {"values": np.zeros((4, 8, 16), np.float32)},
             ValueError,
-            r"values must be an array \[G, T, D\]",
+            r"values must be an array \[B\*Nkv, T, D\] = \[4, 16, 8\]",
         ),
         ({"start": np.zeros((3,), np.int32)}, ValueError, r"start must be an array \[B\] = \[2\]"),
         ({"start": np.zeros((2,), np.float32)}, TypeError, "start must be integers, but"),

@@ -163,7 +163,7 @@ def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it
         jax.jit(head.write_context),
         jax.jit(functools.partial(run_block, head), static_argnames="num_drafts"),
     )
-    # `write_cache` keeps values finite, and keys of those that are not are NaN.
+    # `write_rows` keeps values finite, and keys of those that are not are NaN.
     cache = [
         (jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9))
         for keys, values in head.init_cache(2, 12)

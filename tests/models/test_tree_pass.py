@@ -268,8 +268,8 @@ def test_trees_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"start": np.zeros(3, np.int32)}, ValueError, r"path must .*\[B, P\] = \[3"),
-        ({"start": np.zeros(2, np.float32)}, TypeError, "start must .*int32"),
+        ({"start": np.zeros(3, np.int32)}, ValueError, r"path must .*\[B, J\] = \[3"),
+        ({"start": np.zeros(2, np.float32)}, TypeError, "start must .*int"),
         ({"path": np.zeros(2, np.int32)}, ValueError, r"path must .*\[B, P\]"),
         ({"path": np.zeros((2, 3), np.float32)}, TypeError, "path must .*int32"),
         ({"path": np.zeros((2, 9), np.int32)}, ValueError, "path must have at most 8 tokens"),

@@ -21,6 +21,7 @@ from jax_specdec._src.arrays import (
 )
 from jax_specdec._src.attention import xla
 from jax_specdec._src.attention.arrays import AttentionArrays
+from jax_specdec._src.attention.cache import check_cache, room_of
 from jax_specdec._src.blocks import explicit_place
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.tree import MAX_VISIBLE
@@ -52,6 +53,7 @@ def decode_attention(
     values: jax.Array | np.ndarray,
     start: Integers,
     *,
+    pages: jax.Array | np.ndarray | None = None,
     visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
     finite_cache: bool = False,
@@ -78,9 +80,13 @@ def decode_attention(
 
     Args:
       query: ``[B, S, N, D]`` float32, bfloat16 or float16.
-      keys: ``[B * Nkv, D, T]``, of the dtype of `query`.
-      values: ``[B * Nkv, T, D]``, of the dtype of `query`.
+      keys: of the dtype of `query`: ``[B * Nkv, D, T]``, ``[B, T, Nkv, D]``, or with `pages`
+        ``[P, page, Nkv, D]``.
+      values: likewise; beside the first, ``[B * Nkv, T, D]``.
       start: ``[B]`` int32, tokens that were in the cache before the new rows.
+      pages: ``[B, L]`` int32: position t of request b is row ``t % page`` of page ``pages[b, t //
+        page]``, and T is ``L * page``. Requests may share pages. Entries of positions that no row
+        sees are not looked at, whatever they hold.
       visible: ``[S, 2]`` or ``[B, S, 2]`` uint32, for S of at most 64: bit ``j % 32`` of word
         ``j // 32`` says whether the row sees position ``start[b] + j``, for j from 0 to 63,
         whatever S is. A tree sets the bits of a row's ancestors and its own; a block that sees all
@@ -90,7 +96,7 @@ def decode_attention(
       window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
         with `visible`, no row sees one up to ``start[b] - window``. None for all positions.
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
-        check; a row that is may then make others NaN.
+        check; a row that is may then make others NaN. `write_cache` keeps values so.
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
         that each request has; "xla", whose cost follows T; None for the kernel where it serves the
         call (bfloat16 and float16, D of 64 or 128, T a multiple of 64) and the cache is not small.
@@ -116,17 +122,16 @@ def decode_attention(
     sizes: Sizes = {}
     check_array("query", query, f"[B, S, N, D] {LOGITS}", sizes)
     dtype = query.dtype
-    check_array("keys", keys, f"[G, D, T] {dtype}", sizes)
-    check_array("values", values, f"[G, T, D] {dtype}", sizes)
+    check_cache(keys, values, pages, str(dtype), sizes)
     start = as_int32("start", start, "[B]", sizes)
-    batch_size, num_rows, num_heads, heads = (sizes[letter] for letter in "BSNG")
+    batch_size, num_rows, num_heads, num_kv = (sizes[name] for name in ("B", "S", "N", "Nkv"))
     must = f"have B * Nkv heads, for B = {batch_size} and N = {num_heads} query heads"
+    if np.ndim(keys) == 4:
+        must = f"have a number of heads Nkv that divides N = {num_heads}"
     is_empty = 0 in query.shape  # it reads nothing
-    fits = is_empty
-    if heads:
-        fits = batch_size > 0 and heads % batch_size == 0 and num_heads % (heads // batch_size) == 0
-    require(fits, "keys", must, keys)
-    require(is_empty or sizes["T"], "keys", "have room for a position", keys)
+    require(is_empty or (num_kv and num_heads % num_kv == 0), "keys", must, keys)
+    has_room = is_empty or sizes["T"]
+    require(has_room, "pages" if sizes.get("L") == 0 else "keys", "have room for a position", keys)
     num_visible = MAX_VISIBLE
     if visible is not None:
         check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
@@ -147,6 +152,7 @@ def decode_attention(
         values=jnp.asarray(values),
         start=start,
         visible=visible,
+        pages=None if pages is None else jnp.asarray(pages),
     )
     static = AttentionStatic(
         window=window,
@@ -208,14 +214,19 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
 
 def _is_small(arrays: AttentionArrays) -> bool:
     """Whether XLA takes less time, because it launches less; measured on an H100."""
-    (batch_size, num_rows), room = arrays.query.shape[:2], arrays.keys.shape[-1]
+    batch_size, num_rows = arrays.query.shape[:2]
+    room = room_of(arrays.keys, arrays.pages)
     least = 4097 if num_rows == 1 else 4096  # XLA reads less for a row than for several
     return batch_size * room < least or (num_rows == 1 and room <= 512)
 
 
 def _unserved(arrays: AttentionArrays) -> str | None:
     """Why the kernel does not serve a call, as the end of a sentence; None if it does."""
-    query, (head_dim, room) = arrays.query, arrays.keys.shape[-2:]
+    query = arrays.query
+    head_dim = query.shape[-1]
+    room = room_of(arrays.keys, arrays.pages)
+    if arrays.keys.ndim == 4:
+        return "takes keys [B * Nkv, D, T], but they are [B, T, Nkv, D] or pages"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, but query is {query.dtype}"
     if head_dim not in (64, 128):

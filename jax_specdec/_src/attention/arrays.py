@@ -12,10 +12,11 @@ class AttentionArrays(NamedTuple):
 
     Attributes:
       query: ``[B, S, N, D]``.
-      keys: ``[B * Nkv, D, T]``.
-      values: ``[B * Nkv, T, D]``.
+      keys: of one of the three layouts of `cache`.
+      values: of the same.
       start: ``[B]`` int32.
       visible: ``[B, S, 2]`` uint32, or None for a chain.
+      pages: ``[B, L]`` int32, or None where the layout is not that of pages.
     """
 
     query: jax.Array
@@ -23,3 +24,4 @@ class AttentionArrays(NamedTuple):
     values: jax.Array
     start: jax.Array
     visible: jax.Array | None = None
+    pages: jax.Array | None = None

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.attention.arrays import AttentionArrays
+from jax_specdec._src.attention.cache import heads_first
 
 
 def attend(
     arrays: AttentionArrays, *, window: int | None, finite_cache: bool, num_visible: int
 ) -> jax.Array:
     """Returns ``[B, S, N, D]``; see `api.decode_attention` and `api.AttentionStatic`."""
-    keys = arrays.keys
-    values = arrays.values
+    keys, values = heads_first(arrays.keys, arrays.values, arrays.pages)
     batch_size, num_rows, num_heads, head_dim = arrays.query.shape
     num_kv = keys.shape[0] // batch_size
     room = keys.shape[2]

@@ -31,8 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.arrays import check_array, check_int, require
+from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.tree import MAX_VISIBLE, TreeRows
-from jax_specdec.lm.models.cache import Pass, check_length, check_rows, write_cache
+from jax_specdec.lm.models.cache import Pass, check_length, check_rows
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.layers import (
     LayerAttend,
@@ -288,7 +289,7 @@ class BlockHead(DraftHead):
         positions = start[:, None] + jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
         pairs = self.context(params, features, positions)
         return [
-            write_cache(layer, key, value, positions)
+            write_rows(layer, key, value, positions)
             for layer, (key, value) in zip(cache, pairs, strict=True)
         ]
 

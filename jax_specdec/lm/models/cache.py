@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src.arrays import Sizes, check_array, require
 from jax_specdec._src.attention.api import decode_attention
+from jax_specdec._src.attention.cache import write_rows
 from jax_specdec.lm.models.protocol import Cache, Rows
 
 Layer = tuple[jax.Array, jax.Array]
@@ -116,7 +117,7 @@ class Pass(NamedTuple):
           layer: changed in place if it is donated.
           window: as for `decode_attention`.
         """
-        layer = write_cache(layer, key, value, self.places, self.requests)
+        layer = write_rows(layer, key, value, self.places, self.requests)
         num_kv_heads = key.shape[2]
         reads = []
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
@@ -128,7 +129,7 @@ class Pass(NamedTuple):
                 rows.start,
                 visible=rows.visible,
                 window=window,
-                finite_cache=True,  # `write_cache` keeps values so
+                finite_cache=True,  # `write_rows` keeps values so
             )
             reads.append(read)
         if len(reads) == 1:
@@ -152,82 +153,6 @@ def _of_slots(cache: jax.Array, num_kv_heads: int, slots: jax.Array | None) -> j
     each = cache.reshape(-1, num_kv_heads, *cache.shape[1:])
     # [B, N_kv, ..] -> [G, N_kv, ..] -> [G N_kv, ..]
     return each.at[slots].get(mode="clip").reshape(-1, *cache.shape[1:])
-
-
-def write_cache(
-    layer: Layer,
-    key: jax.Array,
-    value: jax.Array,
-    places: jax.Array,
-    requests: jax.Array | None = None,
-) -> Layer:
-    """Returns a layer with the key and value of rows written into it, in place.
-
-    Values are finite in it: where one is not, it is written as 0 and its key as NaN, so that those
-    who see it become NaN and all others, such as the next request in its slot, do not.
-
-    Args:
-      layer: as in `Layer`.
-      key: ``[G, S, N_kv, D]``.
-      value: as `key`.
-      places: ``[G, S]`` int32, positions of the cache. With `requests`, one past the end is not
-        written; without, there is none.
-      requests: int32 of a shape that broadcasts to ``[G, S]``; None: row g is of request g.
-    """
-    keys, values = layer
-    # [G, S, N_kv, D] -> [G, S, N_kv, 1]
-    is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)
-    key = jnp.where(is_finite, key, jnp.nan)
-    value = jnp.where(is_finite, value, 0)
-    num_kv_heads = key.shape[2]
-    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
-    new_keys = keys.reshape(-1, num_kv_heads, *keys.shape[1:])
-    new_values = values.reshape(-1, num_kv_heads, *values.shape[1:])
-    # A prompt may come twice, and what is past the end is not written; one row of each request of
-    # the cache is neither, which saves a scatter its checks.
-    is_plain = requests is None
-    mode = "promise_in_bounds" if is_plain else "drop"
-    if requests is None:
-        requests = jnp.arange(key.shape[0])[:, None]  # [B, 1]
-    # The axes of indices with slices between them come first: [G, S, N_kv, D], as in `key`.
-    new_keys = new_keys.at[requests, :, :, places].set(key, mode=mode, unique_indices=is_plain)
-    new_values = new_values.at[requests, :, places].set(value, mode=mode, unique_indices=is_plain)
-    # -> [B N_kv, D, T] and [B N_kv, T, D]
-    return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
-
-
-def move_in_cache(layer: Layer, start: jax.Array, path: jax.Array) -> Layer:
-    """Returns a layer in which ``start[b] + j`` holds what ``start[b] + path[b, j]`` held before.
-
-    Args:
-      layer: as in `Layer`, changed in place.
-      start: ``[B]`` int32.
-      path: ``[B, P]`` int32; nothing is moved to ``start[b] + j`` where it is negative.
-    """
-    keys, values = layer
-    batch_size, length = path.shape
-    head_dim, room = keys.shape[1:]
-    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
-    new_keys = keys.reshape(batch_size, -1, head_dim, room)
-    new_values = values.reshape(batch_size, -1, room, head_dim)
-    requests = jnp.arange(batch_size)[:, None]
-    index = jnp.arange(length, dtype=jnp.int32)[None, :]
-    # [B, P]: where each entry is, and where it goes. What is not moved goes past the end, to a
-    # place of its own, and is dropped.
-    source = start[:, None] + path
-    target = jnp.where(path < 0, room, start[:, None]) + index
-    # [B, N_kv, D, T] and [B, N_kv, T, D] -> [B, P, N_kv, D]
-    key = new_keys.at[requests, :, :, source].get(mode="clip")
-    value = new_values.at[requests, :, source, :].get(mode="clip")
-    # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
-    # for which it copies the whole cache.
-    key, value, new_keys, new_values = jax.lax.optimization_barrier(
-        (key, value, new_keys, new_values)
-    )
-    new_keys = new_keys.at[requests, :, :, target].set(key, mode="drop", unique_indices=True)
-    new_values = new_values.at[requests, :, target, :].set(value, mode="drop", unique_indices=True)
-    # -> [B N_kv, D, T] and [B N_kv, T, D]
-    return new_keys.reshape(keys.shape), new_values.reshape(values.shape)
 
 
 def check_rows(name: str, rows: Rows, cache: Cache) -> None:

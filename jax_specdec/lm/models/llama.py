@@ -21,8 +21,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import Sizes, check_array, check_increasing, checked_dtype
-from jax_specdec.lm.models.cache import Pass, check_length, check_rows, move_in_cache
+from jax_specdec._src.arrays import check_array, check_increasing, checked_dtype
+from jax_specdec._src.attention.cache import move_rows
+from jax_specdec.lm.models.cache import Pass, check_length, check_rows
 from jax_specdec.lm.models.layers import (
     LayerAttend,
     Regularize,
@@ -176,11 +177,9 @@ class Llama:
           >>> _, cache = jax.jit(model.apply)(params, [rows], cache)
           >>> cache = jax.jit(model.commit)(cache, start, jnp.array([[0, 2]]))  # "hi"
         """
-        sizes: Sizes = {}
-        check_array("start", start, "[B] int32", sizes)
-        check_array("path", path, "[B, P] int32", sizes)
+        check_array("path", path, "[B, P] int32", {})
         check_length("path", path.shape[1], cache)
-        return [move_in_cache(layer, start, path) for layer in cache]
+        return [move_rows(layer, start, path) for layer in cache]
 
     def apply_with(
         self,
