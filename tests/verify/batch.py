@@ -27,6 +27,16 @@ ALMOST_ONE = np.float32(1 - 2.0**-24)
 """The largest uniform."""
 
 
+HALF: Any = dict(dtype="bfloat16", draft_dtype="bfloat16")
+FILTERS: Any = dict(has_filters=True, has_bitmask=True, has_threshold=True)
+"""Fields of layouts that stand together."""
+
+
+def stored(rows: int) -> Any:
+    """Fields of a layout whose rows are permuted in a store."""
+    return dict(store_rows=rows, has_valid=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """What is static about a batch."""

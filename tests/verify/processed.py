@@ -9,36 +9,26 @@ import pytest
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, Layout, Request, Verifier
+from .batch import ALMOST_ONE, FILTERS, HALF, Layout, Request, Verifier, stored
 from .between import ALL, BAD, Between, on, request
 from .suite import BIG, RATES, OracleSuite
 
-EVERYTHING: Any = dict(has_filters=True, has_bitmask=True)
-
+MASKED: Any = dict(has_filters=True, has_bitmask=True)
 PROCESSED = [
-    Layout(
-        vocab=2049,
-        **BIG,
-        **EVERYTHING,
-        kind="logits",
-        dtype="bfloat16",
-        draft_dtype="bfloat16",
-        has_threshold=True,
-    ),
+    Layout(vocab=2049, **BIG, **HALF, **FILTERS, kind="logits"),
     Layout(
         vocab=5000,
         **BIG,
+        **stored(64),
         has_filters=True,
+        has_threshold=True,
         kind="normalized",
         dtype="float16",
         draft_vocab=4097,
         vocab_size=4500,
-        store_rows=64,
-        has_valid=True,
-        has_threshold=True,
     ),
-    Layout(vocab=97, **BIG, **EVERYTHING, block=True, kind="relative", has_threshold=True),
-    Layout(vocab=97, **BIG, **EVERYTHING, rates=RATES, vocab_size=90, has_bonus=True),
+    Layout(vocab=97, **BIG, **FILTERS, block=True, kind="relative"),
+    Layout(vocab=97, **BIG, **MASKED, rates=RATES, vocab_size=90, has_bonus=True),
 ]
 # p of ids 0 to 4, and twice the same weight.
 P = [0.4, 0.2, 0.2, 0.15, 0.05, 0, 0, 0]
@@ -64,7 +54,7 @@ class ProcessedEdges(Between):
     """Named edges; they share a compilation."""
 
     def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:
-        return super().answer(middle, kind="logits", has_threshold=True, **EVERYTHING, **changes)
+        return super().answer(middle, kind="logits", **FILTERS, **changes)
 
     def support(self, p: list[float] = P, **fields: Any) -> set[int]:
         """Which ids come out over a fine grid of noise."""

@@ -15,58 +15,30 @@ import pytest
 
 import jax_specdec as sd
 
-from .batch import Batch, Layout, Request, Verifier, agree, pack, verify
+from .batch import FILTERS, HALF, Batch, Layout, Request, Verifier, agree, pack, stored, verify
 from .between import edge_layout
 from .cases import random_batches, random_request
 
 RATES = (0.9, 0.75, 0.3, 0.1)
 BIG = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
+LONG = dict(num_speculative_tokens=30, num_requests=3, num_drafts=90)
+
+F16 = dict(dtype="float16", draft_dtype="float16")
+CUT = dict(vocab_size=4500, has_active=True)
+NARROW = dict(draft_vocab=4097, has_bonus=True)
 
 # Few layouts, because each compiles; many seeds of each.
 GRID = [
     # Every kind of draft distribution with every dtype, full and narrower, in place and permuted.
     Layout(vocab=97, **BIG),
     Layout(vocab=2049, **BIG, dtype="bfloat16", has_active=True),
-    Layout(
-        vocab=97,
-        num_speculative_tokens=30,
-        num_requests=3,
-        num_drafts=90,
-        kind="probs",
-        draft_vocab=60,
-        store_rows=100,
-        has_valid=True,
-    ),
+    Layout(vocab=97, **LONG, **stored(100), kind="probs", draft_vocab=60),
     Layout(vocab=2048, **BIG, kind="probs", dtype="float16", has_bonus=True, has_active=True),
     Layout(vocab=97, **BIG, kind="logits", draft_dtype="bfloat16"),
-    Layout(
-        vocab=10243,
-        **BIG,
-        kind="logits",
-        dtype="bfloat16",
-        draft_dtype="bfloat16",
-        store_rows=64,
-        has_valid=True,
-    ),
-    Layout(vocab=5000, **BIG, kind="logits", draft_vocab=4097, vocab_size=4500, has_bonus=True),
-    Layout(
-        vocab=2048,
-        **BIG,
-        kind="normalized",
-        dtype="float16",
-        draft_dtype="float16",
-        store_rows=40,
-        has_valid=True,
-    ),
-    Layout(
-        vocab=8195,
-        **BIG,
-        kind="relative",
-        dtype="bfloat16",
-        draft_vocab=6500,
-        vocab_size=4500,
-        has_active=True,
-    ),
+    Layout(vocab=10243, **BIG, **HALF, **stored(64), kind="logits"),
+    Layout(vocab=5000, **BIG, **NARROW, kind="logits", vocab_size=4500),
+    Layout(vocab=2048, **BIG, **F16, **stored(40), kind="normalized"),
+    Layout(vocab=8195, **BIG, **CUT, dtype="bfloat16", kind="relative", draft_vocab=6500),
     # Small numbers of everything.
     Layout(vocab=1, kind="logits", store_rows=12, has_valid=True, has_active=True),
     Layout(vocab=2, num_speculative_tokens=1, num_requests=8, num_drafts=8, kind="probs"),
@@ -75,17 +47,9 @@ GRID = [
     Layout(vocab=97, num_drafts=0, kind="probs", store_rows=5, has_bonus=True),
     # Synthetic.
     Layout(vocab=97, **BIG, rates=RATES, dtype="float16", has_active=True),
-    Layout(vocab=97, **BIG, rates=RATES, kind="probs", store_rows=50, has_valid=True),
+    Layout(vocab=97, **BIG, **stored(50), rates=RATES, kind="probs"),
     Layout(vocab=2049, **BIG, rates=RATES, kind="logits", dtype="bfloat16"),
-    Layout(
-        vocab=5000,
-        **BIG,
-        rates=RATES,
-        kind="normalized",
-        draft_vocab=4097,
-        vocab_size=4999,
-        has_bonus=True,
-    ),
+    Layout(vocab=5000, **BIG, **NARROW, rates=RATES, kind="normalized", vocab_size=4999),
 ]
 OTHERS = [*(GRID[i] for i in (1, 3, 4, 5, 7, 10, 11, 13, 14, 15, 16))]  # slow
 DEFAULT = [
@@ -95,56 +59,31 @@ DEFAULT = [
 ]
 BLOCK = [
     Layout(vocab=97, **BIG, block=True, has_bonus=True, has_active=True),
-    Layout(
-        vocab=5000,
-        **BIG,
-        block=True,
-        kind="logits",
-        dtype="bfloat16",
-        draft_dtype="bfloat16",
-        draft_vocab=4097,
-        vocab_size=4500,
-        has_bonus=True,
-    ),
-    Layout(
-        vocab=2049, **BIG, block=True, kind="probs", draft_vocab=60, store_rows=50, has_valid=True
-    ),
+    Layout(vocab=5000, **BIG, **HALF, **NARROW, block=True, kind="logits", vocab_size=4500),
+    Layout(vocab=2049, **BIG, **stored(50), block=True, kind="probs", draft_vocab=60),
     Layout(
         vocab=10243,
         **BIG,
+        **stored(64),
         block=True,
         kind="normalized",
         dtype="bfloat16",
-        store_rows=64,
-        has_valid=True,
         has_active=True,
     ),
-    Layout(
-        vocab=37, block=True, num_speculative_tokens=30, num_requests=3, num_drafts=90, kind="probs"
-    ),
+    Layout(vocab=37, **LONG, block=True, kind="probs"),
 ]
 AGREEMENT = Layout(
     vocab=5000,
     **BIG,
+    **FILTERS,
+    **CUT,
     agreement=True,
     kind="relative",
-    has_active=True,
-    has_filters=True,
-    has_bitmask=True,
-    has_threshold=True,
     dtype="bfloat16",
-    vocab_size=4500,
     draft_vocab=4097,
 )
 RACE = Layout(
-    vocab=2049,
-    **BIG,
-    race=True,
-    kind="logits",
-    vocab_size=2040,
-    store_rows=50,
-    has_valid=True,
-    has_bonus=True,
+    vocab=2049, **BIG, **stored(50), race=True, kind="logits", vocab_size=2040, has_bonus=True
 )
 
 

@@ -13,7 +13,7 @@ from lower_floor import LocalRows, Rows, Source, Xla, q_of, tiles
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, XLA, Layout, agree, oracle
+from .batch import ALMOST_ONE, FILTERS, XLA, Layout, agree, oracle
 from .cases import random_batch
 from .lists import with_bad_ids, with_ids
 from .positions import source_of_rows
@@ -24,15 +24,14 @@ from .test_xla_all_at_once import all_at_once
 
 BIG: Any = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
 STORED: Any = dict(store_rows=40, has_valid=True, has_active=True)
-EVERYTHING: Any = dict(has_filters=True, has_bitmask=True, has_threshold=True)
 
 GRID = [
     ("map", Layout(vocab=2049, **BIG, **STORED, kind="probs", dtype="bfloat16")),
-    ("map", Layout(vocab=4200, **BIG, **EVERYTHING, kind="logits", vocab_size=4100)),
+    ("map", Layout(vocab=4200, **BIG, **FILTERS, kind="logits", vocab_size=4100)),
     ("map", Layout(vocab=5000, **BIG, kind="relative", block=True, draft_dtype="bfloat16")),
     ("map", Layout(vocab=97, **BIG, kind="probs", rates=RATES, has_bonus=True)),
     ("candidates", Layout(vocab=5000, **BIG, kind="probs", vocab_size=4500, has_bonus=True)),
-    ("candidates", Layout(vocab=4200, **BIG, **EVERYTHING, **STORED, kind="normalized")),
+    ("candidates", Layout(vocab=4200, **BIG, **FILTERS, **STORED, kind="normalized")),
     ("candidates", Layout(vocab=5000, **BIG, kind="logits", block=True, dtype="bfloat16")),
     ("candidates", Layout(vocab=2049, **BIG, kind="logits", rates=RATES, draft_dtype="bfloat16")),
 ]

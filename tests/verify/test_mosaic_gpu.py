@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import itertools
+from typing import Any
 from unittest import mock
 
 import jax
@@ -19,7 +20,7 @@ import jax_specdec as sd
 from jax_specdec import KernelConfig
 
 from . import block_edges, edges, processed, suite
-from .batch import EMPTY, Batch, Layout, Request, agree, check, jitted, pack
+from .batch import EMPTY, FILTERS, HALF, Batch, Layout, Request, agree, check, jitted, pack, stored
 from .cases import cold_batch, random_batch, random_batches
 from .interpret_mode import interpret_gpu_params
 
@@ -41,50 +42,16 @@ LAYOUTS = [
         vocab_size=4100,
         has_bonus=True,
     ),
-    Layout(
-        vocab=4224,
-        **BIG,
-        kind="relative",
-        dtype="bfloat16",
-        draft_dtype="bfloat16",
-        store_rows=30,
-        has_valid=True,
-    ),
+    Layout(vocab=4224, **BIG, **HALF, **stored(30), kind="relative"),
     Layout(vocab=2176, **BIG, kind="normalized", dtype="bfloat16", rates=RATES),
 ]
 BLOCK = [
     Layout(vocab=4224, **BIG, block=True, kind="logits", dtype="bfloat16", draft_vocab=2176),
-    Layout(
-        vocab=4224,
-        **BIG,
-        block=True,
-        kind="normalized",
-        dtype="bfloat16",
-        draft_dtype="bfloat16",
-        has_active=True,
-    ),
+    Layout(vocab=4224, **BIG, **HALF, block=True, kind="normalized", has_active=True),
 ]
 FILTERED = [
-    Layout(
-        vocab=4224,
-        **BIG,
-        has_filters=True,
-        has_bitmask=True,
-        has_threshold=True,
-        kind="logits",
-        dtype="bfloat16",
-        block=True,
-    ),
-    Layout(
-        vocab=4224,
-        **BIG,
-        has_filters=True,
-        has_bitmask=True,
-        has_threshold=True,
-        kind="relative",
-        dtype="bfloat16",
-        draft_dtype="bfloat16",
-    ),
+    Layout(vocab=4224, **BIG, **FILTERS, kind="logits", dtype="bfloat16", block=True),
+    Layout(vocab=4224, **BIG, **FILTERS, **HALF, kind="relative"),
 ]
 
 
@@ -481,15 +448,8 @@ class TestProcessedEdgesOnGpu(processed.ProcessedEdges):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_agrees_with_the_oracle_on_a_large_filtered_vocabulary(dtype):
-    layout = Layout(
-        vocab=128256,
-        **suite.BIG,
-        **processed.EVERYTHING,
-        kind="normalized",
-        dtype=dtype,
-        draft_dtype=dtype,
-        has_threshold=True,
-    )
+    own: Any = dict(kind="normalized", dtype=dtype, draft_dtype=dtype)
+    layout = Layout(vocab=128256, **suite.BIG, **FILTERS, **own)
     agree(random_batches(layout, range(2)), on_gpu)
 
 

@@ -13,7 +13,7 @@ import scipy.special
 import jax_specdec as sd
 from jax_specdec import KernelConfig
 
-from .batch import Batch, Layout, Request, agree, check, pack, verify
+from .batch import HALF, Batch, Layout, Request, agree, check, pack, verify
 from .cases import random_batch, random_request
 from .lists import with_ids
 from .suite import RATES
@@ -194,14 +194,7 @@ def test_gives_the_tokens_of_scattered_rows_on_a_gpu(ids, length, layout):
 @pytest.mark.parametrize(("ids", "length"), [("map", 32000), ("candidates", 32)])
 @pytest.mark.parametrize("block", [False, True])
 def test_gives_the_tokens_of_a_large_vocabulary_on_a_gpu(ids, length, block):
-    layout = Layout(
-        vocab=128256,
-        **BIG,
-        kind="normalized",
-        dtype="bfloat16",
-        draft_dtype="bfloat16",
-        block=block,
-    )
+    layout = Layout(vocab=128256, **BIG, **HALF, kind="normalized", block=block)
     agrees(ids, length, layout, on_gpu, range(3))
 
 

@@ -20,7 +20,7 @@ from measure import collectives
 import jax_specdec as sd
 
 from . import edges, suite
-from .batch import Batch, Layout, agree, check, jitted, pack, verify
+from .batch import FILTERS, HALF, Batch, Layout, agree, check, jitted, pack, verify
 from .cases import random_batch, random_batches, random_request
 
 BIG = suite.BIG
@@ -44,16 +44,7 @@ long, slow = pytest.mark.long, pytest.mark.slow
 
 CUT = Layout(vocab=4104, vocab_size=4099, **BIG, kind="probs", has_bonus=True)
 FILTERED = Layout(
-    vocab=2600,
-    vocab_size=2500,
-    **BIG,
-    has_filters=True,
-    has_bitmask=True,
-    has_threshold=True,
-    kind="relative",
-    draft_vocab=2049,
-    dtype="bfloat16",
-    draft_dtype="bfloat16",
+    vocab=2600, vocab_size=2500, **BIG, **FILTERS, **HALF, kind="relative", draft_vocab=2049
 )
 
 
