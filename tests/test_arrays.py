@@ -57,96 +57,65 @@ def test_a_declared_class_travels_through_export(cls: type) -> None:
 
 # The whole sentence of each checker. Where a function calls it, its own tests name the argument.
 
-BASE, NB = "x must be", {"N": 3, "B": 2}
-SENTENCES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-    (TypeError, f"{BASE} an int, but it is 1.5", lambda: arrays.check_int("x", 1.5)),
-    (TypeError, f"{BASE} an int, but it is True", lambda: arrays.check_int("x", True)),
-    (ValueError, f"{BASE} at least 1, but it is 0", lambda: arrays.check_int("x", 0)),
-    (ValueError, f"{BASE} in [1, 3], but it is 4", lambda: arrays.check_int("x", 4, 1, 3)),
-    (ValueError, f"{BASE} in (0, 1], but it is 0.0", lambda: Range(0, 1, "(]").check("x", 0.0)),
-    (
-        TypeError,
-        f"{BASE} a Drafts, an int or None, but it is 'a': use b",
-        lambda: arrays.check_type("x", "a", sd.Drafts, int, None, hint="use b"),
-    ),
-    (
-        ValueError,
-        f"{BASE} 'a', 'b' or 'c', but it is 'd'",
-        lambda: arrays.check_choice("x", "d", ("a", "b", "c"), str),
-    ),
-    (
-        TypeError,
-        f"{BASE} a str, but it is None",
-        lambda: arrays.check_choice("x", None, ("a", "b", "c"), str),
-    ),
-    (
-        ValueError,
-        f"{BASE} an array [N+B, V] = [5, V] of float32 or bfloat16, but it is an array [4, 7] of "
-        "float32: why",
-        lambda: check_array("x", np.ones((4, 7), "f4"), "[N+B, V] float32 or bfloat16", NB, "why"),
-    ),
-    (
-        TypeError,
-        f"{BASE} an array [B] = [2] of int32, but it is [1, 2]",
-        lambda: check_array("x", [1, 2], "[B] int32", NB),
-    ),
-    (
-        ValueError,
-        f"{BASE} increasing ints, at least one, but it is (8, 8)",
-        lambda: arrays.check_increasing("x", (8, 8), 1),
-    ),
-    (
-        TypeError,
-        "x[1] must be an int, but it is 2.5",
-        lambda: arrays.check_increasing("x", (8, 2.5), 1),
-    ),
-    (
-        ValueError,
-        "x[1] must be at least 0, but it is -3: why",
-        lambda: arrays.check_entries(
+NB, ABC = {"N": 3, "B": 2}, ("a", "b", "c")
+SENTENCES: dict[type[Exception], dict[str, Callable[[], Any]]] = {
+    TypeError: {
+        "x must be an int, but it is 1.5": lambda: arrays.check_int("x", 1.5),
+        "x must be an int, but it is True": lambda: arrays.check_int("x", True),
+        "x must be a Drafts, an int or None, but it is 'a': use b": lambda: arrays.check_type(
+            "x", "a", sd.Drafts, int, None, hint="use b"
+        ),
+        "x must be a str, but it is None": lambda: arrays.check_choice("x", None, ABC, str),
+        "x must be an array [B] = [2] of int32, but it is [1, 2]": lambda: check_array(
+            "x", [1, 2], "[B] int32", NB
+        ),
+        "x[1] must be an int, but it is 2.5": lambda: arrays.check_increasing("x", (8, 2.5), 1),
+        "x must be integers, but it is [2.5]": lambda: arrays.as_int32("x", [2.5]),
+        "x must be floating point, but it is an array [2] of int32": lambda: arrays.as_float32(
+            "x", np.int32([1, 2]), "[B] float32", NB
+        ),
+        "dtype must be a floating dtype, but it is 'float23'": lambda: arrays.checked_dtype(
+            "float23"
+        ),
+        "dtype must be float32 or float16, but it is dtype('int8')": lambda: arrays.checked_dtype(
+            "int8", "float32 or float16"
+        ),
+    },
+    ValueError: {
+        "x must be at least 1, but it is 0": lambda: arrays.check_int("x", 0),
+        "x must be in [1, 3], but it is 4": lambda: arrays.check_int("x", 4, 1, 3),
+        "x must be in (0, 1], but it is 0.0": lambda: Range(0, 1, "(]").check("x", 0.0),
+        "x must be 'a', 'b' or 'c', but it is 'd'": lambda: arrays.check_choice("x", "d", ABC),
+        "x must be an array [N+B, V] = [5, V] of float32 or bfloat16, but it is an array [4, 7] of "
+        "float32: why": lambda: check_array(
+            "x", np.ones((4, 7), "f4"), "[N+B, V] float32 or bfloat16", NB, "why"
+        ),
+        "x must be increasing ints, at least one, but it is (8, 8)": (
+            lambda: arrays.check_increasing("x", (8, 8), 1)
+        ),
+        "x[1] must be at least 0, but it is -3: why": lambda: arrays.check_entries(
             "x[{}]", np.array([0, -3, -4]), [True, False, False], "be at least 0", hint="why"
         ),
-    ),
-    (
-        ValueError,
-        "x[1] must be an id in [0, 5), but it is 7",
-        lambda: arrays.check_listed("x", np.array([2, 7]), 5),
-    ),
-    (
-        ValueError,
-        "x must list each id once, but it is [2, 4, 2]: [2] comes twice",
-        lambda: arrays.check_listed("x", np.array([2, 4, 2]), 5),
-    ),
-    (
-        ValueError,
-        f"{BASE} integers that int32 holds, but it is 2147483648",
-        lambda: arrays.as_int32("x", [5, 2**31]),
-    ),
-    (TypeError, f"{BASE} integers, but it is [2.5]", lambda: arrays.as_int32("x", [2.5])),
-    (
-        ValueError,
-        f"{BASE} an array [B] = [2], but it is an array [] of int32",
-        lambda: arrays.as_int32("x", 5, "[B]", NB),
-    ),
-    (
-        TypeError,
-        f"{BASE} floating point, but it is an array [2] of int32",
-        lambda: arrays.as_float32("x", np.int32([1, 2]), "[B] float32", NB),
-    ),
-    (
-        TypeError,
-        "dtype must be a floating dtype, but it is 'float23'",
-        lambda: arrays.checked_dtype("float23"),
-    ),
-    (
-        TypeError,
-        "dtype must be float32 or float16, but it is dtype('int8')",
-        lambda: arrays.checked_dtype("int8", "float32 or float16"),
-    ),
-]
+        "x[1] must be an id in [0, 5), but it is 7": lambda: arrays.check_listed(
+            "x", np.array([2, 7]), 5
+        ),
+        "x must list each id once, but it is [2, 4, 2]: [2] comes twice": (
+            lambda: arrays.check_listed("x", np.array([2, 4, 2]), 5)
+        ),
+        "x must be integers that int32 holds, but it is 2147483648": (
+            lambda: arrays.as_int32("x", [5, 2**31])
+        ),
+        "x must be an array [B] = [2], but it is an array [] of int32": (
+            lambda: arrays.as_int32("x", 5, "[B]", NB)
+        ),
+    },
+}
 
 
-@pytest.mark.parametrize(("error", "sentence", "check"), SENTENCES)
+@pytest.mark.parametrize(
+    ("error", "sentence", "check"),
+    [(error, *one) for error, sentences in SENTENCES.items() for one in sentences.items()],
+)
 def test_a_refusal_is_one_sentence(
     error: type[Exception], sentence: str, check: Callable[[], Any]
 ) -> None:

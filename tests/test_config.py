@@ -92,6 +92,8 @@ BAD_COUNTS = [
     *((k, TypeError) for k in (True, np.True_, 4.0, NAN, "4", None)),
 ]
 
+BY_LENGTH = dict(synthetic_acceptance_length=2.5)
+BY_RATES = dict(synthetic_acceptance_rates=(0.5, 0.5, 0.5))
 # The name of the argument is that of the last field.
 BAD_CONFIGS: list[tuple[dict[str, object], type[Exception]]] = [
     (dict(rejection_sample_method="strict"), ValueError),
@@ -100,16 +102,9 @@ BAD_CONFIGS: list[tuple[dict[str, object], type[Exception]]] = [
     (dict(draft_sample_method="gumbel"), ValueError),
     (dict(draft_sample_method=1), TypeError),
     (dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=None), ValueError),
-    (
-        dict(
-            rejection_sample_method="synthetic",
-            synthetic_acceptance_length=2.5,
-            synthetic_acceptance_rates=(0.5, 0.5, 0.5),
-        ),
-        ValueError,
-    ),
-    (dict(synthetic_acceptance_rates=(0.5, 0.5, 0.5)), ValueError),
-    (dict(synthetic_acceptance_length=2.5), ValueError),
+    (dict(rejection_sample_method="synthetic", **BY_LENGTH, **BY_RATES), ValueError),
+    (BY_RATES, ValueError),
+    (BY_LENGTH, ValueError),
 ]
 
 # In a list of three; and the entry that is named.
@@ -206,32 +201,27 @@ def test_a_config_survives_a_round_trip_through_json(config: SpecDecodeConfig) -
     assert SpecDecodeConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
+FOUR = {"num_speculative_tokens": 4}
+
+
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
+        ({"draft_sample_metod": 4}, ValueError, "did you mean 'draft_sample_method'"),
+        ({**FOUR, 7: "standard"}, ValueError, "unknown key 7"),
         (
-            {"num_speculative_token": 4},
-            ValueError,
-            "unknown key 'num_speculative_token'; did you mean 'num_speculative_tokens'",
-        ),
-        ({"num_speculative_tokens": 4, 7: "standard"}, ValueError, "unknown key 7"),
-        (
-            {"num_speculative_tokens": 4, "synthetic_acceptance_rate": 0.6},
+            {**FOUR, "synthetic_acceptance_rate": 0.6},
             ValueError,
             "synthetic_acceptance_rate is retired; give synthetic_acceptance_length (for a mean"
             " rate r over all positions, 1 + r * num_speculative_tokens) or"
             " synthetic_acceptance_rates (one unconditional rate per position) instead of 0.6",
         ),
         (
-            {"num_speculative_tokens": 4, "draft_sample_method": "gumbel"},
+            {**FOUR, "draft_sample_method": "gumbel"},
             ValueError,
             "draft_sample_method='gumbel' is retired; give 'probabilistic' instead",
         ),
-        (
-            {"draft_sample_method": "greedy"},
-            ValueError,
-            "values must have the key num_speculative_tokens",
-        ),
+        ({}, ValueError, "values must have the key num_speculative_tokens"),
         ({"num_speculative_tokens": "4"}, TypeError, "num_speculative_tokens must"),
         ([("num_speculative_tokens", 4)], TypeError, "values must"),
         (None, TypeError, "values must"),

@@ -345,50 +345,31 @@ def test_a_plan_by_the_heads_confidences_is_lossless(kind: str) -> None:
 # Mistakes
 
 
-def context(**changes: Any) -> lm.DraftContext:
-    ones = jnp.ones(1, jnp.int32)
-    keys = jax.random.split(jax.random.key(0), 1)
-    return lm.DraftContext(ones[None], ones, sd.SamplingParams(jnp.zeros(1)), keys, CONFIG)
-
-
-def generate(model: Any = TARGET, k: int = K, **given: Any) -> Any:
+def generate(k: int) -> Any:
     config = sd.SpecDecodeConfig(num_speculative_tokens=k)
-    settings = dict(drafter=DRAFTER, draft_params=HEAD_PARAMS, config=config) | given
-    return lm.generate(model, PARAMS, [[1]], **settings)
+    given: Any = dict(drafter=DRAFTER, draft_params=HEAD_PARAMS, config=config)
+    return lm.generate(TARGET, PARAMS, [[1]], **given)
 
 
-MISTAKES = {
-    "no head": (lambda: lm.BlockDrafter("head"), TypeError, "head must be a BlockHead"),
-    "no candidates": (
-        lambda: lm.BlockDrafter(HEAD, num_candidates=0),
-        ValueError,
-        "num_candidates must",
-    ),
-    "more candidates than ids": (
-        lambda: lm.BlockDrafter(HEAD, num_candidates=6),
-        ValueError,
-        "num_candidates must",
-    ),
-    "more drafts than the block has": (
-        lambda: generate(k=6),
-        ValueError,
-        "num_speculative_tokens must be at most 5, the drafts of a block of 5",
-    ),
-    "no features in the context": (
-        lambda: DRAFTER.propose(HEAD_PARAMS, context(), None, None),
-        ValueError,
-        "context must have features",
-    ),
-    "no features for a prompt": (
-        lambda: DRAFTER.prefill(HEAD_PARAMS, None, None),
-        ValueError,
-        "prefill must get features",
-    ),
-}
+def drafter(**fields: Any) -> lm.BlockDrafter:
+    return lm.BlockDrafter(HEAD, **fields)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name: str) -> None:
-    call, error, message = MISTAKES[name]
+MISTAKES: list[tuple[type[Exception], str, Any]] = [
+    (TypeError, "head must be a BlockHead", lambda: lm.BlockDrafter("head")),
+    (ValueError, r"num_candidates must be in \[1, 5\]", lambda: drafter(num_candidates=0)),
+    (ValueError, r"num_candidates must be in \[1, 5\]", lambda: drafter(num_candidates=6)),
+    (ValueError, r"tree_depth must be in \[0, 5\]", lambda: drafter(tree_depth=6)),
+    (TypeError, "tree_depth must", lambda: drafter(tree_depth="3")),
+    (ValueError, "num_speculative_tokens must be at most 5, the drafts", lambda: generate(6)),
+]
+
+
+@pytest.mark.parametrize(("error", "message", "call"), MISTAKES)
+def test_a_mistake_is_told(error: type[Exception], message: str, call: Any) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call()
+
+
+def test_without_features_there_is_nothing_to_draft_from() -> None:
+    loops.check_refuses_no_features(DRAFTER, HEAD_PARAMS)

@@ -14,7 +14,6 @@ import pytest
 from models.weights import random_weights
 from passes import run as run_pass
 
-import jax_specdec as sd
 from jax_specdec import lm
 
 from . import loops
@@ -132,53 +131,44 @@ def apply_layers(*layers: Any) -> Any:
     return run_pass(TARGET, PARAMS, zero[None], zero, TARGET.init_cache(1, 1), layers)
 
 
-def context() -> lm.DraftContext:
-    ones = jnp.ones(1, jnp.int32)
-    keys = jax.random.split(jax.random.key(0), 1)
-    return lm.DraftContext(ones[None], ones, sd.SamplingParams(jnp.zeros(1)), keys, CONFIG)
+def verify_without_draft() -> Any:
+    return ENGINE.verify(PARAMS, ENGINE.init_state(HEAD_PARAMS, PARAMS))
 
 
-MISTAKES = {
-    "a pair": (
-        lambda: generate(Pair(TARGET)),
+MISTAKES: list[tuple[type[Exception], str, Any]] = [
+    (
         TypeError,
         "model must give features, .* Pair.serves says features=False: see CausalModel",
+        lambda: generate(Pair(TARGET)),
     ),
-    "no features": (
-        lambda: generate(NoFeatures(TARGET)),
+    (
         TypeError,
         "model must give features, .* NoFeatures.apply returns none",
+        lambda: generate(NoFeatures(TARGET)),
     ),
-    "features of another width": (
-        lambda: generate(NoFeatures(TARGET, size=10)),
+    (
         ValueError,
         r"features must be \[G, S, A\*H\] = \[1, 1, 3 H\], but NoFeatures.apply returns",
+        lambda: generate(NoFeatures(TARGET, size=10)),
     ),
-    "layers that do not increase": (lambda: apply_layers(2, 0), ValueError, "feature_layers must"),
-    "a layer past the last": (lambda: apply_layers(4), ValueError, r"feature_layers\[0\] must"),
-    "a layer that is no int": (lambda: apply_layers(1.0), TypeError, r"feature_layers\[0\] must"),
-    "verify without draft": (
-        lambda: ENGINE.verify(PARAMS, ENGINE.init_state(HEAD_PARAMS, PARAMS)),
+    (ValueError, "feature_layers must", lambda: apply_layers(2, 0)),
+    (ValueError, r"feature_layers\[0\] must", lambda: apply_layers(4)),
+    (TypeError, r"feature_layers\[0\] must", lambda: apply_layers(1.0)),
+    (
         ValueError,
         "state must come from draft, because Eagle3Drafter reads the features",
+        verify_without_draft,
     ),
-    "no params": (lambda: ENGINE.init_state(HEAD_PARAMS), TypeError, "params must be the target's"),
-    "no features in the context": (
-        lambda: DRAFTER.propose(HEAD_PARAMS, context(), None, None),
-        ValueError,
-        "context must have features",
-    ),
-    "no features for a prompt": (
-        lambda: DRAFTER.prefill(HEAD_PARAMS, None, None),
-        ValueError,
-        "prefill must get features",
-    ),
-    "no head": (lambda: lm.Eagle3Drafter("head"), TypeError, "head must be an Eagle3Head"),
-}
+    (TypeError, "params must be the target's", lambda: ENGINE.init_state(HEAD_PARAMS)),
+    (TypeError, "head must be an Eagle3Head", lambda: lm.Eagle3Drafter("head")),
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name: str) -> None:
-    call, error, message = MISTAKES[name]
+@pytest.mark.parametrize(("error", "message", "call"), MISTAKES)
+def test_a_mistake_is_told(error: type[Exception], message: str, call: Any) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call()
+
+
+def test_without_features_there_is_nothing_to_draft_from() -> None:
+    loops.check_refuses_no_features(DRAFTER, HEAD_PARAMS)

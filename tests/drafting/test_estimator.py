@@ -159,6 +159,7 @@ def test_extreme_rows_stay_finite():
 
 ONE, TWO = ones((1,), jnp.int32), ones((2,), jnp.int32)
 ROW = ones((1, K))
+BOTH = dict(num_drafts=ONE, num_accepted=ONE)
 
 
 @pytest.mark.parametrize(
@@ -167,19 +168,11 @@ ROW = ones((1, K))
         (TypeError, "num_drafts", dict(num_drafts=ROW[0], num_accepted=ONE)),
         (ValueError, "num_accepted", dict(num_drafts=ONE, num_accepted=TWO)),
         (ValueError, "num_drafts", dict(num_drafts=ONE[0], num_accepted=ONE[0])),
-        (TypeError, "log_normalizer", dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=ONE)),
-        (
-            ValueError,
-            "log_normalizer",
-            dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=ROW[0]),
-        ),
-        (
-            ValueError,
-            "log_normalizer",
-            dict(num_drafts=ONE, num_accepted=ONE, log_normalizer=ones((2, K))),
-        ),
-        (TypeError, "confidences", dict(num_drafts=ONE, num_accepted=ONE, confidences=ONE)),
-        (ValueError, "confidences", dict(num_drafts=ONE, num_accepted=ONE, confidences=ROW[0])),
+        (TypeError, "log_normalizer", BOTH | dict(log_normalizer=ONE)),
+        (ValueError, "log_normalizer", BOTH | dict(log_normalizer=ROW[0])),
+        (ValueError, "log_normalizer", BOTH | dict(log_normalizer=ones((2, K)))),
+        (TypeError, "confidences", BOTH | dict(confidences=ONE)),
+        (ValueError, "confidences", BOTH | dict(confidences=ROW[0])),
     ],
 )
 def test_mistakes_are_named(error, name, given):

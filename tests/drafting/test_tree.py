@@ -470,26 +470,3 @@ def test_the_smallest_trees(depth: int, count: int) -> None:
     num_found = np.where(is_filtered, 2, SIZE)
     num_found[-1] = 0
     assert (found.token_ids >= 0).sum(axis=1).tolist() == np.minimum(num_found, count).tolist()
-
-
-HEAD = test_block.HEAD
-MISTAKES: dict[str, tuple[Any, type[Exception], str]] = {
-    "deeper than a block": (
-        lambda: lm.BlockDrafter(HEAD, tree_depth=6),
-        ValueError,
-        r"tree_depth must be in \[0, 5\]",
-    ),
-    "no number": (lambda: lm.BlockDrafter(HEAD, tree_depth="3"), TypeError, "tree_depth must"),
-    "candidates": (
-        lambda: lm.BlockDrafter(HEAD, tree_depth=3, num_candidates=6),
-        ValueError,
-        r"num_candidates must be in \[1, 5\]",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name: str) -> None:
-    call, error, message = MISTAKES[name]
-    with pytest.raises(error, match=f"^{message}"):
-        call()

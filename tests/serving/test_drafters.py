@@ -43,48 +43,49 @@ def ids(array: Any) -> Callable[[Any, Any], Any]:
     return lambda store, cache: (lm.Proposal(array, store), cache)
 
 
+def cached(proposal: Any) -> Callable[[Any, Any], Any]:
+    return lambda store, cache: (proposal, cache)
+
+
 IDS = "the token_ids of Returning.propose must "
-CASES: list[tuple[Callable[[Any, Any], Any], bool, type[Exception], str]] = [
-    (ids(np.zeros((B, K + 1), np.int32)), False, ValueError, IDS),
-    (ids(np.zeros((B - 1, K), np.int32)), False, ValueError, IDS),
-    (ids(np.zeros((B, K), np.float32)), False, TypeError, IDS),
-    (ids(None), False, TypeError, IDS),
-    (lambda store, cache: None, False, TypeError, "what Returning.propose returns must "),
+OTHER_CACHE = {"seen": zeros((B,))}
+LAYOUT = "with the layout it was given, "
+CASES: list[tuple[type[Exception], str, Callable[[Any, Any], Any], bool]] = [
+    (ValueError, IDS, ids(np.zeros((B, K + 1), np.int32)), False),
+    (ValueError, IDS, ids(np.zeros((B - 1, K), np.int32)), False),
+    (TypeError, IDS, ids(np.zeros((B, K), np.float32)), False),
+    (TypeError, IDS, ids(None), False),
+    (TypeError, "what Returning.propose returns must ", lambda store, cache: None, False),
+    (TypeError, "the proposal of Returning.propose must ", cached(GOOD), False),
     (
-        lambda store, cache: (GOOD, cache),
-        False,
-        TypeError,
-        "the proposal of Returning.propose must ",
-    ),
-    (
-        lambda store, cache: (lm.Proposal(GOOD, store, zeros((B,))), cache),
-        False,
         ValueError,
         "the confidences of Returning.propose must ",
+        cached(lm.Proposal(GOOD, None, zeros((B,)))),
+        False,
     ),
     (
+        ValueError,
+        f"return the cache {LAYOUT}{{'seen': 'int32[2]'}}, but it returned None",
         lambda store, cache: (lm.Proposal(GOOD, store), None),
         False,
-        ValueError,
-        "return the cache with the layout it was given, {'seen': 'int32[2]'}, but it returned None",
     ),
     (
-        lambda store, cache: (lm.Proposal(GOOD), {"seen": zeros((B,))}),
-        False,
         ValueError,
         "it returned {'seen': 'float32[2]'}",
-    ),
-    (
-        lambda store, cache: (lm.Proposal(GOOD), cache),
-        True,
-        ValueError,
-        "return the store with the layout it was given, DraftStore(logits='float32[4, 6]'",
-    ),
-    (
-        lambda store, cache: (lm.Proposal(GOOD, sd.DraftStore.create(B, K, V)), cache),
+        lambda store, cache: (lm.Proposal(GOOD), OTHER_CACHE),
         False,
+    ),
+    (
         ValueError,
-        "return the store with the layout it was given, None, but it returned DraftStore(",
+        f"return the store {LAYOUT}DraftStore(logits='float32[4, 6]'",
+        cached(lm.Proposal(GOOD)),
+        True,
+    ),
+    (
+        ValueError,
+        f"return the store {LAYOUT}None, but it returned DraftStore(",
+        lambda *given: cached(lm.Proposal(GOOD, sd.DraftStore.create(B, K, V)))(*given),
+        False,
     ),
 ]
 
@@ -101,8 +102,8 @@ def generate(drafter: lm.Drafter) -> lm.GenerateOutput:
     )
 
 
-@pytest.mark.parametrize(("make", "has_store", "error", "message"), CASES)
-def test_what_breaks_the_contract_is_named_with_the_drafter(make, has_store, error, message):
+@pytest.mark.parametrize(("error", "message", "make", "has_store"), CASES)
+def test_what_breaks_the_contract_is_named_with_the_drafter(error, message, make, has_store):
     with pytest.raises(error, match=re.escape(message)):
         generate(Returning(make, has_store))
 
