@@ -78,13 +78,15 @@ def test_a_scrape_shows_how_busy_the_engine_was(
     exporter = lm.PrometheusExporter(registry)
     first = lm.Histogram().observe([(0.3, 2)])
     others = lm.Histogram().observe([(0.002, 4), (200, 1)])
-    serving = lm.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others, 70, (3, 2, 1, 0))
+    ended = (3, 2, 1, 0)
+    serving = lm.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others, 70, ended, 2)
     exporter.publish(STATS, serving)
     prefix = "jax_specdec:serving_"
     expected = {
         (f"{prefix}num_slots", None): 8,
         (f"{prefix}num_running", None): 5,
         (f"{prefix}num_queued", None): 7,
+        (f"{prefix}epoch", None): 2,
         (f"{prefix}time_to_first_token_seconds_count", None): 2,
         (f"{prefix}time_to_first_token_seconds_sum", None): 0.6,
         (f"{prefix}inter_token_latency_seconds_count", None): 5,

@@ -142,6 +142,7 @@ class AcceptanceStats:
         emitted tokens, with drafts or without.
       num_fallbacks: requests verified one-hot because they had no valid draft distribution, summed
         over steps; 0 from `from_steps`, since records do not hold it.
+      epoch: how often a serving loop had changed the weights before it began to count these.
 
     Example:
       >>> import numpy as np
@@ -162,6 +163,7 @@ class AcceptanceStats:
     num_tokens: int
     num_verifications: int
     num_fallbacks: int = 0
+    epoch: int = 0
 
     @classmethod
     def from_counters(cls, counters: AcceptanceCounters) -> AcceptanceStats:
@@ -205,6 +207,8 @@ class AcceptanceStats:
     def __sub__(self, earlier: AcceptanceStats) -> AcceptanceStats:
         """The interval between two readings of the same counters.
 
+        If the weights have changed since the first, the interval begins with that: all of `self`.
+
         Args:
           earlier: the first reading.
 
@@ -213,7 +217,9 @@ class AcceptanceStats:
         """
         k, given = len(self.offered_per_position), len(earlier.offered_per_position)
         require(given == k, "earlier's K", f"be {k}", given)
-        return since(earlier, self)
+        if earlier.epoch != self.epoch:
+            return self
+        return since(dataclasses.replace(earlier, epoch=0), self)
 
     @property
     def num_drafts(self) -> int:

@@ -103,6 +103,12 @@ def test_an_engine_over_devices_serves_the_tokens_of_one() -> None:
         assert found[request].token_ids == one.token_ids, request
         assert found[request].finish_reason == "length"
     stats = driver.stats()
+    drivers = driver, served(on_one_device=True)[2]
+    with compilations() as names:
+        for one, given in zip(drivers, (on_eight(), ON_ONE), strict=True):
+            one.set_params(*reversed(jax.device_get((given["params"], given["draft_params"]))))
+        texts = [[x.token_ids for x in serve(one).values()] for one in drivers]
+    assert names == [] and texts[0] == texts[1]
     assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
 
 
@@ -122,3 +128,16 @@ def test_a_step_moves_no_logits_and_works_in_place() -> None:
     assert kinds == {"all-reduce", "all-gather"}
     step(*weights, state)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.target_cache, state.store)))
+
+
+@pytest.mark.long
+def test_weights_of_the_host_take_the_place_of_those_on_devices() -> None:
+    given = on_eight()
+    params = given["model"].shard_params(near(PARAMS, 1))
+    driver = driver_of(given | dict(params=params))
+    driver.set_params(jax.device_get(given["params"]), delete=True)
+    for old, new, like in zip(
+        *map(jax.tree.leaves, (params, driver.weights[0], given["params"])), strict=True
+    ):
+        assert old.is_deleted() and new.sharding == like.sharding and new.committed
+        np.testing.assert_array_equal(new, like)

@@ -15,6 +15,7 @@ from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import Status
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestOptions
+from jax_specdec.lm.decoding.weights import Weights
 
 _STATUSES = tuple(Status)
 FinishReason = Literal["length", "stop", "failed"]
@@ -39,6 +40,7 @@ class RequestUpdate:
       error: the device's message, if a call failed that this request was in, or its matcher's, if
         that failed. Such an update has no tokens. If it has no finish reason either, the request is
         read again and goes on.
+      epoch: how often `EngineDriver.set_params` had changed the weights that made the new tokens.
 
     Example: see `EngineDriver`.
     """
@@ -51,6 +53,7 @@ class RequestUpdate:
     num_accepted: int = 0
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    epoch: int = 0
 
     def without_first(self, count: int) -> RequestUpdate:
         """Returns the update without so many tokens, delivered before, and without their drafts."""
@@ -87,7 +90,8 @@ class ServedRequest(NamedTuple):
     num_read: int = 0  # the most tokens of its prompt that were read in chunks
     last_read: float | None = None  # when a step of it was last read
     num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
-    is_repeated: bool = False  # read again, it generates again what it has, as it did: exactly
+    # Read again, it generates again what follows so many tokens, as it did: exactly. None: nothing.
+    repeats_from: int | None = None
     num_known: int = 0  # of its tokens, those that it had when it last left its slot
 
     @property
@@ -120,15 +124,21 @@ class ServedRequest(NamedTuple):
 
     def left(self) -> ServedRequest:
         """Returns the request after it has left its slot, to be read again from its tokens."""
-        if not self.is_repeated:
+        if self.repeats_from is None:
             return self
         num_known = max(self.length, self.num_known)
-        return self._replace(length=self.prompt_length, num_known=num_known)
+        return self._replace(length=self.repeats_from, num_known=num_known)
+
+    def under_new_weights(self) -> ServedRequest:
+        """Returns the request whose tokens so far are never generated again, but read."""
+        length = max(self.length, self.num_known)
+        repeats_from = None if self.repeats_from is None else length
+        return self._replace(length=length, repeats_from=repeats_from, num_known=0)
 
     def update(
-        self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None
+        self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None, epoch: int
     ) -> RequestUpdate:
-        """Returns what a step did for it; the arguments are of `StepResult`, on the host."""
+        """Returns what a step did for it; `StepResult` has the arrays, here on the host."""
         *tokens, count, proposed, accepted, done, status = numbers[slot]
         own = None if logprobs is None else logprobs.of(slot, count)
         new = tokens[:count]
@@ -146,6 +156,7 @@ class ServedRequest(NamedTuple):
             num_proposed=proposed,
             num_accepted=accepted,
             logprobs=own,
+            epoch=epoch,
         )
 
 
@@ -185,6 +196,7 @@ class StepAhead(NamedTuple):
 class HostState(NamedTuple):
     """What the host knows of all requests that have had a slot. One assignment replaces it."""
 
+    weights: Weights  # of the target and of the drafter; on the device
     counters: AcceptanceCounters  # of the steps that were read; on the device
     estimator: AcceptanceEstimator | TreeEstimator | None  # of these; None without a draft budget
     stats: ServingStats  # of these
@@ -206,6 +218,22 @@ class HostState(NamedTuple):
         slots = dict(self.slots)
         first = [slots.pop(slot).left() for slot in leaving]
         return self._replace(slots=slots, returning=(*first, *self.returning))
+
+    def with_weights(
+        self,
+        weights: Weights,
+        counters: AcceptanceCounters,
+        estimator: AcceptanceEstimator | TreeEstimator | None,
+    ) -> HostState:
+        """Returns the state under other weights, with counters and an estimator that begin anew."""
+        return self._replace(
+            weights=weights,
+            counters=counters,
+            estimator=estimator,
+            stats=dataclasses.replace(self.stats, epoch=self.stats.epoch + 1),
+            slots={slot: one.under_new_weights() for slot, one in self.slots.items()},
+            returning=tuple(one.under_new_weights() for one in self.returning),
+        )
 
     def with_new(self, group: Mapping[int, ServedRequest]) -> HostState:
         """Returns the state after requests got slots, or were changed in theirs."""
@@ -247,7 +275,7 @@ class HostState(NamedTuple):
             request = slots.get(slot)
             if request is None or request.request_id != request_id:
                 continue  # it ended in an earlier step, or was cancelled
-            update = request.update(slot, rows, logprobs)
+            update = request.update(slot, rows, logprobs, self.stats.epoch)
             if update.finish_reason is None:
                 slots[slot] = request.after(update.token_ids, now)
             else:
@@ -268,12 +296,11 @@ class HostState(NamedTuple):
             first=[(now - one.submitted, 1) for one, n in new if n],
             between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
         )
-        return HostState(
+        return self._replace(
             counters=step.result.counters,
             estimator=step.result.estimator,
             stats=stats,
             slots=slots,
-            returning=self.returning,
             updates=(*self.updates, *updates),
         )
 

@@ -17,7 +17,7 @@ from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.schedule import ChunkedPrefill, Masked, Prompts, Step
-from jax_specdec.lm.models.protocol import Params
+from jax_specdec.lm.decoding.weights import put_like
 
 Requests = Iterable[ServedRequest]
 
@@ -29,25 +29,36 @@ class Device:
     whatever a program says, unless it cannot be traced.
 
     Attributes:
-      weights: of the target and of the drafter.
+      weights: of the target and of the drafter; those of the host, or with a longer history.
       prefill: the long prompt that is being read.
       ahead: the steps that were dispatched and not read, the oldest first.
     """
 
-    def __init__(
-        self, engine: Engine, params: Params, draft_params: Params, host: HostState
-    ) -> None:
+    def __init__(self, engine: Engine, host: HostState) -> None:
         self._engine = engine
-        self.weights = on_all_devices((params, draft_params), engine.model)
         self.ahead: list[StepAhead] = []
         self.drop(host)
 
     def drop(self, host: HostState) -> None:
-        """Drops all but the weights; a state of empty slots goes on counting what `host` has."""
+        """Drops all; a state of empty slots has the weights of `host`, and goes on counting."""
         self._state: DecodeState | None = None
-        self._kept = dict(counters=host.counters, estimator=host.estimator)
+        self._take(host)
         self.prefill: ChunkedPrefill | None = None
         self.ahead.clear()
+
+    def _take(self, host: HostState) -> None:
+        self.weights = host.weights
+        self._kept = dict(counters=host.counters, estimator=host.estimator)
+
+    def go_on(self, host: HostState) -> None:
+        """Goes on with the caches that there are, under the weights and counts of `host`."""
+        self._take(host)
+        if self._state is None:
+            return
+        # In arrays of their own, for a step donates its state, and placed as those before.
+        own = {name: getattr(self._state, name) for name in self._kept}
+        counts = jax.tree.map(put_like, jax.device_get(self._kept), own)
+        self._state = dataclasses.replace(self._state, **counts)
 
     def state(self, requests: Requests) -> DecodeState:
         """Returns the state, of empty slots if it was dropped."""
@@ -158,5 +169,11 @@ class Device:
                 jax.block_until_ready(result)  # or a failure would show later, and concern others
             return result
         except Exception as error:
+            for name, weights in zip(("params", "draft_params"), self.weights, strict=True):
+                if any(one.is_deleted() for one in jax.tree.leaves(weights)):
+                    raise RuntimeError(
+                        f"{name} must be on the device, but arrays of them were deleted, by a "
+                        "donation or by a set_params that failed: call set_params with all of them"
+                    ) from error
             jax.eval_shape(program, *args)  # raises what is wrong with the program
             raise FailedCall(error, requests) from error

@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.arrays import check_choice, check_int, check_type, require
+from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.grammar import check_matchers
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
@@ -28,6 +29,7 @@ from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic, Wait
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.decoding.weights import Weights, check_replaces, replaced
 from jax_specdec.lm.models.protocol import Params, check_params
 
 
@@ -46,7 +48,8 @@ class EngineDriver:
     with `step`: requests that ran go first in the queue, and are read again from their tokens as
     preempted ones are (see `preempt`). Every token is delivered once, with the updates, finish
     reasons and `stats` of an uninterrupted run. A `submit` or `cancel` that was cut short has
-    happened completely or not at all; a `preempt` that was has happened to all running requests.
+    happened completely or not at all, as has a `set_params` that does not delete the old weights; a
+    `preempt` that was has happened to all running requests.
     JAX makes a ValueError of an interrupt of its own caches: it is a KeyboardInterrupt again here.
 
     **Prompts** are read between steps, at most `chunk_size` tokens while requests run, or in steps.
@@ -136,6 +139,8 @@ class EngineDriver:
         check_type("engine", engine, Engine)
         check_params("params", engine.model, params)
         check_params("draft_params", engine.drafter, draft_params)
+        # Copied to the device once, not with every call, where they are arrays of the host.
+        weights = jax.device_put(on_all_devices((params, draft_params), engine.model))
         self.engine = engine
         self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, 1)
         self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
@@ -160,22 +165,25 @@ class EngineDriver:
             and engine.drafter.serves.chunks
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
-        estimator = engine.new_estimator()
+        counters, estimator = self._new_counts()
         self.draft_choice = DraftChoice.of(
             engine.num_slots, engine.draft_budget, step_costs, estimator
         )
         if self.draft_choice is not None and 0 in self.draft_choice.num_drafts:
             is_cpu = jax.default_backend() == "cpu" and not engine.exact
             self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
-        counters = AcceptanceCounters.create(engine.decoder.most_accepted)
-        counters, estimator = on_all_devices((counters, estimator), engine.model)
         # The truth; `_settle` says what an exception does to it.
-        self._host = HostState(counters, estimator, ServingStats(engine.num_slots))
+        self._host = HostState(weights, counters, estimator, ServingStats(engine.num_slots))
         self._waiting: dict[int, ServedRequest] = {}  # for their first slot
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
-        self._device = Device(engine, params, draft_params, self._host)  # dropped by an exception
+        self._device = Device(engine, self._host)  # dropped by an exception
         self._is_whole = True  # False while something changes, and after an exception
+
+    def _new_counts(self) -> tuple[AcceptanceCounters, AcceptanceEstimator | TreeEstimator | None]:
+        """Returns counters and an estimator that have seen nothing."""
+        counters = AcceptanceCounters.create(self.engine.decoder.most_accepted)
+        return on_all_devices((counters, self.engine.new_estimator()), self.engine.model)
 
     def close(self) -> None:
         """Ends the thread of the matchers; another request with a grammar would start another."""
@@ -341,7 +349,7 @@ class EngineDriver:
             options=own,
             matching=None if matcher is None else Matching(matcher),
             submitted=time.perf_counter(),
-            is_repeated=self._is_repeated(own) and matcher is None,
+            repeats_from=len(token_ids) if self._is_repeated(own) and matcher is None else None,
         )
         self._num_submitted = request.request_id + 1  # first: no two requests may have one id
         self._waiting[request.request_id] = request
@@ -372,8 +380,7 @@ class EngineDriver:
             slot = host.slot_of(request_id)
             if slot is not None:
                 self._empty(slot)
-            if self.engine.drafter.serves.has_history:
-                self._device.remember([one.new_token_ids for one in begun if one.new_token_ids])
+            self._remember([one.new_token_ids for one in begun if one.new_token_ids])
         return is_known
 
     def preempt(self, request_id: int) -> bool:
@@ -400,6 +407,77 @@ class EngineDriver:
                 self._empty(slot)
         return any(one.request_id == request_id for one in self._host.returning)
 
+    @property
+    def weights(self) -> Weights:
+        """The weights of the target and of the drafter, with its history up to now."""
+        return self._host.weights
+
+    def set_params(
+        self,
+        params: Params = None,
+        draft_params: Params = None,
+        *,
+        reread: bool = True,
+        delete: bool = False,
+    ) -> None:
+        """Changes the weights between two steps; nothing is compiled again.
+
+        Steps ahead are read first: each token is of the weights that made it, as
+        `RequestUpdate.epoch` says, and the next `step` delivers these. Acceptance is then counted
+        anew, by `stats` and for a `draft_budget`. A drafter that was trained for the old weights
+        drafts as before, and less of it is accepted.
+
+        Arrays elsewhere are moved to where the old ones are; arrays that are there are not copied.
+        If they are donated later, as to an update by a trainer, the driver has no weights: calls
+        that need some raise a RuntimeError and lose nothing, until weights are set again.
+
+        Args:
+          params: the target's weights, with the structure, shapes and dtypes of the old ones; None
+            to keep those.
+          draft_params: the drafter's weights likewise. The history of a drafter is among them, and
+            begins anew with what `SuffixDrafter.init_params` gives; `weights` has the old one.
+          reread: whether running requests leave their slots and are read again, as preempted ones:
+            all that follows is then what the new weights say after the text so far. False is
+            cheaper: requests go on with what the old weights left in their caches, so the rest of
+            their texts is of neither. A request that returns to a slot later is read again.
+          delete: whether the old arrays are deleted, each before the new one is copied to the
+            device. So there is room for one set of weights alone; give arrays of the host. If it
+            fails or is interrupted, the driver has no weights, and all must be set again.
+
+        Raises:
+          TypeError: an array of another dtype, or nothing is given.
+          ValueError: another structure or shape; an array is committed to devices, where those of
+            the driver are not; `reread` is false for an exact engine.
+          Exception: the weights could not be copied to the device.
+        """
+        check_type("reread", reread, bool)
+        check_type("delete", delete, bool)
+        some = params is not None or draft_params is not None
+        require(some, "params or draft_params", "be given", None, error=TypeError)
+        require(reread or not self.engine.exact, "reread", "be true for an exact engine", reread)
+        old_params, old_draft_params = self._host.weights
+        if params is not None:
+            check_replaces("params", self.engine.model, params, old_params)
+        if draft_params is not None:
+            check_replaces("draft_params", self.engine.drafter, draft_params, old_draft_params)
+        with self._changes():
+            while self._device.ahead:
+                self._read_step()
+        with self._changes():
+            if reread:
+                self._device.drop(self._host)  # there may be no room for caches beside two sets
+            weights = replaced(self._host.weights, (params, draft_params), delete)
+            host = self._host.with_weights(weights, *self._new_counts())
+            if reread:
+                host = host.queued_first(sorted(host.slots))
+            self._host = host  # now it has happened
+            if reread:
+                self._device.drop(host)
+            else:
+                self._device.go_on(host)
+            if self.draft_choice is not None and host.estimator is not None:
+                self.draft_choice.forget(np.asarray(host.estimator.rates))
+
     def step(self) -> list[RequestUpdate]:
         """Admits what fits, dispatches steps, and returns what the oldest step under way did.
 
@@ -425,9 +503,10 @@ class EngineDriver:
             raise
 
     def stats(self) -> AcceptanceStats:
-        """Returns acceptance in the steps whose results were read."""
+        """Returns acceptance in the steps whose results were read, since the weights changed."""
         self._settle()
-        return AcceptanceStats.from_counters(self._host.counters)
+        stats = AcceptanceStats.from_counters(self._host.counters)
+        return dataclasses.replace(stats, epoch=self._host.stats.epoch)
 
     def serving_stats(self) -> ServingStats:
         """Returns how busy the engine was in the steps whose results were read."""
@@ -552,8 +631,13 @@ class EngineDriver:
         ]
         self._host = host
         del self._device.ahead[0]
+        self._remember(ended)
+
+    def _remember(self, texts: list[list[int]]) -> None:
+        """Lets a drafter with a history search what requests have generated."""
         if self.engine.drafter.serves.has_history:
-            self._device.remember(ended)
+            self._device.remember(texts)
+            self._host = self._host._replace(weights=self._device.weights)
 
     def _empty(self, slot: int) -> None:
         """Empties a slot on the device; its request has not ended, and has left it on the host."""

@@ -89,6 +89,7 @@ class ServingStats:
       num_prompt_tokens: tokens of the prompts of admitted requests.
       num_ended: requests that have ended by "length", by "stop", as "failed", and by a call of
         `EngineDriver.cancel`, as a server does at a stop string or when a client leaves.
+      epoch: how often `EngineDriver.set_params` had changed the weights when this was read.
 
     Example:
       >>> stats = ServingStats(
@@ -112,6 +113,7 @@ class ServingStats:
     inter_token_latency_seconds: Histogram = Histogram()
     num_prompt_tokens: int = 0
     num_ended: tuple[int, ...] = (0, 0, 0, 0)
+    epoch: int = 0
 
     def after_step(
         self,
@@ -161,7 +163,9 @@ class ServingStats:
         return dataclasses.replace(self, num_ended=tuple(n + more[reason] for n, reason in counts))
 
     def __sub__(self, earlier: ServingStats) -> ServingStats:
-        """Returns the interval between two readings of one driver; running and queued as in `self`.
+        """Returns the interval between two readings of one driver.
+
+        What is no sum is as in `self`: requests that run and wait, and the epoch.
 
         Args:
           earlier: the first reading.
@@ -171,8 +175,8 @@ class ServingStats:
         """
         fits = earlier.num_slots == self.num_slots
         require(fits, "earlier.num_slots", f"be {self.num_slots}", earlier.num_slots)
-        # these three are no sums: nothing is subtracted from them
-        sums = dataclasses.replace(earlier, num_slots=0, num_running=0, num_queued=0)
+        # these are no sums: nothing is subtracted from them
+        sums = dataclasses.replace(earlier, num_slots=0, num_running=0, num_queued=0, epoch=0)
         return since(sums, self)
 
     @property

@@ -120,7 +120,7 @@ def admit(
     return engine.admit(params, draft_params, state, packed.requests)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, keep_unused=True)  # it is made where weights are
 def init(engine: Engine, params: Params, draft_params: Params, **kept: Any) -> DecodeState:
     """Returns a state of empty slots.
 

@@ -244,6 +244,11 @@ class DraftChoice:
             self.num_steps = _KEPT * self.num_steps + 1
             self.num_wide = _KEPT * self.num_wide + has_drafts
 
+    def forget(self, rates: Sequence[float] | np.ndarray) -> None:
+        """Forgets what steps have shown; `rates` are of an estimator that has seen nothing."""
+        self.rates = rates
+        self.num_steps = self.num_wide = 0.0
+
     @property
     def _enough(self) -> int:
         """The index of the least number that is enough for every request, or of the largest."""

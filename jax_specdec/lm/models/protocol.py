@@ -388,11 +388,27 @@ def check_cache(name: str, owner: HasCache, cache: Cache, batch_size: int, max_l
     # Shapes and dtypes alone: no cache is made.
     wanted = jax.eval_shape(lambda: owner.init_cache(batch_size, max_length))
     source = f"{type(owner).__name__}.init_cache({batch_size}, {max_length})"
+    check_like(name, cache, wanted, source)
+
+
+def check_like(name: str, given: Cache | Params, wanted: Cache | Params, source: str) -> None:
+    """Checks that arrays have the structure, shapes and dtypes of others.
+
+    Args:
+      name: of the argument.
+      given: its value.
+      wanted: arrays, or their shapes and dtypes.
+      source: where these are from.
+
+    Raises:
+      TypeError: an array has another dtype.
+      ValueError: the structure or a shape is another.
+    """
     structure = jax.tree.structure(wanted)
-    found: object = jax.tree.structure(cache)
+    found: object = jax.tree.structure(given)
     require(found == structure, name, f"have the structure of {source}", found)
     for (path, like), leaf in zip(
-        jax.tree.leaves_with_path(wanted), jax.tree.leaves(cache), strict=True
+        jax.tree.leaves_with_path(wanted), jax.tree.leaves(given), strict=True
     ):
         one = name + jax.tree_util.keystr(path)
         check_leaf(one, leaf, like.shape, like.dtype, f", as in {source}")

@@ -1,0 +1,69 @@
+"""Weights that take the place of others: checked, and put where those were."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+from jax_specdec._src.arrays import require
+from jax_specdec.lm.models.protocol import HasParams, Params, check_like, check_params
+
+Weights = tuple[Params, Params]
+"""Those of the target and of the drafter."""
+
+
+def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> None:
+    """Checks that weights can take the place of others, and nothing is compiled again.
+
+    Args:
+      name: of the argument.
+      owner: the model or drafter.
+      given: arrays of the host or of devices.
+      held: arrays of devices, which may have been deleted.
+
+    Raises:
+      TypeError: an array has another dtype.
+      ValueError: the structure or a shape is another, or an array is committed to devices where
+        the one that is held is not.
+    """
+    check_params(name, owner, given)
+    check_like(name, given, held, "the driver's weights")
+    for (path, new), old in zip(
+        jax.tree.leaves_with_path(given), jax.tree.leaves(held), strict=True
+    ):
+        is_committed = isinstance(new, jax.Array) and new.committed
+        must = "be committed to no device, as the driver's weights are not"
+        hint = "make the driver with arrays that jax.device_put has put on devices"
+        one = name + jax.tree_util.keystr(path)
+        require(old.committed or not is_committed, one, must, new, hint)
+
+
+def put_like(new: jax.Array | np.ndarray, held: jax.Array) -> jax.Array:
+    """Returns an array where another is or was; itself, if it is there."""
+    return jax.device_put(new, held.sharding if held.committed else None)
+
+
+def replaced(held: Weights, given: Weights, delete: bool) -> Weights:
+    """Returns the weights in which those given, if not None, have taken the place of those held.
+
+    Waits until they are there, so that an error shows now.
+
+    Args:
+      held: as they were.
+      given: as `check_replaces` wants them.
+      delete: whether each array is deleted before the new one is put in its place; one that stays,
+        or is given again, is not.
+    """
+    both = zip(given, held, strict=True)
+    stays = {id(x) for x in jax.tree.leaves([old if new is None else new for new, old in both])}
+
+    def put(new: jax.Array | np.ndarray, old: jax.Array) -> jax.Array:
+        if delete and id(old) not in stays:
+            old.delete()
+        return put_like(new, old)
+
+    def put_all(new: Params, old: Params) -> Params:
+        return old if new is None else jax.block_until_ready(jax.tree.map(put, new, old))
+
+    params, draft_params = map(put_all, given, held)
+    return params, draft_params

@@ -1,0 +1,334 @@
+"""Weights that change between steps: each token is of those that made it, and none is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from models.weights import random_weights
+
+import jax_specdec as sd
+from jax_specdec import lm
+
+from . import tiny
+from .engines import (
+    BUDGETED,
+    DRAFT,
+    LLAMA,
+    SLOTS,
+    TABLE,
+    TABLES,
+    TARGET,
+    VOCAB,
+    Finished,
+    K,
+    alone,
+    compilations,
+    driver_of,
+    run,
+    weights_of,
+)
+from .test_engine_continuity import Interrupts
+from .test_grammar_driver import ALLOWED, Cycle
+from .test_history import ENGINE as WITH_HISTORY
+from .test_history import history_of
+
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
+
+OTHER = tiny.random_table(VOCAB, seed=3)
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 1, 8, 20, 2, 22, 4)]
+BUDGETS = (30, 9, 26, 5, 30, 14, 20)
+MODELS = dict(model=LLAMA.model, drafter=LLAMA.drafter)
+AGREEMENT = dataclasses.replace(LLAMA.config, rejection_sample_method="agreement")
+EXACT = dataclasses.replace(TABLE, prefill_sizes=(8,), exact=True)
+EXACT_LLAMA = dataclasses.replace(EXACT, **MODELS, config=AGREEMENT, logprobs=sd.LogprobsConfig())
+
+
+def truth(table: np.ndarray, text: list[int], count: int, num_before: int | None) -> list[int]:
+    """The likeliest tokens after a text; of a grammar after so many, those that it allows."""
+    sequence = list(text)
+    for i in range(count):
+        ids = range(VOCAB) if num_before is None else ALLOWED[(num_before + i) % len(ALLOWED)]
+        logits = tiny.next_logits(table, sequence)
+        sequence.append(max(ids, key=lambda token: logits[token]))
+    return sequence[len(text) :]
+
+
+def old_tokens(one: Finished) -> list[int]:
+    assert sorted(one.updates, key=lambda update: update.epoch) == one.updates
+    return [token for update in one.updates if not update.epoch for token in update.token_ids]
+
+
+def assert_follows(found: dict[int, Finished], new: np.ndarray, masked: int | None = None) -> None:
+    """Each text is the old table's up to the change of weights, and then that of `new`."""
+    for i, (prompt, budget) in enumerate(zip(PROMPTS, BUDGETS, strict=True)):
+        before = old_tokens(found[i])
+        assert before == truth(TARGET, prompt, len(before), 0 if i == masked else None)
+        num_left, num_before = budget - len(before), len(before) if i == masked else None
+        assert found[i].token_ids[len(before) :] == truth(
+            new, prompt + before, num_left, num_before
+        )
+        assert found[i].finish_reason == "length"
+
+
+def under_way(
+    ahead: int, masked: int | None = None, engine: lm.Engine = TABLE
+) -> tuple[lm.EngineDriver, list[lm.RequestUpdate]]:
+    """A driver in the middle of everything, and its updates so far."""
+    weights = jax.device_put((TARGET, DRAFT))  # of its own
+    driver = driver_of(engine, *weights, chunk_size=8, max_prefills=1, max_steps_ahead=ahead)
+    asked = list(zip(PROMPTS, BUDGETS, strict=True))
+    for i, (prompt, budget) in enumerate(asked[:-1]):
+        matcher = Cycle() if i == masked else None
+        driver.submit(prompt, max_new_tokens=budget, matcher=matcher)
+    updates = [*driver.step(), *driver.step()]
+    while (prefill := driver._device.prefill) is None:  # until a prompt is half read
+        updates += driver.step()
+    running = [one for i, one in driver._host.slots.items() if i != prefill.slot]
+    assert driver.preempt(max(running, key=lambda one: one.budget_left).request_id)
+    assert driver._device.prefill == prefill
+    driver.submit(asked[-1][0], max_new_tokens=asked[-1][1])
+    assert driver.num_running > 1 and driver.num_queued > 1
+    return driver, updates
+
+
+@pytest.mark.parametrize(
+    ("engine", "ahead", "masked", "reread"),
+    [(TABLE, 2, None, True), (TABLE, 2, None, False), (TABLE, 0, 1, True), (EXACT, 1, None, True)],
+)
+def test_texts_go_on_under_the_new_weights(
+    engine: lm.Engine, ahead: int, masked: int | None, reread: bool
+) -> None:
+    driver, updates = under_way(ahead, masked, engine)
+    before = driver.stats()
+    driver.set_params(OTHER, reread=reread)
+    assert driver.stats() == sd.AcceptanceStats((0, 0), (0, 0), (0, 0), 0, 0, epoch=1)
+    np.testing.assert_array_equal(driver.weights[0], OTHER)
+    updates += [*driver.step(), *driver.step()]
+    for request_id in range(len(PROMPTS)):
+        driver.preempt(request_id)
+    found = run(driver, updates)
+    assert_follows(found, OTHER, masked)
+    assert any(map(old_tokens, found.values()))
+    stats = driver.stats()
+    num_new = sum(len(one.token_ids) - len(old_tokens(one)) for one in found.values())
+    # A step that says known tokens again counts none.
+    assert 0 <= num_new - stats.num_tokens <= (K * len(PROMPTS) if engine.exact else 0)
+    assert stats - before == stats and (stats - stats).epoch == 1
+    serving = driver.serving_stats()
+    assert serving.epoch == (serving - lm.ServingStats(SLOTS)).epoch == 1
+    driver.close()
+
+
+@pytest.mark.long
+def test_texts_and_their_bits_are_those_of_a_fresh_exact_engine() -> None:
+    """Of requests that run, wait, are half read, or generate again what they had."""
+    new = random_weights(LLAMA.model, 17, 4.0)
+    old, draft = weights_of(LLAMA)
+    driver, fresh = driver_of(EXACT_LLAMA, old, draft), driver_of(EXACT_LLAMA, new, draft)
+    asked = [
+        dict(prompt=prompt, max_new_tokens=BUDGETS[i], temperature=i % 3 * 0.8, seed=i)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    for one in asked:
+        driver.submit(**one)
+    updates = []
+    for i in range(5):
+        updates += driver.step()
+        if i == 3:
+            assert driver.preempt(1) and driver.preempt(0)
+    repeating = [one for one in driver._host.slots.values() if one.length < one.num_known]
+    assert repeating and driver.num_queued
+    driver.set_params(new)
+    updates += [*driver.step(), *driver.step()]
+    for request_id in range(len(PROMPTS)):
+        driver.preempt(request_id)
+    found = run(driver, updates)
+    for i, one in enumerate(asked):
+        before = old_tokens(found[i])
+        if len(before) == BUDGETS[i]:
+            continue
+        one |= dict(prompt=PROMPTS[i] + before, max_new_tokens=BUDGETS[i] - len(before))
+        expected = alone(fresh, one)
+        assert found[i].token_ids[len(before) :] == expected.token_ids
+        assert bits(found[i])[len(before) :] == bits(expected)
+    with pytest.raises(ValueError, match="^reread must be true for an exact engine"):
+        driver.set_params(new, reread=False)
+
+
+def bits(one: Finished) -> list[float]:
+    rows = [np.asarray(update.logprobs.logprobs) for update in one.updates]
+    return np.concatenate(rows).tolist()
+
+
+@pytest.mark.long
+def test_caches_are_read_again_or_stay() -> None:
+    new, texts = random_weights(LLAMA.model, 17, 4.0), {}
+    for reread in (True, False):
+        driver = driver_of(LLAMA, max_prefills=1)
+        for i, prompt in enumerate(PROMPTS):
+            driver.submit(prompt, max_new_tokens=BUDGETS[i])
+        updates = [*driver.step(), *driver.step()]
+        driver.set_params(new, reread=reread)
+        found = run(driver, updates)
+        texts[reread] = [one.token_ids for _, one in sorted(found.items())]
+        before = [old_tokens(found[i]) for i in range(len(PROMPTS))]
+        assert [len(text) for text in texts[reread]] == [*BUDGETS]
+    fresh = driver_of(LLAMA, new, weights_of(LLAMA)[1])
+    for i, text in enumerate(before):
+        one = dict(prompt=PROMPTS[i] + text, max_new_tokens=BUDGETS[i] - len(text))
+        rest = alone(fresh, one).token_ids if one["max_new_tokens"] else []
+        assert texts[True][i] == text + rest
+        assert texts[False][i][: len(text)] == text
+    assert texts[True] != texts[False]
+
+
+@pytest.mark.parametrize("where", [None, pytest.param(1, marks=pytest.mark.long)])
+def test_nothing_is_compiled_after_warm_up(where: int | None) -> None:
+    device = None if where is None else jax.devices()[where]
+    driver = driver_of(TABLE, *jax.device_put((TARGET, DRAFT), device), max_steps_ahead=1)
+    driver.warm_up()
+    given = OTHER, DRAFT.copy()
+    with compilations() as names:
+        for settings in (
+            dict(params=OTHER),
+            dict(params=jax.device_put(OTHER), draft_params=DRAFT, reread=False),
+            dict(draft_params=driver.weights[0], delete=True),
+            dict(params=given[0], draft_params=given[1], reread=False, delete=True),
+        ):
+            driver.submit([1, 2, 3], max_new_tokens=9)
+            driver.step()
+            driver.set_params(**settings)
+            run(driver)
+    assert names == [] and driver.serving_stats().epoch == 4
+    assert {x.committed for x in driver.weights} == {device is not None}
+
+
+def test_a_draft_budget_begins_anew() -> None:
+    driver = driver_of(BUDGETED)
+    choice, rates = driver.draft_choice, driver.draft_choice.rates
+    choice.learn([0.1, 0.1], 2, has_drafts=True)
+    driver.set_params(draft_params=DRAFT)
+    np.testing.assert_array_equal(choice.rates, rates)
+    assert choice.num_steps == choice.num_wide == 0
+
+
+@pytest.mark.long
+def test_a_history_stays_or_begins_with_what_is_given() -> None:
+    driver = driver_of(WITH_HISTORY, TABLES[0], WITH_HISTORY.drafter.init_params())
+    (text,) = (alone(driver, dict(prompt=[1], max_new_tokens=6)).token_ids for _ in range(1))
+    driver.set_params(OTHER)
+    assert history_of(driver) == [*text, -1]
+    driver._is_whole = False  # an exception takes nothing from it
+    kept = driver.weights[1]
+    driver.set_params(draft_params=WITH_HISTORY.drafter.init_params())
+    assert int(driver.weights[1]["next"]) == 0
+    driver.set_params(draft_params=kept)
+    assert history_of(driver) == [*text, -1]
+
+
+# What fails
+
+LINES = ("set_params", "_changes", "_read_step", "with_weights", "put_all", "put", "go_on", "drop")
+
+
+@pytest.mark.parametrize("delete", [False, True])
+def test_weights_that_cannot_be_copied_change_nothing_or_are_missed(
+    delete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, updates = under_way(ahead=1)
+    put, left = jax.device_put, [1]
+
+    def fails(*args: Any, **named: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("no memory left on the device")
+        return put(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", fails)
+        with pytest.raises(MemoryError):
+            driver.set_params(OTHER, DRAFT, delete=delete)
+    assert driver.serving_stats().epoch == driver.stats().epoch == 0
+    if delete:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="^params must be on the device, but arrays of"):
+                driver.step()
+        driver.set_params(OTHER, DRAFT)
+    assert_follows(run(driver, updates), OTHER if delete else TARGET)
+    assert driver.serving_stats().num_failed_calls == 0
+
+
+@pytest.mark.parametrize("steps_between", [0, 2])
+def test_weights_that_a_trainer_donates_are_missed_until_there_are_others(
+    steps_between: int,
+) -> None:
+    driver, updates = under_way(ahead=2)
+    new = jax.jit(lambda x: x + 1, donate_argnums=0)(driver.weights[0])
+    for _ in range(steps_between):
+        with pytest.raises(RuntimeError, match="^params must be on the device"):
+            driver.step()
+    driver.set_params(new)
+    assert_follows(run(driver, updates), TARGET)  # which a constant does not change
+    assert driver.serving_stats().num_failed_calls == 0
+
+
+def test_arrays_that_stay_or_are_given_again_are_not_deleted() -> None:
+    one = jax.device_put(TARGET)
+    driver = driver_of(TABLE, one, one)
+    driver.set_params(OTHER, delete=True)
+    assert not one.is_deleted()
+    driver.set_params(draft_params=one, delete=True)
+    assert not one.is_deleted()
+    first = driver.weights[0]
+    driver.set_params(TARGET, delete=True)
+    assert first.is_deleted()
+    found = alone(driver, dict(prompt=[1, 2], max_new_tokens=9))
+    assert found.token_ids == truth(TARGET, [1, 2], 9, None)
+    assert driver.stats().draft_acceptance_rate == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "given"),
+    [
+        (TypeError, "^params or draft_params must be given", {}),
+        (TypeError, "^params must be an array.* as in the driver", dict(params=np.ones((6,) * 3))),
+        (ValueError, "^draft_params must be an array", dict(draft_params=OTHER[1:])),
+        (ValueError, "^params must have the structure", dict(params=[OTHER])),
+        (
+            ValueError,
+            "^params must be committed to no device.* make the driver with",
+            dict(params=jax.device_put(OTHER, jax.devices()[0])),
+        ),
+        (TypeError, "^reread must be", dict(params=OTHER, reread=1)),
+        (TypeError, "^delete must be", dict(params=OTHER, delete=None)),
+    ],
+)  # fmt: skip
+def test_what_cannot_take_the_place_of_the_weights_is_refused(
+    error: type[Exception], message: str, given: dict[str, Any]
+) -> None:
+    driver = driver_of(TABLE)
+    with pytest.raises(error, match=message):
+        driver.set_params(**given)
+    assert driver.serving_stats().epoch == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("reread", [True, False])
+def test_an_interrupt_at_any_line_leaves_the_old_weights_or_the_new(reread: bool) -> None:
+    epochs = set()
+    for line in range(1, 1000):
+        driver, updates = under_way(ahead=1)
+        interrupts = Interrupts(0, every=1e9, only=LINES)
+        interrupts.left = line
+        interrupts.once(driver.set_params, OTHER, reread=reread)
+        epoch = driver.serving_stats().epoch
+        epochs.add(epoch)
+        assert driver.stats().epoch == epoch and bool(driver.stats().num_tokens) != bool(epoch)
+        assert_follows(run(driver, updates), OTHER if epoch else TARGET)
+        if not interrupts.count:
+            break
+    assert line > 40 and epochs == {0, 1}
