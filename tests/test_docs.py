@@ -270,7 +270,9 @@ def test_arrays_in_the_layout_of_vllm_are_verified() -> None:
 
 @pytest.mark.newest
 def test_a_loop_of_ones_own_has_its_rows_processed() -> None:
-    scope = run_all("sampling_parameters")
+    page = "sampling_parameters"
+    own_loop, trainer = blocks(page)
+    scope = run(own_loop, page)
     rows, raw = (np.asarray(scope[name]).reshape(2, 3, 8) for name in ("rows", "logits"))
     assert (rows[0, :, 0] == -np.inf).all(), "a stop token, too early"
     assert (rows[0, :, 5] == -np.inf).tolist() == [False, True, False], "after 4, and only there"
@@ -283,6 +285,16 @@ def test_a_loop_of_ones_own_has_its_rows_processed() -> None:
     np.testing.assert_allclose(rows[1, :, 1:], (raw[1] - 0.5 * counts)[:, 1:], rtol=1e-5)
     emitted = sd.parse_output(scope["output"])
     assert emitted[0][0] == 4 and emitted[0][1] == rows[0, 1].argmax() != 5
+
+    scope = run(trainer, page, scope)
+    prompt, completion = scope["prompt"], scope["completion"]
+    np.testing.assert_allclose(scope["trained"], scope["sampled"], atol=1e-4)
+    rows = np.asarray(scope["logits"][0, len(prompt) - 1 : -1], np.float64)
+    filtered = [sd.testing.reference._filter_row(row, 0.8, 0.0, 20, 0.9)[0] for row in rows]
+    is_kept = rows >= np.asarray(scope["thresholds"])[:, None]
+    np.testing.assert_array_equal(is_kept, np.array(filtered) > -np.inf)
+    whole = rows[np.arange(len(rows)), completion] / 0.8 - np.log(np.exp(rows / 0.8).sum(axis=1))
+    assert np.max(np.asarray(scope["sampled"]) - whole) > 0.05, "without the filters"
 
 
 def run(code: str, page: str, scope: dict | None = None) -> dict:

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens and of the likeliest alternatives."""
+"""Log-probabilities of emitted tokens and of the likeliest alternatives, and what was kept."""
 
 from __future__ import annotations
 
@@ -49,10 +49,13 @@ class LogprobsConfig:
       num_top: how many of the likeliest tokens at each position.
       distribution: "raw" for the model's distribution, "processed" for the one that the token was
         drawn from; see `token_logprobs`.
+      thresholds: whether to return what divides the logits that min-p, top-k and top-p kept from
+        the others, for a trainer that masks the same ids; see `TokenLogprobs`. For "processed".
 
     Raises:
-      TypeError: `num_top` is not an integer.
-      ValueError: `num_top` is negative, or `distribution` is neither of the two.
+      TypeError: `num_top` is not an integer, or `thresholds` no bool.
+      ValueError: `num_top` is negative, `distribution` is neither of the two, or `thresholds` come
+        with "raw", which nothing truncates.
 
     Example:
       >>> import jax_specdec as sd
@@ -62,16 +65,21 @@ class LogprobsConfig:
 
     num_top: int = 0
     distribution: Distribution = "raw"
+    thresholds: bool = False
 
     def __post_init__(self) -> None:
         check_int("num_top", self.num_top, 0)
         check_choice("distribution", self.distribution, get_args(Distribution))
+        check_type("thresholds", self.thresholds, bool)
+        is_truncated = self.distribution == "processed" or not self.thresholds
+        require(is_truncated, "thresholds", 'be False with distribution "raw"', self.thresholds)
 
 
 @pytree(
     logprobs="[B, K+1] float32",
     top_token_ids="[B, K+1, n] int32",
     top_logprobs="[B, K+1, n] float32",
+    thresholds="[B, K+1] float32",
 )
 @dataclasses.dataclass(frozen=True)
 class TokenLogprobs:
@@ -83,6 +91,13 @@ class TokenLogprobs:
         lowest id; -1 where no token was emitted, and for tokens of probability 0.
       top_logprobs: ``[B, K+1, n]`` float32, their log-probabilities; NaN where no token was
         emitted, -inf for tokens of probability 0.
+      thresholds: ``[B, K+1]`` float32, for each token: of the ids that the bitmask allows, min-p,
+        top-k and top-p kept those with ``float32(row) >= threshold``, where ``row`` are the logits
+        that were verified, after penalties and before the temperature. It lies halfway between the
+        least logit that was kept and the largest that was not, or is the former where no float32
+        lies between; filters keep all ids of equal logits or none, so these always differ.
+        -inf where none was left out, as for greedy requests, which no filter changes; NaN where no
+        token was emitted. None unless asked for.
 
     Example: see `token_logprobs`.
     """
@@ -90,6 +105,7 @@ class TokenLogprobs:
     logprobs: jax.Array
     top_token_ids: jax.Array
     top_logprobs: jax.Array
+    thresholds: jax.Array | None = None
 
     def of(self, request: int, num_tokens: int) -> TokenLogprobs:
         """The log-probabilities of one request's first tokens: ``[n]`` and ``[n, num_top]``."""
@@ -102,6 +118,7 @@ class TokenLogprobs:
             jnp.where(is_kept, self.logprobs, jnp.nan),
             jnp.where(top, self.top_token_ids, PLACEHOLDER_TOKEN_ID),
             jnp.where(top, self.top_logprobs, jnp.nan),
+            None if self.thresholds is None else jnp.where(is_kept, self.thresholds, jnp.nan),
         )
 
 
@@ -132,6 +149,7 @@ def token_logprobs(
     config: SpecDecodeConfig,
     num_top: int = 0,
     distribution: Distribution = "raw",
+    thresholds: bool = False,
     vocab_size: int | None = None,
     token_bitmask: Array | None = None,
     padded_rows: bool = False,
@@ -155,6 +173,7 @@ def token_logprobs(
       config: of the call.
       num_top: n, static, the number of alternatives, 0 to V.
       distribution: "raw" or "processed", static.
+      thresholds: whether to return what the filters kept, static; for "processed".
       vocab_size: of the call.
       token_bitmask: of the call.
       padded_rows: of the call; for logits with bonus rows.
@@ -172,7 +191,11 @@ def token_logprobs(
       Sums are float32. Only rows that emitted a token are read: on the CPU one after another, on
       other devices, or if the vocabulary is split, B at a time. Derivatives with respect to
       `target_logits` and the temperature are those of ``log softmax`` over the tokens that mask and
-      filters keep, and 0 where no token was emitted. They read all rows at once.
+      filters keep, and 0 where no token was emitted; those of thresholds are 0. They read all rows
+      at once.
+
+      The filters are applied anew, with sums in another order than the verification's: where a mass
+      equals top-p's share but for rounding, one may keep an entry more than the other.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -188,6 +211,21 @@ def token_logprobs(
       >>> found = sd.token_logprobs(logits, drafts, output, num_top=2, **given)
       >>> jnp.exp(found.logprobs).tolist(), found.top_token_ids.tolist()
       ([[0.5, 0.5]], [[[2, 0], [0, 1]]])
+
+      A trainer normalizes its own logits over the ids that the sampler kept: with top-k of 1, one
+      of the first row and two equal ones of the second.
+
+      >>> sampled = given | dict(sampling=sd.SamplingParams(0.8, top_k=1))
+      >>> rows = jnp.log(jnp.array([[0.2, 0.3, 0.5], [0.4, 0.4, 0.2]]))
+      >>> output = sd.rejection_sample(
+      ...     rows, drafts, keys=jax.random.split(jax.random.key(0), 1),
+      ...     positions=jnp.array([5]), **sampled)
+      >>> found = sd.token_logprobs(
+      ...     rows, drafts, output, distribution="processed", thresholds=True, **sampled)
+      >>> is_kept = rows >= found.thresholds[0][:, None]  # [K+1, V]
+      >>> log_p = jax.nn.log_softmax(jnp.where(is_kept, rows / 0.8, -jnp.inf))
+      >>> jnp.exp(log_p).tolist(), jnp.exp(found.logprobs).tolist()
+      ([[0.0, 0.0, 1.0], [0.5, 0.5, 0.0]], [[1.0, 0.5]])
     """
     check_type("output", output, RejectionSampleOutput)
     bonus = None
@@ -206,7 +244,7 @@ def token_logprobs(
     require(is_path, "output.path", must, output.path)
     if output.path is not None:
         check_array("output.path", output.path, "[B, K+1]", sizes)
-    check_choice("distribution", distribution, get_args(Distribution))
+    wanted = LogprobsConfig(num_top, distribution, thresholds)
     sampling, size = call.sampling, sizes["size"]
     check_int("num_top", num_top, 0, size)
     target_logits = jnp.asarray(target_logits)
@@ -219,6 +257,7 @@ def token_logprobs(
             jnp.full(shape, jnp.nan, jnp.float32),
             jnp.full((*shape, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32),
             jnp.full((*shape, num_top), jnp.nan, jnp.float32),
+            jnp.full(shape, jnp.nan, jnp.float32) if thresholds else None,
         )
     has_bonus_rows = padded_rows or rows != n
     layout = ragged.unpack(drafts, k, has_bonus_rows)
@@ -251,7 +290,7 @@ def token_logprobs(
     vocab_axis = array_layout.vocab_axis
 
     def read(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
-        return read_emitted(*arrays, size, num_top, vocab_axis)
+        return read_emitted(*arrays, size, wanted, vocab_axis)
 
     if array_layout.mesh is None:
         given = target_logits, token_bitmask, emitted
@@ -279,7 +318,7 @@ def read_emitted(
     token_bitmask: jax.Array | None,
     emitted: Emitted,
     size: int,
-    num_top: int,
+    wanted: LogprobsConfig,
     axis: str | None,
 ) -> TokenLogprobs:
     """Read the rows of emitted tokens ``[B, K+1]``.
@@ -289,17 +328,17 @@ def read_emitted(
       token_bitmask: ``[M, ceil(V/32)]`` or None.
       emitted: the tokens.
       size: ids from it on are padding; at most V.
-      num_top: n.
+      wanted: of each row.
       axis: the mesh axis that the vocabulary is split over, or None.
     """
     arrays = target_logits, token_bitmask, emitted
-    return traced_for_platform(_read_emitted, arrays, size, num_top, axis)
+    return traced_for_platform(_read_emitted, arrays, size, wanted, axis)
 
 
 def _read_emitted(
     arrays: tuple[jax.Array, jax.Array | None, Emitted],
     size: int,
-    num_top: int,
+    wanted: LogprobsConfig,
     axis: str | None,
     platform: Platform,
 ) -> TokenLogprobs:
@@ -311,25 +350,25 @@ def _read_emitted(
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
         which = jnp.where(flat.exists, flat.row, -1)
         found = backend.device.in_blocks(
-            lambda those: _read_batch(rows, those, num_top, backend), which, flat
+            lambda those: _read_batch(rows, those, wanted, backend), which, flat
         )
         shape = emitted.row.shape
         found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
         return found.where(emitted.exists)
     turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
-    found = lax.map(lambda those: _read_batch(rows, those, num_top, backend), turned)
+    found = lax.map(lambda those: _read_batch(rows, those, wanted, backend), turned)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
 
 
 @read_emitted.defjvp
 def _derivative(
-    size: int, num_top: int, axis: str | None, primals: Any, tangents: Any
+    size: int, wanted: LogprobsConfig, axis: str | None, primals: Any, tangents: Any
 ) -> tuple[TokenLogprobs, TokenLogprobs]:
     """``d logprob(id) = dz(id) - sum(p * dz)``, where ``z = logit / temperature``.
 
     The rows are gathered once: the derivative of a loop would add a matrix ``[M, V]`` per token.
     """
-    found = read_emitted(*primals, size, num_top, axis)
+    found = read_emitted(*primals, size, wanted, axis)
     target_logits, token_bitmask, emitted = primals
     backend = Gather()
     one = jax.tree.map(lambda x: x.reshape(-1), emitted)
@@ -360,7 +399,9 @@ def _derivative(
         return jnp.where(is_known & (each >= 0), own, 0.0).reshape(ids.shape)
 
     no_derivative: Any = np.zeros(found.top_token_ids.shape, jax.dtypes.float0)
-    return found, TokenLogprobs(at(emitted.token_id), no_derivative, at(found.top_token_ids))
+    own, top = at(emitted.token_id), at(found.top_token_ids)
+    constant = jax.tree.map(jnp.zeros_like, found.thresholds)
+    return found, TokenLogprobs(own, no_derivative, top, constant)
 
 
 def _rows(
@@ -384,9 +425,12 @@ def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, ja
     return Partials(peak, backend.exp_sums(rows, those.row, peak, inv, kept)).checked(), kept
 
 
-def _read_batch(rows: Rows, those: Emitted, num_top: int, backend: Gather) -> TokenLogprobs:
+def _read_batch(
+    rows: Rows, those: Emitted, wanted: LogprobsConfig, backend: Gather
+) -> TokenLogprobs:
     """Log-probabilities of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
     inv = those.inv_temperature
+    num_top = wanted.num_top
     of_part, kept = _partials(rows, those, backend)
     own, stats = rows.at(those.row, those.token_id), of_part
     if rows.part.is_split:
@@ -419,4 +463,23 @@ def _read_batch(rows: Rows, those: Emitted, num_top: int, backend: Gather) -> To
             found = jnp.take_along_axis(found, columns.astype(jnp.int32), axis=1)
         is_token = those.exists[:, None] & (top > -jnp.inf)
         ids = jnp.where(is_token, found, PLACEHOLDER_TOKEN_ID)
-    return TokenLogprobs(own, ids, logprobs(top))
+    thresholds = None
+    if wanted.thresholds:
+        thresholds = jnp.full((batch,), -jnp.inf) if kept is None else _between(rows, those, kept)
+        thresholds = jnp.where(is_known, thresholds, jnp.nan)
+    return TokenLogprobs(own, ids, logprobs(top), thresholds)
+
+
+def _between(rows: Rows, those: Emitted, kept: jax.Array) -> jax.Array:
+    """Returns ``[B]`` float32, what divides the entries from `kept` on from those below.
+
+    In the middle it also divides entries that were computed in another way, and differ a little.
+    """
+    x = rows.whole(those.row)  # [B, W]
+    is_kept = x >= kept[:, None]
+    lowest_kept = -rows.part.max(jnp.max(jnp.where(is_kept, -x, -jnp.inf), axis=1))
+    highest_left_out = rows.part.max(jnp.max(jnp.where(is_kept, -jnp.inf, x), axis=1))
+    middle = lowest_kept / 2 + highest_left_out / 2
+    # Of two floats next to each other the middle is one or the other.
+    is_between = (middle > highest_left_out) | jnp.isinf(highest_left_out)
+    return jnp.where(is_between, middle, lowest_kept)

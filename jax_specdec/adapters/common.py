@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -181,7 +182,5 @@ def verify(
     )
     if static.logprobs is None:
         return output, None
-    wanted: dict[str, Any] = dict(
-        num_top=static.logprobs.num_top, distribution=static.logprobs.distribution
-    )
-    return output, token_logprobs(arrays.target_logits, drafts, output, **wanted, **given)
+    given |= dataclasses.asdict(static.logprobs)
+    return output, token_logprobs(arrays.target_logits, drafts, output, **given)

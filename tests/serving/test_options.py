@@ -46,7 +46,7 @@ MIXED = lm.RequestOptions(
 )  # fmt: skip
 MIXED_TEMPERATURES = (0.7, 1.5) * 300
 MODEL = lm.ModelDrafter(tiny.Trigram(VOCAB))
-RAW, PROCESSED = (sd.LogprobsConfig(2, distribution) for distribution in ("raw", "processed"))
+RAW, PROCESSED = (sd.LogprobsConfig(2, *given) for given in (("raw",), ("processed", True)))
 
 
 def run(
@@ -278,6 +278,12 @@ def test_logprobs_are_those_of_the_tokens(generate: Any, distribution: str) -> N
         np.testing.assert_allclose(
             found.top_logprobs[:, b][kept], np.take_along_axis(want, ids, 1), rtol=1e-4, atol=1e-5
         )
+        if found.thresholds is not None:
+            free = _without_filters(OPTIONS[b])
+            possible = expected_logprobs(completion, TEMPERATURES[b], free, distribution)
+            is_truncated = (np.isfinite(possible) & ~np.isfinite(want)).any(axis=1)
+            assert is_truncated.any() == (free != OPTIONS[b])
+            np.testing.assert_array_equal(found.thresholds[:, b][kept] > -np.inf, is_truncated)
 
 
 # Errors

@@ -137,7 +137,7 @@ OPTIONS = [
         ]
     )
 ]
-LOGPROBS = sd.LogprobsConfig(num_top=2, distribution="processed")
+LOGPROBS = sd.LogprobsConfig(num_top=2, distribution="processed", thresholds=True)
 
 
 @functools.cache

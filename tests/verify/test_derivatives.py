@@ -168,11 +168,14 @@ def found_loss(distribution: Any, logits: jax.Array, temperature: jax.Array, **n
         config=CONFIG,
         num_top=NUM_TOP,
         distribution=distribution,
+        thresholds=distribution == "processed",
         vocab_size=SIZE,
         token_bitmask=MASK,
         **named,
     )
     own = jnp.where(IS_TOKEN, REWARD * found.logprobs, 0.0)
+    if found.thresholds is not None:  # constants
+        own += jnp.where(jnp.isfinite(found.thresholds), found.thresholds, 0.0)
     return jnp.sum(own) + jnp.sum(
         jnp.where(IS_TOKEN[:, :, None], TOP_REWARD * found.top_logprobs, 0)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,27 +13,29 @@ import pytest
 from lower_floor import platform
 
 import jax_specdec as sd
+from jax_specdec.testing import reference
 
 from .batch import XLA, Batch, Layout, Request, pack, verify
 from .cases import random_batch
+from .suite import RATES
 
 K, NUM_TOP = 4, 5
 BIG = dict(num_requests=8, num_drafts=26, num_speculative_tokens=K)
 TIED = Layout(vocab=97, **BIG, dtype="bfloat16", kind="logits")  # many entries are equal
+FILTERED = dataclasses.replace(TIED, vocab_size=90, has_filters=True, has_bitmask=True)
 
-token_logprobs = jax.jit(
-    sd.token_logprobs, static_argnames=("config", "num_top", "distribution", "vocab_size")
-)
+STATIC = "config", "num_top", "distribution", "thresholds", "vocab_size"
+token_logprobs = jax.jit(sd.token_logprobs, static_argnames=STATIC)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_top", "distribution", "vocab_size"))
+@functools.partial(jax.jit, static_argnames=STATIC)
 def by_offset(*args: Any, **kwargs: Any) -> sd.TokenLogprobs:
     """As other devices run it; the CPU can do that too."""
     with platform.assume("default"):
         return sd.token_logprobs(*args, **kwargs)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "num_top", "distribution", "vocab_size"))
+@functools.partial(jax.jit, static_argnames=STATIC)
 def split(
     target_logits: jax.Array, *args: Any, vocab_size: int | None = None, **kwargs: Any
 ) -> sd.TokenLogprobs:
@@ -146,6 +149,111 @@ def test_processed_ones_are_masked_and_filtered_raw_ones_not() -> None:
     np.testing.assert_allclose(np.exp(raw.logprobs)[:, 0], [0.3] * 4, rtol=1e-5)
 
 
+# What filters kept
+
+
+def check_thresholds(batch: Batch, output: sd.RejectionSampleOutput, function: Any) -> np.ndarray:
+    """Asserts what a trainer needs; returns the number of ids that each token's row kept, or 0.
+
+    With its own pass over the rows, which differ a little, it finds the ids that the oracle keeps,
+    and the log-probability that the token was drawn with.
+    """
+    args, kwargs = batch.arguments()
+    call = {name: x for name, x in kwargs.items() if name in ("sampling", "config", "vocab_size")}
+    call |= dict(distribution="processed", token_bitmask=kwargs.get("token_bitmask"))
+    found = function(*args[:2], output, thresholds=True, **call)
+    without = function(*args[:2], output, **call)
+    assert without.thresholds is None
+    np.testing.assert_array_equal(found.logprobs, without.logprobs)
+    cu, rng = np.asarray(batch.drafts.cu_num_draft_tokens), np.random.default_rng(0)
+    num_kept = np.zeros(output.token_ids.shape, int)
+    for b, j in np.ndindex(*num_kept.shape):
+        threshold = found.thresholds[b, j]
+        if j >= output.num_emitted[b]:
+            assert np.isnan(threshold)
+            continue
+        m, token, temperature = cu[b] + b + j, output.token_ids[b, j], batch.temperature[b]
+        row = np.asarray(batch.target_logits[m], np.float64)
+        bits = np.arange(len(row)) < batch.layout.real_vocab
+        if batch.token_bitmask is not None:
+            words = np.asarray(batch.token_bitmask)[m].astype(np.uint32)
+            bits &= np.unpackbits(words.view(np.uint8), bitorder="little")[: len(row)] == 1
+        row = np.where(bits, row, -np.inf)
+        filters = {name: x[b].item() for name, x in batch.filters.items()}
+        want, margin = row, np.inf
+        if temperature:
+            want, margin = reference._filter_row(row, float(temperature), **filters)
+        assert margin > 1e-5
+        wanted = want > -np.inf
+        left_out = (row > -np.inf) & ~wanted
+        is_kept = bits & (np.float32(row) >= threshold) & (row > -np.inf)
+        np.testing.assert_array_equal(is_kept, wanted)
+        assert (threshold == -np.inf) == (not left_out.any())
+        if left_out.any():  # the same of logits that were computed in another way
+            gap = row[wanted].min() - row[left_out].max()
+            noise = rng.uniform(-0.4, 0.4, len(row)) * gap * (gap > 1e-3)
+            np.testing.assert_array_equal(bits & (row + noise >= threshold), wanted)
+        log_p = log_softmax(np.where(is_kept, row, -np.inf), temperature or 1.0)
+        np.testing.assert_allclose(found.logprobs[b, j], log_p[token], rtol=2e-5, atol=2e-5)
+        assert is_kept[token] or batch.layout.rates
+        num_kept[b, j] = is_kept.sum()
+    return num_kept
+
+
+FORMS = [
+    pytest.param(token_logprobs, id="cpu"),
+    pytest.param(by_offset, id="elsewhere", marks=pytest.mark.long),
+    pytest.param(split, id="split", marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize("function", FORMS)
+def test_a_trainer_finds_what_was_kept(function: Any) -> None:
+    a, b, c = 1.0, float(np.nextafter(np.float32(1), np.float32(0))), -2.0
+    rows: list[tuple[list[float], dict[str, Any], int]] = [
+        ([a, c, 0, 3, 3, 0, c, c], dict(), 8),
+        ([a, c, 0, 3, 3, 0, c, c], dict(top_k=8), 8),
+        ([a, c, 0, 3, 3, 0, c, c], dict(top_k=1), 2),  # ties at the threshold are kept
+        ([a, c, 0, 3, 3, 0, c, c], dict(top_k=4), 5),
+        ([a, c, 0, 3, 3, 0, c, c], dict(top_k=4, temperature=0.0), 8),
+        ([a, c, 0, 3, 3, 0, c, c], dict(top_p=0.1), 2),
+        ([a, c, 0, 3, 3, 0, c, c], dict(top_p=0.96, temperature=0.7), 3),
+        ([a, c, 0, 3, 3, 0, c, c], dict(min_p=0.04), 5),
+        ([a, c, 0, 3, 3, 0, c, c], dict(min_p=1.0), 2),
+        ([a, c, 0, 3, 3, 0, c, c], dict(min_p=0.04, top_k=3, top_p=0.9), 2),
+        ([a, b, b, c, c, c, c, c], dict(top_k=1), 1),  # no float32 lies between
+        ([a, b, b, c, c, c, c, c], dict(top_k=2), 3),
+        ([c, c, c, c, c, c, c, c], dict(top_k=1), 8),  # all are equal
+        ([-np.inf, a, -np.inf, 0, *[-np.inf] * 4], dict(top_k=1), 1),
+        ([-np.inf, a, -np.inf, 0, *[-np.inf] * 4], dict(top_k=3), 2),
+    ]
+    batch = pack(
+        [Request(target=np.array([row]), draft_ids=(), **given) for row, given, _ in rows],
+        Layout(num_requests=len(rows), num_drafts=1, has_filters=True),
+    )
+    num_kept = check_thresholds(batch, verify(batch, XLA), function)
+    possible = [sum(x > -np.inf for x in row) for row, _, _ in rows]
+    assert num_kept[:, 0].tolist() == [min(n, m) for (*_, n), m in zip(rows, possible, strict=True)]
+    assert not num_kept[:, 1:].any()
+
+
+@pytest.mark.parametrize(
+    ("rule", "function"),
+    [
+        (dict(), token_logprobs),
+        pytest.param(dict(block=True), by_offset, marks=pytest.mark.long),
+        pytest.param(dict(agreement=True, kind="none"), split, marks=pytest.mark.long),
+        pytest.param(dict(rates=RATES), token_logprobs, marks=pytest.mark.long),
+    ],
+    ids=["standard", "block", "agreement", "synthetic"],
+)
+def test_a_trainer_finds_what_any_rule_kept(rule: dict[str, Any], function: Any) -> None:
+    for seed in (2, 3):
+        batch = random_batch(dataclasses.replace(FILTERED, **rule), seed)
+        num_kept = check_thresholds(batch, verify(batch, XLA), function)
+        assert len({*num_kept.flat}) > 4
+
+
 @pytest.mark.long
 def test_ties_go_to_the_lowest_id_the_impossible_has_none() -> None:
     row = np.full((1, TIED.vocab), -np.inf)
@@ -203,7 +311,10 @@ def test_without_rows_there_is_nothing() -> None:
         sampling=sd.SamplingParams(jnp.ones(2)),
         config=sd.SpecDecodeConfig(num_speculative_tokens=1),
         num_top=2,
+        distribution="processed",
+        thresholds=True,
     )
+    assert np.isnan(found.thresholds).all() and found.thresholds.shape == (2, 2)
     assert np.isnan(found.logprobs).all() and found.top_token_ids.shape == (2, 2, 2)
 
 
@@ -234,6 +345,8 @@ def test_temporaries_are_those_of_one_row(num_top: int) -> None:
         (dict(sampling=0.5), TypeError, "sampling"),
         (dict(config=sd.SpecDecodeConfig(num_speculative_tokens=2)), ValueError, "output"),
         (dict(distribution="top"), ValueError, "distribution"),
+        (dict(thresholds=True), ValueError, "thresholds must be False with distribution"),
+        (dict(thresholds=1, distribution="processed"), TypeError, "thresholds"),
         (dict(num_top=1.0), TypeError, "num_top"),
         (dict(num_top=True), TypeError, "num_top"),
         (dict(num_top=-1), ValueError, "num_top"),

@@ -492,6 +492,7 @@ class Decoder:
                 config=self.config,
                 num_top=self.logprobs.num_top,
                 distribution=self.logprobs.distribution,
+                thresholds=self.logprobs.thresholds,
                 token_bitmask=token_bitmask,
                 sharding=sharding,
             )

@@ -335,8 +335,10 @@ def _empty_records(decoder: Decoder, num_steps: int, num_requests: int) -> StepR
     token_ids = jnp.zeros((*counts.shape, decoder.most_accepted + 1), jnp.int32)
     logprobs = None
     if decoder.logprobs is not None:
+        own = token_ids.astype(jnp.float32)
         top = jnp.zeros((*token_ids.shape, decoder.logprobs.num_top), jnp.int32)
-        logprobs = TokenLogprobs(token_ids.astype(jnp.float32), top, top.astype(jnp.float32))
+        thresholds = own if decoder.logprobs.thresholds else None
+        logprobs = TokenLogprobs(own, top, top.astype(jnp.float32), thresholds)
     return StepRecord(token_ids, counts, counts, counts, counts, logprobs)
 
 
