@@ -32,7 +32,7 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-SMALL, LOOP, PADDED = blocks("integration.md")
+SMALL, LOOP, LOOKUP, SYNTHETIC, PADDED = blocks("integration.md")
 ADAPTERS = blocks("adapters.md")
 
 
@@ -101,6 +101,15 @@ def test_the_small_loop_is_compiled_once() -> None:
     ]
 
 
+def test_synthetic_acceptance_of_ragged_drafts_has_the_means_that_the_page_says() -> None:
+    stats = run(LOOKUP + SYNTHETIC)["stats"]
+    assert stats.num_verifications == 256 * 20 and stats.num_drafts == 192 * 20
+    # Of the 128 requests whose second draft decides, half of the steps emit a token more.
+    error = np.sqrt(0.25 * 128 * 20)
+    assert abs(stats.num_tokens - 2 * 256 * 20) < 5 * error
+    assert abs(stats.mean_acceptance_length - 7 / 3) < 5 * error / stats.num_drafts
+
+
 # A complete loop
 
 
@@ -142,6 +151,80 @@ def test_a_draft_model_that_skips_a_token_has_fewer_accepted():
     assert LOOP.count(TWO_TOKENS) == 1
     scope = run(LOOP.replace(TWO_TOKENS, ONE_TOKEN))
     np.testing.assert_allclose(tokens_per_pass(scope)[:2], [2.4, 2.6], atol=0.05)  # as it says
+
+
+# A loop over pages
+
+
+PAGED = "".join(blocks("paged_loop.md"))
+FOR_ITSELF = "[lm.load_embedded_pair()[1]] * 2\n"  # the smaller model, with its own drafts
+NOISY = f"""{FOR_ITSELF}
+rng = np.random.default_rng(0)
+draft_params = jax.tree.map(
+    lambda x: np.float32(x * rng.normal(1, 0.15, x.shape)), jax.device_get(params))
+"""
+CHAINS = {"IS_TREE = True": "IS_TREE = False"}
+MOVED = "        cache = [sd.move_rows(layer, lengths - 1, path, pages=pages) for layer in cache]\n"
+
+
+def run_paged(changes: dict[str, str]) -> dict[str, object]:
+    loop = PAGED
+    for printed, instead in changes.items():
+        assert loop.count(printed) == 1
+        loop = loop.replace(printed, instead)
+    scope = run(loop)
+    stats, completions = scope["stats"], scope["completions"]
+    assert sorted(scope["free"]) == list(range(scope["P"])) and scope["num_moves"] > 10
+    assert stats.num_tokens == sum(map(len, completions.values())) and stats.num_fallbacks == 0
+    return scope
+
+
+def texts_that_differ(scope: dict[str, object]) -> list[int]:
+    """The requests whose texts are not those of plain decoding under the same rule."""
+    prompts, most, temperatures = zip(*scope["asked"], strict=True)
+    plain = lm.generate_plain(
+        scope["target"],
+        scope["params"],
+        prompts,
+        config=scope["config"],
+        max_new_tokens=max(most),
+        stop_token_ids=[lm.DOCUMENT_SEPARATOR],
+        options=[lm.RequestOptions(temperature=t, seed=i) for i, t in enumerate(temperatures)],
+    )
+    wanted = [text[:n] for text, n in zip(plain.completions, most, strict=True)]
+    return [i for i, text in enumerate(wanted) if scope["completions"][i] != text]
+
+
+@pytest.mark.newest
+def test_trees_over_pages_emit_what_plain_decoding_emits() -> None:
+    scope = run_paged({PAIR: NOISY})
+    assert texts_that_differ(scope) == []
+    paths = np.stack([output.path for output in scope["outputs"]])
+    assert (paths[paths > 0] % 2 == 0).any(), "no leaf was kept"
+    assert scope["stats"].tokens_per_target_pass > 1.5
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_over_pages_a_target_that_drafts_for_itself_has_everything_accepted() -> None:
+    scope = run_paged({PAIR: FOR_ITSELF} | CHAINS)
+    stats = scope["stats"]
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    assert not {0, 3} & set(texts_that_differ(scope))  # those of greedy requests
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_the_loop_over_pages_does_what_it_says_of_itself() -> None:
+    scope = run_paged({})
+    assert texts_that_differ(scope) == []
+    np.testing.assert_allclose(scope["stats"].tokens_per_target_pass, 3.0, atol=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.newest
+def test_a_path_that_is_not_moved_together_changes_texts() -> None:
+    assert texts_that_differ(run_paged({PAIR: NOISY, MOVED: "        pass\n"})) != []
 
 
 # Adapters
