@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_is_read_as_a_head_of_the_target(command: str, folder: Path) -> None:
     name, prompts = f"block:{folder}", [] if command == "serve" else ["x"]
     options = parse([command, *prompts, "--draft", name, "-k", "5"], "1")
-    models, _ = load_models(options, prompts)
+    models, *_ = load_models(options, prompts)
     drafter, params = models.drafters[name]
     assert isinstance(drafter, lm.BlockDrafter) and drafter.head.config.markov_rank == 2
     assert params["embed_tokens"] is models.target.params["embed_tokens"]
@@ -52,7 +52,7 @@ def test_more_drafts_than_the_block_has_are_named(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_the_embedded_target_has_block_heads(name: str) -> None:
-    models, _ = load_models(parse(["generate", "x", "--draft", name], "1"))
+    models, *_ = load_models(parse(["generate", "x", "--draft", name], "1"))
     drafter, _ = models.drafters[name]
     assert isinstance(drafter, lm.BlockDrafter)
     assert (drafter.head.config.markov_rank is not None) == (name == "dspark")

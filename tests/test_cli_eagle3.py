@@ -32,14 +32,14 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_is_read_as_a_head_of_the_target(folder: Path) -> None:
     name = f"eagle3:{folder}"
     options = parse(["bench", "x", "--draft", name, "--draft", "ngram"], "1")
-    models, _ = load_models(options)
+    models, *_ = load_models(options)
     assert isinstance(models.drafters[name].drafter, lm.Eagle3Drafter)
     assert models.drafters[name].params["embed_tokens"] is models.target.params["embed_tokens"]
     assert isinstance(models.drafters["ngram"].drafter, lm.NGramDrafter)
 
 
 def test_the_embedded_target_has_two_heads() -> None:
-    models, _ = load_models(parse(["generate", "x", "--draft", "eagle3"], "1"))
+    models, *_ = load_models(parse(["generate", "x", "--draft", "eagle3"], "1"))
     drafter = models.drafters["eagle3"].drafter
     assert isinstance(drafter, lm.Eagle3Drafter) and drafter.head.vocab_size == 256
     assert lm.load_embedded_head(models.target, "eagle3-64").model.vocab_size == 64

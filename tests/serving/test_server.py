@@ -147,7 +147,7 @@ class Site:
         self.arguments = ["--target", str(directory), "--max-length", str(LENGTH), "-k", "2"]
         self.arguments += ["--max-queue", str(QUEUE), "--max-logprobs", str(TOP)]
         self.options = options_lib.parse(["serve", *self.arguments], "0")
-        self.models, _ = load_models(self.options)
+        self.models, *_ = load_models(self.options)
         self.tokenizer = self.models.text.tokenizer
         make_driver(self.options, self.models).warm_up(grammars=True)
         self._apply = jax.jit(run_pass, static_argnums=0)

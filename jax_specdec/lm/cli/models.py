@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from jax_specdec._src.arrays import renamed, require
@@ -13,21 +12,8 @@ from jax_specdec.lm.loading import SUFFIX_PREFIX, Models, TargetText, load_model
 from jax_specdec.lm.models.fields import shown
 
 
-@dataclasses.dataclass(frozen=True)
-class Requests:
-    """The requests of `generate` and `bench`.
-
-    Attributes:
-      prompts: the token ids of each.
-      max_new_tokens: budget of each.
-    """
-
-    prompts: list[list[int]]
-    max_new_tokens: int
-
-
-def load(options: Options, prompts: Sequence[str] = ()) -> tuple[Models, Requests]:
-    """Reads what the options name, after checking that the prompts fit.
+def load(options: Options, prompts: Sequence[str] = ()) -> tuple[Models, list[list[int]], int]:
+    """Reads what the options name; returns it, the ids of each prompt, and a budget that fits.
 
     Raises:
       InputError: a file is missing or wrong, the tokenizers differ, a text would be too long, or a
@@ -36,15 +22,17 @@ def load(options: Options, prompts: Sequence[str] = ()) -> tuple[Models, Request
     try:
         text = read_target_text(options.target)
         # Before the weights, which take long to read.
-        requests = _requests(options, prompts, text)
+        token_ids, budget = _requests(options, prompts, text)
         models = load_models(text, options.drafters, dtype=options.dtype, history=options.history)
         _check_drafts(options, models)
     except (ImportError, OSError, ValueError) as error:
         raise InputError(" ".join(str(error).split())) from error
-    return models, requests
+    return models, token_ids, budget
 
 
-def _requests(options: Options, texts: Sequence[str], text: TargetText) -> Requests:
+def _requests(
+    options: Options, texts: Sequence[str], text: TargetText
+) -> tuple[list[list[int]], int]:
     """Encodes prompts, and finds how many new tokens fit.
 
     Raises:
@@ -78,7 +66,7 @@ def _requests(options: Options, texts: Sequence[str], text: TargetText) -> Reque
             f"--max-new-tokens must be in [1, {room}], which is {text.max_length} less the prompt, "
             f"but is {budget}"
         )
-    return Requests(prompts, budget)
+    return prompts, budget
 
 
 def _check_drafts(options: Options, models: Models) -> None:

@@ -38,23 +38,6 @@ DEFAULT_REPEATS = 5
 _Made = TypeVar("_Made")
 _DRAFT = "[suffix+]DIR|eagle3:DIR|block:DIR|ngram|suffix|model|eagle3|dflash|dspark|none"
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
-_RANGES = {
-    "max_new_tokens": (1, None),
-    "seed": (0, 2**32 - 1),
-    "compare": (1, None),
-    "repeats": (1, None),
-    "port": (0, 65535),
-    "num_slots": (1, 4096),
-    "max_length": (2, 2**20),
-    "max_queue": (1, 2**20),
-    "client_seconds": (1, 2**20),
-    "drain_seconds": (0, 2**20),
-    "chunk_size": (1, 2**20),
-    "max_logprobs": (0, 20),
-    "history": (0, 2**24),
-    "tree": (2, MAX_VISIBLE),
-}
-"""The least and the largest value of each integer."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +118,7 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
         parser.print_help()
         parser.exit()
     try:
-        return _check(vars(given))
+        return _check(vars(given), command.ends)
     except (TypeError, ValueError) as error:
         command.error(str(error))
 
@@ -145,10 +128,17 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **how: Any) -> None:
         super().__init__(allow_abbrev=False, **how)
+        self.ends: dict[str, tuple[int, int | None]] = {}  # by name, of those that are integers
 
     def add(self, *flags: str, help: str = "", **how: Any) -> None:
         """Adds an option, whose longest flag is the last, or an argument that has a place."""
         self.add_argument(*flags, help=help or _HELP[flags[-1]], **how)
+
+    def add_integer(self, *flags: str, low: int, high: int | None = None, **how: Any) -> None:
+        """Adds an option that is an integer of at least `low`, and at most `high`."""
+        self.ends[flags[-1].removeprefix("--").replace("-", "_")] = low, high
+        how = {"type": int, "metavar": "N", **how}
+        self.add(*flags, **how)
 
     def error(self, message: str) -> NoReturn:
         terminal.log(f"{self.prog}: {' '.join(message.split())}")
@@ -192,8 +182,8 @@ def _add_requests(parser: _Parser) -> None:
         kind = int if one.dtype is np.int32 else float
         letter = kind.__name__[0].upper()
         parser.add(_flag(one.name), type=kind, default=one.neutral, metavar=letter, help=one.words)
-    parser.add("-n", "--max-new-tokens", type=int, metavar="N")
-    parser.add("--seed", type=int, default=Options.seed, metavar="N")
+    parser.add_integer("-n", "--max-new-tokens", low=1)
+    parser.add_integer("--seed", low=0, high=2**32 - 1, default=Options.seed)
     parser.add("--json", action="store_true")
 
 
@@ -208,7 +198,7 @@ def _add_models(parser: _Parser) -> None:
     parser.add("--acceptance-rates", dest=where, type=rates, metavar="R,R,...")
     methods = get_args(DraftSampleMethod)
     parser.add("--draft-sample-method", choices=methods, default="probabilistic")
-    parser.add("--tree", type=int, metavar="N")
+    parser.add_integer("--tree", low=2, high=MAX_VISIBLE)
     parser.add("--no-compilation-cache", dest="compilation_cache", action="store_false")
 
 
@@ -226,7 +216,9 @@ def _add_generate(parser: _Parser) -> None:
     parser.add("-t", "--temperature", type=temperature, default="0", metavar="T")
     hint = f"; a prompt goes before it, or after --compare={DEFAULT_REPEATS}"
     runs = _checked(int, "a number of runs", hint)
-    parser.add("--compare", nargs="?", type=runs, const=DEFAULT_REPEATS, metavar="REPEATS")
+    parser.add_integer(
+        "--compare", low=1, nargs="?", type=runs, const=DEFAULT_REPEATS, metavar="REPEATS"
+    )
 
 
 def _add_bench(parser: _Parser) -> None:
@@ -238,25 +230,25 @@ def _add_bench(parser: _Parser) -> None:
     parser.add("-k", "--num-speculative-tokens", type=ks, default="2,4,6", **how)
     temperatures = _tuple_of(float, "numbers separated by commas, such as 0,0.8")
     parser.add("-t", "--temperature", type=temperatures, default="0,0.8", metavar="T,T,...")
-    parser.add("--repeats", type=int, default=DEFAULT_REPEATS, metavar="N")
+    parser.add_integer("--repeats", low=1, default=DEFAULT_REPEATS)
 
 
 def _add_serve(parser: _Parser) -> None:
     parser.add("--host", default=Options.host)
-    parser.add("--port", type=int, default=Options.port, metavar="N")
-    parser.add("--num-slots", type=int, default=Options.num_slots, metavar="N")
-    parser.add("--max-length", type=int, metavar="N")
-    parser.add("--max-queue", type=int, default=Options.max_queue, metavar="N")
-    parser.add("--client-seconds", type=int, default=Options.client_seconds, metavar="N")
-    parser.add("--drain-seconds", type=int, default=Options.drain_seconds, metavar="N")
-    parser.add("--chunk-size", type=int, metavar="N")
+    parser.add_integer("--port", low=0, high=65535, default=Options.port)
+    parser.add_integer("--num-slots", low=1, high=4096, default=Options.num_slots)
+    parser.add_integer("--max-length", low=2, high=2**20)
+    parser.add_integer("--max-queue", low=1, high=2**20, default=Options.max_queue)
+    parser.add_integer("--client-seconds", low=1, high=2**20, default=Options.client_seconds)
+    parser.add_integer("--drain-seconds", low=0, high=2**20, default=Options.drain_seconds)
+    parser.add_integer("--chunk-size", low=1, high=2**20)
     parser.add("--prompts-in-steps", action="store_true")
     parser.add("--exact", action="store_true")
     pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
     parser.add("--max-drafts-by-length", type=pairs, metavar="LENGTH:N,...")
-    parser.add("--max-logprobs", type=int, default=Options.max_logprobs, metavar="N")
+    parser.add_integer("--max-logprobs", low=0, high=20, default=Options.max_logprobs)
     parser.add("--plain-messages", action="store_true")
-    parser.add("--history", type=int, default=Options.history, metavar="N")
+    parser.add_integer("--history", low=0, high=2**24, default=Options.history)
     parser.add("--model-name", metavar="NAME")
     parser.add("--api-key-file", type=Path, metavar="FILE")
 
@@ -352,15 +344,15 @@ _COMMANDS = {
 """The options of each command, its line in the list of commands, and its own description."""
 
 
-def _check(given: dict[str, Any]) -> Options:
+def _check(given: dict[str, Any], ends: dict[str, tuple[int, int | None]]) -> Options:
     """Returns the options of what was given on a command line, which has the names of fields.
 
     Raises:
       TypeError, ValueError: the sentence names an option of the command line.
     """
-    for name, (least, most) in _RANGES.items():
+    for name, (low, high) in ends.items():
         if name in given:
-            check_int(_flag(name), given[name], least, most)
+            check_int(_flag(name), given[name], low, high)
     for temperature in given.get("temperature", ()):
         TEMPERATURE.range.check("--temperature", temperature)
     require(all(given.get("prompts", ())), "the prompt", "not be empty", "")

@@ -18,7 +18,6 @@ from jax import monitoring
 from jax_specdec._src.acceptance import AcceptanceStats
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.emitted import StepRecord
-from jax_specdec.lm.cli.models import Requests
 from jax_specdec.lm.cli.options import Options
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
 from jax_specdec.lm.decoding.generate import (
@@ -257,11 +256,12 @@ def stacked(records: list[StepRecord]) -> StepRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Session:
-    """Models that are loaded, and the requests to decode with them."""
+    """Models that are loaded, and the prompts and the budget of the requests to decode."""
 
     options: Options
     models: Models
-    requests: Requests
+    prompts: list[list[int]]
+    max_new_tokens: int
 
     def begin(self, say: Callable[[str], None]) -> Stream:
         """Compiles, reads the prompts and takes the first step.
@@ -272,13 +272,14 @@ class Session:
           say: called with what is going on.
         """
         text = self.models.text
-        prompts = self.requests.prompts
-        budget = self.requests.max_new_tokens
-        texts = [Completion(text.stream(one), text.stop_token_ids, budget) for one in prompts]
+        texts = [
+            Completion(text.stream(one), text.stop_token_ids, self.max_new_tokens)
+            for one in self.prompts
+        ]
 
         def on_program(name: str) -> None:
             if "prefill" in name:
-                say(f"reading {sum(map(len, prompts))} prompt tokens")
+                say(f"reading {sum(map(len, self.prompts))} prompt tokens")
 
         say("compiling")
         steps = self._steps(texts)
@@ -293,7 +294,7 @@ class Session:
         """Yields the record of each step, after adding its tokens to the texts."""
         steps = generate_stream(
             *self.models.target,
-            self.requests.prompts,
+            self.prompts,
             **self._drafting(self.options.drafters[0], self.options.config),
             options=self.request(self.options.temperatures[0]),
             key=jax.random.key(np.uint32(self.options.seed)),
@@ -360,25 +361,23 @@ class Session:
         return dataclasses.replace(
             self.options.request,
             temperature=temperature,
-            max_new_tokens=self.requests.max_new_tokens,
+            max_new_tokens=self.max_new_tokens,
             stop_token_ids=self.models.text.stop_token_ids if stops else (),
         )
 
     def _generate(self, run: Run, seed: int) -> GenerateOutput:
         """Decodes the requests in one compiled loop."""
         target = self.models.target
-        prompts = self.requests.prompts
         options = self.request(run.temperature, stops=run.temperature == 0)
         key = jax.random.key(np.uint32(seed))
+        exact = self.options.exact
         if run.drafter is None or run.config is None:
             config = self.options.config
             return generate_plain(
-                *target, prompts, config=config, options=options, key=key, exact=self.options.exact
+                *target, self.prompts, config=config, options=options, key=key, exact=exact
             )
         drafting = self._drafting(run.drafter, run.config)
-        return generate(
-            *target, prompts, **drafting, options=options, key=key, exact=self.options.exact
-        )
+        return generate(*target, self.prompts, **drafting, options=options, key=key, exact=exact)
 
     def _differences(self, run: Run, plain: Run) -> list[GreedyDifference] | None:
         """Returns how greedy texts differ from those of plain decoding; None if they may."""
@@ -387,7 +386,7 @@ class Session:
             return None
         return greedy_differences(
             *self.models.target,
-            self.requests.prompts,
+            self.prompts,
             run.outputs[0],
             plain.outputs[0],
             self.options.request,

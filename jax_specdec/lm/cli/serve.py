@@ -39,7 +39,7 @@ def serve(options: Options) -> None:
     listener, is_local = _bind(options, key)
     with listener:
         with terminal.progress("loading the models"):
-            models, _ = load(options)
+            models, *_ = load(options)
         driver = make_driver(options, models)
         begin = time.monotonic()
 

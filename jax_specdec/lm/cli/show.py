@@ -109,7 +109,7 @@ def _show_text(options: Options, prompts: list[str]) -> None:
         comparisons = _compare(session)
         terminal.show(report.table(options, comparisons))
     else:
-        count = sum(map(len, session.requests.prompts))
+        count = sum(map(len, session.prompts))
         terminal.log(
             f"{count} prompt tokens read, first token after {stream.first_token:.2f} s; before "
             f"that, {preparing:.1f} s to load and compile",

@@ -4,39 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.sample import sample_draft_tokens
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 
 Carry = TypeVar("Carry")
-
-
-class _Requests(NamedTuple):
-    """Whose drafts N rows are for.
-
-    Attributes:
-      sampling: the parameters of each row's request.
-      keys: ``[N]`` typed keys.
-      positions: ``[N]`` int32, absolute position of the first draft of the step.
-    """
-
-    sampling: SamplingParams
-    keys: jax.Array
-    positions: jax.Array
-
-    @classmethod
-    def of(cls, context: DraftContext) -> _Requests:
-        """Returns the requests of a step, one for each row of a draft."""
-        return cls(context.sampling, context.keys, context.lengths)
 
 
 def draft_chain(
@@ -69,8 +48,6 @@ def draft_chain(
     Returns:
       The proposal, and the last carry.
     """
-    config = context.config
-    requests = _Requests.of(context)
 
     def draw(
         logits: jax.Array, offset: jax.Array, store: DraftStore | None, now: DraftContext | None
@@ -93,8 +70,7 @@ def draft_chain(
                 split = None  # the candidates of a row are on every device
         drawn, store = _draw(
             logits,
-            requests,
-            config,
+            context,
             store,
             offset=offset,
             place=offset,
@@ -115,7 +91,7 @@ def draft_chain(
 
     now = None if context.processors is None else context
     first, store, now = draw(logits, jnp.int32(0), store, now)
-    offsets = jnp.arange(1, config.num_speculative_tokens, dtype=jnp.int32)
+    offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)
     (_, carry, store, _), rest = lax.scan(step, (first, carry, store, now), offsets)
     # [B] and [K - 1, B] -> [B, K]
     drafts = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
@@ -147,6 +123,9 @@ def draft_at_once(
         # [B, K, n] -> [K * B, n]: in the order of a store
         return jnp.swapaxes(x, 0, 1).reshape(count * batch_size, x.shape[2])
 
+    def repeated(x: jax.Array) -> jax.Array:
+        return jnp.concatenate([x] * count)
+
     def with_slots(store: DraftStore, *shape: int) -> DraftStore:
         return dataclasses.replace(
             store,
@@ -161,10 +140,13 @@ def draft_at_once(
         rows = rows.astype(store.logits.dtype)
         # One write of one draft for each of K * B slots, in place of K writes.
         store = with_slots(store, 1, count * batch_size)
+    # [B] -> [K * B]: a request for each row
+    sampling = jax.tree.map(repeated, context.sampling)
+    keys = repeated(context.keys)
+    lengths = repeated(context.lengths)
     drawn, store = _draw(
         rows,
-        jax.tree.map(lambda x: jnp.concatenate([x] * count), _Requests.of(context)),
-        context.config,
+        dataclasses.replace(context, sampling=sampling, keys=keys, lengths=lengths),
         store,
         offset=jnp.repeat(jnp.arange(count, dtype=jnp.int32), batch_size),
         place=jnp.int32(0),
@@ -180,8 +162,7 @@ def draft_at_once(
 
 def _draw(
     logits: jax.Array,
-    requests: _Requests,
-    config: SpecDecodeConfig,
+    context: DraftContext,
     store: DraftStore | None,
     *,
     offset: jax.Array,
@@ -194,8 +175,7 @@ def _draw(
 
     Args:
       logits: ``[N, Vd]``, in the stored dtype.
-      requests: of the N rows.
-      config: of the step.
+      context: of the step; its parameters, keys and lengths are those of N requests.
       store: to write to, or None.
       offset: ``[]`` or ``[N]`` int32, of the drafts in the step.
       place: ``[]`` int32, the draft of the store that the rows are written as.
@@ -203,6 +183,7 @@ def _draw(
       vocab_size: greater than any of these.
       sharding: how rows are split.
     """
+    config = context.config
     is_sampled = config.draft_sample_method == "probabilistic"
     if columns is not None and is_sampled and config.rejection_sample_method == "agreement":
         # [N, Vd] -> [N, V]: the target draws in tiles of its ids, and this shares its noise
@@ -211,9 +192,9 @@ def _draw(
         sharding = None
     drawn = sample_draft_tokens(
         logits,
-        sampling=requests.sampling,
-        keys=requests.keys,
-        positions=requests.positions,
+        sampling=context.sampling,
+        keys=context.keys,
+        positions=context.lengths,
         offset=offset,
         config=config,
         sharding=sharding,
@@ -225,8 +206,8 @@ def _draw(
             logits,
             drawn,
             ids=columns if store.has_own_ids else None,
-            positions=requests.positions,
-            sampling=requests.sampling,
+            positions=context.lengths,
+            sampling=context.sampling,
         )
     return drawn.token_ids, store
 
