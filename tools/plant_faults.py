@@ -203,6 +203,15 @@ def _(right, function, arrays, vocab_axis):
     return function(arrays)
 
 
+@fault(
+    "a trainer's threshold is the least logit that was kept",
+    "_src.logprobs:_between",
+    "verify/test_logprobs.py",
+)
+def _(right, rows, those, kept):
+    return kept
+
+
 # The kernel
 
 
