@@ -79,7 +79,7 @@ def test_a_scrape_shows_how_busy_the_engine_was(
     first = lm.Histogram().observe([(0.3, 2)])
     others = lm.Histogram().observe([(0.002, 4), (200, 1)])
     ended = (3, 2, 1, 0)
-    serving = lm.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others, 70, ended, 2)
+    serving = lm.ServingStats(8, 5, 7, 4, 24, 3, 0.5, 2, 0.25, 1, first, others, 70, ended, 2, 9)
     exporter.publish(STATS, serving)
     prefix = "jax_specdec:serving_"
     expected = {
@@ -99,6 +99,7 @@ def test_a_scrape_shows_how_busy_the_engine_was(
         (f"{prefix}queue_seconds_total", None): 0.25,
         (f"{prefix}num_failed_calls_total", None): 1,
         (f"{prefix}num_prompt_tokens_total", None): 70,
+        (f"{prefix}num_reused_tokens_total", None): 9,
         (f"{prefix}num_ended_total", "length"): 3,
         (f"{prefix}num_ended_total", "stop"): 2,
         (f"{prefix}num_ended_total", "failed"): 1,

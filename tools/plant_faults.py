@@ -503,7 +503,45 @@ def _(right, self, values):
     "serving/test_schedule.py",
 )
 def _(right, self, *args, **named):
-    return right(self, *args, **named)._replace(start=self.num_read)
+    return right(self, *args, **named)._replace(start=(self.num_read,))
+
+
+@fault(
+    "a request begins with one row too many",
+    "lm.decoding.schedule:_longest_prefix",
+    "serving/test_prefixes.py",
+)
+def _(right, engine, request, rows):
+    slot, start = right(engine, request, rows)
+    return slot, start + (32 <= start < request.length - 2)
+
+
+@fault(
+    "salts are not looked at",
+    "lm.decoding.schedule:_longest_prefix",
+    "serving/test_prefixes.py",
+)
+def _(right, engine, request, rows):
+    salt = request.options.cache_salt
+    return right(engine, request, {i: one._replace(salt=salt) for i, one in rows.items()})
+
+
+@fault(
+    "rows are begun with that the device has lost",
+    "lm.decoding.bookkeeping:HostState.without_kept",
+    "serving/test_prefixes.py",
+)
+def _(right, self):
+    return self
+
+
+@fault(
+    "what a drafter learned of one request is left to the next",
+    "lm.drafting.combined:FirstOf.prefill",
+    "serving/test_prefixes.py",
+)
+def _(right, self, params, rows, cache, *features):
+    return right(self, params, rows, cache, *features)[0], cache[1]
 
 
 @fault(

@@ -55,7 +55,10 @@ def said(action: schedule.Action) -> tuple[Any, ...]:
             step = ids(running), program, [*limits] or num_drafts
         case Read(prompts):
             pass
-    return step + (ids(prompts.group), prompts.start, prompts.end) * bool(prompts.group)
+    if not prompts.group:
+        return step
+    (start,), (end,) = {*prompts.start}, {*prompts.end}
+    return *step, ids(prompts.group), start, end
 
 
 R = [request(i) for i in range(9)]
@@ -149,7 +152,7 @@ PLANS: dict[str, tuple[schedule.Settings, dict[str, Any], tuple[Any, ...]]] = {
 def test_a_plan_is(settings: schedule.Settings, known: dict[str, Any], expected: Any) -> None:
     engine = known.get("engine", ENGINE)
     traffic = Traffic(**{name: x for name, x in known.items() if name in Traffic._fields})
-    after = Read(schedule.Prompts({}, 0, 0, None), known["left"]) if "left" in known else None
+    after = Read(schedule.Prompts({}, (), 0, None), known["left"]) if "left" in known else None
     assert said(schedule.plan(engine, settings, traffic, after)) == expected
 
 
@@ -166,9 +169,132 @@ def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) 
         end = 0
         while rest is not None:
             chunk = rest.next_chunk(ENGINE, request(0, length), most, usual=7)
-            assert chunk.start <= end < chunk.end <= LONGEST
-            end, rest = chunk.end, chunk.rest
+            assert chunk.start[0] <= end < chunk.end[0] <= LONGEST
+            (end,), rest = chunk.end, chunk.rest
         assert end >= length - 1
+
+
+# Prefixes. Texts A and B differ in all tokens; `of` is the record of a slot that holds some.
+WARM = dataclasses.replace(ENGINE, max_length=256, prefill_sizes=(64, 128), reuse_prefixes=True)
+EXACT = dataclasses.replace(WARM, prefill_sizes=(64,), exact=True)
+A, B = [*range(256)], [*range(1000, 1256)]
+
+
+def asks(request_id: int, tokens: list[int], **options: Any) -> schedule.ServedRequest:
+    asked = lm.RequestOptions(max_new_tokens=5, **options)
+    return schedule.ServedRequest(request_id, tokens, len(tokens), len(tokens), asked)
+
+
+def runs(tokens: list[int], num_rows: int, **options: Any) -> schedule.ServedRequest:
+    return asks(99, tokens, **options)._replace(num_rows=num_rows, most_rows=256)
+
+
+def of(tokens: list[int], num_rows: int = 200, salt: str | None = None) -> schedule.KeptRows:
+    return schedule.KeptRows(tokens, num_rows, salt)
+
+
+LONG_A = runs(A[:250], num_rows=128)
+READING = dict(slots={0: LONG_A}, prefill=ChunkedPrefill(0, num_read=128, waits=True))
+THREE = [asks(i, A[:60] + [2000 + i] * 4) for i in range(3)]
+# Of each that is read: its id, its slot, where reading begins; how much is read; what is copied.
+PLACES: dict[str, tuple[dict[str, Any], list[tuple[int, int, int]], int, list[tuple[int, int]]]] = {
+    "an empty slot first": (dict(kept={0: of(B), 2: of(B)}), [(0, 1, 0)], 128, []),
+    "then the longest unused": (
+        dict(kept={2: of(B), 0: of(B), 1: of(B), 3: of(B)}), [(0, 2, 0)], 128, []),
+    "what goes on": (dict(kept={2: of(A[:90], 80)}), [(0, 2, 80)], 64, []),
+    "what goes on, all but a few tokens": (
+        dict(kept={2: of(A[:61] + B, 91)}), [(0, 2, 60)], 64, []),
+    "what only begins alike": (dict(kept={2: of(A[:61] + B, 92)}), [(0, 0, 60)], 64, [(2, 0)]),
+    "in the place of less": (
+        dict(kept={1: of(B, 69), 0: of(B), 2: of(A[:61] + B, 130), 3: of(B)}),
+        [(0, 1, 60)], 64, [(2, 1)]),
+    "not in the place of as much": (
+        dict(kept={1: of(B, 70), 0: of(B), 2: of(A[:61] + B, 130), 3: of(B)}),
+        [(0, 2, 60)], 64, []),
+    "the longest of several": (
+        dict(kept={1: of(A[:51] + B, 60), 3: of(A[:71] + B, 80), 0: of(B)}), [(0, 3, 70)], 64, []),
+    "of equals the longest unused": (
+        dict(kept={3: of(A[:90], 80), 1: of(A[:90], 80)}), [(0, 3, 80)], 64, []),
+    "its own text": (dict(kept={2: of(A[:100], 99)}), [(0, 2, 98)], 64, []),
+    "from 32 tokens on": (dict(kept={2: of(A[:33] + B, 60)}), [(0, 2, 32)], 128, []),
+    "below 32 none": (dict(kept={2: of(A[:32] + B, 60)}), [(0, 0, 0)], 128, []),
+    "none of other salt": (dict(kept={2: of(A, salt="x")}), [(0, 0, 0)], 128, []),
+    "of its own salt": (
+        dict(kept={2: of(A, 110, "x")}, waiting=[asks(0, A[:100], cache_salt="x")]),
+        [(0, 2, 98)], 64, []),
+    "of one that runs": (dict(slots={1: runs(A, 90)}), [(0, 0, 90)], 64, [(1, 0)]),
+    "of one that runs, none of other salt": (
+        dict(slots={1: runs(A, 90, cache_salt="x")}), [(0, 0, 0)], 64, []),
+    "a free slot before one that runs": (
+        dict(slots={1: runs(A, 90)}, kept={3: of(A[:95], 90)}), [(0, 3, 90)], 64, []),
+    "back from the end of the longest": (
+        dict(kept={2: of(A)}, waiting=[asks(0, A[:225] + B[:20])]), [(0, 2, 192)], 64, []),
+    "the rest in chunks": (
+        dict(kept={2: of(A[:61] + B, 80)}, waiting=[asks(0, A[:240])]), [(0, 2, 60)], 128, []),
+    "several, each from its own": (
+        dict(kept={2: of(A[:61] + B, 80), 3: of(B, 90)},
+             waiting=[asks(0, A[:70]), asks(1, B[:99])]), [(0, 2, 60), (1, 3, 90)], 64, []),
+    "only those of whom as much is left": (
+        dict(kept={2: of(A[:61] + B, 80)}, waiting=[asks(0, A[:70]), asks(1, B[:99])]),
+        [(0, 2, 60)], 64, []),
+    "one of many that share": (dict(waiting=THREE), [(0, 0, 0)], 64, []),
+    "then all others": (
+        dict(slots={0: runs(THREE[0].tokens, 63)}, waiting=THREE[1:], most=128),
+        [(1, 1, 59), (2, 2, 59)], 64, [(0, 1), (0, 2)]),
+    "none while what it shares is read": (
+        dict(waiting=[asks(0, A[:200])]) | READING, [(99, 0, 128)], 128, []),
+    "what was read of it": (
+        dict(waiting=[asks(0, A[:150] + B[:20])]) | READING, [(0, 1, 128)], 64, [(0, 1)]),
+    "others beside it": (
+        dict(waiting=[asks(0, A[:200]), asks(1, B[:50])]) | READING, [(1, 1, 0)], 64, []),
+    "exact: whole chunks": (
+        dict(engine=EXACT, kept={2: of(A, 128)}, waiting=[asks(0, A[:190])]),
+        [(0, 2, 128)], 64, []),
+    "exact: not the chunk of its last token": (
+        dict(engine=EXACT, kept={2: of(A, 64)}, waiting=[asks(0, A[:129])]),
+        [(0, 2, 64)], 64, []),
+    "exact: no less than a chunk": (
+        dict(engine=EXACT, kept={2: of(A[:64] + B, 128)}, waiting=[asks(0, A[:80])]),
+        [(0, 0, 0)], 64, []),
+    "off": (dict(engine=ENGINE, kept={2: of(A)}, waiting=[R[0]]), [(0, 0, 0)], SMALL, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("known", "read", "size", "copies"), PLACES.values(), ids=PLACES)
+def test_a_prompt_is_read_at(known: dict[str, Any], read: Any, size: int, copies: Any) -> None:
+    known = dict(waiting=[asks(0, A[:100])]) | known
+    traffic = Traffic(**{name: x for name, x in known.items() if name in Traffic._fields})
+    settings = LATENCY._replace(chunk_size=known.get("most", 64))
+    action = schedule.plan(known.get("engine", WARM), settings, traffic)
+    assert isinstance(action, Read)
+    prompts = action.prompts
+    found = zip(ids(prompts.group), prompts.group, prompts.start, strict=True)
+    assert ([*found], prompts.size, [*prompts.copies]) == (read, size, copies)
+
+
+@pytest.mark.parametrize(
+    ("engine", "request_", "rows", "later"),
+    [
+        (dataclasses.replace(WARM, reuse_prefixes=False), asks(0, A[:100]), 0, 0),
+        (WARM, asks(0, A[:100]), 99, 119),
+        (WARM, asks(0, A[:100])._replace(matching=object()), 99, 99),
+        (EXACT, asks(0, A[:129]), 128, 128),
+        (EXACT, asks(0, A[:128]), 64, 64),
+    ],
+    ids=["off", "a text", "beside a grammar", "exact", "exact: not its last chunk"],
+)
+def test_the_rows_that_a_request_leaves_are(
+    engine: lm.Engine, request_: schedule.ServedRequest, rows: int, later: int
+) -> None:
+    action = schedule.plan(engine, THROUGHPUT, Traffic(waiting=[request_]))
+    one = action.prompts.group[0].with_rows(request_.length)
+    assert one.num_rows == rows
+    assert one.after([7] * 20, 0.0).after([8], 0.0).num_rows == later
+
+
+def test_a_common_prefix_is_found() -> None:
+    for count in range(12):
+        assert schedule.common_prefix([1] * count + [2] * 9, [1] * 30, most=10) == min(count, 10)
 
 
 # Traffic
@@ -229,9 +355,9 @@ def test_prompts_are_read_once_and_steps_wait_for_few_tokens(
     done = served(policy._replace(max_steps_ahead=ahead), ahead, [1, 2, 3, 8, 9, 20, 31])
     ends = dict.fromkeys(range(60), 0)
     for prompts in reads(done):
-        for i in ids(prompts.group):
-            assert prompts.start <= ends[i] < prompts.end <= LONGEST
-            ends[i] = prompts.end
+        for i, start, end in zip(ids(prompts.group), prompts.start, prompts.end, strict=True):
+            assert start <= ends[i] < end <= LONGEST
+            ends[i] = end
     assert {i for _, one in done if isinstance(one, Step) for i in ids(one.running)} == {*ends}
     rehearsed = schedule.rehearsal(ENGINE, prompts_in_steps=policy is WITHIN, grammars=False)
     needed = {program(action) for _, action in done if not isinstance(action, schedule.Wait)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 import jax
@@ -37,6 +37,8 @@ class RequestUpdate:
         the first of `token_ids`, of which there may be fewer.
       logprobs: `TokenLogprobs` of NumPy arrays, one row for each new token; None unless the engine
         has them.
+      num_reused: in the first update with tokens, those of the prompt that were not read, because
+        an earlier request had left them in a slot; 0 in others. See `Engine.reuse_prefixes`.
       error: the device's message, if a call failed that this request was in, or its matcher's, if
         that failed. Such an update has no tokens. If it has no finish reason either, the request is
         read again and goes on.
@@ -52,6 +54,7 @@ class RequestUpdate:
     num_proposed: int = 0
     num_accepted: int = 0
     logprobs: TokenLogprobs | None = None
+    num_reused: int = 0
     error: str | None = None
     epoch: int = 0
 
@@ -76,6 +79,23 @@ class Matching:
     num_accepted: int = 0
 
 
+class KeptRows(NamedTuple):
+    """What a slot's caches hold that a later request with the same first tokens may begin with.
+
+    Attributes:
+      tokens: rows 0 to ``num_rows - 1`` of both caches are those of these tokens. The last of them
+        may depend on token `num_rows` too: row p of an EAGLE-3 head reads token p + 1. So a request
+        which shares c tokens begins with c - 1 rows, and what it then reads, from position c - 1
+        on, gives the features that the next row needs.
+      num_rows: how many there are.
+      salt: only requests with the same one share them.
+    """
+
+    tokens: list[int]  # shared with the request, which changes those from `num_rows + 1` on
+    num_rows: int
+    salt: Hashable
+
+
 class ServedRequest(NamedTuple):
     """A request that has not ended, as it is between two steps."""
 
@@ -93,6 +113,9 @@ class ServedRequest(NamedTuple):
     # Read again, it generates again what follows so many tokens, as it did: exactly. None: nothing.
     repeats_from: int | None = None
     num_known: int = 0  # of its tokens, those that it had when it last left its slot
+    num_rows: int = 0  # of `rows`
+    most_rows: int = 0  # the most of these that later requests may begin with
+    num_reused: int = 0  # tokens of its prompt that were not read, before its first token
 
     @property
     def token_ids(self) -> list[int]:
@@ -105,6 +128,11 @@ class ServedRequest(NamedTuple):
         return self.tokens[self.prompt_length : max(self.length, self.num_known)]
 
     @property
+    def rows(self) -> KeptRows:
+        """What its slot holds for later requests."""
+        return KeptRows(self.tokens, self.num_rows, self.options.cache_salt)
+
+    @property
     def seed(self) -> int:
         """The seed of its key."""
         return self.request_id if self.options.seed is None else self.options.seed
@@ -114,13 +142,24 @@ class ServedRequest(NamedTuple):
         """The most tokens it may still get, as far as the host knows."""
         return self.prompt_length + self.options.max_new_tokens - self.length
 
+    def with_rows(self, end: int) -> ServedRequest:
+        """Returns the request after both models have read its tokens before position `end`.
+
+        Of its newest token no row counts: a drafter may need the token after it.
+        """
+        return self._replace(num_rows=min(end, self.length - 1, self.most_rows))
+
     def after(self, new: list[int], read: float) -> ServedRequest:
-        """Returns the request after a step. This one's first `length` tokens stay."""
+        """Returns the request after a step. This one's first `length` tokens stay.
+
+        Of what the step has added, the drafter reads the last tokens in the next one only.
+        """
+        request = self.with_rows(self.length)
         end = self.length + len(new)
         if end <= self.num_known:  # they were there before, and have been delivered
-            return self._replace(length=end)
+            return request._replace(length=end)
         self.tokens[self.length :] = new
-        return self._replace(length=end, last_read=read, num_failures=0)
+        return request._replace(length=end, last_read=read, num_failures=0)
 
     def left(self) -> ServedRequest:
         """Returns the request after it has left its slot, to be read again from its tokens."""
@@ -156,6 +195,7 @@ class ServedRequest(NamedTuple):
             num_proposed=proposed,
             num_accepted=accepted,
             logprobs=own,
+            num_reused=self.num_reused if self.last_read is None else 0,
             epoch=epoch,
         )
 
@@ -203,6 +243,7 @@ class HostState(NamedTuple):
     slots: Mapping[int, ServedRequest] = {}  # those that run
     returning: tuple[ServedRequest, ...] = ()  # those that ran and wait for a slot, before others
     updates: tuple[RequestUpdate, ...] = ()  # that have not been delivered
+    kept: Mapping[int, KeptRows] = {}  # of free slots, those that are longest unused first
 
     @property
     def begun(self) -> list[ServedRequest]:
@@ -216,8 +257,23 @@ class HostState(NamedTuple):
     def queued_first(self, leaving: Iterable[int]) -> HostState:
         """Returns the state after some left their slots, and are first in the queue, in order."""
         slots = dict(self.slots)
-        first = [slots.pop(slot).left() for slot in leaving]
-        return self._replace(slots=slots, returning=(*first, *self.returning))
+        left = {slot: slots.pop(slot) for slot in leaving}
+        first = [one.left() for one in left.values()]
+        returning = (*first, *self.returning)
+        return self._replace(slots=slots, returning=returning, kept=self._kept_after(left))
+
+    def _kept_after(self, left: Mapping[int, ServedRequest]) -> dict[int, KeptRows]:
+        """Returns what free slots keep, after requests have left theirs."""
+        before = {slot: rows for slot, rows in self.kept.items() if slot not in left}
+        return before | {slot: one.rows for slot, one in left.items() if one.num_rows}
+
+    def without_kept(self) -> HostState:
+        """Returns the state in which no later request begins with rows that there are now.
+
+        For rows that the device has lost, or that are not those of the weights any more.
+        """
+        slots = {i: one._replace(num_rows=0, most_rows=0) for i, one in self.slots.items()}
+        return self._replace(slots=slots, kept={})
 
     def with_weights(
         self,
@@ -226,12 +282,13 @@ class HostState(NamedTuple):
         estimator: AcceptanceEstimator | TreeEstimator | None,
     ) -> HostState:
         """Returns the state under other weights, with counters and an estimator that begin anew."""
-        return self._replace(
+        host = self.without_kept()
+        return host._replace(
             weights=weights,
             counters=counters,
             estimator=estimator,
             stats=dataclasses.replace(self.stats, epoch=self.stats.epoch + 1),
-            slots={slot: one.under_new_weights() for slot, one in self.slots.items()},
+            slots={slot: one.under_new_weights() for slot, one in host.slots.items()},
             returning=tuple(one.under_new_weights() for one in self.returning),
         )
 
@@ -239,7 +296,8 @@ class HostState(NamedTuple):
         """Returns the state after requests got slots, or were changed in theirs."""
         ids = {one.request_id for one in group.values()}
         returning = tuple(one for one in self.returning if one.request_id not in ids)
-        return self._replace(slots={**self.slots, **group}, returning=returning)
+        kept = {slot: rows for slot, rows in self.kept.items() if slot not in group}
+        return self._replace(slots={**self.slots, **group}, returning=returning, kept=kept)
 
     def after_chunk(self, slot: int, num_read: int) -> HostState:
         """Returns the state after a chunk was read: a further one is as good as a new token."""
@@ -269,6 +327,7 @@ class HostState(NamedTuple):
           num_ahead: the steps that are still ahead.
         """
         slots = dict(self.slots)
+        left = {}
         updates = []
         grown = []
         for slot, request_id in sorted(step.request_ids.items()):
@@ -276,10 +335,12 @@ class HostState(NamedTuple):
             if request is None or request.request_id != request_id:
                 continue  # it ended in an earlier step, or was cancelled
             update = request.update(slot, rows, logprobs, self.stats.epoch)
+            after = request.after(update.token_ids, now)
             if update.finish_reason is None:
-                slots[slot] = request.after(update.token_ids, now)
+                slots[slot] = after
             else:
                 del slots[slot]
+                left[slot] = after if update.status == Status.OK else after._replace(num_rows=0)
             update = update.without_first(request.num_known - request.length)
             repeats = request.length < request.num_known
             if repeats and not update.token_ids and update.finish_reason is None:
@@ -292,6 +353,7 @@ class HostState(NamedTuple):
             num_ahead=num_ahead,
             waited=waited,
             prompt_tokens=sum(one.prompt_length for one, _ in new),
+            reused_tokens=sum(one.num_reused for one, _ in new),
             queued=[one.admitted - one.submitted for one, _ in new],
             first=[(now - one.submitted, 1) for one, n in new if n],
             between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
@@ -302,13 +364,16 @@ class HostState(NamedTuple):
             stats=stats,
             slots=slots,
             updates=(*self.updates, *updates),
+            kept=self._kept_after(left),
         )
 
     def failed(self, slot: int, error: str) -> HostState:
         """Returns the state after a running request has failed and has left its slot."""
         slots = dict(self.slots)
-        update = RequestUpdate(slots.pop(slot).request_id, [], "failed", error=error)
-        return self._replace(slots=slots, updates=(*self.updates, update))
+        request = slots.pop(slot)
+        update = RequestUpdate(request.request_id, [], "failed", error=error)
+        updates = (*self.updates, update)
+        return self._replace(slots=slots, updates=updates, kept=self._kept_after({slot: request}))
 
     def after_failed_call(
         self, request_ids: Container[int], error: str, max_retries: int
@@ -335,8 +400,10 @@ class HostState(NamedTuple):
 
     def without(self, request_id: int) -> HostState:
         """Returns the state that knows nothing of a request."""
+        left = {i: one for i, one in self.slots.items() if one.request_id == request_id}
         return self._replace(
-            slots={i: one for i, one in self.slots.items() if one.request_id != request_id},
+            slots={i: one for i, one in self.slots.items() if i not in left},
+            kept=self._kept_after(left),
             returning=tuple(one for one in self.returning if one.request_id != request_id),
             updates=tuple(one for one in self.updates if one.request_id != request_id),
         )

@@ -70,7 +70,7 @@ class Device:
     def read(self, prompts: Prompts) -> None:
         """Reads prompts between two steps."""
         requests = prompts.group.values()
-        state = self.state(requests)
+        state = self._copied(prompts.copies, requests)
         packed = programs.pack(self._engine, prompts)
         self._state = self._call(requests, programs.admit, *self.weights, state, packed)
         self.prefill = prompts.rest
@@ -78,13 +78,25 @@ class Device:
     def step(self, step: Step, num_drafts: int | None) -> None:
         """Dispatches a step, which may read prompts."""
         requests = [*step.running.values(), *step.prompts.group.values()]
-        state = self.state(requests)
+        state = self._copied(step.prompts.copies, requests)
         packed = programs.pack(self._engine, step.prompts) if step.prompts.group else None
         static = dict(all_neutral=step.all_neutral, num_drafts=num_drafts)
         args = *self.weights, state, packed
         state, result = self._call(requests, programs.step, *args, **static)
         self.prefill = step.prompts.rest
         self._add_step(step.running, state, result, num_drafts)
+
+    def _copied(self, copies: Iterable[tuple[int, int]], requests: Requests) -> DecodeState:
+        """Returns the state after slots were copied to others, one after another.
+
+        Steps ahead do no harm. The device runs calls in their order; and what a step writes for a
+        request, also for one that has ended, begins at its newest token, or a draft model's at the
+        token before, which gets the same row again. All rows that the host knows of lie before.
+        """
+        for pair in copies:
+            slots = np.array(pair, np.int32)
+            self._state = self._call(requests, programs.copy, self.state(requests), slots)
+        return self.state(requests)
 
     def draft(self, step: Masked, num_drafts: int) -> np.ndarray:
         """Drafts for a step; returns the drafts, ``[S, num_drafts]``, and waits for them."""

@@ -535,6 +535,7 @@ class EngineDriver:
             waiting=self._waiting.values(),
             client_of=self.client_of,
             prefill=self._device.prefill,
+            kept=self._host.kept,
             ahead=[one.request_ids for one in self._device.ahead],
             has_updates=bool(self._host.updates),
         )
@@ -562,8 +563,8 @@ class EngineDriver:
             case Read(prompts):
                 self._device.read(prompts)
                 if prompts.is_chunk:
-                    (slot,) = prompts.group
-                    self._host = self._host.after_chunk(slot, prompts.end)
+                    for slot, end in zip(prompts.group, prompts.end, strict=True):
+                        self._host = self._host.after_chunk(slot, end)
             case Step(num_drafts=num_drafts):
                 if action.limits and self.draft_choice is not None:
                     self.draft_choice.limits = action.limits
@@ -673,7 +674,7 @@ class EngineDriver:
         if self._is_whole:
             return
         self._device.drop(self._host)
-        self._host = self._host.queued_first(sorted(self._host.slots))
+        self._host = self._host.queued_first(sorted(self._host.slots)).without_kept()
         for request in self._host.returning:  # some had got a slot, and were still waiting for one
             self._waiting.pop(request.request_id, None)
         self._is_whole = True

@@ -148,10 +148,18 @@ class Engine:
         passes over drafts have K + 1 rows, and prompts are read by one program, `prefill_sizes` of
         one size, in chunks that begin at its multiples. On GPUs a drafter that reads features makes
         another program of a pass, so texts of engines with and without one may differ.
+      reuse_prefixes: a slot that becomes free keeps what both caches hold, and an `EngineDriver`
+        reads of a new prompt only what follows the longest beginning that it shares with a text in
+        a slot. A text that goes on stays in its slot; of one that only begins alike, also of a
+        request that runs, the slot is copied. Nothing is taken over below 32 tokens. Texts are the
+        same, near ties of float32 sums aside; of an exact engine to the last bit, because it takes
+        over whole chunks of prompts alone. The drafter must declare what of its cache another
+        request may begin with (`DrafterServes.kept_rows`). The time to a first token then tells
+        whether somebody asked for the same: `RequestOptions.cache_salt` keeps clients apart.
 
     Raises:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
-        has to.
+        has to, or keeps no rows where `reuse_prefixes` are on.
       ValueError: a size is too small, or `prefill_sizes` are not as described; `exact` with trees,
         with logits that are split over devices, or with several `prefill_sizes`.
 
@@ -194,6 +202,7 @@ class Engine:
     draft_budget: tuple[int, ...] | None = None
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     exact: bool = False
+    reuse_prefixes: bool = False
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
@@ -222,6 +231,9 @@ class Engine:
             if sizes[-1] < longest:
                 inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", sizes[-1])
             object.__setattr__(self, "prefill_sizes", sizes)
+        check_type("reuse_prefixes", self.reuse_prefixes, bool)
+        if self.reuse_prefixes:
+            inputs.check_keeps_rows(self.drafter, has_cache=self.drafter_has_cache)
         check_type("exact", self.exact, bool)
         if self.exact:
             inputs.check_exact(self.model, self.drafter)
@@ -242,6 +254,11 @@ class Engine:
             max_drafts_by_length=self.max_drafts_by_length,
             exact=self.exact,
         )
+
+    @functools.cached_property
+    def drafter_has_cache(self) -> bool:
+        """Whether the drafter remembers anything of a text."""
+        return bool(jax.tree.leaves(jax.eval_shape(lambda: self.drafter.init_cache(1, 8))))
 
     @property
     def buffer_length(self) -> int:

@@ -87,6 +87,20 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
     check_runs_trees("model", model)
 
 
+def check_keeps_rows(drafter: Drafter, *, has_cache: bool) -> None:
+    """Checks that a request may begin with what another has left in a drafter's cache.
+
+    Raises:
+      TypeError: the drafter declares that it may not.
+    """
+    serves = drafter.serves
+    if not serves.chunks or (has_cache and serves.kept_rows == "none"):
+        raise TypeError(
+            f"drafter must keep rows for reuse_prefixes=True, but {type(drafter).__name__}.serves "
+            f"says chunks={serves.chunks}, kept_rows={serves.kept_rows!r}"
+        )
+
+
 def check_reads_chunks(drafter: Drafter, name: str, size: int) -> None:
     """Checks that a drafter reads a prompt in chunks, as a size of this name needs it.
 

@@ -90,6 +90,8 @@ class ServingStats:
       num_ended: requests that have ended by "length", by "stop", as "failed", and by a call of
         `EngineDriver.cancel`, as a server does at a stop string or when a client leaves.
       epoch: how often `EngineDriver.set_params` had changed the weights when this was read.
+      num_reused_tokens: of `num_prompt_tokens`, those that were not read, because an earlier
+        request had left them in a slot; see `Engine.reuse_prefixes`.
 
     Example:
       >>> stats = ServingStats(
@@ -114,6 +116,7 @@ class ServingStats:
     num_prompt_tokens: int = 0
     num_ended: tuple[int, ...] = (0, 0, 0, 0)
     epoch: int = 0
+    num_reused_tokens: int = 0
 
     def after_step(
         self,
@@ -122,6 +125,7 @@ class ServingStats:
         num_ahead: int,
         waited: float,
         prompt_tokens: int,
+        reused_tokens: int,
         queued: Sequence[float],
         first: Iterable[tuple[float, int]],
         between: Iterable[tuple[float, int]],
@@ -133,6 +137,7 @@ class ServingStats:
           num_ahead: steps that are under way.
           waited: seconds that the host waited for it.
           prompt_tokens: of requests whose first step it was.
+          reused_tokens: of these, those that were not read.
           queued: seconds in the queue, of the same requests.
           first: for `time_to_first_token_seconds`.
           between: for `inter_token_latency_seconds`.
@@ -147,6 +152,7 @@ class ServingStats:
             host_wait_seconds=self.host_wait_seconds + waited,
             num_admitted=self.num_admitted + len(queued),
             num_prompt_tokens=self.num_prompt_tokens + prompt_tokens,
+            num_reused_tokens=self.num_reused_tokens + reused_tokens,
             queue_seconds=self.queue_seconds + sum(queued),
             time_to_first_token_seconds=self.time_to_first_token_seconds.observe(first),
             inter_token_latency_seconds=self.inter_token_latency_seconds.observe(between),

@@ -41,7 +41,9 @@ NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, _MIN_TOKENS)
 """What a request may ask for that is one number, and has a neutral one."""
 
 _MAX_INT32 = 2**31 - 1
-_SERVED_BY_EVERY_ENGINE = ("temperature", "max_new_tokens", "stop_token_ids", "seed", "max_drafts")
+_SERVED_BY_EVERY_ENGINE = (
+    "temperature", "max_new_tokens", "stop_token_ids", "seed", "max_drafts", "cache_salt"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +78,9 @@ class RequestOptions:
       max_drafts: at most K, the most drafts that are verified in a step; 0 for none, which is
         plain decoding. None for K. It changes neither greedy text nor that of the agreement rule,
         and other text only to another sample of the same distribution.
+      cache_salt: only requests with the same one share what was read of their prompts, see
+        `Engine.reuse_prefixes`: otherwise who asks for a text can tell by the time to its first
+        token whether somebody else did. It changes no text.
 
     Raises:
       TypeError: a field that is not a number, or not integers.
@@ -102,6 +107,7 @@ class RequestOptions:
     bad_words: Sequence[Sequence[int]] | None = None
     min_tokens: int = 0
     max_drafts: int | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -121,6 +127,7 @@ class RequestOptions:
             checked["seed"] = _integer("seed", self.seed, 2**32 - 1)
         if self.max_drafts is not None:
             checked["max_drafts"] = _integer("max_drafts", self.max_drafts, _MAX_INT32)
+        check_type("cache_salt", self.cache_salt, str, None)
         stops = inputs.integers("stop_token_ids", self.stop_token_ids)
         inputs.check_range("stop_token_ids", stops, 2**31)
         checked["stop_token_ids"] = tuple(dict.fromkeys(stops))
@@ -196,6 +203,7 @@ class RequestFields(TypedDict, total=False):
     bad_words: Sequence[Sequence[int]] | None
     min_tokens: int
     max_drafts: int | None
+    cache_salt: str | None
 
 
 def options_per_request(

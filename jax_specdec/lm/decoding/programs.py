@@ -17,7 +17,7 @@ from jax_specdec.lm.decoding.bookkeeping import StepResult
 from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
 from jax_specdec.lm.decoding.schedule import Prompts
-from jax_specdec.lm.models.protocol import Params
+from jax_specdec.lm.models.protocol import Cache, HasCache, Params, put_cache, take_cache
 
 release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
 
@@ -92,14 +92,19 @@ def pack(engine: Engine, prompts: Prompts) -> PackedRequests:
         rows += rows[:1] * (engine.group_size(prompts.size) - len(rows))
     requests = [request for _, request in rows]
     # [R, P + 1]: the tokens, and the one that follows them.
-    tokens = [one.token_ids[prompts.start : prompts.end + 1] for one in requests]
+    starts = [*prompts.start]
+    starts += starts[:1] * (len(rows) - len(starts))
+    tokens = [
+        one.token_ids[start : start + prompts.size + 1]
+        for one, start in zip(requests, starts, strict=True)
+    ]
     padded: Any = np.array([x + [0] * (prompts.size + 1 - len(x)) for x in tokens], np.int32)
     arrays: dict[str, Any] = dict(
         slots=np.array([slot for slot, _ in rows], np.int32),
         prompts=padded[:, :-1],
         lengths=np.array([one.length for one in requests], np.int32),
         keys=np.array([one.seed for one in requests], np.uint32),
-        start=np.full(len(rows), prompts.start, np.int32),
+        start=np.array(starts, np.int32),
         next_token_ids=padded[:, -1],
     )
     if engine.exact:
@@ -118,6 +123,34 @@ def admit(
 ) -> DecodeState:
     """Returns what `Engine.admit` does."""
     return engine.admit(params, draft_params, state, packed.requests)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
+    """Returns the state after all that slot ``slots[0]`` holds of a text was copied to another.
+
+    One pair in a call: several would take the room of as many slots for a moment.
+
+    Args:
+      engine: static.
+      state: donated.
+      slots: ``[2]`` int32, from where and to where.
+    """
+    source, target = slots[:1], slots[1:]  # [1] each
+    length = state.batch.token_ids.shape[1]
+
+    def copied(owner: HasCache, axis: int, cache: Cache) -> Cache:
+        like = jax.eval_shape(lambda: owner.init_cache(1, length))
+        return put_cache(cache, take_cache(cache, like, source, axis), target, axis)
+
+    # [S, L]: what drafters and penalties read of the text
+    token_ids = state.batch.token_ids.at[target].set(state.batch.token_ids[source])
+    return dataclasses.replace(
+        state,
+        batch=dataclasses.replace(state.batch, token_ids=token_ids),
+        target_cache=copied(engine.model, engine.model.serves.batch_axis, state.target_cache),
+        draft_cache=copied(engine.drafter, engine.drafter.serves.batch_axis, state.draft_cache),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)  # it is made where weights are

@@ -32,6 +32,7 @@ _METRICS = {
         "queue_seconds": ("counter", "Time that they had waited, summed over requests."),
         "num_failed_calls": ("counter", "Calls that failed on the device."),
         "num_prompt_tokens": ("counter", "Tokens of the prompts of admitted requests."),
+        "num_reused_tokens": ("counter", "Those of them that an earlier request had left."),
         "num_ended": ("reasons", "Requests that have ended."),
         "num_slots": ("gauge", "Requests that a step has room for."),
         "num_running": ("gauge", "Requests in a slot."),

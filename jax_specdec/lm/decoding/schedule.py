@@ -11,16 +11,19 @@ import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jax_specdec.lm.decoding.bookkeeping import ServedRequest
+from jax_specdec.lm.decoding.bookkeeping import KeptRows, ServedRequest
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.options import RequestOptions
+
+_LEAST_REUSED = 32
+"""The fewest tokens of a prompt that are worth finding: no call that reads some has fewer."""
 
 
 class ChunkedPrefill(NamedTuple):
     """A long prompt that is read chunk by chunk, and the slot that is kept for its request."""
 
     slot: int
-    num_read: int = 0  # tokens, in the calls dispatched so far
+    num_read: int = 0  # tokens, in the calls dispatched so far or by earlier requests
     waits: bool = False  # shorter prompts go before the next chunk
 
     def next_chunk(self, engine: Engine, request: ServedRequest, most: int, usual: int) -> Prompts:
@@ -41,33 +44,50 @@ class ChunkedPrefill(NamedTuple):
         rest = None
         if start + size < request.length - 1:  # a step reads the last token
             rest = ChunkedPrefill(self.slot, num_read=start + size, waits=True)
-        return Prompts({self.slot: request}, start, size, rest)
+        return Prompts({self.slot: request.with_rows(start + size)}, (start,), size, rest)
 
 
 class Prompts(NamedTuple):
     """What one call reads: several prompts of one size, a part of one prompt, or nothing.
 
     Attributes:
-      group: the requests, by slot.
-      start: the position of the first token that is read.
+      group: the requests, by slot, as they are after the call.
+      start: of each of them, the position of the first token that is read.
       size: tokens of each prompt that are read, padding included.
       rest: the long prompt that is being read after the call; None if there is none.
+      copies: pairs of slots, one after another: before the call, what the first holds is copied to
+        the second.
     """
 
     group: Mapping[int, ServedRequest]
-    start: int
+    start: Sequence[int]
     size: int
     rest: ChunkedPrefill | None
+    copies: Sequence[tuple[int, int]] = ()
 
     @property
-    def end(self) -> int:
-        """The position after the last token that is read."""
-        return self.start + self.size
+    def end(self) -> Sequence[int]:
+        """Of each request, the position after the last token that is read."""
+        return [start + self.size for start in self.start]
 
     @property
     def is_chunk(self) -> bool:
-        """Whether it is a part of a prompt."""
-        return self.start > 0 or (self.rest is not None and self.rest.slot in self.group)
+        """Whether parts of prompts are read."""
+        return any(self.start) or (self.rest is not None and self.rest.slot in self.group)
+
+
+class Place(NamedTuple):
+    """Where a prompt is read.
+
+    Attributes:
+      slot: that its request gets.
+      start: tokens of the prompt that are not read, because an earlier request has left them.
+      source: the slot that holds these, if it is another.
+    """
+
+    slot: int
+    start: int = 0
+    source: int | None = None
 
 
 class Settings(NamedTuple):
@@ -87,6 +107,7 @@ class Traffic(NamedTuple):
     waiting: Collection[ServedRequest] = ()  # for their first slot, in the order they came in
     client_of: Callable[[int], Hashable] | None = None  # whose a request is, by its id
     prefill: ChunkedPrefill | None = None  # the long prompt that is being read
+    kept: Mapping[int, KeptRows] = {}  # of free slots, those that are longest unused first
     ahead: Sequence[Mapping[int, int]] = ()  # ids by slot, of each step that was not read yet
     has_updates: bool = False  # whether there are some to deliver
 
@@ -209,7 +230,7 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
             return Read(prompts, left - 1)
     if not traffic.has_budget:
         return Wait()
-    return next_step(engine, traffic, Prompts({}, 0, 0, rest=traffic.prefill))
+    return next_step(engine, traffic, Prompts({}, (), 0, rest=traffic.prefill))
 
 
 def next_step(engine: Engine, traffic: Traffic, prompts: Prompts) -> Step | Masked:
@@ -248,47 +269,159 @@ def next_prompts(engine: Engine, traffic: Traffic, most: int, usual: int) -> Pro
     prefill = traffic.prefill
     # Chunks of a long prompt and groups of shorter prompts take turns.
     if prefill is None or prefill.waits:
-        group = _next_group(engine, traffic, most)
+        group, places = _next_group(engine, traffic, most)
         if group:
-            slot, first = next(iter(group.items()))
-            if first.length > most:
-                return ChunkedPrefill(slot).next_chunk(engine, first, most, usual)
-            rest = None if prefill is None else prefill._replace(waits=False)
-            return Prompts(group, 0, engine.prompt_size(first.length), rest)
+            copies = [(one.source, one.slot) for one in places if one.source is not None]
+            first = group[0]
+            slot, start, _ = places[0]
+            left = first.length - start
+            if left > most:
+                chunked = ChunkedPrefill(slot, start)
+                return chunked.next_chunk(engine, first, most, usual)._replace(copies=copies)
+            return Prompts(
+                {place.slot: one for place, one in zip(places, group, strict=True)},
+                [place.start for place in places],
+                engine.prompt_size(left),
+                rest=None if prefill is None else prefill._replace(waits=False),
+                copies=copies,
+            )
     if prefill is None:
-        return Prompts({}, 0, 0, rest=None)
+        return Prompts({}, (), 0, rest=None)
     return prefill.next_chunk(engine, traffic.slots[prefill.slot], most, usual)
 
 
-def _next_group(engine: Engine, traffic: Traffic, most: int) -> dict[int, ServedRequest]:
-    """Returns, by free slot, the first in the queue and others whose prompts have its size.
+def _next_group(
+    engine: Engine, traffic: Traffic, most: int
+) -> tuple[list[ServedRequest], list[Place]]:
+    """Returns the first in the queue and others of whose prompts as much is to be read; and where.
 
     Long prompts, and requests whose calls keep failing, are read alone. While a long prompt is
-    being read, no other one is begun.
+    being read, no other one is begun. Nobody is read now whom a prompt that is read first will save
+    much of it: of many that share a prefix, one reads it.
     """
-    free = [slot for slot in range(engine.num_slots) if slot not in traffic.slots]
+    # Those without rows first, then the longest unused.
+    empty = set(range(engine.num_slots)) - traffic.slots.keys() - traffic.kept.keys()
+    free = [*sorted(empty), *traffic.kept]
+    # Also a request in a slot has rows, and more when its prompt is read.
+    rows = {**traffic.kept, **{slot: one.rows for slot, one in traffic.slots.items()}}
+    coming = {}
+    if traffic.prefill is not None:
+        slot = traffic.prefill.slot
+        coming[slot] = traffic.slots[slot].with_rows(traffic.slots[slot].length).rows
+    group: list[ServedRequest] = []
+    places: list[Place] = []
+    size, num_rows = 0, 1
     # Only as many as there are free slots are looked at: nobody is overtaken more often than that.
-    group = [
-        one
-        for one in itertools.islice(traffic.queue, len(free))
-        if traffic.prefill is None or one.length <= most
-    ]
-    if group:
-        size = engine.prompt_size(group[0].length)
-        num_rows = engine.group_size(size)
-        if _is_alone(group[0], most) or num_rows * size > most:
-            num_rows = 1
-        alike = [
-            one
-            for one in group[1:]
-            if not _is_alone(one, most) and engine.prompt_size(one.length) == size
-        ]
-        group = [group[0], *alike][:num_rows]
-    return dict(zip(free, group, strict=False))
+    for one in itertools.islice(traffic.queue, len(free)):
+        if len(group) == num_rows:
+            break
+        place = _find_place(engine, one, rows, free)
+        left = one.length - place.start
+        _, later = _longest_prefix(engine, one, coming)
+        if later >= place.start + _LEAST_REUSED:
+            continue
+        is_alone = left > most or one.num_failures > 1
+        if group and (is_alone or engine.prompt_size(left) != size):
+            continue
+        if not group:
+            if traffic.prefill is not None and left > most:
+                continue
+            size = engine.prompt_size(left)
+            num_rows = engine.group_size(size)
+            if is_alone or num_rows * size > most:
+                num_rows = 1
+        reused = place.start if one.last_read is None else one.num_reused
+        one = one._replace(most_rows=_most_rows(engine, one), num_reused=reused)
+        rows[place.slot] = one.with_rows(place.start).rows
+        coming[place.slot] = one.with_rows(one.length).rows
+        free.remove(place.slot)
+        places.append(place)
+        group.append(one.with_rows(one.length))
+    return group, places
 
 
-def _is_alone(request: ServedRequest, most: int) -> bool:
-    return request.length > most or request.num_failures > 1
+def _most_rows(engine: Engine, request: ServedRequest) -> int:
+    """Returns the most rows of a request, when it gets a slot, that later ones may begin with.
+
+    - What `prefill` wrote: all of the prompt. What a request had generated before it left its slot
+      is read as if it were of the prompt.
+    - Of an exact engine only whole chunks: the first step runs the prompt's last token again, in
+      another program.
+    - New tokens, too, if the drafter says so. One that does not read features has read its own
+      drafts, not those that a grammar forced in their place.
+    """
+    if not engine.reuse_prefixes:
+        return 0
+    prompt = request.length - 1
+    if engine.exact:
+        return prompt - prompt % engine.chunk_size
+    serves = engine.drafter.serves
+    has_own = request.matching is None or bool(serves.feature_layers)
+    keeps_new = (serves.kept_rows == "texts" and has_own) or not engine.drafter_has_cache
+    return engine.max_length if keeps_new else prompt
+
+
+def _find_place(
+    engine: Engine, request: ServedRequest, rows: Mapping[int, KeptRows], free: Sequence[int]
+) -> Place:
+    """Returns the free slot for a request that leaves most of what it needs not to be read.
+
+    A text that goes on stays in its slot. Of one that only begins alike, that slot or the one that
+    is longest unused is taken, to which the first is copied: where fewer rows of others are lost.
+
+    Args:
+      engine: whose slots they are.
+      request: that gets a slot.
+      rows: of all slots that have some; of equals, the first is taken.
+      free: slots, the longest unused first.
+    """
+    source, start = _longest_prefix(engine, request, rows)
+    left = request.length - start
+    if left <= engine.chunk_size:  # nothing is written beyond the longest prompt
+        start = min(start, engine.longest_read - engine.prompt_size(left))
+    if source is None or start < _LEAST_REUSED:
+        return Place(free[0])
+    others = rows[free[0]].num_rows if free[0] in rows else 0
+    most_lost = max(others, _LEAST_REUSED - 1)
+    if source in free and rows[source].num_rows - start <= most_lost:
+        return Place(source, start)
+    return Place(free[0], start, None if free[0] == source else source)
+
+
+def _longest_prefix(
+    engine: Engine, request: ServedRequest, rows: Mapping[int, KeptRows]
+) -> tuple[int | None, int]:
+    """Returns the slot that most tokens of a request need not be read from, and how many these are.
+
+    The last token but one is read in any case: the first step drafts from its features.
+    """
+    found, best = None, 0
+    unit = engine.chunk_size if engine.exact else 1
+    tokens = request.tokens
+    for slot, kept in rows.items():
+        most = min(request.length - 1, kept.num_rows + 1)
+        # What is to be longer than the best has a token in common with it there.
+        if kept.salt != request.options.cache_salt or most <= best + 1:
+            continue
+        if tokens[best + 1] != kept.tokens[best + 1]:
+            continue
+        start = common_prefix(tokens, kept.tokens, most) - 1
+        start -= start % unit
+        if start > best:
+            found, best = slot, start
+    return found, best
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int], most: int) -> int:
+    """Returns how many tokens two texts begin with alike, at most `most`, by bisection."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def full_budget(engine: Engine) -> int | None:
@@ -302,7 +435,8 @@ def placeholders(num_rows: int, size: int, slot: int) -> Prompts:
         request_id=-1, tokens=[0] * size, prompt_length=size, length=size,
         options=RequestOptions(seed=0),
     )  # fmt: skip
-    return Prompts({slot + row: request for row in range(num_rows)}, 0, size, rest=None)
+    group = {slot + row: request for row in range(num_rows)}
+    return Prompts(group, (0,) * num_rows, size, rest=None)
 
 
 def rehearsal(engine: Engine, *, prompts_in_steps: bool, grammars: bool) -> list[Action]:
@@ -316,7 +450,9 @@ def rehearsal(engine: Engine, *, prompts_in_steps: bool, grammars: bool) -> list
     nowhere = engine.num_slots
     prompts = [placeholders(num_rows, size, nowhere) for num_rows, size in engine.admit_shapes]
     actions: list[Action] = [Read(one, left=0) for one in prompts]
-    nothing = Prompts({}, 0, 0, rest=None)
+    if engine.reuse_prefixes:
+        actions.append(Read(prompts[0]._replace(copies=[(nowhere, nowhere)]), left=0))
+    nothing = Prompts({}, (), 0, rest=None)
     pairs = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
     for all_neutral, num_drafts in dict.fromkeys(((False, 0), *pairs)):
         actions.append(Step({}, nothing, all_neutral, num_drafts))

@@ -80,7 +80,9 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     @property
     def serves(self) -> DrafterServes:
         """Declares the features that the head reads, and trees if there are."""
-        return DrafterServes(feature_layers=self.head.feature_layers, tree_depth=self.tree_depth)
+        return DrafterServes(
+            feature_layers=self.head.feature_layers, tree_depth=self.tree_depth, kept_rows="texts"
+        )
 
     def init_store(
         self, params: Params, batch_size: int, config: SpecDecodeConfig

@@ -176,8 +176,15 @@ class FirstOf(Drafter):
     @property
     def serves(self) -> DrafterServes:
         """Declares what the head does, which always drafts, and the history of the lookup."""
+        head = self.head.serves
+        kept_rows = head.kept_rows
+        if kept_rows == "texts" and not head.feature_layers:
+            kept_rows = "prompts"  # a model has not read what the lookup drafted
         return dataclasses.replace(
-            self.head.serves, may_abstain=False, has_history=self.lookup.serves.has_history
+            head,
+            may_abstain=False,
+            has_history=self.lookup.serves.has_history,
+            kept_rows=kept_rows,
         )
 
     def add(self, params: Params, token_ids: Integers) -> Params:
@@ -215,9 +222,11 @@ class FirstOf(Drafter):
         features: jax.Array | None = None,
         next_token_ids: jax.Array | None = None,
     ) -> Cache:
-        """Reads the prompts with the head; see `Drafter.prefill`."""
-        head_cache, memory = cache
-        return self.head.prefill(params[1], rows, head_cache, features, next_token_ids), memory
+        """Reads the prompts with the head; see `Drafter.prefill`. Nothing else is known yet."""
+        head_cache, _ = cache
+        head_cache = self.head.prefill(params[1], rows, head_cache, features, next_token_ids)
+        memory = _Memory.create(rows.token_ids.shape[0])
+        return head_cache, _with_batch_axis(memory, self.serves.batch_axis)
 
     def propose(
         self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None

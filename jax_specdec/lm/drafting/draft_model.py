@@ -93,8 +93,8 @@ class ModelDrafter(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """Declares the axis of requests, which is that of the model's cache."""
-        return DrafterServes(batch_axis=self.model.serves.batch_axis)
+        """Declares the axis of requests, which is that of the model's cache, and its rows."""
+        return DrafterServes(batch_axis=self.model.serves.batch_axis, kept_rows="texts")
 
     def check_params(self, name: str, params: Params) -> None:
         """Checks the model's weights, if it says how."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import check_int, check_type, pytree, require
+from jax_specdec._src.arrays import check_choice, check_int, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.process_logits import LogitsProcessors, process_logits
@@ -180,10 +180,16 @@ class DrafterServes:
       chunks: its `prefill` can read a prompt in parts. Without this it works with engines that read
         prompts whole, because their `prefill_sizes` reach `max_length`.
       batch_axis: the axis of every array of its cache that holds the requests.
+      kept_rows: what of its cache a later request whose prompt begins with the same tokens may
+        begin with, in an `Engine` with `reuse_prefixes`: "prompts", what `prefill` wrote; "texts",
+        also what `propose` did of tokens before the newest, if the drafts that were verified were
+        its own (one that reads features gets those of every token). Each entry then belongs to a
+        position: the token there, those before and the next one decide what it is, and `prefill`
+        forgets all else. "none": a request needs an empty cache. Nobody asks a drafter without one.
 
     Raises:
       TypeError: `feature_layers` is no tuple of ints, or a number no int.
-      ValueError: a number is below 0.
+      ValueError: a number is below 0, or `kept_rows` is none of the three.
 
     Example:
       >>> from jax_specdec import lm
@@ -197,6 +203,7 @@ class DrafterServes:
     has_history: bool = False
     chunks: bool = True
     batch_axis: int = 0
+    kept_rows: Literal["none", "prompts", "texts"] = "none"
 
     def __post_init__(self) -> None:
         layers = self.feature_layers
@@ -204,6 +211,7 @@ class DrafterServes:
         require(are_layers, "serves.feature_layers", "be a tuple of ints", layers, error=TypeError)
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
+        check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
         for name in ("may_abstain", "has_history", "chunks"):
             check_type(f"serves.{name}", getattr(self, name), bool)
 

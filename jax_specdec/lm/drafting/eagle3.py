@@ -100,7 +100,9 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
     @property
     def serves(self) -> DrafterServes:
         """Declares the features that the head reads, and trees if there are."""
-        return DrafterServes(feature_layers=self.head.feature_layers, tree_depth=self.tree_depth)
+        return DrafterServes(
+            feature_layers=self.head.feature_layers, tree_depth=self.tree_depth, kept_rows="texts"
+        )
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns the head's cache, with room for the nodes of a tree after the text."""

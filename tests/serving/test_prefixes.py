@@ -1,0 +1,358 @@
+"""`reuse_prefixes=True`: what an earlier request left in a slot, against reading all anew.
+
+A fresh driver of the same engine has nothing to begin with, so it reads all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.errors import JaxRuntimeError
+from upper_floor import programs, schedule
+
+import jax_specdec as sd
+from jax_specdec import lm
+
+from . import engines
+from .engines import Finished, alone, run
+from .grammars import Follows
+from .tiny import Scripted
+
+pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("prefixes")]
+
+# Its logits and drafts say where a row is not that of the text: each needs the token before.
+TABLE = dataclasses.replace(
+    engines.TABLE, max_length=160, prefill_sizes=(32, 64), reuse_prefixes=True
+)
+K = 4
+CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="agreement")
+TARGET, DRAFT = lm.load_embedded_pair()
+SUFFIX = lm.SuffixDrafter()
+
+
+@functools.cache
+def drafting(name: str) -> tuple[lm.Drafter, Any]:
+    """A drafter and its weights."""
+    if name == "model":
+        return lm.ModelDrafter(DRAFT.model), DRAFT.params
+    if name == "n-grams":
+        return lm.NGramDrafter(min_ngram=1), None
+    head, params = lm.load_embedded_head(TARGET, "dspark" if name == "DSpark" else "eagle3")
+    if name == "DSpark":
+        return lm.BlockDrafter(head), params
+    if name == "tree":
+        return lm.Eagle3Drafter(head, tree_depth=3), params
+    if name == "both":
+        return lm.FirstOf(SUFFIX, lm.Eagle3Drafter(head)), (SUFFIX.init_params(), params)
+    return lm.Eagle3Drafter(head), params
+
+
+def driver_of(name: str, **changes: Any) -> lm.EngineDriver:
+    drafter, params = drafting(name)
+    settings: dict[str, Any] = dict(
+        num_slots=3, max_length=160, prefill_sizes=(32,), reuse_prefixes=True
+    )
+    engine = lm.Engine(TARGET.model, drafter, CONFIG, **settings | changes)
+    return lm.EngineDriver(engine, TARGET.params, params)
+
+
+def fresh(driver: lm.EngineDriver) -> lm.EngineDriver:
+    return lm.EngineDriver(driver.engine, *driver.weights, max_steps_ahead=0)
+
+
+def said(found: Finished) -> list[tuple[Any, ...]]:
+    """Of each step the tokens, their bits, and how many drafts were accepted of how many."""
+    return [
+        (one.token_ids, one.num_proposed, one.num_accepted, bits_of(one)) for one in found.updates
+    ]
+
+
+def bits_of(update: lm.RequestUpdate) -> bytes:
+    return b"" if update.logprobs is None else np.asarray(update.logprobs.logprobs).tobytes()
+
+
+def cached(driver: lm.EngineDriver, text: list[int], count: int) -> list[np.ndarray]:
+    """What both models remember of the first tokens of a text, out of the slot that holds it."""
+    state, engine = driver.state, driver.engine
+    held = np.asarray(state.batch.token_ids)[:, : len(text)]
+    (slot, *_) = np.flatnonzero((held == text).all(axis=1))
+    found = []
+    for leaf in jax.tree.leaves((state.target_cache, state.draft_cache)):
+        axis = next((i for i, n in enumerate(leaf.shape) if n >= engine.buffer_length), None)
+        if axis is not None:
+            each = np.asarray(leaf).reshape(engine.num_slots, -1, *leaf.shape[1:])[slot]
+            found.append(np.take(each, range(count), axis=axis))
+    return found
+
+
+def assert_as_fresh(
+    driver: lm.EngineDriver, request: dict[str, Any], least: int, **close: float
+) -> list[int]:
+    """A request begins with so many tokens of others, and all is as without; returns its text."""
+    found, wanted = alone(driver, request), alone(cold := fresh(driver), request)
+    assert found.updates[0].num_reused >= least
+    assert wanted.updates[0].num_reused == 0
+    assert said(found) == said(wanted)
+    text = request["prompt"] + found.token_ids
+    count = len(text) - len(found.updates[-1].token_ids) - 1
+    pairs = zip(cached(driver, text, count), cached(cold, text, count), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, **dict(atol=1e-4) | close)
+    return text
+
+
+def ids(text: str) -> list[int]:
+    return lm.encode_bytes(text)
+
+
+BEGIN = ids("import os\n\ndef join(first, second):\n    return os.path.")
+NEXT = ids("\n\ndef split(path):\n    ")
+GREEDY = dict(max_new_tokens=20)
+SAMPLED = dict(max_new_tokens=20, temperature=0.8, seed=7)
+DRAFTERS = [
+    "EAGLE-3", *(pytest.param(x, marks=pytest.mark.long)
+                 for x in ("model", "DSpark", "tree", "n-grams", "both"))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_conversations_that_branch_are_as_if_read_anew(name: str) -> None:
+    driver = driver_of(name)
+    one = assert_as_fresh(driver, dict(prompt=BEGIN) | GREEDY, least=0)
+    two = assert_as_fresh(driver, dict(prompt=one + NEXT) | SAMPLED, least=len(one) - K - 3)
+    # Another token where the kept text goes on: what is known of the one before it is not right.
+    other = [*two[:70], (two[70] + 1) % 256, *NEXT]
+    assert_as_fresh(driver, dict(prompt=other) | GREEDY, least=69)
+    assert_as_fresh(driver, dict(prompt=[*BEGIN[:40], *NEXT, *BEGIN[:8]]) | SAMPLED, least=38)
+    assert_as_fresh(driver, dict(prompt=two) | GREEDY, least=len(two) - K - 3)
+    stats = driver.serving_stats()
+    assert 220 < stats.num_reused_tokens < stats.num_prompt_tokens
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("model", marks=pytest.mark.long)])
+def test_requests_beside_each_other_share_one_prefix(name: str) -> None:
+    """One reads it; rows are copied; one is cancelled, one preempted, and goes on from its own."""
+    driver = driver_of(name)
+    asked = [dict(prompt=[*BEGIN, *ids(f"{i}.")]) | SAMPLED for i in range(5)]
+    numbers = [driver.submit(**one) for one in asked]
+    updates = driver.step() + driver.step() + driver.step()
+    driver.cancel(numbers[1])
+    driver.preempt(numbers[0])
+    found = run(driver, updates)
+    for i, one in enumerate(asked):
+        if i != 1:
+            wanted = alone(fresh(driver), one)
+            assert said(found[numbers[i]]) == said(wanted), i
+            assert found[numbers[i]].updates[0].num_reused == (len(BEGIN) - 1 if i else 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["EAGLE-3", "n-grams"])
+def test_an_exact_engine_has_the_same_bits(name: str) -> None:
+    driver = driver_of(name, exact=True, logprobs=sd.LogprobsConfig())
+    one = assert_as_fresh(driver, dict(prompt=BEGIN) | SAMPLED, least=0)
+    two = assert_as_fresh(driver, dict(prompt=one + NEXT) | GREEDY, least=32)
+    assert_as_fresh(driver, dict(prompt=[*two[:66], *NEXT]) | SAMPLED, least=64)
+    assert_as_fresh(driver, dict(prompt=two) | SAMPLED, least=64)
+
+
+def table_driver(**settings: Any) -> lm.EngineDriver:
+    return lm.EngineDriver(TABLE, *engines.weights_of(engines.TABLE), **settings)
+
+
+RNG = np.random.default_rng(3)
+TEXT = RNG.integers(0, engines.VOCAB, 60).tolist()
+ASKED = dict(prompt=TEXT, max_new_tokens=6)
+
+
+def reused(driver: lm.EngineDriver, **fields: Any) -> int:
+    """How many tokens a request begins with, whose text is right."""
+    request = ASKED | fields
+    found = alone(driver, request)
+    assert found.token_ids == engines.greedy_truth(request)
+    return found.updates[0].num_reused
+
+
+def fails(patch: pytest.MonkeyPatch, name: str) -> None:
+    """The next call of a program fails on the device."""
+    right, left = getattr(programs, name), [1]
+
+    def call(*args: Any, **named: Any) -> Any:
+        if left:
+            left.pop()
+            raise JaxRuntimeError("no memory")
+        return right(*args, **named)
+
+    patch.setattr(programs, name, call)
+
+
+def dropped(driver: lm.EngineDriver) -> None:
+    """What an exception does."""
+    driver._is_whole = False
+
+
+@pytest.mark.parametrize("program", ["step", "admit", "release"])
+def test_what_a_failed_call_leaves_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    driver = table_driver()
+    assert (reused(driver), reused(driver)) == (0, 58)
+    other = driver.submit([1] * 50, max_new_tokens=9)
+    driver.step()
+    fails(monkeypatch, program)
+    driver.cancel(other)
+    run(driver)
+    if program != "release":
+        driver.submit([2] * 50, max_new_tokens=2)
+        run(driver)
+    assert driver.serving_stats().num_failed_calls == 1
+    assert (reused(driver), reused(driver)) == (0, 58)
+    dropped(driver)
+    assert reused(driver) == 0
+
+
+@pytest.mark.parametrize("reread", [False, True])
+def test_what_other_weights_wrote_is_forgotten(reread: bool) -> None:
+    driver = table_driver()
+    reused(driver, prompt=[1, *TEXT])
+    driver.submit([*TEXT[:50], 1], max_new_tokens=20)
+    driver.step()
+    driver.set_params(driver.weights[0], reread=reread)
+    driver.submit([1, *TEXT], max_new_tokens=2)
+    other = driver.submit(TEXT, max_new_tokens=20)
+    found = run(driver)
+    assert [found[number].updates[0].num_reused for number in (2, other)] == [0, 49 * reread]
+    assert reused(driver, prompt=[*TEXT[:50], 1, 2]) == 49 + reread
+
+
+def test_other_salts_share_nothing() -> None:
+    driver = table_driver()
+    assert [reused(driver, cache_salt=salt) for salt in ("x", "y", None, "x", "y", None)] == [
+        0, 0, 0, 58, 58, 58,
+    ]  # fmt: skip
+
+
+def test_what_could_not_be_verified_is_not_kept() -> None:
+    table, draft = engines.weights_of(engines.TABLE)
+    driver = lm.EngineDriver(TABLE, table.at[TEXT[-2], TEXT[-1]].set(np.nan), draft)
+    for _ in range(2):
+        found = alone(driver, ASKED)
+        assert (found.finish_reason, found.updates[0].num_reused) == ("failed", 0)
+
+
+def test_beside_a_grammar_a_draft_models_rows_end_with_the_prompt() -> None:
+    with table_driver() as driver:
+        one = alone(driver, ASKED | dict(matcher=Follows(lambda text: (len(text) % 5,))))
+        assert one.token_ids == [0, 1, 2, 3, 4, 0]
+        prompt = TEXT + one.token_ids
+        assert reused(driver, prompt=prompt) == 59
+        assert reused(driver, prompt=prompt) == 64
+
+
+def served(seed: int, count: int, driver: lm.EngineDriver) -> None:
+    """Conversations that branch, at random times; some are preempted, cancelled, interrupted."""
+    rng = np.random.default_rng(seed)
+    texts: list[tuple[str | None, list[int]]] = [(None, []), ("x", [])]
+    asked: dict[int, tuple[str | None, dict[str, Any]]] = {}
+    updates: list[lm.RequestUpdate] = []
+    cancelled = set()
+    while len(asked) < count or not driver.is_idle:
+        for _ in range(rng.poisson(0.3) * (len(asked) < count)):
+            salt, text = texts[rng.integers(len(texts))]
+            text = text[: len(text) if rng.random() < 0.5 else rng.integers(len(text) + 1)]
+            prompt = [*text, *rng.integers(0, engines.VOCAB, rng.integers(1, 60)).tolist()][-140:]
+            request: dict[str, Any] = dict(
+                prompt=prompt,
+                max_new_tokens=int(rng.integers(1, 160 - len(prompt))),
+                temperature=float(rng.choice([0.0, 1.0])),
+                seed=int(rng.integers(100)),
+            )
+            asked[driver.submit(**request, cache_salt=salt)] = salt, request
+        number = int(rng.integers(count))
+        match rng.integers(30):
+            case 0:
+                driver.preempt(number)
+            case 1:
+                cancelled |= {number} if driver.cancel(number) else set()
+            case 2:
+                dropped(driver)
+        new = driver.step()
+        updates += new
+        for number in {one.request_id for one in new if one.finish_reason is not None}:
+            salt, request = asked[number]
+            found = engines.collect([one for one in updates if one.request_id == number])[number]
+            first = next(one for one in found.updates if one.token_ids)
+            shared = [
+                schedule.common_prefix(text, request["prompt"], len(text))
+                for own, text in texts
+                if own == salt
+            ]
+            # Those that run, or were cancelled, are not in this list.
+            running = [
+                schedule.common_prefix(one["prompt"], request["prompt"], len(one["prompt"]))
+                for other, (own, one) in asked.items()
+                if own == salt and other != number
+            ]
+            assert first.num_reused <= max(shared + running)
+            assert found.token_ids == text_of(driver.engine, **request)
+            texts.append((salt, request["prompt"] + found.token_ids))
+    ends = {one.request_id for one in updates if one.finish_reason is not None}
+    assert ends == asked.keys() - cancelled
+
+
+def text_of(engine: lm.Engine, **request: Any) -> list[int]:
+    if request["temperature"] == 0:
+        return engines.greedy_truth(request)
+    return alone(fresh(table_driver()), request).token_ids
+
+
+@pytest.mark.parametrize(
+    ("seed", "ahead", "within"),
+    [(0, 1, False), *(pytest.param(i, i % 3, i > 3, marks=pytest.mark.long) for i in range(1, 7))],
+)
+def test_conversations_at_random(seed: int, ahead: int, within: bool) -> None:
+    driver = table_driver(max_steps_ahead=ahead, prompts_in_steps=within)
+    driver.warm_up()
+    alone(driver, ASKED)
+    with engines.compilations() as names:
+        served(seed, 40, driver)
+    assert not names, "all was compiled by warm_up"
+    stats = driver.serving_stats()
+    assert stats.num_reused_tokens > stats.num_prompt_tokens / 8
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: dataclasses.replace(TABLE, reuse_prefixes=1), TypeError, "^reuse_prefixes must"),
+        (
+            lambda: dataclasses.replace(TABLE, drafter=Scripted(), prefill_sizes=(160,)),
+            TypeError,
+            "^drafter must keep rows for reuse_prefixes=True, but Scripted.serves says chunks=F",
+        ),
+        (
+            lambda: dataclasses.replace(TABLE, drafter=Silent(TABLE.model)),
+            TypeError,
+            "^drafter must keep rows .* Silent.serves says chunks=True, kept_rows='none'",
+        ),
+        (lambda: lm.DrafterServes(kept_rows="all"), ValueError, "^serves.kept_rows must be"),
+        (lambda: lm.RequestOptions(cache_salt=1), TypeError, "^cache_salt must be"),
+    ],
+)
+def test_what_cannot_be_reused_is_refused(
+    make: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+class Silent(lm.ModelDrafter):
+    """Declares nothing."""
+
+    serves = lm.DrafterServes()
