@@ -92,15 +92,8 @@ def greedy_differences(
         # [1, T, V] -> [V]
         row = _processed(logits[:, -1], asked[b], sequence, len(prompts[b]))
         second, best = np.sort(row)[-2:]
-        found.append(
-            GreedyDifference(
-                request=b,
-                index=index,
-                token_id=token_id,
-                plain_token_id=plain_token_id,
-                gap=float(best - second),
-            )
-        )
+        gap = float(best - second)
+        found.append(GreedyDifference(b, index, token_id, plain_token_id, gap))
     return found
 
 

@@ -12,7 +12,6 @@ agree; null and an empty list say nothing.
 
 import dataclasses
 from collections.abc import Collection
-from typing import NamedTuple
 
 from jax_specdec.lm.formats.config_json import parse_config
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only
@@ -30,38 +29,38 @@ _SPECULATORS = "speculators_model_type"
 _SLIDING = "sliding_attention"
 
 
-class _Layout(NamedTuple):
-    """A layout: the key that says a file has it, what it says, and what absent keys mean then."""
-
-    key: str
-    name: str
-    absent: dict[str, JsonValue]
-
-
-_LAYOUTS: dict[type[HeadConfig], tuple[_Layout, ...]] = {
-    Eagle3Config: (_Layout(_SPECULATORS, "eagle3", {}),),  # the others have any architecture
-    BlockHeadConfig: (
-        _Layout(
-            _SPECULATORS,
-            "dflash",
-            {"block_size": 8, "sample_from_anchor": False, "enable_confidence_head": False},
-        ),
-        _Layout(
-            _SPECULATORS,
-            "dspark",
-            {
+_LAYOUTS: dict[type[HeadConfig], dict[str, dict[str, dict[str, JsonValue]]]] = {
+    Eagle3Config: {_SPECULATORS: {"eagle3": {}}},  # the others have any architecture
+    BlockHeadConfig: {
+        _SPECULATORS: {
+            "dflash": {
+                "block_size": 8,
+                "sample_from_anchor": False,
+                "enable_confidence_head": False,
+            },
+            "dspark": {
                 "block_size": 8,
                 "sample_from_anchor": True,
                 "enable_confidence_head": True,
                 "markov_rank": 256,
             },
-        ),
-        _Layout("architectures", "DFlashDraftModel", {"sample_from_anchor": False}),  # z-lab
-        _Layout("architectures", "Qwen3DSparkModel", {"sample_from_anchor": True}),  # DeepSpec
-    ),
+        },
+        "architectures": {
+            "DFlashDraftModel": {"sample_from_anchor": False},  # z-lab
+            "Qwen3DSparkModel": {"sample_from_anchor": True},  # DeepSpec
+        },
+    },
 }
+"""By the key that says which layout a file has, and what it says: what absent keys mean then."""
+
+_NO_KEY = (
+    "layer target_hidden_size o_proj_bias own_embedding own_lm_head "
+    "sliding_window sliding_layers sliding_window_non_causal"
+)
+"""Fields that no single key says: tensors, the target or several keys do."""
 
 _PLACES: dict[str, dict[str, int | None]] = {
+    **dict.fromkeys(_NO_KEY.split(), {}),
     "logit_scale": {"layer.logit_scale": None, "logit_scale": None},
     "feature_layers": {
         "aux_hidden_state_layer_ids": 0,
@@ -82,12 +81,6 @@ _PLACES: dict[str, dict[str, int | None]] = {
 """Keys that say a field of a head's config, as "key" or "object.key", where that is not only the
 key of its name; and what is added to ids of layers: 1 where they count what is read after a layer,
 -1 for the embedding."""
-
-_NO_KEY = (
-    "layer target_hidden_size o_proj_bias own_embedding own_lm_head "
-    "sliding_window sliding_layers sliding_window_non_causal"
-).split()
-"""Fields that no single key says: tensors, the target or several keys do."""
 
 _SERVED: dict[str, tuple[JsonValue, ...]] = {
     "markov_head_type": ("vanilla",),
@@ -160,7 +153,7 @@ def _opened(
     """Returns objects by their names in `_PLACES`, and what absent keys mean in a file's layout."""
     is_speculators = raw.get(_SPECULATORS) is not None
     key = _SPECULATORS if is_speculators else "architectures"
-    layouts = {layout.name: layout.absent for layout in _LAYOUTS[kind] if layout.key == key}
+    layouts = _LAYOUTS[kind].get(key, {})
     absent = {}
     if layouts:
         said = [raw[key]] if is_speculators else raw.given(key, [])
@@ -226,8 +219,6 @@ def _fields(
     values = {}
     for field in dataclasses.fields(kind):
         places = _PLACES.get(field.name, {field.name: None})
-        if field.name in _NO_KEY:
-            places = {}
         default = absent.get(field.name, field.default)
         values[field.name] = _value(objects, places, default, target.num_hidden_layers)
     return values

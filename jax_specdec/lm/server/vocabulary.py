@@ -8,8 +8,9 @@ import copy
 import functools
 import importlib.util
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -22,6 +23,8 @@ from jax_specdec.lm.text.chat import read_chat_template
 
 if TYPE_CHECKING:
     import llguidance
+
+T = TypeVar("T")
 
 
 class Vocabulary:
@@ -120,10 +123,7 @@ class Vocabulary:
                 message = "no process can be started to compile a schema: try again later"
                 raise ApiError(message, name, status=503, headers=BUSY, reason=error) from error
             try:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._schema_threads, trial.run, text)
-            except ValueError as error:
-                raise _unusable(error) from error
+                await self._on_schema(trial.run, text)
             finally:
                 trial.end()
         self._tried.append(text)
@@ -137,12 +137,7 @@ class Vocabulary:
         Raises:
           ApiError: it forces more tokens than a text may have, or fails with this tokenizer.
         """
-        loop = asyncio.get_running_loop()
-        try:
-            compiled = await loop.run_in_executor(self._schema_threads, self._compile, schema)
-        except ValueError as error:
-            raise _unusable(error) from error
-        matcher, forced = compiled
+        matcher, forced = await self._on_schema(self._compile, schema)
         most = min(budgets)
         if forced > most:
             raise ApiError(
@@ -151,6 +146,15 @@ class Vocabulary:
                 "response_format",
             )
         return [copy.deepcopy(matcher) for _ in budgets]
+
+    async def _on_schema(self, function: Callable[[str], T], schema: str) -> T:
+        """Returns what a function makes of a schema in a thread; a ValueError is an `ApiError`."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._schema_threads, function, schema)
+        except ValueError as error:
+            message = f"response_format has a schema that cannot be used: {error}"
+            raise ApiError(message, "response_format") from error
 
     def _compile(self, schema: str) -> tuple[sd.grammar.LlguidanceMatcher, int]:
         """Returns a matcher, and how many tokens the schema forces at its beginning."""
@@ -187,8 +191,3 @@ class Vocabulary:
         texts = {one["id"]: self._tokenizer.token_bytes(one["id"]) for one in added}
         described["added_tokens"] = added
         return schemas.model_tokenizer(described, self._size, texts, [*self.stop_token_ids])
-
-
-def _unusable(error: ValueError) -> ApiError:
-    message = f"response_format has a schema that cannot be used: {error}"
-    return ApiError(message, "response_format")
