@@ -127,14 +127,9 @@ def admit(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
-    """Returns the state after all that slot ``slots[0]`` holds of a text was copied to another.
+    """Returns the state after what one of two slots, ``[2]`` int32, holds was copied to the other.
 
     One pair in a call: several would take the room of as many slots for a moment.
-
-    Args:
-      engine: static.
-      state: donated.
-      slots: ``[2]`` int32, from where and to where.
     """
     source, target = slots[:1], slots[1:]  # [1] each
     length = state.batch.token_ids.shape[1]

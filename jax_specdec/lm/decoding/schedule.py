@@ -77,17 +77,11 @@ class Prompts(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a prompt is read.
-
-    Attributes:
-      slot: that its request gets.
-      start: tokens of the prompt that are not read, because an earlier request has left them.
-      source: the slot that holds these, if it is another.
-    """
+    """Where a prompt is read, and what of it is not, because an earlier request has left it."""
 
     slot: int
-    start: int = 0
-    source: int | None = None
+    start: int = 0  # tokens that are not read
+    source: int | None = None  # the slot that holds them, if it is another
 
 
 class Settings(NamedTuple):
@@ -296,8 +290,7 @@ def _next_group(
     """Returns the first in the queue and others of whose prompts as much is to be read; and where.
 
     Long prompts, and requests whose calls keep failing, are read alone. While a long prompt is
-    being read, no other one is begun. Nobody is read now whom a prompt that is read first will save
-    much of it: of many that share a prefix, one reads it.
+    being read, no other one is begun. Of many that share a prefix, one reads it, and others wait.
     """
     # Those without rows first, then the longest unused.
     empty = set(range(engine.num_slots)) - traffic.slots.keys() - traffic.kept.keys()
@@ -343,19 +336,16 @@ def _next_group(
 def _most_rows(engine: Engine, request: ServedRequest) -> int:
     """Returns the most rows of a request, when it gets a slot, that later ones may begin with.
 
-    - What `prefill` wrote: all of the prompt. What a request had generated before it left its slot
-      is read as if it were of the prompt.
-    - Of an exact engine only whole chunks: the first step runs the prompt's last token again, in
-      another program.
-    - New tokens, too, if the drafter says so. One that does not read features has read its own
-      drafts, not those that a grammar forced in their place.
+    That is the prompt, with what a request had generated before it left its slot; and new tokens,
+    if the drafter says so.
     """
     if not engine.reuse_prefixes:
         return 0
     prompt = request.length - 1
-    if engine.exact:
+    if engine.exact:  # the first step runs the prompt's last token again, in another program
         return prompt - prompt % engine.chunk_size
     serves = engine.drafter.serves
+    # Without features it has read its own drafts, not those that a grammar forced in their place.
     has_own = request.matching is None or bool(serves.feature_layers)
     keeps_new = (serves.kept_rows == "texts" and has_own) or not engine.drafter_has_cache
     return engine.max_length if keeps_new else prompt
@@ -368,12 +358,7 @@ def _find_place(
 
     A text that goes on stays in its slot. Of one that only begins alike, that slot or the one that
     is longest unused is taken, to which the first is copied: where fewer rows of others are lost.
-
-    Args:
-      engine: whose slots they are.
-      request: that gets a slot.
-      rows: of all slots that have some; of equals, the first is taken.
-      free: slots, the longest unused first.
+    That slot comes first in `free`; `rows` are of all slots.
     """
     source, start = _longest_prefix(engine, request, rows)
     left = request.length - start
