@@ -15,15 +15,7 @@ from models.test_block import DSPARK, NARROW
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
-from .head_files import (
-    FILE,
-    WEIGHTS,
-    Written,
-    as_zlab,
-    assert_refused,
-    write_block,
-    write_eagle3,
-)
+from .head_files import FILE, WEIGHTS, Written, as_zlab, assert_refused, write_block, write_eagle3
 
 pytestmark = pytest.mark.newest
 

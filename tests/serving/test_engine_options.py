@@ -29,12 +29,7 @@ REFUSED = {
     "a bias of NaN": (ENGINE, dict(logit_bias={1: float("nan")}), ValueError, "logit_bias"),
     "biases without room": (FEWER, dict(logit_bias={1: 1.0, 2: 1.0}), ValueError, "logit_bias"),
     "a least length above the budget": (ENGINE, dict(min_tokens=3), ValueError, "min_tokens"),
-    "an argument that there is not": (
-        ENGINE,
-        dict(top=3),
-        TypeError,
-        "unknown argument 'top'",
-    ),
+    "an argument that there is not": (ENGINE, dict(top=3), TypeError, "unknown argument 'top'"),
     "an engine without options": (TABLE, dict(top_k=2), ValueError, "options"),
 }
 

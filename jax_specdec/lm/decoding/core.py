@@ -451,11 +451,7 @@ class Decoder:
         )
 
     def verdict(
-        self,
-        state: DecodeState,
-        drafts: Drafts,
-        logits: jax.Array,
-        token_bitmask: jax.Array | None,
+        self, state: DecodeState, drafts: Drafts, logits: jax.Array, token_bitmask: jax.Array | None
     ) -> Verdict:
         """Returns what the target accepts of the drafts, and emits after them.
 
@@ -596,10 +592,7 @@ class Decoder:
 
 
 def _run_as_wide_as_needed(
-    arrays: tuple[jax.Array, Params, Rows, Cache],
-    decoder: Decoder,
-    length: int,
-    platform: Platform,
+    arrays: tuple[jax.Array, Params, Rows, Cache], decoder: Decoder, length: int, platform: Platform
 ) -> tuple[Output, Cache]:
     """Returns the target's pass over each newest token, and the drafts if any request has some.
 

@@ -8,12 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jax_specdec._src.grammar import (
-    ForcedDrafts,
-    GrammarError,
-    advance_matchers,
-    forced_drafts,
-)
+from jax_specdec._src.grammar import ForcedDrafts, GrammarError, advance_matchers, forced_drafts
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec.lm.decoding.bookkeeping import ServedRequest
 from jax_specdec.lm.decoding.failures import awaiting

@@ -181,10 +181,7 @@ class FirstOf(Drafter):
         if kept_rows == "texts" and not head.feature_layers:
             kept_rows = "prompts"  # a model has not read what the lookup drafted
         return dataclasses.replace(
-            head,
-            may_abstain=False,
-            has_history=self.lookup.serves.has_history,
-            kept_rows=kept_rows,
+            head, may_abstain=False, has_history=self.lookup.serves.has_history, kept_rows=kept_rows
         )
 
     def add(self, params: Params, token_ids: Integers) -> Params:

@@ -294,11 +294,7 @@ class BlockHead(DraftHead):
         ]
 
     def apply(
-        self,
-        params: Weights,
-        rows: Rows,
-        cache: Cache,
-        num_drafts: int | None = None,
+        self, params: Weights, rows: Rows, cache: Cache, num_drafts: int | None = None
     ) -> BlockOutput:
         """Runs a block of each request, after its newest token.
 
@@ -358,11 +354,7 @@ class BlockHead(DraftHead):
         return BlockOutput(head_logits(config, params, states), states, new_cache)
 
     def run(
-        self,
-        params: Weights,
-        embedded: jax.Array,
-        positions: jax.Array,
-        attend: LayerAttend,
+        self, params: Weights, embedded: jax.Array, positions: jax.Array, attend: LayerAttend
     ) -> jax.Array:
         """Runs the layers around a given attention: what `apply` and training share.
 

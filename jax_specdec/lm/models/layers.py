@@ -91,10 +91,7 @@ def self_attention(
 
 
 def rotated_heads(
-    config: LlamaConfig,
-    layer: LayerWeights,
-    h: jax.Array,
-    cos_sin: tuple[jax.Array, jax.Array],
+    config: LlamaConfig, layer: LayerWeights, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`."""
     c = config

@@ -173,11 +173,7 @@ class TensorParallelLlama:
         return jax.tree.map(zeros, one)
 
     def apply(
-        self,
-        params: Weights,
-        groups: Sequence[Rows],
-        cache: Cache,
-        wants: Wants = Wants(),
+        self, params: Weights, groups: Sequence[Rows], cache: Cache, wants: Wants = Wants()
     ) -> tuple[list[Output], Cache]:
         """Runs rows of requests, all groups in one pass; see `CausalModel`.
 
