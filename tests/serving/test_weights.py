@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -228,6 +230,26 @@ def test_a_history_stays_or_begins_with_what_is_given() -> None:
     assert int(driver.weights[1]["next"]) == 0
     driver.set_params(draft_params=kept)
     assert history_of(driver) == [*text, -1]
+
+
+@pytest.mark.long
+def test_the_loop_of_the_page_shows_a_drafter_that_was_not_told(
+    optimized: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    scope: dict[str, Any] = {}
+    exec(compile("".join(blocks), "weights.md", "exec"), scope)
+    found = re.findall(r"epoch (\d): (\d\.\d) tokens", capsys.readouterr().out)
+    assert [int(epoch) for epoch, _ in found] == [0, 1, 2, 3, 4]
+    first, *others, last, told = (float(length) for _, length in found)
+    assert first > max(others) > min(others) > last and told > last
+    said = re.search(
+        r"`epoch 0: (.{3}) tokens`, then (.{3}), (.{3}) and (.{3}).*prints (.{3})", page, re.S
+    )
+    np.testing.assert_allclose([float(x) for _, x in found], [*map(float, said.groups())], atol=0.3)
+    own = scope["score"](scope["target"], scope["driver"].weights[0], scope["token_ids"])
+    np.testing.assert_allclose(own, scope["logprobs"], atol=1e-3)
 
 
 # What fails

@@ -425,7 +425,7 @@ class EngineDriver:
         Steps ahead are read first: each token is of the weights that made it, as
         `RequestUpdate.epoch` says, and the next `step` delivers these. Acceptance is then counted
         anew, by `stats` and for a `draft_budget`. A drafter that was trained for the old weights
-        drafts as before, and less of it is accepted.
+        drafts as before, and less of it is accepted: see ``docs/weights.md``.
 
         Arrays elsewhere are moved to where the old ones are; arrays that are there are not copied.
         If they are donated later, as to an update by a trainer, the driver has no weights: calls
