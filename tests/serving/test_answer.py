@@ -334,7 +334,7 @@ def test_usage_has_what_became_of_drafts_if_asked(
 ) -> None:
     first, last = (ids_of(TOKENIZERS["byte level"], x) for x in (b"abcd", b"ef"))
     updates = [
-        lm.RequestUpdate(0, first, num_proposed=4, num_accepted=3),
+        lm.RequestUpdate(0, first, num_proposed=4, num_accepted=3, num_reused=5),
         lm.RequestUpdate(0, last, ends, num_proposed=4, num_accepted=4),
     ]
     given: Any = dict(n=2, stop=stop)
@@ -344,6 +344,7 @@ def test_usage_has_what_became_of_drafts_if_asked(
     *_, found = answered(updates, is_chat, include_acceptance=True, **given)
     counts = dict(accepted_prediction_tokens=2 * accepted, rejected_prediction_tokens=2 * rejected)
     assert found["usage"] == {**plain["usage"], "completion_tokens_details": counts}
+    assert plain["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}  # of a prompt, once
     assert 2 * accepted <= plain["usage"]["completion_tokens"]
 
 

@@ -123,6 +123,7 @@ def test_what_nothing_depends_on_may_be_anything() -> None:
 
 NAMED: list[tuple[dict[str, Any], str, str]] = [
     ({"n": "2"}, "n", "n must be a valid integer, but it is '2'"),
+    ({"cache_salt": ""}, "cache_salt", "cache_salt must have at least 1 character, but it is ''"),
     ({"n": 17}, "n", "n must be less than or equal to 16, but it is 17"),
     ({"temperature": True}, "temperature", "temperature must be a valid number, but it is True"),
     ({"top_p": 2}, "top_p", "top_p must be in (0, 1], but it is 2.0"),
@@ -270,7 +271,7 @@ def test_a_schema_is_followed_or_there_is_none() -> None:
 def test_every_option_of_one_number_can_be_asked_for() -> None:
     defaults = {one.name: Parameters.model_fields[one.name].default for one in NUMBERS}
     assert defaults == {one.name: one.neutral for one in NUMBERS}
-    assert set(OPTIONS) == {*defaults, "logit_bias", "max_drafts"}
+    assert set(OPTIONS) == {*defaults, "logit_bias", "max_drafts", "cache_salt"}
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)

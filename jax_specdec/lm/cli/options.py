@@ -77,6 +77,7 @@ class Options:
     chunk_size: int | None = None
     prompts_in_steps: bool = False
     exact: bool = False
+    reuse_prefixes: str = "on"
     max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     max_logprobs: int = 5
     plain_messages: bool = False
@@ -244,6 +245,7 @@ def _add_serve(parser: _Parser) -> None:
     parser.add_integer("--chunk-size", low=1, high=2**20)
     parser.add("--prompts-in-steps", action="store_true")
     parser.add("--exact", action="store_true")
+    parser.add("--reuse-prefixes", choices=("on", "off"), default=Options.reuse_prefixes)
     pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
     parser.add("--max-drafts-by-length", type=pairs, metavar="LENGTH:N,...")
     parser.add_integer("--max-logprobs", low=0, high=20, default=Options.max_logprobs)
@@ -305,6 +307,8 @@ _HELP = {
         longer; the last bits of sums, and so near ties of sampled texts, depend on the load""",
     "--exact": """change no bit of a greedy text, or of one under the agreement rule, which is
         then the default: the text is that of plain decoding with --exact and the same K""",
+    "--reuse-prefixes": """begin a prompt with what an earlier one left in a slot, if both begin
+        alike; the time to the first token then tells whether somebody asked for the same""",
     "--max-drafts-by-length": """the most drafts per step from a length on, prompt included; with
         4096:2,16384:0 there are none from 16384 tokens on (default: K at every length)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns

@@ -114,6 +114,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         draft_budget=budget,
         logprobs=logprobs,
         exact=options.exact,
+        reuse_prefixes=options.reuse_prefixes == "on",
     )
     size = options.chunk_size
     if size not in (None, *engine.chunk_sizes):

@@ -231,6 +231,7 @@ class Answer:
         self._worker = worker
         self._num_proposed = 0  # drafts of all choices
         self._num_accepted = 0  # those that are tokens of the answer
+        self._num_reused = [0] * len(asked.choices)  # tokens of each choice's prompt
         self._texts = [
             ChoiceText(stream, words, given.stop, given.num_top, choice["options"].min_tokens)
             for stream, choice in zip(asked.streams, asked.choices, strict=True)
@@ -285,6 +286,7 @@ class Answer:
                 if text.is_done:
                     break
             # Accepted drafts come first of an update's tokens, of which the text may have fewer.
+            self._num_reused[choice] += update.num_reused
             self._num_proposed += update.num_proposed
             self._num_accepted += min(update.num_accepted, text.num_tokens - num_before)
             if text.is_done and update.finish_reason is None:
@@ -300,6 +302,9 @@ class Answer:
         new = sum(text.num_tokens for text in self._texts)
         old = self._asked.num_prompt_tokens
         usage: Json = {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
+        n = self._given.n  # choices of a prompt, of which one may have read what others did not
+        each = [self._num_reused[i : i + n] for i in range(0, len(self._num_reused), n)]
+        usage["prompt_tokens_details"] = {"cached_tokens": sum(map(min, each))}
         if self._given.include_acceptance:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": self._num_accepted,

@@ -21,7 +21,7 @@ from jax_specdec.lm.server.limits import ApiError, Choice, Json
 from jax_specdec.lm.server.vocabulary import Vocabulary
 
 # As they are called here, too.
-OPTIONS = (*(one.name for one in NUMBERS), "logit_bias", "max_drafts")
+OPTIONS = (*(one.name for one in NUMBERS), "logit_bias", "max_drafts", "cache_salt")
 MAX_BIASES = 300
 MAX_CHOICES = 16  # prompts of a request times n
 
@@ -176,6 +176,7 @@ class Parameters(Object):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     max_drafts: int | None = None
+    cache_salt: str | None = Field(None, min_length=1)
     logit_bias: Annotated[
         dict[str, Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=MAX_BIASES),
