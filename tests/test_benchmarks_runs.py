@@ -23,72 +23,31 @@ from jax_specdec import lm
 
 SERVING = "--tiny --slots 2 --drafters lookup --steps 8 --repeats 1 --arrivals 60 --rounds 1"
 # The script, its arguments, the file that it saves, a field of the rows there, and its values.
+# fmt: off
 RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
-    (
-        bench_compile_cpu,
-        "--batches 2 --vocabularies 64 --repeats 2",
-        "compile_cpu",
-        "when",
-        [when for when in bench_compile_cpu.WHEN for _ in bench_compile_cpu.WAYS],
-    ),
+    (bench_compile_cpu, "--batches 2 --vocabularies 64 --repeats 2", "compile_cpu", "when",
+     [when for when in bench_compile_cpu.WHEN for _ in bench_compile_cpu.WAYS]),
     (bench_verify_tpu, "--only greedy", "verify_tpu", "margins", [[]]),
-    (
-        bench_verify_gpu,
-        "--tiny --repeats 2 --draws 2 --inputs 2 --only greedy --threads 1",
-        "verify_gpu",
-        "kind",
-        ["time", "time", "time", "disagreements"],
-    ),
-    (
-        bench_trees,
-        "--prompts 2 --max-new-tokens 12 --nodes 0 8 --temperatures 0.8 --drafters dspark",
-        "trees_cpu",
-        "same_text",
-        [2, 2],
-    ),
-    (
-        bench_trees_gpu,
-        "--tiny --batches 1 --nodes 0 8 --candidates 16 --repeats 1 --steps 2",
-        "trees_gpu",
-        "nodes",
-        [0, 8],
-    ),
-    (
-        bench_serving_gpu,
-        f"{SERVING} --policies largest 8 steps-8",
-        "arrivals_gpu",
-        "chunk_size",
-        [32, 8, 8],
-    ),
-    (
-        bench_sharded_gpu,
-        "--tiny --devices 2 --batches 2 --inputs 1 --repeats 2 --draws 2",
-        "sharded_gpu",
-        "kind",
-        [*["time"] * 8, "disagreements"],  # four ways, in graphs too; are the tokens the same?
-    ),
-    (
-        bench_steps_gpu,
-        "--tiny --batches 2 --prompts 9 --steps 4 --repeats 2",
-        "steps_gpu",
-        "batch",
-        [2],
-    ),
-    (
-        bench_block_gpu,
-        "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8",
-        "block_gpu",
-        "drafter",
-        ["DSpark", "DFlash", "EAGLE-3", "model"],
-    ),
-    (
-        bench_forced_drafts,
-        "--draft ngram --requests 2 --repeats 1",
-        "forced_drafts",
-        "temperature",
-        [0, 0.8],
-    ),
+    (bench_verify_gpu, "--tiny --repeats 2 --draws 2 --inputs 2 --only greedy --threads 1",
+     "verify_gpu", "kind", ["time", "time", "time", "disagreements"]),
+    (bench_trees,
+     "--prompts 2 --max-new-tokens 12 --nodes 0 8 --temperatures 0.8 --drafters dspark",
+     "trees_cpu", "same_text", [2, 2]),
+    (bench_trees_gpu, "--tiny --batches 1 --nodes 0 8 --candidates 16 --repeats 1 --steps 2",
+     "trees_gpu", "nodes", [0, 8]),
+    (bench_serving_gpu, f"{SERVING} --policies largest 8 steps-8", "arrivals_gpu", "chunk_size",
+     [32, 8, 8]),
+    # Four ways, in graphs too; are the tokens the same?
+    (bench_sharded_gpu, "--tiny --devices 2 --batches 2 --inputs 1 --repeats 2 --draws 2",
+     "sharded_gpu", "kind", [*["time"] * 8, "disagreements"]),
+    (bench_steps_gpu, "--tiny --batches 2 --prompts 9 --steps 4 --repeats 2", "steps_gpu", "batch",
+     [2]),
+    (bench_block_gpu, "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8", "block_gpu", "drafter",
+     ["DSpark", "DFlash", "EAGLE-3", "model"]),
+    (bench_forced_drafts, "--draft ngram --requests 2 --repeats 1", "forced_drafts", "temperature",
+     [0, 0.8]),
 ]
+# fmt: on
 
 
 @pytest.mark.slow

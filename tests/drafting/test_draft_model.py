@@ -13,6 +13,7 @@ import pytest
 from lower_floor import assume
 from models.weights import random_weights, sizes
 from passes import run as run_pass
+from serving import tiny
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -32,16 +33,10 @@ PARAMS = random_weights(MODEL, 0)
 
 @functools.partial(jax.jit, static_argnames=("config", "drafter"))
 def propose(token_ids, lengths, cache, keys, active, *, config, drafter=DRAFTER):
+    sampling = sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES))
     return drafter.propose(
         PARAMS,
-        lm.DraftContext(
-            token_ids=token_ids,
-            lengths=lengths,
-            sampling=sd.SamplingParams(temperature=jnp.asarray(TEMPERATURES)),
-            keys=keys,
-            config=config,
-            active=active,
-        ),
+        lm.DraftContext(token_ids, lengths, sampling, keys, config, active=active),
         cache,
         drafter.init_store(PARAMS, token_ids.shape[0], config),
     )
@@ -170,16 +165,10 @@ def test_nothing_that_was_read_is_written_again_of_a_request_that_does_not_run(a
 
 def test_a_row_is_masked_unless_no_allowed_token_is_known() -> None:
     logits = jnp.arange(8.0).reshape(2, 4)
-    context = lm.DraftContext(
-        token_ids=jnp.zeros((2, 8), jnp.int32),
-        lengths=jnp.ones((2,), jnp.int32),
-        sampling=sd.SamplingParams(jnp.zeros(2)),
-        keys=jax.random.split(jax.random.key(0), 2),
-        config=sd.SpecDecodeConfig(num_speculative_tokens=2),
-        processors=sd.LogitsProcessors(
-            allowed_tokens=sd.AllowedTokens.pack([[0, 2, 5], [4, 5]], vocab_size=6)
-        ),
-    )
+    ids, lengths = jnp.zeros((2, 8), jnp.int32), jnp.ones((2,), jnp.int32)
+    allowed = sd.AllowedTokens.pack([[0, 2, 5], [4, 5]], vocab_size=6)
+    processors = sd.LogitsProcessors(allowed_tokens=allowed)
+    context = tiny.context(ids, lengths, 0.0, k=2, processors=processors)
     inf = jnp.inf
     found = context.process_logits(logits)
     assert found.tolist() == [[0.0, -inf, 2.0, -inf], [4.0, 5.0, 6.0, 7.0]]
@@ -211,13 +200,9 @@ def _propose_twice(token_ids, lengths, keys):
             return super().apply(params, groups, *rest, **options)
 
     drafter = lm.ModelDrafter(Watched(MODEL.config))
-    context = lm.DraftContext(
-        token_ids=token_ids,
-        lengths=lengths,
-        sampling=sd.SamplingParams(temperature=jnp.ones((1,))),
-        keys=keys,
-        config=sd.SpecDecodeConfig(num_speculative_tokens=K),
-    )
+    sampling = sd.SamplingParams(jnp.ones((1,)))
+    config = sd.SpecDecodeConfig(num_speculative_tokens=K)
+    context = lm.DraftContext(token_ids, lengths, sampling, keys, config)
     cache = prefill(token_ids[:, :32])
     for _ in range(2):
         store = drafter.init_store(PARAMS, 1, context.config)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from serving import tiny
 
-import jax_specdec as sd
 from jax_specdec import lm
 
 pytestmark = pytest.mark.newest
@@ -38,18 +38,8 @@ def oracle(tokens: Sequence[int], min_ngram: int, max_ngram: int, k: int) -> lis
 
 @functools.partial(jax.jit, static_argnames=("drafter", "k"))
 def propose(drafter: lm.NGramDrafter, token_ids: jax.Array, lengths: jax.Array, k: int):
-    proposal, cache = drafter.propose(
-        None,
-        lm.DraftContext(
-            token_ids=token_ids,
-            lengths=lengths,
-            sampling=sd.SamplingParams(jnp.zeros(lengths.shape)),
-            keys=jax.random.split(jax.random.key(0), lengths.shape[0]),
-            config=sd.SpecDecodeConfig(num_speculative_tokens=k),
-        ),
-        drafter.init_cache(*token_ids.shape),
-        None,
-    )
+    context = tiny.context(token_ids, lengths, 0.0, k=k)
+    proposal, cache = drafter.propose(None, context, drafter.init_cache(*token_ids.shape), None)
     assert proposal.store is None
     assert proposal.token_ids.dtype == jnp.int32
     return proposal.token_ids

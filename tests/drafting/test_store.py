@@ -382,18 +382,8 @@ def large_drafter() -> tuple[Any, ...]:
 
     @functools.partial(jax.jit, donate_argnames="store")
     def propose(params, store, lengths):
-        return drafter.propose(
-            params,
-            lm.DraftContext(
-                token_ids=jnp.zeros((4, 32), jnp.int32),
-                lengths=lengths,
-                sampling=sd.SamplingParams(jnp.ones((4,))),
-                keys=jax.random.split(jax.random.key(0), 4),
-                config=config,
-            ),
-            (),
-            store,
-        )[0]
+        context = tiny.context(jnp.zeros((4, 32), jnp.int32), lengths, 1.0, k=LARGE_K)
+        return drafter.propose(params, context, (), store)[0]
 
     return propose, params, drafter.init_store(params, 4, config)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from serving import tiny
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -78,13 +79,7 @@ def best(*drafts: tuple[float, Draft]) -> list[Draft]:
 
 
 def context(token_ids: jax.Array, lengths: jax.Array, k: int = K) -> lm.DraftContext:
-    return lm.DraftContext(
-        token_ids=token_ids,
-        lengths=lengths,
-        sampling=sd.SamplingParams(jnp.zeros(lengths.shape)),
-        keys=jax.random.split(jax.random.key(0), lengths.shape[0]),
-        config=sd.SpecDecodeConfig(num_speculative_tokens=k),
-    )
+    return tiny.context(token_ids, lengths, 0.0, k=k)
 
 
 @functools.partial(jax.jit, static_argnames=("drafter", "k"))

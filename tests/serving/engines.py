@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from models.weights import random_weights
+from models.weights import random_weights, sizes
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -26,16 +26,7 @@ SHAPE = dict(num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(8, LONGEST), ma
 
 
 def llama(hidden_size: int) -> lm.models.Llama:
-    config = lm.models.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=hidden_size,
-        intermediate_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    return lm.models.Llama(config)
+    return lm.models.Llama(sizes(VOCAB, hidden_size, 24, 1, (2, 2, 8)))
 
 
 TABLE = lm.Engine(tiny.Trigram(VOCAB), lm.ModelDrafter(tiny.Trigram(VOCAB)), CONFIG, **SHAPE)

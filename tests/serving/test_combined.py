@@ -92,13 +92,7 @@ def laws(drafter: Any, texts: list[list[int]]) -> tuple[list[float], np.ndarray]
         row[: len(prompt)] = prompt
     lengths = jnp.asarray([len(prompt) for prompt in prompts], jnp.int32)
     config = sd.SpecDecodeConfig(num_speculative_tokens=K)
-    context = lm.DraftContext(
-        token_ids=jnp.asarray(token_ids),
-        lengths=lengths,
-        sampling=sd.SamplingParams(jnp.full((size,), TEMPERATURE)),
-        keys=jax.random.split(jax.random.key(0), size),
-        config=config,
-    )
+    context = tiny.context(token_ids, lengths, TEMPERATURE, k=K)
     params = None, forced
     store = drafter.init_store(params, size, config)
 
@@ -158,14 +152,8 @@ def test_of_a_request_that_does_not_run_nothing_is_known() -> None:
     two = jnp.full((2, K), 0.5)
     found = Lookup(jnp.zeros((2, K), jnp.int32), two, two[:, 0])
     for length in (5, 8):
-        context = lm.DraftContext(
-            token_ids=jnp.zeros((2, 16), jnp.int32),
-            lengths=jnp.full((2,), length, jnp.int32),
-            sampling=sd.SamplingParams(jnp.zeros(2)),
-            keys=jax.random.split(jax.random.key(0), 2),
-            config=sd.SpecDecodeConfig(num_speculative_tokens=K),
-            active=jnp.array([True, False]),
-        )
+        ids, lengths = jnp.zeros((2, 16), jnp.int32), jnp.full((2,), length, jnp.int32)
+        context = tiny.context(ids, lengths, 0.0, k=K, active=jnp.array([True, False]))
         drafts = found.token_ids, jnp.array([False, False])
         memory = memory.after(context).with_drafts(context, found, *drafts)
     assert memory.length.tolist() == [8, 0]

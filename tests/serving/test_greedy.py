@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.weights import random_weights
+from models.weights import random_weights, sizes
 from passes import run as run_pass
 
 import jax_specdec as sd
@@ -25,18 +25,7 @@ MAX_GAP = 1e-4
 """Two best logits closer than this are within the rounding of float32 sums."""
 
 SEEDS = (0, 1)
-MODEL = lm.models.Llama(
-    lm.models.LlamaConfig(
-        vocab_size=97,
-        hidden_size=16,
-        intermediate_size=24,
-        head_dim=8,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-)
+MODEL = lm.models.Llama(sizes(97, 16, 24, 2, (4, 2, 8), tie_word_embeddings=True))
 LENGTHS = (1, 2, 7, 40, 40, 3)
 BUDGETS = (24, 24, 24, 24, 1, 0)
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from models.weights import random_weights
+from models.weights import random_weights, sizes
 from upper_floor import programs
 
 import jax_specdec as sd
@@ -19,17 +19,7 @@ from .engines import Finished, compilations, run
 from .test_greedy import near
 
 VOCAB, K, SLOTS, NEW = 61, 3, 4, 24  # the last 3 of 8 * 8 ids are padding
-MODEL = lm.models.Llama(
-    lm.models.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=20,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-)
+MODEL = lm.models.Llama(sizes(VOCAB, 16, 20, 1, (4, 2, 8)))
 PARAMS = random_weights(MODEL, 0, 2.0)
 DRAFT_PARAMS = near(PARAMS, 0)
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)

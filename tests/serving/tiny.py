@@ -49,6 +49,17 @@ class OneRow(passes.RunsTokens):
         return jnp.broadcast_to(params, (*token_ids.shape, self.vocab_size)), cache
 
 
+def context(
+    token_ids: Any, lengths: jax.Array, temperature: Any, *, k: int, seed: int = 0, **fields: Any
+) -> lm.DraftContext:
+    """Of requests at one temperature, or one each, whose keys are split from a seed."""
+    size = lengths.shape[0]
+    sampling = sd.SamplingParams(jnp.broadcast_to(jnp.asarray(temperature, jnp.float32), (size,)))
+    keys = jax.random.split(jax.random.key(seed), size)
+    config = sd.SpecDecodeConfig(num_speculative_tokens=k)
+    return lm.DraftContext(jnp.asarray(token_ids), lengths, sampling, keys, config, **fields)
+
+
 def random_table(vocab_size: int, seed: int, scale: float = 1.5) -> np.ndarray:
     """Params of a `Trigram`."""
     rng = np.random.default_rng(seed)

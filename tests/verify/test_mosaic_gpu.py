@@ -23,6 +23,7 @@ from . import block_edges, edges, processed, suite
 from .batch import EMPTY, FILTERS, HALF, Batch, Layout, Request, agree, check, jitted, pack, stored
 from .cases import cold_batch, random_batch, random_batches
 from .interpret_mode import interpret_gpu_params
+from .suite import suite_of
 
 # Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
 # everything would be compiled again.
@@ -408,41 +409,15 @@ row_by_row = jitted(
 )
 
 
-@pytest.mark.gpu
-class TestOracleOnGpu(suite.OracleSuite):
-    verifier = staticmethod(on_gpu)
-    seeds = range(4)
-
-
-@pytest.mark.gpu
-class TestOracleOnGpuRowByRow(suite.OracleSuite):
-    verifier = staticmethod(row_by_row)
-    seeds = range(4)
-
-
-@pytest.mark.gpu
-class TestEdgesOnGpuRowByRow(edges.EdgeSuite):
-    verifier = staticmethod(row_by_row)
-
-
-@pytest.mark.gpu
-class TestInvarianceOnGpu(suite.InvarianceSuite):
-    verifier = staticmethod(on_gpu)
-
-
-@pytest.mark.gpu
-class TestEdgesOnGpu(edges.EdgeSuite):
-    verifier = staticmethod(on_gpu)
-
-
-@pytest.mark.gpu
-class TestProcessedOnGpu(processed.ProcessedSuite):
-    verifier = staticmethod(on_gpu)
-
-
-@pytest.mark.gpu
-class TestProcessedEdgesOnGpu(processed.ProcessedEdges):
-    verifier = staticmethod(on_gpu)
+gpu = pytest.mark.gpu
+TestOracleOnGpu = suite_of(suite.OracleSuite, on_gpu, gpu, seeds=range(4))
+TestOracleOnGpuRowByRow = suite_of(suite.OracleSuite, row_by_row, gpu, seeds=range(4))
+TestEdgesOnGpu = suite_of(edges.EdgeSuite, on_gpu, gpu)
+TestEdgesOnGpuRowByRow = suite_of(edges.EdgeSuite, row_by_row, gpu)
+TestInvarianceOnGpu = suite_of(suite.InvarianceSuite, on_gpu, gpu)
+TestProcessedOnGpu = suite_of(processed.ProcessedSuite, on_gpu, gpu)
+TestProcessedEdgesOnGpu = suite_of(processed.ProcessedEdges, on_gpu, gpu)
+TestBlockOnGpu = suite_of(block_edges.BlockSuite, on_gpu, gpu)
 
 
 @pytest.mark.gpu
@@ -451,11 +426,6 @@ def test_agrees_with_the_oracle_on_a_large_filtered_vocabulary(dtype):
     own: Any = dict(kind="normalized", dtype=dtype, draft_dtype=dtype)
     layout = Layout(vocab=128256, **suite.BIG, **FILTERS, **own)
     agree(random_batches(layout, range(2)), on_gpu)
-
-
-@pytest.mark.gpu
-class TestBlockOnGpu(block_edges.BlockSuite):
-    verifier = staticmethod(on_gpu)
 
 
 @pytest.mark.gpu

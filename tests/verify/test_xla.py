@@ -4,10 +4,9 @@ import pytest
 
 from . import bad_rows, block_edges, edges, processed, suite
 from .batch import OPTIMIZED, XLA
+from .suite import suite_of
 
-
-class TestOracle(suite.RaceSuite):
-    verifier = staticmethod(XLA)
+TestOracle = suite_of(suite.RaceSuite, XLA)
 
 
 @pytest.mark.long
@@ -21,35 +20,10 @@ class TestOptimized:
         suite.OracleSuite.agree(self, processed.PROCESSED[3])
 
 
-@pytest.mark.newest
-class TestInvariance(suite.InvarianceSuite):
-    verifier = staticmethod(XLA)
-
-
-@pytest.mark.newest
-class TestEdges(edges.EdgeSuite):
-    verifier = staticmethod(XLA)
-
-
-@pytest.mark.long
-@pytest.mark.newest
-class TestBadRows(bad_rows.BadRowSuite):
-    verifier = staticmethod(XLA)
-
-
-@pytest.mark.long
-@pytest.mark.newest
-class TestBlock(block_edges.BlockSuite):
-    verifier = staticmethod(XLA)
-
-
-@pytest.mark.long
-@pytest.mark.newest
-class TestProcessed(processed.ProcessedSuite):
-    verifier = staticmethod(XLA)
-
-
-@pytest.mark.long
-@pytest.mark.newest
-class TestProcessedEdges(processed.ProcessedEdges):
-    verifier = staticmethod(XLA)
+newest, long = pytest.mark.newest, pytest.mark.long
+TestInvariance = suite_of(suite.InvarianceSuite, XLA, newest)
+TestEdges = suite_of(edges.EdgeSuite, XLA, newest)
+TestBadRows = suite_of(bad_rows.BadRowSuite, XLA, newest, long)
+TestBlock = suite_of(block_edges.BlockSuite, XLA, newest, long)
+TestProcessed = suite_of(processed.ProcessedSuite, XLA, newest, long)
+TestProcessedEdges = suite_of(processed.ProcessedEdges, XLA, newest, long)
