@@ -12,16 +12,16 @@ from rich.text import Text
 
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import Options
-from jax_specdec.lm.cli.run import Comparison, Run, Session
+from jax_specdec.lm.cli.run import Run, Session
 
 
-def table(options: Options, comparisons: list[Comparison]) -> Table:
+def table(options: Options, done: list[Run]) -> Table:
     """Returns a row for each way of decoding; plain decoding is first at each temperature."""
     runs = f"{options.repeats} runs" if options.repeats != 1 else "1 run"
     title = f"{options.config.rejection_sample_method} verification at temperature T, {runs} each"
     if options.tree is not None:
         title += f"\ntrees of {options.tree} nodes, of paths of at most K"
-    if any(comparison.run.standard_error is not None for comparison in comparisons):
+    if any(run.standard_error is not None for run in done):
         title += "\n\u00b1: standard error over seeds"
     rows = Table(
         title=title,
@@ -36,17 +36,16 @@ def table(options: Options, comparisons: list[Comparison]) -> Table:
     for name in (*headers, "speed-up"):
         rows.add_column(name, justify="right", no_wrap=True)
     rows.add_column("greedy\nas plain", no_wrap=True)
-    for i, comparison in enumerate(comparisons):
-        run = comparison.run
+    for i, run in enumerate(done):
         config = run.config
         rows.add_row(
             f"{run.temperature:g}",
             Text(terminal.printable("plain" if run.drafter is None else Path(run.drafter).name)),
             "" if config is None else f"{config.num_speculative_tokens}",
             *(["-"] * 4 if run.errors else _figures(run)),
-            "" if config is None or comparison.speedup is None else f"{comparison.speedup:.2f}x",
-            comparison.identity,
-            end_section=i + 1 == len(comparisons) or comparisons[i + 1].run.config is None,
+            "" if config is None or run.speedup is None else f"{run.speedup:.2f}x",
+            run.identity,
+            end_section=i + 1 == len(done) or done[i + 1].config is None,
         )
     return rows
 
@@ -59,23 +58,20 @@ def _figures(run: Run) -> list[str]:
     return [f"{run.num_tokens}", length, stats.length_text, f"{run.tokens_per_second:.0f}"]
 
 
-def write_json(
-    session: Session, found: dict[str, object], comparisons: list[Comparison] | None
-) -> None:
+def write_json(session: Session, found: dict[str, object], runs: list[Run] | None) -> None:
     """Writes what was found as one object, with an entry for each row of the table, if any."""
     options = session.options
     found["target"] = None if options.target is None else str(options.target)
     found["seed"] = options.seed
     found["tree"] = options.tree
-    if comparisons is not None:
-        found["rows"] = [_row(session, comparison) for comparison in comparisons]
+    if runs is not None:
+        found["rows"] = [_row(session, run) for run in runs]
     terminal.write(json.dumps(found) + "\n")
 
 
-def _row(session: Session, comparison: Comparison) -> dict[str, object]:
+def _row(session: Session, run: Run) -> dict[str, object]:
     """Returns one way of decoding for JSON: without figures if it has failed."""
-    run = comparison.run
-    found = comparison.differences
+    found = run.differences
     differences = None if found is None else [dataclasses.asdict(one) for one in found]
     row: dict[str, object] = {
         "temperature": run.temperature,
@@ -93,8 +89,8 @@ def _row(session: Session, comparison: Comparison) -> dict[str, object]:
         "seconds_per_run": run.seconds,
         "tokens_per_second": run.tokens_per_second,
         "standard_error": run.standard_error,
-        "speedup": comparison.speedup,
-        "identical_to_plain": comparison.is_identical,
+        "speedup": run.speedup,
+        "identical_to_plain": run.is_identical,
         "differences": differences,
         **run.stats.to_dict(),
     }

@@ -104,7 +104,7 @@ class Stream:
     first_token: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Run:
     """One way of decoding the prompts, run several times after it was compiled.
 
@@ -112,17 +112,21 @@ class Run:
       temperature: of all requests.
       drafter: as the options name it; None for plain decoding.
       config: how it drafted and verified; None for plain decoding.
+      plain: plain decoding of the same requests; None for that itself.
       outputs: what it generated: greedy texts once, sampled ones for each seed.
       seconds: wall time of each run.
       errors: why it failed, if it did; it is then run no more.
+      differences: of greedy texts from those of plain decoding; None if they need not agree.
     """
 
     temperature: float
-    drafter: str | None
-    config: SpecDecodeConfig | None
-    outputs: list[GenerateOutput]
-    seconds: list[float]
-    errors: list[str]
+    drafter: str | None = None
+    config: SpecDecodeConfig | None = None
+    plain: Run | None = None
+    outputs: list[GenerateOutput] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    errors: list[str] = dataclasses.field(default_factory=list)
+    differences: list[GreedyDifference] | None = None
 
     @contextlib.contextmanager
     def containing_errors(self) -> Iterator[None]:
@@ -178,21 +182,6 @@ class Run:
         ]
         return statistics.stdev(each) / math.sqrt(len(each))
 
-
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """A run, and plain decoding of the same requests.
-
-    Attributes:
-      run: with drafts, or plain decoding itself.
-      plain: without drafts.
-      differences: of greedy texts from those of plain decoding; None if they need not agree.
-    """
-
-    run: Run
-    plain: Run
-    differences: list[GreedyDifference] | None
-
     @property
     def is_identical(self) -> bool | None:
         """Whether all texts are those of plain decoding; None if they need not be."""
@@ -201,7 +190,7 @@ class Comparison:
     @property
     def identity(self) -> str:
         """`is_identical` for a person, with how close the first decision was that differs."""
-        if self.run.errors:
+        if self.errors:
             return "failed"
         if not self.differences:
             return "" if self.differences is None else "yes"
@@ -209,10 +198,11 @@ class Comparison:
 
     @property
     def speedup(self) -> float | None:
-        """Time per token of plain decoding, divided by that of the run; None if one has failed."""
-        if self.run.errors or self.plain.errors:
+        """Time per token of plain decoding, divided by its own; None if one of them has failed."""
+        plain = self.plain or self
+        if self.errors or plain.errors:
             return None
-        return self.run.tokens_per_second / max(self.plain.tokens_per_second, 1e-9)
+        return self.tokens_per_second / max(plain.tokens_per_second, 1e-9)
 
 
 @contextlib.contextmanager
@@ -307,7 +297,7 @@ class Session:
                     text.add(token_ids, int(record.num_accepted[b]), int(record.num_proposed[b]))
             yield record
 
-    def compare(self, temperature: float, on_run: Callable[[str], None]) -> list[Comparison]:
+    def compare(self, temperature: float, on_run: Callable[[str], None]) -> list[Run]:
         """Times plain decoding, then every drafter with every config, at one temperature.
 
         The runs take turns, so that a busy machine slows all of them. At a temperature each run of
@@ -324,9 +314,9 @@ class Session:
         """
         repeats = self.options.repeats
         assert repeats is not None
-        kinds: list[tuple[str | None, SpecDecodeConfig | None]] = [(None, None)]
-        kinds += itertools.product(self.options.drafters, self.options.configs)
-        runs = [Run(temperature, *kind, [], [], []) for kind in kinds]
+        plain = Run(temperature)
+        kinds = itertools.product(self.options.drafters, self.options.configs)
+        runs = [plain, *(Run(temperature, *kind, plain) for kind in kinds)]
         for repeat in range(repeats + 1):  # the first compiles
             for run in runs:
                 on_run(f"timing: {run.name} at temperature {temperature:g}")
@@ -340,13 +330,10 @@ class Session:
                         run.seconds.append(time.perf_counter() - begin)
                     if repeat == 1 or (repeat > 1 and temperature > 0):
                         run.outputs.append(output)
-        comparisons = []
         for run in runs:
-            differences = None
             with run.containing_errors():
-                differences = self._differences(run, runs[0])
-            comparisons.append(Comparison(run, runs[0], differences))
-        return comparisons
+                run.differences = self._differences(run)
+        return runs
 
     @property
     def num_runs(self) -> int:
@@ -379,10 +366,11 @@ class Session:
         drafting = self._drafting(run.drafter, run.config)
         return generate(*target, self.prompts, **drafting, options=options, key=key, exact=exact)
 
-    def _differences(self, run: Run, plain: Run) -> list[GreedyDifference] | None:
+    def _differences(self, run: Run) -> list[GreedyDifference] | None:
         """Returns how greedy texts differ from those of plain decoding; None if they may."""
         is_synthetic = self.options.config.rejection_sample_method == "synthetic"
-        if run is plain or run.errors or plain.errors or run.temperature > 0 or is_synthetic:
+        plain = run.plain
+        if plain is None or run.errors or plain.errors or run.temperature > 0 or is_synthetic:
             return None
         return greedy_differences(
             *self.models.target,

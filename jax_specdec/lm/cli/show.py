@@ -17,7 +17,7 @@ from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import report
 from jax_specdec.lm.cli.models import load
 from jax_specdec.lm.cli.options import Options
-from jax_specdec.lm.cli.run import Comparison, Completion, Session, Stream, stacked
+from jax_specdec.lm.cli.run import Completion, Run, Session, Stream, stacked
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 LOADING = "loading the models"
@@ -103,11 +103,11 @@ def _show_text(options: Options, prompts: list[str]) -> None:
         printer.print_new()
         seen.append(record)
         times.append(time.perf_counter())
-    comparisons: list[Comparison] = []
+    runs: list[Run] = []
     if compares:
         terminal.show_rule()
-        comparisons = _compare(session)
-        terminal.show(report.table(options, comparisons))
+        runs = _compare(session)
+        terminal.show(report.table(options, runs))
     else:
         count = sum(map(len, session.prompts))
         terminal.log(
@@ -120,7 +120,7 @@ def _show_text(options: Options, prompts: list[str]) -> None:
     if options.config.rejection_sample_method == "synthetic":
         terminal.log("Synthetic acceptance: the text is not the target's.")
     _check_verified(stream.texts)
-    _check_runs(options, comparisons)
+    _check_runs(options, runs)
 
 
 def _show_json(options: Options, prompts: list[str]) -> None:
@@ -148,36 +148,36 @@ def _show_json(options: Options, prompts: list[str]) -> None:
         "first_token_seconds": stream.first_token,
         **AcceptanceStats.from_steps(records).to_dict(),
     }
-    comparisons = [] if options.repeats is None else _compare(session)
-    report.write_json(session, found, comparisons or None)
+    runs = [] if options.repeats is None else _compare(session)
+    report.write_json(session, found, runs or None)
     _check_verified(stream.texts)
-    _check_runs(options, comparisons)
+    _check_runs(options, runs)
 
 
 def _show_bench(options: Options, prompts: list[str]) -> None:
     """Runs every combination; prints a table and what follows from it, or one JSON object."""
     with terminal.progress(LOADING):
         session = Session(options, *load(options, prompts))
-    comparisons = _compare(session)
+    runs = _compare(session)
     if options.json:
-        report.write_json(session, dict(prompts=prompts, repeats=options.repeats), comparisons)
-        _check_runs(options, comparisons)
+        report.write_json(session, dict(prompts=prompts, repeats=options.repeats), runs)
+        _check_runs(options, runs)
         return
-    terminal.show(report.table(options, comparisons))
+    terminal.show(report.table(options, runs))
     fastest = []
-    able = [one for one in comparisons if one.speedup is not None]
-    for temperature, group in itertools.groupby(able, lambda x: x.run.temperature):
-        best = max(group, key=lambda comparison: comparison.run.tokens_per_second)
-        speed = "" if best.run is best.plain else f" ({best.speedup:.2f} times plain decoding)"
-        fastest.append(f"{best.run.name}{speed} at temperature {temperature:g}")
+    able = [one for one in runs if one.speedup is not None]
+    for temperature, group in itertools.groupby(able, lambda x: x.temperature):
+        best = max(group, key=lambda run: run.tokens_per_second)
+        speed = "" if best.plain is None else f" ({best.speedup:.2f} times plain decoding)"
+        fastest.append(f"{best.name}{speed} at temperature {temperature:g}")
     if fastest:
         terminal.show(Text(f"Fastest on these prompts: {', '.join(fastest)}."))
-    _check_runs(options, comparisons)
+    _check_runs(options, runs)
 
 
-def _check_runs(options: Options, comparisons: list[Comparison]) -> None:
+def _check_runs(options: Options, runs: list[Run]) -> None:
     """Exits with code 1 if a way of decoding has failed, after one line for each."""
-    failed = [one.run for one in comparisons if one.run.errors]
+    failed = [run for run in runs if run.errors]
     for run in failed:
         which = f"{run.name} at temperature {run.temperature:g}"
         terminal.log(f"jax-specdec {options.command}: {which} failed: {run.errors[0]:.500}")
@@ -246,7 +246,7 @@ def _log_loss(seen: list[StepRecord], times: list[float]) -> None:
         )
 
 
-def _compare(session: Session) -> list[Comparison]:
+def _compare(session: Session) -> list[Run]:
     """Times every way of decoding, at every temperature."""
     temperatures = session.options.temperatures
     total = len(temperatures) * session.num_runs
