@@ -12,7 +12,7 @@ from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.drafting.drafter import DraftContext, DrafterServes, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Children, best_nodes, grow, likeliest, with_bias
@@ -69,20 +69,12 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     """
 
     num_candidates: int | None = None
-    tree_depth: int = 0
 
     def __post_init__(self) -> None:
         check_type("head", self.head, BlockHead)
         check_int("tree_depth", self.tree_depth, 0, self.head.config.max_drafts)
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, self.head.vocab_size)
-
-    @property
-    def serves(self) -> DrafterServes:
-        """Declares the features that the head reads, and trees if there are."""
-        return DrafterServes(
-            feature_layers=self.head.feature_layers, tree_depth=self.tree_depth, kept_rows="texts"
-        )
 
     def init_store(
         self, params: Params, batch_size: int, config: SpecDecodeConfig

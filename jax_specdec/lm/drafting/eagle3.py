@@ -14,7 +14,7 @@ from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.tree import MAX_VISIBLE, TreeRows, node_bits
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.drafting.drafter import DraftContext, DrafterServes, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, likeliest
@@ -91,18 +91,9 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
       Li et al., 2025, "EAGLE-3", https://arxiv.org/abs/2503.01840
     """
 
-    tree_depth: int = 0
-
     def __post_init__(self) -> None:
         check_type("head", self.head, Eagle3Head)
         check_int("tree_depth", self.tree_depth, 0, _MOST_DEPTH)
-
-    @property
-    def serves(self) -> DrafterServes:
-        """Declares the features that the head reads, and trees if there are."""
-        return DrafterServes(
-            feature_layers=self.head.feature_layers, tree_depth=self.tree_depth, kept_rows="texts"
-        )
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns the head's cache, with room for the nodes of a tree after the text."""

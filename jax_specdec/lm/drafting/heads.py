@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec.lm.drafting.drafter import DraftContext, Drafter
+from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
 from jax_specdec.lm.models.protocol import Cache, Params
@@ -24,6 +24,14 @@ class HeadDrafter(Drafter, Generic[Head]):
 
     head: Head
     store_dtype: Any = None
+    tree_depth: int = 0
+
+    @property
+    def serves(self) -> DrafterServes:
+        """Declares the features that the head reads, and trees if there are."""
+        return DrafterServes(
+            feature_layers=self.head.feature_layers, tree_depth=self.tree_depth, kept_rows="texts"
+        )
 
     def check_params(self, name: str, params: Params) -> None:
         """Checks the head's weights."""
