@@ -7,6 +7,7 @@ from typing import Any
 import bench_block_gpu
 import bench_compile_cpu
 import bench_forced_drafts
+import bench_prefixes
 import bench_serving_gpu
 import bench_sharded_gpu
 import bench_steps_gpu
@@ -46,6 +47,8 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      ["DSpark", "DFlash", "EAGLE-3", "model"]),
     (bench_forced_drafts, "--draft ngram --requests 2 --repeats 1", "forced_drafts", "temperature",
      [0, 0.8]),
+    (bench_prefixes, "--size tiny --repeats 1 --out prefixes.json", "prefixes", "kind",
+     ["conversation", "prefix", "prefix", "system prompt", "system prompt"]),
 ]
 # fmt: on
 
