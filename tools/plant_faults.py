@@ -527,6 +527,47 @@ def _(right, engine, request, rows):
 
 
 @fault(
+    "what old weights have said is generated again under new ones",
+    "lm.decoding.bookkeeping:ServedRequest.under_new_weights",
+    "serving/test_weights.py",
+)
+def _(right, self):
+    return self
+
+
+@fault(
+    "weights are changed while steps ahead are not read",
+    "lm.decoding.driver:EngineDriver._read_step",
+    "serving/test_weights.py",
+)
+def _(right, self):
+    if "set_params" in [frame.function for frame in inspect.stack()]:
+        self._device.ahead.clear()
+    else:
+        right(self)
+
+
+@fault(
+    "acceptance of old weights counts for new ones",
+    "lm.decoding.bookkeeping:HostState.with_weights",
+    "serving/test_weights.py",
+)
+def _(right, self, weights, counters, estimator):
+    return right(self, weights, self.counters, estimator)
+
+
+@fault(
+    "an array that the drafter shares is deleted",
+    "lm.decoding.weights:replaced",
+    "serving/test_weights.py",
+)
+def _(right, held, given, delete):
+    if delete:
+        jax.tree.map(lambda x: x.delete(), held)
+    return right(held, given, delete)
+
+
+@fault(
     "rows are begun with that the device has lost",
     "lm.decoding.bookkeeping:HostState.without_kept",
     "serving/test_prefixes.py",

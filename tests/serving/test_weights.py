@@ -41,8 +41,8 @@ from .test_history import history_of
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
 OTHER = tiny.random_table(VOCAB, seed=3)
-PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 1, 8, 20, 2, 22, 4)]
-BUDGETS = (30, 9, 26, 5, 30, 14, 20)
+PROMPTS = [np.random.default_rng(n).integers(0, VOCAB, n).tolist() for n in (3, 1, 8, 20, 2, 28, 4)]
+BUDGETS = (30, 9, 26, 5, 30, 12, 20)
 MODELS = dict(model=LLAMA.model, drafter=LLAMA.drafter)
 AGREEMENT = dataclasses.replace(LLAMA.config, rejection_sample_method="agreement")
 EXACT = dataclasses.replace(TABLE, prefill_sizes=(8,), exact=True)
@@ -87,13 +87,14 @@ def under_way(
         matcher = Cycle() if i == masked else None
         driver.submit(prompt, max_new_tokens=budget, matcher=matcher)
     updates = [*driver.step(), *driver.step()]
-    while (prefill := driver._device.prefill) is None:  # until a prompt is half read
+    while driver._host.slot_of(5) is None:  # until the longest prompt is read
         updates += driver.step()
-    running = [one for i, one in driver._host.slots.items() if i != prefill.slot]
+    running = [one for one in driver._host.slots.values() if one.request_id != 5]
     assert driver.preempt(max(running, key=lambda one: one.budget_left).request_id)
-    assert driver._device.prefill == prefill
     driver.submit(asked[-1][0], max_new_tokens=asked[-1][1])
-    assert driver.num_running > 1 and driver.num_queued > 1
+    updates += driver.step()
+    assert driver._device.prefill is not None and driver.num_running > 1
+    assert len(driver._device.ahead) == ahead
     return driver, updates
 
 
@@ -311,6 +312,26 @@ def test_arrays_that_stay_or_are_given_again_are_not_deleted() -> None:
     found = alone(driver, dict(prompt=[1, 2], max_new_tokens=9))
     assert found.token_ids == truth(TARGET, [1, 2], 9, None)
     assert driver.stats().draft_acceptance_rate == 1
+
+
+@pytest.mark.parametrize("delete", [False, True])
+def test_two_sets_are_on_the_device_at_once_unless_the_old_one_is_deleted(
+    delete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = jax.device_put(jax.device_get(weights_of(LLAMA)[0]))
+    driver = driver_of(LLAMA, old, weights_of(LLAMA)[1])
+    leaves, put, most, placed = jax.tree.leaves(old), jax.device_put, [], []
+
+    def noting(*args: Any) -> jax.Array:
+        placed.append(put(*args))
+        most.append(len(placed) + sum(not one.is_deleted() for one in leaves))
+        return placed[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", noting)
+        driver.set_params(jax.tree.map(np.array, old), delete=delete)
+    assert len(placed) == len(leaves) > 4
+    assert max(most) == (1 if delete else 2) * len(leaves)
 
 
 @pytest.mark.parametrize(

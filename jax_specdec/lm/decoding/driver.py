@@ -55,10 +55,11 @@ class EngineDriver:
     **Prompts** are read between steps, at most `chunk_size` tokens while requests run, or in steps.
 
     **Failed calls**, as on a device with too little memory, are not raised; an error while a
-    program is traced is. Each request that was in the call gets an update with the `error`. A
-    request ends, as "failed", when more than `max_retries` of its calls have failed in a row:
-    without a new token, or a further chunk of a long prompt, in between. From its second failure
-    on, its prompt is read alone, so that a prompt which cannot be read ends no other request.
+    program is traced is, and so are weights that were deleted (see `set_params`). Each request that
+    was in the call gets an update with the `error`. A request ends, as "failed", when more than
+    `max_retries` of its calls have failed in a row: without a new token, or a further chunk of a
+    long prompt, in between. From its second failure on, its prompt is read alone, so that a prompt
+    which cannot be read ends no other request.
 
     **Grammars.** A request may have a matcher. While such a request runs, a step is drafted, its
     masks are made on the host, and it is then verified. A token that a grammar forces takes the
@@ -440,9 +441,9 @@ class EngineDriver:
             all that follows is then what the new weights say after the text so far. False is
             cheaper: requests go on with what the old weights left in their caches, so the rest of
             their texts is of neither. A request that returns to a slot later is read again.
-          delete: whether the old arrays are deleted, each before the new one is copied to the
-            device. So there is room for one set of weights alone; give arrays of the host. If it
-            fails or is interrupted, the driver has no weights, and all must be set again.
+          delete: whether the old arrays are deleted, also for whoever else holds them, each before
+            the new one is copied to the device. So there need be room for one set of weights alone;
+            give arrays of the host. If it fails or is interrupted, the driver has no weights.
 
         Raises:
           TypeError: an array of another dtype, or nothing is given.
