@@ -521,6 +521,7 @@ class NoRollback:
     accept_token = fill_next_token_bitmask = is_terminated = Automaton.accept_token
 
 
+advance = sd.grammar.advance_matchers
 FALLING = sd.Drafts(np.int32([1, 2]), np.int32([0, 2, 1]))
 MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: lookahead(Automaton()), TypeError, "matchers"),
@@ -533,8 +534,8 @@ MISTAKES: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: jax.jit(lambda drafts: bitmask(drafts=drafts))(NONE), TypeError, "drafts"),
     (lambda: bitmask(drafts=FALLING), ValueError, r"drafts\.cu_num_draft_tokens"),
     (lambda: bitmask([None]), ValueError, "matchers"),
-    (lambda: sd.grammar.advance_matchers([None, None], [[1]]), ValueError, "token_ids"),
-    (lambda: sd.grammar.advance_matchers([Refuses()], [[7]]), ValueError, r"token_ids\[0\]"),
+    (lambda: advance([None, None], [[1]]), ValueError, "token_ids"),
+    (lambda: advance([None, Refuses()], [[1], [7]]), ValueError, r"token_ids\[1\]"),
     (lambda: sd.grammar.DelayedMatcher(Automaton(), []), ValueError, "begin_token_ids"),
 ]
 
