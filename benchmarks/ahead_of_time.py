@@ -155,8 +155,16 @@ def devices_of(name: str) -> Any:
     return described.devices
 
 
+ATTENTIONS = {
+    "decode_attention": (128, None),
+    "decode_attention, pages": (128, 16),
+    "decode_attention, 256": (256, None),
+}
+"""Of each kind D, and the positions of a page."""
+
+
 def attention(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
-    """`program` of K + 1 rows of Llama 3 8B over a cache of 4,096 positions."""
+    """`program` of K + 1 rows of Llama 3 8B over a cache of 4,096 positions, or of larger heads."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
@@ -164,16 +172,22 @@ def attention(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, An
     import jax_specdec as sd
 
     where, batch, room = SingleDeviceSharding(devices_of(case.device)[0]), case.batch, 4096
-    shapes = {
-        "query": (batch, K + 1, 32, 128),
-        "keys": (batch * 8, 128, room),
-        "values": (batch * 8, room, 128),
+    dim, page = ATTENTIONS[case.function]
+    shapes: dict[str, tuple[int, ...]] = {
+        "query": (batch, K + 1, 32, dim),
+        "keys": (batch * 8, dim, room),
+        "values": (batch * 8, room, dim),
+        "start": (batch,),
     }
+    if page is not None:
+        shapes["keys"] = shapes["values"] = (batch * room // page, page, 8, dim)
+        shapes["pages"] = batch, room // page
     arrays = {
-        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=where)
+        name: jax.ShapeDtypeStruct(
+            shape, jnp.int32 if name in ("start", "pages") else jnp.bfloat16, sharding=where
+        )
         for name, shape in shapes.items()
     }
-    arrays["start"] = jax.ShapeDtypeStruct((batch,), jnp.int32, sharding=where)
 
     def run(a: dict[str, Any]) -> Any:
         return sd.decode_attention(
@@ -185,7 +199,7 @@ def attention(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, An
 
 def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
     """A function of a dict of arrays, and their shapes and places."""
-    if case.function == "decode_attention":
+    if case.function in ATTENTIONS:
         return attention(case)
     import jax
     import jax.numpy as jnp

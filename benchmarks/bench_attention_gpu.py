@@ -4,6 +4,9 @@ A cell is a cache of B requests and T positions (`room`), of which `used` hold t
 rows of each request, in the shape of Llama 3 8B. "xla" is one product over all T, as before the
 kernel. "us" are those of the kernels of one layer, "ms" those of a whole pass; "bytes" the time in
 which a copy moves what has to be read.
+
+With `--layouts`: one layer over the same keys and values in each layout that `decode_attention`
+takes, and how far what each reads is from the first, which is that of the tables above.
 """
 
 from __future__ import annotations
@@ -44,24 +47,36 @@ PASSES = tuple(
     for used in all_used
 )
 PASS_ROWS, PASSES_AT_ONCE = 5, 20
+PAGES = 16, 64, 256  # positions of a page
+LAYOUT_CELLS = (  # requests, positions, new rows, numbers of a head
+    *((8, 8192, 5, 128), (32, 4096, 5, 128), (1, 16384, 5, 128), (32, 512, 5, 128)),
+    *((32, 4096, 1, 128), (32, 4096, 5, 256), (1, 16384, 5, 256), (1, 512, 5, 128)),
+    *((1, 4096, 5, 128), (8, 8192, 1, 128), (8, 512, 5, 128), (1, 16384, 1, 128)),
+    *((32, 4096, 5, 64), (8, 1024, 5, 128), (32, 1024, 5, 128), (8, 4096, 5, 128)),
+)
 
 Way = Callable[..., jax.Array]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = measure.gpu_parser(__doc__, repeats=7, seconds=500, threads=4)
+    parser.add_argument("--layouts", action="store_true", help="compare layouts, and nothing else")
     options = parser.parse_args(arguments)
     if measure.lacks_gpu(options):
         return 1
     clock = measure.Clock(options.seconds)
     bandwidth = 3e12 if options.tiny else measure.copy_bandwidth()
-    results = measure.Results("attention_gpu", folder=options.output, copy_bytes_per_s=bandwidth)
-    results.add(_passes(options, clock, bandwidth))
-    results.add(_layers(options, clock, bandwidth))
+    name = "attention_layouts_gpu" if options.layouts else "attention_gpu"
+    results = measure.Results(name, folder=options.output, copy_bytes_per_s=bandwidth)
+    for part in (_layouts,) if options.layouts else (_passes, _layers):
+        results.add(part(options, clock, bandwidth))
     for unit in ("ms", "us"):
         rows = [row for row in results.rows if f"bytes {unit}" in row]
-        shown = [{key: row[key] for key in row if "samples" not in key} for row in rows]
-        keys = max(shown, key=len)  # cuDNN does not take every shape
+        shown = [
+            {key: value for key, value in row.items() if not isinstance(value, dict)}
+            for row in rows
+        ]
+        keys = max(shown, key=len, default={})  # cuDNN does not take every shape
         measure.show(unit, [{key: row.get(key, "") for key in keys} for row in shown])
     return 0
 
@@ -112,11 +127,78 @@ def _cell(
     return rows
 
 
+def _layouts(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for cell in ((2, 256, 5, 64),) if options.tiny else LAYOUT_CELLS:
+        if clock.is_late(*cell):
+            return rows
+        rows += _layout_cell(options, *cell, bandwidth)
+        for row in rows[-2:]:
+            clock.say({key: value for key, value in row.items() if key != "samples"})
+    return rows
+
+
+def _layout_cell(
+    options: Any, batch: int, room: int, count: int, dim: int, bandwidth: float
+) -> list[dict[str, Any]]:
+    random = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    of_query, of_keys, of_values, of_pages = jax.random.split(jax.random.key(0), 4)
+    query = random(of_query, (batch, count, HEADS, dim))
+    keys, values = (random(key, (batch, room, KV_HEADS, dim)) for key in (of_keys, of_values))
+    given: dict[str, dict[str, Any]] = {
+        "heads first": {
+            "keys": keys.transpose(0, 2, 3, 1).reshape(-1, dim, room),
+            "values": values.swapaxes(1, 2).reshape(-1, room, dim),
+        },
+        "positions first": {"keys": keys, "values": values},
+    }
+    for page in PAGES:
+        # Page i of the pool is the one that stands at `order[i]` in the tables, and another is of
+        # nobody: there lies NaN.
+        order = jax.random.permutation(of_pages, batch * room // page)
+        pools = {}
+        for name, x in (("keys", keys), ("values", values)):
+            pool = x.reshape(-1, page, KV_HEADS, dim)[order]
+            pools[name] = jnp.concatenate([pool, jnp.full_like(pool[:1], jnp.nan)])
+        table = jnp.argsort(order).reshape(batch, -1).astype(jnp.int32)
+        given[f"pages of {page}"] = {**pools, "pages": table}
+    attend = functools.partial(sd.decode_attention, finite_cache=True)
+    of_kernel = functools.partial(attend, implementation=None if options.tiny else "mosaic_gpu")
+    of_xla = functools.partial(attend, implementation="xla")
+    ways = {name: (of_kernel, {"query": query, **own}) for name, own in given.items()}
+    for name in ("heads first", "pages of 64"):
+        ways[f"xla, {name}"] = of_xla, ways[name][1]
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        compiling = {name: pool.submit(_compiled, *way) for name, way in ways.items()}
+    programs = {name: program.result() for name, program in compiling.items()}
+    rows = []
+    for used in sorted({min(USED, room - count), room - count}):
+        start = jnp.full((batch,), used, jnp.int32)
+        samples, reads = {}, {}
+        for name, (_, arrays) in ways.items():
+            arrays = arrays | {"start": start}
+            if "pages" in arrays and not name.startswith("xla"):  # which reads all that is named
+                last = -(-(used + count) // arrays["keys"].shape[1])
+                arrays["pages"] = arrays["pages"].at[:, last:].set(-1)
+            reads[name] = programs[name](**arrays)
+            samples[name] = _times(options, programs[name], arrays)
+        bytes_ = 2 * 2 * batch * KV_HEADS * dim * (used + count)
+        first = reads["heads first"].astype(jnp.float32)
+        cell = {"batch": batch, "room": room, "used": used, "rows": count, "head": dim}
+        cell |= {"bytes us": round(bytes_ / bandwidth * 1e6, 1)}
+        cell |= {name: round(measure.median(own), 1) for name, own in samples.items()}
+        apart = {name: float(jnp.abs(read - first).max()) for name, read in reads.items()}
+        rows.append({**cell, "samples": samples, "largest difference": apart})
+    return rows
+
+
 def _compiled(way: Way, given: dict[str, Any]) -> Any:
     """The program of a way; None where it does not take these shapes."""
     start = jax.ShapeDtypeStruct(given["query"].shape[:1], jnp.int32)
     try:
-        run = jax.jit(lambda query, keys, values, start: way(query, keys, values, start))
+        run = jax.jit(
+            lambda query, keys, values, start, **pages: way(query, keys, values, start, **pages)
+        )
         return run.lower(**given, start=start).compile()
     except (ValueError, RuntimeError, ImportError) as error:
         print(f"left out: {str(error).splitlines()[0][:150]}", file=sys.stderr)

@@ -126,10 +126,16 @@ MAIN_CASES = {
     dataclasses.replace(DRAFTING, filtered=True): 64,
 }
 ATTENTION = Case("h200", "decode_attention", batch=32, implementation="mosaic_gpu")
+PAGES = dataclasses.replace(ATTENTION, function="decode_attention, pages")
+LARGE = dataclasses.replace(ATTENTION, function="decode_attention, 256", batch=1)
 ATTENTIONS = {
     ATTENTION: 158,
     dataclasses.replace(ATTENTION, batch=1): 158,  # joined by a second launch
     dataclasses.replace(ATTENTION, processed=True): 246,  # of caches that may hold NaN
+    PAGES: 192,
+    dataclasses.replace(PAGES, batch=1, processed=True): 246,
+    LARGE: 224,
+    dataclasses.replace(LARGE, processed=True): 255,
 }
 KERNELS = {
     "h200": ("sm_90a", MAIN_CASES | ATTENTIONS),

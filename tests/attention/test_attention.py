@@ -360,7 +360,7 @@ def test_start_may_be_a_list_or_of_another_integer_type(start: Any) -> None:
 @pytest.mark.parametrize(
     ("dim", "room", "message"),
     [
-        (32, 64, "takes heads of D = 64 and 128, but D is 32"),
+        (32, 64, "takes heads of D = 64, 128 and 256, but D is 32"),
         (64, 96, "takes caches of T positions, a multiple of 64, but T is 96"),
     ],
 )

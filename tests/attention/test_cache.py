@@ -6,13 +6,16 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from lower_floor import attention_gpu as mosaic_gpu
 from lower_floor import attention_xla as xla
+from verify.interpret_mode import interpret_gpu_params
 
 import jax_specdec as sd
 
-from .test_attention import CASES, made
+from .test_attention import CASES, ON_GPU, made
 
 Laid = tuple[np.ndarray, np.ndarray, "np.ndarray | None"]
 
@@ -52,21 +55,53 @@ def in_pages(arrays: Any, page: int, order: str, window: int | None, seen: int) 
     return pools[0], pools[1], table
 
 
+def check(case: Any, dtype: Any, attend: Any, pages: Any = PAGES, **settings: Any) -> None:
+    """Every layout gives the bits of heads first, and these are the oracle's."""
+    arrays, wanted, window = made(case, dtype)
+    seen = 64 if case[-2] == "level" else case[1]
+    laid = [positions_first(arrays)]
+    laid += [in_pages(arrays, page, order, window, seen) for page, order in pages]
+    ways = [arrays]
+    ways += [arrays._replace(keys=k, values=v, pages=table) for k, v, table in laid]
+    run = functools.partial(attend, window=window, finite_cache=False, num_visible=seen, **settings)
+    ours, *others = map(np.asarray, jax.jit(lambda ways: [run(way) for way in ways])(ways))
+    error = 2e-6 if dtype == np.float32 else 1.5e-2
+    np.testing.assert_allclose(np.float64(ours), wanted, rtol=error, atol=error)
+    for other in others:
+        assert other.tobytes() == ours.tobytes()
+
+
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", [*CASES, *CUT])
 def test_every_layout_is_the_oracle_to_the_same_bits(name: str) -> None:
-    case = (CASES | CUT)[name]
-    arrays, wanted, window = made(case, np.float32)
-    seen = 64 if case[-2] == "level" else case[1]
-    laid = [positions_first(arrays)]
-    laid += [in_pages(arrays, page, order, window, seen) for page, order in PAGES]
-    ways = [arrays]
-    ways += [arrays._replace(keys=k, values=v, pages=pages) for k, v, pages in laid]
-    attend = functools.partial(xla.attend, window=window, finite_cache=False, num_visible=seen)
-    ours, *others = map(np.asarray, jax.jit(lambda ways: [attend(way) for way in ways])(ways))
-    np.testing.assert_allclose(ours, wanted, rtol=2e-6, atol=2e-6)
-    for other in others:
-        assert other.tobytes() == ours.tobytes()
+    check((CASES | CUT)[name], np.float32, xla.attend)
+
+
+OF_KERNEL = {
+    "two splits": (2, 5, 2, 2, 128, 192, (30, 150), None, "chain", (0, 2, 3)),
+    "a window": (2, 5, 1, 4, 64, 256, (127, 10), 40, "chain", None),
+    "large heads": (1, 5, 1, 2, 256, 192, (150,), None, "tree", (0, 1, 3)),
+}
+MORE_PAGES = *PAGES, (48, "random"), (192, "reversed")
+
+
+@pytest.mark.long
+@pytest.mark.newest
+@pytest.mark.parametrize("name", OF_KERNEL)
+def test_every_layout_is_the_oracle_in_the_interpreted_kernel(name: str) -> None:
+    case = OF_KERNEL[name]
+    pages = MORE_PAGES[2:3] if name == "two splits" else PAGES[:1]
+    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "bounds": case[-1]}
+    check(case, jnp.bfloat16, mosaic_gpu.attend, pages, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("name", [*ON_GPU, *CUT, *OF_KERNEL])
+def test_every_layout_is_the_oracle_in_the_kernel_on_a_gpu(name: str, dtype: Any) -> None:
+    case = (ON_GPU | CUT | OF_KERNEL)[name]
+    pages = [(page, order) for page, order in MORE_PAGES if case[5] % page == 0]
+    check(case, dtype, mosaic_gpu.attend, pages, bounds=case[-1])
 
 
 def test_requests_share_pages() -> None:

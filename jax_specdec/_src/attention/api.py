@@ -98,8 +98,9 @@ def decode_attention(
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
         check; a row that is may then make others NaN. `write_cache` keeps values so.
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
-        that each request has; "xla", whose cost follows T; None for the kernel where it serves the
-        call (bfloat16 and float16, D of 64 or 128, T a multiple of 64) and the cache is not small.
+        that each request has (bfloat16 and float16, D of 64, 128 or 256, T a multiple of 64, pages
+        of a multiple of 16 positions); "xla", whose cost follows T; None for the kernel where it
+        serves the call, keys are ``[B * Nkv, D, T]``, D is at most 128 and the cache is not small.
 
     Returns:
       ``[B, S, N, D]``, of the dtype of `query`.
@@ -213,7 +214,12 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
 
 
 def _is_small(arrays: AttentionArrays) -> bool:
-    """Whether XLA takes less time, because it launches less; measured on an H100."""
+    """Whether XLA takes less time, because it launches less; measured on an H100.
+
+    Other layouts and larger heads were not measured: their kernel must be named.
+    """
+    if arrays.keys.ndim == 4 or arrays.query.shape[3] > 128:
+        return True
     batch_size, num_rows = arrays.query.shape[:2]
     room = room_of(arrays.keys, arrays.pages)
     least = 4097 if num_rows == 1 else 4096  # XLA reads less for a row than for several
@@ -225,14 +231,14 @@ def _unserved(arrays: AttentionArrays) -> str | None:
     query = arrays.query
     head_dim = query.shape[-1]
     room = room_of(arrays.keys, arrays.pages)
-    if arrays.keys.ndim == 4:
-        return "takes keys [B * Nkv, D, T], but they are [B, T, Nkv, D] or pages"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, but query is {query.dtype}"
-    if head_dim not in (64, 128):
-        return f"takes heads of D = 64 and 128, but D is {head_dim}"
+    if head_dim not in (64, 128, 256):
+        return f"takes heads of D = 64, 128 and 256, but D is {head_dim}"
     if room % 64 or not room:  # tiles of the copy engine
         return f"takes caches of T positions, a multiple of 64, but T is {room}"
+    if arrays.pages is not None and arrays.keys.shape[1] % 16:
+        return f"takes pages of a multiple of 16 positions, but they have {arrays.keys.shape[1]}"
     if jax.typeof(query).manual_axis_type.varying:
         return "knows nothing of how values vary over a mesh: give jax.shard_map check_vma=False"
     return None

@@ -6,6 +6,10 @@ values come to shared memory ahead of the products with them, of which a running
 product are kept (Dao et al., "FlashAttention", arXiv 2205.14135). Splits are joined by XLA, in a
 second, small launch.
 
+Keys and values may lie in pages. A tile, or each part of it that is in one page, is a rectangle of
+the pool ``[P * page, Nkv * D]``; a request without a table has one page of T positions. From then
+on all is as for keys ``[B * Nkv, D, T]``, and so are the bits.
+
 The bits of a row depend on the row, on what it sees and on the shape of the call alone, not on
 `start`: where splits begin and which positions share a tile is fixed, every tile is masked by the
 same operations, and a position that is not seen adds an exact 0.
@@ -26,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from jax_specdec._src.attention.arrays import AttentionArrays
+from jax_specdec._src.attention.cache import room_of
 
 plgpu: Any = mosaic_gpu  # its stubs lack names, and call its transforms abstract
 
@@ -35,10 +40,15 @@ TILE = 64
 """Positions of a tile."""
 STAGES = 2
 """Tiles of keys, and of values, in shared memory. Two blocks fit on a multiprocessor."""
+COLUMNS = 128
+"""Of values that are in registers as one array, at most."""
 BLOCKS = 132
 """Multiprocessors of an H100: as many blocks are wanted, at least."""
 LEAST_TILES = 2
 """Of a split: shorter ones cost more to join than they save."""
+
+Places = tuple[jax.Array, ...]
+"""Where in a pool of pages the parts of a tile begin, ``[]`` int32 each; none without pages."""
 
 _LEAST = -1e30
 """A maximum before any score. Finite, so that the difference of two such is 0."""
@@ -58,6 +68,8 @@ class Shape(NamedTuple):
     window: int | None  # see `api.decode_attention`
     finite_cache: bool  # likewise
     has_words: bool  # whether `visible` is given
+    page: int | None  # positions of a page, or T; None where keys are [B * Nkv, D, T]
+    num_pages: int  # of the pool
     num_visible: int  # positions from `start` on that it may name
 
     @property
@@ -74,6 +86,17 @@ class Shape(NamedTuple):
     def stored(self) -> int:
         """Returns how many rows a block writes."""
         return min(self.padded, ROWS)
+
+    @property
+    def columns(self) -> list[Any]:
+        """Returns the ranges of D that are summed, checked and written by themselves: D, or two."""
+        size = min(self.head_dim, COLUMNS)
+        return [pl.ds(first, size) for first in range(0, self.head_dim, size)]
+
+    @property
+    def part(self) -> int:
+        """Returns how many positions of a tile one copy brings: those that are in one page."""
+        return TILE if self.page is None else math.gcd(TILE, self.page)
 
 
 def attend(
@@ -97,7 +120,21 @@ def attend(
     """
     batch_size, num_new, num_heads, head_dim = arrays.query.shape
     keys = arrays.keys
-    heads, _, room = keys.shape
+    values = arrays.values
+    room = room_of(keys, arrays.pages)
+    table: tuple[Any, ...] = ()
+    if keys.ndim == 3:
+        heads = keys.shape[0]
+        page = None
+    else:
+        heads = batch_size * keys.shape[2]
+        page = keys.shape[1]
+        # Without a table each request has a page of T positions.
+        pages = arrays.pages
+        table = (np.arange(batch_size, dtype=np.int32)[:, None] if pages is None else pages,)
+        # [P, page, Nkv, D] -> [P * page, Nkv * D]: a tile of a head is a rectangle, or several.
+        keys = keys.reshape(-1, keys.shape[2] * head_dim)
+        values = values.reshape(keys.shape)
     num_kv = heads // batch_size
     group = num_heads // num_kv
     # Rows of one product with a head of keys: every new row, by every query head that shares it.
@@ -117,6 +154,8 @@ def attend(
         window=window,
         finite_cache=finite_cache,
         has_words=arrays.visible is not None,
+        page=page,
+        num_pages=arrays.keys.shape[0],
         num_visible=num_visible,
     )
     # [B, S, Nkv, group, D] -> [B * Nkv, rows, D] -> [B * Nkv * padded, D], and at least 64 rows.
@@ -128,7 +167,7 @@ def attend(
     # [B * Nkv, splits, padded, D], and [B * Nkv, splits, row_blocks * 64] twice.
     with jax.enable_x64(False):
         found, largest, total = _launch(shape, keys.dtype, heads, interpret)(
-            query, keys, arrays.values, arrays.start, words
+            query, keys, values, arrays.start, words, *table
         )
     # Each split has its own maximum: its product and its total are scaled to the largest of all.
     if shape.splits > 1:
@@ -179,19 +218,20 @@ def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
 
 
 def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..., Any]:
-    """Returns the kernel, a function of the arrays of `Operands` without the last three."""
+    """Returns the kernel, a function of the arrays of `Operands` after its outputs."""
     # Partial products of several splits are joined in float32.
     out_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
     # Shared memory as the matrix unit reads it: tiles of 8 rows of 128 bytes, swizzled.
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     swizzled_out = (plgpu.TilingTransform((8, 128 // out_dtype.itemsize)), swizzled[1])
-    # One barrier for each tile in shared memory: a copy completes it.
-    barrier = functools.partial(plgpu.Barrier, num_barriers=STAGES)
+    # One barrier for each tile in shared memory: the copies of its parts complete it.
+    barrier = functools.partial(plgpu.Barrier, num_barriers=STAGES, num_arrivals=TILE // shape.part)
+    tile_of_keys = (shape.head_dim, TILE) if shape.page is None else (TILE, shape.head_dim)
     scratch = Scratch(
         query=plgpu.SMEM((ROWS, shape.head_dim), dtype, transforms=swizzled),
-        keys=plgpu.SMEM((STAGES, shape.head_dim, TILE), dtype, transforms=swizzled),
+        keys=plgpu.SMEM((STAGES, *tile_of_keys), dtype, transforms=swizzled),
         values=plgpu.SMEM((STAGES, TILE, shape.head_dim), dtype, transforms=swizzled),
-        found=plgpu.SMEM((ROWS, shape.head_dim), out_dtype, transforms=swizzled_out),
+        found=plgpu.SMEM((ROWS, shape.columns[0].size), out_dtype, transforms=swizzled_out),
         largest=plgpu.SMEM((ROWS,), jnp.float32),
         total=plgpu.SMEM((ROWS,), jnp.float32),
         query_came=plgpu.Barrier(),
@@ -203,9 +243,9 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
 
     # A kernel takes operands, outputs and scratch memory as one flat list.
     def run(*refs: Any) -> None:
-        count = len(Operands._fields)
-        operands = Operands(*refs[:count])
-        scratch = Scratch(*refs[count:])
+        *arrays, found, largest, total = refs[: -len(Scratch._fields)]
+        operands = Operands(found, largest, total, *arrays)
+        scratch = Scratch(*refs[-len(Scratch._fields) :])
         _multiply(shape, Block.of(shape, operands), operands, scratch, bool(interpret))
 
     run.__name__ = "decode_attention"
@@ -225,25 +265,26 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
 
 
 class Operands(NamedTuple):
-    """Refs in global memory: operands, then outputs."""
+    """Refs in global memory: outputs, then operands."""
 
-    query: Any  # [B * Nkv * padded, D], and 64 rows at least
-    keys: Any  # [B * Nkv, D, T]
-    values: Any  # [B * Nkv, T, D]
-    start: Any  # [B] int32
-    words: Any  # [B, 2, row_blocks * 64] int32, bits of what each row sees from start on
     found: Any  # [B * Nkv, splits, padded, D]
     largest: Any  # [B * Nkv, splits, row_blocks * 64] float32, the largest score of each row
     total: Any  # likewise, the sum of its weights relative to that
+    query: Any  # [B * Nkv * padded, D], and 64 rows at least
+    keys: Any  # [B * Nkv, D, T]; of pages [P * page, Nkv * D]
+    values: Any  # [B * Nkv, T, D]; of pages [P * page, Nkv * D]
+    start: Any  # [B] int32
+    words: Any  # [B, 2, row_blocks * 64] int32, bits of what each row sees from start on
+    pages: Any = None  # [B, L] int32; None for keys [B * Nkv, D, T]
 
 
 class Scratch(NamedTuple):
     """Shared memory and barriers of a block, their types or refs."""
 
     query: Any  # [64, D]
-    keys: Any  # [STAGES, D, TILE]
+    keys: Any  # [STAGES, D, TILE]; of pages [STAGES, TILE, D]
     values: Any  # [STAGES, TILE, D]
-    found: Any  # [64, D], of float32 if splits are to be joined
+    found: Any  # [64, D or half of it], of float32 if splits are to be joined
     largest: Any  # [64] float32
     total: Any  # [64] float32
     query_came: Any
@@ -260,6 +301,8 @@ class Block(NamedTuple):
     split: jax.Array  # of the positions
     row: jax.Array  # first row
     start: jax.Array  # tokens before the new rows
+    begin: jax.Array  # first position that some row sees
+    end: jax.Array  # the one after the last
     tile: jax.Array  # first tile of positions
     num_tiles: jax.Array  # how many
     # The first of them that all rows see whole, and the one after the last.
@@ -277,23 +320,23 @@ class Block(NamedTuple):
         # New rows of the first and of the last row of this block.
         first_new = lax.div(row, jnp.int32(shape.group))
         last_new = jnp.minimum(lax.div(row + (ROWS - 1), jnp.int32(shape.group)), shape.num_new - 1)
-        # Tiles begin..end-1 hold what some row sees; the split's are `tile` to `bound` - 1.
+        # Some row sees positions begin..end-1; the split's tiles are `tile` to `bound` - 1.
         begin = jnp.int32(0)
         if shape.window is not None:
             begin = start + (0 if shape.has_words else first_new)
             begin = jnp.clip(begin + (1 - shape.window), 0, shape.room)
-            begin = lax.div(begin, jnp.int32(TILE))
+        begin_tile = lax.div(begin, jnp.int32(TILE))
         # In a chain a row sees the new rows up to itself; in a tree it may see any that has a bit.
         most = shape.num_visible if shape.has_words else last_new + 1
         end = jnp.clip(start + most, 0, shape.room)
-        end = lax.div(end + (TILE - 1), jnp.int32(TILE))
+        end_tile = lax.div(end + (TILE - 1), jnp.int32(TILE))
         tile = jnp.int32(0)
         bound = jnp.int32(shape.bounds[1])
         for i in range(1, shape.splits):
             tile = jnp.where(split < i, tile, shape.bounds[i])
             bound = jnp.where(split < i, bound, shape.bounds[i + 1])
-        tile = jnp.maximum(tile, begin)
-        num_tiles = jnp.maximum(jnp.minimum(end, bound) - tile, 0)
+        tile = jnp.maximum(tile, begin_tile)
+        num_tiles = jnp.maximum(jnp.minimum(end_tile, bound) - tile, 0)
         # All rows see the tiles up to the first row, from where the last row's window begins.
         first_whole = jnp.int32(0)
         if shape.window is not None:
@@ -308,6 +351,8 @@ class Block(NamedTuple):
             split=split,
             row=row,
             start=start,
+            begin=begin,
+            end=end,
             tile=tile,
             num_tiles=num_tiles,
             first_whole=first_whole,
@@ -315,25 +360,65 @@ class Block(NamedTuple):
         )
 
 
-def _copy_keys(block: Block, operands: Operands, scratch: Scratch, i: jax.Array | int) -> None:
-    """Begins to copy a tile of keys to shared memory, if there are so many."""
-    # Tiles take turns in the slots. Whoever calls has read the tile that this one replaces.
+def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) -> Places:
+    """Returns where in the pool ``[P * page, Nkv * D]`` the parts of a tile begin.
+
+    A part that no row sees may have no page: it gets that of the nearest one that is seen.
+    """
+    if shape.page is None:
+        return ()
+    first = lax.div(block.begin, jnp.int32(shape.part))
+    last = lax.div(jnp.maximum(block.end - 1, 0), jnp.int32(shape.part))
+    request = lax.div(block.head, jnp.int32(shape.num_kv))
+    parts = TILE // shape.part  # of a tile
+    of_page = jnp.int32(shape.page // shape.part)  # parts of a page
+    places = []
+    for j in range(parts):
+        part = jnp.clip((block.tile + i) * parts + j, first, last)
+        page = operands.pages[request, lax.div(part, of_page)]
+        page = jnp.clip(page, 0, shape.num_pages - 1)
+        places.append((page * of_page + lax.rem(part, of_page)) * shape.part)
+    return tuple(places)
+
+
+def _copy(
+    shape: Shape,
+    block: Block,
+    operands: Operands,
+    scratch: Scratch,
+    i: jax.Array | int,
+    places: Places,
+    *,
+    is_keys: bool,
+) -> None:
+    """Begins to copy a tile of keys or values to shared memory, if there are so many.
+
+    Args:
+      shape: of the launch.
+      block: whose tile it is.
+      operands: in global memory.
+      scratch: in shared memory.
+      i: which tile. Tiles take turns in the slots; whoever calls has read the one that it replaces.
+      places: of tile i, from `_places`.
+      is_keys: else values.
+    """
     slot = lax.rem(jnp.int32(i), jnp.int32(STAGES))
+    source = operands.keys if is_keys else operands.values
+    target = (scratch.keys if is_keys else scratch.values).at[slot]
+    came = (scratch.keys_came if is_keys else scratch.values_came).at[slot]
 
     @pl.when(i < block.num_tiles)
     def copy() -> None:
-        source = operands.keys.at[block.head, :, pl.ds((block.tile + i) * TILE, TILE)]
-        plgpu.copy_gmem_to_smem(source, scratch.keys.at[slot], scratch.keys_came.at[slot])
-
-
-def _copy_values(block: Block, operands: Operands, scratch: Scratch, i: jax.Array | int) -> None:
-    """Begins to copy a tile of values likewise."""
-    slot = lax.rem(jnp.int32(i), jnp.int32(STAGES))
-
-    @pl.when(i < block.num_tiles)
-    def copy() -> None:
-        source = operands.values.at[block.head, pl.ds((block.tile + i) * TILE, TILE), :]
-        plgpu.copy_gmem_to_smem(source, scratch.values.at[slot], scratch.values_came.at[slot])
+        if shape.page is None:
+            positions = pl.ds((block.tile + i) * TILE, TILE)
+            index = (slice(None), positions) if is_keys else (positions, slice(None))
+            plgpu.copy_gmem_to_smem(source.at[block.head, *index], target, came)
+            return
+        columns = lax.rem(block.head, jnp.int32(shape.num_kv)) * shape.head_dim
+        for j, place in enumerate(places):
+            rows = source.at[pl.ds(place, shape.part), pl.ds(columns, shape.head_dim)]
+            own = target.at[pl.ds(j * shape.part, shape.part)]
+            plgpu.copy_gmem_to_smem(rows, own, came)
 
 
 def _multiply(
@@ -346,9 +431,11 @@ def _multiply(
     # The block's rows stay in shared memory; tiles of keys and values pass by, two ahead.
     source = operands.query.at[pl.ds(block.head * padded + block.row, ROWS)]
     plgpu.copy_gmem_to_smem(source, scratch.query, scratch.query_came)
+    copy = functools.partial(_copy, shape, block, operands, scratch)
     for i in range(STAGES):
-        _copy_keys(block, operands, scratch, i)
-        _copy_values(block, operands, scratch, i)
+        places = _places(shape, block, operands, i)
+        copy(i, places, is_keys=True)
+        copy(i, places, is_keys=False)
     if shape.has_words:
         request = lax.div(block.head, jnp.int32(shape.num_kv))
         source = operands.words.at[request, :, pl.ds(block.row, ROWS)]
@@ -356,18 +443,26 @@ def _multiply(
         plgpu.barrier_wait(scratch.words_came)
     plgpu.barrier_wait(scratch.query_came)
     # [64] the largest score of each row so far, [64] the sum of its weights relative to that, and
-    # [64, D] the sum of values by these weights.
+    # [64, D] the sum of values by these weights, in ranges of D.
     largest = plgpu.layout_cast(jnp.full((ROWS,), _LEAST, jnp.float32), per_row)
     total = plgpu.layout_cast(jnp.full((ROWS,), 0, jnp.float32), per_row)
-    found = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
+    found = [
+        plgpu.layout_cast(jnp.full((ROWS, columns.size), 0, jnp.float32), layout)
+        for columns in shape.columns
+    ]
 
     def turn(i: jax.Array, carry: Any) -> Any:
-        largest, total, found = carry
+        # The table is read a turn before the copies that need it, and its answer carried to them.
+        largest, total, found, places = carry
+        next_places = _places(shape, block, operands, i + (STAGES + 1))
         slot = lax.rem(i, jnp.int32(STAGES))
         plgpu.barrier_wait(scratch.keys_came.at[slot])
-        scores = _product(scratch.query, scratch.keys.at[slot], interpreted)  # [64, TILE]
+        keys = scratch.keys.at[slot]
+        if shape.page is not None:
+            keys = keys.transpose((1, 0))
+        scores = _product(scratch.query, keys, interpreted)  # [64, TILE]
         plgpu.commit_smem()  # all warps have read the keys: others may come in their place
-        _copy_keys(block, operands, scratch, i + STAGES)
+        copy(i + STAGES, places, is_keys=True)
         plgpu.barrier_wait(scratch.values_came.at[slot])
         if not shape.finite_cache:
             # Where all rows see a tile, NaN in it is for all of them, and comes by itself.
@@ -386,26 +481,36 @@ def _multiply(
         scale = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
         total = total * scale + weights.sum(axis=1)
-        found = found * lax.broadcast_in_dim(scale, found.shape, [0])
+        found = [part * lax.broadcast_in_dim(scale, part.shape, [0]) for part in found]
         weights = weights.astype(scratch.values.dtype)
-        found = _add_product(found, weights, scratch.values.at[slot], interpreted)
+        found = [
+            _add_product(part, weights, scratch.values.at[slot, :, columns], interpreted)
+            for part, columns in zip(found, shape.columns, strict=True)
+        ]
         plgpu.commit_smem()  # likewise of the values
-        _copy_values(block, operands, scratch, i + STAGES)
-        return new_largest, total, found
+        copy(i + STAGES, places, is_keys=False)
+        return new_largest, total, found, next_places
 
     # One loop for tiles that all rows see and for those at the edges: two would round differently.
-    largest, total, found = lax.fori_loop(0, block.num_tiles, turn, (largest, total, found))
+    carry = largest, total, found, _places(shape, block, operands, STAGES)
+    largest, total, found, _ = lax.fori_loop(0, block.num_tiles, turn, carry)
 
-    # With one split the sums are whole; else XLA joins them, and divides.
-    if shape.splits == 1:
-        found = found / lax.broadcast_in_dim(total, found.shape, [0])
     # Registers -> shared memory -> global memory; rows of padding past `stored` stay behind.
-    scratch.found[...] = found.astype(scratch.found.dtype)
-    scratch.largest[...] = largest
-    scratch.total[...] = total
-    plgpu.commit_smem()
-    own = pl.ds(block.row, shape.stored)
-    place = operands.found.at[block.head, block.split, own]
+    for part, columns in zip(found, shape.columns, strict=True):
+        # With one split the sums are whole; else XLA joins them, and divides.
+        if shape.splits == 1:
+            part = part / lax.broadcast_in_dim(total, part.shape, [0])
+        scratch.found[...] = part.astype(scratch.found.dtype)
+        scratch.largest[...] = largest
+        scratch.total[...] = total
+        plgpu.commit_smem()
+        own = pl.ds(block.row, shape.stored)
+        place = operands.found.at[block.head, block.split, own, columns]
+        _write(shape, block, operands, scratch, place)
+
+
+def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, place: Any) -> None:
+    """Copies what a block found from shared to global memory."""
 
     @pl.when((block.num_tiles > 0) | (shape.splits == 1))
     def write() -> None:
@@ -428,16 +533,29 @@ def _poisoned(
     layout = plgpu.Layout.WGMMA
     values = scratch.values.at[slot]
     # 0 times a value is NaN where that is not finite: these sums are [64, TILE] of 0 or NaN.
-    zeros = plgpu.layout_cast(jnp.full((ROWS, shape.head_dim), 0, jnp.float32), layout)
-    zeros = zeros.astype(values.dtype)
-    scores = _add_product(scores, zeros, values.transpose((1, 0)), interpreted)
+    parts = [values.at[:, columns] for columns in shape.columns]  # [TILE, D or half of it]
+    for part in parts:
+        zeros = plgpu.layout_cast(jnp.full((ROWS, part.shape[1]), 0, jnp.float32), layout)
+        zeros = zeros.astype(part.dtype)
+        scores = _add_product(scores, zeros, part.transpose((1, 0)), interpreted)
     # Then the values themselves become 0, whole positions at a time.
-    number = plgpu.layout_cast(values[...], layout).astype(jnp.float32)  # [TILE, D]
-    is_bad = jnp.where(number - number == 0, 0.0, 1.0).max(axis=1)
-    is_bad = lax.broadcast_in_dim(is_bad, number.shape, [0]) > 0
-    values[...] = jnp.where(is_bad, 0.0, number).astype(values.dtype)
+    is_bad = []
+    for part in parts:
+        number = _numbers(part)
+        is_bad.append(jnp.where(number - number == 0, 0.0, 1.0).max(axis=1))
+        if len(parts) > 1:  # or the compiler keeps both in registers, where there is no room
+            plgpu.commit_smem()
+    for part in parts:
+        number = _numbers(part)
+        is_zero = lax.broadcast_in_dim(functools.reduce(jnp.maximum, is_bad), number.shape, [0]) > 0
+        part[...] = jnp.where(is_zero, 0.0, number).astype(part.dtype)
     plgpu.commit_smem()
     return scores
+
+
+def _numbers(part: Any) -> jax.Array:
+    """Returns values in shared memory ``[TILE, ..]`` as float32."""
+    return plgpu.layout_cast(part[...], plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def _seen(shape: Shape, block: Block, scratch: Scratch, i: jax.Array) -> jax.Array:
