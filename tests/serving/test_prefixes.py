@@ -258,15 +258,15 @@ def test_beside_a_grammar_a_draft_models_rows_end_with_the_prompt() -> None:
 def served(seed: int, count: int, driver: lm.EngineDriver) -> None:
     """Conversations that branch, at random times; some are preempted, cancelled, interrupted."""
     rng = np.random.default_rng(seed)
-    texts: list[tuple[str | None, list[int]]] = [(None, []), ("x", [])]
+    texts: list[tuple[str | None, list[int]]] = [(None, TEXT), ("x", TEXT)]
     asked: dict[int, tuple[str | None, dict[str, Any]]] = {}
     updates: list[lm.RequestUpdate] = []
     cancelled = set()
     while len(asked) < count or not driver.is_idle:
         for _ in range(rng.poisson(0.3) * (len(asked) < count)):
-            salt, text = texts[rng.integers(len(texts))]
-            text = text[: len(text) if rng.random() < 0.5 else rng.integers(len(text) + 1)]
-            prompt = [*text, *rng.integers(0, engines.VOCAB, rng.integers(1, 60)).tolist()][-140:]
+            salt, text = texts[-rng.integers(1, min(8, len(texts)) + 1)]
+            text = text[: 100 if rng.random() < 0.5 else rng.integers(100)]
+            prompt = [*text, *rng.integers(0, engines.VOCAB, rng.integers(1, 40)).tolist()]
             request: dict[str, Any] = dict(
                 prompt=prompt,
                 max_new_tokens=int(rng.integers(1, 160 - len(prompt))),
@@ -275,12 +275,12 @@ def served(seed: int, count: int, driver: lm.EngineDriver) -> None:
             )
             asked[driver.submit(**request, cache_salt=salt)] = salt, request
         number = int(rng.integers(count))
-        match rng.integers(30):
-            case 0:
+        match rng.integers(60):
+            case 0 | 1:
                 driver.preempt(number)
-            case 1:
-                cancelled |= {number} if driver.cancel(number) else set()
             case 2:
+                cancelled |= {number} if driver.cancel(number) else set()
+            case 3:
                 dropped(driver)
         new = driver.step()
         updates += new

@@ -177,6 +177,8 @@ def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) 
 # Prefixes. Texts A and B differ in all tokens; `of` is the record of a slot that holds some.
 WARM = dataclasses.replace(ENGINE, max_length=256, prefill_sizes=(64, 128), reuse_prefixes=True)
 EXACT = dataclasses.replace(WARM, prefill_sizes=(64,), exact=True)
+BOTH = lm.FirstOf(lm.SuffixDrafter(), WARM.drafter)
+LOOKUP = dataclasses.replace(WARM, drafter=lm.NGramDrafter())
 A, B = [*range(256)], [*range(1000, 1256)]
 
 
@@ -278,10 +280,20 @@ def test_a_prompt_is_read_at(known: dict[str, Any], read: Any, size: int, copies
         (dataclasses.replace(WARM, reuse_prefixes=False), asks(0, A[:100]), 0, 0),
         (WARM, asks(0, A[:100]), 99, 119),
         (WARM, asks(0, A[:100])._replace(matching=object()), 99, 99),
+        (dataclasses.replace(WARM, drafter=BOTH), asks(0, A[:100]), 99, 99),
+        (LOOKUP, asks(0, A[:100])._replace(matching=object()), 99, 119),
         (EXACT, asks(0, A[:129]), 128, 128),
         (EXACT, asks(0, A[:128]), 64, 64),
     ],
-    ids=["off", "a text", "beside a grammar", "exact", "exact: not its last chunk"],
+    ids=[
+        "off",
+        "a text",
+        "beside a grammar",
+        "a lookup's drafts",
+        "a lookup",
+        "exact",
+        "exact: not its last chunk",
+    ],  # fmt: skip
 )
 def test_the_rows_that_a_request_leaves_are(
     engine: lm.Engine, request_: schedule.ServedRequest, rows: int, later: int
