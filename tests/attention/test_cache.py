@@ -253,6 +253,14 @@ def test_a_cache_that_does_not_fit_is_refused(changed: dict[str, Any], message: 
             call(**given)
 
 
+@pytest.mark.parametrize("shapes", [((0, 8, 16), (0, 16, 8)), ((0, 16, 2, 8),) * 2])
+def test_what_is_empty_is_written_and_moved(shapes: Any) -> None:
+    cache, start = [zeros(*shape) for shape in shapes], zeros(0, dtype=INT32)
+    new = sd.write_cache(*cache, NEW[:0], NEW[:0], start)
+    for x, shape in zip(sd.move_rows(new, start, zeros(0, 3, dtype=INT32)), shapes, strict=True):
+        assert x.shape == shape
+
+
 def test_what_is_written_moved_and_read_must_fit_its_cache() -> None:
     start, path = zeros(2, dtype=INT32), zeros(2, 3, dtype=INT32)
     cache = zeros(2, 16, 2, 8), zeros(2, 16, 2, 8)

@@ -174,10 +174,11 @@ def move_rows(
     start = as_int32("start", start, "[B]", sizes)
     path = as_int32("path", path, "[B, J]", sizes)
     check_cache(keys, values, pages, LOGITS, sizes)
-    fits = sizes["Nkv"] or not keys.size
-    require(fits, "keys", f"have B * Nkv heads, for B = {sizes['B']}", keys)
     keys = jnp.asarray(keys)
     values = jnp.asarray(values)
+    if not keys.size:
+        return keys, values
+    require(sizes["Nkv"], "keys", f"have B * Nkv heads, for B = {sizes['B']}", keys)
     index = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
     # [B, J]: where each entry is, and where it goes. What is not moved goes nowhere.
     source = _places(keys, start[:, None] + path, pages)
@@ -211,9 +212,8 @@ def write_rows(
     is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)
     key = jnp.where(is_finite, key, jnp.nan)
     value = jnp.where(is_finite, value, 0)
-    if (
-        blocks is not None
-    ):  # two rows may name one place, such as those of a prompt that comes twice
+    # Two rows may name one place, such as those of a prompt that comes twice.
+    if blocks is not None:
         return _set(cache, blocks, rows, key, value, mode="drop", is_unique=False)
     # One row of each request of the cache, at places that exist: a scatter is spared its checks.
     blocks = jnp.arange(key.shape[0])[:, None]  # [G, 1]
