@@ -22,7 +22,7 @@ from jax_specdec import lm
 from . import engines
 from .engines import Finished, alone, run
 from .grammars import Follows
-from .tiny import Scripted
+from .tiny import Scripted, Trigram
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("prefixes")]
 
@@ -341,6 +341,11 @@ def test_conversations_at_random(seed: int, ahead: int, within: bool) -> None:
             TypeError,
             "^drafter must keep rows .* Silent.serves says chunks=True, kept_rows='none'",
         ),
+        (
+            lambda: dataclasses.replace(TABLE, model=Counts(TABLE.model.vocab_size)),
+            ValueError,
+            r"^model must have a cache whose arrays grow .* 'Counts.init_cache\(...\)\[1\]'",
+        ),
         (lambda: lm.DrafterServes(kept_rows="all"), ValueError, "^serves.kept_rows must be"),
         (lambda: lm.RequestOptions(cache_salt=1), TypeError, "^cache_salt must be"),
     ],
@@ -350,6 +355,13 @@ def test_what_cannot_be_reused_is_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+class Counts(Trigram):
+    """Counts what it reads."""
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        return super().init_cache(batch_size, max_length), np.zeros(batch_size, np.int32)
 
 
 class Silent(lm.ModelDrafter):

@@ -161,7 +161,8 @@ class Engine:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
         has to, or keeps no rows where `reuse_prefixes` are on.
       ValueError: a size is too small, or `prefill_sizes` are not as described; `exact` with trees,
-        with logits that are split over devices, or with several `prefill_sizes`.
+        with logits that are split over devices, or with several `prefill_sizes`; `reuse_prefixes`
+        with a model whose cache has arrays that hold no positions.
 
     Example:
       One request, step by step; `EngineDriver` does this for you:
@@ -233,7 +234,8 @@ class Engine:
             object.__setattr__(self, "prefill_sizes", sizes)
         check_type("reuse_prefixes", self.reuse_prefixes, bool)
         if self.reuse_prefixes:
-            inputs.check_keeps_rows(self.drafter, has_cache=self.drafter_has_cache)
+            has_cache = self.drafter_has_cache
+            inputs.check_keeps_rows(self.model, self.drafter, has_cache=has_cache)
         check_type("exact", self.exact, bool)
         if self.exact:
             inputs.check_exact(self.model, self.drafter)

@@ -16,6 +16,7 @@ from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
+from jax_specdec.lm.models.foreign import OneIndexModel
 from jax_specdec.lm.models.protocol import CausalModel, check_runs_trees, is_loaded_model
 
 
@@ -87,11 +88,12 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
     check_runs_trees("model", model)
 
 
-def check_keeps_rows(drafter: Drafter, *, has_cache: bool) -> None:
-    """Checks that a request may begin with what another has left in a drafter's cache.
+def check_keeps_rows(model: CausalModel, drafter: Drafter, *, has_cache: bool) -> None:
+    """Checks that a request may begin with what another has left in both caches.
 
     Raises:
       TypeError: the drafter declares that it may not.
+      ValueError: the model remembers something that belongs to no position.
     """
     serves = drafter.serves
     if not serves.chunks or (has_cache and serves.kept_rows == "none"):
@@ -99,6 +101,14 @@ def check_keeps_rows(drafter: Drafter, *, has_cache: bool) -> None:
             f"drafter must keep rows for reuse_prefixes=True, but {type(drafter).__name__}.serves "
             f"says chunks={serves.chunks}, kept_rows={serves.kept_rows!r}"
         )
+    short, long = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (8, 16))
+    pairs = zip(jax.tree.leaves_with_path(short), jax.tree.leaves(long), strict=True)
+    for path, one, other in ((path, one, other) for (path, one), other in pairs):
+        # An index is set by every pass.
+        is_set = isinstance(model, OneIndexModel) and model.is_index(path)
+        must = "have a cache whose arrays grow with max_length for reuse_prefixes=True"
+        name = f"{type(model).__name__}.init_cache(...){jax.tree_util.keystr(path)}"
+        require(is_set or one.shape != other.shape, "model", must, name)
 
 
 def check_reads_chunks(drafter: Drafter, name: str, size: int) -> None:

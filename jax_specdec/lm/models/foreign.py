@@ -76,7 +76,7 @@ class OneIndexModel(OneGroup):
         """
         one = jax.tree.map(jnp.asarray, self.new_cache(max_length))
         arrays = jax.tree_util.tree_leaves_with_path(one)
-        if self.index is not None and not any(self._is_index(path) for path, _ in arrays):
+        if self.index is not None and not any(self.is_index(path) for path, _ in arrays):
             raise ValueError(f"index must be a name in the cache, but {self.index!r} is not in it")
         shortest = jax.eval_shape(lambda: self.new_cache(1))
         for (path, array), least in zip(arrays, jax.tree.leaves(shortest), strict=True):
@@ -85,7 +85,7 @@ class OneIndexModel(OneGroup):
             grows = [n for n, small in zip(array.shape, least.shape, strict=True) if n != small]
             # A number that all positions share is no part of a ring.
             holds_all = not array.ndim or max(grows or array.shape) >= max_length
-            if not (self._is_index(path) or holds_all):
+            if not (self.is_index(path) or holds_all):
                 raise ValueError(
                     f"new_cache must have max_length = {max_length} positions, but the shape of "
                     f"cache{jax.tree_util.keystr(path)} is {array.shape}: a ring cannot take back "
@@ -108,7 +108,7 @@ class OneIndexModel(OneGroup):
             positions = start + jnp.arange(length, dtype=jnp.int32)
             mask = jnp.arange(max_length, dtype=jnp.int32)[None, :] <= positions[:, None]
             cache = jax.tree_util.tree_map_with_path(
-                lambda path, x: jnp.full_like(x, start) if self._is_index(path) else x, cache
+                lambda path, x: jnp.full_like(x, start) if self.is_index(path) else x, cache
             )
             # They take a batch, here of one: [S] -> [1, S], [S, T] -> [1, S, T].
             logits, found = self.call(params, token_ids[None], positions[None], cache, mask[None])
@@ -118,7 +118,7 @@ class OneIndexModel(OneGroup):
         logits, caches = jax.vmap(one)(token_ids, start, caches)
         return logits, (caches, room)
 
-    def _is_index(self, path: jax.tree_util.KeyPath) -> bool:
+    def is_index(self, path: jax.tree_util.KeyPath) -> bool:
         """Returns whether the path of an array in the cache has the name of the write index."""
         return any(jax.tree_util.keystr((key,), simple=True) == self.index for key in path)
 
