@@ -98,9 +98,9 @@ def decode_attention(
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
         check; a row that is may then make others NaN. `write_cache` keeps values so.
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
-        that each request has (bfloat16 and float16, D of 64, 128 or 256, T a multiple of 64, pages
-        of a multiple of 16 positions); "xla", whose cost follows T; None for the kernel where it
-        serves the call, keys are ``[B * Nkv, D, T]``, D is at most 128 and the cache is not small.
+        that each request has; "xla", whose cost follows T; None for the kernel where it serves the
+        call (bfloat16 and float16, D of 64, 128 or 256, T a multiple of 64, pages of a multiple of
+        16 positions) and is no slower: always, but for small caches ``[B * Nkv, D, T]``.
 
     Returns:
       ``[B, S, N, D]``, of the dtype of `query`.
@@ -214,12 +214,9 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
 
 
 def _is_small(arrays: AttentionArrays) -> bool:
-    """Whether XLA takes less time, because it launches less; measured on an H100.
-
-    Other layouts and larger heads were not measured: their kernel must be named.
-    """
-    if arrays.keys.ndim == 4 or arrays.query.shape[3] > 128:
-        return True
+    """Whether XLA takes less time, because it launches less; measured on an H100."""
+    if arrays.keys.ndim == 4:
+        return False  # XLA moves such a cache first
     batch_size, num_rows = arrays.query.shape[:2]
     room = room_of(arrays.keys, arrays.pages)
     least = 4097 if num_rows == 1 else 4096  # XLA reads less for a row than for several
