@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.attention.mosaic_gpu import Block
 from jax_specdec._src.noise import Stream
 
 PLANTED = "PLANTED_FAULT"
@@ -432,6 +433,29 @@ def _(right, self, params, groups, *given):
 )
 def _(right, arrays, room, window, num_visible):
     return right(arrays, room, window, arrays.query.shape[1])
+
+
+@fault(
+    "a split ends where a length says",
+    "_src.attention.mosaic_gpu:Block.of",
+    "attention/test_attention.py",
+)
+def _(right, shape, operands):
+    block = right.__func__(Block, shape, operands)  # a method of the class
+    # Of two splits the second begins a tile earlier for requests of odd lengths.
+    moved = (block.start % 2) * (block.split > 0) * (block.tile > 0)
+    return block._replace(tile=block.tile - moved, num_tiles=block.num_tiles + moved)
+
+
+@fault(
+    "a tile that all rows see is rounded otherwise",
+    "_src.attention.mosaic_gpu:_add_product",
+    "attention/test_attention.py",
+)
+def _(right, found, weights, *given):
+    found = right(found, weights, *given)
+    rounded = found.astype(jnp.bfloat16).astype(jnp.float32)
+    return jnp.where((weights > 0).all(), rounded, found)
 
 
 @fault("a window is ignored", "lm.models.block:BlockHeadConfig.window", "drafting/test_block.py")

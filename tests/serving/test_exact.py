@@ -25,8 +25,10 @@ K = 4
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="agreement")
 # In float32 the sums of this model, on a CPU too, differ in their last bits between passes of
 # different widths: what breaks the promise shows.
-(TARGET, PARAMS), (DRAFT, DRAFT_PARAMS) = lm.load_embedded_pair()
-HEAD, HEAD_PARAMS = lm.load_embedded_head(lm.load_embedded_pair()[0])
+LOADED = lm.load_embedded_pair()
+(TARGET, PARAMS), (DRAFT, DRAFT_PARAMS) = LOADED
+HEAD, HEAD_PARAMS = lm.load_embedded_head(LOADED[0])
+BLOCK, BLOCK_PARAMS = lm.load_embedded_head(LOADED[0], "dspark")
 MESH = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
 SHARDED = lm.models.TensorParallelLlama(TARGET, MESH, "tensor")
 SUFFIX = lm.SuffixDrafter()
@@ -36,6 +38,13 @@ DRAFTERS: dict[str, tuple[lm.Drafter, Any]] = {
     "n-grams": (lm.NGramDrafter(min_ngram=1), None),
     "both": (lm.FirstOf(SUFFIX, lm.Eagle3Drafter(HEAD)), (SUFFIX.init_params(), HEAD_PARAMS)),
 }
+B16 = jnp.dtype("bfloat16")
+TARGET_16 = dataclasses.replace(TARGET, dtype=B16)
+BLOCK_16 = lm.BlockDrafter(dataclasses.replace(BLOCK, dtype=B16))
+PARAMS_16, BLOCK_PARAMS_16 = (
+    jax.tree.map(lambda x: x.astype(B16) if x.dtype == jnp.float32 else x, params)
+    for params in (PARAMS, BLOCK_PARAMS)
+)
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(32, 127, n).tolist() for n in (3, 17, 1, 30, 9, 24)]
 BUDGETS = [24, 9, 30, 12, 20, 16]
@@ -47,8 +56,9 @@ def engine_of(name: str, **changes: Any) -> lm.Engine:
     settings: dict[str, Any] = dict(
         num_slots=2, max_length=64, prefill_sizes=(16,), logprobs=sd.LogprobsConfig(), exact=True
     )
-    drafter = changes.pop("drafter", DRAFTERS[name][0])
-    return lm.Engine(TARGET, drafter, CONFIG, **settings | changes)
+    drafter = changes.pop("drafter", None) or DRAFTERS[name][0]
+    model = changes.pop("model", TARGET)
+    return lm.Engine(model, drafter, CONFIG, **settings | changes)
 
 
 def serve(
@@ -59,7 +69,10 @@ def serve(
     **asked: Any,
 ) -> list[Text]:
     """Of each of `PROMPTS` the ids, and the bits of their log-probabilities."""
-    driver = lm.EngineDriver(engine, PARAMS, DRAFTERS[name][1])
+    params = PARAMS, DRAFTERS.get(name, (None, None))[1]
+    if engine.model == TARGET_16:
+        params = PARAMS_16, BLOCK_PARAMS_16
+    driver = lm.EngineDriver(engine, *params)
     ids = {
         driver.submit(
             PROMPTS[i], max_new_tokens=BUDGETS[i], temperature=TEMPERATURES[i], seed=i, **asked
@@ -110,25 +123,42 @@ def test_bits_are_those_of_plain_decoding_alone(name: str) -> None:
     assert serve(engine_of(name), name, [4, 0, 3, 5, 2, 1]) == plain()
 
 
+def test_bits_in_bfloat16_are_those_without_drafts() -> None:
+    engine = engine_of("DSpark", model=TARGET_16, drafter=BLOCK_16)
+    wanted = serve(engine, "DSpark", [*range(6)], max_drafts=0)
+    assert serve(engine, "DSpark", [4, 0, 3, 5, 2, 1], preempting) == wanted
+
+
 @pytest.mark.parametrize("name", ["EAGLE-3", "n-grams"])
 @pytest.mark.parametrize("between", [preempting, dropping])
 def test_bits_stay_whatever_interrupts(name: str, between: Any) -> None:
     assert serve(engine_of(name), name, [*range(6)], between) == plain()
 
 
-def test_bits_stay_beside_a_grammar() -> None:
+def beside_a_grammar(between: Callable[[lm.EngineDriver, int], object]) -> list[Text]:
+    """A text without a grammar, and one of even and odd ids in turn."""
     engine = engine_of("EAGLE-3")
+    texts: dict[int, Text] = {}
     with lm.EngineDriver(engine, PARAMS, HEAD_PARAMS) as driver:
-        asked = dict(max_new_tokens=BUDGETS[1], temperature=TEMPERATURES[1], seed=1)
-        number = driver.submit(PROMPTS[1], **asked)
-        one_each = Follows(lambda text: (len(text) % 10,))
-        constrained = driver.submit(PROMPTS[0], max_new_tokens=12, matcher=one_each, max_drafts=0)
-        texts: dict[int, Text] = {number: ([], b""), constrained: ([], b"")}
+        asked: dict[str, Any] = dict(max_new_tokens=BUDGETS[1], temperature=TEMPERATURES[1], seed=1)
+        texts[driver.submit(PROMPTS[1], **asked)] = ([], b"")
+        asked = dict(max_new_tokens=20, temperature=0.8)
+        asked |= {"matcher": Follows(lambda text: range(len(text) % 2, 30, 2))}
+        texts[driver.submit(PROMPTS[0], **asked)] = ([], b"")
+        step = 0
         while not driver.is_idle:
+            between(driver, step)
+            step += 1
             for update in driver.step():
                 texts[update.request_id] = longer(texts[update.request_id], update)
-    assert texts[number] == plain()[1]
-    assert texts[constrained][0] == [i % 10 for i in range(12)]
+    return [*texts.values()]
+
+
+def test_bits_stay_beside_and_under_a_grammar() -> None:
+    texts = beside_a_grammar(lambda driver, step: None)
+    assert texts[0] == plain()[1]
+    assert [token % 2 for token in texts[1][0]] == [0, 1] * 10
+    assert beside_a_grammar(preempting) == texts
 
 
 def test_bits_stay_with_a_budget_and_limits_of_drafts() -> None:
@@ -156,9 +186,9 @@ def test_generate_is_generate_plain(rule: Any, temperature: float) -> None:
 
 def test_the_code_of_the_page_says_true(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "exact.md").read_text("utf-8")
-    code = page.partition("```python\n")[2].partition("```")[0]
+    code = "".join(part.partition("```")[0] for part in page.split("```python\n")[1:])
     exec(compile(code, "exact.md", "exec"), {})
-    assert capsys.readouterr().out == "True\n"
+    assert capsys.readouterr().out == "True\nNone\n"
 
 
 def fault_narrow(patch: pytest.MonkeyPatch) -> None:
@@ -192,6 +222,21 @@ def test_bits_show_a_planted_fault(fault: Callable[[pytest.MonkeyPatch], None]) 
     assert found != wanted
 
 
+def by_row(
+    table: jax.Array, token_ids: jax.Array, start: jax.Array, cache: Any
+) -> tuple[jax.Array, Any]:
+    weight = 1 + 1e-6 * jnp.arange(token_ids.shape[1], dtype=jnp.float32)  # [S]
+    return table[token_ids] * weight[None, :, None], cache
+
+
+def warm_up_by_row() -> None:
+    model = lm.models.PlainModel(8, by_row)
+    engine = lm.Engine(
+        model, lm.NGramDrafter(), CONFIG, num_slots=2, max_length=16, prefill_sizes=(8,), exact=True
+    )
+    lm.EngineDriver(engine, jnp.eye(8) + 0.3).warm_up()
+
+
 def admit_known(engine: lm.Engine) -> None:
     one = jnp.ones(1, jnp.int32)
     requests = lm.NewRequests(
@@ -219,6 +264,11 @@ TREES = lm.Eagle3Drafter(HEAD, tree_depth=2)
             "^prefill_sizes must be one size if exact",
         ),
         (lambda: engine_of("n-grams", exact=1), TypeError, "^exact must be"),
+        (
+            warm_up_by_row,
+            ValueError,
+            "^engine.model must give .* the same bits .* but outputs.logits depends on its row",
+        ),
         (
             lambda: admit_known(engine_of("n-grams", exact=False)),
             ValueError,

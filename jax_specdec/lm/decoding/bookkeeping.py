@@ -133,6 +133,11 @@ class ServedRequest(NamedTuple):
         return KeptRows(self.tokens, self.num_rows, self.options.cache_salt)
 
     @property
+    def known_token_ids(self) -> list[int]:
+        """The tokens that it is to generate again next."""
+        return self.tokens[self.length : self.num_known]
+
+    @property
     def seed(self) -> int:
         """The seed of its key."""
         return self.request_id if self.options.seed is None else self.options.seed

@@ -18,7 +18,7 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.grammar import check_matchers
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.decoding import inputs, schedule, stopwatch
+from jax_specdec.lm.decoding import inputs, programs, schedule, stopwatch
 from jax_specdec.lm.decoding.bookkeeping import HostState, Matching, RequestUpdate, ServedRequest
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.device import Device
@@ -240,13 +240,15 @@ class EngineDriver:
             before the first and after each: `admit` for each of the engine's `admit_shapes`,
             `release`, and `step` for each number of drafts, for none, and with `prompts_in_steps`
             for each of these shapes. None for no calls. Steps and prompts are measured where a
-            `chunk_size` is to be chosen, or `step_costs` are missing.
+            `chunk_size` is to be chosen, or `step_costs` are missing. The model of an exact engine
+            is checked by `jax_specdec.testing.row_dependence`.
           grammars: whether requests will have matchers; their steps are then compiled, too, as two
             more programs.
 
         Raises:
           TypeError: `on_progress` cannot be called.
           RuntimeError: a request is running.
+          ValueError: the engine is exact, and its model does not allow that on this device.
           Exception: a call failed.
         """
         is_function = on_progress is None or callable(on_progress)
@@ -286,7 +288,21 @@ class EngineDriver:
             calls.append(functools.partial(self._device.remember, [[]]))
         if self._chooses_chunk_size:
             calls.append(self._choose_chunk_size)
+        if self.engine.exact:
+            calls.append(self._check_rows)
         return calls
+
+    def _check_rows(self) -> None:
+        """Checks that an exact engine's model gives a token the same bits in every row."""
+        self._settle()  # there may be no room for two caches
+        params, _ = self._device.weights
+        found = programs.row_dependence(self.engine, params)
+        if found is not None:
+            raise ValueError(
+                "engine.model must give a token the same bits in every row of a pass, because the "
+                f"engine is exact, but {found.output} depends on {found.reason}"
+            )
+        self._is_whole = False
 
     def _choose_chunk_size(self) -> None:
         """Measures steps and prompts; a second call of `warm_up` measures nothing."""
@@ -350,7 +366,7 @@ class EngineDriver:
             options=own,
             matching=None if matcher is None else Matching(matcher),
             submitted=time.perf_counter(),
-            repeats_from=len(token_ids) if self._is_repeated(own) and matcher is None else None,
+            repeats_from=len(token_ids) if self._is_repeated(own) else None,
         )
         self._num_submitted = request.request_id + 1  # first: no two requests may have one id
         self._waiting[request.request_id] = request

@@ -146,8 +146,7 @@ class Engine:
         and key alone, to the last bit of their log-probabilities, for one such engine: whatever is
         drafted, also nothing, whoever is beside a request, in whatever slot, preempted or not. All
         passes over drafts have K + 1 rows, and prompts are read by one program, `prefill_sizes` of
-        one size, in chunks that begin at its multiples. On GPUs a drafter that reads features makes
-        another program of a pass, so texts of engines with and without one may differ.
+        one size, in chunks that begin at its multiples.
       reuse_prefixes: a slot that becomes free keeps what both caches hold, and an `EngineDriver`
         reads of a new prompt only what follows the longest beginning that it shares with a text in
         a slot. A text that goes on stays in its slot; of one that only begins alike, also of a

@@ -10,6 +10,7 @@ import numpy as np
 
 from jax_specdec._src.grammar import ForcedDrafts, GrammarError, advance_matchers, forced_drafts
 from jax_specdec._src.matchers import GrammarMatcher
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.decoding.bookkeeping import ServedRequest
 from jax_specdec.lm.decoding.failures import awaiting
 
@@ -73,7 +74,7 @@ class Matchers:
             if (matching := request.matching) is None:
                 continue
             try:
-                for token in request.token_ids[request.prompt_length + matching.num_accepted :]:
+                for token in request.new_token_ids[matching.num_accepted :]:
                     advance_matchers([matching.matcher], [[token]])
                     matching.num_accepted += 1
                 matchers[slot] = matching.matcher
@@ -82,17 +83,39 @@ class Matchers:
                 failed[slot] = error.reason
             except ValueError as error:  # it refuses a token that it had allowed
                 failed[slot] = str(error)
+        # What a request says again was allowed: its matcher stands behind it, and drafts nothing.
+        known = {i: slots[i].known_token_ids for i, one in enumerate(matchers) if one is not None}
+        repeats = [slot for slot, tokens in known.items() if tokens]
+        ids = token_ids.copy()
+        ids[repeats] = PLACEHOLDER_TOKEN_ID
+        most = [max_drafts.get(i, 0) * (i not in repeats) for i in range(self._num_slots)]
         with awaiting(one for one in slots.values() if one.matching is not None):
             while True:  # until no matcher fails
                 try:
                     drafts = forced_drafts(
                         matchers,
-                        token_ids,
+                        ids,
                         vocab_size=self._vocab_size,
-                        max_drafts=[max_drafts.get(i, 0) for i in range(self._num_slots)],
+                        max_drafts=most,
                         one_hot=one_hot,
                     )
+                    for slot in repeats:
+                        _repeat(drafts, slot, known[slot])
                     return drafts, failed
                 except GrammarError as error:
                     failed[error.index] = error.reason
                     matchers[error.index] = None
+
+
+def _repeat(drafts: ForcedDrafts, slot: int, known: list[int]) -> None:
+    """Makes a request say known tokens again; what its matcher allows next stands in its row 0."""
+    k = drafts.token_ids.shape[1]
+    rows = drafts.token_bitmask[slot * (k + 1) : (slot + 1) * (k + 1)]  # [K+1, ceil(V/32)]
+    following = rows[0].copy()
+    for row, token in enumerate(known[: k + 1]):
+        rows[row] = 0
+        rows[row, token // 32] = np.uint32(1) << np.uint32(token % 32)
+    if len(known) <= k:
+        rows[len(known)] = following
+    drafts.token_ids[slot, : len(known)] = known[:k]
+    drafts.is_forced[slot] = True

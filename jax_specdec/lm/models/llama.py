@@ -265,7 +265,9 @@ class Llama:
         for index, layer in enumerate(params["layers"]):
             one = functools.partial(attend, index)
             x = decoder_layer(c, layer, streams[-1], cos_sin, one, regularize)
-            streams.append(x)
+            # Without it, XLA joins the end of a layer with what follows, features or not, and
+            # rounds one and the other differently.
+            streams.append(jax.lax.optimization_barrier(x))
         if not feature_layers:
             return streams[-1], None
         # A times [B, S, H] -> [B, S, A H]
