@@ -120,6 +120,7 @@ def row_dependence(
         fill = functools.partial(_with_noise, key=key, num_requests=num_requests, axis=batch_axis)
         return jax.tree.map(fill, init_cache(num_requests, max_length))
 
+    @jax.jit
     def sums_of_cache(cache: Cache) -> Cache:
         firsts = jax.tree.map(lambda x: jnp.moveaxis(x, batch_axis, 0), cache)
         return jax.tree.map(lambda x: _sums(x, (num_requests,)), firsts)
@@ -143,7 +144,7 @@ def row_dependence(
         # What stands behind the texts is the same then, too.
         _, cache = run(params, texts[order, size:], starts[order] + at, cache)
         found = {}
-        for path, sums in jax.tree.leaves_with_path(jax.device_get(jax.jit(sums_of_cache)(cache))):
+        for path, sums in jax.tree.leaves_with_path(jax.device_get(sums_of_cache(cache))):
             found["cache" + jax.tree_util.keystr(path)] = sums[np.argsort(order)]
         for at, kept, outputs in jax.device_get(passes):
             for path, sums in jax.tree.leaves_with_path(outputs):

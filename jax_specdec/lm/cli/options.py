@@ -308,7 +308,7 @@ _HELP = {
     "--exact": """change no bit of a greedy text, or of one under the agreement rule, which is
         then the default: the text is that of plain decoding with --exact and the same K""",
     "--reuse-prefixes": """begin a prompt with what an earlier one left in a slot, if both begin
-        alike; the time to the first token then tells whether somebody asked for the same""",
+        alike; the time to the first token then shows whether somebody asked for the same""",
     "--max-drafts-by-length": """the most drafts per step from a length on, prompt included; with
         4096:2,16384:0 there are none from 16384 tokens on (default: K at every length)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns

@@ -153,7 +153,7 @@ class Engine:
         request that runs, the slot is copied. Nothing is taken over below 32 tokens. Texts are the
         same, near ties of float32 sums aside; of an exact engine to the last bit, because it takes
         over whole chunks of prompts alone. The drafter must declare what of its cache another
-        request may begin with (`DrafterServes.kept_rows`). The time to a first token then tells
+        request may begin with (`DrafterServes.kept_rows`). The time to a first token then shows
         whether somebody asked for the same: `RequestOptions.cache_salt` keeps clients apart.
 
     Raises:

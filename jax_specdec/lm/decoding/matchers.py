@@ -8,7 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jax_specdec._src.grammar import ForcedDrafts, GrammarError, advance_matchers, forced_drafts
+from jax_specdec._src.grammar import (
+    ForcedDrafts,
+    GrammarError,
+    advance_matchers,
+    bitmask_of,
+    forced_drafts,
+)
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.decoding.bookkeeping import ServedRequest
@@ -100,21 +106,20 @@ class Matchers:
                         one_hot=one_hot,
                     )
                     for slot in repeats:
-                        _repeat(drafts, slot, known[slot])
+                        _repeat(drafts, slot, known[slot], self._vocab_size)
                     return drafts, failed
                 except GrammarError as error:
                     failed[error.index] = error.reason
                     matchers[error.index] = None
 
 
-def _repeat(drafts: ForcedDrafts, slot: int, known: list[int]) -> None:
+def _repeat(drafts: ForcedDrafts, slot: int, known: list[int], vocab_size: int) -> None:
     """Makes a request say known tokens again; what its matcher allows next stands in its row 0."""
     k = drafts.token_ids.shape[1]
     rows = drafts.token_bitmask[slot * (k + 1) : (slot + 1) * (k + 1)]  # [K+1, ceil(V/32)]
     following = rows[0].copy()
     for row, token in enumerate(known[: k + 1]):
-        rows[row] = 0
-        rows[row, token // 32] = np.uint32(1) << np.uint32(token % 32)
+        rows[row] = bitmask_of([token], vocab_size)
     if len(known) <= k:
         rows[len(known)] = following
     drafts.token_ids[slot, : len(known)] = known[:k]

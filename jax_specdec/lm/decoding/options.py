@@ -79,8 +79,8 @@ class RequestOptions:
         plain decoding. None for K. It changes neither greedy text nor that of the agreement rule,
         and other text only to another sample of the same distribution.
       cache_salt: only requests with the same one share what was read of their prompts, see
-        `Engine.reuse_prefixes`: otherwise who asks for a text can tell by the time to its first
-        token whether somebody else did. It changes no text.
+        `Engine.reuse_prefixes`: otherwise the time to a first token shows whether somebody else
+        asked for the same text. It changes no text.
 
     Raises:
       TypeError: a field that is not a number, or not integers.

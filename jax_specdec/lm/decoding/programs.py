@@ -13,8 +13,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.emitted import StepRecord
-from jax_specdec._src.row_dependence import RowDependence
-from jax_specdec._src.row_dependence import row_dependence as _row_dependence
+from jax_specdec._src.row_dependence import row_dependence
 from jax_specdec.lm.decoding.bookkeeping import StepResult
 from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
@@ -171,8 +170,12 @@ def init(engine: Engine, params: Params, draft_params: Params, **kept: Any) -> D
     return dataclasses.replace(engine.init_state(draft_params, params), **kept)
 
 
-def row_dependence(engine: Engine, params: Params) -> RowDependence | None:
-    """Returns what in the target's pass over drafts depends on a token's row; None for nothing."""
+def check_rows(engine: Engine, params: Params) -> None:
+    """Checks that the target's pass over drafts gives a token the same bits in every row.
+
+    Raises:
+      ValueError: it does not.
+    """
 
     def apply(
         params: Params, token_ids: jax.Array, start: jax.Array, cache: Cache
@@ -181,7 +184,7 @@ def row_dependence(engine: Engine, params: Params) -> RowDependence | None:
         (output,), cache = engine.decoder.run(params, [rows], cache, engine.buffer_length)
         return output, cache
 
-    return _row_dependence(
+    found = row_dependence(
         apply,
         params,
         engine.model.init_cache,
@@ -191,6 +194,11 @@ def row_dependence(engine: Engine, params: Params) -> RowDependence | None:
         max_length=engine.buffer_length,
         batch_axis=engine.model.serves.batch_axis,
     )
+    if found is not None:
+        raise ValueError(
+            "engine.model must give a token the same bits in every row of a pass, because the "
+            f"engine is exact, but {found.output} depends on {found.reason}"
+        )
 
 
 @functools.partial(
