@@ -3,6 +3,7 @@
 from jax_specdec.lm.models import foreign
 from jax_specdec.lm.models.block import BlockOutput
 from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
+from jax_specdec.lm.models.int8 import Int8Weight, quantize
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling
 from jax_specdec.lm.models.plain import PlainModel
@@ -14,6 +15,7 @@ __all__ = [
     "CausalModel",
     "Eagle3Config",
     "Eagle3Head",
+    "Int8Weight",
     "Llama",
     "LlamaConfig",
     "Output",
@@ -24,4 +26,5 @@ __all__ = [
     "TensorParallelLlama",
     "Wants",
     "foreign",
+    "quantize",
 ]

@@ -35,6 +35,7 @@ from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.tree import MAX_VISIBLE, TreeRows
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
+from jax_specdec.lm.models.int8 import Int8Weight, matmul
 from jax_specdec.lm.models.layers import (
     LayerAttend,
     Weights,
@@ -259,7 +260,7 @@ class BlockHead(DraftHead):
         check_array("features", features, f"[B, S, A*H] {self.dtype}", sizes)
         check_array("positions", positions, "[B, S] int32", sizes)
         # c = hidden_norm(fc(g)): [B, S, A H_target] -> [B, S, H]
-        rows = rms_norm(features @ params["fc"], params["hidden_norm"], c.rms_norm_eps)
+        rows = rms_norm(matmul(features, params["fc"]), params["hidden_norm"], c.rms_norm_eps)
         cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
         pairs = []
         for layer in params["layers"]:
@@ -392,7 +393,9 @@ class BlockHead(DraftHead):
         # W2 W1[x]: [...] -> [..., r] -> [..., Vd], or [..., C]
         before = embed_tokens(params["markov_w1"], token_ids)
         after = params["markov_w2"]
-        if columns is None:
+        if isinstance(after, Int8Weight):
+            bias = matmul(before, after) if columns is None else after.columns(before, columns)
+        elif columns is None:
             bias = jnp.einsum("vr,...r->...v", after, before)
         else:
             bias = jnp.einsum("...cr,...r->...c", after[columns], before)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax_specdec._src.arrays import check_array, require
 from jax_specdec.lm.models.cache import Pass, check_rows
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
+from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     Attend,
     Weights,
@@ -185,7 +186,7 @@ class Eagle3Head(DraftHead):
             split = rms_norm(split, params["fc_norm"].reshape(chunks), eps)
             features = split.reshape(features.shape)
         # [B, S, A H_target] -> [B, S, H]
-        return features @ params["fc"]
+        return matmul(features, params["fc"])
 
     def apply(
         self,

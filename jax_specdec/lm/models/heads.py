@@ -133,7 +133,8 @@ def shared_params(config: HeadConfig, target_params: Weights) -> Weights:
     if not config.own_embedding:
         shared["embed_tokens"] = target_params["embed_tokens"]
     if not config.own_lm_head:
-        name = "embed_tokens" if config.output_is_embedding else "lm_head"
+        # An embedding that gives logits may have an int8 matrix beside it, which does.
+        name = "lm_head" if "lm_head" in target_params else "embed_tokens"
         shared["lm_head"] = target_params[name]
     return shared
 

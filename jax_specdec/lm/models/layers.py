@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.arrays import refuse, require
+from jax_specdec.lm.models.int8 import Int8Weight, check_int8, is_int8, matmul
 from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling, Shapes
 from jax_specdec.lm.models.protocol import Params, check_leaf
 
-LayerWeights = dict[str, jax.Array]
-"""The weights of one decoder layer, under the names of `param_shapes`."""
+LayerWeights = dict[str, Any]
+"""The weights of one decoder layer, arrays or `Int8Weight`s; see `param_shapes`."""
 
 Weights = dict[str, Any]
 """The params of a decoder or head: arrays, and the weights of its layers; see `param_shapes`."""
@@ -84,7 +85,7 @@ def self_attention(
     read = attend(query, key, value)
     batch_size, length = h.shape[:2]
     # [B, S, N, D] -> [B, S, N D] -> [B, S, H]
-    branch = read.reshape(batch_size, length, -1) @ layer["o_proj"]
+    branch = matmul(read.reshape(batch_size, length, -1), layer["o_proj"])
     if "o_bias" in layer:
         branch = branch + layer["o_bias"][None, None, :]
     return branch
@@ -99,7 +100,7 @@ def rotated_heads(
     num_query = c.num_attention_heads
     num_kv = c.num_key_value_heads
     # [B, S, W] -> [B, S, (N + 2 N_kv) D]: one product for all heads
-    heads = h @ layer["qkv_proj"]
+    heads = matmul(h, layer["qkv_proj"])
     if c.qkv_bias:
         heads = heads + layer["qkv_bias"][None, None, :]
     # -> [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads
@@ -149,24 +150,27 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
 def feed_forward(layer: LayerWeights, h: jax.Array) -> jax.Array:
     """Returns what SwiGLU adds to the residual stream, ``[B, S, H]``; h ``[B, S, H]`` is normed."""
     # [B, S, H] -> [B, S, 2 I] -> [B, S, I] twice
-    gate, up = jnp.split(h @ layer["gate_up_proj"], 2, axis=2)
+    gate, up = jnp.split(matmul(h, layer["gate_up_proj"]), 2, axis=2)
     # silu(g) u -> [B, S, H]
-    return (jax.nn.silu(gate) * up) @ layer["down_proj"]
+    return matmul(jax.nn.silu(gate) * up, layer["down_proj"])
 
 
 def output_logits(
-    x: jax.Array, lm_head: jax.Array, tied: bool, num_token_ids: int | None
+    x: jax.Array, lm_head: jax.Array | Int8Weight, tied: bool, num_token_ids: int | None
 ) -> jax.Array:
     """Returns logits ``[B, S, V]`` of normed states ``[B, S, H]``.
 
     Args:
       x: the states.
       lm_head: ``[H, V]``, or the embedding ``[V, H]`` if `tied`.
-      tied: whether the output matrix is an embedding.
+      tied: whether the output matrix is an embedding, if it is an array.
       num_token_ids: logits of ids from this on are -inf; None for none.
     """
     # [B, S, H] -> [B, S, V]. The product of einsum is faster than x @ E.T.
-    logits = jnp.einsum("vh,bsh->bsv", lm_head, x) if tied else x @ lm_head
+    if tied and not isinstance(lm_head, Int8Weight):
+        logits = jnp.einsum("vh,bsh->bsv", lm_head, x)
+    else:
+        logits = matmul(x, lm_head)
     if num_token_ids is None:
         return logits
     is_token = jnp.arange(logits.shape[2], dtype=jnp.int32) < num_token_ids
@@ -223,10 +227,18 @@ def check_weights(name: str, shapes: Shapes, params: Params, dtype: np.dtype | N
     """
     must = "be the weights of the model"
     require(params is not None, name, must, None, "pass its .params", TypeError)
-    found = dict(jax.tree.leaves_with_path(params))
+    found = dict(jax.tree.leaves_with_path(params, is_leaf=is_int8))
+    embedding = shapes["embed_tokens"]
+    if "lm_head" not in shapes and is_int8(params.get("lm_head")):
+        shapes = shapes | {"lm_head": embedding}  # beside an embedding that is the output matrix
     for path, shape in jax.tree.leaves_with_path(shapes, is_leaf=is_shape):
+        one = name + jax.tree_util.keystr(path)
+        leaf = found.pop(path, None)
+        if isinstance(leaf, Int8Weight):
+            check_int8(one, leaf, shape, embedding, dtype)
+            continue
         wanted = jnp.dtype("int32") if path[-1].key == "target_ids" else dtype
-        check_leaf(name + jax.tree_util.keystr(path), found.pop(path, None), shape, wanted)
+        check_leaf(one, leaf, shape, wanted)
     for path, leaf in found.items():
         one = name + jax.tree_util.keystr(path)
         refuse(ValueError, one, "not be there, as no weight of this config", leaf)

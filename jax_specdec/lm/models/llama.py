@@ -278,7 +278,6 @@ class Llama:
         """Returns logits ``[B, S, V]`` of the residual stream ``[B, S, H]`` after all layers."""
         c = self.config
         x = rms_norm(x, params["norm"], c.rms_norm_eps)
-        # [V, H], or [H, V]
-        tied = c.tie_word_embeddings
-        lm_head = params["embed_tokens" if tied else "lm_head"]
-        return output_logits(x, lm_head, tied, c.num_token_ids)
+        # [H, V], or [V, H] if the embedding is the output matrix, and there is no int8 one
+        lm_head = params["lm_head" if "lm_head" in params else "embed_tokens"]
+        return output_logits(x, lm_head, c.tie_word_embeddings, c.num_token_ids)

@@ -15,7 +15,7 @@ References:
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.lm.models.int8 import Int8Weight, is_int8
 from jax_specdec.lm.models.layers import Weights, check_weights, is_shape
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
@@ -139,19 +140,30 @@ class TensorParallelLlama:
         """
         sharding = NamedSharding(self.mesh, P(self.axis))
 
-        def place(path: KeyPath, x: jax.Array) -> jax.Array:
-            name = path[-1].key
-            whole = np.asarray(x)
-
+        def place(part: Callable[[int], np.ndarray]) -> jax.Array:
             def read(index: Any) -> np.ndarray:
                 # One slice of each axis: the first is the entry of one device.
-                devices = range(self.num_devices)[index[0]]
-                return np.stack([self._part(name, whole, device) for device in devices])
+                return np.stack([part(device) for device in range(self.num_devices)[index[0]]])
 
-            shape = (self.num_devices, *self._part(name, whole, 0).shape)
+            shape = (self.num_devices, *part(0).shape)
             return jax.make_array_from_callback(shape, sharding, read)
 
-        return jax.tree.map_with_path(place, params)
+        def place_weight(path: KeyPath, x: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
+            name = path[-1].key
+            if not isinstance(x, Int8Weight):
+                whole = np.asarray(x)
+                return place(lambda device: self._part(name, whole, device))
+            # [out, in] -> [in, out], of which a device's part -> [out, in]
+            values = np.asarray(x.values).T
+            # [out] -> [1, out]: a row of what is cut by outputs
+            scale = np.asarray(x.scale)[None]
+            by_outputs = name not in ("o_proj", "down_proj")
+            return Int8Weight(
+                place(lambda device: self._part(name, values, device).T),
+                place(lambda device: (self._part(name, scale, device) if by_outputs else scale)[0]),
+            )
+
+        return jax.tree.map_with_path(place_weight, params, is_leaf=is_int8)
 
     def check_params(self, name: str, params: Params) -> None:
         """Checks that weights are those of `shard_params`; see `CausalModel`."""
