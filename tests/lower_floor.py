@@ -6,7 +6,7 @@ changes this file alone; `test_repository.py` holds both and that this file does
 
 # ruff: noqa: F401
 
-from jax_specdec._src import arrays, noise, platform, ragged, sampling
+from jax_specdec._src import arrays, int8_kernel, int8_matmul, noise, platform, ragged, sampling
 from jax_specdec._src.arrays import Range, check_array, check_tree, described, pytree
 from jax_specdec._src.attention import mosaic_gpu as attention_gpu
 from jax_specdec._src.attention import xla as attention_xla

@@ -139,7 +139,6 @@ def check_int8(
     weight: Int8Weight,
     shape: tuple[int, ...],
     embedding: tuple[int, ...],
-    dtype: np.dtype | None,
 ) -> None:
     """Checks an int8 weight.
 
@@ -148,7 +147,6 @@ def check_int8(
       weight: what was given for it.
       shape: of the matrix in 16 bits.
       embedding: the shape of ``embed_tokens`` beside it.
-      dtype: the compute dtype, which may hold the integers; None for any.
 
     Raises:
       ValueError: integers or scales have another shape.
@@ -156,8 +154,7 @@ def check_int8(
     """
     if not has_outputs_first(name.split("'")[-2], shape, embedding):
         shape = (*shape[:-2], shape[-1], shape[-2])
-    holds = dtype if weight.values.dtype == dtype else jnp.dtype("int8")
-    check_leaf(f"{name}.values", weight.values, shape, holds)
+    check_leaf(f"{name}.values", weight.values, shape, jnp.dtype("int8"))
     check_leaf(f"{name}.scale", weight.scale, shape[:-1], jnp.dtype("float32"))
 
 

@@ -235,7 +235,7 @@ def check_weights(name: str, shapes: Shapes, params: Params, dtype: np.dtype | N
         one = name + jax.tree_util.keystr(path)
         leaf = found.pop(path, None)
         if isinstance(leaf, Int8Weight):
-            check_int8(one, leaf, shape, embedding, dtype)
+            check_int8(one, leaf, shape, embedding)
             continue
         wanted = jnp.dtype("int32") if path[-1].key == "target_ids" else dtype
         check_leaf(one, leaf, shape, wanted)
