@@ -197,10 +197,29 @@ def attention(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, An
     return run, arrays
 
 
+def int8_product(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+    """`program` of the kernel for int8 weights, of `batch` rows and a matrix ``[4096, 4096]``."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    from jax_specdec._src import int8_kernel
+
+    where = SingleDeviceSharding(devices_of(case.device)[0])
+    arrays = {
+        "x": jax.ShapeDtypeStruct((case.batch, 4096), jnp.bfloat16, sharding=where),
+        "values": jax.ShapeDtypeStruct((4096, 4096), jnp.int8, sharding=where),
+        "scale": jax.ShapeDtypeStruct((4096,), jnp.float32, sharding=where),
+    }
+    return lambda a: int8_kernel.product(**a), arrays
+
+
 def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
     """A function of a dict of arrays, and their shapes and places."""
     if case.function in ATTENTIONS:
         return attention(case)
+    if case.function == "int8_matmul":
+        return int8_product(case)
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -137,8 +137,14 @@ ATTENTIONS = {
     LARGE: 224,
     dataclasses.replace(LARGE, processed=True): 255,
 }
+PRODUCT = Case("h200", "int8_matmul", batch=40, implementation="mosaic_gpu")
+PRODUCTS = {
+    PRODUCT: 85,  # two blocks fit on a multiprocessor
+    dataclasses.replace(PRODUCT, batch=160): 144,
+    dataclasses.replace(PRODUCT, batch=512): 168,
+}
 KERNELS = {
-    "h200": ("sm_90a", MAIN_CASES | ATTENTIONS),
+    "h200": ("sm_90a", MAIN_CASES | ATTENTIONS | PRODUCTS),
     "b200": ("sm_100a", MAIN_CASES),
     "b300": ("sm_103a", {KERNEL: 79}),
     "rtx6000": ("sm_120a", {KERNEL: 83}),
