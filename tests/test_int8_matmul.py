@@ -18,6 +18,7 @@ FORMS = {
     "a row": (1, 128, 256),
     "a row of each slot": (8, 96, 40),
     "more, where the kernel does not serve": (24, 96, 40),
+    "many": (97, 96, 40),
 }
 KERNEL = {
     # one block of rows, and one split

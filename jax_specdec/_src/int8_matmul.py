@@ -24,6 +24,8 @@ FEW_ROWS = 8
 """Fewer rows are filled up on a GPU: one row took XLA 111 us, where 8 take it 95."""
 KERNEL_ROWS = range(17, 1400)
 """Rows of which the kernel is the fastest form."""
+MANY_ROWS = 96
+"""From more rows on, where the kernel does not serve, a matrix is converted first."""
 
 
 def int8_matmul(x: jax.Array, values: jax.Array, scale: jax.Array) -> jax.Array:
@@ -48,7 +50,7 @@ def _product(arrays: tuple[jax.Array, jax.Array, jax.Array], platform: Platform)
         from jax_specdec._src import int8_kernel  # which imports Pallas
 
         return int8_kernel.product(x, values, scale)
-    if platform == "cuda" and num_rows > KERNEL_ROWS[0]:
+    if platform == "cuda" and num_rows > MANY_ROWS:
         # Left to itself, XLA converts every tile as often as a block of rows reads it.
         weights = (values.astype(jnp.float32) * scale[:, None]).astype(x.dtype)
         return _dot(x, lax.optimization_barrier(weights), x.dtype)
