@@ -23,6 +23,7 @@ from bench_steps_gpu import make_head, time_ways
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.decoding.core import PLAIN, Decoder
+from jax_specdec.lm.drafting.drafter import NoDrafter
 
 RANK = 256
 
@@ -86,12 +87,14 @@ def measure_batch(
     target: Any, params: Any, ways: dict[str, Way], size: int, options: Any
 ) -> list[dict[str, Any]]:
     """A row for each drafter."""
-    runs = {"plain": (Decoder(target, None, PLAIN), "step", None)}
+    runs: dict[str, Any] = {"plain": (Decoder(target, NoDrafter(), PLAIN), "step", params, None)}
     for name, way in ways.items():
         config = sd.SpecDecodeConfig(num_speculative_tokens=way.k)
         decoder = Decoder(target, way.drafter, config)
-        runs |= {f"{name}, {kind}": (decoder, kind, way.params) for kind in ("step", "draft")}
-    samples = time_ways(runs, params, size, options.prompt, options)
+        runs |= {
+            f"{name}, {kind}": (decoder, kind, params, way.params) for kind in ("step", "draft")
+        }
+    samples = time_ways(runs, size, options.prompt, options)
     rows = []
     for name, way in ways.items():
         of_kind = {"plain": "plain", "step": f"{name}, step", "draft": f"{name}, draft"}

@@ -31,6 +31,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState
 from jax_specdec.lm.decoding.generate import make_batch
+from jax_specdec.lm.drafting.drafter import NoDrafter
 
 K = 4
 ROUNDS = 2
@@ -77,34 +78,32 @@ def make_state(
     return decoder.empty_state(params, draft_params, batch)
 
 
-Way = tuple[Decoder, str, Any]
-"""A decoder, what a run does, "step" or "draft", and the drafter's weights."""
+Way = tuple[Decoder, str, Any, Any]
+"""A decoder, what a run does, "step" or "draft", the target's weights and the drafter's."""
 
 
-def time_ways(
-    ways: dict[str, Way], params: Any, size: int, prompt: int, options: Any
-) -> dict[str, list[float]]:
+def time_ways(ways: dict[Any, Way], size: int, prompt: int, options: Any) -> dict[Any, list[float]]:
     """Wall seconds of each run of `options.steps` steps, in turn, for texts of `prompt` tokens."""
     # Programs of earlier calls stay in JAX's caches otherwise, with code, constants and CUDA graphs
     # in the memory of the device: after three batches, a fourth does not fit.
     jax.clear_caches()
     runs = 1 + -(-options.repeats // ROUNDS)  # the first is not counted
 
-    def fresh_state(decoder: Decoder, weights: Any) -> DecodeState:
+    def fresh_state(decoder: Decoder, params: Any, weights: Any) -> DecodeState:
         budget = runs * options.steps * (decoder.num_drafts + 1)
         return make_state(decoder, params, weights, size, prompt, budget)
 
     lowered = {}
-    for name, (decoder, kind, weights) in ways.items():  # traced one after another
-        shapes = jax.eval_shape(functools.partial(fresh_state, decoder, weights))
+    for name, (decoder, kind, params, weights) in ways.items():  # traced one after another
+        shapes = jax.eval_shape(functools.partial(fresh_state, decoder, params, weights))
         run = jax.jit(functools.partial(loop, decoder, kind), donate_argnums=2)
         lowered[name] = run.lower(params, weights, shapes, jnp.int32(1))
     with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
         compiled = dict(zip(ways, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
-    samples: dict[str, list[float]] = {name: [] for name in ways}
+    samples: dict[Any, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
-        for name, (decoder, _, weights) in ways.items():
-            state = fresh_state(decoder, weights)  # one at a time: caches fill the memory
+        for name, (decoder, _, params, weights) in ways.items():
+            state = fresh_state(decoder, params, weights)  # one at a time: caches fill the memory
             for repeat in range(runs):
                 jax.block_until_ready(state)
                 begin = time.perf_counter()
@@ -130,11 +129,11 @@ def measure_cell(
     """Milliseconds of a step and of drafting, by drafter, for texts of `prompt` tokens."""
     model, params = target
     config = sd.SpecDecodeConfig(num_speculative_tokens=K)
-    ways: dict[str, Way] = {"plain": (Decoder(model, None, PLAIN), "step", None)}
+    ways: dict[str, Way] = {"plain": (Decoder(model, NoDrafter(), PLAIN), "step", params, None)}
     for name, (drafter, weights) in drafters.items():
         decoder = Decoder(model, drafter, config)
-        ways |= {f"{name}, {kind}": (decoder, kind, weights) for kind in ("step", "draft")}
-    samples = time_ways(ways, params, size, prompt, options)
+        ways |= {f"{name}, {kind}": (decoder, kind, params, weights) for kind in ("step", "draft")}
+    samples = time_ways(ways, size, prompt, options)
     cache = jax.eval_shape(lambda: model.init_cache(size, 64))
     plain_bytes = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed_tokens"].nbytes
     plain_bytes += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) // 64 * prompt

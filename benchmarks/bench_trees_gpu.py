@@ -22,6 +22,7 @@ from bench_steps_gpu import time_ways
 import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.decoding.core import PLAIN, Decoder
+from jax_specdec.lm.drafting.drafter import NoDrafter
 
 CHAIN = 0
 """In place of a number of nodes."""
@@ -38,15 +39,17 @@ def measure_batch(
 ) -> list[dict[str, Any]]:
     """A row for the chain, and for each number of nodes."""
     plain = dataclasses.replace(PLAIN, rejection_sample_method="agreement")
-    runs: dict[str, Any] = {"plain": (Decoder(target, None, plain), "step", None)}
+    runs: dict[str, Any] = {"plain": (Decoder(target, NoDrafter(), plain), "step", params, None)}
     for nodes in options.nodes:
         drafter = way.drafter
         if nodes != CHAIN:
             given = dict(tree_depth=way.k, num_candidates=options.candidates or None)
             drafter = dataclasses.replace(drafter, **given)
         decoder = Decoder(target, drafter, config_of(way.k if nodes == CHAIN else nodes - 1))
-        runs |= {f"{nodes}, {kind}": (decoder, kind, way.params) for kind in ("step", "draft")}
-    samples = time_ways(runs, params, size, options.prompt, options)
+        runs |= {
+            f"{nodes}, {kind}": (decoder, kind, params, way.params) for kind in ("step", "draft")
+        }
+    samples = time_ways(runs, size, options.prompt, options)
     ms = {name: measure.median(x) / options.steps * 1e3 for name, x in samples.items()}
     return [
         {
