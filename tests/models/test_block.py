@@ -13,7 +13,7 @@ import pytest
 from jax_specdec import lm
 
 from . import reference_block as reference
-from .weights import random_weights, sizes
+from .weights import dequantized, random_weights, sizes
 
 SPECULATORS = Path(__file__).parent / "speculators"
 LAYER = sizes(40, 16, 24, 2, (4, 2, 6), qk_norm=True)
@@ -94,11 +94,23 @@ def assert_close(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(
     "option",
-    [x if x in ("DFlash", "DSpark") else pytest.param(x, marks=pytest.mark.slow) for x in OPTIONS],
+    [
+        *(
+            x if x in ("DFlash", "DSpark") else pytest.param(x, marks=pytest.mark.slow)
+            for x in OPTIONS
+        ),
+        "DSpark, int8",
+        pytest.param("tied output, int8", marks=pytest.mark.long),
+    ],
 )
 def test_a_block_is_that_of_numpy(option: str) -> None:
+    option, _, bits = option.partition(", int")
     head = head_of(**OPTIONS[option])
     params, rng = random_params(head), np.random.default_rng(1)
+    exact = params
+    if bits:
+        params = lm.models.quantize(params)
+        exact = dequantized(params, exact)
     features = rng.normal(size=(2, 7, head.num_features)).astype(np.float32)
     newest, start = np.array([3, 11], np.int32), np.array([6, 1], np.int32)
     found = blocks(head, params, features, newest, start)
@@ -108,15 +120,15 @@ def test_a_block_is_that_of_numpy(option: str) -> None:
         columns = np.array([[[4, 0, 11]] * head.config.max_drafts] * 2)
         assert_close(head.bias(params, before, columns), np.take_along_axis(biases, columns, 2))
     for b in range(2):
-        wanted = reference.forward(head.config, params, features[b, : start[b]], newest[b])
+        wanted = reference.forward(head.config, exact, features[b, : start[b]], newest[b])
         assert_close(found.logits[b], wanted[0])
         assert_close(found.states[b], wanted[1])
         for j in range(head.config.max_drafts):
             if head.config.markov_rank is not None:
-                assert_close(biases[b, j], reference.bias(head.config, params, before[b, j]))
+                assert_close(biases[b, j], reference.bias(head.config, exact, before[b, j]))
             if head.config.enable_confidence_head:
                 likely = head.confidences(params, found.states[b, j], before[b, j])
-                given = head.config, params, wanted[1][j], before[b, j]
+                given = head.config, exact, wanted[1][j], before[b, j]
                 assert_close(likely, reference.confidence(*given))
 
 

@@ -13,7 +13,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 
 from . import reference_eagle3 as reference
-from .weights import random_ids, random_weights, sizes
+from .weights import dequantized, random_ids, random_weights, sizes
 
 LAYER = sizes(40, 16, 24, 1, (4, 2, 6))
 CONFIG = lm.models.Eagle3Config(
@@ -71,11 +71,23 @@ def run_head(
 
 @pytest.mark.parametrize(
     "option",
-    ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name != "plain")],
+    [
+        *(
+            name if name == "plain" else pytest.param(name, marks=pytest.mark.slow)
+            for name in OPTIONS
+        ),
+        "list of ids, int8",
+        pytest.param("tied output, int8", marks=pytest.mark.long),
+    ],
 )
 def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
+    option, _, bits = option.partition(", int")
     head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, **OPTIONS[option]))
     params, rng = random_params(head), np.random.default_rng(1)
+    exact = params
+    if bits:
+        params = lm.models.quantize(params)
+        exact = dequantized(params, exact)
     batch_size, given, drafted = 2, 5, 3
     features = rng.normal(size=(batch_size, given, head.num_features)).astype(np.float32)
     next_ids = rng.integers(0, 40, (batch_size, given + drafted), np.int32)
@@ -94,10 +106,10 @@ def test_logits_and_feedback_are_those_of_numpy(option: str) -> None:
     found = np.concatenate(rows, 1)
 
     for request in range(batch_size):
-        states = reference.project(head.config, params, features[request])
+        states = reference.project(head.config, exact, features[request])
         for end in range(given, given + drafted + 1):
             ids = next_ids[request, :end]
-            logits, fed_back = reference.forward(head.config, params, states, ids)
+            logits, fed_back = reference.forward(head.config, exact, states, ids)
             states = np.concatenate([states, fed_back[-1:]])
         np.testing.assert_allclose(found[request], logits, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(feedback[request, 0], fed_back[-1], rtol=1e-5, atol=1e-5)

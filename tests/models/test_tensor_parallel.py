@@ -24,6 +24,7 @@ B, T, S = 2, 16, 7
 CASES = {
     "everything divides": (dict(num_hidden_layers=2), 8, 8),
     "fewer key heads than devices": (dict(num_key_value_heads=2, tie_word_embeddings=True), 4, 4),
+    "int8": (dict(num_key_value_heads=2, tie_word_embeddings=True), 8, 8),
 }
 
 
@@ -55,6 +56,8 @@ def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
     changes, n, groups = CASES[case]
     model = lm.models.Llama(dataclasses.replace(CONFIG, **changes))
     params = random_weights(model, 1, moved=0.5)
+    if case == "int8":
+        params = lm.models.quantize(params)
     parallel = lm.models.TensorParallelLlama(model, mesh_of(n), "tensor")
     assert parallel.num_head_groups == groups
     assert parallel.vocab_size == -(-model.vocab_size // n) * n

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_specdec.lm.models import LlamaConfig
+from jax_specdec.lm.models import Int8Weight, LlamaConfig
 
 
 def sizes(
@@ -46,6 +46,19 @@ def random_weights(model: Any, seed: int, scale: float = 1.0, *, moved: float = 
 
     shapes = jax.eval_shape(lambda: model.init_params(jax.random.key(0)))
     return jax.tree.map_with_path(draw, shapes)
+
+
+def dequantized(params: Any, like: Any) -> Any:
+    """What weights of `quantize` stand for, in float64 and in the shapes of those before it."""
+
+    def one(x: Any, before: Any) -> Any:
+        if not isinstance(x, Int8Weight):
+            return x
+        # [out, in] -> [in, out], or as it is
+        weight = np.asarray(x.values, np.float64) * np.asarray(x.scale, np.float64)[:, None]
+        return weight.T if weight.T.shape == before.shape else weight
+
+    return jax.tree.map(one, params, like, is_leaf=lambda x: isinstance(x, Int8Weight))
 
 
 def random_ids(shape: tuple[int, ...], most: int, seed: int = 0) -> np.ndarray:

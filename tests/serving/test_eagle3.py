@@ -177,14 +177,17 @@ class Rolling(lm.Eagle3Drafter):
         return proposal._replace(store=dataclasses.replace(store, **rows)), cache
 
 
-def sampled(roll: int = 0, **changes: Any) -> lm.GenerateOutput:
-    table, params = skipping()
+def rolled(roll: int = 0, **changes: Any) -> lm.GenerateOutput:
+    return sampled(Rolling(LISTED), (skipping()[1] | changes, jnp.int32(roll)))
+
+
+def sampled(drafter: lm.Drafter, draft_params: Any) -> lm.GenerateOutput:
     return lm.generate(
         Featured(VOCAB),
-        jnp.asarray(table),
+        jnp.asarray(skipping()[0]),
         [PROMPTS[which] for which in WHICH],
-        drafter=Rolling(LISTED),
-        draft_params=(params | changes, jnp.int32(roll)),
+        drafter=drafter,
+        draft_params=draft_params,
         config=sd.SpecDecodeConfig(num_speculative_tokens=K),
         options=tiny.options_of(
             REQUESTS, temperature=TEMPERATURES.tolist(), max_new_tokens=[NUM_TOKENS] * REQUESTS
@@ -211,15 +214,62 @@ def rates(output: lm.GenerateOutput) -> float:
 
 @pytest.mark.long
 def test_sampled_text_is_distributed_as_the_targets_whatever_the_map() -> None:
-    right = sampled()
-    shifted = sampled(target_ids=(skipping()[1]["target_ids"] + 1) % VOCAB)
+    right = rolled()
+    shifted = rolled(target_ids=(skipping()[1]["target_ids"] + 1) % VOCAB)
     for what, output in ("own map", right), ("map of other ids", shifted):
         for window in windows(output):
             assert_distributed(*window, what)
     assert 0.1 < rates(shifted) < rates(right) - 0.1 < 0.85
 
 
+@dataclasses.dataclass(frozen=True)
+class Claiming(lm.Eagle3Drafter):
+    """Draws with the first of two weights, and stores the distributions of the second."""
+
+    def check_params(self, name: str, params: Any) -> None:
+        for weights in params:
+            super().check_params(name, weights)
+
+    def init_store(self, params: Any, *args: Any) -> Any:
+        return super().init_store(params[0], *args)
+
+    def prefill(self, params: Any, *args: Any) -> Any:
+        return super().prefill(params[0], *args)
+
+    def propose(self, params: Any, *args: Any) -> tuple[lm.Proposal, Any]:
+        proposal, cache = super().propose(params[0], *args)
+        claimed = super().propose(params[1], *args)[0]
+        return proposal._replace(store=claimed.store), cache
+
+
+def coarse() -> dict[str, Any]:
+    """Returns the weights with an output matrix that 8 bits round to few values.
+
+    Its last two rows are large, and belong to features that stay zero: those of no token.
+    """
+    params = dict(skipping()[1])
+    params["layer"] = dict(params["layer"])
+    for name in ("o_proj", "down_proj"):
+        params["layer"][name] = params["layer"][name].at[:, VOCAB:].set(0)
+    params["lm_head"] = params["lm_head"].at[VOCAB:].set(100.0)
+    return params
+
+
+@pytest.mark.long
+def test_int8_drafts_are_lossless_if_the_store_has_their_own_distributions() -> None:
+    weights = coarse()
+    int8 = lm.models.quantize(weights)
+    honest = sampled(Claiming(LISTED), (int8, int8))
+    for window in windows(honest):
+        assert_distributed(*window, "int8")
+    assert 0.1 < rates(honest) < 0.9
+    lying = sampled(
+        Claiming(LISTED), (int8, weights)
+    )  # the first draft's row is that of the weights before
+    assert all(p_value(*window) < CONTROL for window in windows(lying)[::2])
+
+
 @pytest.mark.long
 def test_the_row_of_another_request_is_not_lossless() -> None:
-    first_tokens = windows(sampled(roll=2))[::2]  # the other prompt's
+    first_tokens = windows(rolled(roll=2))[::2]  # the other prompt's
     assert all(p_value(*window) < CONTROL for window in first_tokens)

@@ -45,6 +45,7 @@ PARAMS_16, BLOCK_PARAMS_16 = (
     jax.tree.map(lambda x: x.astype(B16) if x.dtype == jnp.float32 else x, params)
     for params in (PARAMS, BLOCK_PARAMS)
 )
+BLOCK_PARAMS_16["lm_head"] = BLOCK_PARAMS_16["embed_tokens"]  # one array, as loaded
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(32, 127, n).tolist() for n in (3, 17, 1, 30, 9, 24)]
 BUDGETS = [24, 9, 30, 12, 20, 16]
@@ -66,13 +67,11 @@ def serve(
     name: str,
     order: list[int],
     between: Callable[[lm.EngineDriver, int], object] = lambda driver, step: None,
+    weights: Any = None,
     **asked: Any,
 ) -> list[Text]:
     """Of each of `PROMPTS` the ids, and the bits of their log-probabilities."""
-    params = PARAMS, DRAFTERS.get(name, (None, None))[1]
-    if engine.model == TARGET_16:
-        params = PARAMS_16, BLOCK_PARAMS_16
-    driver = lm.EngineDriver(engine, *params)
+    driver = lm.EngineDriver(engine, *weights or (PARAMS, DRAFTERS[name][1]))
     ids = {
         driver.submit(
             PROMPTS[i], max_new_tokens=BUDGETS[i], temperature=TEMPERATURES[i], seed=i, **asked
@@ -123,10 +122,14 @@ def test_bits_are_those_of_plain_decoding_alone(name: str) -> None:
     assert serve(engine_of(name), name, [4, 0, 3, 5, 2, 1]) == plain()
 
 
-def test_bits_in_bfloat16_are_those_without_drafts() -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_bits_in_narrow_weights_are_those_without_drafts(bits: int) -> None:
+    weights = PARAMS_16, BLOCK_PARAMS_16
+    if bits == 8:
+        weights = lm.models.quantize(PARAMS_16), lm.models.quantize(BLOCK_PARAMS_16)
     engine = engine_of("DSpark", model=TARGET_16, drafter=BLOCK_16)
-    wanted = serve(engine, "DSpark", [*range(6)], max_drafts=0)
-    assert serve(engine, "DSpark", [4, 0, 3, 5, 2, 1], preempting) == wanted
+    wanted = serve(engine, "DSpark", [*range(6)], weights=weights, max_drafts=0)
+    assert serve(engine, "DSpark", [4, 0, 3, 5, 2, 1], preempting, weights) == wanted
 
 
 @pytest.mark.parametrize("name", ["EAGLE-3", "n-grams"])
