@@ -37,7 +37,7 @@ test-long: .venv-test/installed  ## run the long tests that `make test` leaves o
 
 test-slow: .venv-test/installed  ## run what is left: more layouts, larger statistics, other projects' weights
 	@echo "test-slow: slow tests on the newest JAX"
-	@.venv-test/bin/python $(PYTEST) tests -m "slow and not gpu" -k "not without_end"
+	@.venv-test/bin/python $(PYTEST) tests -m "slow and not gpu and not aot" -k "not without_end"
 
 test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, long runs and what every JAX does alike
 	@echo "test-oldest: tests on the oldest JAX"
@@ -45,9 +45,10 @@ test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.1
 
 test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and look at what the programs take
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
-	@.venv-aot/bin/python $(PYTEST) -m aot tests/test_ahead_of_time.py
+	@.venv-aot/bin/python $(PYTEST) -m "aot and not slow" tests/test_ahead_of_time.py
 
 test-aot-all: .venv-aot/gpus  ## the same for every case, written to benchmarks/AHEAD_OF_TIME.md
+	@.venv-aot/bin/python $(PYTEST) -m "aot and slow" tests/test_ahead_of_time.py
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
 
 test-models: .venv-models/installed  ## models of other projects, from their own packages, with tiny random weights

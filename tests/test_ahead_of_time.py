@@ -49,6 +49,17 @@ BOUNDS = {
 `reads_listed` are those where the largest entries of rows decide all thresholds.
 """
 
+LATER = {
+    Case("v5e", kind="normalized"),
+    Case("v5e", kind="normalized", parts=4),
+    Case("v5e", rule="synthetic", kind="logits", processed=True),
+    Case("v5e", rule="greedy"),
+    Case("v5e", kind="probs"),
+    Case("v5e", kind="logits"),
+    Case("v5e", kind="probs", filtered=True),
+}
+"""Those whose reads and forms others of `BOUNDS` have: `make test-aot-all` compiles them."""
+
 SPLIT = [Case("v5e", function, parts=2, processed=True) for function in ADAPTERS]
 TOO_LARGE = Case("v5e", function="apply_penalties", batch=40_000)
 
@@ -60,9 +71,13 @@ def asks_cycles(case: Case) -> bool:
 
 def groups() -> list[list[Case]]:
     """Cases of one device that a process compiles: few, because no test may take five minutes."""
-    cases = sorted([*SPLIT, TOO_LARGE, *BOUNDS], key=lambda case: (case.device, asks_cycles(case)))
-    each = [list(of) for _, of in itertools.groupby(cases, lambda x: (x.device, asks_cycles(x)))]
-    return [alike[i : i + 7] for alike in each for i in range(0, len(alike), 7)]
+
+    def kind(case: Case) -> tuple[str, bool, bool]:
+        return case.device, asks_cycles(case), case in LATER
+
+    cases = sorted([*SPLIT, TOO_LARGE, *BOUNDS], key=kind)
+    each = [list(of) for _, of in itertools.groupby(cases, kind)]
+    return [alike[i : i + 5] for alike in each for i in range(0, len(alike), 5)]
 
 
 GROUP = {case: i for i, cases in enumerate(groups()) for case in cases}
@@ -75,9 +90,8 @@ def reports(group: int) -> dict[Case, dict[str, Any]]:
 
 
 def in_its_group(case: Case) -> Any:
-    return pytest.param(
-        case, marks=pytest.mark.xdist_group(f"programs {GROUP[case]}"), id=str(case)
-    )
+    marks = [pytest.mark.xdist_group(f"programs {GROUP[case]}")]
+    return pytest.param(case, marks=marks + [pytest.mark.slow] * (case in LATER), id=str(case))
 
 
 def report_of(case: Case) -> dict[str, Any]:
@@ -113,14 +127,16 @@ def test_temporaries_and_cycles_are_few_beside_one_read_of_the_logits(case):
 
 
 KERNEL = Case("b200", kind="normalized", batch=256, implementation="mosaic_gpu")
+BY_BLOCK = dataclasses.replace(KERNEL, rule="block")
+MAPPED = dataclasses.replace(KERNEL, ids="map")
 DRAFTING = dataclasses.replace(KERNEL, function="sample_draft_tokens", kind="none")
 MAIN_CASES = {
     KERNEL: 80,
     dataclasses.replace(KERNEL, rule="greedy", kind="none"): 56,
     dataclasses.replace(KERNEL, rule="synthetic"): 84,
-    dataclasses.replace(KERNEL, rule="block"): 85,
+    BY_BLOCK: 85,
     dataclasses.replace(KERNEL, kind="probs"): 72,
-    dataclasses.replace(KERNEL, ids="map"): 71,
+    MAPPED: 71,
     dataclasses.replace(KERNEL, ids="candidates"): 71,
     DRAFTING: 40,
     dataclasses.replace(DRAFTING, filtered=True): 64,
@@ -145,7 +161,7 @@ PRODUCTS = {
 }
 KERNELS = {
     "h200": ("sm_90a", MAIN_CASES | ATTENTIONS | PRODUCTS),
-    "b200": ("sm_100a", MAIN_CASES),
+    "b200": ("sm_100a", {case: MAIN_CASES[case] for case in (KERNEL, BY_BLOCK, MAPPED, DRAFTING)}),
     "b300": ("sm_103a", {KERNEL: 79}),
     "rtx6000": ("sm_120a", {KERNEL: 83}),
 }
