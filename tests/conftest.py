@@ -1,5 +1,6 @@
 """Settings for every test: strict JAX promotion, 8 CPU devices, reproducible hypothesis."""
 
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -10,6 +11,8 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+
+from jax_specdec import lm
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "build/programs"
@@ -115,6 +118,19 @@ def optimized() -> Iterator[None]:
     optimize(True)
     yield
     optimize(False)
+
+
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded pair are their first layers: the same code on programs that compile sooner."""
+    pair = []
+    for one in lm.load_embedded_pair():
+        config = dataclasses.replace(one.model.config, num_hidden_layers=1)
+        model = dataclasses.replace(one.model, config=config)
+        pair.append(
+            one._replace(model=model, params={**one.params, "layers": one.params["layers"][:1]})
+        )
+    monkeypatch.setattr(lm, "load_embedded_pair", lambda: tuple(pair))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -54,7 +54,7 @@ def test_inputs_on_listed_ids_are_those_of_all_ids(ids):
     np.testing.assert_allclose(scattered[2].sum(axis=1), 1, rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_chain_makes_every_call_on_the_last_ones_result():
     trips = 3
     case = Case("", 3, k=2, vocabulary=40, dtype="float32")

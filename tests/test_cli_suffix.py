@@ -25,7 +25,7 @@ def test_the_names_of_lookups_and_of_pairs() -> None:
         assert params[0] is None and params[1] is found[base].params
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_the_text_is_that_of_plain_decoding(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", PROMPT, "--draft", "suffix", "-n", "24", "--json"]

@@ -178,9 +178,9 @@ def test_the_first_page_decodes(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.strip() and 1 < float(tokens_per_target_pass) <= 5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_page_on_draft_budgets_plans_and_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_layer: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     scope = run_all("draft_budget")
@@ -190,7 +190,9 @@ def test_the_page_on_draft_budgets_plans_and_serves(
 
 
 @pytest.mark.long
-def test_getting_started_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+def test_getting_started_runs_from_top_to_bottom(
+    one_layer: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     first = blocks("getting_started")[:4]  # which asserts that greedy text is the plain one
     scope = run("".join(first), "getting_started")
     assert [len(completion) for completion in scope["output"].completions] == [60, 60]
@@ -211,7 +213,7 @@ def test_a_checkpoint_drafts_for_another(capsys: pytest.CaptureFixture[str]) -> 
 def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    real, *small = blocks("getting_started")[4:]
+    real = blocks("getting_started")[4]
     real = real.replace("Qwen2.5-7B", str(CHECKPOINTS / "qwen2"))
     scope = run(real.replace("max_new_tokens=64", "max_new_tokens=12"), "getting_started")
     printed = capsys.readouterr().out
@@ -222,8 +224,11 @@ def test_text_streams_with_a_tokenizer_and_is_that_of_generate(
     whole = tokenizer.decode(prompt + plain.completions[0])
     assert printed == whole[len(tokenizer.decode(prompt)) :] + "\n" != "\n"
 
+
+@pytest.mark.slow
+def test_texts_of_two_requests_stream_as_they_come(one_layer: None) -> None:
     names = "import jax_specdec as sd\nfrom jax_specdec import lm\n"
-    scope = run(names + "".join(small), "getting_started")
+    scope = run(names + "".join(blocks("getting_started")[5:]), "getting_started")
     output = lm.generate_plain(
         scope["target"], scope["params"], scope["prompts"], max_new_tokens=100
     )
@@ -322,7 +327,7 @@ def test_pictures_are_what_the_script_draws(
     assert drawn == {name: (DOCS / name).read_text("utf-8") for name in drawn}, again
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_the_demo_is_what_make_demo_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text, its colours and the table, all but the tokens per second and their ratio."""

@@ -213,7 +213,7 @@ def test_what_jax_draws_for_a_batch_is_not_lossless():
 # The loop.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_the_loop_gives_each_request_the_tokens_of_its_key():
     """Against one request at a time by `rejection_sample`, with ``fold_in(key, b)``."""
@@ -285,7 +285,7 @@ def alone(seed: int) -> list[int]:
     return served({2: (jax.random.key(seed, impl=OTHER), PROMPT, BUDGET)})[2]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_request_of_the_engine_gets_what_it_gets_alone():
     together = served(

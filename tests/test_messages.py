@@ -307,7 +307,7 @@ def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
 PLAIN = {"one number": lambda x: float(x[0]), "a list": lambda x: x.tolist()}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("form", PLAIN)
 def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> None:
     plain = PLAIN[form]

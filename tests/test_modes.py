@@ -137,7 +137,10 @@ CALLS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize(
     "name", [x if x == "drafting" else pytest.param(x, marks=pytest.mark.slow) for x in CALLS]
 )
-@pytest.mark.parametrize("mode", [lambda: jax.enable_x64(True), jax.disable_jit])
+@pytest.mark.parametrize(
+    "mode",
+    [lambda: jax.enable_x64(True), pytest.param(jax.disable_jit, marks=pytest.mark.slow)],
+)
 def test_tokens_are_the_same_in_64_bit_mode_and_where_nothing_is_compiled(mode, name):
     call = CALLS[name]
     expected = call()

@@ -15,6 +15,8 @@ from nbclient.exceptions import CellExecutionError
 ROOT = Path(__file__).parents[1]
 RUNNER = runpy.run_path(str(ROOT / "tools/run_notebooks.py"))
 
+long = pytest.mark.long
+
 # What must hold after the last cell, in the notebook's own names.
 CLAIMS = {
     "quickstart": """
@@ -107,10 +109,15 @@ def smaller(notebook: nbformat.NotebookNode, replace: dict[str, str]) -> None:
             cell.source = cell.source.replace(old, new)
 
 
-# Synthetic acceptance, which compiles most, has its claims in default tests too.
-@pytest.mark.long
+# The others' code is that of pages and tests, but for what they draw.
 @pytest.mark.parametrize(
-    "path", [x for x in RUNNER["NOTEBOOKS"] if x.stem in SMALLER], indirect=True
+    "path",
+    [
+        pytest.param(x, marks=long if x.stem == "rejection_sampling" else pytest.mark.slow)
+        for x in RUNNER["NOTEBOOKS"]
+        if x.stem in SMALLER
+    ],
+    indirect=True,
 )
 def test_a_notebook_runs_in_a_clean_kernel_and_its_claims_hold(
     path: Path, notebook: nbformat.NotebookNode

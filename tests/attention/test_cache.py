@@ -87,7 +87,9 @@ MORE_PAGES = *PAGES, (48, "random"), (192, "reversed")
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize("name", OF_KERNEL)
+@pytest.mark.parametrize(
+    "name", ["two splits", "large heads", pytest.param("a window", marks=pytest.mark.slow)]
+)
 def test_every_layout_is_the_oracle_in_the_interpreted_kernel(name: str) -> None:
     case = OF_KERNEL[name]
     pages = MORE_PAGES[2:3] if name == "two splits" else PAGES[:1]

@@ -176,7 +176,7 @@ def test_a_row_is_masked_unless_no_allowed_token_is_known() -> None:
     assert nobody.process_logits(logits).tolist() == logits.tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 9, SIZE - K])
 def test_a_lone_request_gets_the_same_drafts_where_its_tokens_are_read_with_a_second_row(length):
     token_ids, lengths = buffers([list(range(length))])

@@ -156,6 +156,7 @@ PERMUTED = np.array([3, 0, 6, 2, 5, 1, 4])
 MODEL = tiny.Trigram(V)
 
 
+@pytest.mark.slow
 def test_the_target_in_another_order_has_everything_accepted():
     """Candidates of a map."""
     drafter = lm.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V)

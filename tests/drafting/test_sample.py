@@ -207,7 +207,7 @@ def test_drafts_share_no_noise_with_the_check():
     assert independence(shared, noise.accept[:, 0]) < CONTROL
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_by_agreement_the_target_as_drafter_is_always_right():
     """Also over a map in another order."""
     k, batch, vocab = 2, 12, 4099  # three tiles
@@ -291,7 +291,7 @@ def test_shared_noise_agrees_as_often_as_one_race():
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize("rule", ["standard", "agreement"])
+@pytest.mark.parametrize("rule", ["standard", pytest.param("agreement", marks=pytest.mark.slow)])
 def test_split_logits_give_the_tokens_of_whole_ones(rule):
     batch, vocab = 8, 24
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("vocab",))

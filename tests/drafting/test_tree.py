@@ -185,6 +185,7 @@ def likeliest_and_chain(
     return found, chain.token_ids
 
 
+@pytest.mark.slow
 def test_one_offset_is_that_of_all_rows() -> None:
     rng = np.random.default_rng(4)
     logits = rng.normal(size=(BATCH, ROWS, 5000)).astype(np.float32)
@@ -212,7 +213,7 @@ def test_xla_compiles_the_level_of_a_lone_request_without_complaint(
     assert "circular" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("size", [300, "map"])
+@pytest.mark.parametrize("size", [300, pytest.param("map", marks=pytest.mark.slow)])
 def test_the_likeliest_token_is_the_draft_of_a_chain(size: int | str) -> None:
     rng, ids = np.random.default_rng(0), None
     vocab_size = 5000 if size == "map" else size
@@ -233,6 +234,7 @@ def test_the_likeliest_token_is_the_draft_of_a_chain(size: int | str) -> None:
     assert (count[is_free] == 8).all() and is_free.any()
 
 
+@pytest.mark.slow
 def test_processors_come_before_scores() -> None:
     rng = np.random.default_rng(2)
     ids = jnp.asarray(rng.permutation(5000)[:700].astype(np.int32))
@@ -395,7 +397,7 @@ def test_a_block_heads_tree_has_the_paths_with_the_best_scores(
     ("kind", "method"),
     [
         ("DFlash", "greedy"),
-        ("map", "probabilistic"),  # a map of a DSpark head
+        pytest.param("map", "probabilistic", marks=pytest.mark.slow),  # of a DSpark head
     ],
 )
 def test_the_first_child_of_each_node_of_a_chain_is_its_draft(kind: str, method: Any) -> None:
@@ -418,6 +420,7 @@ def test_the_first_child_of_each_node_of_a_chain_is_its_draft(kind: str, method:
     assert (followed > 0.9 * REQUESTS).all(), followed
 
 
+@pytest.mark.slow
 def test_more_candidates_than_nodes_of_a_tree() -> None:
     head, params, _ = test_block.head_of("DSpark")
     drafter = lm.BlockDrafter(head, tree_depth=DEPTH, num_candidates=SIZE)
@@ -443,6 +446,7 @@ def test_bias_that_leaves_nothing_or_is_no_number_leaves_scores_in_order() -> No
     np.testing.assert_allclose(np.exp(found.scores[0, 3]), weights / weights.sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_candidates", [None, 2])
 def test_a_tree_depends_on_its_own_request_alone(num_candidates: int | None) -> None:
     head, params, _ = test_block.head_of("DSpark")
@@ -457,6 +461,7 @@ def test_a_tree_depends_on_its_own_request_alone(num_candidates: int | None) -> 
     assert (after.token_ids[1::2] == -1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "count"), [(1, 8), (3, 1)])
 def test_the_smallest_trees(depth: int, count: int) -> None:
     head, params, _ = test_block.head_of("DSpark")

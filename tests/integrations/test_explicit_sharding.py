@@ -57,7 +57,7 @@ def placed(batch: Batch) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (put(logits, "data", "tensor"), drafts, put(noise, "data")), named
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_filtered_requests_at_top_level_gather_no_row():
     positional, named = placed(dense(0))
     call = jitted(sd.testing.rejection_sample_with_noise).lower(*positional, **named).compile()
@@ -107,7 +107,7 @@ def test_requests_over_data_in_shard_map_give_the_oracles_tokens():
         assert (np.isfinite(logprobs) == (output.token_ids >= 0)).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_part_of_the_requests_gives_what_all_do():
     def part(logits, ids, keys, positions):
         return sd.rejection_sample(

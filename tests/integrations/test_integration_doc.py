@@ -128,7 +128,7 @@ def test_the_loop_emits_what_plain_decoding_emits():
     np.testing.assert_allclose(tokens_per_pass(scope)[:2], [3.3, 3.8], atol=0.05)  # as it says
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_target_that_drafts_for_itself_has_everything_accepted():
     """With fewer drafts, which is enough for a draft pass after the first."""
@@ -204,7 +204,7 @@ def test_trees_over_pages_emit_what_plain_decoding_emits() -> None:
     assert scope["stats"].tokens_per_target_pass > 1.5
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_over_pages_a_target_that_drafts_for_itself_has_everything_accepted() -> None:
     scope = run_paged({PAIR: FOR_ITSELF} | CHAINS)

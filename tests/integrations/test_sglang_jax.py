@@ -152,7 +152,7 @@ def test_hidden_states_are_gathered_on_an_explicit_mesh():
         assert (rows[last:] == states[b, last]).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_inside_shard_map_places_are_those_of_the_part():
     positional, named = placed()

@@ -161,7 +161,7 @@ def test_raw_keys_are_the_same_keys(impl):
         np.testing.assert_array_equal(found[1], want[1])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_parameter_for_all_requests_is_that_of_each():
     given, keys = small(3), jax.random.key_data(jax.random.key(5, impl="rbg"))
     want = FLAT(**given | dict(top_p=np.full(3, 0.9, np.float32)), keys=keys)

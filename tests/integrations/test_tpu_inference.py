@@ -236,7 +236,7 @@ def test_requests_over_data_and_vocabulary_over_tensor_fit(axis_type, with_bonus
     check_parts(parts, positional, call(logits, *rest, **named))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_in_shard_map_each_part_is_a_batch():
     mesh = mesh_of(AxisType.Auto)

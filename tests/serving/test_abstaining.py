@@ -63,7 +63,7 @@ def test_a_pass_without_drafts_is_narrow_for_one_request() -> None:
     assert output.completions == [[1, 4, 1, 1, 4, 4]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_tokens_and_log_probabilities_are_those_of_wide_passes() -> None:
     # A table sums no floats, so nothing may differ by a bit.
     rng = np.random.default_rng(0)

@@ -116,7 +116,7 @@ def test_generate_gives_the_text_of_plain_decoding():
     assert output.steps.num_accepted.sum() > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_engines_give_it_whatever_the_traffic_and_who_is_preempted():
     budget = (0, 2)
     engine = dataclasses.replace(

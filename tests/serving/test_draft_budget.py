@@ -173,7 +173,7 @@ def test_a_fixed_choice_drafts_though_it_does_not_pay():
     assert not lm.DraftChoice((0,), [0.1, 0.1], lm.StepCosts(SLOTS, (0,), (1.0,))).is_loss
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_of_a_lookup_what_was_accepted_counts_and_not_what_it_expects():
     engine = dataclasses.replace(engines.LOOKUP, drafter=lm.SuffixDrafter(min_match=1))
     driver = engines.driver_of(dataclasses.replace(engine, draft_budget=(2,)))
@@ -191,7 +191,7 @@ def test_of_a_lookup_what_was_accepted_counts_and_not_what_it_expects():
     assert 0 < accepted[0] < visited[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_beside_a_grammar_a_lookup_that_does_not_pay_drafts_nothing():
     agreement = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
     engine = dataclasses.replace(engines.LOOKUP, config=agreement, draft_budget=(0, 2))

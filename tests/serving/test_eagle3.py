@@ -212,7 +212,7 @@ def rates(output: lm.GenerateOutput) -> float:
     return float(output.steps.num_accepted.sum() / output.steps.num_proposed.sum())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampled_text_is_distributed_as_the_targets_whatever_the_map() -> None:
     right = rolled()
     shifted = rolled(target_ids=(skipping()[1]["target_ids"] + 1) % VOCAB)

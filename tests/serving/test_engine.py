@@ -403,7 +403,7 @@ def operations(program: str, size: str) -> set[str]:
     return set(re.findall(rf"= \(?\w+\[{size}\]\S* ([a-z-]+)\(", program))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_no_compiled_loop_copies_anything_of_the_stores_size():
     vocab_size, narrow, k = 4096, 4095, 16
     params, draft_params = jnp.linspace(-1, 1, vocab_size), jnp.linspace(-1, 1, narrow)

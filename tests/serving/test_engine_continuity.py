@@ -723,7 +723,7 @@ def fuzz(seed: int, count: int) -> None:
 
 
 def test_fuzz_of_traffic_with_a_fixed_seed() -> None:
-    fuzz(12, count=30)
+    fuzz(12, count=15)
 
 
 @pytest.mark.slow

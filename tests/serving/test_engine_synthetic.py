@@ -130,7 +130,7 @@ def assert_follows(accepted: np.ndarray, rates: tuple[float, ...]) -> None:
     assert max(off.values()) <= SIGMA, off
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_measured_rates_and_length_are_those_of_the_schedule():
     for temperature, rows in serve().items():
         proposed, accepted, kept = rows.T

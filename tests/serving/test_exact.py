@@ -117,12 +117,15 @@ def dropping(driver: lm.EngineDriver, step: int) -> None:
         driver._is_whole = False
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name",
+    ["EAGLE-3", "n-grams", *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", "both"))],
+)
 def test_bits_are_those_of_plain_decoding_alone(name: str) -> None:
     assert serve(engine_of(name), name, [4, 0, 3, 5, 2, 1]) == plain()
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("bits", [pytest.param(16, marks=pytest.mark.slow), 8])
 def test_bits_in_narrow_weights_are_those_without_drafts(bits: int) -> None:
     weights = PARAMS_16, BLOCK_PARAMS_16
     if bits == 8:
@@ -165,8 +168,8 @@ def test_bits_stay_beside_and_under_a_grammar() -> None:
 
 
 def test_bits_stay_with_a_budget_and_limits_of_drafts() -> None:
-    engine = engine_of("EAGLE-3", draft_budget=(0, 1, K), max_drafts_by_length=((20, 2), (40, 0)))
-    numbers = iter([0, K, 1] * 100)
+    engine = engine_of("EAGLE-3", draft_budget=(0, K), max_drafts_by_length=((20, 2), (40, 0)))
+    numbers = iter([0, K, K] * 100)
     driver_step = lm.DraftChoice.next
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lm.DraftChoice, "next", lambda self: next(numbers))
@@ -174,19 +177,23 @@ def test_bits_stay_with_a_budget_and_limits_of_drafts() -> None:
     assert lm.DraftChoice.next is driver_step
 
 
-@pytest.mark.parametrize(("rule", "temperature"), [("standard", 0.0), ("agreement", 0.8)])
-def test_generate_is_generate_plain(rule: Any, temperature: float) -> None:
+@pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("n-grams", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("rule", "temperature"),
+    [pytest.param("standard", 0.0, marks=pytest.mark.slow), ("agreement", 0.8)],
+)
+def test_generate_is_generate_plain(rule: Any, temperature: float, name: str) -> None:
     config = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method=rule)
     given: dict[str, Any] = dict(
         config=config, max_new_tokens=20, temperature=temperature, exact=True
     )
     wanted = lm.generate_plain(TARGET, PARAMS, PROMPTS, **given).completions
-    for name in ("EAGLE-3", "n-grams"):
-        drafter, params = DRAFTERS[name]
-        found = lm.generate(TARGET, PARAMS, PROMPTS, drafter=drafter, draft_params=params, **given)
-        assert found.completions == wanted, name
+    drafter, params = DRAFTERS[name]
+    found = lm.generate(TARGET, PARAMS, PROMPTS, drafter=drafter, draft_params=params, **given)
+    assert found.completions == wanted
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_says_true(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "exact.md").read_text("utf-8")
     code = "".join(part.partition("```")[0] for part in page.split("```python\n")[1:])
@@ -211,7 +218,10 @@ def fault_read_as_prompt(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lm.EngineDriver, "_is_repeated", lambda self, options: False)
 
 
-@pytest.mark.parametrize("fault", [fault_narrow, fault_chunks, fault_read_as_prompt])
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(fault_narrow, marks=pytest.mark.slow), fault_chunks, fault_read_as_prompt],
+)
 def test_bits_show_a_planted_fault(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     num_slots = 1 if fault is fault_narrow else 2  # one row alone is a sum, not a product
     wanted = plain(num_slots)

@@ -365,7 +365,7 @@ def test_forced_drafts_come_in_the_first_step_and_keep_to_limits() -> None:
         assert [len(update.token_ids) for update in one.updates] == sizes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar() -> None:
     driver, prompt = engines.driver_of(engines.BUDGETED), [1, 4, 0]
     for _ in range(5000):

@@ -73,6 +73,7 @@ def score(model: lm.models.CausalModel, params: Any, tokens: jax.Array) -> jax.A
     return run_pass(model, params, tokens, start, model.init_cache(batch, length)).logits
 
 
+@pytest.mark.slow
 def test_plain_decoding_emits_the_argmax_of_a_full_pass():
     # By induction over the completion this is the loop that scores the whole sequence anew for
     # every token.

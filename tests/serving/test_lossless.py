@@ -83,7 +83,7 @@ def draft_table(vocab_size: int = VOCAB) -> jax.Array:
     return jnp.asarray((0.6 * TARGET + 0.6 * other)[:, :, :vocab_size])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampled_drafts_of_a_few_candidates_are_lossless():
     output = sampled(lm.ModelDrafter(tiny.Trigram(VOCAB), num_candidates=2), draft_table())
     assert_some_accepted(output)

@@ -74,7 +74,7 @@ def test_a_limit_is_the_same_on_the_host_and_on_the_device() -> None:
         assert [SHORTER.most_drafts(one, length) for one in options] == wanted
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sampled_text_keeps_its_law_with_limits_and_a_budget() -> None:
     """Limits that differ by request, beside numbers that the load decides."""
     costs = lm.StepCosts(64, (0, 1, 2), (1.0, 1.1, 1.3))
@@ -115,7 +115,7 @@ def test_generate_without_drafts_is_plain_decoding() -> None:
         lm.generate(*given, **drafting, **asked)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_generate_keeps_to_the_limits_of_a_batch() -> None:
     model, (params, draft_params) = tiny.Trigram(VOCAB), engines.TABLES
     prompts, limits = [[1, 2], [3], [4, 4, 1], [0]], (None, 0, 1, 2)

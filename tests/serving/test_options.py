@@ -326,7 +326,7 @@ def test_a_field_out_of_range_is_refused(error: type[Exception], name: str, valu
         lm.RequestOptions(**{name: value})
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_extremes_that_are_taken_are_served() -> None:
     """At their ends, together, and where float32 is 0."""
     tiny_top_p, least = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).min)

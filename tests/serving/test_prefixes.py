@@ -116,8 +116,8 @@ NEXT = ids("\n\ndef split(path):\n    ")
 GREEDY = dict(max_new_tokens=20)
 SAMPLED = dict(max_new_tokens=20, temperature=0.8, seed=7)
 DRAFTERS = [
-    "EAGLE-3", *(pytest.param(x, marks=pytest.mark.long)
-                 for x in ("model", "DSpark", "tree", "n-grams", "both"))
+    "EAGLE-3", *(pytest.param(x, marks=pytest.mark.long) for x in ("tree", "both")),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", "DSpark", "n-grams")),
 ]  # fmt: skip
 
 
@@ -135,7 +135,7 @@ def test_conversations_that_branch_are_as_if_read_anew(name: str) -> None:
     assert 220 < stats.num_reused_tokens < stats.num_prompt_tokens
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("model", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("model", marks=pytest.mark.slow)])
 def test_requests_beside_each_other_share_one_prefix(name: str) -> None:
     """One reads it; rows are copied; one is cancelled, one preempted, and goes on from its own."""
     driver = driver_of(name)
@@ -153,7 +153,7 @@ def test_requests_beside_each_other_share_one_prefix(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["EAGLE-3", "n-grams"])
+@pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("n-grams", marks=pytest.mark.slow)])
 def test_an_exact_engine_has_the_same_bits(name: str) -> None:
     driver = driver_of(name, exact=True, logprobs=sd.LogprobsConfig())
     one = assert_as_fresh(driver, dict(prompt=BEGIN) | SAMPLED, least=0)
@@ -316,8 +316,8 @@ def text_of(engine: lm.Engine, **request: Any) -> list[int]:
     ("seed", "ahead", "within"),
     [
         (0, 1, False),
-        *(pytest.param(i, i % 3, i > 3, marks=pytest.mark.long) for i in (2, 4)),
-        *(pytest.param(i, i % 3, i > 3, marks=pytest.mark.slow) for i in (1, 3, 5, 6)),
+        pytest.param(4, 1, True, marks=pytest.mark.long),
+        *(pytest.param(i, i % 3, i > 3, marks=pytest.mark.slow) for i in (1, 2, 3, 5, 6)),
     ],
 )
 def test_conversations_at_random(seed: int, ahead: int, within: bool) -> None:
@@ -325,7 +325,7 @@ def test_conversations_at_random(seed: int, ahead: int, within: bool) -> None:
     driver.warm_up()
     alone(driver, ASKED)
     with engines.compilations() as names:
-        served(seed, 40, driver)
+        served(seed, 15 if within else 40, driver)
     assert not names, "all was compiled by warm_up"
     stats = driver.serving_stats()
     assert stats.num_reused_tokens > stats.num_prompt_tokens / 8

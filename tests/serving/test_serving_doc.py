@@ -19,7 +19,7 @@ def run(block: int) -> dict[str, object]:
 
 
 @pytest.mark.long
-def test_the_driver_on_the_page_serves_every_prompt(capsys):
+def test_the_driver_on_the_page_serves_every_prompt(one_layer, capsys):
     texts = run(0)["texts"]
     assert len(texts) == 5
     for tokens in texts.values():

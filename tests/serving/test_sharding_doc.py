@@ -30,8 +30,8 @@ def run(block: int) -> dict[str, object]:
     return scope
 
 
-@pytest.mark.long
-def test_the_program_on_the_page_decodes_over_all_devices(monkeypatch, capsys):
+@pytest.mark.slow
+def test_the_program_on_the_page_decodes_over_all_devices(one_layer, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["program.py"])
     scope = run(0)
     assert scope["mesh"].devices.size == 8

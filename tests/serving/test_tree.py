@@ -307,7 +307,7 @@ def test_chains_of_a_grammar_teach_nothing_of_the_ranks_of_trees() -> None:
     assert not driver.state.estimator.offered.any()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_verification_alone_is_a_plain_step_or_one_of_chains() -> None:
     """Drafts of the caller's own, without parents, follow one another."""
     driver = engines.driver_of(ENGINE, engines.TABLES[0], peeking().params)
@@ -423,7 +423,7 @@ def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
 # What a budget goes by
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rates_are_those_of_the_ranks() -> None:
     """By the plans and the texts: which drafts of a request were accepted in each of its steps."""
     engine = dataclasses.replace(ENGINE, draft_budget=BUDGET)
@@ -464,7 +464,7 @@ def test_a_choice_adds_the_rates_of_ranks(rates: list[float], best: int) -> None
     assert lm.DraftChoice((0, 2, 4), rates, COSTS, has_trees=True).best == best
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_choice_learns_at_which_rank_drafts_are_accepted() -> None:
     """Trees whose fourth draft is the next token, and no other: three drafts are worth nothing."""
     texts = np.full((PLANS, engines.LONGEST), -1, np.int32)

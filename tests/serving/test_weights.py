@@ -189,7 +189,7 @@ def test_caches_are_read_again_or_stay() -> None:
     assert texts[True] != texts[False]
 
 
-@pytest.mark.parametrize("where", [None, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("where", [None, pytest.param(1, marks=pytest.mark.slow)])
 def test_nothing_is_compiled_after_warm_up(where: int | None) -> None:
     device = None if where is None else jax.devices()[where]
     driver = driver_of(TABLE, *jax.device_put((TARGET, DRAFT), device), max_steps_ahead=1)
@@ -233,7 +233,7 @@ def test_a_history_stays_or_begins_with_what_is_given() -> None:
     assert history_of(driver) == [*text, -1]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_loop_of_the_page_shows_a_drafter_that_was_not_told(
     optimized: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,7 +360,7 @@ def test_what_cannot_take_the_place_of_the_weights_is_refused(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reread", [True, False])
+@pytest.mark.parametrize("reread", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_an_interrupt_at_any_line_leaves_the_old_weights_or_the_new(reread: bool) -> None:
     epochs = set()
     for line in range(1, 1000):

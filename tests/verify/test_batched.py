@@ -40,7 +40,10 @@ def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(vocab=2049, **BIG, kind="logits", has_active=True, has_filters=True),
+        pytest.param(
+            Layout(vocab=2049, **BIG, kind="logits", has_active=True, has_filters=True),
+            marks=pytest.mark.slow,
+        ),
         Layout(vocab=97, **BIG, kind="probs", block=True, has_bonus=True),
     ],
     ids=str,
@@ -116,7 +119,7 @@ def test_a_thousand_requests_get_the_tokens_of_one_after_another():
     assert found.status.tolist() == wanted.status.tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_temporaries_are_linear_in_requests():
     sizes = [
         compiled_for(count, "cuda").memory_analysis().temp_size_in_bytes for count in (1_000, 8_000)

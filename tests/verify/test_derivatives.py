@@ -83,7 +83,7 @@ def test_a_policy_gradient_is_that_of_constant_tokens(form: Any, rule: str, kind
     assert not any(np.any(x) for x in others)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_they_are_zero_forward_and_of_a_batch_of_losses() -> None:
     draw = functools.partial(sample, "block", "cuda", "normalizers")
     temperature = TEMPERATURE + 0.5

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "draft_distributions.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE)[1:]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_code_on_the_page_runs():
     scope: dict = {}
     for block in BLOCKS[:2]:

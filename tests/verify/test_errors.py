@@ -294,7 +294,7 @@ def test_the_value_that_is_wrong_is_named(kind, changes, named):
             call(arguments(kind, changes))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     ["none", *(pytest.param(x, marks=pytest.mark.slow) for x in ("logits", "map", "candidates"))],

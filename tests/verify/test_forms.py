@@ -80,8 +80,13 @@ ONE_LAYOUT = Layout(
     "layout",
     [
         ONE_LAYOUT,
-        Layout(vocab=2049, **MANY, kind="probs", block=True, has_bonus=True),
-        Layout(vocab=2049, **MANY, agreement=True, has_filters=True, has_bitmask=True),
+        *[
+            pytest.param(Layout(vocab=2049, **MANY, **options), marks=pytest.mark.slow)
+            for options in (
+                dict(kind="probs", block=True, has_bonus=True),
+                dict(agreement=True, has_filters=True, has_bitmask=True),
+            )
+        ],
     ],
     ids=str,
 )

@@ -79,7 +79,7 @@ def test_a_race_gives_the_tokens_of_the_oracle(ids):
     agree_on(ids, RACE, XLA)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_read_at_once_give_the_tokens_of_the_oracle():
     agree_on(*GRID[6], all_at_once)
 
@@ -102,7 +102,7 @@ def test_a_split_vocabulary_gives_the_tokens_of_the_oracle():
     agree_on("candidates", layout, over(8), range(8))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_requests_split_over_an_axis_give_the_oracles_tokens():
     layout = Layout(vocab=5000, **EVEN, kind="logits", has_valid=True)
     dense = [even_batch(layout, seed) for seed in range(8)]
@@ -208,7 +208,7 @@ def test_a_tile_with_mass_by_rounding_alone_is_passed_over():
 # Memory.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ids", "length", "form"),
     [("map", 32000, "cpu"), pytest.param("candidates", 32, "cuda", marks=pytest.mark.slow)],

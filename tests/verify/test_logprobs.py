@@ -202,7 +202,7 @@ def check_thresholds(batch: Batch, output: sd.RejectionSampleOutput, function: A
 
 FORMS = [
     pytest.param(token_logprobs, id="cpu"),
-    pytest.param(by_offset, id="elsewhere", marks=pytest.mark.long),
+    pytest.param(by_offset, id="elsewhere", marks=pytest.mark.slow),
     pytest.param(split, id="split", marks=pytest.mark.long),
 ]
 
@@ -241,8 +241,8 @@ def test_a_trainer_finds_what_was_kept(function: Any) -> None:
     ("rule", "function"),
     [
         (dict(), token_logprobs),
-        pytest.param(dict(block=True), by_offset, marks=pytest.mark.long),
-        pytest.param(dict(agreement=True, kind="none"), split, marks=pytest.mark.long),
+        pytest.param(dict(block=True), by_offset, marks=pytest.mark.slow),
+        pytest.param(dict(agreement=True, kind="none"), split, marks=pytest.mark.slow),
         pytest.param(dict(rates=RATES), token_logprobs, marks=pytest.mark.long),
     ],
     ids=["standard", "block", "agreement", "synthetic"],

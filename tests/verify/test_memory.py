@@ -52,8 +52,10 @@ def temporary_rows(
     ("rule", "dtype", "kind", "b"),
     [
         ({}, "bfloat16", "logits", 8),
-        ({"rejection_sample_method": "block"}, "float32", "logits", 8),
-        (SYNTHETIC, "float32", "probs", 8),
+        pytest.param(
+            {"rejection_sample_method": "block"}, "float32", "logits", 8, marks=pytest.mark.slow
+        ),
+        pytest.param(SYNTHETIC, "float32", "probs", 8, marks=pytest.mark.slow),
     ],
 )
 def test_temporaries_are_two_rows_however_many_requests(rule, dtype, kind, b):
@@ -62,7 +64,8 @@ def test_temporaries_are_two_rows_however_many_requests(rule, dtype, kind, b):
     assert used < 2.1, f"{used:.2f} rows"
 
 
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_calls_under_vmap_do_not_copy_the_rows_that_they_share(platform):
     b, mapped = 8, 16
     rows = shape(b * (K + 1), VOCAB)

@@ -115,7 +115,7 @@ def test_gives_the_tokens_of_the_oracle(layout):
     agrees(layout, alone)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from():
     layout, rng, found = TILES, np.random.default_rng(8), set()
@@ -268,7 +268,7 @@ def test_edges_come_out_as_by_hand(name):
         assert emitted in possible
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_request_sees_all_before_it_whose_rows_it_would_share():
     index = np.arange(SMALL.num_requests + 1)

@@ -36,6 +36,7 @@ ALONE = few(GIVEN_BONUS, num_requests=1, num_drafts=4)
 watched = interpreted(TWO, detect_races=True)  # a race is an error
 
 
+@pytest.mark.slow
 def test_tokens_are_the_oracles_and_nothing_being_filled_is_read():
     """Neither slots of exchanges nor rows that are copied."""
     agrees(ALONE, watched, range(12))
@@ -46,6 +47,7 @@ def test_entries_far_from_drafts_with_distributions_are_summed_too():
         assert answers([middle], ALONE, watched) == possible
 
 
+@pytest.mark.slow
 def test_a_wrong_phase_is_noticed(monkeypatch):
     monkeypatch.setattr(cluster, "parity_of", lambda round: round & 0)  # right in two rounds
     layout, ids = few(LAYOUTS[0]), [3, 5, 7, 9]  # all are kept: a round for each of five rows

@@ -129,10 +129,12 @@ def bad_maps(verifier: Any) -> None:
         assert (output.status == status).all()
 
 
+@pytest.mark.slow
 def test_a_row_that_lists_an_id_twice_or_one_that_is_none_is_bad():
     bad_lists(alone)
 
 
+@pytest.mark.slow
 def test_what_is_left_on_many_candidates_of_a_tile_is_drawn_from():
     rng, found = np.random.default_rng(5), []
     for seed in range(10):

@@ -62,7 +62,7 @@ COLD = [
 # The standard rule, a row at a time: see the chi-square tests.
 @pytest.mark.parametrize(
     ("layout", "verifier"),
-    [(COLD[1], XLA), (COLD[0], all_at_once)],
+    [pytest.param(COLD[1], XLA, marks=pytest.mark.slow), (COLD[0], all_at_once)],
     ids=["block, lazy", "standard, all at once"],
 )
 def test_cold_requests_get_the_tokens_of_the_oracle(layout, verifier):

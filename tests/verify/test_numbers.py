@@ -122,7 +122,7 @@ def test_tokens_are_those_of_the_oracle(where, verifier, seeds):
 FLAT = {"lazy": layout(262147, "probs"), "all at once": layout(2**17)}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verifier", [x if x == "lazy" else pytest.param(x, marks=pytest.mark.slow) for x in VERIFIERS]
 )

@@ -56,7 +56,7 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        ("in order", LAYOUT),
+        pytest.param("in order", LAYOUT, marks=pytest.mark.slow),
         ("at once", WITHOUT_BONUS_ROWS),
         pytest.param("kernel", LAYOUT, marks=pytest.mark.slow),
     ],

@@ -47,6 +47,8 @@ FILTERED = Layout(
     vocab=2600, vocab_size=2500, **BIG, **FILTERS, **HALF, kind="relative", draft_vocab=2049
 )
 
+WHOLE_DRAFTS = Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", draft_vocab=4741)
+
 
 # Every kind of draft distribution, split and whole; parts smaller and larger than a tile, tiles
 # that parts cut; vocabularies that are padded to divide.
@@ -55,14 +57,11 @@ FILTERED = Layout(
     [
         (8, CUT),
         *[
-            pytest.param(parts, layout, marks=long)
-            for parts, layout in [
-                (
-                    2,
-                    Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", draft_vocab=4741),
-                ),
-                (8, FILTERED),
-                (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True)),
+            pytest.param(parts, layout, marks=marks)
+            for parts, layout, marks in [
+                (8, FILTERED, slow),
+                (2, WHOLE_DRAFTS, slow),
+                (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True), long),
             ]
         ],
     ],
@@ -79,7 +78,9 @@ OTHER = dataclasses.replace(FILTERED, vocab=2608)  # a constant is no part of wh
 
 
 @long
-@pytest.mark.parametrize(("layout", "most"), [(GATHERED, 2**23), (OTHER, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "most"), [pytest.param(GATHERED, 2**23, marks=slow), (OTHER, 0)], ids=str
+)
 def test_a_form_for_gpus_gives_the_tokens_of_the_oracle(layout, most, monkeypatch):
     """With the rows gathered first, and split."""
     monkeypatch.setattr(sharding, "MOST_GATHERED", most)
@@ -213,7 +214,7 @@ def in_shard_map(layout: Layout, *, draft_spec: P, check_vma: bool):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("draft_vocab", "draft_spec"),
-    [(None, P(None, "v")), (9, P())],  # narrower than a part, and whole
+    [(None, P(None, "v")), pytest.param(9, P(), marks=slow)],  # narrower than a part, and whole
 )
 def test_a_call_inside_shard_map_gives_the_oracles_tokens(draft_vocab, draft_spec):
     layout = Layout(vocab=96, **BIG, kind="logits", draft_vocab=draft_vocab, vocab_size=90)
@@ -330,7 +331,7 @@ def test_three_small_collectives_and_no_copy_of_logits(method):
     assert used < 1.5 * (b * (k + 1) * v // 8 * 4), f"{used} bytes"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_filters_exchange_sums_and_no_row():
     """16 bits of a threshold, four at a time: at most 15 sums of each row in each exchange."""
     b, k, v = 16, 4, 32000

@@ -248,7 +248,7 @@ def test_a_mistake_is_noticed(kind, mistake):
         check_lossless(decode(kind, seed=1, **mistake))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")  # it runs longer than it compiles
 def test_races_in_two_levels_draw_from_the_row():
     """Three tiles; in each an id with a quarter of it, and one of the very least in each tail."""

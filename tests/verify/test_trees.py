@@ -40,10 +40,10 @@ class Trees:
     filters: dict[str, Any]
     temperature: np.ndarray
 
-    def verify(self, **changed: Any) -> sd.RejectionSampleOutput:
+    def verify(self, by: Any = None, **changed: Any) -> sd.RejectionSampleOutput:
         sampling = sd.SamplingParams(self.temperature, **self.filters)
         arrays = dict(logits=self.logits, drafts=self.drafts, noise=self.noise) | changed
-        return jitted(**arrays, sampling=sampling, **self.given)
+        return (by or jitted)(**arrays, sampling=sampling, **self.given)
 
     def oracle(self) -> reference.ReferenceOutput:
         return reference.rejection_sample(
@@ -162,7 +162,7 @@ def test_gives_the_tokens_and_the_path_of_the_oracle(platform):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_a_chain_with_parents_is_the_chain_to_the_last_bit(platform):
     rng = np.random.default_rng(0)
     for seed in range(6):
@@ -203,13 +203,11 @@ def test_a_mesh_changes_nothing():
     """The vocabulary in two parts, the requests in two."""
     mesh = jax.make_mesh((2, 2), ("b", "v"), devices=jax.devices("cpu")[:4])
     split = sd.VerifySharding(mesh, vocab_axis="v", batch_axis="b")
+    over_mesh = jax.jit(functools.partial(jitted.__wrapped__, sharding=split))
     for seed in range(3):
         batch = random_trees(seed, is_dense=True)
-        sampling = sd.SamplingParams(batch.temperature, **batch.filters)
-        given: Any = dict(sampling=sampling, config=CONFIG, vocab_size=SIZE, **batch.given)
-        call = functools.partial(sd.testing.rejection_sample_with_noise, sharding=split, **given)
-        found = jax.jit(call)(batch.logits, batch.drafts, batch.noise)
-        chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(batch.verify()))
+        found, wanted = batch.verify(over_mesh), batch.verify()
+        chex.assert_trees_all_equal(jax.device_get(found), jax.device_get(wanted))
 
 
 # Losslessness
@@ -285,7 +283,7 @@ def toy_rows(trees: list[tuple[list[int], list[int]]]) -> np.ndarray:
     return np.stack([toy_logits(tuple(parents), tuple(ids)) for parents, ids in trees])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest  # 125,000 requests at once take JAX 0.10.2 minutes, the newest three seconds
 def test_all_noise_of_a_toy_gives_the_text_of_plain_decoding():
     """Every tree, those that read the noise too, over a grid of the noise of three tokens."""
