@@ -40,7 +40,7 @@ def test_bytes_are_the_rows_that_have_to_be_read(fields, rows, draft_rows):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ids", ["map", "candidates"])
+@pytest.mark.parametrize("ids", [pytest.param("map", marks=pytest.mark.slow), "candidates"])
 def test_inputs_on_listed_ids_are_those_of_all_ids(ids):
     listed, scattered = (
         inputs.make(Case("", 3, k=2, vocabulary=90, ids=ids, scattered=is_scattered), 1)

@@ -85,6 +85,7 @@ def three_words() -> jax.Array:
     return jax.random.key(1, impl=kind)
 
 
+@pytest.mark.newest
 def test_keys_of_other_sizes_are_refused_wherever_keys_are_taken():
     key = three_words()
     keys, positions = jnp.stack([key]), jnp.zeros((1,), jnp.int32)
@@ -189,7 +190,7 @@ def counts(tokens: np.ndarray) -> np.ndarray:
     return np.bincount(tokens[tokens >= 0], minlength=V)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_drafting_and_verification_beside_an_idle_slot_are_lossless():
     tokens = np.asarray(decode(of_seeds(OTHER, 0, 7, 8), jnp.ones(3)))
     assert (tokens[:, 0] == sd.PLACEHOLDER_TOKEN_ID).all()
@@ -204,7 +205,7 @@ def test_drafting_and_verification_beside_an_idle_slot_are_lossless():
     np.testing.assert_array_equal(others[:, 1], tokens[:, 1])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_jax_draws_for_a_batch_is_not_lossless():
     tokens = np.asarray(decode(of_seeds(OTHER, 0, 7, 8), jnp.ones(3), jax_draws=True))
     assert p_value(counts(tokens[:, 1]), P) < CONTROL

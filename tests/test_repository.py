@@ -21,6 +21,8 @@ from imports import circle_of, imports_by_module, unit_of
 import jax_specdec
 from jax_specdec import lm
 
+pytestmark = pytest.mark.newest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_specdec"
 PUBLIC = (jax_specdec, jax_specdec.grammar, jax_specdec.testing, lm, lm.formats, lm.models)

@@ -299,7 +299,10 @@ ALL = {path: K for path in itertools.product(range(SIZE), repeat=K)}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [x if x == "candidates" else pytest.param(x, marks=pytest.mark.slow) for x in KINDS],
+)
 def test_text_has_exactly_the_targets_law(kind: str) -> None:
     drawn, p = draw(kind), target_law()
     law = drawn.law()

@@ -106,6 +106,7 @@ def test_stored_rows_say_at_which_position_and_temperature(sampled):
     np.testing.assert_array_equal(store.temperature, np.tile(TEMPERATURES, (K, 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [DRAFTER, HALF], ids=["float32", "bfloat16"])
 def test_each_draft_is_sampled_from_its_row_by_own_noise(drafter, sampled):
     ids, fresh, proposal, _ = drafts(PROMPTS, drafter=drafter) if drafter is HALF else sampled

@@ -23,6 +23,8 @@ from jax_specdec import lm
 
 from .checkpoints import SHARDS, copy
 
+pytestmark = pytest.mark.newest
+
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READERS: dict[str, tuple[Callable[[Path], Any], ...]] = {

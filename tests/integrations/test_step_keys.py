@@ -115,7 +115,7 @@ def tokens_of_three(found: Any) -> np.ndarray:
     return np.asarray(found.output.token_ids)[:3]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_padding_changes_no_token_and_the_slot_does():
     differ = 0
@@ -138,6 +138,7 @@ def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
     np.testing.assert_array_equal(tokens_of_three(turned)[::-1], want)
 
 
+@pytest.mark.newest
 def test_both_adapters_draw_the_same_tokens_from_the_same_key():
     lengths = np.int32([3, 4, 5, 0, 0, 0, 0])
     chains, ones = np.zeros((7, K + 1), np.int32), np.ones(7, np.float32)

@@ -142,6 +142,7 @@ def tiny_target(expected: Any) -> lm.formats.LoadedModel:
     return lm.formats.LoadedModel(model, random_weights(model, 0) | jax.device_put(shared))
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
 def test_a_block_is_that_of_speculators(name: str) -> None:
     with np.load(SPECULATORS / name / "expected.npz") as arrays:
@@ -207,6 +208,7 @@ def test_ids_that_are_no_tokens_are_never_drafted_but_may_be_the_mask() -> None:
     assert np.isneginf(logits[..., 33:]).all() and np.isfinite(logits[..., :33]).all()
 
 
+@pytest.mark.newest
 def test_params_share_what_is_the_targets() -> None:
     target = lm.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
     weights = random_weights(target, 0)

@@ -192,6 +192,7 @@ def test_ids_that_are_no_tokens_are_never_drafted() -> None:
     assert np.isneginf(logits[0, 0, 33:]).all() and np.isfinite(logits[0, 0, :33]).all()
 
 
+@pytest.mark.newest
 def test_params_share_what_is_the_targets() -> None:
     target = lm.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
     weights = random_weights(target, 0)

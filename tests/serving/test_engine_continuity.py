@@ -611,7 +611,10 @@ def test_an_interrupt_at_any_line_loses_and_repeats_nothing() -> None:
     assert line > 30
 
 
-@pytest.mark.parametrize(("seed", "ahead"), [(4, 0), (5, 1), (6, 2)])
+@pytest.mark.parametrize(
+    ("seed", "ahead"),
+    [(5, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((4, 0), (6, 2)))],
+)
 def test_random_interrupts_and_failures_lose_nothing_and_repeat_nothing(
     seed: int, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,7 +220,10 @@ def fault_read_as_prompt(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "fault",
-    [pytest.param(fault_narrow, marks=pytest.mark.slow), fault_chunks, fault_read_as_prompt],
+    [
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (fault_narrow, fault_chunks)),
+        fault_read_as_prompt,
+    ],
 )
 def test_bits_show_a_planted_fault(fault: Callable[[pytest.MonkeyPatch], None]) -> None:
     num_slots = 1 if fault is fault_narrow else 2  # one row alone is a sum, not a product

@@ -165,6 +165,7 @@ def generations(draw):
     return table, requests
 
 
+@pytest.mark.slow
 @hypothesis.given(generations())
 def test_every_step_is_that_of_the_loop_in_python(generation):
     k, stop_token_ids = 5, (3,)

@@ -59,7 +59,7 @@ def test_greedy_texts_stay_and_more_drafts_are_accepted() -> None:
     assert lengths[DRAFTER] > lengths[LOCAL] + 0.1
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_texts_are_those_of_plain_decoding_under_agreement() -> None:
     asked = requests(16, temperature=0.7)
     driver = driver_of(dataclasses.replace(ENGINE, config=AGREEMENT), max_steps_ahead=1)

@@ -116,8 +116,8 @@ NEXT = ids("\n\ndef split(path):\n    ")
 GREEDY = dict(max_new_tokens=20)
 SAMPLED = dict(max_new_tokens=20, temperature=0.8, seed=7)
 DRAFTERS = [
-    "EAGLE-3", *(pytest.param(x, marks=pytest.mark.long) for x in ("tree", "both")),
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", "DSpark", "n-grams")),
+    "EAGLE-3", pytest.param("both", marks=pytest.mark.long),
+    *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", "DSpark", "tree", "n-grams")),
 ]  # fmt: skip
 
 

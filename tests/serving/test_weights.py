@@ -167,7 +167,7 @@ def bits(one: Finished) -> list[float]:
     return np.concatenate(rows).tolist()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_caches_are_read_again_or_stay() -> None:
     new, texts = random_weights(LLAMA.model, 17, 4.0), {}
     for reread in (True, False):

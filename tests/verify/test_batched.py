@@ -36,14 +36,11 @@ def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
         return all_at_once.__wrapped__(*args, **kwargs)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(
-            Layout(vocab=2049, **BIG, kind="logits", has_active=True, has_filters=True),
-            marks=pytest.mark.slow,
-        ),
+        Layout(vocab=2049, **BIG, kind="logits", has_active=True, has_filters=True),
         Layout(vocab=97, **BIG, kind="probs", block=True, has_bonus=True),
     ],
     ids=str,

@@ -120,6 +120,7 @@ def expected(models: Models, block: bool) -> float:
     return total
 
 
+@pytest.mark.slow
 def test_the_papers_example_keeps_as_many_drafts_as_it_says():
     assert expected(MODELS[0], block=False) == pytest.approx(10 / 9, abs=1e-6)
     assert expected(MODELS[0], block=True) == pytest.approx(11 / 9, abs=1e-6)

@@ -109,6 +109,7 @@ def test_bad_offsets_hurt_no_other_request():
     assert output.status[1] == sd.Status.BAD_INPUT
 
 
+@pytest.mark.slow
 def test_a_batch_with_a_greedy_request_and_one_without_agree_under_vmap():
     """On a TPU the argmax of a tile is found only if a request of the batch is greedy."""
     vocab, rng = 2100, np.random.default_rng(2)  # the second tile is cut

@@ -97,6 +97,7 @@ def compare(batch: Batch, function: Any, distribution: str, num_top: int = NUM_T
     return ~np.isnan(own)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     "function",
     [
@@ -203,7 +204,7 @@ def check_thresholds(batch: Batch, output: sd.RejectionSampleOutput, function: A
 FORMS = [
     pytest.param(token_logprobs, id="cpu"),
     pytest.param(by_offset, id="elsewhere", marks=pytest.mark.slow),
-    pytest.param(split, id="split", marks=pytest.mark.long),
+    pytest.param(split, id="split", marks=pytest.mark.slow),
 ]
 
 

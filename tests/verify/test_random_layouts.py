@@ -57,12 +57,11 @@ def check_random_layout(seed: int) -> None:
 
 @pytest.mark.long
 def test_tokens_are_those_of_the_oracle_whatever_the_layout() -> None:
-    for seed in range(2):
-        check_random_layout(seed)
+    check_random_layout(0)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2, 120))
+@pytest.mark.parametrize("seed", range(1, 120))
 def test_tokens_are_those_of_the_oracle_in_more_layouts(seed: int) -> None:
     check_random_layout(seed)
 

@@ -298,7 +298,7 @@ def test_a_vocabulary_on_one_device_is_not_split(monkeypatch):
 WHOLE = P()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["standard", pytest.param("block", marks=pytest.mark.slow)])
 def test_three_small_collectives_and_no_copy_of_logits(method):
     b, k, v = 64, 4, 128256
@@ -457,7 +457,8 @@ class Edges(edges.EdgeSuite):
     verifier = staticmethod(padded)
 
 
-@long
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(
+    "temperature", [pytest.param(0.6, marks=long), pytest.param(1.0, marks=slow)]
+)
 def test_a_residual_of_rounding_gives_a_sample_of_the_target(temperature):
     Edges().test_an_empty_residual_of_equal_logits_samples_the_target(temperature)

@@ -181,7 +181,7 @@ def test_a_chain_with_parents_is_the_chain_to_the_last_bit(platform):
         chex.assert_trees_all_equal(found, dataclasses.replace(want, path=jnp.int32(path)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_rows_that_are_not_visited_do_not_matter():
     for seed in range(6):
         batch = random_trees(seed)
