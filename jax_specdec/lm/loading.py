@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jax_specdec import SpecDecodeConfig, lm
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
@@ -122,7 +122,13 @@ def read_target_text(directory: Path | None) -> TargetText:
 
 
 def load_models(
-    text: TargetText, drafters: Sequence[str], *, dtype: str | None = None, history: int = 0
+    text: TargetText,
+    drafters: Sequence[str],
+    *,
+    dtype: str | None = None,
+    weights: Literal["int8"] | None = None,
+    draft_weights: Literal["int8"] | None = None,
+    history: int = 0,
 ) -> Models:
     """Reads the weights of a target and of its drafters.
 
@@ -133,6 +139,8 @@ def load_models(
         embedded target, any other name is the directory of a checkpoint. All but the lookups may
         have ``suffix+`` before them.
       dtype: compute dtype of checkpoints; None for the stored one.
+      weights: of the target; "int8" for matrices in 8 bits, see `load_huggingface`.
+      draft_weights: likewise, of draft models and heads.
       history: tokens of earlier texts in which ``suffix`` looks, too.
 
     Raises:
@@ -142,6 +150,10 @@ def load_models(
     suffix = lm.SuffixDrafter(history=history)
     if text.tokenizer is None:
         target, embedded = lm.load_embedded_pair()
+        if weights:
+            target = target._replace(params=lm.models.quantize(target.params))
+        if draft_weights:
+            embedded = embedded._replace(params=lm.models.quantize(embedded.params))
         draft_models = {"model": embedded}
     else:
         directory = text.tokenizer.path.parent
@@ -156,8 +168,10 @@ def load_models(
         for name in checkpoints:  # before any weights, which take long to read
             read_config(Path(name) / CONFIG_FILE)
             text.tokenizer.check_same_vocabulary(lm.load_tokenizer(name))
-        target = lm.load_huggingface(directory, dtype)
-        draft_models = {name: _load_draft_model(name, target, dtype) for name in checkpoints}
+        target = lm.load_huggingface(directory, dtype, weights=weights)
+        draft_models = {
+            name: _load_draft_model(name, target, dtype, draft_weights) for name in checkpoints
+        }
 
     @functools.cache  # so that `suffix+NAME` and `NAME` share weights
     def load(name: str) -> Draft:
@@ -170,7 +184,7 @@ def load_models(
         if name in ("ngram", NO_DRAFTS):
             return Draft(lm.NGramDrafter())
         if _is_lookup_or_head(name):
-            return _load_head(name, target)
+            return _load_head(name, target, draft_weights)
         model, params = draft_models[name]
         return Draft(lm.ModelDrafter(model), params)
 
@@ -182,24 +196,30 @@ def _is_lookup_or_head(name: str) -> bool:
     return name in (*LOOKUPS, NO_DRAFTS, *EMBEDDED_HEADS) or name.startswith(HEAD_PREFIXES)
 
 
-def _load_draft_model(directory: str, target: Loaded, dtype: str | None) -> Loaded:
+def _load_draft_model(
+    directory: str, target: Loaded, dtype: str | None, weights: Literal["int8"] | None
+) -> Loaded:
     """Reads a checkpoint so that it never proposes an id which is no token of the target."""
     size = target.model.vocab_size
-    model, params = lm.load_huggingface(directory, dtype, max_vocab_size=size)
+    model, params = lm.load_huggingface(directory, dtype, weights=weights, max_vocab_size=size)
     own = model.config
     known = min(own.num_token_ids or own.vocab_size, target.model.config.num_token_ids or size)
     config = dataclasses.replace(own, num_token_ids=known if known < own.vocab_size else None)
     return lm.formats.LoadedModel(dataclasses.replace(model, config=config), params)
 
 
-def _load_head(name: str, target: Loaded) -> Draft:
+def _load_head(name: str, target: Loaded, weights: Literal["int8"] | None) -> Draft:
     """Reads a head of the embedded target, or one in a directory."""
     kind, _, directory = name.partition(":")
     if kind == "eagle3":
-        head = lm.load_eagle3(directory, target) if directory else lm.load_embedded_head(target)
+        if directory:
+            head = lm.load_eagle3(directory, target, weights=weights)
+        else:
+            head = lm.load_embedded_head(target, weights=weights)
         return Draft(lm.Eagle3Drafter(head.model), head.params)
     if directory:
-        block = lm.load_block_head(directory, target)
+        block = lm.load_block_head(directory, target, weights=weights)
     else:
-        block = lm.load_embedded_head(target, "dspark" if kind == "dspark" else "dflash")
+        own: Literal["dflash", "dspark"] = "dspark" if kind == "dspark" else "dflash"
+        block = lm.load_embedded_head(target, own, weights=weights)
     return Draft(lm.BlockDrafter(block.model), block.params)

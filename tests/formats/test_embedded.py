@@ -1,5 +1,6 @@
 """The pair that ships with the package: small enough, and as good as documented."""
 
+import dataclasses
 import hashlib
 import importlib.resources
 import json
@@ -12,6 +13,7 @@ import pytest
 import scipy.special
 from upper_floor import BYTE_VOCAB_SIZE
 
+from jax_specdec import lm
 from jax_specdec.lm import DOCUMENT_SEPARATOR, encode_bytes, load_embedded_pair
 from jax_specdec.lm.formats import LoadedModel
 
@@ -96,3 +98,39 @@ def test_the_documented_results_are_those_of_the_shipped_weights() -> None:
     readme = (TRAINING / "README.md").read_text()
     for value in (bits["target"], bits["draft"], results["completions"]["parsed"]):
         assert str(value) in readme
+
+
+@pytest.mark.parametrize("name", ["eagle3-64", "dspark"])
+def test_a_head_in_int8_shares_what_its_target_has_in_int8(
+    pair: tuple[LoadedModel, LoadedModel], name: str
+) -> None:
+    target, _ = pair
+    lean_target = target._replace(params=lm.models.quantize(target.params))
+    head = lm.load_embedded_head(target, name)
+    lean = lm.load_embedded_head(lean_target, name, weights="int8")
+    assert lean.model == head.model
+    wanted = lm.models.quantize(head.params)
+    jax.tree.map(np.testing.assert_array_equal, lean.params, wanted)
+    is_shared = lean.params["lm_head"] is lean_target.params["lm_head"]
+    assert is_shared == (name == "dspark")  # the other has an output matrix of 64 ids
+
+
+def test_a_head_that_stores_the_output_matrix_shares_it_in_int8(tmp_path: Path) -> None:
+    config = lm.models.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8)  # fmt: skip
+    model = lm.models.Llama(config)
+    params = model.init_params(jax.random.key(0))
+    layer = dataclasses.replace(config, num_hidden_layers=1)
+    head = lm.models.Eagle3Head(
+        lm.models.Eagle3Config(
+            layer=layer, draft_vocab_size=40, feature_layers=(1, 2), target_hidden_size=16
+        )
+    )
+    lm.formats.save_eagle3(tmp_path, head, head.init_params(jax.random.key(1), params))
+    for is_same in (True, False):
+        own = params if is_same else model.init_params(jax.random.key(2))
+        lean = LoadedModel(model, lm.models.quantize(own))
+        found = lm.load_eagle3(tmp_path, lean, weights="int8")
+        assert (found.params["lm_head"] is lean.params["lm_head"]) == is_same
+        assert found.model.config.own_lm_head != is_same

@@ -227,6 +227,113 @@ def test_a_family_survives_the_round_trip(tmp_path: Path, name: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, loaded.params, load(name).params)
 
 
+def assert_same(one: Any, other: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_draft", "qwen3"])
+def test_weights_in_int8_are_those_that_quantize_makes(name: str) -> None:
+    model, params = load(name)
+    wanted = lm.models.quantize(params)
+    lean = lm.load_huggingface(CHECKPOINTS / name, jnp.float32, weights="int8")
+    assert lean.model == model
+    assert_same(lean.params, wanted)
+    assert isinstance(lean.params["lm_head"], lm.models.Int8Weight)
+    model.check_params("params", lean.params)
+    with pytest.raises(TypeError, match="must be an array, but it is an Int8Weight"):
+        lm.formats.save_checkpoint(CHECKPOINTS / "never", *lean)
+
+
+def quantization(**changes: Any) -> dict[str, Any]:
+    """What compressed-tensors writes for int8 weights; `changes` are of weights."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, **changes}
+    dynamic = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": dynamic}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+def in_int8(name: str, directory: Path) -> tuple[Path, dict[str, Any]]:
+    """A checkpoint of one file whose layers are in int8, and its tensors in int8."""
+    path = copy(name, directory) / "model.safetensors"
+    edit_json(path.with_name("config.json"), quantization_config=quantization())
+    changes = {}
+    for tensor, stored in safetensors.numpy.load_file(path).items():
+        if tensor.endswith("_proj.weight"):
+            numbers = stored.astype(np.float32)  # [out, in]
+            scale = np.abs(numbers).max(axis=1, keepdims=True) / 127
+            values = np.round(numbers / scale).astype(np.int8)
+            changes |= {tensor: values, f"{tensor}_scale": scale.astype(stored.dtype)}
+    edit_tensors(path, **changes)
+    return path, changes
+
+
+def test_a_checkpoint_in_int8_is_read_as_it_is_stored(tmp_path: Path) -> None:
+    path, stored = in_int8("qwen2", tmp_path / "qwen2")
+    model, params = lm.load_huggingface(path.parent, jnp.float32)
+    model.check_params("params", params)
+    prefix = "model.layers.1.self_attn"
+    weight = params["layers"][1]["qkv_proj"]
+    for of, wanted in ((weight.values, "weight"), (weight.scale[:, None], "weight_scale")):
+        parts = [stored[f"{prefix}.{x}_proj.{wanted}"] for x in "qkv"]
+        np.testing.assert_array_equal(of, np.concatenate(parts))
+    # Products with it are those with the float32 matrices that it stands for.
+    ids = expected("qwen2")["token_ids"][:5]
+    plain = jax.tree.map(
+        lambda x: x.dequantized() if isinstance(x, lm.models.Int8Weight) else x,
+        params,
+        is_leaf=lambda x: isinstance(x, lm.models.Int8Weight),
+    )
+    wanted = np.asarray(logits_of(model, plain, ids))[:, :NUM_TOKEN_IDS]
+    found = np.asarray(logits_of(model, params, ids))[:, :NUM_TOKEN_IDS]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+NOT_INT8: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "fp8": ({}, {"type": "float"}, "weights has type = 'float', but only 'int' is supported"),
+    "groups": ({}, {"strategy": "group"}, "has strategy = 'group', but only 'channel' is"),
+    "4 bits": ({}, {"num_bits": 4}, "has num_bits = 4, but only 8 is supported"),
+    "another writer": ({"quant_method": "gptq"}, {}, "has quant_method = 'gptq', but only 'compr"),
+    "packed": ({"format": "pack-quantized"}, {}, "has format = 'pack-quantized', but only 'int-"),
+    "keys and values": ({"kv_cache_scheme": {"num_bits": 8}}, {}, "has kv_cache_scheme = "),
+    "no group": ({"config_groups": {}}, {}, "has config_groups = {}, which names no group"),
+}
+
+
+@pytest.mark.parametrize("what", NOT_INT8)
+def test_weights_that_are_quantized_otherwise_are_refused(tmp_path: Path, what: str) -> None:
+    changes, of_weights, says = NOT_INT8[what]
+    directory = copy("qwen2", tmp_path / "qwen2")
+    said = quantization(**of_weights) | changes
+    edit_json(directory / "config.json", quantization_config=said)
+    with pytest.raises(ValueError, match=says):
+        lm.load_huggingface(directory)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({Q_PROJ: np.ones((32, 32), np.float32), f"{Q_PROJ}_scale": ...}, "of another dtype than"),
+        ({f"{Q_PROJ}_scale": np.ones(3, np.float32)}, "weight_scale of shape"),
+        ({f"{Q_PROJ}_scale": ...}, "q_proj.weight of dtype I8, but only"),
+        ({"model.embed_tokens.weight": np.ones((288, 32), np.int8)}, "of dtype I8, but only"),
+    ],
+)
+def test_tensors_in_int8_that_do_not_fit_are_named(
+    tmp_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    path, _ = in_int8("qwen2", tmp_path / "qwen2")
+    edit_tensors(path, **changes)
+    with pytest.raises(ValueError, match=says):
+        lm.load_huggingface(path.parent)
+
+
 def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:
     model, params = load("qwen2")
     both = lm.models.Llama(dataclasses.replace(model.config, qk_norm=True))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
+
 from jax_specdec._src.arrays import renamed, require
+from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Options
 from jax_specdec.lm.cli.prompts import InputError
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
@@ -23,7 +26,18 @@ def load(options: Options, prompts: Sequence[str] = ()) -> tuple[Models, list[li
         text = read_target_text(options.target)
         # Before the weights, which take long to read.
         token_ids, budget = _requests(options, prompts, text)
-        models = load_models(text, options.drafters, dtype=options.dtype, history=options.history)
+        # XLA on a CPU converts a whole matrix before each product with it.
+        on_cpu = jax.default_backend() == "cpu"
+        if on_cpu and (options.weights or options.draft_weights):
+            terminal.log("Weights are not held in int8, which is slower on a CPU.")
+        models = load_models(
+            text,
+            options.drafters,
+            dtype=options.dtype,
+            weights=None if on_cpu else options.weights,
+            draft_weights=None if on_cpu else options.draft_weights,
+            history=options.history,
+        )
         _check_drafts(options, models)
     except (ImportError, OSError, ValueError) as error:
         raise InputError(" ".join(str(error).split())) from error

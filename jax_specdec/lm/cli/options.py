@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import numpy as np
 
@@ -63,6 +63,8 @@ class Options:
     repeats: int | None = None
     target: Path | None = None
     dtype: str | None = None
+    weights: Literal["int8"] | None = None
+    draft_weights: Literal["int8"] | None = None
     drafters: tuple[str, ...]
     configs: tuple[SpecDecodeConfig, ...]
     tree: int | None = None
@@ -191,6 +193,8 @@ def _add_requests(parser: _Parser) -> None:
 def _add_models(parser: _Parser) -> None:
     parser.add("--target", type=Path, metavar="DIR")
     parser.add("--dtype", choices=("float32", "bfloat16", "float16"))
+    parser.add("--weights", choices=("int8",))
+    parser.add("--draft-weights", choices=("int8",))
     methods = get_args(RejectionSampleMethod)
     parser.add("--method", dest="rejection_sample_method", choices=methods)
     parser.add("--acceptance-length", dest="synthetic_acceptance_length", type=float, metavar="L")
@@ -266,6 +270,9 @@ _HELP = {
     "--json": "print one JSON object instead of text and tables",
     "--target": "the target's checkpoint (default: the embedded target)",
     "--dtype": "compute dtype of checkpoints (default: as stored)",
+    "--weights": """hold the target's matrices in 8 bits, half the bytes of a step; on a CPU, where
+        that is slower, as without it (default: in the compute dtype)""",
+    "--draft-weights": "the same of the draft model or head; the text stays the target's",
     "--method": """block judges the drafts of a step jointly, which is as exact and accepts more;
         agreement gives the text of plain decoding with the same seed, token for token; synthetic
         accepts at given rates, whatever the models say (default: standard; agreement with --tree,

@@ -3,13 +3,21 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_specdec._src.arrays import LOGITS, check_int, check_type, checked_dtype
+from jax_specdec._src.arrays import (
+    LOGITS,
+    check_choice,
+    check_int,
+    check_type,
+    checked_dtype,
+    require,
+)
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json, read_config
 from jax_specdec.lm.formats.files import JsonValue, is_there, path_of
@@ -25,6 +33,7 @@ from jax_specdec.lm.formats.tensors import (
     unfuse,
 )
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, count_token_ids, stop_token_ids
+from jax_specdec.lm.models.int8 import is_int8, quantize
 from jax_specdec.lm.models.layers import check_weights
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.protocol import Params
@@ -50,6 +59,7 @@ def load_huggingface(
     directory: str | Path,
     dtype: DTypeLike | None = None,
     *,
+    weights: Literal["int8"] | None = None,
     max_vocab_size: int | None = None,
     allow_nonfinite: bool = False,
 ) -> LoadedModel[Llama]:
@@ -68,6 +78,9 @@ def load_huggingface(
         vocabulary axis count as tokens.
       dtype: compute dtype; weights are converted to it once, here. None for that of the stored
         embedding.
+      weights: "int8" for matrices in 8 bits, as `quantize` makes them, each as soon as it is read:
+        an 8B model takes 9 GB. Those that the file has in int8 (compressed-tensors, a scale for
+        each row) stay so whatever this is. None for others in `dtype`.
       max_vocab_size: ids from this one on are left out. For a drafter, give the target's
         `vocab_size`: verification needs Vd <= V.
       allow_nonfinite: read weights that are NaN or infinite in the compute dtype, too.
@@ -81,8 +94,8 @@ def load_huggingface(
       OSError: something other than a file is in its place, or a file cannot be opened.
       ValueError: a file cannot be parsed, has a value out of range, asks for something that `Llama`
         does not compute, or names files outside the directory; a tensor is missing, unknown, of
-        another shape or kind than the config says, or not finite in the compute dtype; or
-        `max_vocab_size` is less than 1.
+        another shape or kind than the config says, or not finite in the compute dtype; `weights`
+        is something else; or `max_vocab_size` is less than 1.
       TypeError: `max_vocab_size` is not an integer, `dtype` not a floating dtype, or `directory`
         not a path.
 
@@ -96,6 +109,7 @@ def load_huggingface(
       >>> model.vocab_size, model.dtype.name
       (256, 'bfloat16')
     """
+    check_choice("weights", weights, (None, "int8"))
     if max_vocab_size is not None:
         max_vocab_size = check_int("max_vocab_size", max_vocab_size)
     directory = path_of(directory)
@@ -116,9 +130,17 @@ def load_huggingface(
         num_token_ids = known if known < size else None
         kept = dataclasses.replace(config, vocab_size=size, num_token_ids=num_token_ids)
         own, *layers = read_arrays(
-            tensors, llama_tensors(config), dtype, vocab_size=size, allow_nonfinite=allow_nonfinite
+            tensors,
+            llama_tensors(config),
+            dtype,
+            vocab_size=size,
+            allow_nonfinite=allow_nonfinite,
+            int8=weights == "int8",
         )
-    return LoadedModel(Llama(kept, dtype), {**own, "layers": layers})
+    params: Params = {**own, "layers": layers}
+    if weights == "int8":
+        params = quantize(params)  # an embedding that is the output matrix, too
+    return LoadedModel(Llama(kept, dtype), params)
 
 
 def save_checkpoint(
@@ -139,8 +161,8 @@ def save_checkpoint(
       allow_nonfinite: write weights that are NaN or infinite in `dtype`, too.
 
     Raises:
-      TypeError: `model` is not a `Llama`, `dtype` is none of float32, bfloat16 and float16, or
-        `directory` is not a path.
+      TypeError: `model` is not a `Llama`, `dtype` is none of float32, bfloat16 and float16,
+        `directory` is not a path, or a weight is in int8.
       ValueError: `params` are not the model's, or a weight is not finite in `dtype`; nothing is
         written then.
 
@@ -151,9 +173,18 @@ def save_checkpoint(
     stored = checked_dtype(dtype, LOGITS)
     config = config_json(model.config, stored.name)
     check_weights("params", model.weight_shapes, params)
+    refuse_int8(params)
     tensors = unfuse(llama_tensors(model.config), params, part_sizes(model.config))
     tensors = stored_tensors(tensors, stored, allow_nonfinite=allow_nonfinite)
     write_files(directory, config, tensors)
+
+
+def refuse_int8(params: Params) -> None:
+    """Checks that no weight is in int8: files are written before that."""
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_int8):
+        one = "params" + jax.tree_util.keystr(path)
+        hint = "write the weights that quantize was called with"
+        require(not is_int8(leaf), one, "be an array", leaf, hint, TypeError)
 
 
 def stored_tensors(

@@ -29,10 +29,13 @@ _SERVED = {
     "mlp_bias": (False,),
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1.0,),
-    "quantization_config": (),
     "use_sliding_window": (False,),
 }
 """Keys that would change the computation, and the values that do not."""
+
+
+_INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+"""How weights may be quantized, in a group of a ``quantization_config``."""
 
 
 def read_config(path: Path) -> LlamaConfig:
@@ -53,6 +56,7 @@ def parse_config(raw: JsonObject) -> LlamaConfig:
     family = raw.given("model_type", "llama")
     for key, served in _SERVED.items():
         raw.require_one_of(key, *served)
+    _check_quantization(raw)
     layers = raw.given("layer_types", [])
     are_full = isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
     raw.require(are_full, "layer_types", only("full_attention"))
@@ -71,6 +75,27 @@ def parse_config(raw: JsonObject) -> LlamaConfig:
         **_FAMILIES[family],
     }
     return _made(LlamaConfig, JsonObject(values, raw.where))
+
+
+def _check_quantization(raw: JsonObject) -> None:
+    """Raises ValueError unless weights are stored as they are, or in int8 with a scale for a row.
+
+    compressed-tensors then has ``weight_scale`` beside a ``weight``. What it says of activations is
+    not followed: they stay in the compute dtype, which is more exact.
+    """
+    said = raw.nested("quantization_config")
+    if raw.get("quantization_config") is None:
+        return
+    served = {"quant_method": ("compressed-tensors",), "format": ("int-quantized",)}
+    for key, values in served.items():
+        said.require(said.get(key) in values, key, only(*values))
+    groups = said.nested("config_groups")
+    said.require(groups, "config_groups", "which names no group")
+    said.require(said.get("kv_cache_scheme") is None, "kv_cache_scheme", only(None))
+    for name in groups:
+        weights = groups.nested(name).nested("weights")
+        for key, value in _INT8.items():
+            weights.require(weights.get(key) == value, key, only(value))
 
 
 def _made(kind: type[_Made], raw: JsonObject) -> _Made:

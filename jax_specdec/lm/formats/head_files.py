@@ -3,15 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_specdec._src.arrays import LOGITS, check_listed, checked_dtype, require
-from jax_specdec.lm.formats.checkpoint import LoadedModel, stored_tensors, write_files
+from jax_specdec._src.arrays import LOGITS, check_choice, check_listed, checked_dtype, require
+from jax_specdec.lm.formats.checkpoint import LoadedModel, refuse_int8, stored_tensors, write_files
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, path_of, read_json
 from jax_specdec.lm.formats.head_layouts import LEGACY_NORMS, layer_prefix
@@ -30,6 +30,7 @@ from jax_specdec.lm.formats.tensors import (
 )
 from jax_specdec.lm.models.fields import quoted, shown
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
+from jax_specdec.lm.models.int8 import Int8Weight, is_int8, quantize, quantized
 from jax_specdec.lm.models.layers import check_weights
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
@@ -52,12 +53,15 @@ def load_head(
     kind: type[_Head],
     read_config: Callable[[JsonObject, Tensors, LlamaConfig], HeadConfig],
     prefix: str = "",
+    weights: Literal["int8"] | None = None,
 ) -> LoadedModel[_Head]:
     """Returns a head for a target, whose own arrays stand for those that are equal to them.
 
-    `read_config` reads the config of its `kind`; names of tensors are read without a `prefix`.
-    Raises as `load_eagle3` does.
+    `read_config` reads the config of its `kind`; names of tensors are read without a `prefix`; with
+    `weights` of "int8" matrices are quantized, those of the target too. Raises as `load_eagle3`
+    does.
     """
+    check_choice("weights", weights, (None, "int8"))
     is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
     require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
     directory = path_of(directory)
@@ -73,7 +77,8 @@ def load_head(
         whole = {"layers": layers} if "layers" in head.weight_shapes else {"layer": layers[0]}
         params = {**target_ids, **own, **whole}
         shared = _shared_again(tensors, head.config, params, target)
-    return LoadedModel(kind(shared, head.dtype), params | shared_params(shared, target.params))
+    params |= shared_params(shared, target.params)
+    return LoadedModel(kind(shared, head.dtype), quantize(params) if weights else params)
 
 
 def save_head(
@@ -95,6 +100,7 @@ def save_head(
     directory = path_of(directory)
     stored = checked_dtype(dtype, LOGITS)
     check_weights("params", model.weight_shapes, params)
+    refuse_int8(params)
     c = model.config
     arrays = params
     if c.output_is_embedding:  # [Vd, H], which `unfuse` transposes
@@ -169,7 +175,11 @@ def _shared_again(
     embedding = target.params["embed_tokens"]
     lm_head = embedding.T if config.layer.tie_word_embeddings else target.params["lm_head"]
 
-    def is_own(array: str, whole: jax.Array) -> bool:
+    def is_own(array: str, whole: jax.Array | Int8Weight) -> bool:
+        if is_int8(params[array]):
+            return True
+        if isinstance(whole, Int8Weight):
+            return not jnp.array_equal(quantized(params[array].T).values, whole.values)
         stored = tensors.dtype(f"{array}.weight")  # a file's dtype may round what the target has
         return not jnp.array_equal(params[array], whole.astype(stored).astype(dtype))
 

@@ -1,6 +1,7 @@
 """Reading and writing draft heads: a directory of `config.json` and `model.safetensors`."""
 
 from pathlib import Path
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -21,7 +22,12 @@ _TORCH_FILE = "pytorch_model.bin"
 _MASK_FILE = "mask_embedding.pt"
 
 
-def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedModel[Eagle3Head]:
+def load_eagle3(
+    directory: str | Path,
+    target: LoadedModel[Llama],
+    *,
+    weights: Literal["int8"] | None = None,
+) -> LoadedModel[Eagle3Head]:
     """Reads an EAGLE-3 head that was trained for a target, from a local directory.
 
     The layouts of EAGLE, AngelSlim and SpecForge, of DeepSpec, and of speculators are read. An
@@ -31,6 +37,8 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
     Args:
       directory: holds `config.json` and `model.safetensors`.
       target: the target, as `load_huggingface` gives it. Weights are converted to its dtype.
+      weights: "int8" for matrices in 8 bits, as `quantize` makes them, with an output matrix of its
+        own where the target's is not; None for those of the file.
 
     Returns:
       The head and its weights.
@@ -60,17 +68,22 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
       >>> loaded.model == head, loaded.params["embed_tokens"] is target.params["embed_tokens"]
       (True, True)
     """
-    weights = path_of(directory) / WEIGHTS_FILE
-    torch = weights.with_name(_TORCH_FILE)
-    if is_there(torch) and not (is_there(weights) or is_there(weights.with_name(INDEX_FILE))):
+    file = path_of(directory) / WEIGHTS_FILE
+    torch = file.with_name(_TORCH_FILE)
+    if is_there(torch) and not (is_there(file) or is_there(file.with_name(INDEX_FILE))):
         raise FileNotFoundError(
-            f"{shown(weights)} does not exist; tools/convert_eagle3.py of the project makes it "
+            f"{shown(file)} does not exist; tools/convert_eagle3.py of the project makes it "
             f"from {_TORCH_FILE}."
         )
-    return load_head(directory, target, Eagle3Head, read_eagle3_config)
+    return load_head(directory, target, Eagle3Head, read_eagle3_config, weights=weights)
 
 
-def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> LoadedModel[BlockHead]:
+def load_block_head(
+    directory: str | Path,
+    target: LoadedModel[Llama],
+    *,
+    weights: Literal["int8"] | None = None,
+) -> LoadedModel[BlockHead]:
     """Reads a DFlash or DSpark head that was trained for a target, from a local directory.
 
     The layouts of z-lab, of DeepSpec and of speculators are read. What is the target's is shared,
@@ -79,6 +92,7 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
     Args:
       directory: holds `config.json` and `model.safetensors`.
       target: as for `load_eagle3`.
+      weights: as for `load_eagle3`.
 
     Returns:
       The head and its weights.
@@ -107,7 +121,7 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
     """
     if is_there(path_of(directory) / _MASK_FILE):
         raise ValueError(f"{shown(path_of(directory))} has {_MASK_FILE}, which is not read.")
-    return load_head(directory, target, BlockHead, read_block_config, "model.")
+    return load_head(directory, target, BlockHead, read_block_config, "model.", weights)
 
 
 def save_eagle3(

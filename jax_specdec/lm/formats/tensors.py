@@ -19,6 +19,7 @@ import numpy as np
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.files import existing, is_there, read_json
 from jax_specdec.lm.models.fields import quoted, reason, shown
+from jax_specdec.lm.models.int8 import NOT_PRODUCTS, Int8Weight, quantized
 from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes, param_shapes
 from jax_specdec.lm.models.protocol import Params
 
@@ -30,6 +31,9 @@ _BY_ID = ("embed_tokens", "markov_w1", "markov_w2")
 """Arrays that have a row for each id here, as in the file; others are transposed."""
 _ROWS = 1024
 """Rows of a large matrix that are in memory at once, where two of them are compared."""
+
+_SCALE = "_scale"
+"""Follows the name of a weight in int8, and names the scale of each of its rows."""
 
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes that are read, by their names in the file, and what holds them here."""
@@ -186,6 +190,12 @@ def check_tensors(
         found, kind = tensors.form(name)
         if found != shape:
             raise ValueError(f"{has} of shape {quoted(found)}, but its config.json says {shape}.")
+        if kind == "I8" and name != EMBEDDING and name + _SCALE in tensors.stored:
+            expected.add(name + _SCALE)
+            found, kind = tensors.form(name + _SCALE)
+            if found not in ((shape[0],), (shape[0], 1)):
+                needs = f"{(shape[0], 1)}, a scale of each row"
+                raise ValueError(f"{has}{_SCALE} of shape {quoted(found)}, but it must be {needs}.")
         if kind not in _DTYPES:
             listed = ", ".join(_DTYPES)
             raise ValueError(f"{has} of dtype {kind}, but only {listed} are supported.")
@@ -253,25 +263,39 @@ def read_arrays(
     *,
     vocab_size: int | None = None,
     allow_nonfinite: bool = False,
-) -> list[dict[str, jax.Array]]:
+    int8: bool = False,
+) -> list[dict[str, jax.Array | Int8Weight]]:
     """Returns the arrays of each of the `parts` of params, of the tensors of these names.
 
-    Ids from `vocab_size` on are left out. Raises ValueError where a weight is NaN or infinite in
-    `dtype`, unless that is allowed.
+    Ids from `vocab_size` on are left out. Matrices that are stored in int8 stay so, and with `int8`
+    others become so as soon as they are read. Raises ValueError where a weight is NaN or infinite
+    in `dtype`, unless that is allowed, or where a part of a fused matrix alone is stored in int8.
     """
 
-    def load(name: str, size: int | None) -> jax.Array:
+    def load(name: str, size: int | None, dtype: np.dtype = dtype) -> jax.Array:
         tensor = tensors.read(name)[:size]
         if not allow_nonfinite:
             check_finite(tensors.where(name), name, tensor, dtype)
         with np.errstate(over="ignore"):  # float64 may be held as float32
             return jax.device_put(tensor).astype(dtype)
 
-    def fused(array: str, stored: list[str]) -> jax.Array:
+    def fused(array: str, stored: list[str]) -> jax.Array | Int8Weight:
         size = vocab_size if array in ("embed_tokens", "lm_head") else None
+        in_int8 = [name for name in stored if tensors.form(name)[1] == "I8"]
+        if in_int8 and in_int8 != stored:
+            other = next(name for name in stored if name not in in_int8)
+            where = tensors.where(other)
+            raise ValueError(f"{where} has {other} of another dtype than {in_int8[0]}, of int8.")
+        if in_int8:
+            # [out, in] of each tensor -> [out of all, in]; [out] or [out, 1] -> [out of all]
+            values = [jax.device_put(tensors.read(name)[:size]) for name in stored]
+            scales = [load(name + _SCALE, size, np.dtype("float32")).ravel() for name in stored]
+            return Int8Weight(jnp.concatenate(values), jnp.concatenate(scales))
         # [out, in] of each tensor -> [out of all, in] -> [in, out of all]
         loaded = [load(name, size) for name in stored]
         whole = jnp.concatenate(loaded) if len(loaded) > 1 else loaded[0]
+        if int8 and whole.ndim == 2 and array not in NOT_PRODUCTS:
+            return quantized(whole)
         return whole if array in _BY_ID else whole.T  # XLA transposes faster than NumPy
 
     return [{array: fused(array, stored) for array, stored in part.items()} for part in names]
