@@ -1,6 +1,9 @@
-"""Trains block heads, DFlash and DSpark, for the embedded target; see README.md.
+"""Trains block heads, DFlash and DSpark, for the embedded target, or for another; see README.md.
 
     python training/train_block.py --out build/block --seconds 500
+    python training/train_block.py --out build/head --target DIR --windows FILES
+
+The second form learns from what `own_text.py` wrote; `--text` takes files in its place.
 
 A head learns from the target's own distribution p, over text and over what the target continues
 text with. In each window many anchors are drawn; the block of each reads the features before its
@@ -10,8 +13,8 @@ On a GPU the compute dtype is bfloat16, on a CPU float32; master weights are flo
 """
 
 import argparse
+import dataclasses
 import json
-import platform
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,21 +26,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import stdlib_text
+from own_text import Own
 from train_eagle3 import (
     CHUNK,
+    Lessons,
+    Mixture,
     Params,
     Target,
-    Windows,
     add_options,
-    make_windows,
-    mixed_batch,
+    batches,
+    load_target,
+    read_lessons,
     run_chunks,
-    stdlib_corpus,
+    target_name,
+    write_record,
 )
 from train_embedded import (
-    Data,
     State,
-    attention_implementation,
     learning_rate,
     make_optimizer,
     updated,
@@ -71,32 +76,62 @@ EVALUATION_SECONDS = 50  # for each head, kept back
 TEMPERATURES = (0.0, 0.8)
 
 
-def make_head(kind: str, block_size: int, dtype: Any = jnp.float32) -> lm.BlockHead:
-    """A head for the embedded target, with a block of `block_size` rows.
+def make_head(
+    kind: str,
+    block_size: int,
+    dtype: Any = jnp.float32,
+    layer: lm.models.LlamaConfig = LAYERS,
+    feature_layers: tuple[int, ...] = FEATURE_LAYERS,
+    mask: int = MASK,
+    markov_rank: int = MARKOV_RANK,
+) -> lm.BlockHead:
+    """A head with a block of `block_size` rows, by default for the embedded target.
 
     A "dflash" head predicts in row j the token at its own position; "dspark" predicts the next one,
     with the bias of a Markov head and a confidence.
     """
     is_dspark = kind == "dspark"
     config = lm.BlockHeadConfig(
-        layer=LAYERS,
-        draft_vocab_size=LAYERS.vocab_size,
-        feature_layers=FEATURE_LAYERS,
-        target_hidden_size=LAYERS.hidden_size,
+        layer=layer,
+        draft_vocab_size=layer.vocab_size,
+        feature_layers=feature_layers,
+        target_hidden_size=layer.hidden_size,
         block_size=block_size,
-        mask_token_id=MASK,
+        mask_token_id=mask,
         sample_from_anchor=is_dspark,
-        markov_rank=MARKOV_RANK if is_dspark else None,
+        markov_rank=markov_rank if is_dspark else None,
         enable_confidence_head=is_dspark,
         confidence_head_with_markov=is_dspark,
     )
     return lm.BlockHead(config, dtype)
 
 
+def head_for(kind: str, target: Target, args: argparse.Namespace) -> lm.BlockHead:
+    """A head for the target that the options name."""
+    if args.target is None:
+        return make_head(kind, args.block_size, target.model.dtype, markov_rank=args.markov_rank)
+    c = target.model.config
+    layer = dataclasses.replace(
+        c,
+        num_hidden_layers=args.num_layers,
+        intermediate_size=args.intermediate_size or c.intermediate_size,
+        qkv_bias=False,
+        qk_norm=True,
+    )
+    layers = tuple(args.layers or (2, c.num_hidden_layers // 2, c.num_hidden_layers - 3))
+    # A special token that no text has, if the last one is not the end of texts.
+    tokenizer = lm.load_tokenizer(args.target)
+    unused = set(tokenizer.special_tokens) - {*tokenizer.stop_token_ids}
+    mask = max(unused, default=c.vocab_size - 1) if args.mask_id is None else args.mask_id
+    return make_head(
+        kind, args.block_size, target.model.dtype, layer, layers, mask, args.markov_rank
+    )
+
+
 def first_params(head: lm.BlockHead, key: jax.Array) -> Params:
     """Random weights in float32, without those that are the target's."""
     shapes = {k: v for k, v in head.weight_shapes.items() if k not in ("embed_tokens", "lm_head")}
-    params = random_weights(shapes, key, jnp.float32, LAYERS.num_hidden_layers)
+    params = random_weights(shapes, key, jnp.float32, head.config.layer.num_hidden_layers)
     if "markov_w2" in params:  # [V, r], multiplied from the right: r is what each logit sums
         size, rank = params["markov_w2"].shape
         params["markov_w2"] = params["markov_w2"] * (size / rank) ** 0.5
@@ -153,7 +188,7 @@ def run_blocks(
     def attend(index: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         return block_attention(*context[index], anchors, size)(query, key, value)
 
-    masks = jnp.full((*anchors.shape, size - 1), MASK, jnp.int32)
+    masks = jnp.full((*anchors.shape, size - 1), head.config.mask_token_id, jnp.int32)
     ids = jnp.concatenate([anchor_ids[:, :, None], masks], axis=2)  # [B, A, S]
     places = anchors[:, :, None] + jnp.arange(size, dtype=jnp.int32)[None, None, :]
     # All blocks of a window are rows of one sequence: [B, A * S].
@@ -163,17 +198,17 @@ def run_blocks(
 
 
 def draft_logits(
-    params: Params, embedding: jax.Array, states: jax.Array, previous: jax.Array
+    params: Params, output: jax.Array, states: jax.Array, previous: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Logits `[..., V]` of q after the tokens `previous`, and those `[...]` of the confidence.
 
-    A head without a confidence gives zeros for it.
+    `output` `[V, H]` is the target's output matrix. A head without a confidence gives zeros for it.
     """
-    logits = (states @ embedding.T).astype(jnp.float32)
+    logits = (states @ output.T).astype(jnp.float32)
     if "markov_w1" not in params:
         return logits, jnp.zeros(previous.shape)
     # As a product, the gradient of W1 is summed in float32.
-    memory = jax.nn.one_hot(previous, embedding.shape[0], dtype=states.dtype) @ params["markov_w1"]
+    memory = jax.nn.one_hot(previous, output.shape[0], dtype=states.dtype) @ params["markov_w1"]
     logits = logits + (memory @ params["markov_w2"].T).astype(jnp.float32)
     seen = jnp.concatenate([states, memory], axis=-1).astype(jnp.float32)
     confidence = seen @ params["confidence_proj"].astype(jnp.float32)
@@ -195,33 +230,60 @@ def measure(
 ) -> Measures:
     """The measures `[B, A, K]` of blocks at `anchors` `[B, A]` in [1, S - K] of tokens `[B, S]`."""
     params = jax.tree.map(lambda x: x.astype(head.dtype), params)
-    logits, features = jax.lax.stop_gradient(target.run(tokens, FEATURE_LAYERS))
+    logits, features = jax.lax.stop_gradient(target.run(tokens, head.feature_layers))
     embedding = target.params["embed_tokens"]
-    offsets = jnp.arange(head.config.max_drafts, dtype=jnp.int32)
+    output = embedding if "lm_head" not in target.params else target.params["lm_head"].T
+    rows = draft_rows(head, anchors)
     batch = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None, None]
-    rows = anchors[:, :, None] + offsets[None, None, :]
     previous = tokens[batch, rows]  # the anchor, then what the drafts before should be
-    p = jax.nn.softmax(logits[batch, rows].astype(jnp.float32))
     states = run_blocks(head, params, embedding, features, previous[:, :, 0], anchors)
-    drafted, confidence = draft_logits(params, embedding, states, previous)
-    log_q = jax.nn.log_softmax(drafted)
-    alpha = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1)
-    label = jax.lax.stop_gradient(alpha)
-    return Measures(
-        cross_entropy=-jnp.sum(p * log_q, axis=-1),
-        acceptance=alpha,
-        agreement=jnp.argmax(drafted, axis=-1) == jnp.argmax(p, axis=-1),
-        confidence_loss=optax.sigmoid_binary_cross_entropy(confidence, label),
-        confidence_error=jnp.abs(jax.nn.sigmoid(confidence) - label),
-    )
+
+    @jax.checkpoint  # what a vocabulary makes large is computed again, not kept
+    def judge(params: Params, states: jax.Array) -> Measures:
+        judged = logits[batch, rows]
+        p = jax.nn.softmax(judged.astype(jnp.float32))
+        drafted, confidence = draft_logits(params, output, states, previous)
+        log_q = jax.nn.log_softmax(drafted)
+        alpha = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1)
+        label = jax.lax.stop_gradient(alpha)
+        return Measures(
+            cross_entropy=-jnp.sum(p * log_q, axis=-1),
+            acceptance=alpha,
+            agreement=jnp.argmax(drafted, axis=-1) == jnp.argmax(judged, axis=-1),
+            confidence_loss=optax.sigmoid_binary_cross_entropy(confidence, label),
+            confidence_error=jnp.abs(jax.nn.sigmoid(confidence) - label),
+        )
+
+    return judge(params, states)
 
 
-def loss_of(head: lm.BlockHead, found: Measures) -> jax.Array:
-    """The loss []: cross entropy, |p - q|_1 = 2 (1 - alpha), and that of the confidence."""
+def draft_rows(head: lm.BlockHead, anchors: jax.Array) -> jax.Array:
+    """Positions `[B, A, K]` whose next tokens are drafted by blocks at `anchors` `[B, A]`."""
+    offsets = jnp.arange(head.config.max_drafts, dtype=jnp.int32)
+    return anchors[:, :, None] + offsets[None, None, :]
+
+
+def is_wanted(head: lm.BlockHead, wanted: jax.Array, anchors: jax.Array) -> jax.Array:
+    """Where drafts `[B, A, K]` count, by `wanted` `[B, S]` of the positions before theirs."""
+    batch = jnp.arange(wanted.shape[0], dtype=jnp.int32)[:, None, None]
+    return wanted[batch, draft_rows(head, anchors)].astype(jnp.float32)
+
+
+def mean_where(values: jax.Array, counted: jax.Array) -> jax.Array:
+    """The mean over windows and blocks `[K]` of values `[B, A, K]`."""
+    total = jnp.sum(values.astype(jnp.float32) * counted, axis=(0, 1))
+    return total / jnp.maximum(jnp.sum(counted, axis=(0, 1)), 1)
+
+
+def loss_of(head: lm.BlockHead, found: Measures, counted: jax.Array) -> jax.Array:
+    """The loss [], over drafts that are `counted` `[B, A, K]`.
+
+    Cross entropy, |p - q|_1 = 2 (1 - alpha), and that of the confidence.
+    """
     losses = CE_WEIGHT * found.cross_entropy + TV_WEIGHT * 2 * (1 - found.acceptance)
     if head.config.enable_confidence_head:
         losses = losses + CONFIDENCE_WEIGHT * found.confidence_loss
-    losses = losses.mean(axis=(0, 1))
+    losses = mean_where(losses, counted)
     weights = jnp.exp(-jnp.arange(losses.shape[0], dtype=jnp.float32) / DECAY)
     return jnp.sum(weights * losses) / jnp.sum(weights)
 
@@ -238,17 +300,18 @@ def make_chunk(head: lm.BlockHead, model: lm.models.Llama, args: argparse.Namesp
 
     @partial(jax.jit, donate_argnums=0)
     def chunk(
-        state: State, target_params: Params, data: Data, pool: jax.Array, total: jax.Array
+        state: State, target_params: Params, source: Mixture | Own, total: jax.Array
     ) -> tuple[State, jax.Array]:
         target = Target(model, target_params)
 
         def step(state: State, _: None) -> tuple[State, jax.Array]:
-            key, window_key, pool_key, anchor_key = jax.random.split(state.key, 4)
-            tokens = mixed_batch(data, pool, args, window_key, pool_key)
+            key, draw_key, anchor_key = jax.random.split(state.key, 3)
+            tokens, wanted = source.draw(draw_key, args.batch_size)
             anchors = draw_anchors(head, tokens, args.anchors, anchor_key)
+            counted = is_wanted(head, wanted, anchors)
 
             def loss_fn(params: Params) -> jax.Array:
-                return loss_of(head, measure(head, params, target, tokens, anchors))
+                return loss_of(head, measure(head, params, target, tokens, anchors), counted)
 
             loss, grads = jax.value_and_grad(loss_fn)(state.params)
             rate = learning_rate(args.learning_rate, state.step, total, WARMUP_STEPS)
@@ -263,8 +326,7 @@ def make_chunk(head: lm.BlockHead, model: lm.models.Llama, args: argparse.Namesp
 def train(
     target: Target,
     head: lm.BlockHead,
-    data: Data,
-    pool: np.ndarray,
+    source: Mixture | Own,
     args: argparse.Namespace,
     seconds: float,
     save: Callable[[Params], None],
@@ -273,9 +335,9 @@ def train(
     init_key, key = jax.random.split(jax.random.key(args.seed))
     params = first_params(head, init_key)
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)
-    chunk, pool_on_device = make_chunk(head, target.model, args), jnp.asarray(pool)
+    chunk = make_chunk(head, target.model, args)
     state, log = run_chunks(
-        lambda state, total: chunk(state, target.params, data, pool_on_device, total),
+        lambda state, total: chunk(state, target.params, source, total),
         state,
         args,
         seconds,
@@ -285,11 +347,13 @@ def train(
     return jax.tree.map(lambda x: x.astype(head.dtype), state.params), log
 
 
-def save_head(directory: Path, head: lm.BlockHead, target: Target, params: Params) -> None:
+def save_head(
+    directory: Path, head: lm.BlockHead, target: Target, name: str, params: Params
+) -> None:
     """Writes a head in the layout of speculators, in bfloat16; what is the target's is left out."""
-    embedding = target.params["embed_tokens"]
-    whole = {**params, "embed_tokens": embedding, "lm_head": embedding}
-    lm.formats.save_block_head(directory, head, whole, jnp.bfloat16, target_name="embedded target")
+    shared = {x: y for x, y in target.params.items() if x in ("embed_tokens", "lm_head")}
+    whole = {"lm_head": target.params["embed_tokens"], **params, **shared}
+    lm.formats.save_block_head(directory, head, whole, jnp.bfloat16, target_name=name)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -299,31 +363,35 @@ def measure_batch(
     params: Params,
     target_params: Params,
     tokens: jax.Array,
+    wanted: jax.Array,
     anchors: jax.Array,
 ) -> tuple[Measures, jax.Array, jax.Array]:
-    """Means of `measure` `[K]`, and 1 + the mean number of drafts accepted at T = 1 and T = 0."""
+    """Means of `measure` `[K]`, and 1 + the mean number of drafts accepted at T = 1 and T = 0.
+
+    The latter over blocks all of whose drafts are wanted.
+    """
     found = measure(head, params, Target(model, target_params), tokens, anchors)
+    counted = is_wanted(head, wanted, anchors)
+    whole = counted.min(axis=-1, keepdims=True)
     lengths = [
-        1 + jnp.cumprod(x.astype(jnp.float32), axis=-1).sum(axis=-1).mean()
+        1 + mean_where(jnp.cumprod(x.astype(jnp.float32), axis=-1), whole).sum()
         for x in (found.acceptance, found.agreement)
     ]
-    return jax.tree.map(lambda x: x.astype(jnp.float32).mean(axis=(0, 1)), found), *lengths
+    return jax.tree.map(lambda x: mean_where(x, counted), found), *lengths
 
 
 def evaluate_text(
     head: lm.BlockHead,
     params: Params,
     target: Target,
-    windows: np.ndarray,
+    windows: Own,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """What `measure_batch` finds in windows `[M, S]`, where the text stands for the drafts."""
-    batch = min(len(windows), args.batch_size)
     key, parts = jax.random.key(args.seed + 2), []
-    for index, rows in enumerate(range(0, len(windows) - batch + 1, batch)):
-        tokens = jnp.asarray(windows[rows : rows + batch], jnp.int32)
+    for index, (tokens, wanted) in enumerate(batches(windows, args.batch_size)):
         anchors = draw_anchors(head, tokens, args.anchors, jax.random.fold_in(key, index))
-        given = (params, target.params, tokens, anchors)
+        given = (params, target.params, tokens, wanted, anchors)
         parts.append(jax.device_get(measure_batch(head, target.model, *given)))
     found, length, greedy_length = jax.tree.map(lambda *x: np.mean(x, axis=0), *parts)
     rounded = {
@@ -334,91 +402,6 @@ def evaluate_text(
     return {**rounded, "length": round(float(length), 3), "greedy": round(float(greedy_length), 3)}
 
 
-class Decoding(NamedTuple):
-    """What a decoding step changes; the target has run all tokens but the newest."""
-
-    tokens: jax.Array  # [B, L], the texts so far, then anything
-    lengths: jax.Array  # [B]
-    features: jax.Array  # [B, L, A * H]
-    steps: jax.Array  # [B]
-    done: jax.Array  # [B]
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def decode(
-    head: lm.BlockHead,
-    model: lm.models.Llama,
-    num_drafts: int,
-    params: Params,
-    target_params: Params,
-    tokens: jax.Array,
-    lengths: jax.Array,
-    limits: jax.Array,
-    temperature: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Speculative decoding without caches, by the standard rule: tokens, lengths, steps `[B]`.
-
-    The whole block is drafted, and the first `num_drafts` of it are verified. A text ends where it
-    reaches its limit; at temperature 0 also with the byte that ends a document.
-    """
-    target = Target(model, target_params)
-    embedding = target_params["embed_tokens"]
-    config = sd.SpecDecodeConfig(num_speculative_tokens=num_drafts)
-    batch_size = tokens.shape[0]
-    batch = jnp.arange(batch_size, dtype=jnp.int32)
-    sampling = sd.SamplingParams(temperature=jnp.broadcast_to(temperature, (batch_size,)))
-    keys = jax.random.split(jax.random.key(3), batch_size)
-    counts = jnp.full(batch_size, num_drafts, jnp.int32)
-    after = jnp.arange(num_drafts + 1, dtype=jnp.int32)[None, :]
-
-    def step(state: Decoding) -> Decoding:
-        anchors = state.lengths - 1
-        previous = state.tokens[batch, anchors]
-        states = run_blocks(
-            head, params, embedding, state.features, previous[:, None], anchors[:, None]
-        )
-        drafts, store = [], []
-        for j in range(num_drafts):
-            logits, _ = draft_logits(params, embedding, states[:, 0, j], previous)
-            drawn = sd.sample_draft_tokens(
-                logits, sampling=sampling, keys=keys, positions=state.lengths, offset=j,
-                config=config,
-            )  # fmt: skip
-            previous = drawn.token_ids
-            drafts.append(previous)
-            store.append(logits)
-        proposed, rows = jnp.stack(drafts, axis=1), anchors[:, None] + after
-        tokens = state.tokens.at[batch[:, None], rows[:, 1:]].set(proposed)
-        logits, features = target.run(tokens, FEATURE_LAYERS)
-        kept = jnp.stack(store, axis=1).reshape(batch_size * num_drafts, -1)
-        output = sd.rejection_sample(
-            logits[batch[:, None], rows].reshape(batch_size * (num_drafts + 1), -1),
-            sd.Drafts.from_flat(proposed.ravel(), counts, sd.DraftLogits(kept)),
-            sampling=sampling, keys=keys, positions=state.lengths, config=config,
-            implementation="xla",
-        )  # fmt: skip
-        # What comes after the emitted tokens is read by nothing.
-        emitted = jnp.maximum(output.token_ids, 0)
-        tokens = tokens.at[batch[:, None], rows + 1].set(emitted)
-        ends = (emitted == lm.DOCUMENT_SEPARATOR) & (after < output.num_emitted[:, None])
-        ends = ends.any(axis=1) & (temperature == 0)
-        lengths = state.lengths + output.num_emitted
-        done = ends | (lengths >= limits)
-        fresh = Decoding(tokens, lengths, features, state.steps + 1, done)
-        # A text that is done stays as it is.
-        return jax.tree.map(
-            lambda old, new: jnp.where(jnp.expand_dims(state.done, range(1, new.ndim)), old, new),
-            state,
-            fresh,
-        )
-
-    _, features = target.run(tokens, FEATURE_LAYERS)
-    zeros = jnp.zeros(batch_size, jnp.int32)
-    state = Decoding(tokens, lengths, features, zeros, zeros > 0)
-    state = jax.lax.while_loop(lambda state: ~state.done.all(), step, state)
-    return state.tokens, state.lengths, state.steps
-
-
 def evaluate_decoding(
     head: lm.BlockHead,
     params: Params,
@@ -427,20 +410,22 @@ def evaluate_decoding(
     num_drafts: int,
     new_tokens: int,
 ) -> dict[str, float]:
-    """Mean acceptance length by temperature: emitted tokens per target pass, over all prompts."""
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    room = -(-(lengths.max() + new_tokens + 2 * num_drafts + 2) // 128) * 128
-    tokens = np.zeros((len(prompts), room), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    given = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(lengths + new_tokens)
+    """Mean acceptance length by temperature: emitted tokens per target pass, over all prompts.
+
+    The whole block is drafted, and the first `num_drafts` of it are verified. At temperature 0 a
+    text also ends with the byte that ends a document.
+    """
     found = {}
+    whole = params | {name: target.params["embed_tokens"] for name in ("embed_tokens", "lm_head")}
     for temperature in TEMPERATURES:
-        _, ends, steps = decode(
-            head, target.model, num_drafts, params, target.params, *given, jnp.float32(temperature)
-        )
-        emitted = np.asarray(ends) - lengths
-        found[f"{temperature:g}"] = round(float(emitted.sum() / np.asarray(steps).sum()), 3)
+        output = lm.generate(
+            *target, prompts, drafter=lm.BlockDrafter(head), draft_params=whole,
+            config=sd.SpecDecodeConfig(num_speculative_tokens=num_drafts),
+            max_new_tokens=new_tokens, temperature=temperature, key=jax.random.key(3),
+            stop_token_ids=() if temperature else (lm.DOCUMENT_SEPARATOR,),
+        )  # fmt: skip
+        kept = output.steps.num_kept
+        found[f"{temperature:g}"] = round(float(kept.sum() / (kept > 0).sum()), 3)
     return found
 
 
@@ -448,17 +433,20 @@ def evaluate(
     head: lm.BlockHead,
     params: Params,
     target: Target,
-    windows: Windows,
+    lessons: Lessons,
     prompts: list[np.ndarray],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """All the measurements, which are printed too."""
     results: dict[str, Any] = {}
-    for name, tokens in (("held-out text", windows.held_out), ("target's own", windows.own)):
-        results[name] = evaluate_text(head, params, target, tokens, args)
-        print(f"  {name:16} {json.dumps(results[name])}", flush=True)
-    results["mean acceptance length"] = {}
-    for count in sorted({min(4, head.config.max_drafts), head.config.max_drafts}):
+    for name, windows in lessons.judged.items():
+        results[name] = evaluate_text(head, params, target, windows, args)
+        print(f"  {name:26} {json.dumps(results[name])}", flush=True)
+    if prompts:
+        results["mean acceptance length"] = {}
+    for count in (
+        sorted({min(4, head.config.max_drafts), head.config.max_drafts}) if prompts else ()
+    ):
         found = evaluate_decoding(head, params, target, prompts, count, args.new_tokens)
         results["mean acceptance length"][f"K = {count}"] = found
         print(f"  acceptance length, K = {count}, by temperature {found}", flush=True)
@@ -472,10 +460,12 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for one folder per head")
     add("--kinds", nargs="+", choices=["dflash", "dspark"], default=["dflash", "dspark"])
-    add("--stdlib", type=Path, help="folder to learn from; default: that of the running Python")
     add("--seconds", type=float, default=500 if on_gpu else 7200, help="for everything together")
     add("--steps", type=int, default=10**6 if on_gpu else 1000, help="at most, per head")
     add("--block-size", type=int, default=8)
+    add("--num-layers", type=int, default=2, help="of the head, with --target")
+    add("--markov-rank", type=int, default=MARKOV_RANK, help="of DSpark")
+    add("--mask-id", type=int, help="with --target; default: its last special token")
     add("--anchors", type=int, default=64, help="per window and step")
     add("--functions", type=int, default=24, help="held-out functions that are decoded at the end")
     add("--new-tokens", type=int, default=192, help="of each of them")
@@ -491,39 +481,27 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     begin = time.monotonic()
     args = parse_args(arguments)
-    device, attention = jax.devices()[0], attention_implementation()
-    dtype = jnp.dtype("bfloat16" if device.platform == "gpu" else "float32")
-    target, corpus = Target(*lm.load_embedded_pair(dtype)[0]), stdlib_corpus(args.stdlib)
-    functions = stdlib_text.function_heads(
-        stdlib_text.read_text(args.stdlib).held_out, args.functions
-    )
-    prompts = [lm.encode_bytes(context + text) for context, text in functions]
+    target, prompts = load_target(args), []
+    if args.target is None:
+        held_out = stdlib_text.read_text(args.stdlib).held_out
+        functions = stdlib_text.function_heads(held_out, args.functions)
+        prompts = [lm.encode_bytes(context + text) for context, text in functions]
     limit = SAMPLING_SHARE * args.seconds
-    windows = make_windows(target, corpus, args, LOWEST_TEMPERATURE, limit)
-    print(f"{time.monotonic() - begin:6.0f} s  {len(windows.pool)} windows sampled", flush=True)
+    lessons = read_lessons(target, args, LOWEST_TEMPERATURE, limit)
+    print(f"{time.monotonic() - begin:6.0f} s  {lessons.name}", flush=True)
 
     for index, kind in enumerate(args.kinds):
-        head, directory = make_head(kind, args.block_size, dtype), args.out / kind
+        head, directory = head_for(kind, target, args), args.out / kind
         left = args.seconds - (time.monotonic() - begin)
         budget = left / (len(args.kinds) - index) - EVALUATION_SECONDS
         print(f"{kind}: {budget:.0f} s of training", flush=True)
         params, log = train(
-            target, head, corpus.training, windows.pool, args, budget,
-            partial(save_head, directory, head, target),
+            target, head, lessons.source, args, budget,
+            partial(save_head, directory, head, target, target_name(args)),
         )  # fmt: skip
-        record = {
-            "device": device.device_kind,
-            "attention": attention,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "text": corpus.name,
-            "target": "embedded target",
-            "windows": len(windows.pool),
-            **{k: v for k, v in vars(args).items() if k not in ("out", "stdlib")},
-            "results": evaluate(head, params, target, windows, prompts, args),
-            "log": log,
-        }
-        (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+        write_record(directory, args, lessons, log=log)
+        results = evaluate(head, params, target, lessons, prompts, args)
+        write_record(directory, args, lessons, results=results, log=log)
         size = (directory / "model.safetensors").stat().st_size
         print(f"{time.monotonic() - begin:6.0f} s  wrote {directory}, {size} bytes", flush=True)
 

@@ -2,6 +2,9 @@
 
     python training/train_eagle3.py --out build/eagle3
     python training/train_eagle3.py --out build/head --target DIR --text FILES --vocab-size 32000
+    python training/train_eagle3.py --out build/head --target DIR --windows FILES
+
+The third form learns from what `own_text.py` wrote.
 
 A head learns from the target's own distribution, over text and over what the target continues text
 with. It is unrolled as it drafts ("training-time test"): step s reads the true token i + 1 + s and
@@ -24,10 +27,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import safetensors.numpy
 import stdlib_text
+from own_text import Own, beginnings, continue_windows
 from train_embedded import (
     Data,
     State,
+    attention_implementation,
     causal_attention,
     learning_rate,
     load_data,
@@ -37,6 +43,8 @@ from train_embedded import (
 )
 
 from jax_specdec import lm
+from jax_specdec.lm.models.heads import head_logits
+from jax_specdec.lm.models.layers import rms_norm
 
 NUM_STEPS = 4  # T, of the unrolled drafting
 STEP_DECAY = 0.8  # weight of a step's loss, relative to the step before
@@ -44,6 +52,7 @@ WARMUP_STEPS = 100
 FROZEN = ("embed_tokens", "lm_head", "target_ids")  # the target's own, or chosen before training
 HELD_OUT_EVERY = 20  # of the documents of a user's text, one is for evaluation
 SAMPLE_BATCH = {"gpu": 2048, "cpu": 64}
+LISTS = ("kinds", "layers", "vocab_size")  # options that are recorded, unlike paths
 CHUNK = 50  # steps per call of the compiled loop
 SAVE_EVERY = 60  # seconds
 
@@ -100,41 +109,6 @@ class Target(NamedTuple):
         return self.model.run(self.params, embedded, whole, attend, feature_layers=layers)
 
 
-@partial(jax.jit, static_argnums=(0, 3))
-def continue_windows(
-    model: lm.models.Llama,
-    params: Params,
-    windows: jax.Array,
-    kept: int,
-    key: jax.Array,
-    temperature: jax.Array,
-) -> jax.Array:
-    """Windows `[B, S]` whose tokens from `kept` on are sampled from the target.
-
-    `temperature` is `[B]`, each above 0.
-    """
-    batch_size, length = windows.shape
-    cache = model.init_cache(batch_size, length)
-    start = jnp.zeros(batch_size, jnp.int32)
-    rows = lm.models.Rows(windows[:, :kept], start)
-    ((logits, _),), cache = model.apply(params, [rows], cache)
-
-    def step(carry: Any, offset: jax.Array) -> tuple[Any, jax.Array]:
-        logits, cache = carry
-        token = jax.random.categorical(
-            jax.random.fold_in(key, offset),
-            logits.astype(jnp.float32) / temperature[:, None],
-            axis=-1,
-        ).astype(jnp.int32)
-        rows = lm.models.Rows(token[:, None], start + offset)
-        ((logits, _),), cache = model.apply(params, [rows], cache)
-        return (logits[:, 0], cache), token
-
-    offsets = jnp.arange(kept, length, dtype=jnp.int32)
-    _, tokens = jax.lax.scan(step, (logits[:, -1], cache), offsets)
-    return jnp.concatenate([windows[:, :kept], tokens.T], axis=1)
-
-
 def sampled_pool(
     target: Target,
     prompts: Iterator[jax.Array],
@@ -154,27 +128,48 @@ def sampled_pool(
         windows = next(prompts)
         key, now, heat = jax.random.split(key, 3)
         temperature = jax.random.uniform(heat, windows.shape[:1], minval=lowest, maxval=1.0)
-        sampled = continue_windows(*target, windows, windows.shape[1] // 4, now, temperature)
+        kept, never = windows.shape[1] // 4, jnp.zeros(0, jnp.int32)
+        script = beginnings(windows, kept)
+        sampled, _ = continue_windows(*target, script, kept, never, now, temperature)
         parts.append(np.asarray(sampled).astype(dtype))
     return np.concatenate(parts)[:size]
 
 
-class Windows(NamedTuple):
-    """Token windows on the host, `[M, S]`."""
+class Mixture(NamedTuple):
+    """Half of the windows from a text, half from those that the target continued."""
 
-    pool: np.ndarray  # to train on: continued by the target
-    held_out: np.ndarray
-    own: np.ndarray  # held-out beginnings, continued by the target
+    text: Data
+    pool: Own
+
+    def draw(self, key: jax.Array, batch_size: int) -> tuple[jax.Array, jax.Array]:
+        """As `Own.draw`."""
+        window_key, pool_key = jax.random.split(key)
+        ids, wanted = self.pool.draw(pool_key, batch_size // 2)
+        rest = batch_size - len(ids)
+        text = sample_windows(self.text, window_key, rest, ids.shape[1] - 1)
+        return (
+            jnp.concatenate([text, ids]),
+            jnp.concatenate([jnp.ones(text.shape, bool), wanted]),
+        )
 
 
-def make_windows(
+class Lessons(NamedTuple):
+    """What a head learns from, and what it is judged by."""
+
+    source: Mixture | Own  # to train on
+    judged: dict[str, Own]  # on the host, by the names that results have
+    texts: list[np.ndarray]  # token ids of all training text
+    name: str
+
+
+def continued_text(
     target: Target,
     corpus: Corpus,
     args: argparse.Namespace,
     lowest: float = 1.0,
     seconds: float = math.inf,
-) -> Windows:
-    """The windows that the target continues; see `sampled_pool` for `lowest` and `seconds`."""
+) -> Lessons:
+    """A text, and windows of it that the target continues; see `sampled_pool` for the limits."""
     batch = min(SAMPLE_BATCH.get(jax.default_backend(), 64), args.sampled)
     draw_key, pool_key, held_key = jax.random.split(jax.random.key(args.seed + 1), 3)
 
@@ -187,17 +182,40 @@ def make_windows(
     starts = np.linspace(0, len(corpus.held_out) - args.length, batch).astype(int)
     held_out = np.stack([corpus.held_out[i : i + args.length] for i in starts]).astype(np.int32)
     own = sampled_pool(target, iter([jnp.asarray(held_out)]), batch, held_key, lowest)
-    return Windows(pool, held_out, own)
+    judged = {"held-out text": Own.all_of(held_out), "target's own": Own.all_of(own)}
+    source = Mixture(corpus.training, Own(*map(jnp.asarray, Own.all_of(pool))))
+    return Lessons(source, judged, [np.asarray(corpus.training.text), pool], corpus.name)
 
 
-def mixed_batch(
-    data: Data, pool: jax.Array, args: argparse.Namespace, window_key: Any, pool_key: Any
-) -> jax.Array:
-    """Token ids `[B, S]`: half of the text, half of the pool."""
-    num_sampled = args.batch_size // 2
-    corpus = sample_windows(data, window_key, args.batch_size - num_sampled, args.length - 1)
-    rows = jax.random.randint(pool_key, (num_sampled,), 0, pool.shape[0])
-    return jnp.concatenate([corpus, pool[rows].astype(jnp.int32)])
+def own_windows(files: list[Path]) -> Lessons:
+    """What `own_text.py` wrote; its held-out windows are judged by the temperature of sampling."""
+    parts: dict[str, list[np.ndarray]] = {}
+    for path in sorted(files):
+        with np.load(path) as arrays:
+            for name, array in arrays.items():
+                parts.setdefault(name, []).append(array)
+    whole = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    heat = whole["held_out_temperature"]
+    judged = {
+        f"own text at temperature {value:g}": Own(
+            whole["held_out_ids"][heat == value], whole["held_out_wanted"][heat == value]
+        )
+        for value in np.unique(heat)
+    }
+    ids, wanted = whole["ids"], whole["wanted"]
+    name = f"{len(ids)} windows of {ids.shape[1]} tokens, {wanted.sum()} of the target's own"
+    return Lessons(Own(jnp.asarray(ids), jnp.asarray(wanted)), judged, [ids[wanted]], name)
+
+
+def read_lessons(
+    target: Target, args: argparse.Namespace, lowest: float = 1.0, seconds: float = math.inf
+) -> Lessons:
+    """What the options ask for."""
+    if args.windows:
+        return own_windows(args.windows)
+    embedded = args.target is None
+    corpus = stdlib_corpus(args.stdlib) if embedded else text_corpus(args.target, args.text)
+    return continued_text(target, corpus, args, lowest, seconds)
 
 
 def unrolled_attention(
@@ -245,9 +263,10 @@ class Measures(NamedTuple):
 def unroll(
     head: lm.models.Eagle3Head, params: Params, features: jax.Array, tokens: jax.Array
 ) -> list[jax.Array]:
-    """Logits `[B, S - 1, Vd]` of the T steps of drafting from each position of tokens `[B, S]`.
+    """States `[B, S - 1, H]` of the T steps of drafting from each position of tokens `[B, S]`.
 
-    Row i of step s has read the features up to i and the tokens up to i + 1 + s.
+    Row i of step s has read the features up to i and the tokens up to i + 1 + s; `logits_of` gives
+    its logits.
     """
     states = head.project(params, features[:, :-1])
     batch_size, count = states.shape[:2]
@@ -258,36 +277,59 @@ def unroll(
         shifted = jnp.roll(tokens[:, 1:], -step, axis=1)  # the last rows read what is not theirs
         embedded = params["embed_tokens"][shifted]
         rotary = jnp.broadcast_to(positions + step, (batch_size, count))
-        logits, states = head.run(params, states, embedded, rotary, attend)
-        steps.append(logits)
+        _, states = head.run(params, states, embedded, rotary, attend)
+        steps.append(states)
     return steps
 
 
+def logits_of(head: lm.models.Eagle3Head, params: Params, states: jax.Array) -> jax.Array:
+    """Logits `[B, S, Vd]` of the states `[B, S, H]` that a step of drafting hands to the next."""
+    c = head.config
+    if not c.norm_output:
+        states = rms_norm(states, params["norm"], c.layer.rms_norm_eps)
+    return head_logits(c, params, states)
+
+
 def measure(
-    head: lm.models.Eagle3Head, params: Params, target: Target, tokens: jax.Array
+    head: lm.models.Eagle3Head,
+    params: Params,
+    target: Target,
+    tokens: jax.Array,
+    wanted: jax.Array,
 ) -> Measures:
-    """Unrolls the head over token ids `[B, S]`."""
+    """Unrolls the head over token ids `[B, S]`; drafts count where `wanted` `[B, S]`.
+
+    `wanted[b, i]` is about the token at i + 1.
+    """
     params = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(head.dtype), params)
     logits, features = jax.lax.stop_gradient(target.run(tokens, head.feature_layers))
+    logits, wanted = logits[:, 1:], wanted[:, 1:]
     ids = params.get("target_ids")
-    measures = []
-    for step, drafted in enumerate(unroll(head, params, features, tokens)):
-        p = jax.nn.softmax(jnp.roll(logits[:, 1:], -step, axis=1).astype(jnp.float32))
+    total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
+    likeliest = jnp.argmax(logits, axis=-1)
+    # What the head cannot draft is never accepted: [B, S - 1, V] -> [B, S - 1, Vd]
+    listed = logits if ids is None else jnp.take(logits, ids, axis=-1)
+
+    @jax.checkpoint  # one step's logits at a time: those of all would fill a GPU
+    def judge(step: jax.Array, states: jax.Array) -> list[jax.Array]:
+        now, all_of_p, best_of_p = (jnp.roll(x, -step, axis=1) for x in (listed, total, likeliest))
+        p = jnp.exp(now.astype(jnp.float32) - all_of_p[..., None])
+        drafted = logits_of(head, params, states)
         log_q = jax.nn.log_softmax(drafted.astype(jnp.float32))
-        # p on the head's ids; what it cannot draft is never accepted.
-        listed = p if ids is None else jnp.take(p, ids, axis=-1)
-        soft = listed / jnp.maximum(jnp.sum(listed, axis=-1, keepdims=True), 1e-9)
+        mass = jnp.maximum(jnp.sum(p, axis=-1), 1e-9)
         best = jnp.argmax(drafted, axis=-1)
-        alpha = jnp.sum(jnp.minimum(listed, jnp.exp(log_q)), axis=-1)
+        alpha = jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1)
         values = (
-            -jnp.sum(soft * log_q, axis=-1),
+            -jnp.sum(p * log_q, axis=-1) / mass,
             jnp.log(jnp.maximum(alpha, 1e-6)),
             alpha,
-            (best if ids is None else ids[best]) == jnp.argmax(p, axis=-1),
+            ((best if ids is None else ids[best]) == best_of_p).astype(jnp.float32),
         )
         known = jnp.arange(p.shape[1], dtype=jnp.int32)[None, :] < p.shape[1] - step
-        known = jnp.broadcast_to(known, p.shape[:2])
-        measures.append([jnp.mean(value, where=known) for value in values])
+        known = (known & jnp.roll(wanted, -step, axis=1)).astype(jnp.float32)
+        return [jnp.sum(value * known) / jnp.maximum(jnp.sum(known), 1) for value in values]
+
+    measures = [judge(step, x) for step, x in enumerate(unroll(head, params, features, tokens))]
     return Measures(*map(jnp.stack, zip(*measures, strict=True)))
 
 
@@ -300,18 +342,18 @@ def make_chunk(
 
     @partial(jax.jit, donate_argnums=0)
     def chunk(
-        state: State, frozen: Params, target_params: Params, data: Data, pool: Any, total: Any
+        state: State, frozen: Params, target_params: Params, source: Mixture | Own, total: Any
     ) -> tuple[State, jax.Array]:
         target = Target(model, target_params)
 
         def step(state: State, _: None) -> tuple[State, jax.Array]:
-            key, window_key, pool_key = jax.random.split(state.key, 3)
-            tokens = mixed_batch(data, pool, args, window_key, pool_key)
+            key, draw_key = jax.random.split(state.key)
+            tokens, wanted = source.draw(draw_key, args.batch_size)
             now = state.step.astype(jnp.float32)
             by_acceptance = now >= args.acceptance_from * total
 
             def loss_fn(params: Params) -> jax.Array:
-                found = measure(head, params | frozen, target, tokens)
+                found = measure(head, params | frozen, target, tokens, wanted)
                 losses = jnp.where(by_acceptance, -found.log_acceptance, found.cross_entropy)
                 return jnp.sum(weights * losses) / jnp.sum(weights)
 
@@ -332,14 +374,27 @@ def frequent_ids(vocab_size: int, size: int, *texts: np.ndarray) -> np.ndarray:
 
 
 def make_head(
-    target: Target, size: int, layers: tuple[int, ...] | None, *texts: np.ndarray
+    target: Target,
+    size: int,
+    layers: tuple[int, ...] | None,
+    intermediate_size: int | None,
+    *texts: np.ndarray,
 ) -> tuple[lm.models.Eagle3Head, Params]:
-    """A head of `size` ids, like a layer of the target; the frozen part of its weights."""
+    """A head of `size` ids, like a layer of the target; the frozen part of its weights.
+
+    Its layers of features and its feed-forward size are the usual ones and the target's where they
+    are None.
+    """
     c = target.model.config
     count = c.num_hidden_layers
     head = lm.models.Eagle3Head(
         lm.models.Eagle3Config(
-            layer=dataclasses.replace(c, num_hidden_layers=1, qkv_bias=False),
+            layer=dataclasses.replace(
+                c,
+                num_hidden_layers=1,
+                qkv_bias=False,
+                intermediate_size=intermediate_size or c.intermediate_size,
+            ),
             draft_vocab_size=size,
             feature_layers=layers or (2, count // 2, count - 3),
             target_hidden_size=c.hidden_size,
@@ -392,25 +447,73 @@ def train(
     target: Target,
     head: lm.models.Eagle3Head,
     frozen: Params,
-    data: Data,
-    pool: np.ndarray,
+    source: Mixture | Own,
     args: argparse.Namespace,
-    minutes: float,
+    seconds: float,
+    save: Callable[[Params], None],
 ) -> tuple[Params, list[dict[str, float]]]:
-    """Trains for args.steps steps, or as many as fit into `minutes`; weights and losses."""
+    """Trains for args.steps steps, or as many as fit into `seconds`; weights and losses."""
     init_key, key = jax.random.split(jax.random.key(args.seed))
     master = dataclasses.replace(head, dtype=jnp.float32).init_params(init_key)
     params = {name: x for name, x in master.items() if name not in FROZEN}
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)
-    chunk, pool_on_device = make_chunk(head, target.model, args), jnp.asarray(pool)
+    chunk = make_chunk(head, target.model, args)
+
+    def weights(state: State) -> Params:
+        return jax.tree.map(lambda x: x.astype(head.dtype), state.params) | frozen
+
     state, log = run_chunks(
-        lambda state, total: chunk(state, frozen, target.params, data, pool_on_device, total),
+        lambda state, total: chunk(state, frozen, target.params, source, total),
         state,
         args,
-        60 * minutes,
+        seconds,
+        lambda state: save(weights(state)),
     )
-    weights = jax.tree.map(lambda x: x.astype(head.dtype), state.params)
-    return weights | frozen, log
+    save(weights(state))
+    return weights(state), log
+
+
+def save_head(
+    directory: Path, head: lm.models.Eagle3Head, args: argparse.Namespace, params: Params
+) -> None:
+    """Writes a head in the layout of speculators, in bfloat16."""
+    name = target_name(args)
+    lm.formats.save_eagle3(directory, head, params, jnp.bfloat16, target_name=name)
+    if args.leave_out_shared:
+        path = directory / "model.safetensors"
+        tensors = safetensors.numpy.load_file(path)
+        own = {x: tensor for x, tensor in tensors.items() if x.split(".")[0] not in FROZEN}
+        safetensors.numpy.save_file(own, path)
+
+
+def target_name(args: argparse.Namespace) -> str:
+    """The name of the target, for files."""
+    return "embedded target" if args.target is None else args.target.name
+
+
+def load_target(args: argparse.Namespace) -> Target:
+    """The target, in the compute dtype of the device."""
+    attention_implementation()  # outside of jit first
+    dtype = jnp.bfloat16 if jax.default_backend() == "gpu" else jnp.float32
+    if args.target is None:
+        return Target(*lm.load_embedded_pair(dtype)[0])
+    return Target(*lm.load_huggingface(args.target, dtype))
+
+
+def write_record(directory: Path, args: argparse.Namespace, lessons: Lessons, **found: Any) -> None:
+    """Writes `training.json`: the device, the options and what was found."""
+    options = {k: v for k, v in vars(args).items() if not isinstance(v, Path | list) or k in LISTS}
+    record = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "attention": attention_implementation(),
+        "text": lessons.name,
+        "target": target_name(args),
+        **options,
+        **found,
+    }
+    (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -420,19 +523,31 @@ def measure_batch(
     params: Params,
     target_params: Params,
     tokens: jax.Array,
+    wanted: jax.Array,
 ) -> Measures:
     """`measure`, compiled."""
-    return measure(head, params, Target(model, target_params), tokens)
+    return measure(head, params, Target(model, target_params), tokens, wanted)
+
+
+def batches(windows: Own, batch_size: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Whole batches of windows: token ids and where they are wanted, `[B, S]`."""
+    size = min(len(windows.ids), batch_size)
+    return [
+        (
+            jnp.asarray(windows.ids[first : first + size], jnp.int32),
+            jnp.asarray(windows.wanted[first : first + size]),
+        )
+        for first in range(0, len(windows.ids) - size + 1, size)
+    ]
 
 
 def evaluate(
-    head: lm.models.Eagle3Head, params: Params, target: Target, windows: np.ndarray, batch_size: int
+    head: lm.models.Eagle3Head, params: Params, target: Target, windows: Own, batch_size: int
 ) -> dict[str, list[float]]:
     """Acceptance and greedy agreement of each step, over windows `[M, S]`."""
-    count = max(1, len(windows) // batch_size)
     found = [
-        measure_batch(head, target.model, params, target.params, jnp.asarray(batch, jnp.int32))
-        for batch in np.array_split(windows[: count * batch_size], count)
+        measure_batch(head, target.model, params, target.params, *batch)
+        for batch in batches(windows, batch_size)
     ]
     mean = jax.tree.map(lambda *x: np.mean([np.asarray(v, np.float64) for v in x], 0), *found)
     return {
@@ -446,7 +561,7 @@ def show(name: str, found: dict[str, list[float]]) -> None:
     for kind, values in found.items():
         length = 1 + np.cumprod(values).sum()
         steps = " ".join(f"{value:.4f}" for value in values)
-        print(f"  {name:16} {kind:10} by step {steps}  1 + products {length:.3f}", flush=True)
+        print(f"  {name:26} {kind:10} by step {steps}  1 + products {length:.3f}", flush=True)
 
 
 def add_options(
@@ -454,6 +569,12 @@ def add_options(
 ) -> None:
     """What all trainings of heads take; the defaults for a GPU."""
     on_gpu, add = jax.default_backend() == "gpu", parser.add_argument
+    add("--target", type=Path, help="checkpoint with a tokenizer; default: the embedded target")
+    add("--text", type=Path, nargs="*", default=[], help="files to learn from, with --target")
+    add("--windows", type=Path, nargs="*", default=[], help="or files of own_text.py")
+    add("--stdlib", type=Path, help="folder that stands for Python's, without --target")
+    add("--layers", type=int, nargs="+", help="feature layers; default: 2, L // 2, L - 3")
+    add("--intermediate-size", type=int, help="of feed-forward layers; default: the target's")
     add("--batch-size", type=int, default=batch_size if on_gpu else 16, help="windows per step")
     add("--length", type=int, default=length, help="tokens per window")
     add("--sampled", type=int, default=windows if on_gpu else 2**11, help="windows from the target")
@@ -469,10 +590,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for one folder per head, vocab_SIZE")
-    add("--target", type=Path, help="checkpoint with a tokenizer; default: the embedded target")
-    add("--text", type=Path, nargs="*", default=[], help="files to learn from, with --target")
     add("--vocab-size", type=int, nargs="+", help="Vd of each head; default: V, and 64 if embedded")
-    add("--layers", type=int, nargs="+", help="feature layers; default: 2, L // 2, L - 3")
+    add("--leave-out-shared", action="store_true", help="do not write what is the target's")
     add("--steps", type=int, default=20000 if on_gpu else 1000, help="at most, per head")
     add("--minutes", type=float, default=7.0 if on_gpu else 60.0, help="for all heads together")
     add("--acceptance-from", type=float, default=0.75, help="share of steps before -log alpha")
@@ -487,51 +606,28 @@ def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     begin = time.monotonic()
     args = parse_args(arguments)
-    device = jax.devices()[0]
-    dtype = jnp.bfloat16 if device.platform == "gpu" else jnp.float32
-    if args.target is None:
-        target, corpus = Target(*lm.load_embedded_pair(dtype)[0]), stdlib_corpus()
-        sizes = args.vocab_size or [target.model.vocab_size, 64]
-    else:
-        target = Target(*lm.load_huggingface(args.target, dtype))
-        corpus = text_corpus(args.target, args.text)
-        sizes = args.vocab_size or [target.model.vocab_size]
-    windows = make_windows(target, corpus, args)
-    batch = min(len(windows.held_out), args.batch_size)
-    print(f"{time.monotonic() - begin:6.0f} s  {len(windows.pool)} windows sampled", flush=True)
+    target = load_target(args)
+    size = target.model.vocab_size
+    sizes = args.vocab_size or ([size, 64] if args.target is None else [size])
+    lessons = read_lessons(target, args)
+    print(f"{time.monotonic() - begin:6.0f} s  {lessons.name}", flush=True)
 
     for index, size in enumerate(sizes):
-        text = np.asarray(corpus.training.text)
         layers = None if args.layers is None else tuple(args.layers)
-        head, frozen = make_head(target, size, layers, text, windows.pool)
-        left = args.minutes - (time.monotonic() - begin) / 60
+        head, frozen = make_head(target, size, layers, args.intermediate_size, *lessons.texts)
+        left = 60 * args.minutes - (time.monotonic() - begin)
         print(f"head of {size} ids, feature layers {head.feature_layers}", flush=True)
-        params, log = train(
-            target, head, frozen, corpus.training, windows.pool, args, left / (len(sizes) - index)
-        )
-        results = {
-            name: evaluate(head, params, target, tokens, batch)
-            for name, tokens in (
-                ("held-out text", windows.held_out),
-                ("target's own", windows.own),
-            )
-        }
-        for name, found in results.items():
-            show(name, found)
         directory = args.out / f"vocab_{size}"
-        name = "embedded target" if args.target is None else args.target.name
-        lm.formats.save_eagle3(directory, head, params, jnp.bfloat16, target_name=name)
-        record = {
-            "device": device.device_kind,
-            "jax": jax.__version__,
-            "python": platform.python_version(),
-            "text": corpus.name,
-            "target": name,
-            **{k: v for k, v in vars(args).items() if k not in ("out", "target", "text")},
-            "results": results,
-            "log": log,
-        }
-        (directory / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+        params, log = train(
+            target, head, frozen, lessons.source, args, left / (len(sizes) - index),
+            partial(save_head, directory, head, args),
+        )  # fmt: skip
+        write_record(directory, args, lessons, log=log)
+        results = {}
+        for name, windows in lessons.judged.items():
+            results[name] = evaluate(head, params, target, windows, args.batch_size)
+            show(name, results[name])
+        write_record(directory, args, lessons, results=results, log=log)
         print(f"{time.monotonic() - begin:6.0f} s  wrote {directory}", flush=True)
 
 

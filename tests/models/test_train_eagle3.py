@@ -3,10 +3,12 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import own_text
 import pytest
 import train_eagle3
 from formats.checkpoints import CHECKPOINTS
@@ -24,8 +26,13 @@ def test_unrolling_computes_what_drafting_does() -> None:
     params, rng = random_params(head), np.random.default_rng(0)
     tokens = rng.integers(0, LAYER.vocab_size, (2, 9), np.int32)
     features = rng.normal(size=(2, 9, head.num_features)).astype(np.float32)
-    unroll = jax.jit(train_eagle3.unroll, static_argnums=0)
-    steps = np.asarray(unroll(head, params, features, tokens))
+
+    @jax.jit
+    def logits(params: Any) -> list[jax.Array]:
+        states = train_eagle3.unroll(head, params, features, tokens)
+        return [train_eagle3.logits_of(head, params, x) for x in states]
+
+    steps = np.asarray(logits(params))
     apply = jax.jit(head.apply)
     rows_of = lm.models.Rows
     states = np.asarray(head.project(params, features))
@@ -34,12 +41,12 @@ def test_unrolling_computes_what_drafting_does() -> None:
         cache, start = head.init_cache(2, 16), np.zeros(2, np.int32)
         for position in range(i + 1):
             rows = rows_of(tokens[:, position + 1, None], start)
-            logits, state, cache = apply(params, states[:, position, None], rows, cache)
+            found, state, cache = apply(params, states[:, position, None], rows, cache)
             start = start + 1  # not in place: the call may still read it
         for step in range(train_eagle3.NUM_STEPS):
-            np.testing.assert_allclose(steps[step][:, i], logits[:, 0], rtol=1e-4, atol=1e-4)
+            np.testing.assert_allclose(steps[step][:, i], found[:, 0], rtol=1e-4, atol=1e-4)
             token = tokens[:, min(i + 2 + step, 8), None]  # the last one is of no concern
-            logits, state, cache = apply(params, state, rows_of(token, start), cache)
+            found, state, cache = apply(params, state, rows_of(token, start), cache)
             start = start + 1
 
 
@@ -69,3 +76,33 @@ def test_the_most_frequent_ids_are_listed() -> None:
     texts = np.array([5, 5, 3, 3, 3, 9]), np.array([[9, 9], [1, 1]])
     assert train_eagle3.frequent_ids(12, 3, *texts).tolist() == [1, 3, 9]
     assert train_eagle3.frequent_ids(12, 2, np.array([4, 2, 8])).tolist() == [2, 4]
+
+
+def test_the_next_prompt_follows_where_the_target_ends_its_answer() -> None:
+    target = train_eagle3.Target(*lm.load_huggingface(CHECKPOINTS / "llama", jnp.float32))
+    rng, length = np.random.default_rng(0), 24
+    script = own_text.Script(
+        rng.integers(3, target.model.vocab_size, (2, length), np.int32),
+        np.tile(np.arange(length) % 3 == 2, (2, 1)),
+    )
+    heat, key = np.array([0.0, 1.0], np.float32), jax.random.key(0)
+
+    def written(stop: int) -> tuple[np.ndarray, np.ndarray]:
+        found = own_text.continue_windows(*target, script, 2, np.array([stop]), key, heat)
+        return np.asarray(found[0]), np.asarray(found[1])
+
+    ids, drawn = written(-1)  # nothing ends an answer
+    assert drawn[:, 3:].all() and not drawn[:, :3].any()
+    stop = ids[0, 6]
+    ids, drawn = written(stop)
+    greedy = np.asarray(jax.jit(target.run, static_argnums=1)(ids, (0,))[0]).argmax(axis=-1)
+    np.testing.assert_array_equal(ids[0, 1:][drawn[0, 1:]], greedy[0, :-1][drawn[0, 1:]])
+    assert (ids[1, 1:] != greedy[1, :-1])[drawn[1, 1:]].any()
+    for b in range(2):
+        given = np.flatnonzero(~drawn[b])
+        np.testing.assert_array_equal(ids[b, given], script.ids[b, : len(given)])
+        for i in range(1, length):
+            place = np.sum(~drawn[b, :i]) - 1  # of the last token that was given
+            ended = ids[b, i - 1] == stop if drawn[b, i - 1] else not script.ends[b, place]
+            assert drawn[b, i] != ended
+    assert (~drawn[0, 7:10]).all()
