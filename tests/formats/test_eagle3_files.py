@@ -1,15 +1,16 @@
 """Reading and writing EAGLE-3 heads: three layouts and every option."""
 
+import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from models.test_eagle3 import NARROW, OPTIONS
+from models.test_eagle3 import LAYER, NARROW, OPTIONS
 
 from jax_specdec import lm
 
@@ -85,6 +86,31 @@ def test_weights_are_stored_as_asked_and_read_as_the_targets(tmp_path: Path) -> 
     assert tensors["t2d"].nonzero()[0].tolist() == params["target_ids"].tolist()
     found = lm.load_eagle3(tmp_path, target).params["fc"]
     np.testing.assert_array_equal(found, params["fc"].astype(jnp.bfloat16).astype(jnp.float32))
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_list_without_rows_has_the_targets(
+    tied: bool, weights: Literal["int8"] | None, tmp_path: Path
+) -> None:
+    layer = dataclasses.replace(LAYER, tie_word_embeddings=tied)
+    _, target, head = write_eagle3(tmp_path, **NARROW, layer=layer)
+    edit_tensors(tmp_path / WEIGHTS, **{"lm_head.weight": ...})
+    if weights:
+        target = target._replace(params=lm.models.quantize(target.params))
+    model, params = lm.load_eagle3(tmp_path, target, weights=weights)
+    assert model == head.model
+    rows = target.params["lm_head" if weights or not tied else "embed_tokens"]
+    rows = rows.dequantized() if weights else rows.T if tied else rows
+    found = params["lm_head"].dequantized() if weights else params["lm_head"]
+    np.testing.assert_array_equal(found, rows[:, params["target_ids"]])
+
+
+def test_rows_of_another_width_are_not_the_targets(tmp_path: Path) -> None:
+    _, target, _ = write_eagle3(tmp_path, **OPTIONS["all together"])
+    edit_tensors(tmp_path / WEIGHTS, **{"lm_head.weight": ...})
+    must = "own_lm_head must be true with draft_vocab_size = 12"
+    assert_refused(lm.load_eagle3, tmp_path, target, must)
 
 
 @pytest.mark.parametrize("option", ["plain", "list of ids", "Qwen3", "biases", "norms of chunks"])

@@ -76,7 +76,6 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"fc.weight": ...}, "lacks the tensor fc.weight"),
         ({"fc.weight": ONES}, r"fc.weight of shape \(16, 32\), but"),
         ({"fc.weight": NAN}, "fc.weight with a weight of nan"),
-        ({"lm_head.weight": ...}, "own_lm_head must be true with draft_vocab_size = 12"),
         ({"d2t": ...}, "lacks the tensor d2t"),
         ({"d2t": OFFSETS[:-1].copy()}, r"d2t of dtype I64 and shape \(11,\)"),
         ({"d2t": OFFSETS.astype(np.float32)}, "d2t of dtype F32"),

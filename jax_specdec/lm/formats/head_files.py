@@ -78,6 +78,13 @@ def load_head(
         params = {**target_ids, **own, **whole}
         shared = _shared_again(tensors, head.config, params, target)
     params |= shared_params(shared, target.params)
+    if "lm_head" not in params:  # of a list of ids
+        rows = target.params.get("lm_head", target.params["embed_tokens"])
+        if not (is_int8(rows) or shared.layer.tie_word_embeddings):
+            rows = rows.T
+        # [V, H] -> [Vd, H], and [V] -> [Vd] of the scales of int8
+        rows = jax.tree.map(lambda x: x[params["target_ids"]], rows)
+        params["lm_head"] = rows if is_int8(rows) else rows.T
     return LoadedModel(kind(shared, head.dtype), quantize(params) if weights else params)
 
 
@@ -140,7 +147,7 @@ def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[Names]:
     elsewhere = {"layer", "layers", "target_ids"}
     if not c.own_embedding:
         elsewhere.add("embed_tokens")
-    if not c.own_lm_head:
+    if not c.own_lm_head or (stored and "lm_head.weight" not in stored):
         elsewhere.add("lm_head")
     own: Names = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
     if "fc_norm" in own:
@@ -176,7 +183,7 @@ def _shared_again(
     lm_head = embedding.T if config.layer.tie_word_embeddings else target.params["lm_head"]
 
     def is_own(array: str, whole: jax.Array | Int8Weight) -> bool:
-        if is_int8(params[array]):
+        if array not in params or is_int8(params[array]):
             return True
         if isinstance(whole, Int8Weight):
             return not jnp.array_equal(quantized(params[array].T).values, whole.values)

@@ -221,6 +221,9 @@ def _fields(
         places = _PLACES.get(field.name, {field.name: None})
         default = absent.get(field.name, field.default)
         values[field.name] = _value(objects, places, default, target.num_hidden_layers)
+    is_listed = values["draft_vocab_size"] != target.vocab_size
+    if is_listed and values["layer"].hidden_size == target.hidden_size:
+        values["own_lm_head"] = True  # if no file has it, rows of the target's
     return values
 
 

@@ -32,7 +32,8 @@ def load_eagle3(
 
     The layouts of EAGLE, AngelSlim and SpecForge, of DeepSpec, and of speculators are read. An
     embedding or output matrix that the files do not hold, or that is the target's rounded to their
-    dtype, is the target's own array, not a copy.
+    dtype, is the target's own array, not a copy. Of a head with a list of ids whose files hold no
+    output matrix, it is a copy of the target's rows.
 
     Args:
       directory: holds `config.json` and `model.safetensors`.
