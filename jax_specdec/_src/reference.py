@@ -645,6 +645,7 @@ def decode_attention(
     *,
     visible: npt.ArrayLike | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> Array:
     """Returns ``[B, S, N, D]`` float64, what each new row reads of its request's cache.
 
@@ -660,6 +661,7 @@ def decode_attention(
       start: ``[B]``.
       visible: ``[B, S, 2]`` words of 32 bits, or None for a chain.
       window: positions that a row sees, or None for all.
+      softcap: c tanh(x / c) stands for each score x; None for the scores.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (query, keys, values))
     batch_size, num_rows, num_heads, head_dim = q.shape
@@ -682,6 +684,8 @@ def decode_attention(
         for head in range(num_heads):
             own = b * num_kv + head * num_kv // num_heads
             scores = q[b, s, head] @ k[own][:, seen] / math.sqrt(head_dim)
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
             read[b, s, head] = weights / weights.sum() @ v[own][seen]
     return read

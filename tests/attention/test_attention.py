@@ -40,6 +40,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "several blocks of rows": (2, 70, 1, 2, 64, 256, (0, 100), None, "chain", (0, 1, 4)),
     "one row at the end of its cache": (1, 1, 1, 8, 64, 64, (63,), None, "chain", None),
 }
+SOFTCAPS = {CASES[name]: 2.0 for name in ("a window", "a tree, split")}  # the others have none
 INTERPRETED = [
     pytest.param(
         name, marks=() if i == 1 else pytest.mark.long if i in (2, 3, 6, 7) else pytest.mark.slow
@@ -53,6 +54,9 @@ ON_GPU: dict[str, tuple[Any, ...]] = CASES | {
     "one long request": (1, 5, 8, 4, 128, 4096, (4000,), None, "chain", None),
     "one long request, a window": (1, 5, 8, 4, 128, 4096, (4000,), 1000, "chain", None),
 }
+
+
+FINITE = xla.AttentionStatic(finite_cache=True, num_visible=5)
 
 
 def words_of(bits: np.ndarray) -> np.ndarray:
@@ -78,8 +82,8 @@ def visibility(kind: str, batch: int, count: int, rng: np.random.Generator) -> n
     return words_of(bits)
 
 
-def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any, Any, int | None]:
-    """Arrays of a case, its oracle, and its window; NaN and infinity lie where no row looks."""
+def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any, Any, Any]:
+    """Arrays of a case, its oracle, and its rest; NaN and infinity lie where no row looks."""
     batch, count, num_kv, group, dim, room, start, window, kind, _ = case
     rng = np.random.default_rng(room + count)
 
@@ -90,7 +94,7 @@ def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any,
     keys, values = random(batch * num_kv, dim, room), random(batch * num_kv, room, dim)
     first, visible = np.array(start, np.int32), visibility(kind, batch, count, rng)
     wanted = sd.testing.reference.decode_attention(
-        query, keys, values, first, visible=visible, window=window
+        query, keys, values, first, visible=visible, window=window, softcap=SOFTCAPS.get(case)
     )
     for b in range(batch if poisoned else 0):
         own = slice(b * num_kv, (b + 1) * num_kv)
@@ -98,22 +102,21 @@ def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any,
         unseen += [slice(0, max(0, first[b] - window + 1))] if window else []
         for positions in unseen:
             keys[own, :, positions], values[own, positions] = np.nan, np.inf
-    return xla.AttentionArrays(query, keys, values, first, visible), wanted, window
+    seen = 64 if kind == "level" else count
+    static = xla.AttentionStatic(window, SOFTCAPS.get(case), not poisoned, seen)
+    return xla.AttentionArrays(query, keys, values, first, visible), wanted, static
 
 
 def check(case: tuple[Any, ...], dtype: Any, attend: Any, **settings: Any) -> None:
-    settings["num_visible"] = 64 if case[-2] == "level" else case[1]
     for poisoned in (True, False):  # False with the promise of a finite cache
-        arrays, wanted, window = made(case, dtype, poisoned)
-        run = functools.partial(attend, window=window, finite_cache=not poisoned, **settings)
+        arrays, wanted, static = made(case, dtype, poisoned)
+        run = functools.partial(attend, static=static, **settings)
         found = np.asarray(jax.jit(run)(arrays), np.float64)
         error = 2e-6 if dtype == jnp.float32 else 1.5e-2
         np.testing.assert_allclose(found, wanted, rtol=error, atol=error)
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.float32, pytest.param(B16, marks=pytest.mark.newest)], ids=str
-)
+@pytest.mark.parametrize("dtype", [jnp.float32, B16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_xla_is_the_oracle(name: str, dtype: Any) -> None:
     check(CASES[name], dtype, xla.attend)
@@ -176,7 +179,7 @@ def rows_of_positions(attend: Any, room: int, first: int) -> list[set[bytes]]:
 
 
 def test_bits_do_not_depend_on_where_a_pass_begins() -> None:
-    attend = functools.partial(xla.attend, window=None, finite_cache=True, num_visible=5)
+    attend = functools.partial(xla.attend, static=FINITE)
     assert {len(rows) for rows in rows_of_positions(jax.jit(attend), 128, 58)} == {1}
 
 
@@ -184,8 +187,8 @@ def test_bits_do_not_depend_on_where_a_pass_begins() -> None:
 @pytest.mark.newest
 def test_bits_of_the_kernel_do_not_depend_on_where_a_pass_begins() -> None:
     """Across the end of a tile and of a split; elsewhere they depend on where splits end."""
-    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "finite_cache": True}
-    attend = functools.partial(mosaic_gpu.attend, window=None, num_visible=5, **settings)
+    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "static": FINITE}
+    attend = functools.partial(mosaic_gpu.attend, **settings)
     split, whole = (
         rows_of_positions(jax.jit(functools.partial(attend, bounds=bounds)), 128, 58)
         for bounds in ((0, 1, 2), (0, 2))
@@ -203,9 +206,8 @@ def test_bits_of_the_kernel_do_not_depend_on_where_a_pass_begins() -> None:
 def test_bits_do_not_depend_on_where_a_pass_begins_on_a_gpu(
     room: int, first: int, finite_cache: bool
 ) -> None:
-    attend = functools.partial(
-        mosaic_gpu.attend, window=None, finite_cache=finite_cache, num_visible=5
-    )
+    static = FINITE._replace(finite_cache=finite_cache)
+    attend = functools.partial(mosaic_gpu.attend, static=static)
     assert {len(rows) for rows in rows_of_positions(jax.jit(attend), room, first)} == {1}
 
 
@@ -227,7 +229,7 @@ def nan_in_a_new_row_is_for_those_who_see_it(attend: Any) -> None:
 
 def test_nan_in_a_new_row_is_for_those_who_see_it() -> None:
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(xla.attend, window=None, finite_cache=False, num_visible=64)
+        functools.partial(xla.attend, static=xla.AttentionStatic())
     )
 
 
@@ -236,27 +238,26 @@ def test_nan_in_a_new_row_is_for_those_who_see_it() -> None:
 def test_the_kernel_keeps_nan_to_those_who_see_it() -> None:
     settings: dict[str, Any] = {"interpret": interpret_gpu_params()}
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(
-            mosaic_gpu.attend, window=None, finite_cache=False, num_visible=64, **settings
-        )
+        functools.partial(mosaic_gpu.attend, static=xla.AttentionStatic(), **settings)
     )
 
 
 @pytest.mark.gpu
 def test_the_kernel_keeps_nan_to_those_who_see_it_on_a_gpu() -> None:
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(mosaic_gpu.attend, window=None, finite_cache=False, num_visible=64)
+        functools.partial(mosaic_gpu.attend, static=xla.AttentionStatic())
     )
 
 
 @pytest.mark.parametrize("name", ["a level of a tree", "a tree, split"])
 def test_bits_mean_the_same_whether_they_are_constants_or_not(name: str) -> None:
     """Constants that name the new rows alone let the kernel end with these."""
-    (query, keys, values, start, visible, _), wanted, _ = made(CASES[name], np.float32)
+    (query, keys, values, start, visible, _), wanted, static = made(CASES[name], np.float32)
     given = query, keys, values, start
+    capped = functools.partial(sd.decode_attention, softcap=static.softcap)
     for attend in (
-        functools.partial(sd.decode_attention, visible=visible),
-        functools.partial(jax.jit(sd.decode_attention), visible=visible),
+        functools.partial(capped, visible=visible),
+        functools.partial(jax.jit(capped), visible=visible),
     ):
         found = np.asarray(attend(*given), np.float64)
         np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
@@ -337,6 +338,7 @@ GOOD: dict[str, Any] = {
             "visible must be None for more than 64 rows",
         ),
         ({"window": 0}, ValueError, "window must be .*1"),
+        ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0"),
         ({"implementation": "triton"}, ValueError, "implementation must be .*mosaic_gpu"),
         ({"implementation": "mosaic_gpu"}, NotImplementedError, "takes bfloat16 and float16"),
     ],

@@ -57,13 +57,12 @@ def in_pages(arrays: Any, page: int, order: str, window: int | None, seen: int) 
 
 def check(case: Any, dtype: Any, attend: Any, pages: Any = PAGES, **settings: Any) -> None:
     """Every layout gives the bits of heads first, and these are the oracle's."""
-    arrays, wanted, window = made(case, dtype)
-    seen = 64 if case[-2] == "level" else case[1]
+    arrays, wanted, static = made(case, dtype)
     laid = [positions_first(arrays)]
-    laid += [in_pages(arrays, page, order, window, seen) for page, order in pages]
+    laid += [in_pages(arrays, *page, static.window, static.num_visible) for page in pages]
     ways = [arrays]
     ways += [arrays._replace(keys=k, values=v, pages=table) for k, v, table in laid]
-    run = functools.partial(attend, window=window, finite_cache=False, num_visible=seen, **settings)
+    run = functools.partial(attend, static=static, **settings)
     ours, *others = map(np.asarray, jax.jit(lambda ways: [run(way) for way in ways])(ways))
     error = 2e-6 if dtype == np.float32 else 1.5e-2
     np.testing.assert_allclose(np.float64(ours), wanted, rtol=error, atol=error)
@@ -87,9 +86,7 @@ MORE_PAGES = *PAGES, (48, "random"), (192, "reversed")
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    "name", ["two splits", "large heads", pytest.param("a window", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", OF_KERNEL)
 def test_every_layout_is_the_oracle_in_the_interpreted_kernel(name: str) -> None:
     case = OF_KERNEL[name]
     pages = MORE_PAGES[2:3] if name == "two splits" else PAGES[:1]

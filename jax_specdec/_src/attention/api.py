@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
 import typing
-from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,31 +20,17 @@ from jax_specdec._src.arrays import (
     require,
 )
 from jax_specdec._src.attention import xla
-from jax_specdec._src.attention.arrays import AttentionArrays
+from jax_specdec._src.attention.arrays import (
+    AttentionArrays,
+    AttentionImplementation,
+    AttentionStatic,
+)
 from jax_specdec._src.attention.cache import check_cache, room_of
 from jax_specdec._src.blocks import explicit_place
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec._src.types import Integers
 from jax_specdec._src.verify.mosaic_gpu import support
-
-AttentionImplementation = Literal["xla", "mosaic_gpu"]
-
-
-class AttentionStatic(NamedTuple):
-    """What a call settles before it is traced.
-
-    Attributes:
-      window: positions that a row of a chain sees, its own included; None for all.
-      finite_cache: whether no value of the cache is NaN or infinite.
-      num_visible: positions from `start` on that some row may see by `visible`.
-      implementation: that was named.
-    """
-
-    window: int | None
-    finite_cache: bool
-    num_visible: int
-    implementation: AttentionImplementation | None
 
 
 def decode_attention(
@@ -56,6 +42,7 @@ def decode_attention(
     pages: jax.Array | np.ndarray | None = None,
     visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     finite_cache: bool = False,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
@@ -95,6 +82,8 @@ def decode_attention(
         looked at. Each row must see a position. None for a chain.
       window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
         with `visible`, no row sees one up to ``start[b] - window``. None for all positions.
+      softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = q k /
+        sqrt(D)``, as in Gemma 2. None for the scores as they are.
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
         check; a row that is may then make others NaN. `write_cache` keeps values so.
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
@@ -108,7 +97,8 @@ def decode_attention(
     Raises:
       TypeError: an argument of another dtype, or `start` not integers.
       ValueError: shapes that do not fit, a `start` out of the range of int32, a cache without
-        room, `visible` for more than 64 rows, or a window below 1.
+        room, `visible` for more than 64 rows, a window below 1, or a soft cap that is no finite
+        number above 0.
       NotImplementedError: "mosaic_gpu" was named and does not serve the call; the message says why.
 
     Example:
@@ -142,6 +132,8 @@ def decode_attention(
         visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
     if window is not None and check_int("window", window, 1) >= sizes["T"]:
         window = None  # of all positions
+    is_cap = softcap is None or 0 < softcap < math.inf
+    require(is_cap, "softcap", "be a finite number above 0, or None", softcap)
     check_choice(
         "implementation", implementation, (None, *typing.get_args(AttentionImplementation))
     )
@@ -157,6 +149,7 @@ def decode_attention(
     )
     static = AttentionStatic(
         window=window,
+        softcap=softcap,
         finite_cache=finite_cache,
         num_visible=num_visible,
         implementation=implementation,
@@ -197,20 +190,10 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
         if why_not is None:
             from jax_specdec._src.attention import mosaic_gpu  # which imports Pallas
 
-            return mosaic_gpu.attend(
-                arrays,
-                window=static.window,
-                finite_cache=static.finite_cache,
-                num_visible=static.num_visible,
-            )
+            return mosaic_gpu.attend(arrays, static)
         if is_named:
             raise NotImplementedError(f"implementation='mosaic_gpu' {why_not}")
-    return xla.attend(
-        arrays,
-        window=static.window,
-        finite_cache=static.finite_cache,
-        num_visible=static.num_visible,
-    )
+    return xla.attend(arrays, static)
 
 
 def _is_small(arrays: AttentionArrays) -> bool:

@@ -1,10 +1,14 @@
-"""`AttentionArrays`: the arrays of a call of `decode_attention`, as implementations take them."""
+"""What implementations of `decode_attention` take: the arrays of a call, and what it settles."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
+
+from jax_specdec._src.tree import MAX_VISIBLE
+
+AttentionImplementation = Literal["xla", "mosaic_gpu"]
 
 
 class AttentionArrays(NamedTuple):
@@ -25,3 +29,21 @@ class AttentionArrays(NamedTuple):
     start: jax.Array
     visible: jax.Array | None = None
     pages: jax.Array | None = None
+
+
+class AttentionStatic(NamedTuple):
+    """What a call settles before it is traced.
+
+    Attributes:
+      window: positions that a row of a chain sees, its own included; None for all.
+      softcap: the bound of the scores, or None.
+      finite_cache: whether no value of the cache is NaN or infinite.
+      num_visible: positions from `start` on that some row may see by `visible`.
+      implementation: that was named.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    finite_cache: bool = False
+    num_visible: int = MAX_VISIBLE
+    implementation: AttentionImplementation | None = None

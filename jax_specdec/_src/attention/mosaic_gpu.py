@@ -29,7 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from jax_specdec._src.attention.arrays import AttentionArrays
+from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
 from jax_specdec._src.attention.cache import room_of
 
 plgpu: Any = mosaic_gpu  # its stubs lack names, and call its transforms abstract
@@ -65,12 +65,10 @@ class Shape(NamedTuple):
     head_dim: int  # D
     room: int  # T
     bounds: tuple[int, ...]  # first tiles of the splits, and the end of the last
-    window: int | None  # see `api.decode_attention`
-    finite_cache: bool  # likewise
+    static: AttentionStatic
     has_words: bool  # whether `visible` is given
     page: int | None  # positions of a page, or T; None where keys are [B * Nkv, D, T]
     num_pages: int  # of the pool
-    num_visible: int  # positions from `start` on that it may name
 
     @property
     def row_blocks(self) -> int:
@@ -101,10 +99,8 @@ class Shape(NamedTuple):
 
 def attend(
     arrays: AttentionArrays,
+    static: AttentionStatic,
     *,
-    window: int | None,
-    finite_cache: bool,
-    num_visible: int,
     bounds: tuple[int, ...] | None = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -112,9 +108,7 @@ def attend(
 
     Args:
       arrays: of the call.
-      window: see there.
-      finite_cache: see there.
-      num_visible: see `api.AttentionStatic`.
+      static: likewise.
       bounds: first tiles of the splits, and the end of the last; None for those of `split_bounds`.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
@@ -151,12 +145,10 @@ def attend(
         head_dim=head_dim,
         room=room,
         bounds=bounds,
-        window=window,
-        finite_cache=finite_cache,
+        static=static,
         has_words=arrays.visible is not None,
         page=page,
         num_pages=arrays.keys.shape[0],
-        num_visible=num_visible,
     )
     # [B, S, Nkv, group, D] -> [B * Nkv, rows, D] -> [B * Nkv * padded, D], and at least 64 rows.
     query = arrays.query.reshape(batch_size, num_new, num_kv, group, head_dim).swapaxes(1, 2)
@@ -322,12 +314,12 @@ class Block(NamedTuple):
         last_new = jnp.minimum(lax.div(row + (ROWS - 1), jnp.int32(shape.group)), shape.num_new - 1)
         # Some row sees positions begin..end-1; the split's tiles are `tile` to `bound` - 1.
         begin = jnp.int32(0)
-        if shape.window is not None:
+        if shape.static.window is not None:
             begin = start + (0 if shape.has_words else first_new)
-            begin = jnp.clip(begin + (1 - shape.window), 0, shape.room)
+            begin = jnp.clip(begin + (1 - shape.static.window), 0, shape.room)
         begin_tile = lax.div(begin, jnp.int32(TILE))
         # In a chain a row sees the new rows up to itself; in a tree it may see any that has a bit.
-        most = shape.num_visible if shape.has_words else last_new + 1
+        most = shape.static.num_visible if shape.has_words else last_new + 1
         end = jnp.clip(start + most, 0, shape.room)
         end_tile = lax.div(end + (TILE - 1), jnp.int32(TILE))
         tile = jnp.int32(0)
@@ -339,9 +331,9 @@ class Block(NamedTuple):
         num_tiles = jnp.maximum(jnp.minimum(end_tile, bound) - tile, 0)
         # All rows see the tiles up to the first row, from where the last row's window begins.
         first_whole = jnp.int32(0)
-        if shape.window is not None:
+        if shape.static.window is not None:
             least = start + (0 if shape.has_words else last_new)
-            least = jnp.clip(least + (TILE - shape.window), 0, shape.room)
+            least = jnp.clip(least + (TILE - shape.static.window), 0, shape.room)
             first_whole = jnp.clip(lax.div(least, jnp.int32(TILE)) - tile, 0, num_tiles)
         seen_by_all = start if shape.has_words else start + first_new + 1
         end_whole = lax.div(jnp.clip(seen_by_all, 0, shape.room), jnp.int32(TILE)) - tile
@@ -464,7 +456,7 @@ def _multiply(
         plgpu.commit_smem()  # all warps have read the keys: others may come in their place
         copy(i + STAGES, places, is_keys=True)
         plgpu.barrier_wait(scratch.values_came.at[slot])
-        if not shape.finite_cache:
+        if not shape.static.finite_cache:
             # Where all rows see a tile, NaN in it is for all of them, and comes by itself.
             is_whole = (block.first_whole <= i) & (i < block.end_whole)
             scores = lax.cond(
@@ -473,9 +465,15 @@ def _multiply(
                 lambda scores: _poisoned(shape, scratch, slot, scores, interpreted),
                 scores,
             )
-        scores = jnp.where(_seen(shape, block, scratch, i), scores, -jnp.inf)
         # Exponents of 2: exp(x) = 2**(x log2(e)).
-        scores = scores * (shape.head_dim**-0.5 * math.log2(math.e))
+        exponents = shape.head_dim**-0.5 * math.log2(math.e)
+        if shape.static.softcap is not None:
+            # c tanh(x / c) = c - 2 c / (1 + exp(2 x / c)), where tanh itself would be approximate.
+            cap = shape.static.softcap
+            scores = cap - 2 * cap / (1 + jnp.exp2(scores * (2 / cap * exponents)))
+            exponents = math.log2(math.e)
+        scores = jnp.where(_seen(shape, block, scratch, i), scores, -jnp.inf)
+        scores = scores * exponents
         # What was summed so far is scaled to the new maximum.
         new_largest = jnp.maximum(largest, scores.max(axis=1))
         scale = jnp.exp2(largest - new_largest)
@@ -571,11 +569,11 @@ def _seen(shape: Shape, block: Block, scratch: Scratch, i: jax.Array) -> jax.Arr
         low, high = (plgpu.layout_cast(scratch.words[i], layout.reduce(1)) for i in (0, 1))
         low, high = (lax.broadcast_in_dim(x, size, [0]) for x in (low, high))
         bit = lax.shift_right_logical(jnp.where(new < 32, low, high), new & 31) & 1
-        seen = (new < 0) | ((new < shape.num_visible) & (bit == 1))
+        seen = (new < 0) | ((new < shape.static.num_visible) & (bit == 1))
     else:
         seen = new <= row
-    if shape.window is not None:
-        seen = seen & (new > (0 if shape.has_words else row) - shape.window)
+    if shape.static.window is not None:
+        seen = seen & (new > (0 if shape.has_words else row) - shape.static.window)
     return seen
 
 

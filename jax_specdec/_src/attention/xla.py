@@ -12,14 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.attention.arrays import AttentionArrays
+from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
 from jax_specdec._src.attention.cache import heads_first
 
 
-def attend(
-    arrays: AttentionArrays, *, window: int | None, finite_cache: bool, num_visible: int
-) -> jax.Array:
-    """Returns ``[B, S, N, D]``; see `api.decode_attention` and `api.AttentionStatic`."""
+def attend(arrays: AttentionArrays, static: AttentionStatic) -> jax.Array:
+    """Returns ``[B, S, N, D]``; see `api.decode_attention`."""
     keys, values = heads_first(arrays.keys, arrays.values, arrays.pages)
     batch_size, num_rows, num_heads, head_dim = arrays.query.shape
     num_kv = keys.shape[0] // batch_size
@@ -33,7 +31,9 @@ def attend(
     scores = jnp.matmul(
         query.reshape(*rows, head_dim), keys, preferred_element_type=jnp.float32
     ) * (head_dim**-0.5)
-    seen = _seen(arrays, room, window, num_visible)
+    if static.softcap is not None:
+        scores = static.softcap * jnp.tanh(scores / static.softcap)
+    seen = _seen(arrays, room, static)
     # [B, S, T] -> [B * Nkv, S * group, T]
     seen = jnp.broadcast_to(seen[:, None, :, None, :], (*split, room)).reshape(*rows, room)
 
@@ -49,13 +49,13 @@ def attend(
         return read(poisoned, jnp.where(is_bad[:, :, None], 0, values))
 
     found = read(scores, values)
-    if not finite_cache:
+    if not static.finite_cache:
         found = lax.cond(jnp.isfinite(found).all(), lambda: found, read_apart)
     found = found.reshape(*split, head_dim).swapaxes(1, 2)
     return found.reshape(batch_size, num_rows, num_heads, head_dim)
 
 
-def _seen(arrays: AttentionArrays, room: int, window: int | None, num_visible: int) -> jax.Array:
+def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Array:
     """Returns ``[B, S, T]`` bool, which positions each row sees."""
     num_rows = arrays.query.shape[1]
     visible = arrays.visible
@@ -66,12 +66,12 @@ def _seen(arrays: AttentionArrays, room: int, window: int | None, num_visible: i
         seen = position <= start + row
     else:
         new = position - start  # [B, 1, T], which bit is for the position
-        is_new = (new >= 0) & (new < num_visible)
+        is_new = (new >= 0) & (new < static.num_visible)
         low, high = visible[:, :, :1], visible[:, :, 1:]  # [B, S, 1]
         word = jnp.where(new < 32, low, high)
         bit = (word >> (new & 31).astype(jnp.uint32)) & 1
         seen = (new < 0) | (is_new & (bit == 1))
-    if window is None:
+    if static.window is None:
         return seen
     newest = start + row if visible is None else start
-    return seen & (position > newest - window)
+    return seen & (position > newest - static.window)
