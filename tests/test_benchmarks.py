@@ -91,7 +91,7 @@ def test_merging_replaces_rows_and_forgets_runs_without_rows():
     assert [(r["name"], r["run"]) for r in document["rows"]] == [("b", 0), ("a", 1)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_decoding_of_a_checkpoint_directory_is_measured_saved_and_shown(
     tmp_path, capsys, monkeypatch
 ):

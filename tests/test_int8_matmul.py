@@ -69,7 +69,9 @@ def test_xla_is_the_product(name: str, dtype: Any, platform: str) -> None:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize(
     "name", ["few", *(pytest.param(x, marks=pytest.mark.long) for x in LARGER)]
 )

@@ -525,7 +525,7 @@ def _(right, owner, axis, cache, rows, *rest):
 @fault(
     "the token after a chunk is not known",
     "lm.decoding.engine:NewRequests._or_zeros",
-    "serving/test_eagle3.py drafting/test_eagle3.py",
+    "serving/test_prompts.py",
 )
 def _(right, self, values):
     return right(self, None if values is self.next_token_ids else values)

@@ -59,7 +59,7 @@ def weights_of(engine: lm.Engine) -> tuple[Any, Any]:
     return engines.weights_of(engines.LLAMA)[0], head_params(HEAD, IDS)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_confidences_take_the_place_of_what_was_accepted() -> None:
     engine = dataclasses.replace(ENGINE, draft_budget=(0, 2))
     target, params = weights_of(engine)

@@ -376,7 +376,7 @@ def seen_by(features: Any, cache: Any, length: int, request: int) -> tuple[Any, 
     return features[request, : length - 1], pairs
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
     llama, params = engines.LLAMA.model, engines.weights_of(engines.LLAMA)[0]
     asked: dict[str, Any] = dict(max_new_tokens=30, temperature=0.8)

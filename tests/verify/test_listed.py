@@ -96,7 +96,7 @@ def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout):
 # Over a mesh.
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_split_vocabulary_gives_the_tokens_of_the_oracle():
     layout = Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)
     agree_on("candidates", layout, over(8), range(8))

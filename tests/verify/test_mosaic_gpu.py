@@ -137,7 +137,7 @@ def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from():
     assert found == set(range(-(-layout.vocab // TILE)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_cold_requests_get_the_tokens_of_the_oracle():
     """As in `test_normalizers`: logits far from 0, over very low temperatures."""

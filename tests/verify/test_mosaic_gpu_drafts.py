@@ -192,7 +192,7 @@ def config(**given: Any) -> sd.SpecDecodeConfig:
     return sd.SpecDecodeConfig(num_speculative_tokens=2, **given)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_is_the_default_on_hopper_for_the_calls_it_serves():
     assert kernels(filters=True) == 1
     by_block = config(rejection_sample_method="block")
