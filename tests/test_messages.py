@@ -307,8 +307,8 @@ def test_nothing_is_written_where_weights_are_refused(tmp_path: Path) -> None:
 PLAIN = {"one number": lambda x: float(x[0]), "a list": lambda x: x.tolist()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", PLAIN)
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["one number", pytest.param("a list", marks=pytest.mark.slow)])
 def test_parameters_in_any_plain_form_give_the_tokens_of_arrays(form: str) -> None:
     plain = PLAIN[form]
     keys, config, rng = jax.random.split(jax.random.key(3), B), CONFIG, np.random.default_rng(1)

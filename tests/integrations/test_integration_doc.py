@@ -113,7 +113,7 @@ def test_synthetic_acceptance_of_ragged_drafts_has_the_means_that_the_page_says(
 # A complete loop
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_the_loop_emits_what_plain_decoding_emits():
     scope = run(LOOP)

@@ -20,9 +20,8 @@ from upper_floor import decoding_matchers, schemas
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import engines, tiny
-from .chi_square import CONTROL, assert_distributed, p_value, tally_texts
-from .engines import TARGET, VOCAB
+from . import engines
+from .engines import VOCAB
 from .grammars import Allowed, Follows, of_digits
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("engines")]
@@ -363,31 +362,6 @@ def test_forced_drafts_come_in_the_first_step_and_keep_to_limits() -> None:
         one = engines.run(driver)[i]
         assert one.token_ids == [i % VOCAB for i in range(1, 10)]
         assert [len(update.token_ids) for update in one.updates] == sizes
-
-
-@pytest.mark.slow
-def test_sampled_texts_have_the_distribution_of_plain_decoding_under_the_grammar() -> None:
-    driver, prompt = engines.driver_of(engines.BUDGETED), [1, 4, 0]
-    for _ in range(5000):
-        driver.submit(prompt, max_new_tokens=6, temperature=1.0, matcher=Follows(by_step))
-    found = [one.token_ids for one in engines.run(driver).values()]
-
-    def law(text: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], float]]:
-        if len(text) == 6:
-            yield text, 1.0
-            return
-        row = np.exp(tiny.next_logits(TARGET, [*prompt, *text]).astype(np.float64))
-        row *= [token in by_step(text) for token in range(VOCAB)]
-        for token in np.flatnonzero(row):
-            chance = row[token] / row.sum()
-            yield from ((x, chance * c) for x, c in law((*text, int(token))))
-
-    counts, wanted = tally_texts(found, dict(law(())))
-    assert_distributed(counts, wanted, "texts")
-    assert p_value(counts, wanted[::-1]) < CONTROL
-    stats = driver.stats()
-    assert stats.num_tokens > 1.5 * stats.num_verifications
-    assert stats.num_fallbacks == 0  # nobody lost rows that were to be used
 
 
 @pytest.mark.long

@@ -59,23 +59,6 @@ def test_greedy_texts_stay_and_more_drafts_are_accepted() -> None:
     assert lengths[DRAFTER] > lengths[LOCAL] + 0.1
 
 
-@pytest.mark.slow
-def test_texts_are_those_of_plain_decoding_under_agreement() -> None:
-    asked = requests(16, temperature=0.7)
-    driver = driver_of(dataclasses.replace(ENGINE, config=AGREEMENT), max_steps_ahead=1)
-    found = all_texts(driver, asked)
-    assert driver.stats().tokens_per_target_pass > 1.2
-    options = [
-        lm.RequestOptions(temperature=0.7, seed=one["seed"], max_new_tokens=one["max_new_tokens"])
-        for one in asked
-    ]
-    prompts = [one["prompt"] for one in asked]
-    plain = lm.generate_plain(
-        MODEL, engines.TABLES[0], prompts, config=AGREEMENT, options=options
-    ).completions
-    assert found == plain
-
-
 @pytest.mark.parametrize("history", [pytest.param(0, marks=pytest.mark.slow), 64])
 def test_without_a_history_others_do_not_change_a_requests_drafts(history: int) -> None:
     drafter = dataclasses.replace(DRAFTER, history=history)

@@ -14,8 +14,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 
 from . import engines, tiny
-from .chi_square import assert_distributed, tally
-from .engines import TARGET, VOCAB, K
+from .engines import VOCAB, K
 
 pytestmark = [pytest.mark.xdist_group("engines")]
 
@@ -72,22 +71,6 @@ def test_a_limit_is_the_same_on_the_host_and_on_the_device() -> None:
         wanted = [allowed(one.max_drafts, length) for one in options]
         assert np.minimum(SHORTER.decoder._most_drafts(batch), K).tolist() == wanted
         assert [SHORTER.most_drafts(one, length) for one in options] == wanted
-
-
-@pytest.mark.slow
-def test_sampled_text_keeps_its_law_with_limits_and_a_budget() -> None:
-    """Limits that differ by request, beside numbers that the load decides."""
-    costs = lm.StepCosts(64, (0, 1, 2), (1.0, 1.1, 1.3))
-    driver = engines.driver_of(engines.BUDGETED, step_costs=costs)
-    prompt, count = [1, 4, 0], 4
-    for i in range(6000):
-        driver.submit(prompt, max_new_tokens=count, temperature=1.0, max_drafts=(None, 1, 2)[i % 3])
-    tokens = np.array([one.token_ids for one in engines.run(driver).values()])
-    offered = driver.stats().offered_per_position
-    assert 0 < offered[1] < offered[0]
-    joint = tiny.exact_distribution(TARGET, prompt, count, 1.0)
-    assert_distributed(tally(tokens[:, :-1], VOCAB), joint.sum(axis=-1), "first three tokens")
-    assert_distributed(tally(tokens[:, 1:], VOCAB), joint.sum(axis=0), "last three tokens")
 
 
 # Steps in which nobody may draft

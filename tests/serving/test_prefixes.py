@@ -152,8 +152,8 @@ def test_requests_beside_each_other_share_one_prefix(name: str) -> None:
             assert found[numbers[i]].updates[0].num_reused == (len(BEGIN) - 1 if i else 0)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["EAGLE-3", pytest.param("n-grams", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["EAGLE-3", "n-grams"])
 def test_an_exact_engine_has_the_same_bits(name: str) -> None:
     driver = driver_of(name, exact=True, logprobs=sd.LogprobsConfig())
     one = assert_as_fresh(driver, dict(prompt=BEGIN) | SAMPLED, least=0)
