@@ -7,6 +7,7 @@ from typing import Any
 import bench_block_gpu
 import bench_compile_cpu
 import bench_forced_drafts
+import bench_int8_acceptance
 import bench_int8_gpu
 import bench_prefixes
 import bench_serving_gpu
@@ -46,6 +47,8 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      [2]),
     (bench_block_gpu, "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8", "block_gpu", "drafter",
      ["DSpark", "DFlash", "EAGLE-3", "model"]),
+    (bench_int8_acceptance, "--prompts 2 --max-new-tokens 8 --repeats 1", "int8_acceptance",
+     "weights", ["bfloat16", "int8"] * 4),
     (bench_int8_gpu, "--tiny --batches --lengths 8 --repeats 2", "int8_gpu", "weights",
      ["bfloat16", "int8"]),
     (bench_forced_drafts, "--draft ngram --requests 2 --repeats 1", "forced_drafts", "temperature",

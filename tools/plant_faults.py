@@ -718,6 +718,22 @@ def _(right, self):
     return None
 
 
+@fault(
+    "an int8 matrix is taken without its scales",
+    "_src.int8_matmul:int8_matmul",
+    "models/test_int8.py",
+)
+def _(right, x, values, scale):
+    return right(x, values, jnp.ones_like(scale))
+
+
+@fault("int8 weights are cut, not rounded", "lm.models.int8:quantized", "models/test_int8.py")
+def _(right, weight):
+    found = right(weight)
+    cut = jnp.trunc(weight / found.scale[:, None]).astype(jnp.int8)
+    return dataclasses.replace(found, values=cut)
+
+
 def found_for(name: str) -> tuple[Any, str, Any]:
     """What a fault replaces: the module or class that holds it, its name there, and itself."""
     module_name, path = FAULTS[name].function.split(":")
