@@ -1,6 +1,8 @@
 """Training of block heads: blocks see what drafting sees."""
 
 import functools
+import json
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import train_block
+from formats.checkpoints import CHECKPOINTS
 
 from jax_specdec import lm
 
@@ -90,3 +93,37 @@ def test_the_markov_head_and_the_confidence_see_the_token_before() -> None:
     np.testing.assert_allclose(logits[0], expected, rtol=1e-4, atol=1e-4)
     both = np.concatenate([state, memory]) @ np.asarray(params["confidence_proj"])[:, 0]
     np.testing.assert_allclose(confidence[0], both, rtol=1e-4)
+
+
+@pytest.mark.long
+def test_a_head_of_another_target_learns_what_is_wanted_and_is_read_again(tmp_path: Path) -> None:
+    rng, file = np.random.default_rng(0), tmp_path / "own.npz"
+    ids = np.tile(rng.integers(3, 100, (12, 8), np.int32), (1, 4))  # each repeats its 8 tokens
+    wanted = np.ones(ids.shape, bool)
+    arrays = {"ids": ids, "wanted": wanted, "temperature": np.ones(12, np.float32)}
+    np.savez(file, **arrays, **{f"held_out_{name}": x[:4] for name, x in arrays.items()})
+    arguments = f"--out {tmp_path} --target {CHECKPOINTS / 'llama'} --windows {file} --kinds dspark"
+    arguments += " --layers 0 1 2 --num-layers 1 --markov-rank 3 --block-size 4 --anchors 4"
+    with jax.numpy_dtype_promotion("standard"):  # optax asks for it
+        train_block.main([*arguments.split(), "--batch-size", "4", "--steps", "150"])
+    record = json.loads((tmp_path / "dspark" / "training.json").read_text())
+    losses = [entry["loss"] for entry in record["log"]]
+    assert losses[-1] < losses[0]
+    assert 0 < record["results"]["own text at temperature 1"]["acceptance"][0] < 1
+    target = lm.load_huggingface(CHECKPOINTS / "llama", jnp.float32)
+    head, params = lm.load_block_head(tmp_path / "dspark", target)
+    assert head.config.layer.num_hidden_layers == 1 and head.config.markov_rank == 3
+    assert head.config.mask_token_id in lm.load_tokenizer(CHECKPOINTS / "llama").special_tokens
+    assert params["lm_head"] is target.params["lm_head"]
+    # Where nothing is wanted, nothing is learned.
+    measured = train_block.Measures(*[jnp.ones((2, 3, 4))] * 5)
+    assert train_block.loss_of(head, measured, jnp.zeros((2, 3, 4))) == 0
+    assert train_block.loss_of(head, measured, jnp.ones((2, 3, 4))) > 0
+
+
+@pytest.mark.long
+def test_texts_are_decoded_by_the_package() -> None:
+    target = train_block.Target(*lm.load_embedded_pair()[0])
+    head, prompts = HEADS["dspark"], [lm.encode_bytes("def f("), lm.encode_bytes("class A:")]
+    found = train_block.evaluate_decoding(head, weights_of(head), target, prompts, 4, 8)
+    assert found.keys() == {"0", "0.8"} and all(1 <= length <= 5 for length in found.values())
