@@ -333,7 +333,12 @@ def train(
 ) -> tuple[Params, list[dict[str, float]]]:
     """Trains for args.steps steps, or as many as fit into `seconds`; weights and losses."""
     init_key, key = jax.random.split(jax.random.key(args.seed))
-    params = first_params(head, init_key)
+    if args.init is None:
+        params = first_params(head, init_key)
+    else:
+        loaded = lm.load_block_head(args.init, lm.formats.LoadedModel(*target)).params
+        own = {x: y for x, y in loaded.items() if x not in ("embed_tokens", "lm_head")}
+        params = jax.tree.map(lambda x: x.astype(jnp.float32), own)
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)
     chunk = make_chunk(head, target.model, args)
     state, log = run_chunks(

@@ -454,8 +454,12 @@ def train(
 ) -> tuple[Params, list[dict[str, float]]]:
     """Trains for args.steps steps, or as many as fit into `seconds`; weights and losses."""
     init_key, key = jax.random.split(jax.random.key(args.seed))
-    master = dataclasses.replace(head, dtype=jnp.float32).init_params(init_key)
-    params = {name: x for name, x in master.items() if name not in FROZEN}
+    if args.init is None:
+        first = dataclasses.replace(head, dtype=jnp.float32).init_params(init_key)
+    else:
+        first = lm.load_eagle3(args.init, lm.formats.LoadedModel(*target)).params
+    params = {name: x for name, x in first.items() if name not in FROZEN}
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)
     chunk = make_chunk(head, target.model, args)
 
@@ -581,6 +585,9 @@ def add_options(
     add("--learning-rate", type=float, default=1e-3, help="peak")
     add("--weight-decay", type=float, default=0.01, help="of matrices")
     add("--seed", type=int, default=0)
+    add(
+        "--init", type=Path, help="head of the same sizes to begin with, in place of random weights"
+    )
     add("--print-every", type=int, default=10, help=f"in chunks of {CHUNK} steps")
 
 
