@@ -11,8 +11,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from formats.checkpoints import CHECKPOINTS, copy, edit_json, edit_tensors, expected
@@ -650,6 +652,29 @@ def test_a_request_has_the_options_of_the_command_line() -> None:
     named = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
     found = vars(parse("generate", PROMPT, *named).request)
     assert {name: found[name] for name in asked} == asked
+
+
+@pytest.mark.parametrize("flag", ["--weights=int8", "--draft-weights=int8"])
+def test_matrices_are_in_8_bits_where_a_gpu_asks_for_that(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flag: str
+) -> None:
+    def in_int8(params: Any) -> bool:
+        return any(x.dtype == jnp.int8 for x in jax.tree.leaves(params))
+
+    for backend in ("gpu", "cpu"):
+        is_on = backend == "gpu"
+        monkeypatch.setattr(jax, "default_backend", lambda name=backend: name)
+        for draft in ("model", "dspark"):
+            models, *_ = load_models(parse("generate", "x", f"--draft={draft}", flag))
+            target, head = models.target.params, models.drafters[draft].params
+            assert in_int8(target) == (is_on and flag == "--weights=int8")
+            # The head shares the target's output matrix, or has an int8 copy of it.
+            is_shared = draft == "dspark" and not (is_on and "draft" in flag)
+            output = target.get("lm_head", target["embed_tokens"])
+            assert (head.get("lm_head") is output) == is_shared
+            assert in_int8(head) == (is_on and (is_shared or "draft" in flag))
+        told = "Weights are not held in int8, which is slower on a CPU.\n"
+        assert capsys.readouterr().err == ("" if is_on else 2 * told)
 
 
 def test_compare_makes_five_runs_unless_it_is_told() -> None:

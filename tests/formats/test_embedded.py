@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import importlib.resources
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -128,9 +129,18 @@ def test_a_head_that_stores_the_output_matrix_shares_it_in_int8(tmp_path: Path) 
         )
     )
     lm.formats.save_eagle3(tmp_path, head, head.init_params(jax.random.key(1), params))
-    for is_same in (True, False):
-        own = params if is_same else model.init_params(jax.random.key(2))
-        lean = LoadedModel(model, lm.models.quantize(own))
-        found = lm.load_eagle3(tmp_path, lean, weights="int8")
-        assert (found.params["lm_head"] is lean.params["lm_head"]) == is_same
-        assert found.model.config.own_lm_head != is_same
+    # The integers of a matrix twice as large are the same, and its scales are not.
+    for own in (
+        params,
+        model.init_params(jax.random.key(2)),
+        jax.tree.map(lambda x: 2 * x, params),
+    ):
+        lean = lm.models.quantize(own)
+        for target, weights in itertools.product((own, lean), (None, "int8")):
+            found = lm.load_eagle3(tmp_path, LoadedModel(model, target), weights=weights)
+            assert found.model.config.own_lm_head == (own is not params)
+            is_shared = own is params and (target is lean or weights is None)
+            assert (found.params["lm_head"] is target["lm_head"]) == is_shared
+            wanted = lm.models.quantize(params)["lm_head"]
+            if weights:
+                jax.tree.map(np.testing.assert_array_equal, found.params["lm_head"], wanted)

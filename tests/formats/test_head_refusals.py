@@ -39,6 +39,7 @@ def copied(site: dict[str, Written], kind: str, tmp_path: Path) -> Written:
 
 OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of the ids there
 ONES, NAN = np.ones((16, 32), np.float32), np.full((16, 48), np.nan, np.float32)
+EMBEDDING, INT8 = "embed_tokens.weight", np.ones((40, 16), np.int8)
 LAYER_IDS, AUX_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"
 # By kind and place. What readers share is refused for one kind.
@@ -76,6 +77,7 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"fc.weight": ...}, "lacks the tensor fc.weight"),
         ({"fc.weight": ONES}, r"fc.weight of shape \(16, 32\), but"),
         ({"fc.weight": NAN}, "fc.weight with a weight of nan"),
+        ({EMBEDDING: INT8, f"{EMBEDDING}_scale": INT8[:, 0]}, f"{EMBEDDING} of dtype I8, but"),
         ({"d2t": ...}, "lacks the tensor d2t"),
         ({"d2t": OFFSETS[:-1].copy()}, r"d2t of dtype I64 and shape \(11,\)"),
         ({"d2t": OFFSETS.astype(np.float32)}, "d2t of dtype F32"),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from models.weights import random_weights, sizes
 
 from jax_specdec import lm
 
@@ -244,6 +245,48 @@ def test_weights_in_int8_are_those_that_quantize_makes(name: str) -> None:
         lm.formats.save_checkpoint(CHECKPOINTS / "never", *lean)
 
 
+def test_no_more_than_one_matrix_is_held_beside_those_in_int8(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = sizes(256, 128, 512, 6, (4, 2, 32))
+    model = lm.models.Llama(config, jnp.bfloat16)
+    target = lm.formats.LoadedModel(model, random_weights(model, 0))
+    head = lm.BlockHead(
+        lm.BlockHeadConfig(
+            layer=config, draft_vocab_size=256, feature_layers=(1, 2), target_hidden_size=128,
+            block_size=4, mask_token_id=0),
+        jnp.bfloat16)  # fmt: skip
+    lm.formats.save_checkpoint(tmp_path / "target", *target, jnp.bfloat16)
+    shared = {name: target.params[name] for name in ("embed_tokens", "lm_head")}
+    of_head = random_weights(head, 1) | shared
+    lm.formats.save_block_head(tmp_path / "head", head, of_head, jnp.bfloat16)
+    del of_head
+    put, held = jax.device_put, []
+
+    def count(tensor: np.ndarray) -> jax.Array:  # each that is read
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+        return put(tensor)
+
+    monkeypatch.setattr(jax, "device_put", count)
+    one_matrix = 2 * (2 * 512 * 128)  # gate and up, in 16 bits
+    peaks = {}
+    for weights in (None, "int8"):
+        for name in ("target", "head"):
+            held.clear()
+            if name == "target":
+                loaded = lm.load_huggingface(tmp_path / name, weights=weights)
+            else:
+                loaded = lm.load_block_head(tmp_path / name, target, weights=weights)
+            without = shared if name == "head" else ()
+            own = {key: x for key, x in loaded.params.items() if key not in without}
+            size = sum(x.nbytes for x in jax.tree.leaves(own))
+            peaks[name, weights] = max(held) - held[0]
+            assert peaks[name, weights] <= size + one_matrix
+            del loaded, own
+    for name in ("target", "head"):
+        assert peaks[name, "int8"] < 0.7 * peaks[name, None]
+
+
 def quantization(**changes: Any) -> dict[str, Any]:
     """What compressed-tensors writes for int8 weights; `changes` are of weights."""
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, **changes}
@@ -282,6 +325,9 @@ def test_a_checkpoint_in_int8_is_read_as_it_is_stored(tmp_path: Path) -> None:
     for of, wanted in ((weight.values, "weight"), (weight.scale[:, None], "weight_scale")):
         parts = [stored[f"{prefix}.{x}_proj.{wanted}"] for x in "qkv"]
         np.testing.assert_array_equal(of, np.concatenate(parts))
+    naive = quantization() | {"format": "naive-quantized"}  # the same under another name
+    edit_json(path.with_name("config.json"), quantization_config=naive)
+    assert_same(lm.load_huggingface(path.parent, jnp.float32).params, params)
     # Products with it are those with the float32 matrices that it stands for.
     ids = expected("qwen2")["token_ids"][:5]
     plain = jax.tree.map(
@@ -323,6 +369,10 @@ def test_weights_that_are_quantized_otherwise_are_refused(tmp_path: Path, what: 
         ({f"{Q_PROJ}_scale": np.ones(3, np.float32)}, "weight_scale of shape"),
         ({f"{Q_PROJ}_scale": ...}, "q_proj.weight of dtype I8, but only"),
         ({"model.embed_tokens.weight": np.ones((288, 32), np.int8)}, "of dtype I8, but only"),
+        (
+            {"model.norm.weight": np.ones(32, np.int8), "model.norm.weight_scale": np.ones(32)},
+            "norm.weight of dtype I8, but only",
+        ),
     ],
 )
 def test_tensors_in_int8_that_do_not_fit_are_named(

@@ -86,7 +86,8 @@ def _check_quantization(raw: JsonObject) -> None:
     said = raw.nested("quantization_config")
     if raw.get("quantization_config") is None:
         return
-    served = {"quant_method": ("compressed-tensors",), "format": ("int-quantized",)}
+    formats = ("int-quantized", "naive-quantized")  # two names of one layout
+    served = {"quant_method": ("compressed-tensors",), "format": formats}
     for key, values in served.items():
         said.require(said.get(key) in values, key, only(*values))
     groups = said.nested("config_groups")

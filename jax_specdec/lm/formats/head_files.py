@@ -73,7 +73,7 @@ def load_head(
         shapes = tensor_shapes(names, parts(head.weight_shapes), _part_sizes(head.config))
         check_tensors(tensors, shapes, ("d2t", "t2d"))
         target_ids = _read_target_ids(tensors, head.config)
-        own, *layers = read_arrays(tensors, names, head.dtype)
+        own, *layers = read_arrays(tensors, names, head.dtype, int8=weights == "int8")
         whole = {"layers": layers} if "layers" in head.weight_shapes else {"layer": layers[0]}
         params = {**target_ids, **own, **whole}
         shared = _shared_again(tensors, head.config, params, target)
@@ -183,12 +183,17 @@ def _shared_again(
     lm_head = embedding.T if config.layer.tie_word_embeddings else target.params["lm_head"]
 
     def is_own(array: str, whole: jax.Array | Int8Weight) -> bool:
-        if array not in params or is_int8(params[array]):
+        if array not in params or params[array].shape != whole.shape:
             return True
-        if isinstance(whole, Int8Weight):
-            return not jnp.array_equal(quantized(params[array].T).values, whole.values)
-        stored = tensors.dtype(f"{array}.weight")  # a file's dtype may round what the target has
-        return not jnp.array_equal(params[array], whole.astype(stored).astype(dtype))
+        name = f"{array}.weight"
+        if tensors.form(name)[1] == "I8":
+            return True
+        if not isinstance(whole, Int8Weight):  # a file's dtype may round what the target has
+            whole = whole.astype(tensors.dtype(name)).astype(dtype)
+        pair = [params[array], whole]
+        if any(map(is_int8, pair)):  # [in, out] -> [out, in]
+            pair = [x if is_int8(x) else quantized(x.T) for x in pair]
+        return not jax.tree.all(jax.tree.map(jnp.array_equal, *pair))
 
     return dataclasses.replace(
         config,
