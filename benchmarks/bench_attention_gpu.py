@@ -7,6 +7,9 @@ which a copy moves what has to be read.
 
 With `--layouts`: one layer over the same keys and values in each layout that `decode_attention`
 takes, and how far what each reads is from the first, which is that of the tables above.
+
+With `--paged`: the kernel over pages beside FlashInfer's, if `--flashinfer` names a folder with its
+modules (see `flashinfer_paged`), and beside Pallas' own, which takes one row.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
+import flashinfer_paged
 import jax
 import jax.numpy as jnp
 import llamas
@@ -48,28 +53,42 @@ PASSES = tuple(
 )
 PASS_ROWS, PASSES_AT_ONCE = 5, 20
 PAGES = 16, 64, 256  # positions of a page
+LAYOUTS = "heads first", "positions first", *(f"pages of {page}" for page in PAGES)
 LAYOUT_CELLS = (  # requests, positions, new rows, numbers of a head
-    *((8, 8192, 5, 128), (32, 4096, 5, 128), (1, 16384, 5, 128), (32, 512, 5, 128)),
-    *((32, 4096, 1, 128), (32, 4096, 5, 256), (1, 16384, 5, 256), (1, 512, 5, 128)),
-    *((1, 4096, 5, 128), (8, 8192, 1, 128), (8, 512, 5, 128), (1, 16384, 1, 128)),
-    *((32, 4096, 5, 64), (8, 1024, 5, 128), (32, 1024, 5, 128), (8, 4096, 5, 128)),
+    *((1, 4096, 5, 128), (8, 1024, 5, 128), (32, 1024, 5, 128), (8, 4096, 5, 128)),
+    *((1, 16384, 5, 128), (1, 512, 5, 128), (8, 512, 5, 256), (1, 4096, 5, 256)),
+    *((8, 8192, 5, 128), (32, 4096, 5, 128), (32, 512, 5, 128), (8, 512, 5, 128)),
+    *((32, 4096, 5, 256), (1, 16384, 5, 256), (32, 4096, 5, 64), (32, 4096, 1, 128)),
+    *((8, 8192, 1, 128), (1, 16384, 1, 128)),
+)
+PAGED_CELLS = (  # requests, positions, new rows
+    *((8, 8192, 1), (8, 8192, 5), (1, 16384, 1), (1, 16384, 5), (32, 4096, 1), (32, 4096, 5)),
+    *((8, 1024, 1), (8, 1024, 5), (1, 4096, 1), (1, 4096, 5)),
 )
 
 Way = Callable[..., jax.Array]
+Rows = Iterator[list[dict[str, Any]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = measure.gpu_parser(__doc__, repeats=7, seconds=500, threads=4)
     parser.add_argument("--layouts", action="store_true", help="compare layouts, and nothing else")
+    parser.add_argument("--paged", action="store_true", help="compare kernels of others over pages")
+    parser.add_argument("--flashinfer", type=pathlib.Path, help="folder of its modules")
     options = parser.parse_args(arguments)
     if measure.lacks_gpu(options):
         return 1
     clock = measure.Clock(options.seconds)
     bandwidth = 3e12 if options.tiny else measure.copy_bandwidth()
-    name = "attention_layouts_gpu" if options.layouts else "attention_gpu"
+    name, parts = "attention_gpu", (_passes, _layers)
+    if options.layouts:
+        name, parts = "attention_layouts_gpu", (_layouts,)
+    if options.paged:
+        name, parts = "attention_paged_gpu", (_paged,)
     results = measure.Results(name, folder=options.output, copy_bytes_per_s=bandwidth)
-    for part in (_layouts,) if options.layouts else (_passes, _layers):
-        results.add(part(options, clock, bandwidth))
+    for part in parts:
+        for rows in part(options, clock, bandwidth):
+            results.add(rows)
     for unit in ("ms", "us"):
         rows = [row for row in results.rows if f"bytes {unit}" in row]
         shown = [
@@ -81,15 +100,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _layers(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _layers(options: Any, clock: measure.Clock, bandwidth: float) -> Rows:
     for batch, room in ((2, 64),) if options.tiny else CACHES:
         for count in (*ROWS, CHUNK) if batch == 8 and room > 512 else ROWS:
             if clock.is_late(batch, room, count):
-                return rows
-            rows += _cell(options, batch, room, count, bandwidth)
+                return
+            rows = _cell(options, batch, room, count, bandwidth)
             clock.say(*(f"{key} {value}" for key, value in rows[-1].items() if key != "samples"))
-    return rows
+            yield rows
 
 
 def _cell(
@@ -127,20 +145,110 @@ def _cell(
     return rows
 
 
-def _layouts(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _layouts(options: Any, clock: measure.Clock, bandwidth: float) -> Rows:
     for cell in ((2, 256, 5, 64),) if options.tiny else LAYOUT_CELLS:
         if clock.is_late(*cell):
-            return rows
-        rows += _layout_cell(options, *cell, bandwidth)
-        for row in rows[-2:]:
+            return
+        rows = _layout_cell(options, *cell, bandwidth)
+        for row in rows:
             clock.say({key: value for key, value in row.items() if key != "samples"})
+        yield rows
+
+
+def _paged(options: Any, clock: measure.Clock, bandwidth: float) -> Rows:
+    for cell in ((2, 256, 1),) if options.tiny else PAGED_CELLS:
+        for page in PAGES[:2]:
+            if clock.is_late(*cell, page):
+                return
+            rows = _paged_cell(options, *cell, page, bandwidth)
+            for row in rows:
+                clock.say({key: value for key, value in row.items() if key != "samples"})
+            yield rows
+
+
+def _paged_cell(
+    options: Any, batch: int, room: int, count: int, page: int, bandwidth: float
+) -> list[dict[str, Any]]:
+    inputs = _inputs(batch, room, count, HEAD_DIM)
+    given = inputs[f"pages of {page}"]
+    attend = functools.partial(sd.decode_attention, finite_cache=True)
+    ours = functools.partial(attend, implementation=None if options.tiny else "mosaic_gpu")
+    ways: dict[str, tuple[Any, dict[str, Any]]] = {"kernel": (_compiled(ours, given), given)}
+    if count == 1 and not options.tiny:
+        # Its pages are of one head: [P, page, Nkv, D] -> [Nkv, P, page, D].
+        theirs = {name: given[name].transpose(2, 0, 1, 3) for name in ("keys", "values")}
+        ways["pallas"] = _compiled(_pallas_paged, given | theirs), given | theirs
+    rows = []
+    for used in sorted({min(USED, room - count), room - count}):
+        start = jnp.full((batch,), used, jnp.int32)
+        runs = {name: (program, own | {"start": start}) for name, (program, own) in ways.items()}
+        if options.flashinfer is not None:
+            for kind in ("decode", "rows") if count == 1 else ("rows",):
+                program = flashinfer_paged.compiled(options.flashinfer, kind, **given, start=start)
+                runs[f"flashinfer, {kind}"] = program
+        samples = {name: _times(options, *run) for name, run in runs.items()}
+        reads = {name: program(**own) for name, (program, own) in runs.items() if program}
+        bytes_ = 2 * 2 * batch * KV_HEADS * HEAD_DIM * (used + count)
+        cell = {"batch": batch, "room": room, "used": used, "rows": count, "page": page}
+        cell |= {"bytes us": round(bytes_ / bandwidth * 1e6, 1)}
+        cell |= {name: round(measure.median(own), 1) for name, own in samples.items() if own}
+        rows.append({**cell, "samples": samples, "largest difference": _apart(reads, "kernel")})
     return rows
+
+
+def _pallas_paged(query: Any, keys: Any, values: Any, start: Any, pages: Any) -> Any:
+    """The deprecated kernel that JAX has for one row and pages."""
+    from jax.experimental.pallas.ops.gpu import paged_attention
+
+    query = query[:, 0] * jnp.asarray(HEAD_DIM**-0.5, query.dtype)
+    settings = {"pages_per_compute_block": 128 // keys.shape[2]}
+    return paged_attention.paged_attention(query, keys, values, pages, start + 1, **settings)[
+        :, None
+    ]
+
+
+def _apart(reads: dict[str, Any], first: str) -> dict[str, float]:
+    """How far what each way reads is from what the first does."""
+    wanted = reads[first].astype(jnp.float32)
+    return {name: float(jnp.abs(read - wanted).max()) for name, read in reads.items()}
 
 
 def _layout_cell(
     options: Any, batch: int, room: int, count: int, dim: int, bandwidth: float
 ) -> list[dict[str, Any]]:
+    given = _inputs(batch, room, count, dim)
+    attend = functools.partial(sd.decode_attention, finite_cache=True)
+    of_kernel = functools.partial(attend, implementation=None if options.tiny else "mosaic_gpu")
+    of_xla = functools.partial(attend, implementation="xla")
+    ways = {name: (of_kernel, given[name]) for name in LAYOUTS}
+    for name in ("heads first", "pages of 64"):
+        ways[f"xla, {name}"] = of_xla, ways[name][1]
+    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+        compiling = {name: pool.submit(_compiled, *way) for name, way in ways.items()}
+    programs = {name: program.result() for name, program in compiling.items()}
+    rows = []
+    for used in sorted({min(USED, room - count), room - count}):
+        start = jnp.full((batch,), used, jnp.int32)
+        samples, reads = {}, {}
+        for name, (_, arrays) in ways.items():
+            arrays = arrays | {"start": start}
+            if "pages" in arrays and not name.startswith("xla"):  # which reads all that is named
+                last = -(-(used + count) // arrays["keys"].shape[1])
+                arrays["pages"] = arrays["pages"].at[:, last:].set(-1)
+            reads[name] = programs[name](**arrays)
+            samples[name] = _times(options, programs[name], arrays)
+        bytes_ = 2 * 2 * batch * KV_HEADS * dim * (used + count)
+        cell = {"batch": batch, "room": room, "used": used, "rows": count, "head": dim}
+        cell |= {"bytes us": round(bytes_ / bandwidth * 1e6, 1)}
+        cell |= {name: round(measure.median(own), 1) for name, own in samples.items()}
+        apart = _apart(reads, "heads first")
+        rows.append({**cell, "samples": samples, "largest difference": apart})
+    return rows
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _inputs(batch: int, room: int, count: int, dim: int) -> dict[str, dict[str, Any]]:
+    """The same arrays in each layout, by its name."""
     random = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     of_query, of_keys, of_values, of_pages = jax.random.split(jax.random.key(0), 4)
     query = random(of_query, (batch, count, HEADS, dim))
@@ -162,34 +270,7 @@ def _layout_cell(
             pools[name] = jnp.concatenate([pool, jnp.full_like(pool[:1], jnp.nan)])
         table = jnp.argsort(order).reshape(batch, -1).astype(jnp.int32)
         given[f"pages of {page}"] = {**pools, "pages": table}
-    attend = functools.partial(sd.decode_attention, finite_cache=True)
-    of_kernel = functools.partial(attend, implementation=None if options.tiny else "mosaic_gpu")
-    of_xla = functools.partial(attend, implementation="xla")
-    ways = {name: (of_kernel, {"query": query, **own}) for name, own in given.items()}
-    for name in ("heads first", "pages of 64"):
-        ways[f"xla, {name}"] = of_xla, ways[name][1]
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        compiling = {name: pool.submit(_compiled, *way) for name, way in ways.items()}
-    programs = {name: program.result() for name, program in compiling.items()}
-    rows = []
-    for used in sorted({min(USED, room - count), room - count}):
-        start = jnp.full((batch,), used, jnp.int32)
-        samples, reads = {}, {}
-        for name, (_, arrays) in ways.items():
-            arrays = arrays | {"start": start}
-            if "pages" in arrays and not name.startswith("xla"):  # which reads all that is named
-                last = -(-(used + count) // arrays["keys"].shape[1])
-                arrays["pages"] = arrays["pages"].at[:, last:].set(-1)
-            reads[name] = programs[name](**arrays)
-            samples[name] = _times(options, programs[name], arrays)
-        bytes_ = 2 * 2 * batch * KV_HEADS * dim * (used + count)
-        first = reads["heads first"].astype(jnp.float32)
-        cell = {"batch": batch, "room": room, "used": used, "rows": count, "head": dim}
-        cell |= {"bytes us": round(bytes_ / bandwidth * 1e6, 1)}
-        cell |= {name: round(measure.median(own), 1) for name, own in samples.items()}
-        apart = {name: float(jnp.abs(read - first).max()) for name, read in reads.items()}
-        rows.append({**cell, "samples": samples, "largest difference": apart})
-    return rows
+    return {name: {"query": query, **own} for name, own in given.items()}
 
 
 def _compiled(way: Way, given: dict[str, Any]) -> Any:
@@ -245,17 +326,16 @@ def _without_kernel() -> Iterator[None]:
         yield
 
 
-def _passes(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[str, Any]]:
+def _passes(options: Any, clock: measure.Clock, bandwidth: float) -> Rows:
     config = llamas.TINY if options.tiny else llamas.LLAMA_3_8B
     model = lm.models.Llama(config, "bfloat16")
     params = llamas.random_params(model, 0)
     bytes_of_weights = sum(x.nbytes for x in jax.tree.leaves(params))
-    rows: list[dict[str, Any]] = []
     programs: dict[str, Any] = {}
     before = None
     for batch, room, used in ((2, 64, 9),) if options.tiny else PASSES:
         if clock.is_late(batch, room, used):
-            return rows
+            return
         ids = jnp.zeros((batch, PASS_ROWS), jnp.int32)
         given = params, ids, jnp.full((batch,), used, jnp.int32)
         if (batch, room) != before:
@@ -276,8 +356,7 @@ def _passes(options: Any, clock: measure.Clock, bandwidth: float) -> list[dict[s
         cell = {"batch": batch, "room": room, "used": used, "rows": PASS_ROWS}
         cell |= {"bytes ms": round(bytes_ / bandwidth * 1e3, 2), **ms}
         clock.say(cell)
-        rows.append({**cell, "samples": samples})
-    return rows
+        yield [{**cell, "samples": samples}]
 
 
 def _programs(model: Any, *given: Any) -> dict[str, Any]:

@@ -116,16 +116,13 @@ def attend(
     keys = arrays.keys
     values = arrays.values
     room = room_of(keys, arrays.pages)
-    table: tuple[Any, ...] = ()
+    table = () if arrays.pages is None else (arrays.pages,)
     if keys.ndim == 3:
         heads = keys.shape[0]
         page = None
     else:
         heads = batch_size * keys.shape[2]
         page = keys.shape[1]
-        # Without a table each request has a page of T positions.
-        pages = arrays.pages
-        table = (np.arange(batch_size, dtype=np.int32)[:, None] if pages is None else pages,)
         # [P, page, Nkv, D] -> [P * page, Nkv * D]: a tile of a head is a rectangle, or several.
         keys = keys.reshape(-1, keys.shape[2] * head_dim)
         values = values.reshape(keys.shape)
@@ -267,7 +264,7 @@ class Operands(NamedTuple):
     values: Any  # [B * Nkv, T, D]; of pages [P * page, Nkv * D]
     start: Any  # [B] int32
     words: Any  # [B, 2, row_blocks * 64] int32, bits of what each row sees from start on
-    pages: Any = None  # [B, L] int32; None for keys [B * Nkv, D, T]
+    pages: Any = None  # [B, L] int32; None where each request has a page of T positions, or none
 
 
 class Scratch(NamedTuple):
@@ -359,17 +356,22 @@ def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) 
     """
     if shape.page is None:
         return ()
-    first = lax.div(block.begin, jnp.int32(shape.part))
-    last = lax.div(jnp.maximum(block.end - 1, 0), jnp.int32(shape.part))
     request = lax.div(block.head, jnp.int32(shape.num_kv))
     parts = TILE // shape.part  # of a tile
     of_page = jnp.int32(shape.page // shape.part)  # parts of a page
+    # What is read of the table does not wait for `start`; a tile past the last is not copied.
+    first = jnp.minimum(block.tile + i, shape.room // TILE - 1) * parts
     places = []
-    for j in range(parts):
-        part = jnp.clip((block.tile + i) * parts + j, first, last)
-        page = operands.pages[request, lax.div(part, of_page)]
-        page = jnp.clip(page, 0, shape.num_pages - 1)
+    for part in [first + j for j in range(parts)]:
+        page = request
+        if operands.pages is not None:
+            page = jnp.clip(operands.pages[request, lax.div(part, of_page)], 0, shape.num_pages - 1)
         places.append((page * of_page + lax.rem(part, of_page)) * shape.part)
+    for j in range(1, parts):
+        places[j] = jnp.where((first + j) * shape.part < block.end, places[j], places[j - 1])
+    for j in reversed(range(parts - 1)):
+        is_seen = (first + (j + 1)) * shape.part > block.begin
+        places[j] = jnp.where(is_seen, places[j], places[j + 1])
     return tuple(places)
 
 
@@ -420,14 +422,14 @@ def _multiply(
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
     padded = jnp.int32(shape.padded)
+    places = [_places(shape, block, operands, i) for i in range(STAGES + 1)]
     # The block's rows stay in shared memory; tiles of keys and values pass by, two ahead.
     source = operands.query.at[pl.ds(block.head * padded + block.row, ROWS)]
     plgpu.copy_gmem_to_smem(source, scratch.query, scratch.query_came)
     copy = functools.partial(_copy, shape, block, operands, scratch)
     for i in range(STAGES):
-        places = _places(shape, block, operands, i)
-        copy(i, places, is_keys=True)
-        copy(i, places, is_keys=False)
+        copy(i, places[i], is_keys=True)
+        copy(i, places[i], is_keys=False)
     if shape.has_words:
         request = lax.div(block.head, jnp.int32(shape.num_kv))
         source = operands.words.at[request, :, pl.ds(block.row, ROWS)]
@@ -490,7 +492,7 @@ def _multiply(
         return new_largest, total, found, next_places
 
     # One loop for tiles that all rows see and for those at the edges: two would round differently.
-    carry = largest, total, found, _places(shape, block, operands, STAGES)
+    carry = largest, total, found, places[STAGES]
     largest, total, found, _ = lax.fori_loop(0, block.num_tiles, turn, carry)
 
     # Registers -> shared memory -> global memory; rows of padding past `stored` stay behind.
