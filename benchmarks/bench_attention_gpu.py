@@ -66,6 +66,8 @@ PAGED_CELLS = (  # requests, positions, new rows
     *((8, 1024, 1), (8, 1024, 5), (1, 4096, 1), (1, 4096, 5)),
 )
 
+CELL = "batch room used rows"  # keys of a row that name it, with another of each table
+
 Way = Callable[..., jax.Array]
 Rows = Iterator[list[dict[str, Any]]]
 
@@ -80,12 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     clock = measure.Clock(options.seconds)
     bandwidth = 3e12 if options.tiny else measure.copy_bandwidth()
-    name, parts = "attention_gpu", (_passes, _layers)
+    name, identity, parts = "attention_gpu", "", (_passes, _layers)
     if options.layouts:
-        name, parts = "attention_layouts_gpu", (_layouts,)
+        name, identity, parts = "attention_layouts_gpu", f"{CELL} head", (_layouts,)
     if options.paged:
-        name, parts = "attention_paged_gpu", (_paged,)
-    results = measure.Results(name, folder=options.output, copy_bytes_per_s=bandwidth)
+        name, identity, parts = "attention_paged_gpu", f"{CELL} page", (_paged,)
+    results = measure.Results(
+        name, tuple(identity.split()), options.output, copy_bytes_per_s=bandwidth
+    )
     for part in parts:
         for rows in part(options, clock, bandwidth):
             results.add(rows)
@@ -223,9 +227,8 @@ def _layout_cell(
     ways = {name: (of_kernel, given[name]) for name in LAYOUTS}
     for name in ("heads first", "pages of 64"):
         ways[f"xla, {name}"] = of_xla, ways[name][1]
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        compiling = {name: pool.submit(_compiled, *way) for name, way in ways.items()}
-    programs = {name: program.result() for name, program in compiling.items()}
+    # One after another: XLA may choose by timing how to join splits, which others would disturb.
+    programs = {name: _compiled(*way) for name, way in ways.items()}
     rows = []
     for used in sorted({min(USED, room - count), room - count}):
         start = jnp.full((batch,), used, jnp.int32)
