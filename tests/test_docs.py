@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import draw
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from formats.checkpoints import CHECKPOINTS
+from models.weights import sizes
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -123,6 +126,46 @@ def test_figures_are_in_a_file_that_their_section_names_with_its_date(page: Path
 
 
 # Code
+
+
+MODELS: dict[str, tuple[Any, ...]] = {  # arguments of `sizes`, and whether embeddings are tied
+    "Qwen3 0.6B": (151936, 1024, 3072, 28, (16, 8, 128), True),
+    "Llama 3.2 1B": (128256, 2048, 8192, 16, (32, 8, 64), True),
+    "Qwen3 1.7B": (151936, 2048, 6144, 28, (16, 8, 128), True),
+    "Llama 3.2 3B": (128256, 3072, 8192, 28, (24, 8, 128), True),
+    "Qwen3 4B": (151936, 2560, 9728, 36, (32, 8, 128), True),
+    "Llama 3.1 8B": (128256, 4096, 14336, 32, (32, 8, 128), False),
+    "Qwen3 8B": (151936, 4096, 12288, 36, (32, 8, 128), False),
+    "Qwen3 14B": (151936, 5120, 17408, 40, (40, 8, 128), False),
+    "Qwen3 32B": (151936, 5120, 25600, 64, (64, 8, 128), False),
+}
+CARDS = {"T4": 16, "L4": 24, "A100": 40, "H100": 80}  # GB
+
+
+def test_which_models_fit_which_card_is_what_their_arrays_say() -> None:
+    page = (DOCS / "models.md").read_text("utf-8")
+    rows = [re.split(r" *\| *", line)[1:-1] for line in page.splitlines()]
+    table = {row[0]: row[1:] for row in rows if row and row[0] in MODELS}
+    assert table.keys() == MODELS.keys()
+    for name, (*arguments, is_tied) in MODELS.items():
+        config = sizes(*arguments, tie_word_embeddings=is_tied, qk_norm=name.startswith("Qwen"))
+        model = lm.models.Llama(config, jnp.bfloat16)
+        plain = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+            model.weight_shapes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+        lean = jax.eval_shape(lm.models.quantize, plain)
+        cache = jax.eval_shape(lambda model=model: model.init_cache(8, 4096))
+        in_gb = [
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays)) / 1e9
+            for arrays in (plain, lean, cache)
+        ]
+        fits = []
+        for weights in in_gb[:2]:
+            fitting = (card for card, most in CARDS.items() if weights + in_gb[2] <= 0.85 * most)
+            fits.append(next(fitting, "none"))
+        assert table[name] == [*(f"{x:.1f}" for x in in_gb), *fits]
 
 
 def test_the_code_of_every_page_is_run_by_some_test() -> None:
