@@ -738,6 +738,7 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --draft=suffix --history=-1", "--history must be in [0, 16777216]"),
         ("generate --dtype=float32", "--dtype needs --target"),
         ("generate --weights=int4", "argument --weights: invalid choice: 'int4'"),
+        ("generate --draft=ngram --draft-weights=int8", "--draft-weights needs a draft model or a"),
         ("generate --chat", "--chat needs --target, whose tokenizer has the chat template"),
         ("generate --method=strict", "argument --method: invalid choice: 'strict'"),
         ("generate --frobnicate", "unrecognized arguments: --frobnicate\n"),

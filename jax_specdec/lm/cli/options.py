@@ -272,7 +272,7 @@ _HELP = {
     "--dtype": "compute dtype of checkpoints (default: as stored)",
     "--weights": """hold the target's matrices in 8 bits, half the bytes of a step; on a CPU, where
         that is slower, as without it (default: in the compute dtype)""",
-    "--draft-weights": "the same of the draft model or head; the text stays the target's",
+    "--draft-weights": "the same of the draft model or head; texts keep the target's distribution",
     "--method": """block judges the drafts of a step jointly, which is as exact and accepts more;
         agreement gives the text of plain decoding with the same seed, token for token; synthetic
         accepts at given rates, whatever the models say (default: standard; agreement with --tree,
@@ -381,6 +381,8 @@ def _check(given: dict[str, Any], ends: dict[str, tuple[int, int | None]]) -> Op
         if compares or "compare" in given:
             raise ValueError(f"--draft {NO_DRAFTS} is plain decoding, which is compared anyway")
         given["max_drafts"] = 0
+    if "draft_weights" in given and set(drafters) <= {*LOOKUPS, NO_DRAFTS}:
+        raise ValueError("--draft-weights needs a draft model or a head")
 
     # Drafts of lookup have no distribution: agreement accepts as many, and no text depends on them.
     is_lookup = given["command"] == "serve" and set(drafters) <= {*LOOKUPS, NO_DRAFTS}
