@@ -4,7 +4,7 @@
 #     python tools/make_smollm2.py build/smollm2
 #     training/train_smollm2.sh build/smollm2 build/heads [SECONDS [OPTION...]]
 #
-# All GPUs write text for a sixth of the time, then each trains one head or several. SECONDS bounds
+# All GPUs write text for a quarter of the time, then each trains one head or several. SECONDS bounds
 # the whole, 560 by default. HEADS are the heads to train; a head that is in OUT already is trained
 # further. Give each run on the same OUT another RUN: it adds text of another seed. OPTIONs are for
 # own_text.py. README.md of this folder says more.
@@ -22,7 +22,7 @@ mkdir -p "$out/own" "$out/logs" "$out/before"
 
 train() { # NAME SECONDS
   local common=(--target "$target" --windows "$out"/own/*.npz --out "$out/$1" --seed 0)
-  common+=(--batch-size "${BATCH:-8}" --steps 1000000 --intermediate-size 512 --print-every 8)
+  common+=(--batch-size "${BATCH:-20}" --steps 1000000 --intermediate-size 512 --print-every 4)
   local before=("$out/$1"/*/model.safetensors)
   [[ -f ${before[0]} ]] && cp -r "$(dirname "${before[0]}")" "$out/before/$1-$run" && common+=(--init "$out/before/$1-$run")
   case $1 in
@@ -30,10 +30,10 @@ train() { # NAME SECONDS
       local ids=()
       [[ $1 == *-16k ]] && ids=(--vocab-size 16000)
       python3 "$here/train_eagle3.py" "${common[@]}" "${ids[@]}" --leave-out-shared \
-        --acceptance-from 0.5 --minutes "$(awk "BEGIN {print ($2 - 50) / 60}")" ;;
+        --minutes "$(awk "BEGIN {print ($2 - 50) / 60}")" ;;
     *)
       python3 "$here/train_block.py" "${common[@]}" --kinds "$1" --num-layers 2 --markov-rank 8 \
-        --anchors "${ANCHORS:-192}" --learning-rate 2e-3 --seconds "$2" ;;
+        --anchors "${ANCHORS:-192}" --learning-rate 1e-3 --seconds "$2" ;;
   esac
 }
 
@@ -44,10 +44,10 @@ for ((gpu = 0; gpu < gpus; gpu++)); do
     held_out=()
     ((gpu)) && held_out=(--held-out 0) # those of the first are enough
     python3 "$here/own_text.py" --target "$target" --out "$out/own/$run-$gpu.npz" \
-      --seed $((10 * run + gpu)) --seconds $((seconds / 6)) "${held_out[@]}" "$@" >>"$log" 2>&1
+      --seed $((10 * run + gpu)) --seconds $((seconds / 4)) "${held_out[@]}" "$@" >>"$log" 2>&1
     # All that the GPUs write is for all heads; one that is late is not waited for.
     until (($(ls "$out"/own/"$run"-*.npz 2>/dev/null | wc -l) >= gpus)); do
-      ((SECONDS - begin > seconds / 3)) && break
+      ((SECONDS - begin > seconds * 2 / 5)) && break
       sleep 1
     done
     for ((index = gpu; index < ${#heads[@]}; index += gpus)); do
