@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.pallas import mosaic_gpu
 
 plgpu: Any = mosaic_gpu  # its stubs lack names, and call its transforms abstract
@@ -38,6 +39,8 @@ MULTIPROCESSORS = 132
 """Of an H100: as many blocks are wanted, or twice as many if two fit on one."""
 LEAST_TILES = 4
 """Of a split."""
+MANY_OUTPUTS = 30_000
+"""A matrix with more is an output matrix, whose product, the logits, many programs read."""
 
 
 class Shape(NamedTuple):
@@ -110,7 +113,11 @@ def product(
         sums = _launch(shape, x.dtype, interpret)(values, rows)
     # [splits, out, padded] -> [out, padded] -> [M, out]
     total = jnp.sum(sums, axis=0) * scale[:, None]
-    return total.astype(x.dtype).T[:num_rows]
+    found = total.astype(x.dtype).T[:num_rows]
+    if shape.num_out > MANY_OUTPUTS:
+        # Left to itself, XLA sums and transposes again in every program that reads a row of them.
+        found = with_layout_constraint(found, Layout((0, 1)))
+    return found
 
 
 class Operands(NamedTuple):
