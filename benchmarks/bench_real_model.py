@@ -161,18 +161,16 @@ def by_generate(
     in_threads(compiled, options.threads)
     clock.say(f"compiled {len(compiled)} programs")
     yield
-    readings: dict[int, dict[str, float]] = {}
+    readings: dict[int, float] = {}
     for size, temperature in itertools.product(options.batches, options.temperatures):
         for kind in (ALL_KINDS,) if size > len(case.prompts["chat"]) else options.kinds:
             if clock.is_late(f"B = {size}, T = {temperature}, {kind}"):
                 continue
             if size not in readings:
                 alike = case.batches(size, ALL_KINDS, 0)[0]
-                one = {name: functools.partial(case.decode, name, alike, 0.0, 1) for name in names}
-                readings[size] = {
-                    name: min(timed(watch, call)[0] for _ in range(2)) for name, call in one.items()
-                }
-            reading = readings[size]
+                one = [functools.partial(case.decode, name, alike, 0.0, 1) for name in names]
+                # No way reads prompts much faster than another, and each alone varies.
+                readings[size] = statistics.median(timed(watch, call)[0] for call in one * 2)
             runs = {name: Run(temperature, name) for name in names}
             batches = case.batches(size, kind, options.alone)
             for repeat, batch, name in itertools.product(range(options.repeats), batches, names):
@@ -182,9 +180,9 @@ def by_generate(
                 seconds, output = timed(watch, decode)
                 runs[name].seconds.append(seconds)
                 runs[name].outputs.append(output)
-            results.add(
-                [generate_row(run, runs[PLAIN], kind, size, reading) for run in runs.values()]
-            )
+            results.add([
+                generate_row(run, runs[PLAIN], kind, size, readings[size]) for run in runs.values()
+            ])  # fmt: skip
             clock.say(f"B = {size}, T = {temperature}, {kind}")
 
 
@@ -194,15 +192,13 @@ def timed(watch: Callable[[], float], call: Callable[[], Any]) -> tuple[float, A
     return watch() - begin, output
 
 
-def generate_row(
-    run: Run, plain: Run, kind: str, size: int, reading: dict[str, float]
-) -> dict[str, Any]:
+def generate_row(run: Run, plain: Run, kind: str, size: int, reading: float) -> dict[str, Any]:
     """A row: what a run took, and how much less than plain decoding, without reading prompts."""
 
     def speed(one: Run) -> float:
         # The first token of each request belongs to the reading.
         tokens = one.num_tokens - size * len(one.outputs)
-        return tokens / sum(seconds - reading[str(one.drafter)] for seconds in one.seconds)
+        return tokens / sum(seconds - reading for seconds in one.seconds)
 
     texts = [output.completions for output in run.outputs]
     same = [
@@ -221,7 +217,8 @@ def generate_row(
         "tokens_per_second": speed(run),
         "speedup": speed(run) / speed(plain),
         "same_texts": sum(same) / len(same) if run.temperature == 0 else None,
-        "reading": reading[str(run.drafter)],
+        "steps": run.num_target_passes,
+        "reading": reading,
         "samples": run.seconds,
     }
 
@@ -456,7 +453,7 @@ def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
 def table(
     title: str, rows: list[dict[str, Any]], column_of: Callable[[dict[str, Any]], str]
 ) -> Iterator[str]:
-    """One table; the row of plain decoding has tokens per second."""
+    """One table; plain decoding of one kind has tokens per second."""
     columns = dict.fromkeys(map(column_of, rows))
     yield f"\n{title}\n\n| | {' | '.join(columns)} |\n| --- |{' ---: |' * len(columns)}"
     for way in dict.fromkeys(row["way"] for row in rows):
@@ -475,7 +472,8 @@ def table(
                 )
             )
             speedup = f"{plain_seconds / seconds:.2f} ({1 / passes:.2f})"
-            cells.append(f"{1 / seconds:.0f} tokens/s" if way == PLAIN else speedup)
+            is_measured = way == PLAIN and len(own) == 1
+            cells.append(f"{1 / seconds:.0f} tokens/s" if is_measured else speedup)
         yield f"| {way} | {' | '.join(cells)} |"
 
 

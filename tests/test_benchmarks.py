@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import bench_decode_cpu
+import bench_real_model
 import chain
 import inputs
 import jax
@@ -121,3 +122,11 @@ def test_a_drafter_alone_is_not_measured(capsys):
     with pytest.raises(SystemExit):
         bench_decode_cpu.main(["--draft", "somewhere"])
     assert "--draft needs --target" in capsys.readouterr().err
+
+
+def test_the_page_of_a_real_model_has_the_tables_of_its_results() -> None:
+    page = (measure.RESULTS.parents[1] / "docs" / "real_model.md").read_text("utf-8").splitlines()
+    for path in measure.RESULTS.glob("real_model_*.json"):
+        text = "\n".join(bench_real_model.tables(json.loads(path.read_text("utf-8"))["rows"]))
+        rows = [line for line in text.splitlines() if line.startswith("| ")]
+        assert rows and [line for line in rows if line not in page] == []
