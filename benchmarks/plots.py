@@ -274,6 +274,30 @@ def speed_against_nodes(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
+def steps_by_weights(document: dict[str, Any]) -> Figure | None:
+    """Milliseconds of a step by drafter and weights, and what its weights alone would cost."""
+    rows = [row for row in document["rows"] if "weight_bytes_ms" in row]
+    if not rows:
+        return None
+    figure, panels = _panels(sorted({row["batch"] for row in rows}))
+    kinds = list(dict.fromkeys(row["weights"] for row in rows))
+    drafters = list(dict.fromkeys(row["drafter"] for row in rows))
+    colors = dict(zip(kinds, ("#5c5c5c", "#c8553d", "#0b6e4f"), strict=False))
+    for batch, ax in panels.items():
+        for row in (row for row in rows if row["batch"] == batch):
+            place = drafters.index(row["drafter"]) + 0.27 * (kinds.index(row["weights"]) - 1)
+            ax.bar(place, row["ms"], 0.25, color=colors[row["weights"]])
+            ax.plot([place - 0.12, place + 0.12], [row["weight_bytes_ms"]] * 2, "w-", linewidth=2)
+        for kind in kinds:
+            ax.bar(0, 0, color=colors[kind], label=kind)
+        ax.plot([], [], color="#bbbbbb", label="white: its weights at 3.35 TB/s")
+        names = ["plain" if name == "none" else name for name in drafters]
+        ax.set_xticks(range(len(drafters)), names)
+        ax.set(title=f"B = {batch}", ylabel="milliseconds per step")
+        _finish(ax)
+    return figure
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "time": time_against_batch,
     "rate": rate_against_bytes,
@@ -283,6 +307,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "pass": passes_against_tokens,
     "tokens": tokens_against_length,
     "speed": speed_against_nodes,
+    "weights": steps_by_weights,
 }
 
 
