@@ -7,8 +7,9 @@ No TPU has run it yet. Please report what this prints, and attach the file that 
 First the TPU and the CPU verify batches of fresh logits, drafts and noise, and every difference is
 judged by the NumPy oracle. Then each form is timed in compiled chains of calls (`chain`), in turns:
 a long chain less a short one, so that what begins and ends a chain is not counted. "plain" is how
-samplers for TPUs are written, tpu-inference's among them: softmax and noise of all rows, and the
-argmax of their quotient. "reads" are calls in units of reading the target logits once at the
+rejection samplers for TPUs are written, that of tpu-inference (vllm-jax) among them: softmax and
+noise of all rows, and the argmax of their quotient. (Its sampler of bonus tokens may look at the
+candidates of each chip alone.) "reads" are calls in units of reading the target logits once at the
 bandwidth that a sum of a large array reaches.
 
 Without a TPU shapes are tiny, and times mean nothing: it only shows that this works.

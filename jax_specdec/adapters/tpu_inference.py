@@ -1,4 +1,4 @@
-"""The flat layout of vllm-project/tpu-inference.
+"""The flat layout of vllm-project/tpu-inference, which is now called vllm-jax.
 
 Its runner holds logits in the order of its final logits indices: a request's ``draft_length + 1``
 rows, one request after another, padded to some L; requests padded to some B; a greedy request has

@@ -33,7 +33,7 @@ def blocks(page: str) -> list[str]:
 
 
 SMALL, LOOP, LOOKUP, SYNTHETIC, PADDED = blocks("integration.md")
-ADAPTERS = blocks("adapters.md")
+*ADAPTERS, DFLASH = blocks("adapters.md")
 
 
 def run(code: str) -> dict[str, object]:

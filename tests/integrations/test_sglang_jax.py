@@ -12,11 +12,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from measure import collectives
+from serving.chi_square import assert_distributed
 
 import jax_specdec as sd
 from jax_specdec.adapters import sglang_jax
 
 from .sglang_jax_cases import OURS, THEIRS, Row
+from .test_integration_doc import DFLASH, run
 
 N, V = 4, 128
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=N - 1)
@@ -150,6 +152,49 @@ def test_hidden_states_are_gathered_on_an_explicit_mesh():
         last = max(lens[b] - 1, 0)
         np.testing.assert_array_equal(rows[: last + 1], states[b, : last + 1])
         assert (rows[last:] == states[b, last]).all()
+
+
+def test_blocks_of_dflash_are_verified_as_theirs_are_and_may_be_sampled():
+    """The recipe on the page, as `dflash_greedy_verify` is tested, beside requests that sample."""
+    greedy, sampled = 64, 8000
+    rng = np.random.default_rng(1)
+    predict = rng.integers(0, 3, (greedy, N))  # the argmax of each row; a third of drafts agree
+    blocks = rng.integers(0, 3, (greedy + sampled, N)).astype(np.int32)
+    logits = np.full((greedy + sampled, N, V), -np.inf, np.float32)
+    logits[..., :8] = rng.normal(size=8)
+    np.put_along_axis(logits[:greedy], predict[..., None], 10.0, axis=2)
+    temperatures = np.repeat(np.float32([0.0, 0.7]), [greedy, sampled])
+    used = np.arange(greedy + sampled) % 64 != 5
+
+    def put(x: np.ndarray | jax.Array, *axes: str) -> jax.Array:
+        return jax.device_put(x, NamedSharding(mesh(), P(*axes)))
+
+    verify = functools.partial(run(DFLASH)["dflash_verify"], draft_token_num=N, mesh=mesh())
+    found = jax.jit(verify)(
+        put(blocks.reshape(-1), "data"),
+        put(logits.reshape(-1, V), "data", "tensor"),
+        seq_lens=put(np.where(used, 9, 0).astype(np.int32), "data"),
+        keys=put(jax.random.key(3)),
+        temperatures=put(temperatures, "data"),
+    )
+    assert all(array.sharding.spec[0] == "data" for array in found)
+    lens, flat, verified, accepted = (np.asarray(array) for array in found)
+    flat = flat.reshape(-1, N)
+    np.testing.assert_array_equal(accepted, np.maximum(lens - 1, 0))
+    np.testing.assert_array_equal(lens[~used], 0)
+    # Greedy: drafts up to the first that is not the argmax of the row before it, and that argmax.
+    agree = np.cumprod(blocks[:greedy, 1:] == predict[:, :-1], axis=1).sum(axis=1)
+    assert {*agree.tolist()} == {0, 1, 2, 3}
+    for b in np.flatnonzero(used[:greedy]):
+        assert lens[b] == agree[b] + 1
+        np.testing.assert_array_equal(flat[b, : lens[b]], predict[b, : lens[b]])
+        assert verified[b] == predict[b, agree[b]]
+    # Sampled: the token at each place that was reached has the law of its row.
+    law = np.exp(logits[-1, 0] / 0.7)
+    for place in range(2):
+        reached = lens[greedy:] > place
+        counts = np.bincount(flat[greedy:][reached, place], minlength=V)
+        assert_distributed(counts, law / law.sum(), f"token {place}")
 
 
 @pytest.mark.slow
