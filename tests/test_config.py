@@ -94,9 +94,21 @@ BAD_COUNTS = [
 
 BY_LENGTH = dict(synthetic_acceptance_length=2.5)
 BY_RATES = dict(synthetic_acceptance_rates=(0.5, 0.5, 0.5))
+WHOLE = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}  # as vLLM has it
+OBJECTS = "is not part of a SpecDecodeConfig: methods and models are objects here; pass a drafter"
+# What is not a field, and what the message says of it.
+NO_FIELDS: list[tuple[dict[str, object], str]] = [
+    (WHOLE, f"method='ngram' {OBJECTS}"),
+    ({"model": "org/draft", **WHOLE}, f"model='org/draft' {OBJECTS}"),
+    ({"speculative_config": WHOLE}, f"speculative_config={WHOLE!r} {OBJECTS}"),
+    ({"prompt_lookup_min": 2}, f"prompt_lookup_min=2 {OBJECTS}"),
+    ({"draft_tensor_parallel_size": 1}, f"draft_tensor_parallel_size=1 {OBJECTS}"),
+    ({"draft_sample_metod": 4}, "unknown key 'draft_sample_metod'; did you mean 'draft_sample_me"),
+]
 # The name of the argument is that of the last field.
 BAD_CONFIGS: list[tuple[dict[str, object], type[Exception]]] = [
     (dict(rejection_sample_method="strict"), ValueError),
+    (dict(rejection_sample_method="fly"), ValueError),
     (dict(rejection_sample_method=None), TypeError),
     (dict(draft_sample_method="random"), ValueError),
     (dict(draft_sample_method="gumbel"), ValueError),
@@ -142,6 +154,16 @@ def test_a_bad_number_of_tokens_is_refused(count: object, error: type[Exception]
 def test_a_bad_field_is_named(fields: dict[str, object], error: type[Exception]) -> None:
     with pytest.raises(error, match=f"^{list(fields)[-1]}"):
         SpecDecodeConfig(**{"num_speculative_tokens": 3, **fields})
+
+
+@pytest.mark.parametrize(("fields", "message"), NO_FIELDS)
+def test_what_is_no_field_is_refused_by_a_sentence(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        SpecDecodeConfig(**fields)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SpecDecodeConfig.from_dict(fields)
+    with pytest.raises(TypeError, match="^the fields must be given by name"):
+        SpecDecodeConfig(fields)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +229,6 @@ FOUR = {"num_speculative_tokens": 4}
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"draft_sample_metod": 4}, ValueError, "did you mean 'draft_sample_method'"),
         ({**FOUR, 7: "standard"}, ValueError, "unknown key 7"),
         (
             {**FOUR, "synthetic_acceptance_rate": 0.6},

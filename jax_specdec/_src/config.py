@@ -27,18 +27,34 @@ DraftSampleMethod = Literal["greedy", "probabilistic"]
 
 _MOST_SPECULATIVE_TOKENS = 1024
 
-# Names that other projects once used, and what to write here.
-_RETIRED_KEYS = {
+# What other projects have, and what to write here. A `speculative_config` of vLLM holds the first.
+_DRAFTER_KEYS = (
+    "speculative_config",
+    "method",
+    "model",
+    "draft_tensor_parallel_size",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+)
+_OTHER_KEYS = {
     "synthetic_acceptance_rate": (
         "synthetic_acceptance_rate is retired; give synthetic_acceptance_length (for a mean rate r"
         " over all positions, 1 + r * num_speculative_tokens) or synthetic_acceptance_rates (one"
         " unconditional rate per position) instead of {value!r}"
     )
-}
-_RETIRED_CHOICES = {
+} | dict.fromkeys(
+    _DRAFTER_KEYS,
+    "{key}={value!r} is not part of a SpecDecodeConfig: methods and models are objects here; pass"
+    " a drafter, such as NGramDrafter() or ModelDrafter(model), beside the config",
+)
+_OTHER_CHOICES = {
     ("draft_sample_method", "gumbel"): (
         "draft_sample_method='gumbel' is retired; give 'probabilistic' instead"
-    )
+    ),
+    ("rejection_sample_method", "fly"): (
+        "rejection_sample_method='fly' changes the distribution of the text and is not here; give"
+        " 'standard' or 'block' instead"
+    ),
 }
 
 
@@ -74,7 +90,8 @@ class SpecDecodeConfig:
 
     Raises:
       ValueError: a value is out of range, two fields contradict each other, or a name is unknown.
-      TypeError: a field has the wrong type. Booleans are not taken for numbers.
+      TypeError: a field has the wrong type, or there is no such field. Booleans are not taken for
+        numbers.
 
     Example:
       >>> config = SpecDecodeConfig(
@@ -112,6 +129,12 @@ class SpecDecodeConfig:
             synthetic_acceptance_length: float | None = None,
         ) -> None: ...
 
+    def __new__(cls, *args: object, **fields: object) -> Self:
+        """Refuses fields that there are not by a sentence, before `__init__` would by name."""
+        require(not args, "the fields", "be given by name", args, error=TypeError)
+        _check_keys(cls, fields, TypeError)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         k = check_num_speculative_tokens(self.num_speculative_tokens)
         object.__setattr__(self, "num_speculative_tokens", k)
@@ -120,8 +143,8 @@ class SpecDecodeConfig:
             ("draft_sample_method", get_args(DraftSampleMethod)),
         ):
             value = getattr(self, name)
-            if isinstance(value, str) and (name, value) in _RETIRED_CHOICES:
-                raise ValueError(_RETIRED_CHOICES[name, value])
+            if isinstance(value, str) and (name, value) in _OTHER_CHOICES:
+                raise ValueError(_OTHER_CHOICES[name, value])
             check_choice(name, value, choices, str)
         method = self.rejection_sample_method
         names = "synthetic_acceptance_rates", "synthetic_acceptance_length"
@@ -170,8 +193,8 @@ class SpecDecodeConfig:
           The config.
 
         Raises:
-          ValueError: a key is unknown (one that is near is named) or retired (its replacement is
-            named), ``num_speculative_tokens`` is absent, or a value is not valid.
+          ValueError: a key is unknown (one that is near is named), retired or a drafter's (what to
+            write instead is named), ``num_speculative_tokens`` is absent, or a value is not valid.
           TypeError: ``values`` is not a mapping, or a value has the wrong type.
 
         Example:
@@ -182,12 +205,7 @@ class SpecDecodeConfig:
           ValueError: unknown key 'draft_method'; did you mean 'draft_sample_method'?
         """
         check_type("values", values, Mapping)
-        known = [field.name for field in dataclasses.fields(cls)]
-        for key, value in values.items():
-            if key in _RETIRED_KEYS:
-                raise ValueError(_RETIRED_KEYS[key].format(value=value))
-            if key not in known:
-                raise ValueError(f"unknown key {key!r}{did_you_mean(key, known)}")
+        _check_keys(cls, values, ValueError)
         given = "num_speculative_tokens" in values
         require(given, "values", "have the key num_speculative_tokens", dict(values))
         return cls(**values)
@@ -203,6 +221,15 @@ class SpecDecodeConfig:
         if self.synthetic_acceptance_rates is not None:
             values["synthetic_acceptance_rates"] = list(self.synthetic_acceptance_rates)
         return values
+
+
+def _check_keys(cls: type[Any], values: Mapping[Any, Any], error: type[Exception]) -> None:
+    known = [field.name for field in dataclasses.fields(cls)]
+    for key, value in values.items():
+        if key in _OTHER_KEYS:
+            raise error(_OTHER_KEYS[key].format(key=key, value=value))
+        if key not in known:
+            raise error(f"unknown key {key!r}{did_you_mean(key, known)}")
 
 
 def did_you_mean(name: Any, known: Sequence[str]) -> str:
