@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src.arrays import checked_dtype, require
 from jax_specdec.lm.models.fields import check_fields
+from jax_specdec.lm.models.int8 import is_int8
 from jax_specdec.lm.models.layers import Weights, check_weights, output_logits, random_weights
 from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes
 from jax_specdec.lm.models.protocol import Params
@@ -134,8 +135,9 @@ def shared_params(config: HeadConfig, target_params: Weights) -> Weights:
         shared["embed_tokens"] = target_params["embed_tokens"]
     if not config.own_lm_head:
         # An embedding that gives logits may have an int8 matrix beside it, which does.
-        name = "lm_head" if "lm_head" in target_params else "embed_tokens"
-        shared["lm_head"] = target_params[name]
+        in_int8 = is_int8(target_params.get("lm_head"))
+        is_embedding = config.output_is_embedding and not in_int8
+        shared["lm_head"] = target_params["embed_tokens" if is_embedding else "lm_head"]
     return shared
 
 
