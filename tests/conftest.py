@@ -26,7 +26,7 @@ collect_ignore = [
 
 # Files that take long begin before the others, so that no worker is left with one at the end.
 DEAREST = (
-    "test_docs test_prefixes test_exact test_serving_doc test_cli test_server test_xla "
+    "test_docs test_prefixes test_exact test_cli test_server test_xla "
     "test_engine test_repository test_integration_doc test_options "
     "test_block test_greedy test_store test_mosaic_gpu_lists test_mosaic_gpu test_sharded "
     "test_tree test_engine_continuity test_listed test_attention test_processors test_modes"

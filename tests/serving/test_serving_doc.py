@@ -18,7 +18,7 @@ def run(block: int) -> dict[str, object]:
     return scope
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_driver_on_the_page_serves_every_prompt(one_layer, capsys):
     texts = run(0)["texts"]
     assert len(texts) == 5
