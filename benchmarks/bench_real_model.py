@@ -1,9 +1,9 @@
 """What each drafter gains with a published model and heads that were trained for it, on real text.
 
     python tools/make_smollm2.py smollm2
-    python benchmarks/bench_real_model.py --target smollm2 --heads FOLDER
+    python benchmarks/bench_real_model.py --target smollm2 --heads training/heads
 
-`FOLDER` has a head in each `eagle3*`, `dflash*` and `dspark*`. The prompts are of five kinds
+Names of heads there hold `eagle3`, `dflash` or `dspark`. The prompts are of five kinds
 (`real_model_prompts.py`); texts end at a stop token or after a budget. Every way of decoding takes
 its turn with each batch.
 
@@ -72,12 +72,13 @@ def make_ways(heads: pathlib.Path, options: argparse.Namespace) -> dict[str, Way
     ways = {name: Way(name, k) for name in ("ngram", "suffix")}
     eagle3, block = HEAD_PREFIXES
     found = {}
-    for pattern in ("eagle3*", "dflash*", "dspark*"):
-        for folder in sorted(heads.glob(pattern)):
-            is_eagle3 = pattern == "eagle3*"
+    for kind in ("eagle3", "dflash", "dspark"):
+        for folder in sorted(heads.glob(f"*{kind}*")):
+            is_eagle3 = kind == "eagle3"
             directory = next(folder.rglob("config.json")).parent
             draft = f"{eagle3 if is_eagle3 else block}{directory}"
-            found[folder.name] = Way(draft, k if is_eagle3 else options.block_k)
+            name = folder.name[folder.name.index(kind) :]
+            found[name] = Way(draft, k if is_eagle3 else options.block_k)
     ways |= found
     for name in (name for name in found if name in (options.trees or found)):
         ways[f"{name}, trees"] = found[name]._replace(nodes=NUM_NODES)
