@@ -89,24 +89,17 @@ class Shape(NamedTuple):
         )
 
 
-def product(
-    x: jax.Array,
-    values: jax.Array,
-    scale: jax.Array,
-    shape: Shape | None = None,
-    interpret: Any = False,
-) -> jax.Array:
+def product(x: jax.Array, values: jax.Array, scale: jax.Array, interpret: Any = False) -> jax.Array:
     """Returns ``[M, out]``; see `int8_matmul`.
 
     Args:
       x: ``[M, in]`` bfloat16 or float16; `in` is a multiple of 128.
       values: ``[out, in]`` int8; `out` is a multiple of 256.
       scale: ``[out]`` float32.
-      shape: of the launch; None for that of `Shape.of`.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
     num_rows = x.shape[0]
-    shape = shape or Shape.of(num_rows, *values.shape)
+    shape = Shape.of(num_rows, *values.shape)
     # [M, in] -> [padded, in]
     rows = jnp.pad(x, ((0, shape.padded - num_rows), (0, 0)))
     with jax.enable_x64(False):

@@ -339,6 +339,7 @@ GOOD: dict[str, Any] = {
         ),
         ({"window": 0}, ValueError, "window must be .*1"),
         ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0"),
+        ({"softcap": "50"}, ValueError, "softcap must be a finite number above 0"),
         ({"implementation": "triton"}, ValueError, "implementation must be .*mosaic_gpu"),
         ({"implementation": "mosaic_gpu"}, NotImplementedError, "takes bfloat16 and float16"),
     ],

@@ -155,11 +155,8 @@ def skipping() -> tuple[np.ndarray, dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rolling(lm.Eagle3Drafter):
-    """Claims, for each draft, the row of another request: its own where that is 0 further.
-
-    ``params`` is the head's and how far.
-    """
+class OfFirst(lm.Eagle3Drafter):
+    """Drafts with the head's weights, the first of its params."""
 
     def check_params(self, name: str, params: Any) -> None:
         super().check_params(name, params[0])
@@ -169,6 +166,14 @@ class Rolling(lm.Eagle3Drafter):
 
     def prefill(self, params: Any, *args: Any) -> Any:
         return super().prefill(params[0], *args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rolling(OfFirst):
+    """Claims, for each draft, the row of another request: its own where that is 0 further.
+
+    The second of its params is how far.
+    """
 
     def propose(self, params: Any, *args: Any) -> tuple[lm.Proposal, Any]:
         proposal, cache = super().propose(params[0], *args)
@@ -223,18 +228,12 @@ def test_sampled_text_is_distributed_as_the_targets_whatever_the_map() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Claiming(lm.Eagle3Drafter):
+class Claiming(OfFirst):
     """Draws with the first of two weights, and stores the distributions of the second."""
 
     def check_params(self, name: str, params: Any) -> None:
         for weights in params:
-            super().check_params(name, weights)
-
-    def init_store(self, params: Any, *args: Any) -> Any:
-        return super().init_store(params[0], *args)
-
-    def prefill(self, params: Any, *args: Any) -> Any:
-        return super().prefill(params[0], *args)
+            super().check_params(name, (weights,))
 
     def propose(self, params: Any, *args: Any) -> tuple[lm.Proposal, Any]:
         proposal, cache = super().propose(params[0], *args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 import typing
 
 import jax
@@ -132,8 +133,8 @@ def decode_attention(
         visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
     if window is not None and check_int("window", window, 1) >= sizes["T"]:
         window = None  # of all positions
-    is_cap = softcap is None or 0 < softcap < math.inf
-    require(is_cap, "softcap", "be a finite number above 0, or None", softcap)
+    is_cap = isinstance(softcap, numbers.Real) and 0 < softcap < math.inf
+    require(softcap is None or is_cap, "softcap", "be a finite number above 0, or None", softcap)
     check_choice(
         "implementation", implementation, (None, *typing.get_args(AttentionImplementation))
     )

@@ -21,7 +21,7 @@ from jax.tree_util import KeyPath
 
 from jax_specdec._src.arrays import require
 from jax_specdec._src.int8_matmul import int8_matmul
-from jax_specdec.lm.models.protocol import Params, check_leaf
+from jax_specdec.lm.models.protocol import Params
 
 NOT_PRODUCTS = ("embed_tokens", "markov_w1", "confidence_proj")
 """Matrices that stay: rows of the first two are looked up, the last has one column."""
@@ -132,30 +132,6 @@ def has_outputs_first(name: str, shape: tuple[int, ...], embedding: tuple[int, .
       embedding: the shape of ``embed_tokens`` beside it.
     """
     return name == "markov_w2" or (name == "lm_head" and shape == embedding != shape[::-1])
-
-
-def check_int8(
-    name: str,
-    weight: Int8Weight,
-    shape: tuple[int, ...],
-    embedding: tuple[int, ...],
-) -> None:
-    """Checks an int8 weight.
-
-    Args:
-      name: of the argument, and the path of the weight in it.
-      weight: what was given for it.
-      shape: of the matrix in 16 bits.
-      embedding: the shape of ``embed_tokens`` beside it.
-
-    Raises:
-      ValueError: integers or scales have another shape.
-      TypeError: they have another dtype.
-    """
-    if not has_outputs_first(name.split("'")[-2], shape, embedding):
-        shape = (*shape[:-2], shape[-1], shape[-2])
-    check_leaf(f"{name}.values", weight.values, shape, jnp.dtype("int8"))
-    check_leaf(f"{name}.scale", weight.scale, shape[:-1], jnp.dtype("float32"))
 
 
 @jax.jit

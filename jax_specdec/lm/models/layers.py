@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.arrays import refuse, require
-from jax_specdec.lm.models.int8 import Int8Weight, check_int8, is_int8, matmul
+from jax_specdec.lm.models.int8 import Int8Weight, has_outputs_first, is_int8, matmul
 from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling, Shapes
 from jax_specdec.lm.models.protocol import Params, check_leaf
 
@@ -235,7 +235,10 @@ def check_weights(name: str, shapes: Shapes, params: Params, dtype: np.dtype | N
         one = name + jax.tree_util.keystr(path)
         leaf = found.pop(path, None)
         if isinstance(leaf, Int8Weight):
-            check_int8(one, leaf, shape, embedding)
+            if not has_outputs_first(path[-1].key, shape, embedding):
+                shape = (*shape[:-2], shape[-1], shape[-2])  # [in, out] -> [out, in]
+            check_leaf(f"{one}.values", leaf.values, shape, jnp.dtype("int8"))
+            check_leaf(f"{one}.scale", leaf.scale, shape[:-1], jnp.dtype("float32"))
             continue
         wanted = jnp.dtype("int32") if path[-1].key == "target_ids" else dtype
         check_leaf(one, leaf, shape, wanted)
