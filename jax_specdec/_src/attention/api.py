@@ -203,7 +203,9 @@ def _is_small(arrays: AttentionArrays) -> bool:
         return False  # XLA moves such a cache first
     batch_size, num_rows = arrays.query.shape[:2]
     room = room_of(arrays.keys, arrays.pages)
-    least = 4097 if num_rows == 1 else 4096  # XLA reads less for a row than for several
+    # Positions and not bytes: as many bytes of D = 256 take either one less time, by how they are
+    # spread over requests and how long texts are. XLA reads less for a row than for several.
+    least = 4097 if num_rows == 1 else 4096
     return batch_size * room < least or (num_rows == 1 and room <= 512)
 
 
