@@ -7,8 +7,8 @@ Names of heads there hold `eagle3`, `dflash` or `dspark`. The prompts are of fiv
 (`real_model_prompts.py`); texts end at a stop token or after a budget. Every way of decoding takes
 its turn with each batch.
 
-- *generate*: one request, a batch of each kind, 32 of all kinds. What a text that ends after one
-  token takes is subtracted, which is the time in which the prompts are read.
+- *generate*: one request, a batch of each kind, 32 of all kinds. What texts that end after one
+  token take in the meantime is subtracted, which is the time in which the prompts are read.
 - *serve*: OpenAI's client and `jax-specdec serve`, as many clients as slots. Answers of the kind
   JSON follow a schema here, and there they need not.
 - *budget*: an engine of 32 slots with K drafts in every step, and with as many as it chooses.
@@ -46,6 +46,8 @@ from jax_specdec.lm.loading import HEAD_PREFIXES, Models, TargetText, load_model
 
 TEMPERATURES = (0.0, 0.8)
 LONGEST_PROMPT = 288
+K, BLOCK_K = 4, 7
+"""Drafts of lookups and EAGLE-3 heads, and of block heads, where nothing else is said."""
 NUM_NODES = 16
 """Of a tree: the newest token and the drafts."""
 PLAIN = "plain"
@@ -53,7 +55,7 @@ TINY: dict[str, Any] = dict(
     ways=["ngram", "dspark"], batches=[1, 2], alone=1, temperatures=[0.8], new_tokens=24,
     slots=2, engine_slots=2, repeats=1,
 )  # fmt: skip
-IDENTITY = ("part", "way", "kind", "temperature", "batch")
+IDENTITY = ("part", "way", "kind", "temperature", "batch", "k", "block_k")
 EMBEDDED = pathlib.Path(sd.__file__).parent / "lm" / "weights"
 ALL_KINDS = "all"
 
@@ -162,18 +164,13 @@ def by_generate(
     in_threads(compiled, options.threads)
     clock.say(f"compiled {len(compiled)} programs")
     yield
-    readings: dict[int, float] = {}
     for size, temperature in itertools.product(options.batches, options.temperatures):
         for kind in (ALL_KINDS,) if size > len(case.prompts["chat"]) else options.kinds:
             if clock.is_late(f"B = {size}, T = {temperature}, {kind}"):
                 continue
-            if size not in readings:
-                alike = case.batches(size, ALL_KINDS, 0)[0]
-                one = [functools.partial(case.decode, name, alike, 0.0, 1) for name in names]
-                # No way reads prompts much faster than another, and each alone varies.
-                readings[size] = statistics.median(timed(watch, call)[0] for call in one * 2)
             runs = {name: Run(temperature, name) for name in names}
             batches = case.batches(size, kind, options.alone)
+            readings = []
             for repeat, batch, name in itertools.product(range(options.repeats), batches, names):
                 decode = functools.partial(
                     case.decode, name, batch, temperature, case.budget, repeat
@@ -181,8 +178,13 @@ def by_generate(
                 seconds, output = timed(watch, decode)
                 runs[name].seconds.append(seconds)
                 runs[name].outputs.append(output)
+                if repeat == 0 and batch is batches[0]:
+                    one = functools.partial(case.decode, name, batch, temperature, 1)
+                    readings.append(timed(watch, one)[0])
+            # No way reads prompts much faster than another, and each alone varies.
+            reading = statistics.median(readings)
             results.add([
-                generate_row(run, runs[PLAIN], kind, size, readings[size]) for run in runs.values()
+                generate_row(run, runs[PLAIN], kind, size, reading) for run in runs.values()
             ])  # fmt: skip
             clock.say(f"B = {size}, T = {temperature}, {kind}")
 
@@ -436,6 +438,35 @@ def figures(one: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
 PARTS = {"generate": by_generate, "serve": by_serving, "budget": by_budget}
 
 
+def shown(document: dict[str, Any]) -> Iterator[str]:
+    """What a file of results has, in Markdown: with the usual numbers of drafts, then by number."""
+    rows = [document["runs"][row["run"]] | row for row in document["rows"]]
+    yield from tables([row for row in rows if (row["k"], row["block_k"]) == (K, BLOCK_K)])
+    yield from by_drafts(rows)
+
+
+def by_drafts(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The table by number of drafts, over all kinds at temperature 0, of ways with several."""
+    keys = ("way", "batch", "k", "block_k")
+    cases: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["part"] == "generate" and row["temperature"] == 0:
+            cases.setdefault(tuple(row[key] for key in keys), []).append(row)
+    lines: dict[str, dict[int, str]] = {}
+    for (way, size, k, block_k), own in cases.items():
+        if way != PLAIN and len(own) == len(real_model_prompts.KINDS):
+            drafts = block_k if way.startswith(("dflash", "dspark")) else k
+            line = lines.setdefault(f"{way}, B = {size}", {})
+            line[drafts] = cell(own, cases[PLAIN, size, k, block_k])
+    lines = {name: line for name, line in lines.items() if len(line) > 1}
+    columns = sorted({drafts for line in lines.values() for drafts in line})
+    if lines:
+        yield f"\nby K\n\n| | {' | '.join(f'K = {k}' for k in columns)} |"
+        yield f"| --- |{' ---: |' * len(columns)}"
+    for name, line in lines.items():
+        yield f"| {name} | {' | '.join(line.get(k, '') for k in columns)} |"
+
+
 def tables(rows: list[dict[str, Any]]) -> Iterator[str]:
     """The rows in Markdown: by batch and temperature, then by kind; "speed-up (tokens per pass)".
 
@@ -464,18 +495,24 @@ def table(
                 [row for row in rows if (row["way"], column_of(row)) == (name, column)]
                 for name in (way, PLAIN)
             )
-            seconds, plain_seconds, passes = (
-                statistics.fmean([1 / row[key] for row in some]) if some else math.nan
-                for some, key in (
-                    (own, "tokens_per_second"),
-                    (plain, "tokens_per_second"),
-                    (own, "tokens_per_pass"),
-                )
-            )
-            speedup = f"{plain_seconds / seconds:.2f} ({1 / passes:.2f})"
             is_measured = way == PLAIN and len(own) == 1
-            cells.append(f"{1 / seconds:.0f} tokens/s" if is_measured else speedup)
+            cells.append(
+                f"{own[0]['tokens_per_second']:.0f} tokens/s" if is_measured else cell(own, plain)
+            )
         yield f"| {way} | {' | '.join(cells)} |"
+
+
+def cell(own: list[dict[str, Any]], plain: list[dict[str, Any]]) -> str:
+    """The speed-up and tokens per pass of a way, over some kinds, beside plain decoding of them."""
+    seconds, plain_seconds, passes = (
+        statistics.fmean([1 / row[key] for row in some]) if some else math.nan
+        for some, key in (
+            (own, "tokens_per_second"),
+            (plain, "tokens_per_second"),
+            (own, "tokens_per_pass"),
+        )
+    )
+    return f"{plain_seconds / seconds:.2f} ({1 / passes:.2f})"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -490,8 +527,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--with-suffix", nargs="+", help="heads that have a lookup beside them, too (default: all)")
     add("--served", nargs="+", help="ways of decoding that are served (default: all)")
     add("--budgeted", nargs="+", help="ways of decoding of the part budget (default: all)")
-    add("-k", type=int, default=4, help="drafts of lookups and EAGLE-3")
-    add("--block-k", type=int, default=7, help="the most drafts of block heads")
+    add("-k", type=int, default=K, help="drafts of lookups and EAGLE-3")
+    add("--block-k", type=int, default=BLOCK_K, help="the most drafts of block heads")
     add("--kinds", nargs="+", choices=real_model_prompts.KINDS, default=[*real_model_prompts.KINDS])
     add("--temperatures", nargs="+", type=float, default=TEMPERATURES)
     add("--batches", nargs="+", type=int, default=[1, 32, 8])
@@ -512,7 +549,7 @@ def main(arguments: list[str] | None = None) -> int:
         num_nodes=NUM_NODES,
     )  # fmt: skip
     if options.show:
-        print(*tables(results.document["rows"]), sep="\n")
+        print(*shown(results.document), sep="\n")
         return 0
     clock = measure.Clock(options.seconds)
     text, ways = read_target_text(options.target), make_ways(options.heads, options)

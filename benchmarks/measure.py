@@ -203,7 +203,7 @@ def merge(
       document: ``{"runs": [...], "rows": [...]}``, each row naming its run by index; or None.
       run: what the new rows depend on, an `environment`.
       rows: new rows; they replace those that agree with them in `identity`.
-      identity: keys of a row.
+      identity: keys of a row, or of its run.
 
     Returns:
       The merged document. Runs that no row is left of are dropped.
@@ -211,11 +211,11 @@ def merge(
     document = document or {"runs": [], "rows": []}
     runs = [*document["runs"], run]
 
-    def name(row: dict[str, Any]) -> str:
-        return json.dumps([row.get(key) for key in identity])
+    def name(row: dict[str, Any], of: dict[str, Any]) -> str:
+        return json.dumps([row.get(key, of.get(key)) for key in identity])
 
-    new = {name(row) for row in rows}
-    merged = [row for row in document["rows"] if name(row) not in new]
+    new = {name(row, run) for row in rows}
+    merged = [row for row in document["rows"] if name(row, runs[row["run"]]) not in new]
     merged += [{**row, "run": len(runs) - 1} for row in rows]
     kept = sorted({row["run"] for row in merged})
     return {
@@ -244,8 +244,8 @@ class Results:
 
     Args:
       name: of the file.
-      identity: keys of a row. New rows replace those in the file that agree with them in all of
-        these, so all of them if there are none.
+      identity: keys of a row or its run. New rows replace those in the file that agree with them in
+        all of these, so all of them if there are none.
       folder: None for `RESULTS`.
       about: what this run depends on, besides `environment`.
     """

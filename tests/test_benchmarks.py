@@ -90,6 +90,8 @@ def test_merging_replaces_rows_and_forgets_runs_without_rows():
     document = measure.merge(document, {"date": 3}, [a], identity)
     assert document["runs"] == [{"date": 2}, {"date": 3}]
     assert [(r["name"], r["run"]) for r in document["rows"]] == [("b", 0), ("a", 1)]
+    document = measure.merge(document, {"date": 4, "k": 2}, [a], (*identity, "k"))  # a key of runs
+    assert [(r["name"], r["run"]) for r in document["rows"]] == [("b", 0), ("a", 1), ("a", 2)]
 
 
 @pytest.mark.slow
@@ -127,6 +129,6 @@ def test_a_drafter_alone_is_not_measured(capsys):
 def test_the_page_of_a_real_model_has_the_tables_of_its_results() -> None:
     page = (measure.RESULTS.parents[1] / "docs" / "real_model.md").read_text("utf-8").splitlines()
     for path in measure.RESULTS.glob("real_model_*.json"):
-        text = "\n".join(bench_real_model.tables(json.loads(path.read_text("utf-8"))["rows"]))
+        text = "\n".join(bench_real_model.shown(json.loads(path.read_text("utf-8"))))
         rows = [line for line in text.splitlines() if line.startswith("| ")]
         assert rows and [line for line in rows if line not in page] == []
