@@ -266,8 +266,6 @@ NAMED: list[tuple[type[Exception], str, Call]] = [
     (ValueError, "num_draft_tokens[1]", lambda: flat([1, 2, 3], [4, -1])),
     (ValueError, "size", lambda: pack(size=-1)),
     (ValueError, "weights", lambda: lm.load_huggingface(WEIGHTS / "draft", weights="int4")),
-    (ValueError, "weights", lambda: lm.load_embedded_head(target(), weights="int4")),
-    (ValueError, "weights", lambda: lm.load_embedded_head(target(), "dspark", weights=8)),
     (ValueError, "token_ids", lambda: pack(zeros((B,), jnp.int32))),
 ]
 

@@ -211,15 +211,15 @@ def _load_draft_model(
 def _load_head(name: str, target: Loaded, weights: Literal["int8"] | None) -> Draft:
     """Reads a head of the embedded target, or one in a directory."""
     kind, _, directory = name.partition(":")
+    drafter: lm.Drafter
     if kind == "eagle3":
-        if directory:
-            head = lm.load_eagle3(directory, target, weights=weights)
-        else:
-            head = lm.load_embedded_head(target, weights=weights)
-        return Draft(lm.Eagle3Drafter(head.model), head.params)
-    if directory:
-        block = lm.load_block_head(directory, target, weights=weights)
+        eagle = lm.load_eagle3(directory, target) if directory else lm.load_embedded_head(target)
+        drafter, params = lm.Eagle3Drafter(eagle.model), eagle.params
     else:
         own: Literal["dflash", "dspark"] = "dspark" if kind == "dspark" else "dflash"
-        block = lm.load_embedded_head(target, own, weights=weights)
-    return Draft(lm.BlockDrafter(block.model), block.params)
+        if directory:
+            block = lm.load_block_head(directory, target)
+        else:
+            block = lm.load_embedded_head(target, own)
+        drafter, params = lm.BlockDrafter(block.model), block.params
+    return Draft(drafter, lm.models.quantize(params) if weights else params)

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,21 +88,19 @@ def test_weights_are_stored_as_asked_and_read_as_the_targets(tmp_path: Path) -> 
     np.testing.assert_array_equal(found, params["fc"].astype(jnp.bfloat16).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("in_int8", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_list_without_rows_has_the_targets(
-    tied: bool, weights: Literal["int8"] | None, tmp_path: Path
-) -> None:
+def test_a_list_without_rows_has_the_targets(tied: bool, in_int8: bool, tmp_path: Path) -> None:
     layer = dataclasses.replace(LAYER, tie_word_embeddings=tied)
     _, target, head = write_eagle3(tmp_path, **NARROW, layer=layer)
     edit_tensors(tmp_path / WEIGHTS, **{"lm_head.weight": ...})
-    if weights:
+    if in_int8:
         target = target._replace(params=lm.models.quantize(target.params))
-    model, params = lm.load_eagle3(tmp_path, target, weights=weights)
+    model, params = lm.load_eagle3(tmp_path, target)
     assert model == head.model
-    rows = target.params["lm_head" if weights or not tied else "embed_tokens"]
-    rows = rows.dequantized() if weights else rows.T if tied else rows
-    found = params["lm_head"].dequantized() if weights else params["lm_head"]
+    rows = target.params["lm_head" if in_int8 or not tied else "embed_tokens"]
+    rows = rows.dequantized() if in_int8 else rows.T if tied else rows
+    found = params["lm_head"].dequantized() if in_int8 else params["lm_head"]
     np.testing.assert_array_equal(found, rows[:, params["target_ids"]])
 
 

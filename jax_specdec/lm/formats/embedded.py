@@ -46,8 +46,6 @@ def load_embedded_pair(
 def load_embedded_head(
     target: LoadedModel[Llama],
     name: Literal["eagle3", "eagle3-64"] = "eagle3",
-    *,
-    weights: Literal["int8"] | None = None,
 ) -> LoadedModel[Eagle3Head]: ...
 
 
@@ -55,16 +53,11 @@ def load_embedded_head(
 def load_embedded_head(
     target: LoadedModel[Llama],
     name: Literal["dflash", "dspark"],
-    *,
-    weights: Literal["int8"] | None = None,
 ) -> LoadedModel[BlockHead]: ...
 
 
 def load_embedded_head(
-    target: LoadedModel[Llama],
-    name: str = "eagle3",
-    *,
-    weights: Literal["int8"] | None = None,
+    target: LoadedModel[Llama], name: str = "eagle3"
 ) -> LoadedModel[Eagle3Head] | LoadedModel[BlockHead]:
     """Returns a draft head for the embedded target, which ships with the package.
 
@@ -72,7 +65,6 @@ def load_embedded_head(
       target: the first of `load_embedded_pair`.
       name: "eagle3" scores all 256 bytes, "eagle3-64" the 64 most frequent ones; "dflash" drafts
         the tokens of a block independently of each other, "dspark" each given the one before.
-      weights: as for `load_eagle3`.
 
     Returns:
       The head and its weights, in the target's dtype: an `Eagle3Head` or a `BlockHead`.
@@ -85,5 +77,5 @@ def load_embedded_head(
     check_choice("name", name, _HEADS)
     with importlib.resources.as_file(_WEIGHTS / name) as directory:
         if name.startswith("eagle3"):
-            return load_eagle3(directory, target, weights=weights)
-        return load_block_head(directory, target, weights=weights)
+            return load_eagle3(directory, target)
+        return load_block_head(directory, target)

@@ -3,14 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_specdec._src.arrays import LOGITS, check_choice, check_listed, checked_dtype, require
+from jax_specdec._src.arrays import LOGITS, check_listed, checked_dtype, require
 from jax_specdec.lm.formats.checkpoint import LoadedModel, refuse_int8, stored_tensors, write_files
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, path_of, read_json
@@ -30,7 +30,7 @@ from jax_specdec.lm.formats.tensors import (
 )
 from jax_specdec.lm.models.fields import quoted, shown
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
-from jax_specdec.lm.models.int8 import Int8Weight, is_int8, quantize, quantized
+from jax_specdec.lm.models.int8 import Int8Weight, is_int8, quantized
 from jax_specdec.lm.models.layers import check_weights
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.llama_config import LlamaConfig
@@ -53,15 +53,12 @@ def load_head(
     kind: type[_Head],
     read_config: Callable[[JsonObject, Tensors, LlamaConfig], HeadConfig],
     prefix: str = "",
-    weights: Literal["int8"] | None = None,
 ) -> LoadedModel[_Head]:
     """Returns a head for a target, whose own arrays stand for those that are equal to them.
 
-    `read_config` reads the config of its `kind`; names of tensors are read without a `prefix`; with
-    `weights` of "int8" matrices are quantized, those of the target too. Raises as `load_eagle3`
-    does.
+    `read_config` reads the config of its `kind`; names of tensors are read without a `prefix`.
+    Raises as `load_eagle3` does.
     """
-    check_choice("weights", weights, (None, "int8"))
     is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
     require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
     directory = path_of(directory)
@@ -73,7 +70,7 @@ def load_head(
         shapes = tensor_shapes(names, parts(head.weight_shapes), _part_sizes(head.config))
         check_tensors(tensors, shapes, ("d2t", "t2d"))
         target_ids = _read_target_ids(tensors, head.config)
-        own, *layers = read_arrays(tensors, names, head.dtype, int8=weights == "int8")
+        own, *layers = read_arrays(tensors, names, head.dtype)
         whole = {"layers": layers} if "layers" in head.weight_shapes else {"layer": layers[0]}
         params = {**target_ids, **own, **whole}
         shared = _shared_again(tensors, head.config, params, target)
@@ -85,7 +82,7 @@ def load_head(
         # [V, H] -> [Vd, H], and [V] -> [Vd] of the scales of int8
         rows = jax.tree.map(lambda x: x[params["target_ids"]], rows)
         params["lm_head"] = rows if is_int8(rows) else rows.T
-    return LoadedModel(kind(shared, head.dtype), quantize(params) if weights else params)
+    return LoadedModel(kind(shared, head.dtype), params)
 
 
 def save_head(

@@ -1,7 +1,6 @@
 """Reading and writing draft heads: a directory of `config.json` and `model.safetensors`."""
 
 from pathlib import Path
-from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -22,12 +21,7 @@ _TORCH_FILE = "pytorch_model.bin"
 _MASK_FILE = "mask_embedding.pt"
 
 
-def load_eagle3(
-    directory: str | Path,
-    target: LoadedModel[Llama],
-    *,
-    weights: Literal["int8"] | None = None,
-) -> LoadedModel[Eagle3Head]:
+def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedModel[Eagle3Head]:
     """Reads an EAGLE-3 head that was trained for a target, from a local directory.
 
     The layouts of EAGLE, AngelSlim and SpecForge, of DeepSpec, and of speculators are read. An
@@ -38,8 +32,6 @@ def load_eagle3(
     Args:
       directory: holds `config.json` and `model.safetensors`.
       target: the target, as `load_huggingface` gives it. Weights are converted to its dtype.
-      weights: "int8" for matrices in 8 bits, as `quantize` makes them, with an output matrix of its
-        own where the target's is not; None for those of the file.
 
     Returns:
       The head and its weights.
@@ -76,15 +68,10 @@ def load_eagle3(
             f"{shown(file)} does not exist; tools/convert_eagle3.py of the project makes it "
             f"from {_TORCH_FILE}."
         )
-    return load_head(directory, target, Eagle3Head, read_eagle3_config, weights=weights)
+    return load_head(directory, target, Eagle3Head, read_eagle3_config)
 
 
-def load_block_head(
-    directory: str | Path,
-    target: LoadedModel[Llama],
-    *,
-    weights: Literal["int8"] | None = None,
-) -> LoadedModel[BlockHead]:
+def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> LoadedModel[BlockHead]:
     """Reads a DFlash or DSpark head that was trained for a target, from a local directory.
 
     The layouts of z-lab, of DeepSpec and of speculators are read. What is the target's is shared,
@@ -93,7 +80,6 @@ def load_block_head(
     Args:
       directory: holds `config.json` and `model.safetensors`.
       target: as for `load_eagle3`.
-      weights: as for `load_eagle3`.
 
     Returns:
       The head and its weights.
@@ -122,7 +108,7 @@ def load_block_head(
     """
     if is_there(path_of(directory) / _MASK_FILE):
         raise ValueError(f"{shown(path_of(directory))} has {_MASK_FILE}, which is not read.")
-    return load_head(directory, target, BlockHead, read_block_config, "model.", weights)
+    return load_head(directory, target, BlockHead, read_block_config, "model.")
 
 
 def save_eagle3(

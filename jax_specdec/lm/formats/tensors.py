@@ -34,8 +34,6 @@ _ROWS = 1024
 
 _SCALE = "_scale"
 """Follows the name of a weight in int8, and names the scale of each of its rows."""
-_NOT_PRODUCTS = ("embed_tokens", "markov_w1", "proj")
-"""How names of matrices end that are not read in int8: `NOT_PRODUCTS`, as files call them."""
 
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes that are read, by their names in the file, and what holds them here."""
@@ -176,15 +174,17 @@ def _open_file(path: Path, stack: contextlib.ExitStack) -> Any:
 
 
 def check_tensors(
-    tensors: Tensors, shapes: Iterable[tuple[str, tuple[int, ...]]], others: Collection[str] = ()
+    tensors: Tensors,
+    shapes: Iterable[tuple[str, str, tuple[int, ...]]],
+    others: Collection[str] = (),
 ) -> None:
     """Raises ValueError if a tensor is missing, unknown, or of another shape or kind.
 
-    `shapes` are name and shape of each that must be there; what is in `others` may be there, and
-    the caller checks it.
+    `shapes` are the array, name and shape of each that must be there; what is in `others` may be
+    there, and the caller checks it.
     """
     expected = set(others)
-    for name, shape in shapes:  # stops at the first that is missing
+    for array, name, shape in shapes:  # stops at the first that is missing
         if name not in tensors.stored:
             raise ValueError(f"{shown(tensors.origin)} lacks the tensor {name}.")
         expected.add(name)
@@ -192,7 +192,7 @@ def check_tensors(
         found, kind = tensors.form(name)
         if found != shape:
             raise ValueError(f"{has} of shape {quoted(found)}, but its config.json says {shape}.")
-        is_product = len(shape) == 2 and name.split(".")[-2] not in _NOT_PRODUCTS
+        is_product = len(shape) == 2 and array not in NOT_PRODUCTS
         if kind == "I8" and is_product and name + _SCALE in tensors.stored:
             expected.add(name + _SCALE)
             found, kind = tensors.form(name + _SCALE)
@@ -319,13 +319,13 @@ def unfuse(names: Iterable[Names], params: Params, sizes: Sizes) -> dict[str, np
 
 def tensor_shapes(
     names: Iterable[Names], shapes: Iterable[Shapes], sizes: Sizes
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields name and shape ``[out, in]`` of each tensor that `unfuse` makes of such shapes."""
+) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yields array, name and shape ``[out, in]`` of each tensor `unfuse` makes of such shapes."""
     for part, arrays in zip(names, shapes, strict=True):
         for array, fused in part.items():
             *inner, last = arrays[array]
             for name, size in zip(fused, sizes.get(array, [last]), strict=True):
-                yield name, arrays[array] if array in _BY_ID else (size, *inner)
+                yield array, name, arrays[array] if array in _BY_ID else (size, *inner)
 
 
 def llama_tensors(config: LlamaConfig) -> Iterator[Names]:
