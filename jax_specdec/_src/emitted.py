@@ -37,7 +37,17 @@ class StepRecord:
       num_emitted: ``[B]`` int32, tokens that were emitted; 0 for finished requests.
       logprobs: `TokenLogprobs` of the tokens kept; None unless asked for.
 
-    Example: see `AcceptanceStats`.
+    Example:
+      A step that accepted both drafts, the second of which ends the text:
+
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> step = sd.StepRecord(
+      ...     token_ids=np.array([[5, 9, -1]]), num_kept=np.array([2]), num_proposed=np.array([2]),
+      ...     num_accepted=np.array([2]), num_emitted=np.array([3]))
+      >>> stats = sd.AcceptanceStats.from_steps(jax.tree.map(lambda x: x[None], step))
+      >>> stats.num_tokens, stats.mean_acceptance_length
+      (2, 3.0)
     """
 
     token_ids: jax.Array

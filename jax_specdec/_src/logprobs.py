@@ -99,7 +99,17 @@ class TokenLogprobs:
         -inf where none was left out, as for greedy requests, which no filter changes; NaN where no
         token was emitted. None unless asked for.
 
-    Example: see `token_logprobs`.
+    Example:
+      A request whose one token had probability 1/2, the likeliest of its row:
+
+      >>> import numpy as np
+      >>> import jax_specdec as sd
+      >>> found = sd.TokenLogprobs(
+      ...     logprobs=np.log([[0.5, np.nan]]), top_token_ids=np.array([[[7], [-1]]]),
+      ...     top_logprobs=np.log([[[0.5], [np.nan]]]))
+      >>> own = found.of(0, num_tokens=1)
+      >>> np.exp(own.logprobs).tolist(), own.top_token_ids.tolist()
+      ([0.5], [[7]])
     """
 
     logprobs: jax.Array

@@ -39,7 +39,15 @@ class LogitsProcessors(Processor):
       min_tokens: stop tokens get -inf as long as a request has fewer tokens.
       allowed_tokens: all others get -inf.
 
-    Example: see `process_logits`.
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> processors = sd.LogitsProcessors(
+      ...     min_tokens=sd.MinTokens(jnp.array([[1]]), remaining=jnp.array([1])),
+      ...     allowed_tokens=sd.AllowedTokens.pack([None], vocab_size=3))
+      >>> after = processors.append(jnp.array([0]))  # a token of each request
+      >>> bool(processors.is_neutral), bool(after.is_neutral)
+      (False, True)
     """
 
     logit_bias: LogitBias | None = None

@@ -90,7 +90,15 @@ class LogitBias(Processor):
         as -1, is ignored.
       values: ``[B, C]`` float32.
 
-    Example: see `process_logits`.
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> bias = sd.LogitBias.from_mappings([{0: 2.0}, {}])  # of two requests
+      >>> bias.token_ids.tolist(), bias.values.tolist()
+      ([[0], [-1]], [[2.0], [0.0]])
+      >>> processors = sd.LogitsProcessors(logit_bias=bias)
+      >>> sd.process_logits(jnp.ones((2, 3)), None, processors).tolist()
+      [[3.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
     """
 
     token_ids: jax.Array
@@ -150,7 +158,17 @@ class Penalties(Processor):
       counts: ``[B, V]`` int32, occurrences of each token in the output so far.
       in_prompt: ``[B, V]`` bool, whether a token occurs in the prompt.
 
-    Example: see `apply_penalties`.
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> none, one = jnp.zeros(1), jnp.ones(1)
+      >>> penalties = sd.Penalties.from_sequences(
+      ...     jnp.array([[2, 0]]), lengths=jnp.array([2]), prompt_lengths=jnp.array([1]),
+      ...     vocab_size=3, frequency=0.5 * one, presence=none, repetition=one)
+      >>> after = penalties.append(jnp.array([0]))  # the token that was emitted
+      >>> processors = sd.LogitsProcessors(penalties=after)
+      >>> after.counts.tolist(), sd.process_logits(jnp.ones((1, 3)), None, processors).tolist()
+      ([[2, 0, 0]], [[0.0, 1.0, 1.0]])
     """
 
     frequency: jax.Array
@@ -388,7 +406,15 @@ class MinTokens(Processor):
       remaining: ``[B]`` int32, tokens that must come before a stop token is allowed:
         ``min_tokens - (lengths - prompt_lengths)``. If it is not positive, nothing is forbidden.
 
-    Example: see `process_logits`.
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> least = sd.MinTokens(jnp.array([[1]]), remaining=jnp.array([1]))  # token 1 ends a text
+      >>> for least in (least, least.append(jnp.array([0]))):
+      ...     processors = sd.LogitsProcessors(min_tokens=least)
+      ...     print(sd.process_logits(jnp.ones((1, 3)), None, processors).tolist())
+      [[1.0, -inf, 1.0]]
+      [[1.0, 1.0, 1.0]]
     """
 
     stop_token_ids: jax.Array
@@ -425,7 +451,13 @@ class AllowedTokens(Processor):
       token_bitmask: ``[B, ceil(V/32)]`` uint32, bit ``i % 32`` of word ``i // 32`` is set where
         token i is allowed.
 
-    Example: see `process_logits`.
+    Example:
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> processors = sd.LogitsProcessors(
+      ...     allowed_tokens=sd.AllowedTokens.pack([[0, 2], None], vocab_size=3))
+      >>> sd.process_logits(jnp.ones((2, 3)), None, processors).tolist()
+      [[1.0, -inf, 1.0], [1.0, 1.0, 1.0]]
     """
 
     token_bitmask: jax.Array

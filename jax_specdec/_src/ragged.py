@@ -219,7 +219,16 @@ class PackedDrafts(NamedTuple):
       offsets: ``[N+B]`` int32 in [0, K], how many drafts of its request come before the row, which
         scores the token after them; of a tree, the node that the row comes after. 0 for padding.
 
-    Example: see `pack_drafts`.
+    Example:
+      Of three requests with 2, 0 and 1 drafts, the first has the rows after its last token and
+      after each draft:
+
+      >>> import jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> drafted = jnp.array([[1, 2], [3, 4], [8, 9]])
+      >>> packed = sd.pack_drafts(drafted, jnp.array([2, 0, 1]), size=3)
+      >>> packed.requests.tolist(), packed.offsets.tolist()
+      ([0, 0, 0, 1, 2, 2], [0, 1, 2, 0, 0, 1])
     """
 
     drafts: Drafts

@@ -421,7 +421,20 @@ class RejectionSampleOutput:
         one: node 0, then those of the drafts kept. None for drafts without parents, where node j
         gives token j.
 
-    Example: see `parse_output`.
+    Example:
+      The first of two requests has drafts 2 and 0, and accepts one; the second accepts its draft:
+
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> likeliest = jnp.array([2, 3, 0, 1, 2])  # of each of 3 + 2 rows
+      >>> output = sd.rejection_sample(
+      ...     jnp.log(jnp.eye(4)[likeliest]),
+      ...     sd.Drafts.from_flat(jnp.array([2, 0, 1]), jnp.array([2, 1])),
+      ...     sampling=sd.SamplingParams(temperature=jnp.array([0.0, 1.0])),
+      ...     keys=jax.random.split(jax.random.key(0), 2), positions=jnp.array([5, 9]),
+      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=2))
+      >>> output.token_ids.tolist(), output.num_accepted.tolist(), output.num_emitted.tolist()
+      ([[2, 3, -1], [1, 2, -1]], [1, 1], [2, 2])
     """
 
     token_ids: jax.Array

@@ -39,7 +39,17 @@ class DraftSample(NamedTuple):
       threshold: ``[B]`` float32, for `DraftLogits`; None if `sampling` has no min-p, top-k or
         top-p.
 
-    Example: see `sample_draft_tokens`.
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import jax_specdec as sd
+      >>> logits = jnp.zeros((2, 8))
+      >>> drawn = sd.sample_draft_tokens(
+      ...     logits, sampling=sd.SamplingParams(jnp.ones(2)),
+      ...     keys=jax.random.split(jax.random.key(0), 2), positions=jnp.array([7, 3]), offset=0)
+      >>> jnp.exp(drawn.log_normalizer).tolist()  # q(x) = exp(logit of x - row_max) / this
+      [8.0, 8.0]
+      >>> drafts = sd.Drafts.from_dense(drawn.token_ids[:, None], distribution=sd.DraftLogits(
+      ...     logits, log_normalizer=drawn.log_normalizer, row_max=drawn.row_max))
     """
 
     token_ids: jax.Array
