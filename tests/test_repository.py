@@ -251,6 +251,7 @@ def run_with_jax_alone(program: str, *arguments: str) -> subprocess.CompletedPro
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_the_first_program_of_the_readme_needs_jax_alone() -> None:
     program = re.search(r"^```python.*?\n(.*?)^```", read("README.md"), re.DOTALL | re.MULTILINE)[1]
     assert "rejection_sample" in program

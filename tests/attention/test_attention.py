@@ -116,7 +116,11 @@ def check(case: tuple[Any, ...], dtype: Any, attend: Any, **settings: Any) -> No
         np.testing.assert_allclose(found, wanted, rtol=error, atol=error)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, B16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(jnp.float32, marks=pytest.mark.slow), B16],  # `test_cache.py` has float32
+    ids=str,
+)
 @pytest.mark.parametrize("name", CASES)
 def test_xla_is_the_oracle(name: str, dtype: Any) -> None:
     check(CASES[name], dtype, xla.attend)

@@ -74,6 +74,7 @@ def test_nothing_reaches_the_next_request_of_a_slot() -> None:
     loops.check_next_request(LOOP)
 
 
+@pytest.mark.long
 def test_a_step_between_two_chunks_leaves_no_trace() -> None:
     loops.check_between_chunks(LOOP)
 

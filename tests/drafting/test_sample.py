@@ -74,7 +74,7 @@ def random_logits(dtype: str = "float32") -> np.ndarray:
 FLAT = np.zeros((BATCH, VOCAB), np.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.newest)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_greedy_requests_draft_the_argmax_of_lowest_id(dtype):
     logits = random_logits(dtype)
     logits[::8, 4] = logits[::8, 9] = 50

@@ -101,6 +101,7 @@ def test_the_small_loop_is_compiled_once() -> None:
     ]
 
 
+@pytest.mark.long
 def test_synthetic_acceptance_of_ragged_drafts_has_the_means_that_the_page_says() -> None:
     stats = run(LOOKUP + SYNTHETIC)["stats"]
     assert stats.num_verifications == 256 * 20 and stats.num_drafts == 192 * 20
@@ -195,6 +196,7 @@ def texts_that_differ(scope: dict[str, object]) -> list[int]:
     return [i for i, text in enumerate(wanted) if scope["completions"][i] != text]
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_trees_over_pages_emit_what_plain_decoding_emits() -> None:
     scope = run_paged({PAIR: NOISY})

@@ -154,6 +154,7 @@ def test_hidden_states_are_gathered_on_an_explicit_mesh():
         assert (rows[last:] == states[b, last]).all()
 
 
+@pytest.mark.long
 def test_blocks_of_dflash_are_verified_as_theirs_are_and_may_be_sampled():
     """The recipe on the page, as `dflash_greedy_verify` is tested, beside requests that sample."""
     greedy, sampled = 64, 8000

@@ -138,6 +138,7 @@ def test_with_a_key_per_request_neither_slot_nor_neighbours_matter():
     np.testing.assert_array_equal(tokens_of_three(turned)[::-1], want)
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_both_adapters_draw_the_same_tokens_from_the_same_key():
     lengths = np.int32([3, 4, 5, 0, 0, 0, 0])

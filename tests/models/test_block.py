@@ -99,8 +99,7 @@ def assert_close(found: Any, expected: Any) -> None:
             x if x in ("DFlash", "DSpark") else pytest.param(x, marks=pytest.mark.slow)
             for x in OPTIONS
         ),
-        "DSpark, int8",
-        pytest.param("tied output, int8", marks=pytest.mark.long),
+        *(pytest.param(x, marks=pytest.mark.long) for x in ("DSpark, int8", "tied output, int8")),
     ],
 )
 def test_a_block_is_that_of_numpy(option: str) -> None:
@@ -143,7 +142,7 @@ def tiny_target(expected: Any) -> lm.formats.LoadedModel:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", [pytest.param("dflash", marks=pytest.mark.long), "dspark"])
 def test_a_block_is_that_of_speculators(name: str) -> None:
     with np.load(SPECULATORS / name / "expected.npz") as arrays:
         expected = {key: arrays[key] for key in arrays}
@@ -165,6 +164,7 @@ def test_a_block_is_that_of_speculators(name: str) -> None:
 # Incremental
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it() -> None:
     head = head_of(**DSPARK, sliding_window=3, sliding_layers=(1,))

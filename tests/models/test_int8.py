@@ -99,7 +99,10 @@ def logits_of(model: Llama, params: Any, ids: Any) -> jax.Array:
     return run_pass(model, params, ids, jnp.zeros(2, jnp.int32), model.init_cache(2, 8)).logits
 
 
-@pytest.mark.parametrize("model", [UNTIED, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(UNTIED, marks=pytest.mark.long, id="untied"), pytest.param(TIED, id="tied")],
+)
 def test_logits_are_those_of_the_dequantized_weights(model: Llama) -> None:
     params = random_weights(model, 1, moved=0.3)
     found = quantize(params)

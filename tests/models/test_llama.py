@@ -59,7 +59,9 @@ def in_calls(pieces: list[int]) -> np.ndarray:
     return np.concatenate(logits, axis=1)
 
 
-@pytest.mark.parametrize(("tied", "num_kv"), [(True, 1), (False, 2)])
+@pytest.mark.parametrize(
+    ("tied", "num_kv"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.long)]
+)
 def test_agrees_with_a_numpy_decoder(tied: bool, num_kv: int) -> None:
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, num_key_value_heads=num_kv)
     model = Llama(config)

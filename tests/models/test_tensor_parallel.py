@@ -51,7 +51,9 @@ def two_calls(model: lm.models.CausalModel, params: Any) -> list[np.ndarray]:
     return [np.asarray(first), np.asarray(features), np.asarray(second)[:, :-1]]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [x if x == "int8" else pytest.param(x, marks=pytest.mark.long) for x in CASES]
+)
 def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
     changes, n, groups = CASES[case]
     model = lm.models.Llama(dataclasses.replace(CONFIG, **changes))

@@ -116,8 +116,11 @@ NEXT = ids("\n\ndef split(path):\n    ")
 GREEDY = dict(max_new_tokens=20)
 SAMPLED = dict(max_new_tokens=20, temperature=0.8, seed=7)
 DRAFTERS = [
-    "EAGLE-3", pytest.param("both", marks=pytest.mark.long),
-    *(pytest.param(x, marks=pytest.mark.slow) for x in ("model", "DSpark", "tree", "n-grams")),
+    pytest.param("EAGLE-3", marks=pytest.mark.long),
+    *(
+        pytest.param(x, marks=pytest.mark.slow)
+        for x in ("both", "model", "DSpark", "tree", "n-grams")
+    ),
 ]  # fmt: skip
 
 
@@ -246,6 +249,7 @@ def test_what_could_not_be_verified_is_not_kept() -> None:
         assert (found.finish_reason, found.updates[0].num_reused) == ("failed", 0)
 
 
+@pytest.mark.long
 def test_beside_a_grammar_a_draft_models_rows_end_with_the_prompt() -> None:
     with table_driver() as driver:
         one = alone(driver, ASKED | dict(matcher=Follows(lambda text: (len(text) % 5,))))

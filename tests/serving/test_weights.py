@@ -100,7 +100,10 @@ def under_way(
 
 @pytest.mark.parametrize(
     ("engine", "ahead", "masked", "reread"),
-    [(TABLE, 2, None, True), (TABLE, 2, None, False), (TABLE, 0, 1, True), (EXACT, 1, None, True)],
+    [
+        *((TABLE, 2, None, True), (TABLE, 2, None, False), (TABLE, 0, 1, True)),
+        pytest.param(EXACT, 1, None, True, marks=pytest.mark.long),
+    ],
 )
 def test_texts_go_on_under_the_new_weights(
     engine: lm.Engine, ahead: int, masked: int | None, reread: bool

@@ -137,7 +137,11 @@ class RaceSuite(OracleSuite):
 
 PROPERTIES = [
     pytest.param(edge_layout(kind="logits"), id="logits"),
-    pytest.param(edge_layout(kind="probs", has_bonus=True, block=True), id="probs, bonus, block"),
+    pytest.param(
+        edge_layout(kind="probs", has_bonus=True, block=True),
+        id="probs, bonus, block",
+        marks=pytest.mark.long,
+    ),
 ]
 """Programs that the named edges have compiled already."""
 

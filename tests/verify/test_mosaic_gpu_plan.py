@@ -39,6 +39,7 @@ def test_the_default_config_uses_the_device_and_no_more():
     assert blocks(1, 128256, num_cores=78) == 8  # a small device may have no cluster of 16
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_rows_are_read_at_once_where_requests_are_few_and_shared_memory_has_room():
     def rows(num_requests, size=128256, held=2, num_cores=132):

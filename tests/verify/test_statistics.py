@@ -207,7 +207,12 @@ def check_lossless(tokens: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(
-    "kind", ["probs", "map", *long("candidates", "logits", "normalized", "lookup", "chance")]
+    "kind",
+    [
+        "probs",
+        pytest.param("map", marks=pytest.mark.long),
+        *long("candidates", "logits", "normalized", "lookup", "chance"),
+    ],
 )
 def test_decoding_is_lossless_token_by_token_and_jointly(kind):
     print("least p-value", check_lossless(decode(kind, seed=1)))
