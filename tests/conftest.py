@@ -1,6 +1,5 @@
 """Settings for every test: strict JAX promotion, 8 CPU devices, reproducible hypothesis."""
 
-import dataclasses
 import gc
 import importlib.util
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 import hypothesis
 import jax
 import pytest
+from models.weights import first_layers
 
 from jax_specdec import lm
 
@@ -124,14 +124,8 @@ def optimized() -> Iterator[None]:
 @pytest.fixture
 def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded pair are their first layers: the same code on programs that compile sooner."""
-    pair = []
-    for one in lm.load_embedded_pair():
-        config = dataclasses.replace(one.model.config, num_hidden_layers=1)
-        model = dataclasses.replace(one.model, config=config)
-        pair.append(
-            one._replace(model=model, params={**one.params, "layers": one.params["layers"][:1]})
-        )
-    monkeypatch.setattr(lm, "load_embedded_pair", lambda: tuple(pair))
+    pair = tuple(first_layers(one, 1) for one in lm.load_embedded_pair())
+    monkeypatch.setattr(lm, "load_embedded_pair", lambda: pair)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

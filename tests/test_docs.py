@@ -316,7 +316,7 @@ def test_arrays_in_the_layout_of_vllm_are_verified() -> None:
     assert emitted[0][0] == argmax[0] and (len(emitted[0]) > 1) == (argmax[0] == drafts[0])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_loop_of_ones_own_has_its_rows_processed() -> None:
     page = "sampling_parameters"

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Any, ...]] = {
 SOFTCAPS = {CASES[name]: 2.0 for name in ("a window", "a tree, split")}  # the others have none
 INTERPRETED = [
     pytest.param(
-        name, marks=() if i == 1 else pytest.mark.long if i in (2, 3, 6, 7) else pytest.mark.slow
+        name, marks=() if i == 1 else pytest.mark.long if i in (2, 3) else pytest.mark.slow
     )
     for i, name in enumerate(CASES)
 ]

@@ -237,7 +237,11 @@ def test_drafts_are_drawn_from_what_is_stored_and_that_is_the_formula(kind: str)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [("standard", "all ids"), ("standard", "a map"), ("agreement", "candidates")],
+    [
+        pytest.param("standard", "all ids", marks=pytest.mark.slow),
+        ("standard", "a map"),
+        ("agreement", "candidates"),
+    ],
 )
 def test_drafts_at_once_are_those_one_after_another(method: str, kind: str) -> None:
     rng, (batch, size) = np.random.default_rng(4), (5, 6)
@@ -322,7 +326,7 @@ def planned(confidences: Paths, speeds: np.ndarray) -> Paths:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["DFlash", "DSpark"])
+@pytest.mark.parametrize("kind", [pytest.param("DFlash", marks=pytest.mark.slow), "DSpark"])
 def test_a_plan_by_the_heads_confidences_is_lossless(kind: str) -> None:
     drawn, p = draw(kind), target_law()
     law, (_, states) = drawn.law(), drawn.block

@@ -245,7 +245,7 @@ def test_by_agreement_the_target_as_drafter_is_always_right():
     assert (accepted(others) == 1).all()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_shared_noise_agrees_as_often_as_one_race():
     """One race of p and of q has the winner i in both with 1 / sum_j max(p_j / p_i, q_j / q_i)."""

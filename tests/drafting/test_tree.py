@@ -374,7 +374,10 @@ def path_scores(kind: str, b: int, num_candidates: int | None = None) -> dict[Pa
     return scores
 
 
-@pytest.mark.parametrize(("kind", "num_candidates"), [("DSpark", None), ("DFlash", 2), ("map", 2)])
+@pytest.mark.parametrize(
+    ("kind", "num_candidates"),
+    [("DSpark", None), ("DFlash", 2), pytest.param("map", 2, marks=pytest.mark.slow)],
+)
 def test_a_block_heads_tree_has_the_paths_with_the_best_scores(
     kind: str, num_candidates: int | None
 ) -> None:

@@ -136,6 +136,7 @@ def test_nodes_are_those_of_a_search_over_paths() -> None:
         assert max(map(len, found)) > 2
 
 
+@pytest.mark.slow
 def test_first_children_are_the_chain_with_the_same_noise() -> None:
     lengths = [9, 5, 12, 3]
     ids, parents = fresh(lengths)

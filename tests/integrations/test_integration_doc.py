@@ -215,7 +215,7 @@ def test_over_pages_a_target_that_drafts_for_itself_has_everything_accepted() ->
     assert not {0, 3} & set(texts_that_differ(scope))  # those of greedy requests
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_the_loop_over_pages_does_what_it_says_of_itself() -> None:
     scope = run_paged({})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -24,6 +25,20 @@ def sizes(
         head_dim=heads[2],
         **fields,
     )
+
+
+def first_layers(loaded: Any, count: int) -> Any:
+    """A loaded Llama cut to its first layers: the same code in programs that compile sooner."""
+    config = dataclasses.replace(loaded.model.config, num_hidden_layers=count)
+    model = dataclasses.replace(loaded.model, config=config)
+    params = loaded.params | {"layers": loaded.params["layers"][:count]}
+    return loaded._replace(model=model, params=params)
+
+
+def of_features(loaded: Any, layers: tuple[int, ...]) -> Any:
+    """A loaded head that reads these layers of its target."""
+    config = dataclasses.replace(loaded.model.config, feature_layers=layers)
+    return loaded._replace(model=dataclasses.replace(loaded.model, config=config))
 
 
 def random_weights(model: Any, seed: int, scale: float = 1.0, *, moved: float = 0.0) -> Any:

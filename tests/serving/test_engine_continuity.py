@@ -229,7 +229,9 @@ def assert_same(one: lm.RequestUpdate, other: lm.RequestUpdate) -> None:
 # Preemption
 
 
-@pytest.mark.parametrize(("ahead", "prefills"), [(0, None), (1, 1), (7, 2)])
+@pytest.mark.parametrize(
+    ("ahead", "prefills"), [(0, None), (1, 1), pytest.param(7, 2, marks=pytest.mark.slow)]
+)
 def test_a_request_that_comes_back_gets_what_it_gets_alone(
     ahead: int, prefills: int | None
 ) -> None:
@@ -725,6 +727,7 @@ def fuzz(seed: int, count: int) -> None:
     assert interrupts.count > count
 
 
+@pytest.mark.slow
 def test_fuzz_of_traffic_with_a_fixed_seed() -> None:
     fuzz(12, count=15)
 

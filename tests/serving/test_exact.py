@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from models.weights import first_layers, of_features
 from upper_floor import Decoder
 
 import jax_specdec as sd
@@ -26,9 +27,9 @@ CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="
 # In float32 the sums of this model, on a CPU too, differ in their last bits between passes of
 # different widths: what breaks the promise shows.
 LOADED = lm.load_embedded_pair()
-(TARGET, PARAMS), (DRAFT, DRAFT_PARAMS) = LOADED
-HEAD, HEAD_PARAMS = lm.load_embedded_head(LOADED[0])
-BLOCK, BLOCK_PARAMS = lm.load_embedded_head(LOADED[0], "dspark")
+(TARGET, PARAMS), (DRAFT, DRAFT_PARAMS) = first_layers(LOADED[0], 3), LOADED[1]
+HEAD, HEAD_PARAMS = of_features(lm.load_embedded_head(LOADED[0]), (0, 1, 2))
+BLOCK, BLOCK_PARAMS = of_features(lm.load_embedded_head(LOADED[0], "dspark"), (0, 1, 2))
 MESH = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
 SHARDED = lm.models.TensorParallelLlama(TARGET, MESH, "tensor")
 SUFFIX = lm.SuffixDrafter()
@@ -125,7 +126,8 @@ def test_bits_are_those_of_plain_decoding_alone(name: str) -> None:
     assert serve(engine_of(name), name, [4, 0, 3, 5, 2, 1]) == plain()
 
 
-@pytest.mark.parametrize("bits", [pytest.param(16, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [16, 8])
 def test_bits_in_narrow_weights_are_those_without_drafts(bits: int) -> None:
     weights = PARAMS_16, BLOCK_PARAMS_16
     if bits == 8:

@@ -368,7 +368,7 @@ def test_a_masked_drafter_has_more_drafts_accepted() -> None:
 PAGE = Path(__file__).parents[2] / "docs" / "grammar.md"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_loop_on_the_page_writes_what_its_grammar_allows(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

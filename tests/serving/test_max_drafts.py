@@ -118,7 +118,7 @@ def test_generate_keeps_to_the_limits_of_a_batch() -> None:
     assert output.completions == plain.completions
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_no_value_is_compiled_for_after_warm_up() -> None:
     driver = engines.driver_of(SHORTER, max_steps_ahead=1)

@@ -87,8 +87,12 @@ EAGLE3 = dataclasses.replace(test_eagle3.ENGINE, prefill_sizes=(3, 8))
 
 @pytest.mark.parametrize(
     ("engine", "weights", "in_steps"),
-    [(PIECES, TABLES, False), (EAGLE3, test_eagle3.weights_of(EAGLE3), True)],
-    ids=["tables", "eagle3"],
+    [
+        pytest.param(PIECES, TABLES, False, id="tables"),
+        pytest.param(
+            EAGLE3, test_eagle3.weights_of(EAGLE3), True, id="eagle3", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_the_size_of_chunks_changes_no_text(engine, weights, in_steps):
     Failing.shall_fail = staticmethod(lambda tokens: False)

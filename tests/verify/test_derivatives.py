@@ -69,7 +69,7 @@ policy_gradient = jax.jit(jax.grad(policy_loss, 1))
     ("form", "rule", "kind"),
     [
         ("cpu", "standard", "probs"),
-        pytest.param(None, "synthetic", "logits", marks=[pytest.mark.newest, pytest.mark.long]),
+        pytest.param(None, "synthetic", "logits", marks=pytest.mark.slow),
     ],
 )
 def test_a_policy_gradient_is_that_of_constant_tokens(form: Any, rule: str, kind: str) -> None:

@@ -261,7 +261,7 @@ def emitted_at_edges():
     return {name: list(itertools.islice(emitted, len(cases))) for name, cases in EDGES.items()}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EDGES)
 def test_edges_come_out_as_by_hand(name):
     for emitted, (_, possible) in zip(emitted_at_edges()[name], EDGES[name], strict=True):

@@ -208,11 +208,7 @@ def check_lossless(tokens: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "probs",
-        pytest.param("map", marks=pytest.mark.long),
-        *long("candidates", "logits", "normalized", "lookup", "chance"),
-    ],
+    ["probs", *long("map", "candidates", "logits", "normalized", "lookup", "chance")],
 )
 def test_decoding_is_lossless_token_by_token_and_jointly(kind):
     print("least p-value", check_lossless(decode(kind, seed=1)))
