@@ -49,7 +49,12 @@ BOUNDS = {
 `reads_listed` are those where the largest entries of rows decide all thresholds.
 """
 
+SPLIT = [Case("v5e", function, parts=2, processed=True) for function in ADAPTERS]
 LATER = {
+    SPLIT[1],
+    Case("v5e", rule="block", kind="normalized", ids="candidates"),
+    Case("v5e", rule="agreement"),
+    Case("v5e"),
     Case("v5e", kind="normalized"),
     Case("v5e", kind="normalized", parts=4),
     Case("v5e", rule="synthetic", kind="logits", processed=True),
@@ -58,9 +63,8 @@ LATER = {
     Case("v5e", kind="logits"),
     Case("v5e", kind="probs", filtered=True),
 }
-"""Those whose reads and forms others of `BOUNDS` have: `make test-aot-all` compiles them."""
+"""Those whose reads and forms others have: `make test-aot-all` compiles them."""
 
-SPLIT = [Case("v5e", function, parts=2, processed=True) for function in ADAPTERS]
 TOO_LARGE = Case("v5e", function="apply_penalties", batch=40_000)
 
 
@@ -159,10 +163,21 @@ PRODUCTS = {
     dataclasses.replace(PRODUCT, batch=160): 144,
     dataclasses.replace(PRODUCT, batch=512): 168,
 }
+ALL = MAIN_CASES | ATTENTIONS | PRODUCTS
+FURTHER = [
+    *(dataclasses.replace(KERNEL, **x) for x in ({"kind": "probs"}, {"ids": "candidates"})),
+    *(dataclasses.replace(KERNEL, rule="synthetic"), DRAFTING),
+    *(dataclasses.replace(ATTENTION, batch=1), LARGE, dataclasses.replace(PRODUCT, batch=160)),
+]
+"""Forms that need no more registers than another of their kind: `make test-aot-all` has them."""
 KERNELS = {
-    "h200": ("sm_90a", MAIN_CASES),
-    "h200, attention and products": ("sm_90a", ATTENTIONS | PRODUCTS),
-    "b200": ("sm_100a", {case: MAIN_CASES[case] for case in (KERNEL, BY_BLOCK, MAPPED, DRAFTING)}),
+    "h200": ("sm_90a", {case: n for case, n in MAIN_CASES.items() if case not in FURTHER}),
+    "h200, attention and products": (
+        *("sm_90a", {case: n for case, n in ALL.items() if case not in {*MAIN_CASES, *FURTHER}}),
+    ),
+    "h200, further": ("sm_90a", {case: ALL[case] for case in FURTHER}),
+    "b200": ("sm_100a", {case: ALL[case] for case in (KERNEL, BY_BLOCK)}),
+    "b200, further": ("sm_100a", {case: ALL[case] for case in (MAPPED, DRAFTING)}),
     "b300": ("sm_103a", {KERNEL: 79}),
     "rtx6000": ("sm_120a", {KERNEL: 83}),
 }
@@ -172,7 +187,14 @@ KERNELS = {
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.xdist_group(f"kernel for {name}")) for name in KERNELS],
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.xdist_group(f"kernel for {name}")]
+            + [pytest.mark.slow] * name.endswith("further"),
+        )
+        for name in KERNELS
+    ],
 )
 def test_the_kernel_fits_its_registers(name):
     """Fewer blocks run at once if it needs more; and what spills goes to memory and back."""
@@ -429,6 +451,7 @@ def test_the_page_quotes_the_tables():
         assert numbers == [f"{by_case[cases[name]][what]:.2f}" for what in grid.MEASURES]
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_the_pages_program_verifies_every_request():
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)

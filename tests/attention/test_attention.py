@@ -118,7 +118,10 @@ def check(case: tuple[Any, ...], dtype: Any, attend: Any, **settings: Any) -> No
 
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(jnp.float32, marks=pytest.mark.slow), B16],  # `test_cache.py` has float32
+    [
+        pytest.param(jnp.float32, marks=pytest.mark.slow),  # `test_cache.py` has them too
+        pytest.param(B16, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", CASES)

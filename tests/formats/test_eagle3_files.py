@@ -202,6 +202,7 @@ def test_a_map_that_changes_nothing_is_read(tmp_path: Path) -> None:
     assert_refused(lm.load_eagle3, tmp_path, target, "has a d2t that is not zero")
 
 
+@pytest.mark.long
 def test_whole_numbers_are_floats_however_large_they_are(tmp_path: Path) -> None:
     directory, target, _ = write_eagle3(tmp_path)
     layer = json.loads((directory / FILE).read_text())["transformer_layer_config"]

@@ -208,6 +208,7 @@ def test_ids_that_are_no_tokens_are_never_drafted_but_may_be_the_mask() -> None:
     assert np.isneginf(logits[..., 33:]).all() and np.isfinite(logits[..., :33]).all()
 
 
+@pytest.mark.long
 @pytest.mark.newest
 def test_params_share_what_is_the_targets() -> None:
     target = lm.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))

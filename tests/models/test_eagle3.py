@@ -133,6 +133,7 @@ def test_it_starts_anywhere_and_overwrites_what_drafting_wrote() -> None:
     np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.long
 def test_levels_of_a_tree_are_numpy_on_each_path() -> None:
     head = lm.models.Eagle3Head(CONFIG)
     params, rng = random_params(head), np.random.default_rng(3)

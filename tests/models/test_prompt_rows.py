@@ -99,6 +99,7 @@ def test_a_pass_with_prompts_is_a_pass_and_a_reading(name: str, has_trees: bool)
             np.testing.assert_array_equal(ours, whole)
 
 
+@pytest.mark.long
 def test_nan_in_a_prompt_reaches_nobody_else() -> None:
     model, params = form("whole")
     bad = CONFIG.vocab_size - 1
@@ -196,6 +197,7 @@ class ReadOnly(lm.models.Rows):
         return super().places + T  # past the end
 
 
+@pytest.mark.long
 def test_a_group_that_reads_without_writing_is_one_property() -> None:
     params, token_ids, start, cache, _ = given(*form("whole"), TEXTS)
     slots = np.array([READING[1]], np.int32)

@@ -317,6 +317,7 @@ def lowered(layout: Layout, config: KernelConfig | None = None, batch: Batch | N
     return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", [LAYOUTS[2], *long(BLOCK[0], FILTERED[1])], ids=str)
 def test_lowers_for_cuda_to_one_kernel(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1
