@@ -492,15 +492,7 @@ class Decoder:
                 token_bitmask=token_bitmask,
                 sharding=sharding,
             )
-        ids = state.draft_token_ids
-        in_range = ((ids >= 0) & (ids < self.model.vocab_size)).astype(jnp.int32)
-        if state.draft_parents is None:
-            # [B, K] -> [B]: those before the first that is no token
-            num_proposed = jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
-        else:
-            # [B, K] -> [B]: those of the longest path
-            depth = TreeRows.of(state.draft_parents).depth[:, 1:]
-            num_proposed = jnp.max(in_range * depth, axis=1)
+        num_proposed = _num_proposed(state, self.model.vocab_size)
         if self.most_accepted < self.num_drafts:
             output, found = _with_fewer_tokens(output, found, self.most_accepted + 1)
             num_proposed = jnp.minimum(num_proposed, self.most_accepted)
@@ -526,7 +518,7 @@ class Decoder:
             cache = self.model.commit(state.target_cache, start, path)
             state = dataclasses.replace(state, target_cache=cache)
         if features is None:
-            return dataclasses.replace(state, features=None, num_features=None)
+            return state
         kept = _kept_features(features, path, num_kept, self.most_accepted + 1)
         return dataclasses.replace(state, features=kept, num_features=num_kept)
 
@@ -643,6 +635,18 @@ def features_of_last(
     # [R, P, A*H] -> [R, 1, A*H]
     one = jnp.take_along_axis(features, place, axis=1, mode="clip")
     return jnp.where(is_here[:, None, None], one, 0), is_here.astype(jnp.int32)
+
+
+def _num_proposed(state: DecodeState, vocab_size: int) -> jax.Array:
+    """Returns ``[B]`` int32, the drafts of each request that could be accepted."""
+    ids = state.draft_token_ids
+    in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)
+    if state.draft_parents is None:
+        # [B, K] -> [B]: those before the first that is no token
+        return jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
+    # [B, K] -> [B]: those of the longest path
+    depth = TreeRows.of(state.draft_parents).depth[:, 1:]
+    return jnp.max(in_range * depth, axis=1)
 
 
 def _kept_features(
