@@ -106,6 +106,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         config,
         num_slots=options.num_slots,
         max_length=length,
+        # Short chunks let running requests go on sooner; `exact` reads prompts by one program.
         prefill_sizes=(64, 128, 256) if length > 256 and not options.exact else None,
         request_options=True,
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),

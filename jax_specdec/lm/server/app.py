@@ -104,7 +104,8 @@ class Server:
             ws="none",
             loop="asyncio",
             lifespan="off",
-            # Some descriptors are for files, and for processes that compile schemas.
+            # Some descriptors are for files, and for processes that compile schemas. uvicorn
+            # refuses from this number on, and counts the connection that asks.
             limit_concurrency=min(limits.connections, max(8, most - 128)) + 1,
             timeout_keep_alive=int(limits.client_seconds),
             proxy_headers=False,

@@ -337,6 +337,7 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
                 **{name: getattr(given, name) for name in OPTIONS},
                 max_new_tokens=budget or room,
                 stop_token_ids=words.stop_token_ids,
+                # Far apart: clients count their own seeds up, and no two texts may share noise.
                 seed=(seed + len(choices) * 0x9E3779B9) % 2**32,
             )
             choices.append({"prompt": token_ids, "options": options})

@@ -187,7 +187,7 @@ class Worker:
             for choice, arguments in enumerate(choices):
                 try:
                     request_id = driver.submit(**arguments)
-                except (TypeError, ValueError) as error:
+                except (TypeError, ValueError) as error:  # those before it end with the channel
                     raise ApiError(str(error), argument_of(error)) from error
                 channel.request_ids.append(request_id)
                 self._channels[request_id] = channel, choice
@@ -197,6 +197,7 @@ class Worker:
     def cancel(self, channel: Channel, choice: int) -> None:
         """Ends a choice; does not wait."""
         channel.open.discard(choice)
+        # Read when it is called, which is after `submit`; nothing if that was refused.
         self._calls.put(lambda: self._cancel(channel.request_ids[choice : choice + 1]))
 
     def _cancel(self, request_ids: Sequence[int]) -> None:
