@@ -116,17 +116,10 @@ def check(case: tuple[Any, ...], dtype: Any, attend: Any, **settings: Any) -> No
         np.testing.assert_allclose(found, wanted, rtol=error, atol=error)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        pytest.param(jnp.float32, marks=pytest.mark.slow),  # `test_cache.py` has them too
-        pytest.param(B16, marks=pytest.mark.long),
-    ],
-    ids=str,
-)
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
-def test_xla_is_the_oracle(name: str, dtype: Any) -> None:
-    check(CASES[name], dtype, xla.attend)
+def test_xla_is_the_oracle(name: str) -> None:
+    check(CASES[name], B16, xla.attend)  # `test_cache.py` has float32
 
 
 @pytest.mark.long

@@ -156,17 +156,6 @@ PERMUTED = np.array([3, 0, 6, 2, 5, 1, 4])
 MODEL = tiny.Trigram(V)
 
 
-@pytest.mark.slow
-def test_the_target_in_another_order_has_everything_accepted():
-    """Candidates of a map."""
-    drafter = lm.ModelDrafter(MODEL, ids=PERMUTED, num_candidates=V)
-    params = jnp.asarray(test_options.TARGET[:, :, PERMUTED])
-    options = test_options.AT_TEMPERATURES
-    output = test_options.speculative(options, drafter=drafter, draft_params=params)
-    kept = output.steps.num_emitted > 0
-    assert (output.steps.num_accepted[kept] == output.steps.num_proposed[kept]).all()
-
-
 def test_a_drafter_of_four_ids_changes_no_greedy_text():
     ids = np.array([4, 1, 6, 2])
     drafter = lm.ModelDrafter(tiny.Trigram(4), ids=ids)

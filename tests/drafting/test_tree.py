@@ -185,21 +185,6 @@ def likeliest_and_chain(
     return found, chain.token_ids
 
 
-@pytest.mark.slow
-def test_one_offset_is_that_of_all_rows() -> None:
-    rng = np.random.default_rng(4)
-    logits = rng.normal(size=(BATCH, ROWS, 5000)).astype(np.float32)
-
-    @jax.jit
-    def both(logits: jax.Array, context: lm.DraftContext) -> list[drafting_tree.Children]:
-        offsets = jnp.full((ROWS,), 2, jnp.int32)
-        return [drafting_tree.likeliest(logits, x, context, 8) for x in (offsets, offsets[:1])]
-
-    each, shared = jax.device_get(both(logits, context_of(BATCH)))
-    np.testing.assert_array_equal(each.token_ids, shared.token_ids)
-    np.testing.assert_allclose(each.scores, shared.scores, rtol=1e-5, atol=1e-5)
-
-
 def test_xla_compiles_the_level_of_a_lone_request_without_complaint(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -421,19 +406,6 @@ def test_the_first_child_of_each_node_of_a_chain_is_its_draft(kind: str, method:
             node = first + 1
             followed[d] += 1
     assert (followed > 0.9 * REQUESTS).all(), followed
-
-
-@pytest.mark.slow
-def test_more_candidates_than_nodes_of_a_tree() -> None:
-    head, params, _ = test_block.head_of("DSpark")
-    drafter = lm.BlockDrafter(head, tree_depth=DEPTH, num_candidates=SIZE)
-    found = proposed(drafter, params, agreement(2))
-    assert found.parents is not None
-    for b in range(REQUESTS - 1):
-        scores = path_scores("DSpark", b, SIZE)
-        paths = paths_of(found.token_ids[b], found.parents[b])
-        best = sorted(scores.values(), reverse=True)[:2]
-        np.testing.assert_allclose([scores[path] for path in paths], best, atol=1e-4)
 
 
 def test_bias_that_leaves_nothing_or_is_no_number_leaves_scores_in_order() -> None:

@@ -107,30 +107,6 @@ def test_requests_over_data_in_shard_map_give_the_oracles_tokens():
         assert (np.isfinite(logprobs) == (output.token_ids >= 0)).all()
 
 
-@pytest.mark.slow
-def test_a_part_of_the_requests_gives_what_all_do():
-    def part(logits, ids, keys, positions):
-        return sd.rejection_sample(
-            logits,
-            sd.Drafts.from_dense(ids),
-            sampling=sd.SamplingParams(0.5),
-            keys=keys,
-            positions=positions,
-            config=sd.SpecDecodeConfig(num_speculative_tokens=2),
-        )
-
-    def whole(*arrays):
-        mapped = jax.shard_map(part, mesh=mesh(), in_specs=P("data"), out_specs=P("data"))
-        return mapped(*[jax.reshard(x, NamedSharding(mesh(), P("data"))) for x in arrays])
-
-    logits = jax.random.normal(jax.random.key(0), (18, 40))
-    ids = jnp.argmax(logits.reshape(6, 3, 40)[:, :2], axis=2).astype(jnp.int32)
-    arrays = logits, ids, jax.random.split(jax.random.key(1), 6), jnp.arange(6)
-    want, got = jax.device_get((jax.jit(part)(*arrays), jax.jit(whole)(*arrays)))
-    jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert want.num_emitted.min() >= 1 and want.num_accepted.max() > 0
-
-
 @pytest.mark.long
 def test_drafts_of_a_part_are_those_of_all():
     def part(logits, keys, positions):

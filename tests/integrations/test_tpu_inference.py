@@ -234,35 +234,3 @@ def test_requests_over_data_and_vocabulary_over_tensor_fit(axis_type, with_bonus
     rest, named = jax.device_put((rest, named), NamedSharding(mesh, P()))
     call = verifier(sd.VerifySharding(mesh, "tensor", "data"))
     check_parts(parts, positional, call(logits, *rest, **named))
-
-
-@pytest.mark.slow
-@pytest.mark.newest
-def test_in_shard_map_each_part_is_a_batch():
-    mesh = mesh_of(AxisType.Auto)
-    parts, positional, named = spread(WITHOUT_PROBS, with_bonus_rows=True)
-    key, names = named.pop("keys"), sorted(set(named) - {"draft_probs", "bonus_token_ids"})
-
-    def part(key, logits, ids, lengths, *rest):
-        return tpu_inference.verify_flat(
-            logits,
-            ids,
-            lengths,
-            **dict(zip(names, rest, strict=True)),
-            keys=jax.random.fold_in(key, jax.lax.axis_index("data")),
-            config=CONFIG,
-            sharding=sd.VerifySharding(vocab_axis="tensor"),
-        )[:2]
-
-    own = P("data")
-    call = jax.jit(
-        jax.shard_map(
-            part,
-            mesh=mesh,
-            in_specs=(P(), P("data", "tensor"), own, own, *[own] * len(names)),
-            out_specs=own,
-        )
-    )
-    token_ids, output = call(key, *positional, *[named[name] for name in names])
-    found = tpu_inference.FlatVerification(token_ids, output, None)
-    check_parts(parts, positional, found)
