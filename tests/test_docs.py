@@ -280,7 +280,7 @@ def test_texts_of_two_requests_stream_as_they_come(one_layer: None) -> None:
     assert scope["line"] == texts[0].partition("\n\n")[0]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None:
     drafter, features = blocks("own_drafter")
@@ -291,7 +291,7 @@ def test_the_drafter_on_the_page_is_verified_with_its_own_distribution() -> None
     assert scope["output"].steps.num_proposed.sum() > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_the_loop_with_a_store_verifies_every_request_with_its_own_rows() -> None:
     loop, *_ = blocks("draft_distributions")

@@ -75,7 +75,7 @@ def check(case: Any, dtype: Any, attend: Any, pages: Any = PAGES, **settings: An
     "name",
     [
         *list(CASES)[:6],
-        *(pytest.param(x, marks=pytest.mark.long) for x in [*list(CASES)[6:], *CUT]),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in [*list(CASES)[6:], *CUT]),
     ],
 )
 def test_every_layout_is_the_oracle_to_the_same_bits(name: str) -> None:
@@ -92,7 +92,9 @@ MORE_PAGES = *PAGES, (48, "random"), (192, "reversed")
 
 @pytest.mark.long
 @pytest.mark.newest
-@pytest.mark.parametrize("name", OF_KERNEL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.slow] * (x == "a window")) for x in OF_KERNEL]
+)
 def test_every_layout_is_the_oracle_in_the_interpreted_kernel(name: str) -> None:
     case = OF_KERNEL[name]
     pages = MORE_PAGES[2:3] if name == "two splits" else PAGES[:1]

@@ -220,7 +220,9 @@ def chances(law: Paths) -> np.ndarray:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["DSpark", "map and candidates"])
+@pytest.mark.parametrize(
+    "kind", ["DSpark", pytest.param("map and candidates", marks=pytest.mark.slow)]
+)
 def test_drafts_are_drawn_from_what_is_stored_and_that_is_the_formula(kind: str) -> None:
     drawn = draw(kind)
     law = drawn.law()

@@ -381,6 +381,7 @@ def test_a_block_heads_tree_has_the_paths_with_the_best_scores(
     assert (found.token_ids[-1] == -1).all()  # a prompt of one token
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "method"),
     [

@@ -72,7 +72,7 @@ class Nnx:
 MODEL = foreign.OneIndexModel(V, attend, new_cache, index="end_index")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_text_is_the_references_with_a_sampled_draft_model():
     params, draft_params = jax.tree.map(jnp.asarray, (weights(0), weights(1)))

@@ -236,7 +236,7 @@ def test_explicitly_split_logits_without_a_sharding_are_refused():
         sglang_jax.verify_chains(*positional, config=CONFIG, **named)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_large_vocabulary_is_neither_gathered_nor_copied():
     bs, vocab = 64, 128256

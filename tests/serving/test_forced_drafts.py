@@ -364,7 +364,7 @@ def test_forced_drafts_come_in_the_first_step_and_keep_to_limits() -> None:
         assert [len(update.token_ids) for update in one.updates] == sizes
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_estimator_learns_nothing_of_forced_drafts() -> None:
     driver = engines.driver_of(engines.BUDGETED)
     before = driver.state.estimator.visited.tolist()

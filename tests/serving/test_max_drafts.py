@@ -83,7 +83,7 @@ class Silent(lm.ModelDrafter):
         raise AssertionError("nobody wants drafts")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_generate_without_drafts_is_plain_decoding() -> None:
     model, (params, draft_params) = tiny.Trigram(VOCAB), engines.TABLES
     asked: dict[str, Any] = dict(max_new_tokens=9, temperature=1.0)

@@ -116,10 +116,10 @@ NEXT = ids("\n\ndef split(path):\n    ")
 GREEDY = dict(max_new_tokens=20)
 SAMPLED = dict(max_new_tokens=20, temperature=0.8, seed=7)
 DRAFTERS = [
-    pytest.param("EAGLE-3", marks=pytest.mark.long),
+    pytest.param("both", marks=pytest.mark.long),
     *(
         pytest.param(x, marks=pytest.mark.slow)
-        for x in ("both", "model", "DSpark", "tree", "n-grams")
+        for x in ("EAGLE-3", "model", "DSpark", "tree", "n-grams")
     ),
 ]  # fmt: skip
 

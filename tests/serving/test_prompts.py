@@ -89,9 +89,7 @@ EAGLE3 = dataclasses.replace(test_eagle3.ENGINE, prefill_sizes=(3, 8))
     ("engine", "weights", "in_steps"),
     [
         pytest.param(PIECES, TABLES, False, id="tables"),
-        pytest.param(
-            EAGLE3, test_eagle3.weights_of(EAGLE3), True, id="eagle3", marks=pytest.mark.slow
-        ),
+        pytest.param(EAGLE3, test_eagle3.weights_of(EAGLE3), True, id="eagle3"),
     ],
 )
 def test_the_size_of_chunks_changes_no_text(engine, weights, in_steps):

@@ -129,7 +129,7 @@ def test_texts_go_on_under_the_new_weights(
     driver.close()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_texts_and_their_bits_are_those_of_a_fresh_exact_engine() -> None:
     """Of requests that run, wait, are half read, or generate again what they had."""
     new = random_weights(LLAMA.model, 17, 4.0)

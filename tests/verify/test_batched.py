@@ -106,7 +106,7 @@ def compiled_for(count: int, form: str) -> jax.stages.Compiled:
     return lowered.compile()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_thousand_requests_get_the_tokens_of_one_after_another():
     given = many_requests(1000)
     assert given[0].shape[0] * 1000 > statistics.MANY_PAIRS

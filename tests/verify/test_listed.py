@@ -85,7 +85,10 @@ def test_rows_read_at_once_give_the_tokens_of_the_oracle():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ids", "layout"), [GRID[1], GRID[5]], ids=["map", "candidates"])
+@pytest.mark.parametrize(
+    ("ids", "layout"),
+    [pytest.param(*GRID[1], marks=pytest.mark.slow, id="map"), pytest.param(*GRID[5], id="cands")],
+)
 def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout):
     bad = [with_bad_ids(b, seed) for seed, (b, _) in enumerate(batches(ids, layout, range(8)))]
     statuses = np.array([output.status for output in agree(bad, XLA)])

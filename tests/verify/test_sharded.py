@@ -61,7 +61,7 @@ WHOLE_DRAFTS = Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", dra
             for parts, layout, marks in [
                 (8, FILTERED, slow),
                 (2, WHOLE_DRAFTS, long),
-                (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True), long),
+                (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True), slow),
             ]
         ],
     ],

@@ -197,7 +197,7 @@ def test_rows_that_are_not_visited_do_not_matter():
         chex.assert_trees_all_equal(batch.verify(logits=logits), want)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_mesh_changes_nothing():
     """The vocabulary in two parts, the requests in two."""
