@@ -58,7 +58,7 @@ def drawn():
     return sets, *bench.draw_ours(CASE, sets, 1000, "xla")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_a_right_sampler_agrees_with_exact_probabilities(drawn):
     row = bench.compare(CASE, *drawn)

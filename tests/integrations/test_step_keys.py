@@ -84,7 +84,7 @@ def test_fresh_keys_make_tokens_of_consecutive_steps_independent():
     assert_distributed(counts, JOINT, f"{STEPS} steps")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_control_with_the_same_key_on_every_step_noise_repeats():
     tokens = loop(jax.random.key(11), has_positions=False, is_fresh=False)

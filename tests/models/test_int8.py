@@ -117,7 +117,7 @@ def test_logits_are_those_of_the_dequantized_weights(model: Llama) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_token_does_not_depend_on_its_row(dtype: str, optimized: None) -> None:
     model = Llama(SIZES, dtype)
     params = quantize(random_weights(model, 1))

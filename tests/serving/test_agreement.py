@@ -102,7 +102,7 @@ def check_texts(texts: list[list[int]]) -> None:
             assert found < MAX_MARGIN, f"request {b}: {text} but plainly {expected}"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_generate_gives_the_text_of_plain_decoding():
     output = lm.generate(
@@ -146,7 +146,7 @@ def test_engines_give_it_whatever_the_traffic_and_who_is_preempted():
     check_texts([text.token_ids for b in range(B) for i, text in found.items() if ids.get(i) == b])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_another_seed_gives_another_text():
     """What the tests above could not notice if texts were always the same."""

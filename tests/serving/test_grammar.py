@@ -349,7 +349,7 @@ def test_texts_have_the_distribution_of_plain_decoding_under_the_grammar() -> No
         assert_distributed(*tally_texts(own, exact(kind, 3)), kind)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_forbidden_drafts_changed_to_no_proposal_bias_the_text() -> None:
     texts, _ = decode(["grammar"] * 12000, 3, TEMPERATURE, forbidden_to_placeholder=True)
     assert p_value(*tally_texts(map(cut, texts), exact("grammar", 3))) < CONTROL

@@ -92,7 +92,7 @@ def test_greedy_tokens_are_those_of_one_token_at_a_time() -> None:
     assert 0 < accepted < proposed
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.newest
 def test_plain_decoding_takes_the_same_options() -> None:
     assert plainly(OPTIONS).completions == TRUTH

@@ -285,7 +285,7 @@ def test_requests_with_grammars_beside_others() -> None:
     assert all(proposed.values())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_forced_tokens_are_accepted_up_to_the_depth_of_trees() -> None:
     driver = engines.driver_of(WITH_GRAMMARS, engines.TABLES[0], Plans.random(7).params)
     one_each = Follows(lambda text: (len(text) % 5,))

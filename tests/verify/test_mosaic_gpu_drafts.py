@@ -233,6 +233,7 @@ def split_mesh() -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.local_devices(backend="cpu")[:2]), ("v",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_it_lowers_for_cuda_in_64_bit_mode(dtype):
     with jax.enable_x64(True), kernel():

@@ -161,6 +161,7 @@ def test_no_thread_reads_an_entry_that_another_hides():
     agree([batch], verifier)
 
 
+@pytest.mark.slow
 def test_lowers_for_cuda_in_64_bit_mode():
     listed, _ = with_ids(random_batch(UNALIGNED, 0, broken=0), "map", 3000)
     with jax.enable_x64(True):

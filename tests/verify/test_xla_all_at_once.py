@@ -25,6 +25,7 @@ class TestOracle:
     def test_gives_the_tokens_of_the_oracle(self, layout):
         suite.OracleSuite.agree(self, layout)
 
+    @pytest.mark.slow
     def test_gives_the_tokens_of_the_oracle_under_the_agreement_rule(self):
         suite.OracleSuite.agree(self, suite.AGREEMENT)
 
