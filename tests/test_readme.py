@@ -42,13 +42,11 @@ def test_what_drafting_gains_is_what_was_measured() -> None:
     assert [(row["batch"], row["k"]) for row in rows] == [(1, 4), (8, 4), (32, 4)]
     ratios = [row["ms"]["EAGLE-3 head, step"] / row["ms"]["plain"] for row in rows]
     prose = " ".join(README.split())
-    assert "the time of {:.2f}, {:.2f} and {:.2f} plain steps".format(*ratios) in prose
+    assert "takes {:.2f}, {:.2f} and {:.2f} plain steps".format(*ratios) in prose
     longer = [row["ms"] for row in measured if row["prompt"] == 4096]
     every = ratios + [ms["EAGLE-3 head, step"] / ms["plain"] for ms in longer]
     row = "| EAGLE-3 head | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} | {:.2f} |\n".format(*every)
     assert row in (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
-    gains = [3 / ratio for ratio in ratios]  # of three tokens a step
-    assert "text comes {:.1f}, {:.1f} and {:.1f} times as fast".format(*gains) in prose
 
 
 @pytest.mark.parametrize("file", ["vllm_gpu.json", "vllm_gpu_h100.json"])
