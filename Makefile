@@ -27,9 +27,12 @@ help:  ## list the targets
 demo: .venv-demo/installed  ## watch speculative decoding of real text
 	@.venv-demo/bin/jax-specdec generate --compare -- "$$PROMPT"
 
-test: check  ## lint, type-check, run every test that is not long and needs no GPU
+# mypy has one thread, so it runs beside the tests; both are heard.
+test: .venv-test/installed  ## lint, type-check, run every test that is not long and needs no GPU
 	@echo "test: doctests and tests on the newest JAX"
-	@.venv-test/bin/python $(PYTEST)
+	@$(MAKE) --no-print-directory check & checks=$$!; \
+		.venv-test/bin/python $(PYTEST); tests=$$?; \
+		wait $$checks || { echo "test: see above what ruff or mypy found"; exit 1; }; exit $$tests
 
 test-long: .venv-test/installed  ## run the long tests that `make test` leaves out
 	@echo "test-long: long tests on the newest JAX"
