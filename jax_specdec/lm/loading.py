@@ -66,8 +66,13 @@ class Draft(NamedTuple):
     @property
     def most_drafts(self) -> int | None:
         """The most drafts of a step, or of a path of its tree; None where the drafter sets none."""
-        drafter = self.drafter.head if isinstance(self.drafter, lm.FirstOf) else self.drafter
+        drafter = self.alone
         return drafter.head.config.max_drafts if isinstance(drafter, lm.BlockDrafter) else None
+
+    @property
+    def alone(self) -> lm.Drafter:
+        """The drafter without the lookup beside it."""
+        return self.drafter.head if isinstance(self.drafter, lm.FirstOf) else self.drafter
 
     def drafting(
         self, config: SpecDecodeConfig, num_nodes: int | None
@@ -145,7 +150,7 @@ def load_models(
 
     Raises:
       ImportError, OSError, ValueError: a file is missing or wrong, the target has no such stop
-        token, or the tokenizer of a drafter differs from the target's.
+        token, or the tokenizers of target and drafter have no token in common.
     """
     suffix = lm.SuffixDrafter(history=history)
     if text.tokenizer is None:
@@ -154,7 +159,7 @@ def load_models(
             target = target._replace(params=lm.models.quantize(target.params))
         if draft_weights:
             embedded = embedded._replace(params=lm.models.quantize(embedded.params))
-        draft_models = {"model": embedded}
+        draft_models = {"model": Draft(lm.ModelDrafter(embedded.model), embedded.params)}
     else:
         directory = text.tokenizer.path.parent
         last = max(text.stop_token_ids, default=0)
@@ -164,13 +169,15 @@ def load_models(
                 f"vocab_size = {text.vocab_size}"
             )
         names = dict.fromkeys(name.removeprefix(SUFFIX_PREFIX) for name in drafters)
-        checkpoints = [name for name in names if not _is_lookup_or_head(name)]
-        for name in checkpoints:  # before any weights, which take long to read
+        tokenizers = {
+            name: lm.load_tokenizer(name) for name in names if not _is_lookup_or_head(name)
+        }
+        for name in tokenizers:  # before any weights, which take long to read
             read_config(Path(name) / CONFIG_FILE)
-            text.tokenizer.check_same_vocabulary(lm.load_tokenizer(name))
         target = lm.load_huggingface(directory, dtype, weights=weights)
         draft_models = {
-            name: _load_draft_model(name, target, dtype, draft_weights) for name in checkpoints
+            name: _load_draft_model(name, text.tokenizer, own, target, dtype, draft_weights)
+            for name, own in tokenizers.items()
         }
 
     @functools.cache  # so that `suffix+NAME` and `NAME` share weights
@@ -185,8 +192,7 @@ def load_models(
             return Draft(lm.NGramDrafter())
         if _is_lookup_or_head(name):
             return _load_head(name, target, draft_weights)
-        model, params = draft_models[name]
-        return Draft(lm.ModelDrafter(model), params)
+        return draft_models[name]
 
     return Models(target, text, {name: load(name) for name in drafters})
 
@@ -197,15 +203,35 @@ def _is_lookup_or_head(name: str) -> bool:
 
 
 def _load_draft_model(
-    directory: str, target: Loaded, dtype: str | None, weights: Literal["int8"] | None
-) -> Loaded:
-    """Reads a checkpoint so that it never proposes an id which is no token of the target."""
+    directory: str,
+    of_target: lm.Tokenizer,
+    own: lm.Tokenizer,
+    target: Loaded,
+    dtype: str | None,
+    weights: Literal["int8"] | None,
+) -> Draft:
+    """Reads a checkpoint so that it never proposes an id which is no token of the target.
+
+    Args:
+      directory: of the draft model.
+      of_target: the target's tokenizer.
+      own: the draft model's.
+      target: the target.
+      dtype: as for `load_models`.
+      weights: as for `load_models`, of the draft model.
+    """
     size = target.model.vocab_size
+    if not of_target.has_same_vocabulary(own):
+        loaded = lm.load_huggingface(directory, dtype, weights=weights)
+        return Draft(*lm.retokenize(of_target, size, own, *loaded))
     model, params = lm.load_huggingface(directory, dtype, weights=weights, max_vocab_size=size)
-    own = model.config
-    known = min(own.num_token_ids or own.vocab_size, target.model.config.num_token_ids or size)
-    config = dataclasses.replace(own, num_token_ids=known if known < own.vocab_size else None)
-    return lm.formats.LoadedModel(dataclasses.replace(model, config=config), params)
+    config = model.config
+    known = min(
+        config.num_token_ids or config.vocab_size, target.model.config.num_token_ids or size
+    )
+    is_all = known == config.vocab_size
+    config = dataclasses.replace(config, num_token_ids=None if is_all else known)
+    return Draft(lm.ModelDrafter(dataclasses.replace(model, config=config)), params)
 
 
 def _load_head(name: str, target: Loaded, weights: Literal["int8"] | None) -> Draft:

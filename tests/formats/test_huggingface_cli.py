@@ -35,18 +35,35 @@ def test_a_missing_directory_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert "hf download OWNER/model --local-dir /nowhere/model` down" in error
 
 
-def test_tokenizers_that_differ_are_refused(
+def test_a_draft_model_with_another_tokenizer_drafts_what_both_have(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """The merges that are left out are tokens which the draft model reads as pieces."""
     draft = copy("qwen2_draft", tmp_path / "draft")
     path = draft / "tokenizer.json"
-    path.write_text(path.read_text(encoding="utf-8").replace("<|turn|>", "<|next|>"))
-    target = CHECKPOINTS / "qwen2"
-    error = refuse(capsys, "a", "--target", str(target), "--draft", str(draft))
-    assert error == (
-        f"jax-specdec generate: {target}/tokenizer.json and {path} differ: token id 282 is "
-        "'<|turn|>' in the first and '<|next|>' in the second.\n"
-    )
+    asked = ["generate", "--no-compilation-cache", "--target", str(CHECKPOINTS / "qwen2")]
+    asked += ["--max-new-tokens", "24", "Prüfung der 草稿"]
+    texts = []
+    for is_other in (False, True):
+        if is_other:
+            file = json.loads(path.read_text(encoding="utf-8"))
+            vocabulary = file["model"]["vocab"]
+            names = sorted(vocabulary, key=vocabulary.__getitem__)
+            # Another order of ids, and no token of the last four merges.
+            left_out = ["".join(pair) for pair in file["model"]["merges"][-4:]]
+            kept = [name for name in names[::-1] if name not in left_out]
+            file["model"]["vocab"] = {name: i for i, name in enumerate(kept)}
+            del file["model"]["merges"][-4:]
+            path.write_text(json.dumps(file), encoding="utf-8")
+        main([*asked, "--draft", str(draft)])
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+        assert ("has another tokenizer than the target: it drafts 27" in captured.err) == is_other
+    assert texts[0] == texts[1]
+    unlike = tokenizers.Tokenizer(tokenizers.models.WordLevel({"nothing": 0}))
+    unlike.save(str(path))
+    error = refuse(capsys, "a", "--target", str(CHECKPOINTS / "qwen2"), "--draft", str(draft))
+    assert error.startswith("jax-specdec generate: draft must share tokens with ")
 
 
 @pytest.mark.parametrize("longer", ["qwen2", "qwen2_draft"])

@@ -180,6 +180,7 @@ def test_what_keeps_the_contract_is_taken():
 
 MODEL = lm.ModelDrafter(engines.llama(8))
 LISTED = lm.ModelDrafter(engines.llama(8), ids=[5, 3, 1, 0, 2, 4])
+PIECES = lm.RetokenizingDrafter(engines.llama(8), ids=[5, 3, 1])
 SUFFIX = lm.SuffixDrafter(history=9)
 EAGLE3, BLOCK = test_eagle3.ENGINE, test_block.ENGINE
 AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
@@ -193,6 +194,12 @@ AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreeme
         (SUFFIX, SUFFIX.init_params),
         (MODEL, lambda: engines.weights_of(engines.LLAMA)[1]),
         (LISTED, lambda: engines.weights_of(engines.LLAMA)[1]),
+        (
+            PIECES,
+            lambda: lm.RetokenizedParams(
+                engines.weights_of(engines.LLAMA)[1], jnp.arange(6, dtype=jnp.int32)[:, None]
+            ),
+        ),
         (EAGLE3.drafter, lambda: test_eagle3.weights_of(EAGLE3)[1]),
         (BLOCK.drafter, lambda: test_block.weights_of(BLOCK)[1]),
         (lm.FirstOf(SUFFIX, EAGLE3.drafter), lambda: pair(test_eagle3.weights_of(EAGLE3)[1])),

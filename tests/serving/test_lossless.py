@@ -99,6 +99,18 @@ def test_arbitrary_drafts_with_gaps_are_lossless():
     assert_lossless(output)
 
 
+@pytest.mark.long
+def test_drafts_of_a_model_with_another_tokenizer_are_lossless():
+    # Its four tokens are four of the target's in another order; the fifth it reads as two.
+    pieces = jnp.array([[2, -1], [0, -1], [3, 1], [1, -1], [3, -1]], jnp.int32)
+    own = jnp.array([1, 3, 0, 4])
+    table = draft_table()[own][:, own][:, :, own]
+    drafter = lm.RetokenizingDrafter(tiny.Trigram(VOCAB - 1), ids=[0, 1, 3, 4])
+    output = sampled(drafter, lm.RetokenizedParams(table, pieces))
+    assert_some_accepted(output)
+    assert_lossless(output)
+
+
 @dataclasses.dataclass(frozen=True)
 class Claiming(lm.ModelDrafter):
     """Samples from its model, and claims logits that are shifted.

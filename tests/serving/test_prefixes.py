@@ -43,6 +43,14 @@ def drafting(name: str) -> tuple[lm.Drafter, Any]:
         return lm.ModelDrafter(DRAFT.model), DRAFT.params
     if name == "n-grams":
         return lm.NGramDrafter(min_ngram=1), None
+    if name == "pieces":  # the draft model has no vowels, which it reads as two letters
+        ids = [i for i in range(256) if chr(i) not in "aeiou"]
+        pieces = np.array(
+            [[i, -1] if i in ids else [ord("b"), i + 1] for i in range(256)], np.int32
+        )
+        return lm.RetokenizingDrafter(DRAFT.model, ids=ids), lm.RetokenizedParams(
+            DRAFT.params, jax.numpy.asarray(pieces)
+        )
     head, params = lm.load_embedded_head(TARGET, "dspark" if name == "DSpark" else "eagle3")
     if name == "DSpark":
         return lm.BlockDrafter(head), params
@@ -116,7 +124,7 @@ NEXT = ids("\n\ndef split(path):\n    ")
 GREEDY = dict(max_new_tokens=20)
 SAMPLED = dict(max_new_tokens=20, temperature=0.8, seed=7)
 DRAFTERS = [
-    pytest.param("both", marks=pytest.mark.long),
+    *(pytest.param(x, marks=pytest.mark.long) for x in ("both", "pieces")),
     *(
         pytest.param(x, marks=pytest.mark.slow)
         for x in ("EAGLE-3", "model", "DSpark", "tree", "n-grams")

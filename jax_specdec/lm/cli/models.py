@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jax_specdec import lm
 from jax_specdec._src.arrays import renamed, require
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Options
@@ -19,8 +20,8 @@ def load(options: Options, prompts: Sequence[str] = ()) -> tuple[Models, list[li
     """Reads what the options name; returns it, the ids of each prompt, and a budget that fits.
 
     Raises:
-      InputError: a file is missing or wrong, the tokenizers differ, a text would be too long, or a
-        drafter has no such K.
+      InputError: a file is missing or wrong, a text would be too long, a drafter has no such K, or
+        no token in common with the target.
     """
     try:
         text = read_target_text(options.target)
@@ -39,6 +40,10 @@ def load(options: Options, prompts: Sequence[str] = ()) -> tuple[Models, list[li
             history=options.history,
         )
         _check_drafts(options, models)
+        for name, draft in models.drafters.items():
+            if isinstance(draft.alone, lm.RetokenizingDrafter):
+                shared = f"{draft.alone.ids.values.size:,} of {text.vocab_size:,} ids"
+                terminal.log(f"{name} has another tokenizer than the target: it drafts {shared}.")
     except (ImportError, OSError, ValueError) as error:
         raise InputError(" ".join(str(error).split())) from error
     return models, token_ids, budget

@@ -115,8 +115,7 @@ class ModelDrafter(Drafter):
 
         def one_token(params: Params) -> jax.Array:
             one = Rows(jnp.zeros((1, 1), jnp.int32), jnp.zeros((1,), jnp.int32))
-            (output,), _ = apply_groups(self.model, params, [one], self.model.init_cache(1, 1))
-            return output.logits
+            return self._read(params, one, self.model.init_cache(1, 1))[0]
 
         logits = jax.eval_shape(one_token, params)
         width = logits.shape[-1]
@@ -158,29 +157,51 @@ class ModelDrafter(Drafter):
         self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
     ) -> tuple[Proposal, Cache]:
         """Drafts K tokens; see `Drafter.propose`."""
+        # [B, 2]: after a fully accepted step, the model has not read the last draft, so it reads
+        # two tokens. Of a request that does not run, what was read stays as it is.
         lengths = context.lengths
-        ids = self._target_ids
+        start = jnp.where(context.runs, jnp.maximum(lengths - 2, 0), lengths - 1)
+        place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
+        recent = jnp.take_along_axis(context.token_ids, place, axis=1)
+        return self._draft(params, Rows(recent, start), lengths, context, cache, store)
+
+    def _draft(
+        self,
+        params: Params,
+        recent: Rows,
+        lengths: jax.Array,
+        context: DraftContext,
+        cache: Cache,
+        store: DraftStore | None,
+    ) -> tuple[Proposal, Cache]:
+        """Returns K drafts and the model's cache, after the model has read recent tokens.
+
+        Args:
+          params: as for `propose`.
+          recent: its tokens, ``[B, W]``; the newest is one of them.
+          lengths: ``[B]`` int32, its tokens up to the newest.
+          context: of the step.
+          cache: the model's.
+          store: as for `propose`.
+        """
 
         def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Cache]:
             # [B, 1]: the last draft, at position n + offset, with n that of the newest token
-            rows = Rows(last[:, None], lengths + offset - 1)
+            rows = Rows(self._own_ids(params, last)[:, None], lengths + offset - 1)
             if lengths.shape[0] > 1:
-                return _read_token(params, rows, cache, self.model)
+                logits, cache = self._read(params, rows, cache)
+                return logits[:, 0], cache
             read: tuple[jax.Array, Cache] = traced_for_platform(
                 _read_alone, (params, rows, cache), self
             )
             return read
 
-        # [B, 2]: after a fully accepted step, the model has not read the last draft, so it reads
-        # two tokens. Of a request that does not run, what was read stays as it is.
-        start = jnp.where(context.runs, jnp.maximum(lengths - 2, 0), lengths - 1)
-        place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
-        recent = jnp.take_along_axis(context.token_ids, place, axis=1)
-        (output,), cache = apply_groups(self.model, params, [Rows(recent, start)], cache)
-        # [B, 2, Vd] -> [B, Vd]: the row of the newest token
-        newest = (lengths - 1 - start)[:, None, None]
+        logits, cache = self._read(params, recent, cache)
+        # [B, W, Vd] -> [B, Vd]: the row of the newest token
+        newest = (lengths - 1 - recent.start)[:, None, None]
+        ids = self._target_ids
         return draft_chain(
-            jnp.take_along_axis(output.logits, newest, axis=1)[:, 0],
+            jnp.take_along_axis(logits, newest, axis=1)[:, 0],
             cache,
             forward,
             context,
@@ -191,24 +212,26 @@ class ModelDrafter(Drafter):
             sharding=self.model.serves.sharding,
         )
 
+    def _own_ids(self, params: Params, token_ids: jax.Array) -> jax.Array:
+        """Returns the model's ids ``[B]`` of drafts ``[B]``."""
+        del params
+        return token_ids
+
+    def _read(self, params: Params, rows: Rows, cache: Cache) -> tuple[jax.Array, Cache]:
+        """Returns logits ``[B, S, Vd]`` of the model's tokens, and its cache."""
+        (output,), cache = apply_groups(self.model, params, [rows], cache)
+        return output.logits, cache
+
     @property
     def _target_ids(self) -> npt.NDArray[np.int32] | None:
         """``[Vd]`` int32, `ids`; None if column ``j`` is id ``j``."""
         return self.ids.values if isinstance(self.ids, _HashableIds) else None
 
 
-def _read_token(
-    params: Params, rows: Rows, cache: Cache, model: CausalModel
-) -> tuple[jax.Array, Cache]:
-    """Returns the logits ``[B, Vd]`` of the first of some tokens of each request, and the cache."""
-    (output,), cache = apply_groups(model, params, [rows], cache)
-    return output.logits[:, 0], cache
-
-
 def _read_alone(
     arrays: tuple[Params, Rows, Cache], drafter: ModelDrafter, platform: Platform
 ) -> tuple[jax.Array, Cache]:
-    """Returns what `_read_token` does, for one request.
+    """Returns the logits ``[B, Vd]`` of a token of one request, and the cache.
 
     On GPUs, XLA takes matrix products with a single row as sums, and a pass of a 1B model over two
     rows takes three quarters of the time (1.24 and 1.63 ms on an H100). So the token gets a second
@@ -218,4 +241,5 @@ def _read_alone(
     params, rows, cache = arrays
     if platform not in ("cpu", "tpu"):
         rows = rows._replace(token_ids=jnp.repeat(rows.token_ids, 2, axis=1))  # [1, 2]
-    return _read_token(params, rows, cache, drafter.model)
+    logits, cache = drafter._read(params, rows, cache)
+    return logits[:, 0], cache

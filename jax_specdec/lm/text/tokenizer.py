@@ -245,14 +245,27 @@ class Tokenizer:
         Raises:
           ValueError: one id does not; the message names the files and the first difference.
         """
-        ours = {i: token for token, i in self.library_tokenizer.get_vocab().items()}
-        theirs = {i: token for token, i in other.library_tokenizer.get_vocab().items()}
-        differences = (i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
-        if (first := min(differences, default=None)) is not None:
+        ours, theirs = (one.library_tokenizer.id_to_token for one in (self, other))
+        first = self._first_difference(other)
+        if first is not None:
             raise ValueError(
                 f"{shown(self.path)} and {shown(other.path)} differ: token id {first} is "
-                f"{quoted(ours[first])} in the first and {quoted(theirs[first])} in the second."
+                f"{quoted(ours(first))} in the first and {quoted(theirs(first))} in the second: "
+                "`retokenize` makes a drafter for this"
             )
+
+    def has_same_vocabulary(self, other: "Tokenizer") -> bool:
+        """Returns whether `check_same_vocabulary` raises nothing."""
+        return self._first_difference(other) is None
+
+    def _first_difference(self, other: "Tokenizer") -> int | None:
+        """Returns the first id that means different things to both tokenizers."""
+        ours, theirs = (
+            {token_id: token for token, token_id in one.library_tokenizer.get_vocab().items()}
+            for one in (self, other)
+        )
+        differences = (i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
+        return min(differences, default=None)
 
 
 class TextStream:

@@ -1,0 +1,286 @@
+"""Drafting with a model that has another tokenizer: it reads the target's text as its own tokens.
+
+A target token whose text is one token of the draft model is drafted; any other one is read as the
+pieces that spell it, so the model's context is the same text, maybe cut where its own tokenizer
+would not cut it. Whatever q comes from this, verification keeps the target's distribution.
+
+Reference: Timor et al., 2025, "Accelerating LLM Inference with Lossless Speculative Decoding
+Algorithms for Heterogeneous Vocabularies", https://arxiv.org/abs/2502.05202 (algorithm 4, the
+intersection of both vocabularies).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jax_specdec._src.arrays import check_type, require
+from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec.lm.drafting.draft_model import ModelDrafter
+from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
+from jax_specdec.lm.models.fields import shown
+from jax_specdec.lm.models.protocol import Cache, CausalModel, Params, Rows, check_leaf
+from jax_specdec.lm.text.tokenizer import Tokenizer
+
+MOST_PIECES = 8
+"""Of a longer token, such as a run of 64 spaces, the draft model reads the last ones alone."""
+ROOM = 1.5
+"""Positions of the draft model's cache for each position of the target's."""
+
+
+class RetokenizedParams(NamedTuple):
+    """What a `RetokenizingDrafter` reads.
+
+    Attributes:
+      model: the draft model's weights.
+      pieces: ``[V, M]`` int32, the draft model's ids that spell each id of the target, in order;
+        at least one, and -1 after the last.
+
+    Example: see `retokenize`.
+    """
+
+    model: Params
+    pieces: jax.Array
+
+
+class RetokenizedCache(NamedTuple):
+    """What a `RetokenizingDrafter` remembers.
+
+    Attributes:
+      model: the draft model's cache, of its own tokens.
+      token_ids: ``[B, L]`` int32, the target's tokens that they spell. Axes of size 1 stand before
+        them, if the model's cache has its requests along a later axis.
+    """
+
+    model: Cache
+    token_ids: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RetokenizingDrafter(ModelDrafter):
+    """Drafts with a model of another vocabulary, as `ModelDrafter` does; from `retokenize`.
+
+    The model's own tokens of a text are the pieces of its target tokens, one after another. It
+    drafts `ids`, each of which is one piece, and no others. Where the pieces of a text need more
+    than 1.5 times the room of its tokens, drafts of this request end; its text does not.
+
+    Attributes:
+      ids: ``[Vd]`` integers, the target ids that it drafts.
+
+    Example: see `retokenize`.
+    """
+
+    def check_params(self, name: str, params: Params) -> None:
+        """Checks the model's weights and the pieces.
+
+        Raises:
+          TypeError: they are no `RetokenizedParams`, or of another dtype.
+          ValueError: a shape does not fit, or an id of `ids` has no pieces.
+        """
+        check_type(name, params, RetokenizedParams)
+        super().check_params(f"{name}.model", params.model)
+        ids = self._target_ids
+        require(ids is not None, "drafter.ids", "be a list of ids", ids)
+        assert ids is not None
+        shape = np.shape(params.pieces)
+        is_table = len(shape) == 2 and ids.max() < shape[0] and 1 <= shape[1] <= MOST_PIECES
+        must = f"be [V, M], M at most {MOST_PIECES}, with V above all of drafter.ids"
+        require(is_table, f"{name}.pieces", must, params.pieces)
+        check_leaf(f"{name}.pieces", params.pieces, shape, jnp.int32)
+
+    def init_cache(self, batch_size: int, max_length: int) -> RetokenizedCache:
+        """Returns an empty cache for L = `max_length` tokens of each request."""
+        lead = (1,) * self.model.serves.batch_axis
+        token_ids = jnp.zeros((*lead, batch_size, max_length), jnp.int32)
+        return RetokenizedCache(self.model.init_cache(batch_size, _room(max_length)), token_ids)
+
+    def prefill(
+        self,
+        params: RetokenizedParams,
+        rows: Rows,
+        cache: RetokenizedCache,
+        features: jax.Array | None = None,
+        next_token_ids: jax.Array | None = None,
+    ) -> RetokenizedCache:
+        """Runs the model over the pieces of prompts, or of a chunk; see `Drafter.prefill`."""
+        batch_size, length = rows.token_ids.shape
+        requests = jnp.arange(batch_size)[:, None]
+        # [B, L]
+        token_ids = cache.token_ids.reshape(batch_size, -1)
+        token_ids = token_ids.at[requests, rows.places].set(rows.token_ids, mode="drop")
+        ends = _ends(params, token_ids)
+        begin = _before(ends, rows.start)
+        end = _before(ends, rows.start + length)
+        # Most tokens are one piece: a prompt is read by about four passes, whatever the others are.
+        width = math.ceil(length / 4)
+        last = _room(token_ids.shape[1]) - width
+
+        def is_left(first: jax.Array) -> jax.Array:
+            return (first < end) & (first <= last)
+
+        def read(state: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            first, cache = state
+            start = jnp.minimum(first, last)  # of those that are through: what they have read
+            ids = _pieces_at(params, token_ids, ends, start, width)
+            _, cache = self._read(params, Rows(ids, start), cache)
+            return jnp.where(is_left(first), first + width, first), cache
+
+        _, model = lax.while_loop(lambda state: is_left(state[0]).any(), read, (begin, cache.model))
+        return RetokenizedCache(model, token_ids.reshape(cache.token_ids.shape))
+
+    def propose(
+        self,
+        params: RetokenizedParams,
+        context: DraftContext,
+        cache: RetokenizedCache,
+        store: DraftStore | None,
+    ) -> tuple[Proposal, RetokenizedCache]:
+        """Drafts K tokens; see `Drafter.propose`."""
+        token_ids = context.token_ids
+        ends = _ends(params, token_ids)
+        length = _before(ends, context.lengths)
+        # [B, M + 1]: the pieces of the newest token, and the draft before it, which the model has
+        # not read after a fully accepted step. Of a request that does not run, the first of these
+        # stays as it is.
+        width = params.pieces.shape[1] + 1
+        room = _room(token_ids.shape[1])
+        num_drafts = context.config.num_speculative_tokens
+        has_room = length + num_drafts <= room
+        own_length = jnp.minimum(length, room - num_drafts)
+        of_newest = _before(ends, context.lengths - 1)
+        start = jnp.where(context.runs, jnp.maximum(own_length - width, 0), of_newest)
+        start = jnp.minimum(start, room - width)
+        ids = _pieces_at(params, token_ids, ends, start, width)
+        proposal, model = self._draft(
+            params, Rows(ids, start), own_length, context, cache.model, store
+        )
+        drafts = jnp.where(has_room[:, None], proposal.token_ids, PLACEHOLDER_TOKEN_ID)
+        kept = token_ids.reshape(cache.token_ids.shape)
+        return proposal._replace(token_ids=drafts), RetokenizedCache(model, kept)
+
+    def _own_ids(self, params: RetokenizedParams, token_ids: jax.Array) -> jax.Array:
+        return params.pieces[token_ids, 0]
+
+    def _read(self, params: RetokenizedParams, rows: Rows, cache: Cache) -> tuple[jax.Array, Cache]:
+        logits, cache = super()._read(params.model, rows, cache)
+        # [B, S, all tokens of the model] -> [B, S, Vd]
+        return logits[..., self._own_ids(params, jnp.asarray(self._target_ids))], cache
+
+
+def retokenize(
+    target: Tokenizer,
+    vocab_size: int,
+    draft: Tokenizer,
+    model: CausalModel,
+    params: Params,
+) -> tuple[RetokenizingDrafter, RetokenizedParams]:
+    """Returns a drafter, and its weights, for a target whose tokenizer is not the draft model's.
+
+    It drafts the ids of the target whose text is one token of the draft model; a special token is
+    one of the same name. All others it reads as pieces: the longest token of the draft model that
+    the text begins with, then that of the rest, and so on.
+
+    Args:
+      target: the target's tokenizer.
+      vocab_size: V of the target's model.
+      draft: the tokenizer of the draft model.
+      model: the draft model.
+      params: its weights.
+
+    Raises:
+      ValueError: no token is the same in both.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, tokenizers
+      >>> from jax_specdec import lm
+      >>> def words(*names):
+      ...     ids = {name: token_id for token_id, name in enumerate(names)}
+      ...     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids))
+      ...     tokenizer.decoder = tokenizers.decoders.Fuse()
+      ...     with tempfile.TemporaryDirectory() as directory:
+      ...         tokenizer.save(f"{directory}/tokenizer.json")
+      ...         return lm.load_tokenizer(directory)
+      >>> model = lm.models.PlainModel(3, lambda table, ids, start, cache: (table[ids], cache))
+      >>> drafter, params = lm.retokenize(
+      ...     words("ab", "aba", "a"), 3, words("a", "b", "ab"), model, jnp.eye(3))
+      >>> drafter.ids.values.tolist(), params.pieces.tolist()
+      ([0, 2], [[2, -1], [2, 0], [0, -1]])
+    """
+    own = _ids_by_text(_texts(draft, model.vocab_size))
+    texts = _texts(target, vocab_size)
+    theirs = _ids_by_text(texts)
+    ids = sorted(theirs[text] for text in theirs.keys() & own.keys())
+    name = shown(draft.path)
+    require(bool(ids), "draft", f"share tokens with {shown(target.path)}", name, error=ValueError)
+    spelled = [_spelled(text, own)[-MOST_PIECES:] for text in texts]
+    pieces = np.full((vocab_size, max(map(len, spelled))), -1, np.int32)
+    for row, of_one in zip(pieces, spelled, strict=True):
+        row[: len(of_one)] = of_one
+    return RetokenizingDrafter(model, ids=ids), RetokenizedParams(params, jnp.asarray(pieces))
+
+
+def _texts(tokenizer: Tokenizer, size: int) -> list[bytes | str]:
+    """Returns the UTF-8 of each token; a str, its name, for a special one."""
+    special = tokenizer.special_tokens
+    return [special.get(i) or tokenizer.token_bytes(i) for i in range(size)]
+
+
+def _ids_by_text(texts: list[bytes | str]) -> dict[bytes | str, int]:
+    """Returns the id of each text: the last one, as tokens of bytes come first, added ones last."""
+    return {text: token_id for token_id, text in enumerate(texts) if text}
+
+
+def _spelled(text: bytes | str, own: Mapping[bytes | str, int]) -> list[int]:
+    """Returns the draft model's ids that spell a text, at least one."""
+    if text in own:
+        return [own[text]]
+    rest = text.encode() if isinstance(text, str) else text
+    found = []
+    while rest:
+        size = next((n for n in range(len(rest), 0, -1) if rest[:n] in own), 0)
+        if size:
+            found.append(own[rest[:size]])
+        rest = rest[size or 1 :]  # a byte that has no token is passed over
+    return found or [0]
+
+
+def _room(length: int) -> int:
+    """Returns the positions of the draft model's cache for so many tokens of the target."""
+    return math.ceil(ROOM * length) + MOST_PIECES + 1
+
+
+def _ends(params: RetokenizedParams, token_ids: jax.Array) -> jax.Array:
+    """Returns the number of pieces up to each token and with it, ``[B, L]`` int32."""
+    # [B, L, M] -> [B, L]; ids past the end of a text may be anything
+    pieces = params.pieces.at[token_ids].get(mode="clip")
+    return jnp.cumsum(jnp.sum(pieces >= 0, axis=2, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+
+
+def _before(ends: jax.Array, position: jax.Array) -> jax.Array:
+    """Returns the number of pieces before the token at a position of each request, ``[B]``."""
+    at = jnp.take_along_axis(ends, jnp.maximum(position - 1, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(position > 0, at, 0)
+
+
+def _pieces_at(
+    params: RetokenizedParams, token_ids: jax.Array, ends: jax.Array, start: jax.Array, width: int
+) -> jax.Array:
+    """Returns pieces `start` to `start + width` of each text, ``[B, W]`` int32."""
+    # [B, W]: the place of each piece, and the token that it is of
+    place = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+    token = jax.vmap(lambda ends, place: jnp.searchsorted(ends, place, side="right"))(ends, place)
+    token = jnp.minimum(token, ends.shape[1] - 1)
+    pieces = params.pieces.at[jnp.take_along_axis(token_ids, token, axis=1)].get(mode="clip")
+    # [B, W, M] -> [B, W]: which of the token's pieces it is
+    count = jnp.sum(pieces >= 0, axis=2, dtype=jnp.int32)
+    index = place - (jnp.take_along_axis(ends, token, axis=1) - count)
+    index = jnp.clip(index, 0, count - 1)
+    return jnp.take_along_axis(pieces, index[..., None], axis=2)[..., 0]
