@@ -144,13 +144,15 @@ def test_greedy_drafts_are_argmaxes(sampled):
 
 def test_the_cache_serves_after_any_number_of_accepted_drafts(sampled):
     # 0 to K drafts are kept, then one other token follows; the rest of the cache is stale. After
-    # K the model has not even seen the last draft.
+    # K the model has not even seen the last draft. The second time they are drafts of others, none
+    # of which it has seen.
     sequences = PROMPTS
     ids, _, _, cache = sampled
-    for _ in range(2):
+    for is_own in (True, False):
+        kept_ids = ids if is_own else (ids + 1) % VOCAB
         sequences = [
             [*sequence, *row[:kept], (row[min(kept, K - 1)] + 1) % VOCAB]
-            for kept, (sequence, row) in enumerate(zip(sequences, ids.tolist(), strict=True))
+            for kept, (sequence, row) in enumerate(zip(sequences, kept_ids.tolist(), strict=True))
         ]
         ids, fresh, proposal, cache = drafts(sequences, cache)
         np.testing.assert_allclose(in_order(proposal.store.logits), fresh, rtol=1e-4, atol=1e-5)

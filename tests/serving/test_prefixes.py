@@ -258,12 +258,14 @@ def test_what_could_not_be_verified_is_not_kept() -> None:
 
 
 @pytest.mark.long
-def test_beside_a_grammar_a_draft_models_rows_end_with_the_prompt() -> None:
+def test_a_draft_model_reads_what_a_grammar_forced() -> None:
     with table_driver() as driver:
         one = alone(driver, ASKED | dict(matcher=Follows(lambda text: (len(text) % 5,))))
         assert one.token_ids == [0, 1, 2, 3, 4, 0]
         prompt = TEXT + one.token_ids
-        assert reused(driver, prompt=prompt) == 59
+        for held in cached(driver, prompt, 62):  # both models remember the tokens themselves
+            np.testing.assert_array_equal(held.ravel(), prompt[:62])
+        assert reused(driver, prompt=prompt) == 62
         assert reused(driver, prompt=prompt) == 64
 
 

@@ -323,7 +323,10 @@ class Decoder:
         if size < self.num_drafts:
             config = with_fewer_drafts(self.config, size)
         context = dataclasses.replace(
-            state.batch.context(config), features=state.features, num_features=state.num_features
+            state.batch.context(config),
+            features=state.features,
+            num_features=state.num_features,
+            most_unread=self.num_drafts + 1,
         )
         returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)
         _check_proposal(self.drafter, returned, state, size)

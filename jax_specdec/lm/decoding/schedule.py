@@ -345,10 +345,7 @@ def _most_rows(engine: Engine, request: ServedRequest) -> int:
     prompt = request.length - 1
     if engine.exact:  # the first step runs the prompt's last token again, in another program
         return prompt - prompt % engine.chunk_size
-    serves = engine.drafter.serves
-    # Without features it has read its own drafts, not those that a grammar forced in their place.
-    has_own = request.matching is None or bool(serves.feature_layers)
-    keeps_new = (serves.kept_rows == "texts" and has_own) or not engine.drafter_has_cache
+    keeps_new = engine.drafter.serves.kept_rows == "texts" or not engine.drafter_has_cache
     return engine.max_length if keeps_new else prompt
 
 

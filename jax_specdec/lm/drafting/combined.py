@@ -176,13 +176,8 @@ class FirstOf(Drafter):
     @property
     def serves(self) -> DrafterServes:
         """Declares what the head does, which always drafts, and the history of the lookup."""
-        head = self.head.serves
-        kept_rows = head.kept_rows
-        if kept_rows == "texts" and not head.feature_layers:
-            kept_rows = "prompts"  # a model has not read what the lookup drafted
-        return dataclasses.replace(
-            head, may_abstain=False, has_history=self.lookup.serves.has_history, kept_rows=kept_rows
-        )
+        has_history = self.lookup.serves.has_history
+        return dataclasses.replace(self.head.serves, may_abstain=False, has_history=has_history)
 
     def add(self, params: Params, token_ids: Integers) -> Params:
         """Returns the params with one more text in the history; see `SuffixDrafter.add`."""

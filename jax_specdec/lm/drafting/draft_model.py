@@ -157,12 +157,13 @@ class ModelDrafter(Drafter):
         self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
     ) -> tuple[Proposal, Cache]:
         """Drafts K tokens; see `Drafter.propose`."""
-        # [B, 2]: after a fully accepted step, the model has not read the last draft, so it reads
-        # two tokens. Of a request that does not run, what was read stays as it is.
+        # [B, W]: all that is new, as what was verified need not be what the model drafted and read.
+        # Of a request that does not run, what was read stays as it is.
+        width = context.num_unread
         lengths = context.lengths
-        start = jnp.where(context.runs, jnp.maximum(lengths - 2, 0), lengths - 1)
-        place = start[:, None] + jnp.arange(2, dtype=jnp.int32)[None, :]
-        recent = jnp.take_along_axis(context.token_ids, place, axis=1)
+        start = jnp.where(context.runs, jnp.maximum(lengths - width, 0), lengths - 1)
+        place = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
+        recent = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
         return self._draft(params, Rows(recent, start), lengths, context, cache, store)
 
     def _draft(

@@ -55,6 +55,9 @@ class DraftContext:
         1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
         After a `prefill` there is one row, of those that it got (none for a prompt of one token,
         or one that is not read to its end).
+      most_unread: static, the most tokens that a sequence may have got since the last call; None
+        for K + 1. They need not be what the drafter proposed: a lookup beside it or a grammar may
+        have drafted them.
 
     Example: see `NGramDrafter`.
     """
@@ -69,6 +72,13 @@ class DraftContext:
     active: jax.Array | None = None
     features: jax.Array | None = None
     num_features: jax.Array | None = None
+    most_unread: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+
+    @property
+    def num_unread(self) -> int:
+        """The most tokens of a sequence that no call has seen: `most_unread`."""
+        most = self.most_unread
+        return self.config.num_speculative_tokens + 1 if most is None else most
 
     @property
     def runs(self) -> jax.Array:
@@ -182,10 +192,10 @@ class DrafterServes:
       batch_axis: the axis of every array of its cache that holds the requests.
       kept_rows: what of its cache a later request whose prompt begins with the same tokens may
         begin with, in an `Engine` with `reuse_prefixes`: "prompts", what `prefill` wrote; "texts",
-        also what `propose` did of tokens before the newest, if the drafts that were verified were
-        its own (one that reads features gets those of every token). Each entry then belongs to a
-        position: the token there, those before and the next one decide what it is, and `prefill`
-        forgets all else. "none": a request needs an empty cache. Nobody asks a drafter without one.
+        also what `propose` did of tokens before the newest, whoever drafted them. Each entry then
+        belongs to a position: the token there, those before and the next one decide what it is, and
+        `prefill` forgets all else. "none": a request needs an empty cache. Nobody asks a drafter
+        without one.
 
     Raises:
       TypeError: `feature_layers` is no tuple of ints, or a number no int.

@@ -147,10 +147,10 @@ class RetokenizingDrafter(ModelDrafter):
         token_ids = context.token_ids
         ends = _ends(params, token_ids)
         length = _before(ends, context.lengths)
-        # [B, M + 1]: the pieces of the newest token, and the draft before it, which the model has
-        # not read after a fully accepted step. Of a request that does not run, the first of these
-        # stays as it is.
-        width = params.pieces.shape[1] + 1
+        # [B, W]: the pieces of the newest token, and one of each other that is new: a draft is one
+        # piece. (What others draft may be more; the first of these pieces are then not read.)
+        # Of a request that does not run, what was read stays as it is.
+        width = params.pieces.shape[1] + context.num_unread - 1
         room = _room(token_ids.shape[1])
         num_drafts = context.config.num_speculative_tokens
         has_room = length + num_drafts <= room
@@ -254,7 +254,7 @@ def _spelled(text: bytes | str, own: Mapping[bytes | str, int]) -> list[int]:
 
 def _room(length: int) -> int:
     """Returns the positions of the draft model's cache for so many tokens of the target."""
-    return math.ceil(ROOM * length) + MOST_PIECES + 1
+    return math.ceil(ROOM * length) + MOST_PIECES
 
 
 def _ends(params: RetokenizedParams, token_ids: jax.Array) -> jax.Array:
