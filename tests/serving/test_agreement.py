@@ -102,7 +102,7 @@ def check_texts(texts: list[list[int]]) -> None:
             assert found < MAX_MARGIN, f"request {b}: {text} but plainly {expected}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.newest
 def test_generate_gives_the_text_of_plain_decoding():
     output = lm.generate(

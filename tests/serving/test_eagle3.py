@@ -254,7 +254,7 @@ def coarse() -> dict[str, Any]:
     return params
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_int8_drafts_are_lossless_if_the_store_has_their_own_distributions() -> None:
     weights = coarse()
     int8 = lm.models.quantize(weights)

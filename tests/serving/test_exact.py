@@ -162,7 +162,7 @@ def beside_a_grammar(between: Callable[[lm.EngineDriver, int], object]) -> list[
     return [*texts.values()]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bits_stay_beside_and_under_a_grammar() -> None:
     texts = beside_a_grammar(lambda driver, step: None)
     assert texts[0] == plain()[1]
