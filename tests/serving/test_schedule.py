@@ -178,6 +178,16 @@ def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) 
 WARM = dataclasses.replace(ENGINE, max_length=256, prefill_sizes=(64, 128), reuse_prefixes=True)
 EXACT = dataclasses.replace(WARM, prefill_sizes=(64,), exact=True)
 BOTH = lm.FirstOf(lm.SuffixDrafter(), WARM.drafter)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepsPrompts(lm.ModelDrafter):
+    @property
+    def serves(self) -> lm.DrafterServes:
+        return lm.DrafterServes(kept_rows="prompts")
+
+
+OF_PROMPTS = KeepsPrompts(WARM.drafter.model)
 LOOKUP = dataclasses.replace(WARM, drafter=lm.NGramDrafter())
 A, B = [*range(256)], [*range(1000, 1256)]
 
@@ -279,8 +289,9 @@ def test_a_prompt_is_read_at(known: dict[str, Any], read: Any, size: int, copies
     [
         (dataclasses.replace(WARM, reuse_prefixes=False), asks(0, A[:100]), 0, 0),
         (WARM, asks(0, A[:100]), 99, 119),
-        (WARM, asks(0, A[:100])._replace(matching=object()), 99, 99),
-        (dataclasses.replace(WARM, drafter=BOTH), asks(0, A[:100]), 99, 99),
+        (WARM, asks(0, A[:100])._replace(matching=object()), 99, 119),
+        (dataclasses.replace(WARM, drafter=BOTH), asks(0, A[:100]), 99, 119),
+        (dataclasses.replace(WARM, drafter=OF_PROMPTS), asks(0, A[:100]), 99, 99),
         (LOOKUP, asks(0, A[:100])._replace(matching=object()), 99, 119),
         (EXACT, asks(0, A[:129]), 128, 128),
         (EXACT, asks(0, A[:128]), 64, 64),
@@ -290,6 +301,7 @@ def test_a_prompt_is_read_at(known: dict[str, Any], read: Any, size: int, copies
         "a text",
         "beside a grammar",
         "a lookup's drafts",
+        "a drafter that keeps prompts",
         "a lookup",
         "exact",
         "exact: not its last chunk",
