@@ -9,8 +9,6 @@ Algorithms for Heterogeneous Vocabularies", https://arxiv.org/abs/2502.05202 (al
 intersection of both vocabularies).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
