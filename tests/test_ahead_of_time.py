@@ -165,15 +165,20 @@ PRODUCTS = {
 }
 ALL = MAIN_CASES | ATTENTIONS | PRODUCTS
 FURTHER = [
-    *(dataclasses.replace(KERNEL, **x) for x in ({"kind": "probs"}, {"ids": "candidates"})),
-    *(dataclasses.replace(KERNEL, rule="synthetic"), DRAFTING),
-    *(dataclasses.replace(ATTENTION, batch=1), LARGE, dataclasses.replace(PRODUCT, batch=160)),
+    dataclasses.replace(KERNEL, kind="probs"),
+    dataclasses.replace(KERNEL, ids="candidates"),
+    dataclasses.replace(KERNEL, rule="synthetic"),
+    DRAFTING,
+    dataclasses.replace(ATTENTION, batch=1),
+    LARGE,
+    dataclasses.replace(PRODUCT, batch=160),
 ]
 """Forms that need no more registers than another of their kind: `make test-aot-all` has them."""
 KERNELS = {
     "h200": ("sm_90a", {case: n for case, n in MAIN_CASES.items() if case not in FURTHER}),
     "h200, attention and products": (
-        *("sm_90a", {case: n for case, n in ALL.items() if case not in {*MAIN_CASES, *FURTHER}}),
+        "sm_90a",
+        {case: n for case, n in (ATTENTIONS | PRODUCTS).items() if case not in FURTHER},
     ),
     "h200, further": ("sm_90a", {case: ALL[case] for case in FURTHER}),
     "b200": ("sm_100a", {case: ALL[case] for case in (KERNEL, BY_BLOCK)}),

@@ -40,7 +40,7 @@ class StepRecord:
     Example:
       A step that accepted both drafts, the second of which ends the text:
 
-      >>> import numpy as np
+      >>> import jax, numpy as np
       >>> import jax_specdec as sd
       >>> step = sd.StepRecord(
       ...     token_ids=np.array([[5, 9, -1]]), num_kept=np.array([2]), num_proposed=np.array([2]),

@@ -28,11 +28,7 @@ from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
-from jax_specdec.lm.drafting.retokenized import (
-    RetokenizedParams,
-    RetokenizingDrafter,
-    retokenize,
-)
+from jax_specdec.lm.drafting.retokenized import RetokenizedParams, RetokenizingDrafter, retokenize
 from jax_specdec.lm.drafting.suffix import SuffixDrafter
 from jax_specdec.lm.formats.checkpoint import load_huggingface
 from jax_specdec.lm.formats.embedded import load_embedded_head, load_embedded_pair

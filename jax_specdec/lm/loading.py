@@ -226,9 +226,8 @@ def _load_draft_model(
         return Draft(*lm.retokenize(of_target, size, own, *loaded))
     model, params = lm.load_huggingface(directory, dtype, weights=weights, max_vocab_size=size)
     config = model.config
-    known = min(
-        config.num_token_ids or config.vocab_size, target.model.config.num_token_ids or size
-    )
+    most = target.model.config.num_token_ids or size
+    known = min(config.num_token_ids or config.vocab_size, most)
     is_all = known == config.vocab_size
     config = dataclasses.replace(config, num_token_ids=None if is_all else known)
     return Draft(lm.ModelDrafter(dataclasses.replace(model, config=config)), params)

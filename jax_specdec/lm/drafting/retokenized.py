@@ -73,8 +73,15 @@ class RetokenizingDrafter(ModelDrafter):
     Attributes:
       ids: ``[Vd]`` integers, the target ids that it drafts.
 
+    Raises:
+      TypeError, ValueError: as `ModelDrafter`, or there are no `ids`.
+
     Example: see `retokenize`.
     """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.ids is not None, "ids", "be a list of target ids", self.ids)
 
     def check_params(self, name: str, params: Params) -> None:
         """Checks the model's weights and the pieces.
@@ -86,7 +93,6 @@ class RetokenizingDrafter(ModelDrafter):
         check_type(name, params, RetokenizedParams)
         super().check_params(f"{name}.model", params.model)
         ids = self._target_ids
-        require(ids is not None, "drafter.ids", "be a list of ids", ids)
         assert ids is not None
         shape = np.shape(params.pieces)
         is_table = len(shape) == 2 and ids.max() < shape[0] and 1 <= shape[1] <= MOST_PIECES
