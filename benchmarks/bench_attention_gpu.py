@@ -14,7 +14,6 @@ modules (see `flashinfer_paged`), and beside Pallas' own, which takes one row.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import functools
 import pathlib
@@ -73,7 +72,7 @@ Rows = Iterator[list[dict[str, Any]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=7, seconds=500, threads=4)
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=500)
     parser.add_argument("--layouts", action="store_true", help="compare layouts, and nothing else")
     parser.add_argument("--paged", action="store_true", help="compare kernels of others over pages")
     parser.add_argument("--flashinfer", type=pathlib.Path, help="folder of its modules")
@@ -130,10 +129,8 @@ def _cell(
         ways["kernel"] = functools.partial(attend, implementation="mosaic_gpu")
         others = {"cudnn": _cudnn} | ({"pallas": _pallas} if count == 1 else {})
     theirs = given | _in_their_layout(**given)
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        compiling = {name: pool.submit(_compiled, way, given) for name, way in ways.items()}
-        compiling |= {name: pool.submit(_compiled, way, theirs) for name, way in others.items()}
-    programs = {name: program.result() for name, program in compiling.items()}
+    programs = {name: _compiled(way, given) for name, way in ways.items()}
+    programs |= {name: _compiled(way, theirs) for name, way in others.items()}
     rows = []
     for used in sorted({min(USED, room - count), room - count}):
         start = jnp.full((batch,), used, jnp.int32)

@@ -136,7 +136,7 @@ def show(rows: list[dict[str, Any]], bandwidth: float | None) -> None:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=5, seconds=500, threads=9)
+    parser = measure.gpu_parser(__doc__, repeats=5, seconds=500)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=32, help="per run")
     parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")

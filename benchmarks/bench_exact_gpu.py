@@ -18,7 +18,6 @@ slots: without drafts, and with drafts of which a part is wrong, in another orde
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import functools
 import inspect
@@ -291,9 +290,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
         return row
 
-    with concurrent.futures.ThreadPoolExecutor(len(CELLS)) as pool:
-        rows = list(pool.map(run, range(len(CELLS))))
-    write(options.out, rows)
+    write(options.out, [run(cell) for cell in range(len(CELLS))])
 
 
 def write(out: Path, rows: list[dict[str, Any]]) -> None:

@@ -189,7 +189,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=4, seconds=200, threads=11)
+    parser = measure.gpu_parser(__doc__, repeats=4, seconds=200)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=24, help="per run")
     parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")

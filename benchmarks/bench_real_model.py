@@ -8,7 +8,9 @@ Names of heads there hold `eagle3`, `dflash` or `dspark`. The prompts are of fiv
 its turn with each batch.
 
 - *generate*: one request, a batch of each kind, 32 of all kinds. What texts that end after one
-  token take in the meantime is subtracted, which is the time in which the prompts are read.
+  token take in the meantime is subtracted, which is the time in which the prompts are read. Plain
+  decoding runs twice, with one row a pass and with K + 1, and the faster is what others are
+  compared with: on GPUs a pass over one row of a small model takes longer than one over five.
 - *serve*: OpenAI's client and `jax-specdec serve`, as many clients as slots. Answers of the kind
   JSON follow a schema here, and there they need not.
 - *budget*: an engine of 32 slots with K drafts in every step, and with as many as it chooses.
@@ -51,6 +53,7 @@ K, BLOCK_K = 4, 7
 NUM_NODES = 16
 """Of a tree: the newest token and the drafts."""
 PLAIN = "plain"
+WIDE_PLAIN = "plain, K + 1 rows"
 TINY: dict[str, Any] = dict(
     ways=["ngram", "dspark"], batches=[1, 2], alone=1, temperatures=[0.8], new_tokens=24,
     slots=2, engine_slots=2, repeats=1,
@@ -121,6 +124,11 @@ class Case:
         target = self.models.target
         if name == PLAIN:
             return lm.generate_plain(*target, prompts, **common)
+        if name == WIDE_PLAIN:
+            config = sd.SpecDecodeConfig(
+                num_speculative_tokens=K, rejection_sample_method="agreement"
+            )
+            return lm.generate_plain(*target, prompts, config=config, exact=True, **common)
         return lm.generate(*target, prompts, **self.drafting(self.ways[name]), **common)
 
     def batches(self, size: int, kind: str, alone: int) -> list[list[list[int]]]:
@@ -144,25 +152,15 @@ def one_shape(budget: int) -> Iterator[None]:
         yield
 
 
-def in_threads(jobs: list[Callable[[], Any]], threads: int) -> None:
-    """Does all of them, such as compiling, many at a time."""
-    with ThreadPoolExecutor(threads) as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
-
-
 def by_generate(
     case: Case, results: measure.Results, options: argparse.Namespace, clock: measure.Clock
 ) -> Iterator[None]:
     """Rows of every batch size, temperature and kind; first yields when all is compiled."""
     watch = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    names = [PLAIN, *case.ways]
-    compiled = [
-        functools.partial(case.decode, name, case.batches(size, ALL_KINDS, 0)[0], 0.0, 1)
-        for size, name in itertools.product(options.batches, names)
-    ]
-    in_threads(compiled, options.threads)
-    clock.say(f"compiled {len(compiled)} programs")
+    names = [PLAIN, WIDE_PLAIN, *case.ways]
+    for size, name in itertools.product(options.batches, names):
+        case.decode(name, case.batches(size, ALL_KINDS, 0)[0], 0.0, 1)
+    clock.say(f"compiled {len(options.batches) * len(names)} programs")
     yield
     for size, temperature in itertools.product(options.batches, options.temperatures):
         for kind in (ALL_KINDS,) if size > len(case.prompts["chat"]) else options.kinds:
@@ -183,9 +181,7 @@ def by_generate(
                     readings.append(timed(watch, one)[0])
             # No way reads prompts much faster than another, and each alone varies.
             reading = statistics.median(readings)
-            results.add([
-                generate_row(run, runs[PLAIN], kind, size, reading) for run in runs.values()
-            ])  # fmt: skip
+            results.add(generate_rows(runs, kind, size, reading))
             clock.say(f"B = {size}, T = {temperature}, {kind}")
 
 
@@ -195,14 +191,30 @@ def timed(watch: Callable[[], float], call: Callable[[], Any]) -> tuple[float, A
     return watch() - begin, output
 
 
-def generate_row(run: Run, plain: Run, kind: str, size: int, reading: float) -> dict[str, Any]:
-    """A row: what a run took, and how much less than plain decoding, without reading prompts."""
+def generate_rows(
+    runs: dict[str, Run], kind: str, size: int, reading: float
+) -> list[dict[str, Any]]:
+    """Returns what each run took, without reading prompts, beside the faster plain one."""
+    # The first token of each request belongs to the reading.
+    speeds = {
+        name: (run.num_tokens - size * len(run.outputs))
+        / sum(seconds - reading for seconds in run.seconds)
+        for name, run in runs.items()
+    }
+    fastest = max((PLAIN, WIDE_PLAIN), key=speeds.__getitem__)
+    rows = []
+    for name in (name for name in runs if name != WIDE_PLAIN):
+        of = fastest if name == PLAIN else name
+        row = generate_row(runs[of], runs[fastest], kind, size, speeds[of] / speeds[fastest])
+        row |= {"way": name, "tokens_per_second": speeds[of], "reading": reading}
+        if name == PLAIN:
+            row["plain_tokens_per_second"] = {of: speeds[of] for of in (PLAIN, WIDE_PLAIN)}
+        rows.append(row)
+    return rows
 
-    def speed(one: Run) -> float:
-        # The first token of each request belongs to the reading.
-        tokens = one.num_tokens - size * len(one.outputs)
-        return tokens / sum(seconds - reading for seconds in one.seconds)
 
+def generate_row(run: Run, plain: Run, kind: str, size: int, speedup: float) -> dict[str, Any]:
+    """Returns what a run accepted, and how many of its texts are those of a plain one."""
     texts = [output.completions for output in run.outputs]
     same = [
         a == b
@@ -211,17 +223,14 @@ def generate_row(run: Run, plain: Run, kind: str, size: int, reading: float) -> 
     ]
     return {
         "part": "generate",
-        "way": run.drafter,
         "kind": kind,
         "temperature": run.temperature,
         "batch": size,
         "tokens": run.num_tokens,
         "tokens_per_pass": run.stats.tokens_per_target_pass,
-        "tokens_per_second": speed(run),
-        "speedup": speed(run) / speed(plain),
+        "speedup": speedup,
         "same_texts": sum(same) / len(same) if run.temperature == 0 else None,
         "steps": run.num_target_passes,
-        "reading": reading,
         "samples": run.seconds,
     }
 
@@ -306,11 +315,11 @@ def by_serving(
     First yields when they are ready.
     """
     names = [name for name in case.ways if name in (options.served or case.ways)]
-    servers = [Served(PLAIN, None, options)]
-    servers += [Served(name, case.ways[name], options) for name in names]
+    servers: list[Served] = []
     try:
-        for server in servers:
-            server.connect()
+        for name in (PLAIN, *names):  # the next one compiles when this one is ready
+            servers.append(Served(name, case.ways.get(name), options))
+            servers[-1].connect()
         clock.say(f"{len(servers)} servers are ready")
         yield
         for temperature, kind in itertools.product(options.temperatures, options.kinds):
@@ -365,7 +374,8 @@ def by_budget(
             draft_budget=tuple(sorted({0, 1, 2, k})),
         )
         drivers[name] = lm.EngineDriver(engine, case.models.target.params, draft_params)
-    in_threads([driver.warm_up for driver in drivers.values()], options.threads)
+    for driver in drivers.values():
+        driver.warm_up()
     clock.say(f"{len(drivers)} engines are ready")
     yield
     for driver in drivers.values():  # again, while nobody compiles
@@ -516,7 +526,7 @@ def cell(own: list[dict[str, Any]], plain: list[dict[str, Any]]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=2, seconds=330, threads=12)
+    parser = measure.gpu_parser(__doc__, repeats=2, seconds=330)
     add = parser.add_argument
     add("--target", type=pathlib.Path, help="a checkpoint (default: the embedded target)")
     add("--heads", type=pathlib.Path, default=EMBEDDED, help="folder of folders of heads")
@@ -568,11 +578,9 @@ def main(arguments: list[str] | None = None) -> int:
     options.logs.mkdir(parents=True, exist_ok=True)
     with one_shape(options.new_tokens):
         parts = [PARTS[part](case, results, options, clock) for part in options.parts]
-        with ThreadPoolExecutor() as pool:
-            are_ready = [*pool.map(succeeds, parts)]
-        for part, is_ready in zip(parts, are_ready, strict=True):
-            if is_ready:
-                succeeds(part)
+        ready = [part for part in parts if succeeds(part)]  # all is compiled before any is timed
+        for part in ready:
+            succeeds(part)
     print(*tables(results.rows), sep="\n")
     return 0
 

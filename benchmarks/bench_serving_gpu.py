@@ -19,7 +19,6 @@ the same times, in turn, in one process.
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
@@ -391,7 +390,7 @@ def _slots(row: dict[str, Any]) -> int:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=3, seconds=210, threads=6)
+    parser = measure.gpu_parser(__doc__, repeats=3, seconds=210)
     add = parser.add_argument
     add("--slots", type=int, nargs="+", default=[8, 32, 1])
     add("--drafters", nargs="+", default=["lookup", "model"])
@@ -428,15 +427,12 @@ def main(command_line: list[str] | None = None) -> int:
     about = dict(sizes=dataclasses.asdict(sizes), k=K)
     results = measure.Results("serving_gpu", IDENTITY, options.output, **about)
     arrivals = measure.Results("arrivals_gpu", (*IDENTITY, "policy"), options.output, **about)
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        compiled = [pool.submit(case.compile) for case in cases]
-        concurrent.futures.wait(compiled)
-    for case, seconds in zip(cases, compiled, strict=True):
+    for case in cases:
         name = f"{case.slots} slots, {case.drafter}"
         if clock.is_late(name):
             continue
         try:
-            clock.say(f"{name}: compiled in {seconds.result():.0f} s")
+            clock.say(f"{name}: compiled in {case.compile():.0f} s")
             if options.only != "arrivals":
                 results.add([measure_case(case, options)])
             if options.only != "full":

@@ -18,11 +18,11 @@ What is compared also gives the same tokens: "split" against "one", with the sam
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import math
 import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -121,7 +121,7 @@ def chain(way: str, case: Case, trips: int, sets: Any, temperature: Any, key_dat
 class Study:
     """The programs of one case, compiled, and what they run on."""
 
-    def __init__(self, case: Case, mesh: Mesh, options: Any, pool: Any) -> None:
+    def __init__(self, case: Case, mesh: Mesh, options: Any) -> None:
         self.case, self.mesh, self.options = case, mesh, options
         sets = [
             inputs_lib.make(case, FIRST_SEED + i, with_probs=False)[:2]
@@ -134,17 +134,16 @@ class Study:
         least = TINY_CALLS if options.tiny else LEAST_CALLS.get(case.batch, 600)
         self.trips = math.ceil(least / options.inputs)
         self.sets = {"one": sets, "split": [self._split(inputs) for inputs in sets]}
-        chains = {way: pool.submit(self._compile_chain, way) for way in options.ways}
         compared = ("split", "one") if options.draws else ()
-        once = {way: pool.submit(self._compile_once, way) for way in compared}
-        self.chains, self.once = self._compiled(chains), self._compiled(once)
+        self.chains = self._compiled(self._compile_chain, options.ways)
+        self.once = self._compiled(self._compile_once, compared)
 
-    def _compiled(self, programs: dict[str, Any]) -> dict[str, Any]:
-        """Those that compile; one that does not must not cost the others."""
+    def _compiled(self, compile_: Callable[[str], Any], ways: Sequence[str]) -> dict[str, Any]:
+        """Returns the programs that compile; one that does not must not cost the others."""
         done = {}
-        for way, program in programs.items():
+        for way in ways:
             try:
-                done[way] = program.result()
+                done[way] = compile_(way)
             except Exception:
                 print(f"{self.case.label}, {way}:", traceback.format_exc(limit=-2), flush=True)
         return done
@@ -247,7 +246,7 @@ def specs(inputs: Any) -> Any:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=7, seconds=200, threads=6)
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=200)
     add = parser.add_argument
     add("--devices", type=int, help="of this machine; all of them if not given")
     add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 64, 256])
@@ -265,12 +264,11 @@ def main(command_line: list[str] | None = None) -> int:
     results = measure.Results("sharded_gpu", IDENTITY, options.output, devices=len(devices))
     mesh = Mesh(np.array(devices), (AXIS,))
     shown = []
-    split = mock.patch.object(sharding, "MOST_GATHERED", 0)  # nothing is gathered by "split"
-    with split, concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
+    with mock.patch.object(sharding, "MOST_GATHERED", 0):  # nothing is gathered by "split"
         for case in cases(options.tiny, options.batches):
             if clock.is_late(case.label):
                 continue
-            study = Study(case, mesh, options, pool)
+            study = Study(case, mesh, options)
             rows = study.rows()
             shown += [
                 {

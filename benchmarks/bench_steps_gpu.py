@@ -13,7 +13,6 @@ tokens than `step / plain` is faster than plain decoding.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -93,13 +92,11 @@ def time_ways(ways: dict[Any, Way], size: int, prompt: int, options: Any) -> dic
         budget = runs * options.steps * (decoder.num_drafts + 1)
         return make_state(decoder, params, weights, size, prompt, budget)
 
-    lowered = {}
-    for name, (decoder, kind, params, weights) in ways.items():  # traced one after another
+    compiled = {}
+    for name, (decoder, kind, params, weights) in ways.items():
         shapes = jax.eval_shape(functools.partial(fresh_state, decoder, params, weights))
         run = jax.jit(functools.partial(loop, decoder, kind), donate_argnums=2)
-        lowered[name] = run.lower(params, weights, shapes, jnp.int32(1))
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        compiled = dict(zip(ways, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+        compiled[name] = run.lower(params, weights, shapes, jnp.int32(1)).compile()
     samples: dict[Any, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, (decoder, _, params, weights) in ways.items():
@@ -172,7 +169,7 @@ def show(rows: list[dict[str, Any]], bandwidth: float | None) -> None:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=5, seconds=400, threads=7)
+    parser = measure.gpu_parser(__doc__, repeats=5, seconds=400)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--steps", type=int, default=32, help="per run")
     lengths = "tokens of each text before the first step"

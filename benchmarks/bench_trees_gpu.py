@@ -99,7 +99,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=5, seconds=450, threads=12)
+    parser = measure.gpu_parser(__doc__, repeats=5, seconds=450)
     add = parser.add_argument
     add("--batches", type=int, nargs="+", default=[1, 4, 8, 16, 32])
     add(

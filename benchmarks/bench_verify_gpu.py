@@ -6,7 +6,7 @@ that makes; the bytes of the draft distributions. Results are saved after every 
 with what is there already, so that a run may be cut short or made in pieces: `--only greedy`,
 `--implementations mosaic_gpu`.
 
-Programs are compiled by several threads, four cases at a time, before any of these is measured.
+The programs of a case are compiled one after another before any of them is measured.
 
 Inputs of a batch of one fit into the cache. They are measured as they are, and "cold": the cache
 is swept after each trip over the inputs, and the time of the sweeps alone is subtracted. Launches
@@ -15,7 +15,6 @@ hide behind a sweep, so a cold figure is what memory costs, the other what launc
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import math
 import time
@@ -42,7 +41,6 @@ INPUTS = {"mosaic_gpu": 12, "xla": 4, "plain": 2}
 """Different inputs at most: each is a call to compile."""
 FIRST_SEED = 9
 """Of the inputs. Twelve inputs of one request from here on emit 2.9 tokens, as many requests do."""
-GROUP = 4
 CACHE_BYTES = 60e6
 
 CALLS_PER_TRIP = 12
@@ -147,38 +145,28 @@ class Job:
         }
 
 
-def compile_jobs(cases: list[Case], options: Any, pool: Any) -> list[list[Job]]:
-    """All programs of a few cases; a program that fails is reported and left out."""
-    wanted = {
-        case: [v for v in case.variants if v.implementation in options.implementations]
-        for case in cases
-    }
-
-    def make(case: Case) -> list[Any]:
-        with_probs = case.temperature > 0 and any(v.implementation == "plain" for v in wanted[case])
-        first = inputs_lib.make(case, FIRST_SEED, with_probs and case.distribution != "none")
-        size = sum(x.nbytes for x in jax.tree.leaves(first[:2]))
-        count = max(num_inputs(size, v.implementation, options.inputs) for v in wanted[case])
-        sets = [first]
-        for i in range(1, count):
-            logits, drafts, probs = inputs_lib.make(case, FIRST_SEED + i, first[2] is not None)
-            sets.append((logits, drafts, probs if i < INPUTS["plain"] else None))
-        return jax.block_until_ready(sets)
-
-    def compiled(case: Case, variant: Variant, sets: Any) -> Job | None:
+def compile_jobs(case: Case, options: Any) -> list[Job]:
+    """Returns all programs of a case; one that fails is reported and left out."""
+    wanted = [v for v in case.variants if v.implementation in options.implementations]
+    if not wanted:
+        return []
+    with_probs = case.temperature > 0 and any(v.implementation == "plain" for v in wanted)
+    first = inputs_lib.make(case, FIRST_SEED, with_probs and case.distribution != "none")
+    size = sum(x.nbytes for x in jax.tree.leaves(first[:2]))
+    count = max(num_inputs(size, v.implementation, options.inputs) for v in wanted)
+    sets = [first]
+    for i in range(1, count):
+        logits, drafts, probs = inputs_lib.make(case, FIRST_SEED + i, first[2] is not None)
+        sets.append((logits, drafts, probs if i < INPUTS["plain"] else None))
+    without_probs = [(logits, drafts, None) for logits, drafts, _ in jax.block_until_ready(sets)]
+    jobs = []
+    for variant in wanted:
+        given = sets if variant.implementation == "plain" else without_probs
         try:
-            given = sets.result()
-            if variant.implementation != "plain":
-                given = [(logits, drafts, None) for logits, drafts, _ in given]
-            return Job(case, variant, given, options)
+            jobs.append(Job(case, variant, given, options))
         except Exception:  # one must not cost the others
             print(f"{case.label}, {variant.label}:", traceback.format_exc(limit=-2), flush=True)
-            return None
-
-    cases = [case for case in cases if wanted[case]]
-    sets = {case: pool.submit(make, case) for case in cases}
-    jobs = [[pool.submit(compiled, c, v, sets[c]) for v in wanted[c]] for c in cases]
-    return [[job for one in of_case if (job := one.result()) is not None] for of_case in jobs]
+    return jobs
 
 
 def measure_case(jobs: list[Job], repeats: int, profile: bool) -> list[dict[str, Any]]:
@@ -227,7 +215,7 @@ def kernel_config(text: str) -> Any:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=7, seconds=3600, threads=8)
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=3600)
     add = parser.add_argument
     add("--only", action="append", help="cases whose 'NAME, B=N' contains this; may be repeated")
     add("--implementations", nargs="+", choices=INPUTS, default=list(INPUTS))
@@ -252,29 +240,24 @@ def main(command_line: list[str] | None = None) -> int:
     swept = [c for c in swept if options.draws and chosen(c, "disagreements: ")]
     if not {"mosaic_gpu", "xla"} <= set(options.implementations):
         swept = []
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        for first in range(0, len(cases), GROUP):
-            group = cases[first : first + GROUP]
-            if clock.is_late(*(case.label for case in group)):
-                continue
-            for jobs in compile_jobs(group, options, pool):
-                new = _quietly(measure_case, jobs, options.repeats, on_gpu) or []
-                results.add(new)
-                for row in new:
-                    shown = cells(row, about.get("copy_bytes_per_second"))
-                    clock.say(*(f"{name} {cell}," for name, cell in shown.items()))
-        backends = ("xla", "mosaic_gpu" if on_gpu else "xla")
-        sweep = functools.partial(
-            disagreements.sweep, backends=backends, kernel_config=options.kernel_config
-        )
-        if swept and not clock.is_late("disagreements"):  # compile all, then compare
-            list(pool.map(lambda case: _quietly(sweep, case, 1), swept))
-            for case in swept:
-                if clock.is_late("disagreements:", case.label):
-                    continue
-                if (found := _quietly(sweep, case, options.draws)) is not None:
-                    results.add([found])
-                    clock.say({k: v for k, v in found.items() if k != "kind"})
+    for case in cases:
+        if clock.is_late(case.label):
+            continue
+        new = _quietly(measure_case, compile_jobs(case, options), options.repeats, on_gpu) or []
+        results.add(new)
+        for row in new:
+            shown = cells(row, about.get("copy_bytes_per_second"))
+            clock.say(*(f"{name} {cell}," for name, cell in shown.items()))
+    backends = ("xla", "mosaic_gpu" if on_gpu else "xla")
+    sweep = functools.partial(
+        disagreements.sweep, backends=backends, kernel_config=options.kernel_config
+    )
+    for case in swept:
+        if clock.is_late("disagreements:", case.label):
+            continue
+        if (found := _quietly(sweep, case, options.draws)) is not None:
+            results.add([found])
+            clock.say({k: v for k, v in found.items() if k != "kind"})
 
     document = results.document
     if not document["rows"]:

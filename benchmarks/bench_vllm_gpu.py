@@ -24,7 +24,6 @@ log-probability of the last token.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -421,7 +420,7 @@ def cells(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(command_line: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=7, seconds=3600, threads=12)
+    parser = measure.gpu_parser(__doc__, repeats=7, seconds=3600)
     add = parser.add_argument
     add("--vllm-files", type=pathlib.Path, metavar="DIR", help="has files of its wheel")
     add("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
@@ -497,13 +496,10 @@ def main(command_line: list[str] | None = None) -> int:
 def compile_ours(cases: list[Case], options: Any) -> dict[int, dict[str, Ours]]:
     """Our ways, by batch size and by name."""
     sets = {case: make_sets(case) for case in cases}
-    with concurrent.futures.ThreadPoolExecutor(options.threads) as pool:
-        futures = {
-            (case.batch, way): pool.submit(Ours, way, case, sets[case], options.tiny)
-            for case in cases
-            for way in OURS
-        }
-    return {case.batch: {way: futures[case.batch, way].result() for way in OURS} for case in cases}
+    return {
+        case.batch: {way: Ours(way, case, sets[case], options.tiny) for way in OURS}
+        for case in cases
+    }
 
 
 def label(row: dict[str, Any]) -> str:

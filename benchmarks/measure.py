@@ -1,4 +1,10 @@
-"""What the benchmarks share: options, runs in turn, medians, kernel times, tables, result files."""
+"""What the benchmarks share: options, runs in turn, medians, kernel times, tables, result files.
+
+Benchmarks compile one program after another, while nothing else runs on the GPU. XLA times ways
+of each product there and keeps the fastest. Another program that compiles at the same time disturbs
+these times, and a slow one is kept: with eight threads a plain step of the shape of Llama 3 8B took
+6.6 ms, compiled one after another it takes 5.8 ms. A speed-up over such a step is none.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +41,11 @@ def parser(doc: str | None, repeats: int) -> argparse.ArgumentParser:
     return result
 
 
-def gpu_parser(
-    doc: str | None, repeats: int, seconds: float, threads: int
-) -> argparse.ArgumentParser:
+def gpu_parser(doc: str | None, repeats: int, seconds: float) -> argparse.ArgumentParser:
     """Options of every benchmark of a GPU, besides its own."""
     result = parser(doc, repeats)
     add = result.add_argument
     add("--seconds", type=float, default=seconds, help="begin nothing after these")
-    add("--threads", type=int, default=threads, help="that compile")
     add("--output", type=pathlib.Path, help="folder of results and plots (default: results)")
     add("--tiny", action="store_true", help="small shapes on any device: does it work?")
     return result

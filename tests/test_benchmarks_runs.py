@@ -31,7 +31,7 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
     (bench_compile_cpu, "--batches 2 --vocabularies 64 --repeats 2", "compile_cpu", "when",
      [when for when in bench_compile_cpu.WHEN for _ in bench_compile_cpu.WAYS]),
     (bench_verify_tpu, "--only greedy", "verify_tpu", "margins", [[]]),
-    (bench_verify_gpu, "--tiny --repeats 2 --draws 2 --inputs 2 --only greedy --threads 1",
+    (bench_verify_gpu, "--tiny --repeats 2 --draws 2 --inputs 2 --only greedy",
      "verify_gpu", "kind", ["time", "time", "time", "disagreements"]),
     (bench_trees,
      "--prompts 2 --max-new-tokens 12 --nodes 0 8 --temperatures 0.8 --drafters dspark",
