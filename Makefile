@@ -50,7 +50,7 @@ test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and l
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"
 	@.venv-aot/bin/python $(PYTEST) -m "aot and not slow" tests/test_ahead_of_time.py
 
-test-aot-all: .venv-aot/gpus  ## the same for every case, written to benchmarks/AHEAD_OF_TIME.md
+test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
 	@.venv-aot/bin/python $(PYTEST) -m "aot and slow" tests/test_ahead_of_time.py
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
 

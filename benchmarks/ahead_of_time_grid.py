@@ -1,4 +1,4 @@
-"""Compiles every case for TPUs and GPUs that are not there; writes AHEAD_OF_TIME.md's tables.
+"""Compiles every case for TPUs and GPUs that are not there; writes the tables of docs/tpu.md.
 
     make test-aot-all                                             # everything: half an hour
     python benchmarks/ahead_of_time_grid.py --only device=v6e     # cases whose name has this in it
@@ -24,7 +24,7 @@ from ahead_of_time import ADAPTERS, LISTED, TPUS, Case, compile_apart
 from measure import environment, merge
 
 RESULTS = Path(__file__).parent / "results" / "ahead_of_time.json"
-DOCUMENT = Path(__file__).parent / "AHEAD_OF_TIME.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "tpu.md"
 BEGIN, END = "<!-- tables: benchmarks/ahead_of_time_grid.py -->\n", "<!-- end of tables -->\n"
 
 BOUNDS = {"temporaries": 1.5, "hbm_bytes": 20.0}
@@ -89,13 +89,13 @@ def tables(rows: list[dict[str, Any]]) -> str:
     found = {case: by_case[case] for case in cases() if case in by_case}
     lines: list[str] = []
     for device in TPUS:
-        lines += [f"## TPU {device}", ""]
+        lines += [f"### TPU {device}", ""]
         lines += table(
             ["rule", "draft distribution"],
             [f"{what}, B = {b}" for what in ("temporaries", "HBM", "reads") for b in BATCHES],
             _by_rule(found, device),
         )
-    lines += ["## Filters and a bitmask, other functions, and a vocabulary on four chips", ""]
+    lines += ["### Filters and a bitmask, other functions, and a vocabulary on four chips", ""]
     lines += table(
         ["B = 64", "device"],
         ["temporaries", "HBM", "reads"],
@@ -111,7 +111,7 @@ def tables(rows: list[dict[str, Any]]) -> str:
             )
         ),
     )
-    lines += ["## GPUs: kernels that XLA fuses, all rows at once, B = 64", ""]
+    lines += ["### GPUs: kernels that XLA fuses, all rows at once, B = 64", ""]
     by_gpu = {device: [device.upper()] for device in GPUS}
     for device, (rule, kind) in itertools.product(GPUS, ON_GPUS):
         case = Case(device, rule=rule, kind=kind, implementation="xla")

@@ -380,7 +380,7 @@ ENTRY %main (x: f32[100,50], i: s32[8]) -> f32[8,50] {
     assert hlo_text.Program.of(text, trips=1).count() == (2 * 8 * 50 * 4, 2 * 8 * 50 * 4, 0)
 
 
-# The grid, the file of its tables, and the page that quotes them.
+# The grid, and the page that has its tables.
 
 PAGE = Path(__file__).parents[1] / "docs" / "tpu.md"
 
@@ -432,28 +432,10 @@ def test_a_program_beyond_its_bounds_fails_the_grid(run_grid, capsys, takes, sai
 def test_the_tables_are_those_of_the_results():
     rows = json.loads(grid.RESULTS.read_text())["rows"]
     assert len(rows) == len(list(grid.cases()))
-    text = grid.DOCUMENT.read_text()
+    text = PAGE.read_text()
+    assert grid.DOCUMENT == PAGE
     assert f"{grid.BEGIN}\n{grid.tables(rows)}\n{grid.END}" in text
-    for document in (text, PAGE.read_text()):
-        assert "compiled, never run" in document.lower()
-
-
-def test_the_page_quotes_the_tables():
-    rows = json.loads(grid.RESULTS.read_text())["rows"]
-    by_case = {grid.Case(**{name: row[name] for name in grid.IDENTITY}): row for row in rows}
-    form = dict(device="v5e", batch=64, implementation="xla")
-    processed = grid.Case(kind="probs", processed=True, **form)
-    cases = {"standard, probabilities, with filters and a bitmask": processed}
-    for rule, kind in (("greedy", "none"), *itertools.product(("standard", "block"), grid.KINDS)):
-        name = rule if rule == "greedy" else f"{rule}, {grid.KINDS[kind]}"
-        cases[name.replace("none", "no draft distribution")] = grid.Case(
-            rule=rule, kind=kind, **form
-        )
-    (table,) = re.findall(r"^\| `\"xla\"` \|.*\n.*\n((?:\|.*\n)+)", PAGE.read_text(), re.MULTILINE)
-    quoted = [line[2:-2].split(" | ") for line in table.splitlines()]
-    assert len(quoted) == 6
-    for name, *numbers in quoted:
-        assert numbers == [f"{by_case[cases[name]][what]:.2f}" for what in grid.MEASURES]
+    assert "compiled, never run" in text
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@
 
 import ast
 import builtins
+import dataclasses
 import inspect
 import itertools
 import json
@@ -29,7 +30,6 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 
 RUN_HERE = (
-    "attention",
     "draft_budget",
     "draft_distributions",
     "getting_started",
@@ -211,6 +211,30 @@ def test_files_that_commands_name_exist(page: str) -> None:
         assert "--group" not in code  # which needs pip 25.1
         for name in re.findall(r"\b(?:tools|benchmarks|training)/\w+\.py", code):
             assert (ROOT / name).exists()
+
+
+def test_which_loop_has_what_is_what_their_arguments_say() -> None:
+    """An argument in a cell is one of its loop, and no loop takes it whose cell says "no"."""
+    table = (DOCS / "index.md").read_text("utf-8").partition("## Which loop has what")[2]
+    _, _, *rows = [line[2:-2].split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    options = {field.name for field in dataclasses.fields(lm.RequestOptions)}
+    owner = [sd.rejection_sample, sd.Drafts.from_dense]
+    driver = [lm.Engine, lm.EngineDriver, lm.EngineDriver.submit]
+    loops = [[lm.generate], [lm.generate_stream], [lm.generate_plain], driver, owner]
+    taken = [
+        {name for call in calls for name in inspect.signature(call).parameters} for calls in loops
+    ]
+    taken[:4] = [names | options for names in taken[:4]]
+    output = lm.GenerateOutput([], None, [])  # type: ignore[arg-type]
+    places = (sd, lm, lm.models, lm.EngineDriver, output)
+    for name, *cells in rows:
+        asked = set(re.findall(r"`(\w+)=`", " ".join(cells)))
+        for cell, names in zip(cells, taken, strict=True):
+            assert set(re.findall(r"`(\w+)=`", cell)) <= names, (name, cell)
+            assert cell != "no" or not asked & names, (name, asked & names)
+            for thing in re.findall(r"`(\w+)`", cell):
+                assert any(hasattr(place, thing) for place in places), (name, thing)
+    assert len(rows) >= 15
 
 
 @pytest.mark.newest

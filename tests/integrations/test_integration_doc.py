@@ -1,4 +1,4 @@
-"""The loops of docs/integration.md and docs/adapters.md run as they stand, and follow the target.
+"""The loops of docs/integration.md, attention.md and adapters.md run, and follow the target.
 
 Loops with caches are compared with plain decoding. Over pages, where a target drafts for itself,
 every draft must be accepted: that fails if a position or an entry of a cache is wrong.
@@ -134,10 +134,11 @@ def test_a_draft_model_that_skips_a_token_has_fewer_accepted():
     np.testing.assert_allclose(tokens_per_pass(scope)[:2], [2.4, 2.6], atol=0.05)  # as it says
 
 
-# A loop over pages
+# Attention, and a loop over pages
 
 
-PAGED = "".join(blocks("paged_loop.md"))
+ONE_LAYOUT, PAGES_OF_A_POOL, *PAGED_LOOP = blocks("attention.md")
+PAGED = "".join(PAGED_LOOP)
 FOR_ITSELF = "[lm.load_embedded_pair()[1]] * 2\n"  # the smaller model, with its own drafts
 NOISY = f"""{FOR_ITSELF}
 rng = np.random.default_rng(0)
@@ -146,6 +147,23 @@ draft_params = jax.tree.map(
 """
 CHAINS = {"IS_TREE = True": "IS_TREE = False"}
 MOVED = "        cache = [sd.move_rows(layer, lengths - 1, path, pages=pages) for layer in cache]\n"
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_attention_reads_what_each_row_sees_and_a_path_is_moved_together() -> None:
+    scope = run(f"{ONE_LAYOUT}first, of = read, start\n{PAGES_OF_A_POOL}")
+    query, keys, values = (np.asarray(scope[x], np.float64) for x in ("query", "keys", "values"))
+    for b, s, n in ((0, 0, 0), (1, 4, 7)):  # heads 0 to 3 read the first head of keys
+        row, seen = 2 * b + n // 4, int(scope["of"][b]) + s + 1
+        mass = np.exp(query[b, s, n] @ keys[row, :, :seen] / 8)
+        wanted = mass @ values[row, :seen] / mass.sum()
+        np.testing.assert_allclose(
+            np.asarray(scope["first"], np.float64)[b, s, n], wanted, atol=0.02
+        )
+    assert np.isfinite(np.asarray(scope["read"], np.float32)).all()
+    # Nodes 2 and 4 of the first request are at its positions 20 and 21, in page 17, one of 16.
+    np.testing.assert_array_equal(scope["pool"][0][17, 4:6], scope["new_keys"][0, [2, 4]])
 
 
 def run_paged(changes: dict[str, str]) -> dict[str, object]:
