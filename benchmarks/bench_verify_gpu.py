@@ -170,7 +170,7 @@ def compile_jobs(case: Case, options: Any) -> list[Job]:
 
 
 def measure_case(jobs: list[Job], repeats: int, profile: bool) -> list[dict[str, Any]]:
-    """Rows of one case: its variants in turn, then their kernels."""
+    """Returns rows of one case: its variants in turn, then their kernels if they are profiled."""
     runs = {}
     for i, job in enumerate(jobs):
         runs[f"{i}"] = job.run
@@ -219,6 +219,7 @@ def main(command_line: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--only", action="append", help="cases whose 'NAME, B=N' contains this; may be repeated")
     add("--implementations", nargs="+", choices=INPUTS, default=list(INPUTS))
+    add("--kernels", action="store_true", help="time kernels, which makes calls after it slower")
     add("--draws", type=int, default=500, help="batches per case compared; 0 for none")
     add("--inputs", type=int, help="different inputs at most; each is a call to compile")
     add("--kernel-config", type=kernel_config, help="such as max_cluster=4,rows_at_once=2")
@@ -243,7 +244,8 @@ def main(command_line: list[str] | None = None) -> int:
     for case in cases:
         if clock.is_late(case.label):
             continue
-        new = _quietly(measure_case, compile_jobs(case, options), options.repeats, on_gpu) or []
+        jobs, profile = compile_jobs(case, options), on_gpu and options.kernels
+        new = _quietly(measure_case, jobs, options.repeats, profile) or []
         results.add(new)
         for row in new:
             shown = cells(row, about.get("copy_bytes_per_second"))

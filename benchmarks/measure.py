@@ -1,9 +1,13 @@
 """What the benchmarks share: options, runs in turn, medians, kernel times, tables, result files.
 
-Benchmarks compile one program after another, while nothing else runs on the GPU. XLA times ways
-of each product there and keeps the fastest. Another program that compiles at the same time disturbs
-these times, and a slow one is kept: with eight threads a plain step of the shape of Llama 3 8B took
-6.6 ms, compiled one after another it takes 5.8 ms. A speed-up over such a step is none.
+Two things on a GPU make every ratio to a plain step wrong, and plain decoding suffers most:
+
+- The profiler of `kernel_times` stays on in its process. Each kernel launched after it takes 1 to 2
+  us longer, so that a plain step of the shape of Llama 3 8B, of some 560 small kernels, takes 6.6
+  to 6.9 ms in place of 5.9 (one H100, one process, before and after). So it comes last, or its
+  times are the only ones that a process takes.
+- XLA times several ways of each product on the GPU when it compiles. What compiles or runs there
+  meanwhile disturbs it. So programs are compiled one after another.
 """
 
 from __future__ import annotations
@@ -103,6 +107,8 @@ def read_bandwidth(megabytes: int = 256) -> float:
 
 def kernel_times(compiled: Any, arguments: dict[str, Any]) -> dict[str, tuple[int, float]]:
     """Launches and microseconds of each GPU kernel of one run of a compiled program, by name.
+
+    The profiler stays on: wall times that this process takes afterwards are too long.
 
     Raises:
       RuntimeError: the profiler saw no kernel.
