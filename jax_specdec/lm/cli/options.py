@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import numpy as np
 
-from jax_specdec._src.arrays import argument_of, check_int, renamed, require
+from jax_specdec._src.arrays import argument_of, check_int, either, renamed, require
 from jax_specdec._src.config import (
     DraftSampleMethod,
     RejectionSampleMethod,
@@ -21,6 +21,7 @@ from jax_specdec._src.config import (
 from jax_specdec._src.sampling import FILTERS, TEMPERATURE
 from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm import terminal
+from jax_specdec.lm.cli.other_names import OTHER_NAMES
 from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 from jax_specdec.lm.decoding.text import DEFAULT_CONFIG
@@ -37,6 +38,8 @@ DEFAULT_REPEATS = 5
 
 _Made = TypeVar("_Made")
 _DRAFT = "[suffix+]DIR|eagle3:DIR|block:DIR|ngram|suffix|model|eagle3|dflash|dspark|none"
+_OTHER_PREFIXES = {"dflash:": "block:", "dspark:": "block:", "eagle:": "eagle3:"}
+"""What one may write before the directory of a head, and what stands there."""
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
 
 
@@ -116,7 +119,10 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
             add_group(commands[name])
     given, unknown = parser.parse_known_args(arguments)
     command = commands[given.command]
-    command.refuse_unknown(unknown)
+    if unknown:
+        hints = (_instead_of(name, given.command, commands) for name in unknown)
+        hint = next(filter(None, hints), "")
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if given.command is None:
         parser.print_help()
         parser.exit()
@@ -147,12 +153,25 @@ class _Parser(argparse.ArgumentParser):
         terminal.log(f"{self.prog}: {' '.join(message.split())}")
         sys.exit(2)
 
-    def refuse_unknown(self, arguments: Sequence[str]) -> None:
-        """Reports arguments that are not known, with the option that the first one is near."""
-        if arguments:
-            known = [name for action in self._actions for name in action.option_strings]
-            near = did_you_mean(arguments[0].partition("=")[0], known)
-            self.error(f"unrecognized arguments: {' '.join(arguments)}{near}")
+    @property
+    def flags(self) -> list[str]:
+        """The names of its options."""
+        return [flag for action in self._actions for flag in action.option_strings]
+
+
+def _instead_of(unknown: str, command: str | None, commands: Mapping[str | None, _Parser]) -> str:
+    """Returns how a message about an unknown option ends: with what to write instead, if known."""
+    name = unknown.partition("=")[0].replace("_", "-")
+    wanted = OTHER_NAMES.get(name, name)
+    if not wanted.startswith("--"):
+        return f"; {wanted}" if wanted != name else ""
+    flag = wanted.partition(" ")[0]
+    if flag in commands[command].flags:
+        return f"; did you mean {wanted!r}?"
+    owners = [f"jax-specdec {name}" for name, parser in commands.items() if flag in parser.flags]
+    if owners:
+        return f"; {either(owners)} has {wanted}"
+    return did_you_mean(name, commands[command].flags)
 
 
 def _checked(read: Callable[[str], _Made], must: str, hint: str = "") -> Callable[[str], _Made]:
@@ -239,6 +258,7 @@ def _add_bench(parser: _Parser) -> None:
 
 
 def _add_serve(parser: _Parser) -> None:
+    parser.add("checkpoint", nargs="?", metavar="DIR")
     parser.add("--host", default=Options.host)
     parser.add_integer("--port", low=0, high=65535, default=Options.port)
     parser.add_integer("--num-slots", low=1, high=4096, default=Options.num_slots)
@@ -260,6 +280,7 @@ def _add_serve(parser: _Parser) -> None:
 
 
 _HELP = {
+    "checkpoint": "the same as --target DIR",
     "prompts": """a text to continue (the embedded models know Python source); - is standard
         input, which is also read if no prompt is given and it is not a terminal""",
     "--prompt-file": "a UTF-8 file that holds one prompt; may be given several times",
@@ -367,6 +388,11 @@ def _check(given: dict[str, Any], ends: dict[str, tuple[int, int | None]]) -> Op
     for temperature in given.get("temperature", ()):
         TEMPERATURE.range.check("--temperature", temperature)
     require(all(given.get("prompts", ())), "the prompt", "not be empty", "")
+    if "checkpoint" in given:
+        if "target" in given:
+            twice = f"{given['checkpoint']!r} and --target {str(given['target'])!r}"
+            raise ValueError(f"one target must be given, but there are two: {twice}")
+        given["target"] = Path(given["checkpoint"])
     is_chat = given.get("chat", False)
     if is_chat and "target" not in given:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
@@ -436,14 +462,19 @@ def _drafters(given: dict[str, Any]) -> tuple[str, ...]:
         is_alone_or_pair = name == draft or name not in ("", *LOOKUPS, NO_DRAFTS)
         must = "be followed by a head or a model, as in suffix+eagle3"
         require(is_alone_or_pair, "--draft suffix+", must, draft)
+        kind, colon, directory = name.partition(":")
+        meant = _OTHER_PREFIXES.get(kind + colon)
+        hint = None
+        if meant is not None:
+            hint = f"did you mean {draft.removesuffix(name) + meant + directory!r}?"
         if has_target:
-            fits = name not in ("model", *EMBEDDED_HEADS)
+            fits = meant is None and name not in ("model", *EMBEDDED_HEADS)
             must = "be DIR, eagle3:DIR, block:DIR, ngram, suffix or none with --target"
         else:
             own = ("model", *LOOKUPS, *EMBEDDED_HEADS, NO_DRAFTS)
             fits = name in own or name.startswith(HEAD_PREFIXES)
             must = f"be {', '.join(own)}, eagle3:DIR or block:DIR without --target"
-        require(fits, "--draft", must, draft)
+        require(fits, "--draft", must, draft, hint)
         if name in HEAD_PREFIXES:
             raise ValueError(f"--draft {name} must be followed by the directory of a head")
     if given.get("history") and not all(draft.startswith("suffix") for draft in drafters):
