@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import full, zeros
+from formats.checkpoints import CHECKPOINTS
 from upper_floor import protocol
 
 import jax_specdec as sd
@@ -26,6 +27,7 @@ B, K, V = 2, 3, 8
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 DENSE = sd.Drafts(zeros(B * K, jnp.int32), jax.device_put(np.arange(0, B * K + 1, K, np.int32)))
 PROBS = sd.DraftProbs(full((B, K, V), 1 / V))
+QWEN2 = CHECKPOINTS / "qwen2"
 WEIGHTS = Path(sd.__file__).parent / "lm" / "weights"
 
 
@@ -115,6 +117,16 @@ def save(params: Any, dtype: Any = jnp.float32, model: Any = None) -> None:
     lm.formats.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
 
+def retokenize(tokenizer: Any = None, vocab_size: int = 288) -> Any:
+    own = lm.load_tokenizer(QWEN2)
+    return lm.retokenize(own if tokenizer is None else tokenizer, vocab_size, own, *draft())
+
+
+def stats(kept: Any) -> sd.AcceptanceStats:
+    ids = np.zeros((1, K + 1), np.int32)
+    return sd.AcceptanceStats.from_steps(sd.StepRecord(ids, kept, kept, kept, kept))
+
+
 Call = Callable[[], Any]
 FIRST = "one per request, that of its first draft, not one per token"
 TEXT_HINT = (
@@ -179,6 +191,32 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "[2, 2] of uint32: pass jax.random.wrap_key_data(keys)": lambda: rejection_sample(
             keys=zeros((B, 2), jnp.uint32)
         ),
+        "params must be a dict of weights, but it is a LoadedModel: pass its .params": (
+            lambda: lm.models.quantize(draft())
+        ),
+        "params['fc'][0] must be an array, but it is 1.0": (
+            lambda: lm.models.quantize({"fc": [1.0]})
+        ),
+        f"target must be a Tokenizer, but it is {str(QWEN2)!r}: load_tokenizer reads one from a "
+        "directory": lambda: retokenize(str(QWEN2)),
+        "validate must be called outside of jax.jit, but target_logits is traced": (
+            lambda: jax.jit(lambda logits: validate(DENSE, logits))(zeros((B * (K + 1), V)))
+        ),
+        "validate must be called outside of jax.jit, but drafts.token_ids is traced": (
+            lambda: jax.jit(validate)(DENSE)
+        ),
+        "parse_output must be called outside of jax.jit, but output.token_ids is traced": (
+            lambda: jax.jit(sd.parse_output)(sd.RejectionSampleOutput(DENSE.token_ids, 0, 0, 0))
+        ),
+        "from_steps must be called outside of jax.jit, but steps.num_kept is traced": (
+            lambda: jax.jit(lambda kept: stats(kept))(zeros(B, jnp.int32))
+        ),
+        "from_counters must be called outside of jax.jit, but counters.words is traced": (
+            lambda: jax.jit(sd.AcceptanceStats.from_counters)(sd.AcceptanceCounters.create(K))
+        ),
+        "generate must be called outside of jax.jit, but params.embed_tokens is traced": (
+            lambda: jax.jit(lambda params: generate(target().model, params, [[1]]))(target().params)
+        ),
     },
     ValueError: {
         "synthetic_acceptance_rates[1] must be at most synthetic_acceptance_rates[0] = 0.5, but "
@@ -225,6 +263,10 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "[B, K]": lambda: flat([[1, 2], [3, 4]], [2, 2]),
         "num_draft_tokens, summed, must be at most N = 3, but it is 5: they are counts, not "
         "offsets": lambda: flat([1, 2, 3], [0, 2, 3]),
+        "model.vocab_size must be at least 280, the ids of the draft, but it is 256": retokenize,
+        "vocab_size must be at least 280, the ids of the target, but it is 256": (
+            lambda: retokenize(vocab_size=256)
+        ),
         "inf in float16; weights must be finite unless allow_nonfinite is true.": lambda: save(
             huge(), jnp.float16
         ),

@@ -442,6 +442,18 @@ def check_positions(positions: Any, sizes: Sizes) -> None:
     check_array("positions", positions, "[B] int32", sizes, hint if is_per_token else None)
 
 
+def check_outside_jit(function: str, **arguments: object) -> None:
+    """Checks that no array of the arguments is traced, for a function that needs their values.
+
+    Raises:
+      TypeError: one is.
+    """
+    for path, leaf in jax.tree.leaves_with_path(arguments):
+        if isinstance(leaf, jax.core.Tracer):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise TypeError(f"{function} must be called outside of jax.jit, but {name} is traced")
+
+
 def known_values(values: Any) -> np.ndarray | None:
     """Values, read on the host; None if they are traced or on other hosts."""
     if isinstance(values, jax.core.Tracer):
