@@ -194,6 +194,38 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "params must be a dict of weights, but it is a LoadedModel: pass its .params": (
             lambda: lm.models.quantize(draft())
         ),
+        "config must be a SpecDecodeConfig, but it is 4: "
+        "SpecDecodeConfig(num_speculative_tokens=4), for example": lambda: generate(config=4),
+        "logprobs must be a LogprobsConfig or None, but it is 5: LogprobsConfig(num_top=5), for ": (
+            lambda: generate(logprobs=5)
+        ),
+        "drafts must be a Drafts, but it is [[0]]: Drafts.from_dense makes it of ids [B, K], ": (
+            lambda: rejection_sample(drafts=[[0]])
+        ),
+        "sampling must be a SamplingParams, but it is {}: SamplingParams(temperature=0.8), for ": (
+            lambda: rejection_sample(sampling={})
+        ),
+        "options must be a RequestOptions, a Sequence or None, but it is {}: "
+        "RequestOptions(temperature=0.8), for example": lambda: generate(options={}),
+        "ngram.NGramDrafter'>: make an object, NGramDrafter(...)": (
+            lambda: generate(drafter=lm.NGramDrafter)
+        ),
+        "drafter must be a Drafter, but it is 'model': NGramDrafter() needs no model": (
+            lambda: generate(drafter="model")
+        ),
+        "head must be an Eagle3Head, but it is a LoadedModel: pass its .model": (
+            lambda: lm.Eagle3Drafter(draft())
+        ),
+        "head must be a BlockHead, but it is a LoadedModel: pass its .model": (
+            lambda: lm.BlockDrafter(draft())
+        ),
+        "target must be a LoadedModel of a Llama, but it is a Llama: pass what load_huggingface ": (
+            lambda: lm.load_embedded_head(target().model)
+        ),
+        ": params come after their model": lambda: generate(target().params, target().model, [[1]]),
+        "draft_budget must be increasing ints, at least one, but it is 4": lambda: lm.Engine(
+            target().model, lm.NGramDrafter(), CONFIG, num_slots=1, max_length=8, draft_budget=4
+        ),
         "params['fc'][0] must be an array, but it is 1.0": (
             lambda: lm.models.quantize({"fc": [1.0]})
         ),
@@ -270,6 +302,15 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "inf in float16; weights must be finite unless allow_nonfinite is true.": lambda: save(
             huge(), jnp.float16
         ),
+    },
+    AttributeError: {
+        "module 'jax_specdec.lm' has no attribute 'load_model'; load_huggingface reads a "
+        "checkpoint, load_embedded_pair the models of the package": lambda: lm.load_model("name"),
+        "module 'jax_specdec.lm' has no attribute 'load_eagle'; did you mean 'load_eagle3'?": (
+            lambda: lm.load_eagle
+        ),
+        "module 'jax_specdec' has no attribute 'generate'; models, drafters and loops are in "
+        "jax_specdec.lm": lambda: sd.generate,
     },
     FileNotFoundError: {
         "Qwen/Qwen2.5-0.5B does not exist; `hf download Qwen/Qwen2.5-0.5B --local-dir "

@@ -10,7 +10,7 @@ import functools
 import json
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -28,6 +28,16 @@ Declared = str | tuple[type, ...]
 _Class = TypeVar("_Class", bound=type)
 _DECLARED: dict[type, dict[str, Declared]] = {}
 _ARRAY = (jax.Array, np.ndarray)
+_MADE_BY = {
+    "Drafts": "Drafts.from_dense makes it of ids [B, K], Drafts.from_flat of ids [N]",
+    "DraftProbs": "DraftProbs(probs) and DraftLogits(logits) hold arrays",
+    "LogprobsConfig": "LogprobsConfig(num_top=5), for example",
+    "RejectionSampleOutput": "rejection_sample returns it",
+    "SamplingParams": "SamplingParams(temperature=0.8), for example",
+    "SpecDecodeConfig": "SpecDecodeConfig(num_speculative_tokens=4), for example",
+    "StepRecord": "the steps of what generate returned, for example",
+}
+"""By the name of a class: where its objects come from, for messages."""
 
 
 def pytree(**fields: Declared) -> Callable[[_Class], _Class]:
@@ -137,6 +147,7 @@ def check_type(
     for one in types:
         if value is None if one is None else isinstance(value, one):
             return one
+    hint = hint or next((_MADE_BY[x.__name__] for x in types if x and x.__name__ in _MADE_BY), None)
     listed = ("None" if one is None else with_article(one.__name__) for one in types)
     refuse(TypeError, name, f"be {either(listed)}", value, hint)
 
@@ -305,12 +316,14 @@ def check_increasing(
     """`values` as a tuple, if they are increasing integers in ``[low, high]``, at least one.
 
     Raises:
-      TypeError: one is not an integer.
+      TypeError: there is no list of them, or one is not an integer.
       ValueError: one is out of range, or they do not increase.
     """
+    must = "be increasing ints, at least one"
+    require(isinstance(values, Iterable), name, must, values, error=TypeError)
     numbers = tuple(check_int(f"{name}[{i}]", x, low, high) for i, x in enumerate(values))
     is_rising = bool(numbers) and list(numbers) == sorted(set(numbers))
-    require(is_rising, name, "be increasing ints, at least one", numbers)
+    require(is_rising, name, must, numbers)
     return numbers
 
 

@@ -62,7 +62,9 @@ def load_head(
     read without a `prefix`. Raises as `load_eagle3` does.
     """
     is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
-    require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
+    must = "be a LoadedModel of a Llama"
+    hint = "pass what load_huggingface returned, model and params in one"
+    require(is_target, "target", must, target, hint, TypeError)
     directory = path_of(directory)
     raw = read_json(directory / CONFIG_FILE)
     check_kind(own, raw)
