@@ -146,7 +146,7 @@ class _Parser(argparse.ArgumentParser):
     def add_integer(self, *flags: str, low: int, high: int | None = None, **how: Any) -> None:
         """Adds an option that is an integer of at least `low`, and at most `high`."""
         self.ends[flags[-1].removeprefix("--").replace("-", "_")] = low, high
-        how = {"type": int, "metavar": "N", **how}
+        how = {"type": _INTEGER, "metavar": "N", **how}
         self.add(*flags, **how)
 
     def error(self, message: str) -> NoReturn:
@@ -187,6 +187,10 @@ def _checked(read: Callable[[str], _Made], must: str, hint: str = "") -> Callabl
     return checked
 
 
+_INTEGER = _checked(int, "an integer")
+_NUMBER = _checked(float, "a number")
+
+
 def _tuple_of(kind: Callable[[str], _Made], must: str) -> Callable[[str], tuple[_Made, ...]]:
     return _checked(lambda text: tuple(kind(part) for part in text.split(",")), must)
 
@@ -201,8 +205,9 @@ def _add_requests(parser: _Parser) -> None:
     parser.add("--prompt-file", dest="prompt_files", action="append", metavar="FILE")
     parser.add("--chat", action="store_true")
     for one in _REQUEST_OPTIONS:
-        kind = int if one.dtype is np.int32 else float
-        letter = kind.__name__[0].upper()
+        is_int = one.dtype is np.int32
+        kind = _INTEGER if is_int else _NUMBER
+        letter = "I" if is_int else "F"
         parser.add(_flag(one.name), type=kind, default=one.neutral, metavar=letter, help=one.words)
     parser.add_integer("-n", "--max-new-tokens", low=1)
     parser.add_integer("--seed", low=0, high=2**32 - 1, default=Options.seed)
@@ -216,7 +221,7 @@ def _add_models(parser: _Parser) -> None:
     parser.add("--draft-weights", choices=("int8",))
     methods = get_args(RejectionSampleMethod)
     parser.add("--method", dest="rejection_sample_method", choices=methods)
-    parser.add("--acceptance-length", dest="synthetic_acceptance_length", type=float, metavar="L")
+    parser.add("--acceptance-length", dest="synthetic_acceptance_length", type=_NUMBER, metavar="L")
     rates = _tuple_of(float, "numbers separated by commas, such as 0.9,0.5,0.1")
     where = "synthetic_acceptance_rates"
     parser.add("--acceptance-rates", dest=where, type=rates, metavar="R,R,...")
@@ -235,7 +240,7 @@ def _add_drafter(parser: _Parser) -> None:
 def _add_generate(parser: _Parser) -> None:
     parser.add("--no-prompt", dest="shows_prompts", action="store_false")
     parser.add("--exact", action="store_true")
-    parser.add("--max-drafts", type=int, metavar="N")
+    parser.add("--max-drafts", type=_INTEGER, metavar="N")
     temperature = _checked(lambda text: (float(text),), "a number")
     parser.add("-t", "--temperature", type=temperature, default="0", metavar="T")
     hint = f"; a prompt goes before it, or after --compare={DEFAULT_REPEATS}"
