@@ -226,6 +226,25 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "draft_budget must be increasing ints, at least one, but it is 4": lambda: lm.Engine(
             target().model, lm.NGramDrafter(), CONFIG, num_slots=1, max_length=8, draft_budget=4
         ),
+        "store_dtype must be a floating dtype, but it is {'embed_tokens'": (
+            lambda: lm.ModelDrafter(*draft())
+        ),
+        "option_sizes must be an OptionSizes, but it is 3": lambda: lm.Engine(
+            target().model, lm.NGramDrafter(), CONFIG, num_slots=1, max_length=8, option_sizes=3
+        ),
+        "config must be a LlamaConfig, but it is a LoadedModel": lambda: lm.models.Llama(target()),
+        "function must be a function, but it is 3": lambda: lm.models.PlainModel(3, 3),
+        "new_cache must be a function, but it is 3": lambda: lm.models.PlainModel(3, max, 3),
+        "vocab_size must be an int, but it is <built-in function max>": (
+            lambda: lm.models.PlainModel(max, 3)
+        ),
+        "plain must be a GenerateOutput, but it is [[1]]": lambda: lm.greedy_differences(
+            *target(), [[1]], lm.GenerateOutput([], None, []), [[1]]
+        ),
+        "registry must be a CollectorRegistry of prometheus_client, but it is 5": (
+            lambda: lm.PrometheusExporter(5)
+        ),
+        "seconds must be a number, but it is '1'": lambda: stats(np.ones((1, 1))).log_line("1"),
         "params['fc'][0] must be an array, but it is 1.0": (
             lambda: lm.models.quantize({"fc": [1.0]})
         ),
@@ -308,6 +327,12 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "checkpoint, load_embedded_pair the models of the package": lambda: lm.load_model("name"),
         "module 'jax_specdec.lm' has no attribute 'load_eagle'; did you mean 'load_eagle3'?": (
             lambda: lm.load_eagle
+        ),
+        "module 'jax_specdec.lm' has no attribute 'SpecDecodeConfig'; jax_specdec has it": (
+            lambda: lm.SpecDecodeConfig
+        ),
+        "has no attribute 'LlguidanceMatcher'; jax_specdec.grammar has it": (
+            lambda: lm.LlguidanceMatcher
         ),
         "module 'jax_specdec' has no attribute 'generate'; models, drafters and loops are in "
         "jax_specdec.lm": lambda: sd.generate,

@@ -340,6 +340,8 @@ def since(earlier: _Sums, later: _Sums) -> _Sums:
 
 
 def check_seconds(seconds: float) -> None:
+    is_number = isinstance(seconds, (int, float, np.number))
+    require(is_number, "seconds", "be a number", seconds, error=TypeError)
     require(seconds > 0, "seconds", "be positive", seconds)
 
 

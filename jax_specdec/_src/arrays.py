@@ -398,8 +398,8 @@ def as_float32(name: str, values: Any, declared: str, sizes: Sizes) -> jax.Array
     return array.astype(jnp.float32)
 
 
-def checked_dtype(dtype: Any, named: str | None = None) -> np.dtype:
-    """What was given for `dtype`: one of those `named` in words, or any floating one.
+def checked_dtype(dtype: Any, named: str | None = None, name: str = "dtype") -> np.dtype:
+    """What was given for the argument `name`: one of those `named` in words, or any floating one.
 
     Raises:
       TypeError: another one, or none.
@@ -407,11 +407,11 @@ def checked_dtype(dtype: Any, named: str | None = None) -> np.dtype:
     must = f"be {named or 'a floating dtype'}"
     try:
         found = jnp.dtype(dtype)
-    except TypeError:
-        refuse(TypeError, "dtype", must, dtype)
+    except (TypeError, ValueError):  # the latter for a dict
+        refuse(TypeError, name, must, dtype)
     is_named = named is not None and found.name in re.findall(r"\w+", named)
     fits = is_named if named else jnp.issubdtype(found, jnp.floating)
-    require(fits, "dtype", must, found, error=TypeError)
+    require(fits, name, must, found, error=TypeError)
     return found
 
 

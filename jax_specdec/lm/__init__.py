@@ -5,6 +5,7 @@ What reads models, tokenizers and templates needs the extra `lm`: `pip install "
 
 from typing import TYPE_CHECKING
 
+import jax_specdec
 from jax_specdec._src.config import did_you_mean
 from jax_specdec.lm import formats, models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
@@ -108,4 +109,7 @@ if not TYPE_CHECKING:  # else every name would be one, to a type checker
     def __getattr__(name: str) -> object:
         """Refuses a name that there is not, with one that is meant or near."""
         hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else did_you_mean(name, __all__)
+        for module in (jax_specdec, jax_specdec.grammar):
+            if name in module.__all__:
+                hint = f"; {module.__name__} has it"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
