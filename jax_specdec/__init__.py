@@ -102,5 +102,5 @@ if not TYPE_CHECKING:  # else every name would be one, to a type checker
         """Load `lm` when it is asked for."""
         if name == "lm":
             return importlib.import_module("jax_specdec.lm")
-        lacks = f"module 'jax_specdec' has no attribute {name!r}"
-        raise AttributeError(f"{lacks}; models, drafters and loops are in jax_specdec.lm")
+        which = "module 'jax_specdec', which has models, drafters and loops in jax_specdec.lm"
+        raise AttributeError(f"{which}, has no attribute {name!r}")

@@ -334,8 +334,8 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "has no attribute 'LlguidanceMatcher'; jax_specdec.grammar has it": (
             lambda: lm.LlguidanceMatcher
         ),
-        "module 'jax_specdec' has no attribute 'generate'; models, drafters and loops are in "
-        "jax_specdec.lm": lambda: sd.generate,
+        "module 'jax_specdec', which has models, drafters and loops in jax_specdec.lm, has no "
+        "attribute 'generate'": lambda: sd.generate,
     },
     FileNotFoundError: {
         "Qwen/Qwen2.5-0.5B does not exist; `hf download Qwen/Qwen2.5-0.5B --local-dir "
