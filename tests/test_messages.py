@@ -226,6 +226,16 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "draft_budget must be increasing ints, at least one, but it is 4": lambda: lm.Engine(
             target().model, lm.NGramDrafter(), CONFIG, num_slots=1, max_length=8, draft_budget=4
         ),
+        "prompts must be a list or a tuple, but it is 'x': pass [text] for one": (
+            lambda: lm.generate_text("x")
+        ),
+        "prompts[0] must be a str, but it is [1, 2]: generate takes lists of token ids": (
+            lambda: lm.generate_text([[1, 2]])
+        ),
+        "target must be a str, a PathLike or None, but it is a LoadedModel: generate takes a ": (
+            lambda: lm.generate_text(["x"], draft())
+        ),
+        "token_id must be an int, but it is 'a'": lambda: lm.load_tokenizer(QWEN2).token_bytes("a"),
         "store_dtype must be a floating dtype, but it is {'embed_tokens'": (
             lambda: lm.ModelDrafter(*draft())
         ),
