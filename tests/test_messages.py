@@ -338,6 +338,9 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "module 'jax_specdec.lm' has no attribute 'load_eagle'; did you mean 'load_eagle3'?": (
             lambda: lm.load_eagle
         ),
+        "has no attribute 'SamplingParams'; RequestOptions is what one request asks for": (
+            lambda: lm.SamplingParams
+        ),
         "module 'jax_specdec.lm' has no attribute 'SpecDecodeConfig'; jax_specdec has it": (
             lambda: lm.SpecDecodeConfig
         ),

@@ -94,10 +94,8 @@ __all__ = [
 
 _READS = "load_huggingface reads a checkpoint, load_embedded_pair the models of the package"
 _OTHER_NAMES = {
-    **dict.fromkeys(("load_model", "load_pretrained", "from_pretrained", "load"), _READS),
-    **dict.fromkeys(
-        ("AutoModelForCausalLM", "load_checkpoint", "load_target", "load_draft"), _READS
-    ),
+    **dict.fromkeys(("load_model", "load_checkpoint", "load", "from_pretrained"), _READS),
+    "AutoModelForCausalLM": _READS,
     "AutoTokenizer": "load_tokenizer reads one from a directory",
     "LLM": "generate decodes prompts, Engine and EngineDriver serve requests",
     "SamplingParams": "RequestOptions is what one request asks for",
@@ -108,8 +106,10 @@ if not TYPE_CHECKING:  # else every name would be one, to a type checker
 
     def __getattr__(name: str) -> object:
         """Refuses a name that there is not, with one that is meant or near."""
-        hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else did_you_mean(name, __all__)
+        hint = did_you_mean(name, __all__)
         for module in (jax_specdec, jax_specdec.grammar):
             if name in module.__all__:
                 hint = f"; {module.__name__} has it"
+        if name in _OTHER_NAMES:
+            hint = f"; {_OTHER_NAMES[name]}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
