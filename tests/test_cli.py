@@ -778,6 +778,8 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("bench x --host=::1", "unrecognized arguments: --host=::1; jax-specdec serve has --host"),
         ("generate x --draft=dspark:y", ", but it is 'dspark:y': did you mean 'block:y'?"),
         ("serve a --draft=suffix+eagle:y", "'suffix+eagle:y': did you mean 'suffix+eagle3:y'?"),
+        ("serve a --draft=dspark", ", but it is 'dspark': a head of another target is block:DIR"),
+        ("serve a --draft=eagle3", ", but it is 'eagle3': a head of another target is eagle3:DIR"),
         ("generate x --draft=block:dspark", "the head of the embedded target is --draft dspark."),
         ("generate ''", "the prompt must not be empty"),
         (f"generate {2000 * 'x'}", "the prompt must be shorter than 1024 bytes, but has 2000"),
@@ -845,6 +847,13 @@ def test_names_of_others_lead_to_options_that_there_are(
         rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {shown} |\n")
     page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text("utf-8")
     assert "".join(rows) in page
+
+
+def test_options_come_after_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--target", "x", "serve")
+    says = "--target must come after a command, as in jax-specdec generate --target\n"
+    assert capsys.readouterr().err == f"jax-specdec: {says}"
 
 
 def test_a_server_is_given_its_target_as_that_of_others() -> None:

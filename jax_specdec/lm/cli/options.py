@@ -38,8 +38,8 @@ DEFAULT_REPEATS = 5
 
 _Made = TypeVar("_Made")
 _DRAFT = "[suffix+]DIR|eagle3:DIR|block:DIR|ngram|suffix|model|eagle3|dflash|dspark|none"
-_OTHER_PREFIXES = {"dflash:": "block:", "dspark:": "block:", "eagle:": "eagle3:"}
-"""What one may write before the directory of a head, and what stands there."""
+_PREFIX_OF = {"dflash": "block:", "dspark": "block:", "eagle": "eagle3:", "eagle3": "eagle3:"}
+"""What stands before the directory of a head, by what it may be called."""
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
 
 
@@ -117,7 +117,10 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
         )
         for add_group in groups:
             add_group(commands[name])
-    given, unknown = parser.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0].startswith("-") and words[0] not in parser.flags:
+        parser.error(f"{words[0]} must come after a command, as in jax-specdec generate {words[0]}")
+    given, unknown = parser.parse_known_args(words)
     command = commands[given.command]
     if unknown:
         hints = (_instead_of(name, given.command, commands) for name in unknown)
@@ -467,13 +470,9 @@ def _drafters(given: dict[str, Any]) -> tuple[str, ...]:
         is_alone_or_pair = name == draft or name not in ("", *LOOKUPS, NO_DRAFTS)
         must = "be followed by a head or a model, as in suffix+eagle3"
         require(is_alone_or_pair, "--draft suffix+", must, draft)
-        kind, colon, directory = name.partition(":")
-        meant = _OTHER_PREFIXES.get(kind + colon)
-        hint = None
-        if meant is not None:
-            hint = f"did you mean {draft.removesuffix(name) + meant + directory!r}?"
+        hint = _head_hint(draft, name)
         if has_target:
-            fits = meant is None and name not in ("model", *EMBEDDED_HEADS)
+            fits = hint is None and name != "model"
             must = "be DIR, eagle3:DIR, block:DIR, ngram, suffix or none with --target"
         else:
             own = ("model", *LOOKUPS, *EMBEDDED_HEADS, NO_DRAFTS)
@@ -485,6 +484,16 @@ def _drafters(given: dict[str, Any]) -> tuple[str, ...]:
     if given.get("history") and not all(draft.startswith("suffix") for draft in drafters):
         raise ValueError("--history needs --draft suffix, or suffix+ before a head or a model")
     return drafters
+
+
+def _head_hint(draft: str, name: str) -> str | None:
+    """Returns how the directory of a head is named, if `name`, the end of `draft`, may mean one."""
+    kind, colon, directory = name.partition(":")
+    if colon and kind in _PREFIX_OF and not name.startswith(HEAD_PREFIXES):
+        return f"did you mean {draft.removesuffix(name) + _PREFIX_OF[kind] + directory!r}?"
+    if name in EMBEDDED_HEADS:
+        return f"a head of another target is {_PREFIX_OF[name]}DIR"
+    return None
 
 
 def _check_trees(given: dict[str, Any], drafters: tuple[str, ...], ks: tuple[int, ...]) -> None:
