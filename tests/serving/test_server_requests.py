@@ -188,6 +188,11 @@ NAMED: list[tuple[dict[str, Any], str, str]] = [
     ({"json_schema": {}}, "json_schema", "unknown parameter: 'json_schema'; did you mean 'respon"),
     ({"prompt": "x"}, "prompt", "unknown parameter: 'prompt'; it is a parameter of /v1/completion"),
     ({"temprature": 0}, "temprature", "unknown parameter: 'temprature'; did you mean 'temperatur"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs",
+        'chat_template_kwargs is supported as {} only; reasoning_effort "none" turns thinking off',
+    ),
     ({"extra_body": {}}, "extra_body", "unknown parameter: 'extra_body'; what is in it goes besi"),
 ]
 

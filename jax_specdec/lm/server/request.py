@@ -255,7 +255,11 @@ _INNER: dict[str, type[Object]] = {
 }
 """Objects among the parameters, by their places."""
 _OTHER_NAMES = {
-    "enable_thinking": 'reasoning_effort "none" turns it off',
+    **dict.fromkeys(
+        ("chat_template_kwargs", "enable_thinking"), 'reasoning_effort "none" turns thinking off'
+    ),
+    "best_of": "n is the number of choices",
+    "stop_token_ids": "stop takes strings",
     "extra_body": "what is in it goes beside the other parameters",
     **dict.fromkeys(("n_predict", "num_predict"), "did you mean 'max_tokens'?"),
     **dict.fromkeys(
@@ -405,7 +409,8 @@ def _refusal(error: pydantic.ValidationError, asked: type[Given]) -> ApiError:
         hint = _instead_of(name, asked)
         return ApiError(f"unknown parameter: {name!r}{hint}", name, code=kind)
     if kind == "unsupported_parameter":
-        return ApiError(f"{name} {context['rule']}", name, code=kind)
+        hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
+        return ApiError(f"{name} {context['rule']}{hint}", name, code=kind)
     if kind == "sentence":  # of `RequestOptions`
         return ApiError(context["sentence"], name)
     if kind == "value_error":  # a rule
