@@ -102,4 +102,5 @@ if not TYPE_CHECKING:  # else every name would be one, to a type checker
         """Load `lm` when it is asked for."""
         if name == "lm":
             return importlib.import_module("jax_specdec.lm")
-        raise AttributeError(f"module 'jax_specdec' has no attribute {name!r}")
+        which = "module 'jax_specdec', which has models, drafters and loops in jax_specdec.lm"
+        raise AttributeError(f"{which}, has no attribute {name!r}")

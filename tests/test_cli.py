@@ -1,6 +1,7 @@
 """The command line, run as a user runs it: mostly in this process, to share what is compiled."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -329,6 +330,23 @@ def test_bench_compares_drafters_numbers_of_drafts_and_temperatures(
         [t, "ngram", k] for t in ("0", "0.8") for k in "26"
     ]
     assert [row[1] for row in cells].count("plain") == 2
+
+
+def test_rows_are_named_as_drafters_were_given(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("generate", "generate_plain"):
+        monkeypatch.setattr(run_lib, name, fail)
+    given = ["a/draft", "b/draft"]
+    drafts = [f"--draft={copy('qwen2_draft', Path(name))}" for name in given]
+    with pytest.raises(SystemExit):
+        main(["bench", TINY_PROMPT, *TINY, *drafts, "-k4", "-t0", "--repeats=1"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row[1] for row in rows if row[-1:] == ["failed"]] == ["plain", *given]
 
 
 @pytest.mark.long
@@ -713,6 +731,9 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --temperature=hot", "-t/--temperature: must be a number, but it is 'hot'"),
         ("generate -kzero", "generate: argument -k/--num-speculative-tokens: must be an integer"),
         ("generate --max-new-tokens=0", "--max-new-tokens must"),
+        ("generate -n many", "-n/--max-new-tokens: must be an integer, but it is 'many'"),
+        ("generate --top-k=.5", "argument --top-k: must be an integer, but it is '.5'"),
+        ("generate --top-p=high", "argument --top-p: must be a number, but it is 'high'"),
         ("generate x --max-new-tokens=2000", "--max-new-tokens must"),
         ("generate --top-p=0", "--top-p must"),
         ("generate --seed=-1", "--seed must"),
@@ -743,6 +764,23 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --method=strict", "argument --method: invalid choice: 'strict'"),
         ("generate --frobnicate", "unrecognized arguments: --frobnicate\n"),
         ("generate --temprature=1", "arguments: --temprature=1; did you mean '--temperature'?"),
+        ("serve a --target=b", "one target must be given, but there are two: 'a' and --target 'b'"),
+        ("serve --model a", "unrecognized arguments: --model; did you mean '--target'?"),
+        ("serve a --max_model_len=9", "--max_model_len=9; did you mean '--max-length'?"),
+        ("serve a --enable-prefix-caching", "; prompts that begin alike are read once by default"),
+        ("serve a --no-enable-prefix-caching", "; did you mean '--reuse-prefixes off'?"),
+        ("serve a -tp 2", "arguments: -tp 2; a command runs on one device; in the library, Tensor"),
+        (
+            "serve a --api-key",
+            "; the key is read from $JAX_SPECDEC_API_KEY or from a file, --api-k",
+        ),
+        ("generate x --max-num-seqs=4", "--max-num-seqs=4; jax-specdec serve has --num-slots"),
+        ("bench x --host=::1", "unrecognized arguments: --host=::1; jax-specdec serve has --host"),
+        ("generate x --draft=dspark:y", ", but it is 'dspark:y': did you mean 'block:y'?"),
+        ("serve a --draft=suffix+eagle:y", "'suffix+eagle:y': did you mean 'suffix+eagle3:y'?"),
+        ("serve a --draft=dspark", ", but it is 'dspark': a head of another target is block:DIR"),
+        ("serve a --draft=eagle3", ", but it is 'eagle3': a head of another target is eagle3:DIR"),
+        ("generate x --draft=block:dspark", "the head of the embedded target is --draft dspark."),
         ("generate ''", "the prompt must not be empty"),
         (f"generate {2000 * 'x'}", "the prompt must be shorter than 1024 bytes, but has 2000"),
         ("bench x --repeats=0", "--repeats must"),
@@ -789,6 +827,39 @@ def test_help_and_version_are_printed(
         main(arguments)
     assert exit_.value.code == 0
     assert " ".join(wanted.split()) in " ".join(capsys.readouterr().out.split())
+
+
+def test_names_of_others_lead_to_options_that_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And the page about vLLM has the table of them."""
+    for command in ("generate", "bench", "serve"):
+        with pytest.raises(SystemExit):
+            parse(command, "--help")
+    option = r"--[a-z][-a-z0-9]*"
+    own = {*re.findall(option, capsys.readouterr().out), "--local-dir"}
+    rows = []
+    for ours, names in itertools.groupby(options_lib.OTHER_NAMES, options_lib.OTHER_NAMES.get):
+        assert set(re.findall(option, ours)) <= own
+        # Options are code: all of an option with its value, and those in a sentence.
+        options = r"(^--.*|`.*?`|(?<!\S)-[-a-z]+)"
+        shown = re.sub(options, lambda found: f"`{found[0].strip('`')}`", ours)
+        rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {shown} |\n")
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text("utf-8")
+    assert "".join(rows) in page
+
+
+def test_options_come_after_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--target", "x", "serve")
+    says = "--target must come after a command, as in jax-specdec generate --target\n"
+    assert capsys.readouterr().err == f"jax-specdec: {says}"
+
+
+def test_a_server_is_given_its_target_as_that_of_others() -> None:
+    for arguments in (["a"], ["a", "--draft=ngram"], ["--draft", "ngram", "a"], ["--target=a"]):
+        assert parse("serve", *arguments).target == Path("a")
+    assert parse("serve").target is None
 
 
 def test_the_commands_in_the_documents_are_understood() -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import full, zeros
+from formats.checkpoints import CHECKPOINTS
 from upper_floor import protocol
 
 import jax_specdec as sd
@@ -26,6 +27,7 @@ B, K, V = 2, 3, 8
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 DENSE = sd.Drafts(zeros(B * K, jnp.int32), jax.device_put(np.arange(0, B * K + 1, K, np.int32)))
 PROBS = sd.DraftProbs(full((B, K, V), 1 / V))
+QWEN2 = CHECKPOINTS / "qwen2"
 WEIGHTS = Path(sd.__file__).parent / "lm" / "weights"
 
 
@@ -115,6 +117,16 @@ def save(params: Any, dtype: Any = jnp.float32, model: Any = None) -> None:
     lm.formats.save_checkpoint("/nowhere/at/all", model, params, dtype)
 
 
+def retokenize(tokenizer: Any = None, vocab_size: int = 288) -> Any:
+    own = lm.load_tokenizer(QWEN2)
+    return lm.retokenize(own if tokenizer is None else tokenizer, vocab_size, own, *draft())
+
+
+def stats(kept: Any) -> sd.AcceptanceStats:
+    ids = np.zeros((1, K + 1), np.int32)
+    return sd.AcceptanceStats.from_steps(sd.StepRecord(ids, kept, kept, kept, kept))
+
+
 Call = Callable[[], Any]
 FIRST = "one per request, that of its first draft, not one per token"
 TEXT_HINT = (
@@ -179,6 +191,93 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "[2, 2] of uint32: pass jax.random.wrap_key_data(keys)": lambda: rejection_sample(
             keys=zeros((B, 2), jnp.uint32)
         ),
+        "params must be a dict of weights, but it is a LoadedModel: pass its .params": (
+            lambda: lm.models.quantize(draft())
+        ),
+        "config must be a SpecDecodeConfig, but it is 4: "
+        "SpecDecodeConfig(num_speculative_tokens=4), for example": lambda: generate(config=4),
+        "logprobs must be a LogprobsConfig or None, but it is 5: LogprobsConfig(num_top=5), for ": (
+            lambda: generate(logprobs=5)
+        ),
+        "drafts must be a Drafts, but it is [[0]]: Drafts.from_dense makes it of ids [B, K], ": (
+            lambda: rejection_sample(drafts=[[0]])
+        ),
+        "sampling must be a SamplingParams, but it is {}: SamplingParams(temperature=0.8), for ": (
+            lambda: rejection_sample(sampling={})
+        ),
+        "options must be a RequestOptions, a Sequence or None, but it is {}: "
+        "RequestOptions(temperature=0.8), for example": lambda: generate(options={}),
+        "ngram.NGramDrafter'>: make an object, NGramDrafter(...)": (
+            lambda: generate(drafter=lm.NGramDrafter)
+        ),
+        "drafter must be a Drafter, but it is 'model': NGramDrafter() needs no model": (
+            lambda: generate(drafter="model")
+        ),
+        "head must be an Eagle3Head, but it is a LoadedModel: pass its .model": (
+            lambda: lm.Eagle3Drafter(draft())
+        ),
+        "head must be a BlockHead, but it is a LoadedModel: pass its .model": (
+            lambda: lm.BlockDrafter(draft())
+        ),
+        "target must be a LoadedModel of a Llama, but it is a Llama: pass what load_huggingface ": (
+            lambda: lm.load_embedded_head(target().model)
+        ),
+        ": params come after their model": lambda: generate(target().params, target().model, [[1]]),
+        "draft_budget must be increasing ints, at least one, but it is 4": lambda: lm.Engine(
+            target().model, lm.NGramDrafter(), CONFIG, num_slots=1, max_length=8, draft_budget=4
+        ),
+        "prompts must be a list or a tuple, but it is 'x': pass [text] for one": (
+            lambda: lm.generate_text("x")
+        ),
+        "prompts[0] must be a str, but it is [1, 2]: generate takes lists of token ids": (
+            lambda: lm.generate_text([[1, 2]])
+        ),
+        "target must be a str, a PathLike or None, but it is a LoadedModel: generate takes a ": (
+            lambda: lm.generate_text(["x"], draft())
+        ),
+        "token_id must be an int, but it is 'a'": lambda: lm.load_tokenizer(QWEN2).token_bytes("a"),
+        "store_dtype must be a floating dtype, but it is {'embed_tokens'": (
+            lambda: lm.ModelDrafter(*draft())
+        ),
+        "option_sizes must be an OptionSizes, but it is 3": lambda: lm.Engine(
+            target().model, lm.NGramDrafter(), CONFIG, num_slots=1, max_length=8, option_sizes=3
+        ),
+        "config must be a LlamaConfig, but it is a LoadedModel": lambda: lm.models.Llama(target()),
+        "function must be a function, but it is 3": lambda: lm.models.PlainModel(3, 3),
+        "new_cache must be a function, but it is 3": lambda: lm.models.PlainModel(3, max, 3),
+        "vocab_size must be an int, but it is <built-in function max>": (
+            lambda: lm.models.PlainModel(max, 3)
+        ),
+        "plain must be a GenerateOutput, but it is [[1]]": lambda: lm.greedy_differences(
+            *target(), [[1]], lm.GenerateOutput([], None, []), [[1]]
+        ),
+        "registry must be a CollectorRegistry of prometheus_client, but it is 5": (
+            lambda: lm.PrometheusExporter(5)
+        ),
+        "seconds must be a number, but it is '1'": lambda: stats(np.ones((1, 1))).log_line("1"),
+        "params['fc'][0] must be an array, but it is 1.0": (
+            lambda: lm.models.quantize({"fc": [1.0]})
+        ),
+        f"target must be a Tokenizer, but it is {str(QWEN2)!r}: load_tokenizer reads one from a "
+        "directory": lambda: retokenize(str(QWEN2)),
+        "validate must be called outside of jax.jit, but target_logits is traced": (
+            lambda: jax.jit(lambda logits: validate(DENSE, logits))(zeros((B * (K + 1), V)))
+        ),
+        "validate must be called outside of jax.jit, but drafts.token_ids is traced": (
+            lambda: jax.jit(validate)(DENSE)
+        ),
+        "parse_output must be called outside of jax.jit, but output.token_ids is traced": (
+            lambda: jax.jit(sd.parse_output)(sd.RejectionSampleOutput(DENSE.token_ids, 0, 0, 0))
+        ),
+        "from_steps must be called outside of jax.jit, but steps.num_kept is traced": (
+            lambda: jax.jit(lambda kept: stats(kept))(zeros(B, jnp.int32))
+        ),
+        "from_counters must be called outside of jax.jit, but counters.words is traced": (
+            lambda: jax.jit(sd.AcceptanceStats.from_counters)(sd.AcceptanceCounters.create(K))
+        ),
+        "generate must be called outside of jax.jit, but params.embed_tokens is traced": (
+            lambda: jax.jit(lambda params: generate(target().model, params, [[1]]))(target().params)
+        ),
     },
     ValueError: {
         "synthetic_acceptance_rates[1] must be at most synthetic_acceptance_rates[0] = 0.5, but "
@@ -225,9 +324,31 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "[B, K]": lambda: flat([[1, 2], [3, 4]], [2, 2]),
         "num_draft_tokens, summed, must be at most N = 3, but it is 5: they are counts, not "
         "offsets": lambda: flat([1, 2, 3], [0, 2, 3]),
+        "model.vocab_size must be at least 280, the ids of the draft, but it is 256": retokenize,
+        "vocab_size must be at least 280, the ids of the target, but it is 256": (
+            lambda: retokenize(vocab_size=256)
+        ),
         "inf in float16; weights must be finite unless allow_nonfinite is true.": lambda: save(
             huge(), jnp.float16
         ),
+    },
+    AttributeError: {
+        "module 'jax_specdec.lm' has no attribute 'load_model'; load_huggingface reads a "
+        "checkpoint, load_embedded_pair the models of the package": lambda: lm.load_model("name"),
+        "module 'jax_specdec.lm' has no attribute 'load_eagle'; did you mean 'load_eagle3'?": (
+            lambda: lm.load_eagle
+        ),
+        "has no attribute 'SamplingParams'; RequestOptions is what one request asks for": (
+            lambda: lm.SamplingParams
+        ),
+        "module 'jax_specdec.lm' has no attribute 'SpecDecodeConfig'; jax_specdec has it": (
+            lambda: lm.SpecDecodeConfig
+        ),
+        "has no attribute 'LlguidanceMatcher'; jax_specdec.grammar has it": (
+            lambda: lm.LlguidanceMatcher
+        ),
+        "module 'jax_specdec', which has models, drafters and loops in jax_specdec.lm, has no "
+        "attribute 'generate'": lambda: sd.generate,
     },
     FileNotFoundError: {
         "Qwen/Qwen2.5-0.5B does not exist; `hf download Qwen/Qwen2.5-0.5B --local-dir "

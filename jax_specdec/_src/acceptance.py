@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import Sizes, as_int32, check_type, pytree, require
+from jax_specdec._src.arrays import (
+    Sizes,
+    as_int32,
+    check_outside_jit,
+    check_type,
+    pytree,
+    require,
+)
 from jax_specdec._src.config import check_num_speculative_tokens
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.types import Integers
@@ -175,6 +182,7 @@ class AcceptanceStats:
         Returns:
           The statistics since the counters were created.
         """
+        check_outside_jit("from_counters", counters=counters)
         low, high = jax.device_get(counters.words).astype(object)  # Python's ints have any size
         return cls._of((low + (high << 32)).tolist())
 
@@ -189,9 +197,10 @@ class AcceptanceStats:
           The statistics.
 
         Raises:
-          TypeError: `steps` is not a `StepRecord`.
+          TypeError: `steps` is not a `StepRecord`, or is traced.
         """
         check_type("steps", steps, StepRecord)
+        check_outside_jit("from_steps", steps=steps)
         given = steps.num_proposed, steps.num_accepted, steps.num_emitted, steps.num_kept
         columns = _columns(np.shape(steps.token_ids)[-1] - 1, *map(np.asarray, given))
         sums = [one.reshape(-1, one.shape[-1]).sum(axis=0) for one in columns]
@@ -331,6 +340,8 @@ def since(earlier: _Sums, later: _Sums) -> _Sums:
 
 
 def check_seconds(seconds: float) -> None:
+    is_number = isinstance(seconds, (int, float, np.number))
+    require(is_number, "seconds", "be a number", seconds, error=TypeError)
     require(seconds > 0, "seconds", "be positive", seconds)
 
 

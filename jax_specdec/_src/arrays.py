@@ -10,7 +10,7 @@ import functools
 import json
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -28,6 +28,16 @@ Declared = str | tuple[type, ...]
 _Class = TypeVar("_Class", bound=type)
 _DECLARED: dict[type, dict[str, Declared]] = {}
 _ARRAY = (jax.Array, np.ndarray)
+_MADE_BY = {
+    "Drafts": "Drafts.from_dense makes it of ids [B, K], Drafts.from_flat of ids [N]",
+    "DraftProbs": "DraftProbs(probs) and DraftLogits(logits) hold arrays",
+    "LogprobsConfig": "LogprobsConfig(num_top=5), for example",
+    "RejectionSampleOutput": "rejection_sample returns it",
+    "SamplingParams": "SamplingParams(temperature=0.8), for example",
+    "SpecDecodeConfig": "SpecDecodeConfig(num_speculative_tokens=4), for example",
+    "StepRecord": "the steps of what generate returned, for example",
+}
+"""By the name of a class: where its objects come from, for messages."""
 
 
 def pytree(**fields: Declared) -> Callable[[_Class], _Class]:
@@ -137,6 +147,7 @@ def check_type(
     for one in types:
         if value is None if one is None else isinstance(value, one):
             return one
+    hint = hint or next((_MADE_BY[x.__name__] for x in types if x and x.__name__ in _MADE_BY), None)
     listed = ("None" if one is None else with_article(one.__name__) for one in types)
     refuse(TypeError, name, f"be {either(listed)}", value, hint)
 
@@ -305,12 +316,14 @@ def check_increasing(
     """`values` as a tuple, if they are increasing integers in ``[low, high]``, at least one.
 
     Raises:
-      TypeError: one is not an integer.
+      TypeError: there is no list of them, or one is not an integer.
       ValueError: one is out of range, or they do not increase.
     """
+    must = "be increasing ints, at least one"
+    require(isinstance(values, Iterable), name, must, values, error=TypeError)
     numbers = tuple(check_int(f"{name}[{i}]", x, low, high) for i, x in enumerate(values))
     is_rising = bool(numbers) and list(numbers) == sorted(set(numbers))
-    require(is_rising, name, "be increasing ints, at least one", numbers)
+    require(is_rising, name, must, numbers)
     return numbers
 
 
@@ -385,8 +398,8 @@ def as_float32(name: str, values: Any, declared: str, sizes: Sizes) -> jax.Array
     return array.astype(jnp.float32)
 
 
-def checked_dtype(dtype: Any, named: str | None = None) -> np.dtype:
-    """What was given for `dtype`: one of those `named` in words, or any floating one.
+def checked_dtype(dtype: Any, named: str | None = None, name: str = "dtype") -> np.dtype:
+    """What was given for the argument `name`: one of those `named` in words, or any floating one.
 
     Raises:
       TypeError: another one, or none.
@@ -394,11 +407,11 @@ def checked_dtype(dtype: Any, named: str | None = None) -> np.dtype:
     must = f"be {named or 'a floating dtype'}"
     try:
         found = jnp.dtype(dtype)
-    except TypeError:
-        refuse(TypeError, "dtype", must, dtype)
+    except (TypeError, ValueError):  # the latter for a dict
+        refuse(TypeError, name, must, dtype)
     is_named = named is not None and found.name in re.findall(r"\w+", named)
     fits = is_named if named else jnp.issubdtype(found, jnp.floating)
-    require(fits, "dtype", must, found, error=TypeError)
+    require(fits, name, must, found, error=TypeError)
     return found
 
 
@@ -440,6 +453,18 @@ def check_positions(positions: Any, sizes: Sizes) -> None:
     hint = "one per request, that of its first draft, not one per token"
     is_per_token = np.size(positions) > sizes["B"]
     check_array("positions", positions, "[B] int32", sizes, hint if is_per_token else None)
+
+
+def check_outside_jit(function: str, **arguments: object) -> None:
+    """Checks that no array of the arguments is traced, for a function that needs their values.
+
+    Raises:
+      TypeError: one is.
+    """
+    for path, leaf in jax.tree.leaves_with_path(arguments):
+        if isinstance(leaf, jax.core.Tracer):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise TypeError(f"{function} must be called outside of jax.jit, but {name} is traced")
 
 
 def known_values(values: Any) -> np.ndarray | None:

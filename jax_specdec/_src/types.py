@@ -35,6 +35,7 @@ from jax_specdec._src.arrays import (
     as_int32,
     check_array,
     check_entries,
+    check_outside_jit,
     check_type,
     known_values,
     pytree,
@@ -454,7 +455,7 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
       One list per request, `num_emitted` long; empty if `status` is not OK.
 
     Raises:
-      TypeError: `output` is not a `RejectionSampleOutput`.
+      TypeError: `output` is not a `RejectionSampleOutput`, or is traced.
 
     Example:
       >>> import jax.numpy as jnp
@@ -466,5 +467,6 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
       [[4, 2], []]
     """
     check_type("output", output, RejectionSampleOutput)
+    check_outside_jit("parse_output", output=output)
     token_ids, num_emitted = jax.device_get((output.token_ids, output.num_emitted))
     return [row[:n].tolist() for row, n in zip(token_ids, num_emitted, strict=True)]

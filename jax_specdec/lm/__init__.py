@@ -3,6 +3,10 @@
 What reads models, tokenizers and templates needs the extra `lm`: `pip install ".[lm]"` in a clone.
 """
 
+from typing import TYPE_CHECKING
+
+import jax_specdec
+from jax_specdec._src.config import did_you_mean
 from jax_specdec.lm import formats, models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
 from jax_specdec.lm.decoding.core import DecodeState
@@ -87,3 +91,25 @@ __all__ = [
     "models",
     "retokenize",
 ]
+
+_READS = "load_huggingface reads a checkpoint, load_embedded_pair the models of the package"
+_OTHER_NAMES = {
+    **dict.fromkeys(("load_model", "load_checkpoint", "load", "from_pretrained"), _READS),
+    "AutoModelForCausalLM": _READS,
+    "AutoTokenizer": "load_tokenizer reads one from a directory",
+    "LLM": "generate decodes prompts, Engine and EngineDriver serve requests",
+    "SamplingParams": "RequestOptions is what one request asks for",
+}
+"""What callers of others look for, and what there is."""
+
+if not TYPE_CHECKING:  # else every name would be one, to a type checker
+
+    def __getattr__(name: str) -> object:
+        """Refuses a name that there is not, with one that is meant or near."""
+        hint = did_you_mean(name, __all__)
+        for module in (jax_specdec, jax_specdec.grammar):
+            if name in module.__all__:
+                hint = f"; {module.__name__} has it"
+        if name in _OTHER_NAMES:
+            hint = f"; {_OTHER_NAMES[name]}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")

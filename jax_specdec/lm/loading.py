@@ -169,11 +169,11 @@ def load_models(
                 f"vocab_size = {text.vocab_size}"
             )
         names = dict.fromkeys(name.removeprefix(SUFFIX_PREFIX) for name in drafters)
-        tokenizers = {
-            name: lm.load_tokenizer(name) for name in names if not _is_lookup_or_head(name)
-        }
-        for name in tokenizers:  # before any weights, which take long to read
-            read_config(Path(name) / CONFIG_FILE)
+        tokenizers = {}
+        for name in names:  # before any weights, which take long to read
+            if not _is_lookup_or_head(name):
+                read_config(Path(name) / CONFIG_FILE)
+                tokenizers[name] = lm.load_tokenizer(name)
         target = lm.load_huggingface(directory, dtype, weights=weights)
         draft_models = {
             name: _load_draft_model(name, text.tokenizer, own, target, dtype, draft_weights)
@@ -236,6 +236,9 @@ def _load_draft_model(
 def _load_head(name: str, target: Loaded, weights: Literal["int8"] | None) -> Draft:
     """Reads a head of the embedded target, or one in a directory."""
     kind, _, directory = name.partition(":")
+    if directory in EMBEDDED_HEADS and not Path(directory).exists():
+        hint = f"the head of the embedded target is --draft {directory}"
+        raise FileNotFoundError(f"{directory} does not exist; {hint}.")
     drafter: lm.Drafter
     if kind == "eagle3":
         eagle = lm.load_eagle3(directory, target) if directory else lm.load_embedded_head(target)

@@ -37,6 +37,26 @@ def copied(site: dict[str, Written], kind: str, tmp_path: Path) -> Written:
     return Path(shutil.copytree(directory, tmp_path / "head")), target, head
 
 
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_head_of_another_kind_is_told_what_reads_it(site: dict[str, Written], kind: str) -> None:
+    directory, target, _ = site[kind]
+    own, other = ("eagle3", "block") if kind == "eagle3" else ("block_head", "eagle3")
+    loaders = {"eagle3": lm.load_eagle3, "block": lm.load_block_head}
+    says = rf"which load_{own} and --draft {own.removesuffix('_head')}:DIR read\."
+    assert_refused(loaders[other], directory, target, says)
+    assert_refused(lambda path, _: lm.load_huggingface(path), directory, target, says)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_whole_model_is_told_from_a_head(
+    site: dict[str, Written], kind: str, tmp_path: Path
+) -> None:
+    target = site[kind][1]
+    lm.formats.save_checkpoint(tmp_path, *target)
+    says = "holds a whole model and no head, which load_huggingface and --draft DIR read"
+    assert_refused(LOADERS[kind], tmp_path, target, says)
+
+
 OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of the ids there
 ONES, NAN = np.ones((16, 32), np.float32), np.full((16, 48), np.nan, np.float32)
 EMBEDDING, INT8 = "embed_tokens.weight", np.ones((40, 16), np.int8)

@@ -130,13 +130,20 @@ PLACES: Kinds = {
 }
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+WHATEVER: Kinds = {
+    "named pipe": PLACES["named pipe"],
+    "pointer": (in_place(lambda path: path.write_text(POINTER)), "is a pointer of Git LFS, not th"),
+}
+
+
 def test_what_stands_in_place_of_a_file_is_named(tmp_path: Path) -> None:
     assert_each_refused(tmp_path, CONFIG, PLACES)
 
 
 @pytest.mark.parametrize("file", [file for file in READERS if file != CONFIG])
-def test_whatever_the_file_a_pipe_in_its_place_is_named(tmp_path: Path, file: str) -> None:
-    assert_each_refused(tmp_path / "kinds", file, {"named pipe": PLACES["named pipe"]})
+def test_whatever_the_file_what_is_in_its_place_is_named(tmp_path: Path, file: str) -> None:
+    assert_each_refused(tmp_path / "kinds", file, WHATEVER)
 
 
 @pytest.mark.parametrize(

@@ -490,6 +490,26 @@ MISTAKES = {
 }
 
 
+BESIDE = {
+    "config.json": ("snapshots", "name a directory in snapshots there, as this is one of the hub"),
+    "tokenizer.json": ("tokenizer.model", "save_pretrained of transformers writes it"),
+    INDEX: ("pytorch_model.bin", "save_pretrained of transformers writes it"),
+}
+
+
+@pytest.mark.parametrize("file", BESIDE)
+def test_what_is_there_in_place_of_a_missing_file_is_told(tmp_path: Path, file: str) -> None:
+    directory = copy("llama", tmp_path / "llama")
+    (directory / file).unlink()
+    other, hint = BESIDE[file]
+    read = lm.load_tokenizer if file.startswith("token") else lm.load_huggingface
+    for there in (False, True):
+        with pytest.raises(FileNotFoundError, match="must hold") as raised:
+            read(directory)
+        assert (hint in str(raised.value)) == there
+        (directory / other).touch()
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_checkpoint_is_named_in_one_sentence(tmp_path: Path, mistake: str) -> None:
     make, message = MISTAKES[mistake]

@@ -211,6 +211,23 @@ def test_a_bias_is_named_as_json_names_it() -> None:
     assert options.logit_bias == {5: 1.0, 7: -2.0}
 
 
+def test_log_probabilities_of_steps_are_joined_as_tokens_are() -> None:
+    """Two steps of two requests: 2 and 1 tokens of the first, none and 2 of the second."""
+    own = np.array([[[1, 2], [9, 9]], [[3, 9], [4, 5]]], np.float32)  # [S, B, K+1]
+    top = np.stack([own, 10 * own], axis=3)  # [S, B, K+1, 2]
+    kept = np.array([[2, 0], [1, 2]], np.int32)
+    found = sd.TokenLogprobs(own, top.astype(np.int32), top)
+    steps = sd.StepRecord(own.astype(np.int32), kept, kept, kept, kept, found)
+    output = lm.GenerateOutput([[1, 2, 3], [4, 5]], steps, [sd.Status.OK] * 2)
+    assert output.logprobs is not None
+    for tokens, joined in zip(output.completions, output.logprobs, strict=True):
+        assert joined.logprobs.tolist() == tokens
+        assert joined.top_token_ids.tolist() == [[x, 10 * x] for x in tokens]
+        assert joined.top_logprobs.tolist() == [[x, 10 * x] for x in tokens]
+        assert joined.thresholds is None
+    assert lm.GenerateOutput([[1]], dataclasses.replace(steps, logprobs=None), []).logprobs is None
+
+
 def test_the_repr_of_an_output_is_short() -> None:
     record = sd.StepRecord(*(np.zeros((2, 3, *rest), np.int32) for rest in ((2,), (), (), (), ())))
     status = [sd.Status.OK, sd.Status.OK, sd.Status.BAD_TARGET_ROW]

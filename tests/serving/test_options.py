@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
@@ -265,25 +266,27 @@ def _without_filters(options: lm.RequestOptions) -> lm.RequestOptions:
 def test_logprobs_are_those_of_the_tokens(generate: Any, distribution: str) -> None:
     output = generate(AT_TEMPERATURES)
     steps, found = output.steps, output.steps.logprobs
-    assert found is not None
-    for b, completion in enumerate(output.completions[: len(OPTIONS)]):
+    assert found is not None and output.logprobs is not None
+    assert len(output.logprobs) == len(output.completions)
+    pairs = zip(output.completions, output.logprobs, strict=True)
+    for b, (completion, joined) in enumerate(itertools.islice(pairs, len(OPTIONS))):
         kept = np.arange(found.logprobs.shape[-1]) < steps.num_kept[:, b, None]
         assert np.isnan(found.logprobs[:, b][~kept]).all()
         assert (found.top_token_ids[:, b][~kept] == -1).all()
         want = expected_logprobs(completion, TEMPERATURES[b], OPTIONS[b], distribution)
         own = want[np.arange(len(completion)), completion]
-        np.testing.assert_allclose(found.logprobs[:, b][kept], own, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(joined.logprobs, own, rtol=1e-4, atol=1e-5)
         ids = np.argsort(-want, axis=1, kind="stable")[:, :2]
-        np.testing.assert_array_equal(found.top_token_ids[:, b][kept], ids)
+        np.testing.assert_array_equal(joined.top_token_ids, ids)
         np.testing.assert_allclose(
-            found.top_logprobs[:, b][kept], np.take_along_axis(want, ids, 1), rtol=1e-4, atol=1e-5
+            joined.top_logprobs, np.take_along_axis(want, ids, 1), rtol=1e-4, atol=1e-5
         )
-        if found.thresholds is not None:
+        if joined.thresholds is not None:
             free = _without_filters(OPTIONS[b])
             possible = expected_logprobs(completion, TEMPERATURES[b], free, distribution)
             is_truncated = (np.isfinite(possible) & ~np.isfinite(want)).any(axis=1)
             assert is_truncated.any() == (free != OPTIONS[b])
-            np.testing.assert_array_equal(found.thresholds[:, b][kept] > -np.inf, is_truncated)
+            np.testing.assert_array_equal(joined.thresholds > -np.inf, is_truncated)
 
 
 # Errors

@@ -657,7 +657,9 @@ def test_who_may_not_ask_is_refused_before_anything_is_read(running: Running) ->
     for host in ("localhost:1", "LOCALHOST", "127.0.0.1", "[::1]:8000"):
         assert post(running.port, b"{", Host=host)[0] == 400
     for path in ("/v1/nothing", "/v1/completions/"):
-        assert post(running.port, good, path)[0] == 404
+        status, _, error = post(running.port, good, path)
+        there = "; there are /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics"
+        assert status == 404 and there in error["message"]
     assert post(running.port, good, "/v1/models")[0] == 405
     assert post(running.port, {"prompt": "x", "model": "gpt"})[0] == 404
     with pytest.raises(openai.NotFoundError) as error:

@@ -169,6 +169,31 @@ NAMED: list[tuple[dict[str, Any], str, str]] = [
         "include_acceptance needs stream_options.include_usage in a stream",
     ),
     ({"top_logprobs": 1}, "top_logprobs", "top_logprobs needs logprobs"),
+    (
+        {"one_token_per_event": True},
+        "one_token_per_event",
+        "unknown parameter: 'one_token_per_event'; did you mean "
+        "'stream_options.one_token_per_event'?",
+    ),
+    (
+        {"stream_options": {"one_token_per_event": True}},
+        "stream_options",
+        'stream_options.one_token_per_event needs "stream": true',
+    ),
+    (
+        {"stream": True, "stream_options": {"include_acceptance": True}},
+        "stream_options.include_acceptance",
+        "unknown parameter: 'stream_options.include_acceptance'; did you mean 'include_acceptance'",
+    ),
+    ({"json_schema": {}}, "json_schema", "unknown parameter: 'json_schema'; did you mean 'respon"),
+    ({"prompt": "x"}, "prompt", "unknown parameter: 'prompt'; it is a parameter of /v1/completion"),
+    ({"temprature": 0}, "temprature", "unknown parameter: 'temprature'; did you mean 'temperatur"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        "chat_template_kwargs",
+        'chat_template_kwargs is supported as {} only; reasoning_effort "none" turns thinking off',
+    ),
+    ({"extra_body": {}}, "extra_body", "unknown parameter: 'extra_body'; what is in it goes besi"),
 ]
 
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import as_positions, check_entries, check_positions, require
+from jax_specdec._src.arrays import (
+    as_positions,
+    check_entries,
+    check_outside_jit,
+    check_positions,
+    require,
+)
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.noise import check_keys
 from jax_specdec._src.sampling import SamplingParams
@@ -53,7 +59,7 @@ def validate(
     for a call with explicit noise.
 
     Raises:
-      TypeError: an argument of the wrong type or dtype.
+      TypeError: an argument of the wrong type or dtype, or an array that is traced by `jax.jit`.
       NotImplementedError: the named implementation has no device here.
       ValueError: a shape that does not fit, or a value out of its range; the message names the
         argument, the request or row, the rule and the value.
@@ -70,6 +76,17 @@ def validate(
         ...
       ValueError: drafts.token_ids[1] must be in [0, 4), or -1 for no proposal, but it is 9
     """
+    check_outside_jit(
+        "validate",
+        target_logits=target_logits,
+        drafts=drafts,
+        sampling=sampling,
+        keys=keys,
+        positions=positions,
+        bonus_token_ids=bonus_token_ids,
+        active=active,
+        token_bitmask=token_bitmask,
+    )
     # Shapes and dtypes, as every call checks them. What follows looks at values.
     check_implementation(implementation)
     arrays, static = checked(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import numpy as np
 
-from jax_specdec._src.arrays import argument_of, check_int, renamed, require
+from jax_specdec._src.arrays import argument_of, check_int, either, renamed, require
 from jax_specdec._src.config import (
     DraftSampleMethod,
     RejectionSampleMethod,
@@ -21,6 +21,7 @@ from jax_specdec._src.config import (
 from jax_specdec._src.sampling import FILTERS, TEMPERATURE
 from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm import terminal
+from jax_specdec.lm.cli.other_names import OTHER_NAMES
 from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 from jax_specdec.lm.decoding.text import DEFAULT_CONFIG
@@ -37,6 +38,8 @@ DEFAULT_REPEATS = 5
 
 _Made = TypeVar("_Made")
 _DRAFT = "[suffix+]DIR|eagle3:DIR|block:DIR|ngram|suffix|model|eagle3|dflash|dspark|none"
+_PREFIX_OF = {"dflash": "block:", "dspark": "block:", "eagle": "eagle3:", "eagle3": "eagle3:"}
+"""What stands before the directory of a head, by what it may be called."""
 _REQUEST_OPTIONS = (*FILTERS, *PENALTIES)
 
 
@@ -114,9 +117,15 @@ def parse(arguments: Sequence[str] | None, version: str) -> Options:
         )
         for add_group in groups:
             add_group(commands[name])
-    given, unknown = parser.parse_known_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0].startswith("-") and words[0] not in parser.flags:
+        parser.error(f"{words[0]} must come after a command, as in jax-specdec generate {words[0]}")
+    given, unknown = parser.parse_known_args(words)
     command = commands[given.command]
-    command.refuse_unknown(unknown)
+    if unknown:
+        hints = (_instead_of(name, given.command, commands) for name in unknown)
+        hint = next(filter(None, hints), "")
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if given.command is None:
         parser.print_help()
         parser.exit()
@@ -140,19 +149,32 @@ class _Parser(argparse.ArgumentParser):
     def add_integer(self, *flags: str, low: int, high: int | None = None, **how: Any) -> None:
         """Adds an option that is an integer of at least `low`, and at most `high`."""
         self.ends[flags[-1].removeprefix("--").replace("-", "_")] = low, high
-        how = {"type": int, "metavar": "N", **how}
+        how = {"type": _INTEGER, "metavar": "N", **how}
         self.add(*flags, **how)
 
     def error(self, message: str) -> NoReturn:
         terminal.log(f"{self.prog}: {' '.join(message.split())}")
         sys.exit(2)
 
-    def refuse_unknown(self, arguments: Sequence[str]) -> None:
-        """Reports arguments that are not known, with the option that the first one is near."""
-        if arguments:
-            known = [name for action in self._actions for name in action.option_strings]
-            near = did_you_mean(arguments[0].partition("=")[0], known)
-            self.error(f"unrecognized arguments: {' '.join(arguments)}{near}")
+    @property
+    def flags(self) -> list[str]:
+        """The names of its options."""
+        return [flag for action in self._actions for flag in action.option_strings]
+
+
+def _instead_of(unknown: str, command: str | None, commands: Mapping[str | None, _Parser]) -> str:
+    """Returns how a message about an unknown option ends: with what to write instead, if known."""
+    name = unknown.partition("=")[0].replace("_", "-")
+    wanted = OTHER_NAMES.get(name, name)
+    if not wanted.startswith("--"):
+        return f"; {wanted}" if wanted != name else ""
+    flag = wanted.partition(" ")[0]
+    if flag in commands[command].flags:
+        return f"; did you mean {wanted!r}?"
+    owners = [f"jax-specdec {name}" for name, parser in commands.items() if flag in parser.flags]
+    if owners:
+        return f"; {either(owners)} has {wanted}"
+    return did_you_mean(name, commands[command].flags)
 
 
 def _checked(read: Callable[[str], _Made], must: str, hint: str = "") -> Callable[[str], _Made]:
@@ -166,6 +188,10 @@ def _checked(read: Callable[[str], _Made], must: str, hint: str = "") -> Callabl
             raise argparse.ArgumentTypeError(message) from None
 
     return checked
+
+
+_INTEGER = _checked(int, "an integer")
+_NUMBER = _checked(float, "a number")
 
 
 def _tuple_of(kind: Callable[[str], _Made], must: str) -> Callable[[str], tuple[_Made, ...]]:
@@ -182,8 +208,9 @@ def _add_requests(parser: _Parser) -> None:
     parser.add("--prompt-file", dest="prompt_files", action="append", metavar="FILE")
     parser.add("--chat", action="store_true")
     for one in _REQUEST_OPTIONS:
-        kind = int if one.dtype is np.int32 else float
-        letter = kind.__name__[0].upper()
+        is_int = one.dtype is np.int32
+        kind = _INTEGER if is_int else _NUMBER
+        letter = "I" if is_int else "F"
         parser.add(_flag(one.name), type=kind, default=one.neutral, metavar=letter, help=one.words)
     parser.add_integer("-n", "--max-new-tokens", low=1)
     parser.add_integer("--seed", low=0, high=2**32 - 1, default=Options.seed)
@@ -197,7 +224,7 @@ def _add_models(parser: _Parser) -> None:
     parser.add("--draft-weights", choices=("int8",))
     methods = get_args(RejectionSampleMethod)
     parser.add("--method", dest="rejection_sample_method", choices=methods)
-    parser.add("--acceptance-length", dest="synthetic_acceptance_length", type=float, metavar="L")
+    parser.add("--acceptance-length", dest="synthetic_acceptance_length", type=_NUMBER, metavar="L")
     rates = _tuple_of(float, "numbers separated by commas, such as 0.9,0.5,0.1")
     where = "synthetic_acceptance_rates"
     parser.add("--acceptance-rates", dest=where, type=rates, metavar="R,R,...")
@@ -216,7 +243,7 @@ def _add_drafter(parser: _Parser) -> None:
 def _add_generate(parser: _Parser) -> None:
     parser.add("--no-prompt", dest="shows_prompts", action="store_false")
     parser.add("--exact", action="store_true")
-    parser.add("--max-drafts", type=int, metavar="N")
+    parser.add("--max-drafts", type=_INTEGER, metavar="N")
     temperature = _checked(lambda text: (float(text),), "a number")
     parser.add("-t", "--temperature", type=temperature, default="0", metavar="T")
     hint = f"; a prompt goes before it, or after --compare={DEFAULT_REPEATS}"
@@ -239,6 +266,7 @@ def _add_bench(parser: _Parser) -> None:
 
 
 def _add_serve(parser: _Parser) -> None:
+    parser.add("checkpoint", nargs="?", metavar="DIR")
     parser.add("--host", default=Options.host)
     parser.add_integer("--port", low=0, high=65535, default=Options.port)
     parser.add_integer("--num-slots", low=1, high=4096, default=Options.num_slots)
@@ -260,6 +288,7 @@ def _add_serve(parser: _Parser) -> None:
 
 
 _HELP = {
+    "checkpoint": "the same as --target DIR",
     "prompts": """a text to continue (the embedded models know Python source); - is standard
         input, which is also read if no prompt is given and it is not a terminal""",
     "--prompt-file": "a UTF-8 file that holds one prompt; may be given several times",
@@ -367,6 +396,11 @@ def _check(given: dict[str, Any], ends: dict[str, tuple[int, int | None]]) -> Op
     for temperature in given.get("temperature", ()):
         TEMPERATURE.range.check("--temperature", temperature)
     require(all(given.get("prompts", ())), "the prompt", "not be empty", "")
+    if "checkpoint" in given:
+        if "target" in given:
+            twice = f"{given['checkpoint']!r} and --target {str(given['target'])!r}"
+            raise ValueError(f"one target must be given, but there are two: {twice}")
+        given["target"] = Path(given["checkpoint"])
     is_chat = given.get("chat", False)
     if is_chat and "target" not in given:
         raise ValueError("--chat needs --target, whose tokenizer has the chat template")
@@ -436,19 +470,30 @@ def _drafters(given: dict[str, Any]) -> tuple[str, ...]:
         is_alone_or_pair = name == draft or name not in ("", *LOOKUPS, NO_DRAFTS)
         must = "be followed by a head or a model, as in suffix+eagle3"
         require(is_alone_or_pair, "--draft suffix+", must, draft)
+        hint = _head_hint(draft, name)
         if has_target:
-            fits = name not in ("model", *EMBEDDED_HEADS)
+            fits = hint is None and name != "model"
             must = "be DIR, eagle3:DIR, block:DIR, ngram, suffix or none with --target"
         else:
             own = ("model", *LOOKUPS, *EMBEDDED_HEADS, NO_DRAFTS)
             fits = name in own or name.startswith(HEAD_PREFIXES)
             must = f"be {', '.join(own)}, eagle3:DIR or block:DIR without --target"
-        require(fits, "--draft", must, draft)
+        require(fits, "--draft", must, draft, hint)
         if name in HEAD_PREFIXES:
             raise ValueError(f"--draft {name} must be followed by the directory of a head")
     if given.get("history") and not all(draft.startswith("suffix") for draft in drafters):
         raise ValueError("--history needs --draft suffix, or suffix+ before a head or a model")
     return drafters
+
+
+def _head_hint(draft: str, name: str) -> str | None:
+    """Returns how the directory of a head is named, if `name`, the end of `draft`, may mean one."""
+    kind, colon, directory = name.partition(":")
+    if colon and kind in _PREFIX_OF and not name.startswith(HEAD_PREFIXES):
+        return f"did you mean {draft.removesuffix(name) + _PREFIX_OF[kind] + directory!r}?"
+    if name in EMBEDDED_HEADS:
+        return f"a head of another target is {_PREFIX_OF[name]}DIR"
+    return None
 
 
 def _check_trees(given: dict[str, Any], drafters: tuple[str, ...], ks: tuple[int, ...]) -> None:

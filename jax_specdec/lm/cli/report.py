@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 from rich import box
 from rich.table import Table
@@ -40,7 +39,7 @@ def table(options: Options, done: list[Run]) -> Table:
         config = run.config
         rows.add_row(
             f"{run.temperature:g}",
-            Text(terminal.printable("plain" if run.drafter is None else Path(run.drafter).name)),
+            Text(terminal.printable(run.drafter or "plain")),
             "" if config is None else f"{config.num_speculative_tokens}",
             *(["-"] * 4 if run.errors else _figures(run)),
             "" if config is None or run.speedup is None else f"{run.speedup:.2f}x",

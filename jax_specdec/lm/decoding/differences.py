@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec._src.arrays import check_type
 from jax_specdec._src.types import Array
 from jax_specdec.lm.decoding.batch import Batch
 from jax_specdec.lm.decoding.core import PLAIN
@@ -64,6 +65,9 @@ def greedy_differences(
     Returns:
       One entry for each request that differs.
 
+    Raises:
+      TypeError: an output is something else.
+
     Example:
       >>> from jax_specdec import lm
       >>> _, (model, params) = lm.load_embedded_pair()
@@ -73,6 +77,8 @@ def greedy_differences(
       []
     """
     check_params("params", model, params)
+    check_type("output", output, GenerateOutput)
+    check_type("plain", plain, GenerateOutput)
     found = []
     asked = options_per_request(options, len(prompts), {})
     pairs = zip(output.completions, plain.completions, strict=True)

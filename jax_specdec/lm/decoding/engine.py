@@ -214,6 +214,7 @@ class Engine:
         must = "be a rule whose text does not depend on drafts, because the drafter has a history"
         require(not depends, "config.rejection_sample_method", must, method)
         check_type("logprobs", self.logprobs, LogprobsConfig, None)
+        check_type("option_sizes", self.option_sizes, OptionSizes)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)
         check_int("max_prefill_requests", self.max_prefill_requests, 1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import check_type
+from jax_specdec._src.arrays import check_outside_jit, check_type
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
@@ -43,6 +43,24 @@ class GenerateOutput:
     completions: list[list[int]]
     steps: StepRecord
     status: list[Status]
+
+    @functools.cached_property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """B `TokenLogprobs` of NumPy arrays, a row for each token of the completion; or None.
+
+        They are those of `steps`, joined as `completions` are: an array ``[B, K+1, ...]`` there is
+        ``[n, ...]`` here, n the number of tokens. None unless `generate` was given `logprobs`.
+        """
+        found = self.steps.logprobs
+        if found is None:
+            return None
+        # [S, B, K+1]: whether a step emitted a token there
+        is_kept = np.arange(found.logprobs.shape[2]) < np.asarray(self.steps.num_kept)[..., None]
+        # [S, B, K+1, ...] -> [S, K+1, ...] -> [n, ...]
+        return [
+            jax.tree.map(lambda x, b=b: x[:, b][is_kept[:, b]], found)
+            for b in range(len(self.completions))
+        ]
 
     def __repr__(self) -> str:
         failed = sum(one != Status.OK for one in self.status)
@@ -251,6 +269,7 @@ def _prepare(
     check_model("model", model)
     check_params("params", model, params)
     check_params("draft_params", drafter, draft_params)
+    check_outside_jit("generate", params=params, draft_params=draft_params, key=key)
     check_type("logprobs", logprobs, LogprobsConfig, None)
     check_type("exact", exact, bool)
     if exact:

@@ -37,10 +37,10 @@ def _hint(given: Any) -> str | None:
     """Returns what to pass in place of what is no drafter, if that can be said."""
     if is_loaded_model(given):
         return f"pass drafter={_wrapper(given.model)}(draft.model) and draft_params=draft.params"
-    if given is None or given == "ngram":
+    if given is None or isinstance(given, str):
         return "NGramDrafter() needs no model, and generate_plain no drafter"
     if isinstance(given, type):
-        return None
+        return f"make an object, {given.__name__}(...)"
     if callable(getattr(given, "apply", None)):
         return f"a model is wrapped, drafter={_wrapper(given)}(model)"
     if callable(getattr(given, "propose", None)):

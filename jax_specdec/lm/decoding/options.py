@@ -222,9 +222,10 @@ def options_per_request(
     if options is None or isinstance(options, RequestOptions):
         one = options or RequestOptions()
         return [dataclasses.replace(one, **fields) if fields else one] * count
-    check_type("options", options, RequestOptions, Sequence, None)
+    hint = "RequestOptions(temperature=0.8), for example, is what one request asks for"
+    check_type("options", options, RequestOptions, Sequence, None, hint=hint)
     for i, one in enumerate(options):
-        check_type(f"options[{i}]", one, RequestOptions)
+        check_type(f"options[{i}]", one, RequestOptions, hint=hint)
     must = f"be one value, or one for each of {count} prompts"
     require(len(options) == count, "options", must, options)
     return [dataclasses.replace(one, **fields) if fields else one for one in options]

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jax_specdec._src.acceptance import AcceptanceStats
+from jax_specdec._src.arrays import require
 from jax_specdec.lm.decoding.metrics import END_REASONS, ServingStats
 from jax_specdec.lm.extras import extra
 
@@ -78,6 +79,7 @@ class PrometheusExporter:
 
     Raises:
       ImportError: prometheus_client is not installed.
+      TypeError: `registry` is none.
       ValueError: `labels` has ``position`` or ``reason``, which the exporter sets itself; or
         `registry` has an exporter already, so that a scrape would show each counter twice.
 
@@ -100,6 +102,9 @@ class PrometheusExporter:
         for name in ("position", "reason"):
             if name in self._labels:
                 raise ValueError(f"labels must not have {name}, but they are {self._labels}")
+        is_registry = registry is None or hasattr(registry, "register")
+        must = "be a CollectorRegistry of prometheus_client"
+        require(is_registry, "registry", must, registry, error=TypeError)
         self._published: tuple[AcceptanceStats, ServingStats | None] | None = None
         try:
             (prometheus_client.REGISTRY if registry is None else registry).register(self)

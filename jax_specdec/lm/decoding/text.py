@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
@@ -59,7 +60,11 @@ def generate_text(
       >>> len(text.encode())
       60
     """
-    check_type("prompts", prompts, list, tuple)
+    check_type("prompts", prompts, list, tuple, hint="pass [text] for one")
+    for i, prompt in enumerate(prompts):
+        check_type(f"prompts[{i}]", prompt, str, hint="generate takes lists of token ids")
+    hint = "generate takes a model and its params"
+    check_type("target", target, str, os.PathLike, None, hint=hint)
     if target is None:
         (model, params), draft = load_embedded_pair()
         if drafter is None:

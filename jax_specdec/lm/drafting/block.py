@@ -17,7 +17,7 @@ from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Children, best_nodes, grow, likeliest, with_bias
 from jax_specdec.lm.models.block import BlockHead
-from jax_specdec.lm.models.protocol import Cache, Params, Rows
+from jax_specdec.lm.models.protocol import Cache, Params, Rows, is_loaded_model
 
 _NUM_EXTENDED = 8
 _NUM_CHILDREN = 16
@@ -71,7 +71,8 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     num_candidates: int | None = None
 
     def __post_init__(self) -> None:
-        check_type("head", self.head, BlockHead)
+        hint = "pass its .model" if is_loaded_model(self.head) else None
+        check_type("head", self.head, BlockHead, hint=hint)
         check_int("tree_depth", self.tree_depth, 0, self.head.config.max_drafts)
         if self.num_candidates is not None:
             check_int("num_candidates", self.num_candidates, 1, self.head.vocab_size)

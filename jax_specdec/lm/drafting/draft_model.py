@@ -13,7 +13,13 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.arrays import check_array, check_int, check_listed, host_int32
+from jax_specdec._src.arrays import (
+    check_array,
+    check_int,
+    check_listed,
+    checked_dtype,
+    host_int32,
+)
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.platform import Platform, traced_for_platform
@@ -71,8 +77,8 @@ class ModelDrafter(Drafter):
         the agreement rule, which keeps no store, they are sampled from all ids.
 
     Raises:
-      TypeError: `model` is not a `CausalModel`, `ids` are not integers, or `num_candidates` is not
-        an int.
+      TypeError: `model` is not a `CausalModel`, `store_dtype` no floating dtype, `ids` are not
+        integers, or `num_candidates` is not an int.
       ValueError: `ids` are not ``[Vd]``, or one is negative or listed twice; `num_candidates` is
         below 1.
 
@@ -86,6 +92,8 @@ class ModelDrafter(Drafter):
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
+        if self.store_dtype is not None:
+            checked_dtype(self.store_dtype, name="store_dtype")
         if self.ids is not None and not isinstance(self.ids, _HashableIds):
             object.__setattr__(self, "ids", _HashableIds.of(self.ids))
         if self.num_candidates is not None:

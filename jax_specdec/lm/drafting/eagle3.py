@@ -19,7 +19,7 @@ from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, likeliest
 from jax_specdec.lm.models.eagle3 import Eagle3Head
-from jax_specdec.lm.models.protocol import Cache, Params, Rows
+from jax_specdec.lm.models.protocol import Cache, Params, Rows, is_loaded_model
 
 _WIDTH = 8
 """Nodes of a level of a tree that are run, at most, and children of each that are looked at."""
@@ -92,7 +92,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
     """
 
     def __post_init__(self) -> None:
-        check_type("head", self.head, Eagle3Head)
+        hint = "pass its .model" if is_loaded_model(self.head) else None
+        check_type("head", self.head, Eagle3Head, hint=hint)
         check_int("tree_depth", self.tree_depth, 0, _MOST_DEPTH)
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:

@@ -19,13 +19,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import check_type, require
+from jax_specdec._src.arrays import check_int, check_type, require
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 from jax_specdec.lm.models.fields import shown
-from jax_specdec.lm.models.protocol import Cache, CausalModel, Params, Rows, check_leaf
+from jax_specdec.lm.models.protocol import (
+    Cache,
+    CausalModel,
+    Params,
+    Rows,
+    check_leaf,
+    check_model,
+    check_params,
+)
 from jax_specdec.lm.text.tokenizer import Tokenizer
 
 MOST_PIECES = 8
@@ -200,7 +208,9 @@ def retokenize(
       params: its weights.
 
     Raises:
-      ValueError: no token is the same in both.
+      TypeError: `target` or `draft` is not a `Tokenizer`, `model` not a model, or `params` not its
+        weights.
+      ValueError: no token is the same in both, or a model has fewer ids than its tokenizer.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, tokenizers
@@ -218,6 +228,17 @@ def retokenize(
       >>> drafter.ids.values.tolist(), params.pieces.tolist()
       ([0, 2], [[2, -1], [2, 0], [0, -1]])
     """
+    check_model("model", model)
+    check_params("params", model, params)
+    vocab_size = check_int("vocab_size", vocab_size)
+    for name, tokenizer, axis, count in (
+        ("target", target, "vocab_size", vocab_size),
+        ("draft", draft, "model.vocab_size", model.vocab_size),
+    ):
+        hint = "load_tokenizer reads one from a directory"
+        check_type(name, tokenizer, Tokenizer, hint=hint)
+        least = tokenizer.library_tokenizer.get_vocab_size(with_added_tokens=False)
+        require(count >= least, axis, f"be at least {least}, the ids of the {name}", count)
     own = _ids_by_text(_texts(draft, model.vocab_size))
     texts = _texts(target, vocab_size)
     theirs = _ids_by_text(texts)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only, read_json
+from jax_specdec.lm.formats.head_kinds import check_kind
 from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling
 
 CONFIG_FILE = "config.json"
@@ -45,9 +46,11 @@ def read_config(path: Path) -> LlamaConfig:
       FileNotFoundError: it does not exist.
       OSError: it is not a file, or cannot be opened.
       ValueError: it is not JSON, lacks a size, has a value out of range, or asks for something that
-        `Llama` does not compute.
+        `Llama` does not compute; or it is of a draft head.
     """
-    return parse_config(read_json(path))
+    raw = read_json(path)
+    check_kind(None, raw)
+    return parse_config(raw)
 
 
 def parse_config(raw: JsonObject) -> LlamaConfig:

@@ -18,6 +18,17 @@ JsonValue = Any
 MAX_BYTES = 2**26
 """More than the largest tokenizers (some 35 MB); in memory JSON takes 20 times its size."""
 
+_POINTER = b"version https://git-lfs"
+_SAVES = "save_pretrained of transformers writes it"
+_BESIDE = {
+    "config.json": {
+        "adapter_config.json": "an adapter alone is there, to be merged into its model",
+        "snapshots": "name a directory in snapshots there, as this is one of the hub's cache",
+    },
+    "tokenizer.json": {"tokenizer.model": _SAVES, "vocab.json": _SAVES},
+    "model.safetensors": {"pytorch_model.bin": _SAVES, "pytorch_model.bin.index.json": _SAVES},
+}
+"""By the name of a file that is missing: what may be there instead, and what to do then."""
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a named pipe",
@@ -63,7 +74,22 @@ def existing(path: Path) -> Path:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise OSError(f"{shown(path)} is {kind}, but must be a file.")
+    with contextlib.suppress(OSError), path.open("rb") as file:  # who reads it reports an error
+        begin = file.read(len(_POINTER))
+        if begin == _POINTER:
+            raise ValueError(
+                f"{shown(path)} is a pointer of Git LFS, not the file: `git lfs pull` in its "
+                "directory gets that."
+            )
     return path
+
+
+def instead_of(path: Path) -> str:
+    """Returns how a message about a missing file goes on, if what is beside it explains that."""
+    found = (
+        text for name, text in _BESIDE.get(path.name, {}).items() if is_there(path.parent / name)
+    )
+    return "".join(f": {text}" for text in found)
 
 
 def _missing(path: Path) -> OSError:
@@ -79,7 +105,7 @@ def _missing(path: Path) -> OSError:
         )
     if path.parent.exists():
         return FileNotFoundError(
-            f"{shown(path)} does not exist; a checkpoint directory must hold it."
+            f"{shown(path)} does not exist; a checkpoint directory must hold it{instead_of(path)}."
         )
     # A directory that is called as models of the hub are, "OWNER/MODEL", was meant as one.
     parts = path.parent.parts

@@ -14,6 +14,7 @@ from jax_specdec._src.arrays import LOGITS, check_listed, checked_dtype, require
 from jax_specdec.lm.formats.checkpoint import LoadedModel, refuse_int8, stored_tensors, write_files
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, path_of, read_json
+from jax_specdec.lm.formats.head_kinds import HeadKind, check_is_head, check_kind
 from jax_specdec.lm.formats.head_layouts import LEGACY_NORMS, layer_prefix
 from jax_specdec.lm.formats.tensors import (
     Names,
@@ -51,28 +52,33 @@ def load_head(
     directory: str | Path,
     target: LoadedModel[Llama],
     kind: type[_Head],
+    own: HeadKind,
     read_config: Callable[[JsonObject, Tensors, LlamaConfig], HeadConfig],
     prefix: str = "",
 ) -> LoadedModel[_Head]:
     """Returns a head for a target, whose own arrays stand for those that are equal to them.
 
-    `read_config` reads the config of its `kind`; names of tensors are read without a `prefix`.
-    Raises as `load_eagle3` does.
+    `own` is its kind in words; `read_config` reads the config of its `kind`; names of tensors are
+    read without a `prefix`. Raises as `load_eagle3` does.
     """
     is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
-    require(is_target, "target", "be a LoadedModel of a Llama", target, error=TypeError)
+    must = "be a LoadedModel of a Llama"
+    hint = "pass what load_huggingface returned, model and params in one"
+    require(is_target, "target", must, target, hint, TypeError)
     directory = path_of(directory)
     raw = read_json(directory / CONFIG_FILE)
+    check_kind(own, raw)
     with open_files(directory) as files:
+        check_is_head(shown(directory), files.stored)
         tensors = files.without(prefix)
         head = kind(read_config(raw, tensors, target.model.config), target.model.dtype)
         names = _tensor_names(head, tensors.stored)
         shapes = tensor_shapes(names, parts(head.weight_shapes), _part_sizes(head.config))
         check_tensors(tensors, shapes, ("d2t", "t2d"))
         target_ids = _read_target_ids(tensors, head.config)
-        own, *layers = read_arrays(tensors, names, head.dtype)
+        arrays, *layers = read_arrays(tensors, names, head.dtype)
         whole = {"layers": layers} if "layers" in head.weight_shapes else {"layer": layers[0]}
-        params = {**target_ids, **own, **whole}
+        params = {**target_ids, **arrays, **whole}
         shared = _shared_again(tensors, head.config, params, target)
     params |= shared_params(shared, target.params)
     if "lm_head" not in params:  # of a list of ids

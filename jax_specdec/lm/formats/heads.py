@@ -9,6 +9,7 @@ from jax_specdec._src.arrays import check_type
 from jax_specdec.lm.formats.checkpoint import LoadedModel
 from jax_specdec.lm.formats.files import JsonValue, is_there, path_of
 from jax_specdec.lm.formats.head_files import load_head, save_head
+from jax_specdec.lm.formats.head_kinds import BLOCK, EAGLE3
 from jax_specdec.lm.formats.head_layouts import read_block_config, read_eagle3_config
 from jax_specdec.lm.formats.tensors import INDEX_FILE, WEIGHTS_FILE
 from jax_specdec.lm.models.block import BlockHead
@@ -68,7 +69,7 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
             f"{shown(file)} does not exist; tools/convert_eagle3.py of the project makes it "
             f"from {_TORCH_FILE}."
         )
-    return load_head(directory, target, Eagle3Head, read_eagle3_config)
+    return load_head(directory, target, Eagle3Head, EAGLE3, read_eagle3_config)
 
 
 def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> LoadedModel[BlockHead]:
@@ -108,7 +109,7 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
     """
     if is_there(path_of(directory) / _MASK_FILE):
         raise ValueError(f"{shown(path_of(directory))} has {_MASK_FILE}, which is not read.")
-    return load_head(directory, target, BlockHead, read_block_config, "model.")
+    return load_head(directory, target, BlockHead, BLOCK, read_block_config, "model.")
 
 
 def save_eagle3(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec.lm.extras import extra
-from jax_specdec.lm.formats.files import existing, is_there, read_json
+from jax_specdec.lm.formats.files import existing, instead_of, is_there, read_json
 from jax_specdec.lm.models.fields import quoted, reason, shown
 from jax_specdec.lm.models.int8 import NOT_PRODUCTS, Int8Weight, quantized
 from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes, param_shapes
@@ -128,7 +128,7 @@ def _open_shards(directory: Path, stack: contextlib.ExitStack) -> Tensors:
     if not is_there(index):
         raise FileNotFoundError(
             f"{shown(directory / WEIGHTS_FILE)} does not exist, nor does {INDEX_FILE}; a "
-            "checkpoint directory must hold one of them."
+            f"checkpoint directory must hold one of them{instead_of(directory / WEIGHTS_FILE)}."
         )
     shard_of = read_json(index).get("weight_map")
     if not isinstance(shard_of, dict) or not all(isinstance(x, str) for x in shard_of.values()):

@@ -13,6 +13,7 @@ scales per column; activations stay in 16 bits here).
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from jax.tree_util import KeyPath
 
 from jax_specdec._src.arrays import require
 from jax_specdec._src.int8_matmul import int8_matmul
-from jax_specdec.lm.models.protocol import Params
+from jax_specdec.lm.models.protocol import Params, is_loaded_model
 
 NOT_PRODUCTS = ("embed_tokens", "markov_w1", "confidence_proj")
 """Matrices that stay: rows of the first two are looked up, the last has one column."""
@@ -87,6 +88,7 @@ def quantize(params: Params, bits: int = 8) -> Params:
       bits: 8.
 
     Raises:
+      TypeError: `params` are no dict of weights, such as a `LoadedModel`.
       ValueError: other bits are asked for, or an output matrix has as many inputs as outputs and
         is not the array that is the embedding.
 
@@ -97,13 +99,19 @@ def quantize(params: Params, bits: int = 8) -> Params:
       >>> lean["layers"][0]["down_proj"].values.dtype.name
       'int8'
     """
+    hint = "pass its .params" if is_loaded_model(params) else None
+    is_dict = isinstance(params, Mapping)
+    require(is_dict, "params", "be a dict of weights", params, hint, TypeError)
     require(bits == 8, "bits", "be 8", bits)
     if "embed_tokens" in params and "lm_head" not in params:
         params = {**params, "lm_head": params["embed_tokens"]}
     embedding = params.get("embed_tokens")
 
     def one(path: KeyPath, weight: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
-        name = path[-1].key
+        where = "params" + jax.tree_util.keystr(path)
+        is_array = isinstance(weight, Int8Weight) or hasattr(weight, "ndim")
+        require(is_array, where, "be an array", weight, error=TypeError)
+        name = str(getattr(path[-1], "key", ""))
         if isinstance(weight, Int8Weight) or weight.ndim != 2 or name in NOT_PRODUCTS:
             return weight
         if weight is embedding:

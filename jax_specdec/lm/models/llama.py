@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_array, check_increasing, checked_dtype
+from jax_specdec._src.arrays import check_array, check_increasing, check_type, checked_dtype
 from jax_specdec._src.attention.cache import move_rows
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows
 from jax_specdec.lm.models.layers import (
@@ -54,6 +54,9 @@ class Llama:
       dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
         angles and the attention softmax are float32 whatever it is.
 
+    Raises:
+      TypeError: `config` is no `LlamaConfig`, or `dtype` no floating dtype.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax_specdec.lm.models import LlamaConfig, Rows, Wants
@@ -73,6 +76,7 @@ class Llama:
     dtype: Any = jnp.dtype("float32")
 
     def __post_init__(self) -> None:
+        check_type("config", self.config, LlamaConfig)
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))
 
     @property

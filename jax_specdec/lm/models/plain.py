@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
+from jax_specdec._src.arrays import check_int, require
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
 
@@ -71,6 +72,10 @@ class PlainModel(OneGroup):
       batch_axis: as in `Serves`.
       sharding: as in `Serves`.
 
+    Raises:
+      TypeError: a function is none, or `vocab_size` no int.
+      ValueError: `vocab_size` is below 1.
+
     Example: see `CausalModel`. A model of another library, which keeps weights and methods apart:
 
       >>> import jax.numpy as jnp
@@ -89,6 +94,12 @@ class PlainModel(OneGroup):
     new_cache: Callable[[int, int], Cache] = no_cache
     batch_axis: int = 0
     sharding: VerifySharding | None = None
+
+    def __post_init__(self) -> None:
+        check_int("vocab_size", self.vocab_size)
+        for name in ("function", "new_cache"):
+            given = getattr(self, name)
+            require(callable(given), name, "be a function", given, error=TypeError)
 
     @property
     def serves(self) -> Serves:

@@ -8,7 +8,7 @@ Any JAX model that can do this fits.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
@@ -459,6 +459,7 @@ def check_model(name: str, model: object) -> None:
         # What has none of them was never meant to be one: a list of all would say nothing.
         hint = f", which has no {', '.join(lacks)}" if len(lacks) < len(_MEMBERS) else ""
         hint += ": PlainModel makes one of a plain pass" if hasattr(model, "apply") else ""
+        hint += ": params come after their model" if isinstance(model, Mapping) else ""
         raise TypeError(f"{name} must be a CausalModel, but it is {described(model)}{hint}")
     check_type(f"{name}.serves", model.serves, Serves)
     try:

@@ -394,6 +394,9 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         return error.response
     if isinstance(error, HTTPException):
         message = f"{error.detail}: {request.method} {request.scope['path'][:100]}"
+        if error.status_code == 404:
+            paths = [route.path for route in request.app.routes if "{" not in route.path]
+            message += f"; there are {', '.join(paths)}"
         headers = None if error.headers is None else dict(error.headers)
         return ApiError(message, status=error.status_code, headers=headers).response
     log("".join(traceback.format_exception(error)))

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from jax_specdec import lm
 from jax_specdec._src.arrays import described, either
+from jax_specdec._src.config import did_you_mean
 from jax_specdec.lm.decoding.options import NUMBERS
 from jax_specdec.lm.server.limits import ApiError, Choice, Json
 from jax_specdec.lm.server.vocabulary import Vocabulary
@@ -39,7 +40,7 @@ class Object(pydantic.BaseModel):
         """Returns what is given and not null; pydantic leaves out what is no field."""
         if not isinstance(values, dict):
             raise ValueError("must be an object")
-        fields = {field.alias or name for name, field in cls.model_fields.items()}
+        fields = _names(cls)
         given = {k: x for k, x in values.items() if x is not None and k not in cls.ignored}
         for name in [name for name in given if name not in fields]:
             if name not in cls.neutral:
@@ -49,6 +50,11 @@ class Object(pydantic.BaseModel):
                 context = {"name": name, "rule": f"is supported as {only} only"}
                 raise PydanticCustomError("unsupported_parameter", "", context)
         return given
+
+
+def _names(kind: type[Object]) -> dict[str, None]:
+    """Returns what the fields of an object are called in JSON."""
+    return {field.alias or name: None for name, field in kind.model_fields.items()}
 
 
 def _stated(rule: str) -> WrapValidator:
@@ -199,6 +205,7 @@ class ChatParameters(Parameters):
 
     neutral = {**Parameters.neutral, "add_special_tokens": [False]}  # the template writes them
     is_chat: ClassVar = True
+    path: ClassVar = "/v1/chat/completions"
     prompt_name: ClassVar = "messages"
     top_name: ClassVar = "top_logprobs"
 
@@ -223,6 +230,7 @@ class TextParameters(Parameters):
 
     neutral = {**Parameters.neutral, "add_special_tokens": [True]}
     is_chat: ClassVar = False
+    path: ClassVar = "/v1/completions"
     prompt_name: ClassVar = "prompt"
     top_name: ClassVar = "logprobs"
 
@@ -240,6 +248,26 @@ class TextParameters(Parameters):
 
 
 Given = ChatParameters | TextParameters
+_INNER: dict[str, type[Object]] = {
+    "stream_options": StreamOptions,
+    "response_format": ResponseFormat,
+    "response_format.json_schema": JsonSchema,
+}
+"""Objects among the parameters, by their places."""
+_OTHER_NAMES = {
+    **dict.fromkeys(
+        ("chat_template_kwargs", "enable_thinking"), 'reasoning_effort "none" turns thinking off'
+    ),
+    "best_of": "n is the number of choices",
+    "stop_token_ids": "stop takes strings",
+    "extra_body": "what is in it goes beside the other parameters",
+    **dict.fromkeys(("n_predict", "num_predict"), "did you mean 'max_tokens'?"),
+    **dict.fromkeys(
+        ("grammar", "guided_json", "guided_regex", "guided_choice", "structured_outputs"),
+        "response_format takes a JSON schema",
+    ),
+}
+"""What clients of others send, and what to send instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +287,7 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
     Raises:
       ApiError: they ask for what is not there.
     """
-    given: Given
+    kind = ChatParameters if is_chat else TextParameters
     messages = values.get("messages")
     if isinstance(messages, list):  # counted before they are looked at
         parts = (x.get("content") for x in messages if isinstance(x, dict))
@@ -272,13 +300,13 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
                 code="context_length_exceeded",
             )
     try:
-        given = (ChatParameters if is_chat else TextParameters).model_validate(values)
+        given = kind.model_validate(values)
     except pydantic.ValidationError as error:
-        raise _refusal(error) from error
+        raise _refusal(error, kind) from error
     num_top = given.num_top
     for name, is_asked in given.stream_options:
         if is_asked and not given.stream:
-            raise ApiError(f"stream_options.{name} needs stream", "stream_options")
+            raise ApiError(f'stream_options.{name} needs "stream": true', "stream_options")
     if given.include_acceptance and given.stream and not given.stream_options.include_usage:
         message = "include_acceptance needs stream_options.include_usage in a stream"
         raise ApiError(message, "include_acceptance")
@@ -346,7 +374,26 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     return Asked(given, choices, schema, streams, num_prompt_tokens)
 
 
-def _refusal(error: pydantic.ValidationError) -> ApiError:
+def _instead_of(name: str, kind: type[Given]) -> str:
+    """Returns how a message about an unknown parameter ends: with its place, or what is near it."""
+    if name.startswith("messages["):
+        return ""
+    if name in _OTHER_NAMES:
+        return f"; {_OTHER_NAMES[name]}"
+    paths = list(_names(kind))
+    for place, inner in _INNER.items():
+        paths += [f"{place}.{field}" for field in _names(inner)]
+    last = name.rpartition(".")[2]
+    for path in paths:
+        if path.rpartition(".")[2] == last:
+            return f"; did you mean {path!r}?"
+    for other in (ChatParameters, TextParameters):
+        if last in _names(other):
+            return f"; it is a parameter of {other.path}"
+    return did_you_mean(last, paths)
+
+
+def _refusal(error: pydantic.ValidationError, asked: type[Given]) -> ApiError:
     """Returns the first thing that is wrong, in a sentence with its name."""
     first = error.errors(include_url=False)[0]
     kind = first["type"]
@@ -359,9 +406,11 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
             name += f".{part}" if name else part
     name = name[:100]
     if kind == "unknown_parameter":
-        return ApiError(f"unknown parameter: {name!r}", name, code=kind)
+        hint = _instead_of(name, asked)
+        return ApiError(f"unknown parameter: {name!r}{hint}", name, code=kind)
     if kind == "unsupported_parameter":
-        return ApiError(f"{name} {context['rule']}", name, code=kind)
+        hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
+        return ApiError(f"{name} {context['rule']}{hint}", name, code=kind)
     if kind == "sentence":  # of `RequestOptions`
         return ApiError(context["sentence"], name)
     if kind == "value_error":  # a rule

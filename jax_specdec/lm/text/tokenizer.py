@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_specdec._src.arrays import check_type, is_error, require
+from jax_specdec._src.arrays import check_int, check_type, is_error, require
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.added_tokens import special_tokens, tokens_beside
 from jax_specdec.lm.formats.files import existing, path_of
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, read_token_ids, stop_token_ids
-from jax_specdec.lm.models.fields import is_token_id, quoted, reason, shown
+from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec.lm.text.bytes import id_list
 from jax_specdec.lm.text.chat import Message, check_messages, read_chat_template
 
@@ -198,6 +198,7 @@ class Tokenizer:
 
         Example: see `load_tokenizer`.
         """
+        token_id = check_int("token_id", token_id, 0, MAX_INT)
         if not self._has_text(token_id):
             return b""
         if token_id in self._byte_of:
