@@ -139,7 +139,7 @@ class RetokenizingDrafter(ModelDrafter):
         token_ids = context.token_ids
         ends = _ends(params, token_ids)
         length = _before(ends, context.lengths)
-        # W: the pieces of the newest token, and one of each other that is new: a draft is one piece.
+        # W: the pieces of the newest token, and one of each other new one, as a draft is one piece.
         # Of a request that does not run, what was read stays as it is.
         width = params.pieces.shape[1] + context.num_unread - 1
         room = _room(token_ids.shape[1])
