@@ -12,7 +12,7 @@ import pytest
 import jax_specdec as sd
 from jax_specdec import lm
 
-from .engines import EXACT, VOCAB, Finished, driver_of, run
+from .engines import EXACT, VOCAB, driver_of, run
 from .grammars import Follows
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
