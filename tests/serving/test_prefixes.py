@@ -209,9 +209,14 @@ ASKED = dict(prompt=TEXT, max_new_tokens=6)
 def reused(driver: lm.EngineDriver, **fields: Any) -> int:
     """How many tokens a request begins with, whose text is right."""
     request = ASKED | fields
+    before = driver.serving_stats()
     found = alone(driver, request)
     assert found.token_ids == engines.greedy_truth(request)
-    return found.updates[0].num_reused
+    new = driver.serving_stats() - before
+    number = found.updates[0].num_reused
+    assert [one.num_reused for one in found.updates[1:]] == [0] * (len(found.updates) - 1)
+    assert (new.num_prompt_tokens, new.num_reused_tokens) == (len(request["prompt"]), number)
+    return number
 
 
 def fails(patch: pytest.MonkeyPatch, name: str) -> None:
@@ -268,6 +273,33 @@ def test_what_a_step_writes_in_other_slots_comes_after_what_was_copied() -> None
         assert found[number].token_ids == engines.greedy_truth(one)
         for held in cached(driver, one["prompt"], 51):
             np.testing.assert_array_equal(held.ravel(), one["prompt"])
+
+
+def test_a_slot_is_copied_before_another_is_copied_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two slots that are longest unused, one holds what the request in the other begins with."""
+    driver = table_driver(max_steps_ahead=0, max_prefills=None)
+    alone(driver, dict(prompt=[1], max_new_tokens=2))
+    alone(driver, dict(prompt=TEXT, max_new_tokens=12))
+    for prompt in (TEXT[::-1], [2]):
+        driver.submit(prompt, max_new_tokens=60)
+    updates = driver.step()
+    asked = [dict(prompt=[*text, 0, 1], max_new_tokens=9) for text in (TEXT[:33], TEXT[:9:-1])]
+    numbers = [driver.submit(**one) for one in asked]
+    pairs, copy = [], programs.copy
+
+    def noting(engine: lm.Engine, state: lm.DecodeState, slots: np.ndarray) -> lm.DecodeState:
+        pairs.append(slots.tolist())
+        return copy(engine, state, slots)
+
+    monkeypatch.setattr(programs, "copy", noting)
+    updates += driver.step()
+    assert pairs == [[1, 0], [2, 1]] and driver.num_running == 4
+    for one, start in zip(asked, (32, 49), strict=True):
+        for held in cached(driver, one["prompt"], start):  # both models remember the tokens
+            np.testing.assert_array_equal(held.ravel(), one["prompt"][:start])
+    found = run(driver, updates)
+    for number, one in zip(numbers, asked, strict=True):
+        assert found[number].token_ids == engines.greedy_truth(one)
 
 
 @pytest.mark.parametrize("reread", [False, True])

@@ -449,10 +449,10 @@ class EngineDriver:
         anew, by `stats` and for a `draft_budget`. A drafter that was trained for the old weights
         drafts as before, and less of it is accepted: see ``docs/weights.md``.
 
-        Arrays of the host, or elsewhere, are copied to where the old ones are; those of JAX that are
-        there are not. If these are donated later, as to an update by a trainer, the driver has no
-        weights: calls that need some raise a RuntimeError and lose nothing, until weights are set
-        again.
+        Arrays of the host, or elsewhere, are copied to where the old ones are; those of JAX that
+        are there are not. If these are donated later, as to an update by a trainer, the driver has
+        no weights: calls that need some raise a RuntimeError and lose nothing, until weights are
+        set again.
 
         Args:
           params: the target's weights, with the structure, shapes and dtypes of the old ones; None
