@@ -779,7 +779,8 @@ def _(right, self, copies, requests):
     "serving/test_prefixes.py",
 )
 def _(right, self, left):
-    return dict(reversed(right(self, left).items()))
+    kept = right(self, left)
+    return {slot: kept[slot] for slot in sorted(kept, key=lambda slot: slot not in left)}
 
 
 @fault(

@@ -163,6 +163,15 @@ def test_requests_beside_each_other_share_one_prefix(name: str) -> None:
             assert found[numbers[i]].updates[0].num_reused == (len(BEGIN) - 1 if i else 0)
 
 
+def test_a_slot_that_is_copied_to_is_as_long_as_the_other_and_has_no_features() -> None:
+    driver = driver_of("EAGLE-3")
+    driver.submit(BEGIN, max_new_tokens=20)
+    driver.step()
+    assert driver.state.num_features[0] > 0
+    copied = programs.copy(driver.engine, driver.state, np.array([1, 0], np.int32))
+    assert (copied.num_features[0], copied.batch.lengths[0]) == (0, 1)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["EAGLE-3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("DSpark", "tree"))]
