@@ -260,7 +260,17 @@ def test_the_loop_of_the_page_shows_a_drafter_that_was_not_told(
 
 # What fails
 
-LINES = ("set_params", "_changes", "_read_step", "with_weights", "put_all", "put", "go_on", "drop")
+LINES = (
+    "set_params",
+    "_changes",
+    "_read_step",
+    "with_weights",
+    "put_all",
+    "put_in_place",
+    "put",
+    "go_on",
+    "drop",
+)
 
 
 @pytest.mark.parametrize("delete", [False, True])

@@ -29,13 +29,7 @@ from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic, Wait
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
-from jax_specdec.lm.decoding.weights import (
-    Weights,
-    check_are_there,
-    check_replaces,
-    put,
-    replaced,
-)
+from jax_specdec.lm.decoding.weights import Weights, check_are_there, check_replaces, put, replaced
 from jax_specdec.lm.models.protocol import Params, check_params
 
 

@@ -104,10 +104,7 @@ def replaced(held: Weights, given: Weights, delete: bool) -> Weights:
 
 
 def _memory(array: jax.Array | np.ndarray) -> set[Hashable]:
-    """Returns what tells an array of devices apart: itself, and where its parts lie, if anywhere.
-
-    An array of the host has none of these.
-    """
+    """Returns the device and the address of each part of an array; none of one of the host."""
     if not isinstance(array, jax.Array) or array.is_deleted():
         return set()
     parts = [shard.data for shard in array.addressable_shards]
