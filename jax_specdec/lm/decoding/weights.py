@@ -28,7 +28,8 @@ def check_are_there(name: str, given: Params) -> None:
     for path, one in jax.tree.leaves_with_path(given):
         is_there = not (isinstance(one, jax.Array) and one.is_deleted())
         leaf = name + jax.tree_util.keystr(path)
-        require(is_there, leaf, "be there", "a deleted array", error=RuntimeError)
+        hint = "it was deleted, as by a donation"
+        require(is_there, leaf, "be on a device", one, hint, RuntimeError)
 
 
 def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> None:
