@@ -734,6 +734,187 @@ def _(right, weight):
     return dataclasses.replace(found, values=cut)
 
 
+@fault(
+    "a slot keeps its length when another is copied to it",
+    "lm.decoding.programs:copy",
+    "serving/test_prefixes.py",
+)
+def _(right, engine, state, slots):
+    lengths = jnp.array(state.batch.lengths)  # the state is donated
+    state = right(engine, state, slots)
+    return dataclasses.replace(state, batch=dataclasses.replace(state.batch, lengths=lengths))
+
+
+@fault(
+    "a slot keeps its features when another is copied to it",
+    "lm.decoding.programs:copy",
+    "serving/test_prefixes.py",
+)
+def _(right, engine, state, slots):
+    kept = jax.tree.map(jnp.array, state.num_features)
+    return dataclasses.replace(right(engine, state, slots), num_features=kept)
+
+
+@fault(
+    "of several slots the first alone is copied",
+    "lm.decoding.device:Device._copied",
+    "serving/test_prefixes.py",
+)
+def _(right, self, copies, requests):
+    return right(self, [*copies][:1], requests)
+
+
+@fault(
+    "slots are copied in the reverse order",
+    "lm.decoding.device:Device._copied",
+    "serving/test_prefixes.py",
+)
+def _(right, self, copies, requests):
+    return right(self, [*copies][::-1], requests)
+
+
+@fault(
+    "the slot that was used last is given away first",
+    "lm.decoding.bookkeeping:HostState._kept_after",
+    "serving/test_prefixes.py",
+)
+def _(right, self, left):
+    kept = right(self, left)
+    return {slot: kept[slot] for slot in sorted(kept, key=lambda slot: slot not in left)}
+
+
+@fault(
+    "every update says what was reused",
+    "lm.decoding.bookkeeping:ServedRequest.update",
+    "serving/test_prefixes.py",
+)
+def _(right, self, *given):
+    return dataclasses.replace(right(self, *given), num_reused=self.num_reused)
+
+
+@fault(
+    "what a preempted request has read itself is reused",
+    "lm.decoding.schedule:_next_group",
+    "serving/test_schedule.py",
+)
+def _(right, *given):
+    group, places = right(*given)
+    pairs = zip(group, places, strict=True)
+    return [one._replace(num_reused=place.start) for one, place in pairs], places
+
+
+@fault(
+    "what is generated again is counted again",
+    "lm.decoding.core:Decoder.learned",
+    "serving/test_repeats.py",
+)
+def _(right, self, state, *given):
+    batch = dataclasses.replace(state.batch, known_lengths=None)
+    new = right(self, dataclasses.replace(state, batch=batch), *given)
+    return dataclasses.replace(new, batch=state.batch)
+
+
+@fault(
+    "drafts that are generated again are learned from",
+    "lm.decoding.core:Decoder.learned",
+    "serving/test_repeats.py",
+)
+def _(right, self, state, drafts, output, record, is_forced):
+    return right(self, state, drafts, output, record, is_forced & ~state.batch.repeats)
+
+
+@fault(
+    "a step that generates again goes on beyond what was known",
+    "lm.decoding.batch:Batch.most_new",
+    "serving/test_repeats.py",
+)
+def _(right, self):
+    return self.options.max_lengths - self.lengths
+
+
+@fault(
+    "what is generated again is delivered again",
+    "lm.decoding.bookkeeping:HostState.after_step",
+    "serving/test_repeats.py",
+)
+def _(right, self, *given, **named):
+    slots = {slot: one._replace(num_known=0) for slot, one in self.slots.items()}
+    return right(self._replace(slots=slots), *given, **named)
+
+
+@fault(
+    "one that waits generates again what old weights have said",
+    "lm.decoding.bookkeeping:HostState.with_weights",
+    "serving/test_weights.py",
+)
+def _(right, self, *given):
+    return right(self, *given)._replace(returning=self.returning)
+
+
+@fault(
+    "weights share the memory of the caller's",
+    "lm.decoding.weights:put",
+    "serving/test_weights.py",
+)
+def _(right, new, sharding=None):
+    return jax.device_put(new, sharding)
+
+
+@fault(
+    "of two arrays of the same memory the old one is deleted",
+    "lm.decoding.weights:_memory",
+    "serving/test_weights.py",
+)
+def _(right, array):
+    return {id(array)}
+
+
+@fault(
+    "deleted arrays are found when they are used",
+    "lm.decoding.weights:check_are_there",
+    "serving/test_weights.py",
+)
+def _(right, name, given):
+    return None
+
+
+@fault(
+    "a draft model reads as many tokens as its step has drafts",
+    "lm.drafting.drafter:DraftContext.num_unread",
+    "serving/test_draft_budget.py",
+)
+def _(right, self):
+    return self.config.num_speculative_tokens + 1
+
+
+@fault(
+    "pieces that a draft model with another tokenizer did not draft are not read",
+    "lm.drafting.retokenized:RetokenizingDrafter._read_between",
+    "drafting/test_retokenized.py",
+)
+def _(right, self, *given):
+    is_prompt = "prefill" in [frame.function for frame in inspect.stack()]
+    return right(self, *given) if is_prompt else given[-1]
+
+
+@fault(
+    "of a long token the first pieces are read",
+    "lm.drafting.retokenized:_spelled",
+    "drafting/test_retokenized.py",
+)
+def _(right, text, own):
+    return right(text, own)[:8]
+
+
+@fault(
+    "columns of an int8 matrix are taken without its scales",
+    "lm.models.int8:Int8Weight.columns",
+    "models/test_int8.py",
+)
+def _(right, self, x, ids):
+    return right(dataclasses.replace(self, scale=jnp.ones_like(self.scale)), x, ids)
+
+
 def found_for(name: str) -> tuple[Any, str, Any]:
     """What a fault replaces: the module or class that holds it, its name there, and itself."""
     module_name, path = FAULTS[name].function.split(":")

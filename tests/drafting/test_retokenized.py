@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from formats.checkpoints import CHECKPOINTS
 from models.weights import random_weights, sizes
 from passes import run as run_pass
@@ -91,13 +93,13 @@ def test_drafts_are_drawn_after_the_pieces_of_the_text() -> None:
     keys = jax.random.split(jax.random.key(0), B)
     active = np.ones(B, bool)
     # Any number of drafts is accepted, from none to all; then another token follows. At last they
-    # are drafts of others, which the model has not seen.
+    # are drafts of others, which the model has not seen, and of more pieces than a pass reads.
     for accepted in ([0, 1, 2, 3], [3, 3, 0, 1], [3, 0, 3, 0]):
         lengths = np.array([len(text) for text in texts], np.int32)
         proposal, cache = propose(buffer(texts), lengths, cache, keys, active)
         drafts = check_rows(texts, proposal)
         if accepted == [3, 0, 3, 0]:
-            drafts = np.array(IDS)[(np.searchsorted(IDS, drafts) + 1) % 4]
+            drafts = np.array([[1, 6, 10], [3, 5, 7], [10, 1, 1], [2, 2, 2]])
         for text, some, count in zip(texts, drafts.tolist(), accepted, strict=True):
             text += [*some[:count], int(rng.integers(0, 11))]
     # What a request that does not run has read so far stays, though its newest token is another.
@@ -118,6 +120,26 @@ def test_a_text_of_more_pieces_than_there_is_room_for_gets_no_drafts() -> None:
     drafts = np.asarray(proposal.token_ids)
     assert (drafts[[0, 3]] == sd.PLACEHOLDER_TOKEN_ID).all()
     assert set(drafts[[1, 2]].ravel().tolist()) <= set(IDS)
+
+
+def words(path: Path, *names: str) -> lm.Tokenizer:
+    """A tokenizer of these words."""
+    ids = {name: token_id for token_id, name in enumerate(names)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids))
+    tokenizer.decoder = tokenizers.decoders.Fuse()
+    path.mkdir()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return lm.load_tokenizer(path)
+
+
+def test_of_a_long_token_the_last_pieces_are_read(tmp_path: Path) -> None:
+    letters = words(tmp_path / "draft", *"abcdefghijkl")
+    long = words(tmp_path / "target", "a", "abcdefghij", "lkj")
+    model = lm.models.PlainModel(12, lambda *arrays: arrays)
+    _, params = lm.retokenize(long, 3, letters, model, None)
+    none = [-1] * 5
+    expected = [[0, -1, -1, *none], [*range(2, 10)], [11, 10, 9, *none]]
+    np.testing.assert_array_equal(params.pieces, expected)
 
 
 REFUSED = [

@@ -67,6 +67,18 @@ def test_each_column_is_integers_times_its_largest_entry_by_127(name: str) -> No
         assert (np.abs(values * scale[:, None] - weight) <= 0.50001 * scale[:, None]).all()
 
 
+def test_some_columns_are_those_of_the_whole_product() -> None:
+    rng = np.random.default_rng(0)
+    values, scale = rng.integers(-127, 128, (9, 5)), rng.uniform(0.01, 2, 9)
+    weight = Int8Weight(values.astype(np.int8), scale.astype(np.float32))
+    rows = rng.normal(size=(2, 3, 5)).astype(np.float32)  # [B, W, in]
+    ids = rng.integers(0, 9, (2, 1, 4)).astype(np.int32)  # [B, 1, C]
+    found = jax.jit(Int8Weight.columns)(weight, rows, ids)
+    expected = rows @ (values * scale[:, None]).T
+    expected = np.take_along_axis(expected, np.broadcast_to(ids, (2, 3, 4)), axis=2)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_what_cannot_be_quantized_is_refused() -> None:
     params = random_weights(UNTIED, 0)
     with pytest.raises(ValueError, match="^bits must be 8, but it is 4"):

@@ -346,14 +346,3 @@ def test_usage_has_what_became_of_drafts_if_asked(
     assert found["usage"] == {**plain["usage"], "completion_tokens_details": counts}
     assert plain["usage"]["prompt_tokens_details"] == {"cached_tokens": 5}  # of a prompt, once
     assert 2 * accepted <= plain["usage"]["completion_tokens"]
-
-
-def test_tokens_that_were_delivered_before_are_left_out_with_their_drafts() -> None:
-    one = lm.RequestUpdate(
-        0, [5, 6, 7], num_proposed=4, num_accepted=2, logprobs=logprobs_of([5, 6, 7])
-    )
-    for count, proposed, accepted in ((0, 4, 2), (1, 3, 1), (2, 2, 0), (3, 1, 0)):
-        rest = one.without_first(count)
-        assert rest.token_ids == [5, 6, 7][count:]
-        assert (rest.num_proposed, rest.num_accepted) == (proposed, accepted)
-        assert rest.logprobs is not None and len(rest.logprobs.logprobs) == 3 - count

@@ -7,6 +7,7 @@ import itertools
 import json
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -207,6 +208,23 @@ def test_beside_a_grammar_a_lookup_that_does_not_pay_drafts_nothing():
             assert learned == (cost < 2, cost < 2)
     assert texts[0] == texts[1] and texts[0][0] == constrained_truth([1, 4, 0, 1, 4], 12)
     assert proposed[0] > proposed[1] == 0
+
+
+def test_a_draft_model_reads_all_that_a_step_with_more_drafts_may_have_emitted():
+    """Traced alone: a step with one draft, after one with K."""
+    widths = []
+
+    class Watched(tiny.Trigram):
+        def run(self, params, token_ids, start, cache):
+            widths.append(token_ids.shape[1])
+            return super().run(params, token_ids, start, cache)
+
+    engine = dataclasses.replace(TABLE, drafter=lm.ModelDrafter(Watched(VOCAB)))
+    draft_params = engines.TABLES[1]
+    state = jax.eval_shape(engine.init_state, draft_params)
+    del widths[:]
+    jax.eval_shape(lambda state: engine.draft(draft_params, state, num_drafts=1), state)
+    assert widths[0] == engines.K + 1, widths
 
 
 def test_without_costs_every_step_has_the_most_drafts():

@@ -163,6 +163,39 @@ def test_requests_beside_each_other_share_one_prefix(name: str) -> None:
             assert found[numbers[i]].updates[0].num_reused == (len(BEGIN) - 1 if i else 0)
 
 
+def test_a_slot_that_is_copied_to_is_as_long_as_the_other_and_has_no_features() -> None:
+    driver = driver_of("EAGLE-3")
+    driver.submit(BEGIN, max_new_tokens=20)
+    driver.step()
+    assert driver.state.num_features[0] > 0
+    copied = programs.copy(driver.engine, driver.state, np.array([1, 0], np.int32))
+    assert (copied.num_features[0], copied.batch.lengths[0]) == (0, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["EAGLE-3", *(pytest.param(x, marks=pytest.mark.slow) for x in ("DSpark", "tree"))]
+)
+def test_a_step_that_reads_a_prompt_drafts_after_what_was_copied(name: str) -> None:
+    """The slot has the length and the features of a short text that ended in the step before."""
+    driver = driver_of(name, num_slots=2)
+    driver.prompts_in_steps = True
+    driver.max_steps_ahead = 0
+    driver.submit(ids("x = "), max_new_tokens=3, max_drafts=0)
+    updates = driver.step()
+    driver.submit(BEGIN, max_new_tokens=40)
+    updates += [*driver.step(), *driver.step()]  # it is read in two chunks
+    assert updates[-1].finish_reason == "length" and driver._device.prefill is None
+    asked = dict(prompt=[*BEGIN, *ids("1.")]) | SAMPLED
+    number = driver.submit(**asked)
+    found = run(driver, updates)[number]
+    assert found.updates[0].num_reused == len(BEGIN) - 1
+    assert said(found) == said(alone(cold := fresh(driver), asked))
+    held = (cached(one, asked["prompt"], len(BEGIN)) for one in (driver, cold))
+    for one, other in zip(*held, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["EAGLE-3", "n-grams"])
 def test_an_exact_engine_has_the_same_bits(name: str) -> None:
@@ -185,9 +218,14 @@ ASKED = dict(prompt=TEXT, max_new_tokens=6)
 def reused(driver: lm.EngineDriver, **fields: Any) -> int:
     """How many tokens a request begins with, whose text is right."""
     request = ASKED | fields
+    before = driver.serving_stats()
     found = alone(driver, request)
     assert found.token_ids == engines.greedy_truth(request)
-    return found.updates[0].num_reused
+    new = driver.serving_stats() - before
+    number = found.updates[0].num_reused
+    assert [one.num_reused for one in found.updates[1:]] == [0] * (len(found.updates) - 1)
+    assert (new.num_prompt_tokens, new.num_reused_tokens) == (len(request["prompt"]), number)
+    return number
 
 
 def fails(patch: pytest.MonkeyPatch, name: str) -> None:
@@ -226,6 +264,51 @@ def test_what_a_failed_call_leaves_is_forgotten(
     assert (reused(driver), reused(driver)) == (0, 58)
     dropped(driver)
     assert reused(driver) == 0
+
+
+def test_what_a_step_writes_in_other_slots_comes_after_what_was_copied() -> None:
+    """Slot 1 held a short text, slot 2 none; both models remember the tokens themselves."""
+    driver = table_driver(max_steps_ahead=0, prompts_in_steps=True)
+    driver.submit(TEXT, max_new_tokens=40)
+    driver.step()
+    driver.submit([1], max_new_tokens=2)
+    updates = [*driver.step(), *driver.step(), *driver.step()]
+    assert driver.num_running == 1
+    asked = [dict(prompt=[*TEXT[:50], i], max_new_tokens=6) for i in range(2)]
+    numbers = [driver.submit(**one) for one in asked]
+    found = run(driver, updates)
+    for number, one in zip(numbers, asked, strict=True):
+        assert found[number].updates[0].num_reused == 49
+        assert found[number].token_ids == engines.greedy_truth(one)
+        for held in cached(driver, one["prompt"], 51):
+            np.testing.assert_array_equal(held.ravel(), one["prompt"])
+
+
+def test_a_slot_is_copied_before_another_is_copied_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two slots that are longest unused, one holds what the request in the other begins with."""
+    driver = table_driver(max_steps_ahead=0, max_prefills=None)
+    alone(driver, dict(prompt=[1], max_new_tokens=2))
+    alone(driver, dict(prompt=TEXT, max_new_tokens=12))
+    for prompt in (TEXT[::-1], [2]):
+        driver.submit(prompt, max_new_tokens=60)
+    updates = driver.step()
+    asked = [dict(prompt=[*text, 0, 1], max_new_tokens=9) for text in (TEXT[:33], TEXT[:9:-1])]
+    numbers = [driver.submit(**one) for one in asked]
+    pairs, copy = [], programs.copy
+
+    def noting(engine: lm.Engine, state: lm.DecodeState, slots: np.ndarray) -> lm.DecodeState:
+        pairs.append(slots.tolist())
+        return copy(engine, state, slots)
+
+    monkeypatch.setattr(programs, "copy", noting)
+    updates += driver.step()
+    assert pairs == [[1, 0], [2, 1]] and driver.num_running == 4
+    for one, start in zip(asked, (32, 49), strict=True):
+        for held in cached(driver, one["prompt"], start):  # both models remember the tokens
+            np.testing.assert_array_equal(held.ravel(), one["prompt"][:start])
+    found = run(driver, updates)
+    for number, one in zip(numbers, asked, strict=True):
+        assert found[number].token_ids == engines.greedy_truth(one)
 
 
 @pytest.mark.parametrize("reread", [False, True])

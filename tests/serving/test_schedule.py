@@ -316,6 +316,15 @@ def test_the_rows_that_a_request_leaves_are(
     assert one.after([7] * 20, 0.0).after([8], 0.0).num_rows == later
 
 
+@pytest.mark.parametrize(("admitted", "count"), [(0.0, 98), (1.0, 7)])
+def test_what_a_request_has_read_itself_is_not_reused(admitted: float, count: int) -> None:
+    """Preempted in its prompt, it begins with its own rows."""
+    one = asks(0, A[:100])._replace(admitted=admitted, num_reused=7)
+    traffic = Traffic(waiting=[one], kept={2: of(A[:100], 99)})
+    prompts = schedule.plan(WARM, LATENCY._replace(chunk_size=64), traffic).prompts
+    assert (prompts.start, prompts.group[2].num_reused) == ([98], count)
+
+
 def test_a_common_prefix_is_found() -> None:
     for count in range(12):
         assert schedule.common_prefix([1] * count + [2] * 9, [1] * 30, most=10) == min(count, 10)

@@ -66,6 +66,18 @@ class Batch:
             return jnp.zeros_like(self.done)
         return self.lengths < self.known_lengths
 
+    @property
+    def most_new(self) -> jax.Array:
+        """``[B]`` int32, the most tokens that a step appends: what the budget leaves, or is known.
+
+        What is generated again ends where it was interrupted: the next step is that which would
+        have followed.
+        """
+        left = self.options.max_lengths - self.lengths
+        if self.known_lengths is None:
+            return left
+        return jnp.where(self.repeats, self.known_lengths - self.lengths, left)
+
     def with_processors(self, vocab_size: int) -> Batch:
         """Returns the batch with processors that know its sequences, as `append` keeps them.
 
@@ -108,7 +120,7 @@ def append(
     num_proposed: jax.Array,
     logprobs: TokenLogprobs | None = None,
 ) -> tuple[Batch, StepRecord]:
-    """Appends what a verification emitted to the sequences, up to a stop token or the budget.
+    """Appends what a verification emitted, up to a stop token, the budget or what was known.
 
     Args:
       batch: the sequences; those that are done stay as they are, because `output` has no token for
@@ -126,7 +138,7 @@ def append(
         emitted,
         output.num_emitted,
         stop_token_ids=options.stop_token_ids,
-        max_tokens=options.max_lengths - batch.lengths,
+        max_tokens=batch.most_new,
     )
     offset = jnp.arange(emitted.shape[1], dtype=jnp.int32)[None, :]  # [1, K+1], in the step
     position = jnp.arange(batch.token_ids.shape[1], dtype=jnp.int32)[None, :]  # [1, L]

@@ -58,18 +58,6 @@ class RequestUpdate:
     error: str | None = None
     epoch: int = 0
 
-    def without_first(self, count: int) -> RequestUpdate:
-        """Returns the update without so many tokens, delivered before, and without their drafts."""
-        if count <= 0 or not self.token_ids:
-            return self
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids[count:],
-            num_proposed=max(0, self.num_proposed - count),
-            num_accepted=max(0, self.num_accepted - count),
-            logprobs=jax.tree.map(lambda x: x[count:], self.logprobs),
-        )
-
 
 @dataclasses.dataclass(eq=False)
 class Matching:
@@ -346,9 +334,7 @@ class HostState(NamedTuple):
             else:
                 del slots[slot]
                 left[slot] = after if update.status == Status.OK else after._replace(num_rows=0)
-            update = update.without_first(request.num_known - request.length)
-            repeats = request.length < request.num_known
-            if repeats and not update.token_ids and update.finish_reason is None:
+            if request.length < request.num_known and update.finish_reason is None:
                 continue  # all was delivered before
             updates.append(update)
             grown.append((request, len(update.token_ids)))

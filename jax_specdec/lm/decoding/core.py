@@ -24,6 +24,7 @@ from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
+from jax_specdec.lm.decoding.weights import put
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal, with_fewer_drafts
 from jax_specdec.lm.drafting.tree import with_chains
 from jax_specdec.lm.models.protocol import (
@@ -766,7 +767,7 @@ def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # device_put keeps keys to one process
             data = jax.device_put(jax.random.key_data(x), everywhere)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-        return jax.device_put(x, everywhere)
+        return put(x, everywhere)
 
     found: _Arrays = jax.tree.map(copied, arrays)
     return found

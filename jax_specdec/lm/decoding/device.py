@@ -92,6 +92,7 @@ class Device:
         Steps ahead do no harm. The device runs calls in their order; and what a step writes for a
         request, also for one that has ended, begins at its newest token, or a draft model's at the
         token before, which gets the same row again. All rows that the host knows of lie before.
+        The step that reads the rest of a prompt drafts first: see `programs.copy`.
         """
         for pair in copies:
             slots = np.array(pair, np.int32)

@@ -29,7 +29,7 @@ from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic, Wait
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
-from jax_specdec.lm.decoding.weights import Weights, check_replaces, replaced
+from jax_specdec.lm.decoding.weights import Weights, check_are_there, check_replaces, put, replaced
 from jax_specdec.lm.models.protocol import Params, check_params
 
 
@@ -110,8 +110,8 @@ class EngineDriver:
 
         Args:
           engine: sizes and models.
-          params: the target's weights.
-          draft_params: the drafter's weights.
+          params: the target's weights. Arrays of the host are copied, those of devices are shared.
+          draft_params: the drafter's weights likewise.
           max_queue: the most requests that may wait for their first slot; None for any number.
           max_steps_ahead: the most steps that are under way when `step` returns. 0 is for a host
             that decides, after each step, what the next one does.
@@ -133,6 +133,7 @@ class EngineDriver:
         Raises:
           TypeError: an argument has another type, a model's weights are missing, or the drafter
             cannot read prompts in chunks where it has to.
+          RuntimeError: an array of the weights was deleted.
           ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
             `max_retries` below 0; the engine has no such `chunk_size`; `step_costs` are not those
             of such an engine; weights have other shapes than the models'.
@@ -140,8 +141,11 @@ class EngineDriver:
         check_type("engine", engine, Engine)
         check_params("params", engine.model, params)
         check_params("draft_params", engine.drafter, draft_params)
+        check_are_there("params", params)
+        check_are_there("draft_params", draft_params)
         # Copied to the device once, not with every call, where they are arrays of the host.
-        weights = jax.device_put(on_all_devices((params, draft_params), engine.model))
+        placed = on_all_devices((params, draft_params), engine.model)
+        weights = jax.block_until_ready(jax.tree.map(put, placed))
         self.engine = engine
         self.max_queue = None if max_queue is None else check_int("max_queue", max_queue, 1)
         self.max_steps_ahead = check_int("max_steps_ahead", max_steps_ahead, 0)
@@ -439,9 +443,10 @@ class EngineDriver:
         anew, by `stats` and for a `draft_budget`. A drafter that was trained for the old weights
         drafts as before, and less of it is accepted: see ``docs/weights.md``.
 
-        Arrays elsewhere are moved to where the old ones are; arrays that are there are not copied.
-        If they are donated later, as to an update by a trainer, the driver has no weights: calls
-        that need some raise a RuntimeError and lose nothing, until weights are set again.
+        Arrays of the host, or elsewhere, are copied to where the old ones are; those of JAX that
+        are there are not. If these are donated later, as to an update by a trainer, the driver has
+        no weights: calls that need some raise a RuntimeError and lose nothing, until weights are
+        set again.
 
         Args:
           params: the target's weights, with the structure, shapes and dtypes of the old ones; None
@@ -453,13 +458,15 @@ class EngineDriver:
             cheaper: requests go on with what the old weights left in their caches, so the rest of
             their texts is of neither. A request that returns to a slot later is read again.
           delete: whether the old arrays are deleted, also for whoever else holds them, each before
-            the new one is copied to the device. So there need be room for one set of weights alone;
-            give arrays of the host. If it fails or is interrupted, the driver has no weights.
+            the new one is copied to the device; those that are given again are not. So there need
+            be room for one set of weights alone; give arrays of the host. If it fails or is
+            interrupted, the driver has no weights.
 
         Raises:
           TypeError: an array of another dtype, or nothing is given.
           ValueError: another structure or shape; an array is committed to devices, where those of
             the driver are not; `reread` is false for an exact engine.
+          RuntimeError: an array was deleted.
           Exception: the weights could not be copied to the device.
         """
         check_type("reread", reread, bool)

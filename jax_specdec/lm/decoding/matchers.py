@@ -114,13 +114,10 @@ class Matchers:
 
 
 def _repeat(drafts: ForcedDrafts, slot: int, known: list[int], vocab_size: int) -> None:
-    """Makes a request say known tokens again; what its matcher allows next stands in its row 0."""
+    """Makes a request say known tokens again; what comes after them is not taken."""
     k = drafts.token_ids.shape[1]
     rows = drafts.token_bitmask[slot * (k + 1) : (slot + 1) * (k + 1)]  # [K+1, ceil(V/32)]
-    following = rows[0].copy()
-    for row, token in enumerate(known[: k + 1]):
-        rows[row] = bitmask_of([token], vocab_size)
-    if len(known) <= k:
-        rows[len(known)] = following
+    for row, token in zip(rows, known, strict=False):
+        row[:] = bitmask_of([token], vocab_size)
     drafts.token_ids[slot, : len(known)] = known[:k]
     drafts.is_forced[slot] = True

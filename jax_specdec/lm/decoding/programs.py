@@ -138,22 +138,33 @@ def admit(
 def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
     """Returns the state after what one of two slots, ``[2]`` int32, holds was copied to the other.
 
+    That slot does not run. It is as long as the first from now on, and has no features: what steps
+    write there before its prompt is read comes after all that was copied.
+
     One pair in a call: several would take the room of as many slots for a moment.
     """
     source, target = slots[:1], slots[1:]  # [1] each
-    length = state.batch.token_ids.shape[1]
+    batch = state.batch
+    length = batch.token_ids.shape[1]
 
     def copied(owner: HasCache, axis: int, cache: Cache) -> Cache:
         like = jax.eval_shape(lambda: owner.init_cache(1, length))
         return put_cache(cache, take_cache(cache, like, source, axis), target, axis)
 
-    # [S, L]: what drafters and penalties read of the text
-    token_ids = state.batch.token_ids.at[target].set(state.batch.token_ids[source])
+    num_features = state.num_features
+    if num_features is not None:
+        num_features = num_features.at[target].set(0)
     return dataclasses.replace(
         state,
-        batch=dataclasses.replace(state.batch, token_ids=token_ids),
+        batch=dataclasses.replace(
+            batch,
+            # [S, L]: what drafters and penalties read of the text
+            token_ids=batch.token_ids.at[target].set(batch.token_ids[source]),
+            lengths=batch.lengths.at[target].set(batch.lengths[source]),
+        ),
         target_cache=copied(engine.model, engine.model.serves.batch_axis, state.target_cache),
         draft_cache=copied(engine.drafter, engine.drafter.serves.batch_axis, state.draft_cache),
+        num_features=num_features,
     )
 
 

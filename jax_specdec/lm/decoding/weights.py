@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jax_specdec._src.arrays import require
 from jax_specdec.lm.models.protocol import HasParams, Params, check_like, check_params
 
 Weights = tuple[Params, Params]
 """Those of the target and of the drafter."""
+
+
+def check_are_there(name: str, given: Params) -> None:
+    """Checks that no array of weights was deleted.
+
+    Args:
+      name: of the argument.
+      given: arrays of the host or of devices.
+
+    Raises:
+      RuntimeError: one was, as by a donation.
+    """
+    for path, one in jax.tree.leaves_with_path(given):
+        is_there = not (isinstance(one, jax.Array) and one.is_deleted())
+        leaf = name + jax.tree_util.keystr(path)
+        hint = "it was deleted, as by a donation"
+        require(is_there, leaf, "be on a device", one, hint, RuntimeError)
 
 
 def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> None:
@@ -25,9 +45,11 @@ def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> 
       TypeError: an array has another dtype.
       ValueError: the structure or a shape is another, or an array is committed to devices where
         the one that is held is not.
+      RuntimeError: an array was deleted.
     """
     check_params(name, owner, given)
     check_like(name, given, held, "the driver's weights")
+    check_are_there(name, given)
     for (path, new), old in zip(
         jax.tree.leaves_with_path(given), jax.tree.leaves(held), strict=True
     ):
@@ -38,9 +60,21 @@ def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> 
         require(old.committed or not is_committed, one, must, new, hint)
 
 
+def put(new: jax.Array | np.ndarray, sharding: Sharding | None = None) -> jax.Array:
+    """Returns an array on devices; itself, if it is one that is there.
+
+    When it is ready, nothing that is done to an array of the host reaches it any more.
+    """
+    found = jax.device_put(new, sharding)
+    if isinstance(new, np.ndarray) and any(one.platform == "cpu" for one in found.devices()):
+        # A CPU takes the memory of the host as it is, where that is aligned.
+        found = jax.device_put(found, may_alias=False)
+    return found
+
+
 def put_like(new: jax.Array | np.ndarray, held: jax.Array) -> jax.Array:
     """Returns an array where another is or was; itself, if it is there."""
-    return jax.device_put(new, held.sharding if held.committed else None)
+    return put(new, held.sharding if held.committed else None)
 
 
 def replaced(held: Weights, given: Weights, delete: bool) -> Weights:
@@ -52,18 +86,27 @@ def replaced(held: Weights, given: Weights, delete: bool) -> Weights:
       held: as they were.
       given: as `check_replaces` wants them.
       delete: whether each array is deleted before the new one is put in its place; one that stays,
-        or is given again, is not.
+        or is given again, also by another array of its memory, is not.
     """
     both = zip(given, held, strict=True)
-    stays = {id(x) for x in jax.tree.leaves([old if new is None else new for new, old in both])}
+    staying = jax.tree.leaves([old if new is None else new for new, old in both])
+    stays = set[Hashable]().union(*map(_memory, staying if delete else []))
 
-    def put(new: jax.Array | np.ndarray, old: jax.Array) -> jax.Array:
-        if delete and id(old) not in stays:
+    def put_in_place(new: jax.Array | np.ndarray, old: jax.Array) -> jax.Array:
+        if delete and stays.isdisjoint(_memory(old)):
             old.delete()
         return put_like(new, old)
 
     def put_all(new: Params, old: Params) -> Params:
-        return old if new is None else jax.block_until_ready(jax.tree.map(put, new, old))
+        return old if new is None else jax.block_until_ready(jax.tree.map(put_in_place, new, old))
 
     params, draft_params = map(put_all, given, held)
     return params, draft_params
+
+
+def _memory(array: jax.Array | np.ndarray) -> set[Hashable]:
+    """Returns the device and the address of each part of an array; none of one of the host."""
+    if not isinstance(array, jax.Array) or array.is_deleted():
+        return set()
+    parts = [shard.data for shard in array.addressable_shards]
+    return {(one.device, one.unsafe_buffer_pointer()) for one in parts}

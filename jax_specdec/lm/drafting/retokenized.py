@@ -133,19 +133,7 @@ class RetokenizingDrafter(ModelDrafter):
         end = _before(ends, rows.start + length)
         # Most tokens are one piece: a prompt is read by about four passes, whatever the others are.
         width = math.ceil(length / 4)
-        last = _room(token_ids.shape[1]) - width
-
-        def is_left(first: jax.Array) -> jax.Array:
-            return (first < end) & (first <= last)
-
-        def read(state: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
-            first, cache = state
-            start = jnp.minimum(first, last)  # of those that are through: what they have read
-            ids = _pieces_at(params, token_ids, ends, start, width)
-            _, cache = self._read(params, Rows(ids, start), cache)
-            return jnp.where(is_left(first), first + width, first), cache
-
-        _, model = lax.while_loop(lambda state: is_left(state[0]).any(), read, (begin, cache.model))
+        model = self._read_between(params, token_ids, ends, begin, end, width, cache.model)
         return RetokenizedCache(model, token_ids.reshape(cache.token_ids.shape))
 
     def propose(
@@ -159,8 +147,7 @@ class RetokenizingDrafter(ModelDrafter):
         token_ids = context.token_ids
         ends = _ends(params, token_ids)
         length = _before(ends, context.lengths)
-        # [B, W]: the pieces of the newest token, and one of each other that is new: a draft is one
-        # piece. (What others draft may be more; the first of these pieces are then not read.)
+        # W: the pieces of the newest token, and one of each other new one, as a draft is one piece.
         # Of a request that does not run, what was read stays as it is.
         width = params.pieces.shape[1] + context.num_unread - 1
         room = _room(token_ids.shape[1])
@@ -170,13 +157,44 @@ class RetokenizingDrafter(ModelDrafter):
         of_newest = _before(ends, context.lengths - 1)
         start = jnp.where(context.runs, jnp.maximum(own_length - width, 0), of_newest)
         start = jnp.minimum(start, room - width)
-        ids = _pieces_at(params, token_ids, ends, start, width)
-        proposal, model = self._draft(
-            params, Rows(ids, start), own_length, context, cache.model, store
-        )
+        # [B]: where new pieces may begin. What a lookup or a grammar drafts may be more than W.
+        begin = _before(ends, context.lengths - context.num_unread)
+        begin = jnp.where(context.runs, begin, start)
+        model = self._read_between(params, token_ids, ends, begin, start, width, cache.model)
+        # [B, W]: the last of them
+        recent = Rows(_pieces_at(params, token_ids, ends, start, width), start)
+        proposal, model = self._draft(params, recent, own_length, context, model, store)
         drafts = jnp.where(has_room[:, None], proposal.token_ids, PLACEHOLDER_TOKEN_ID)
         kept = token_ids.reshape(cache.token_ids.shape)
         return proposal._replace(token_ids=drafts), RetokenizedCache(model, kept)
+
+    def _read_between(
+        self,
+        params: RetokenizedParams,
+        token_ids: jax.Array,
+        ends: jax.Array,
+        begin: jax.Array,
+        end: jax.Array,
+        width: int,
+        cache: Cache,
+    ) -> Cache:
+        """Returns the model's cache after it has read pieces `begin` to `end`, ``[B]`` each.
+
+        No more than there is room for are read, in passes over `width` pieces.
+        """
+        room = _room(token_ids.shape[1])
+        end = jnp.minimum(end, room)
+
+        def read(state: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+            first, cache = state
+            # Of those that are through, and at the end of the room: what was read, once more.
+            start = jnp.minimum(first, room - width)
+            ids = _pieces_at(params, token_ids, ends, start, width)
+            _, cache = self._read(params, Rows(ids, start), cache)
+            return jnp.where(first < end, first + width, first), cache
+
+        _, cache = lax.while_loop(lambda state: (state[0] < end).any(), read, (begin, cache))
+        return cache
 
     def _own_ids(self, params: RetokenizedParams, token_ids: jax.Array) -> jax.Array:
         return params.pieces[token_ids, 0]
