@@ -392,6 +392,9 @@ def _check(given: dict[str, Any], ends: dict[str, tuple[int, int | None]]) -> Op
     for name in ("tree", "prompts_in_steps"):
         if "exact" in given and name in given:
             raise ValueError(f"--exact cannot be given with --{name.replace('_', '-')}")
+    method = given["rejection_sample_method"]
+    if "exact" in given and method != "agreement":
+        raise ValueError(f"--exact needs --method agreement, but it is {method!r}")
     if "tree" in given:
         ks = given.get("num_speculative_tokens", (min(DEFAULT_K, given["tree"] - 1),))
         most = given["tree"] - 1

@@ -21,6 +21,7 @@ from jax_specdec._src.types import Status
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
+from jax_specdec.lm.decoding.exact import check_exact, check_free_text
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
 from jax_specdec.lm.drafting.drafter import Drafter
@@ -237,7 +238,7 @@ class Engine:
             inputs.check_keeps_rows(self.model, self.drafter, has_cache=has_cache)
         check_type("exact", self.exact, bool)
         if self.exact:
-            inputs.check_exact(self.model, self.drafter)
+            check_exact(self.model, self.drafter, self.config)
             must = "be one size if exact"
             require(len(self.chunk_sizes) == 1, "prefill_sizes", must, self.prefill_sizes)
             if self.chunk_size < longest:
@@ -263,9 +264,9 @@ class Engine:
 
     @property
     def buffer_length(self) -> int:
-        """L, positions per slot; a step writes up to K + 1 tokens past the last one it keeps."""
-        most = self.max_length + self.config.num_speculative_tokens + 1
-        return round_up(max(most, self.longest_read))
+        """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
+        num_rows = max(self.config.num_speculative_tokens + 1, self.decoder.num_rows)
+        return round_up(max(self.max_length + num_rows, self.longest_read))
 
     @property
     def longest_read(self) -> int:
@@ -352,6 +353,8 @@ class Engine:
         options.check(self.model.vocab_size)
         options.check_drafts(self.config.num_speculative_tokens)
         self.option_sizes.check(options)
+        if self.exact:
+            check_free_text(self.config, options)
         if self.drafter.serves.has_history:
             is_free = self.config.rejection_sample_method == "agreement"  # its text, of drafts
             must = 'be 0 unless rejection_sample_method is "agreement"'

@@ -21,6 +21,7 @@ from jax_specdec._src.types import Array, Status
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState, on_all_devices
+from jax_specdec.lm.decoding.exact import check_exact, check_free_text, check_rows
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter
@@ -254,9 +255,11 @@ def _prepare(
     check_type("logprobs", logprobs, LogprobsConfig, None)
     check_type("exact", exact, bool)
     if exact:
-        inputs.check_exact(model, drafter)
+        check_exact(model, drafter, config)
     token_lists = inputs.token_lists(prompts, model.vocab_size)
     asked = options_per_request(options, len(token_lists), fields)
+    for one in asked if exact else ():
+        check_free_text(config, one)
     if not isinstance(drafter, NoDrafter):
         for one in asked:
             one.check_drafts(config.num_speculative_tokens)
@@ -264,11 +267,12 @@ def _prepare(
         if all(one.max_drafts == 0 for one in asked):
             drafter = NoDrafter()  # nobody wants a draft
     decoder = Decoder(model, drafter, config, logprobs, exact=exact)
-    slack = decoder.num_drafts + 1  # a step writes the newest token and the drafts to the caches
     batch, prompt_size, max_steps = make_batch(
-        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=slack
+        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=decoder.num_rows
     )
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
+    if exact and token_lists:
+        check_rows(decoder, params, *batch.token_ids.shape)
     return _Prepared(decoder, params, draft_params, token_lists, batch, prompt_size, max_steps)
 
 
