@@ -185,7 +185,7 @@ class Decoder:
 
     @property
     def num_rows(self) -> int:
-        """The rows of a request in a pass over drafts: K + 1, or more if exact on a CPU."""
+        """S, the rows of a request in a pass over drafts: K + 1, or more if exact on a CPU."""
         num_rows = self.num_drafts + 1
         if self.exact and jax.default_backend() == "cpu":
             return -(-num_rows // _CPU_ROWS) * _CPU_ROWS
@@ -420,7 +420,8 @@ class Decoder:
         tokens = jnp.concatenate([newest, jnp.maximum(ids, 0)], axis=1)
         tree = None if state.draft_parents is None else TreeRows.of(state.draft_parents)
         num_rows = tokens.shape[1]
-        if self.exact:  # rows that are not read
+        if self.exact:
+            # [B, K+1] -> [B, S]: rows that are not read
             tokens = jnp.pad(tokens, ((0, 0), (0, self.num_rows - num_rows)))
         groups = [Rows(tokens, start, tree=tree), *prompts]
         length = batch.token_ids.shape[1]
@@ -435,10 +436,9 @@ class Decoder:
         else:
             outputs, cache = self.run(params, groups, state.target_cache, length)
         if self.exact:
-            # [B, S, ...] -> [B, K+1, ...]: the barrier keeps the rows that are left out in the pass
-            outputs[0] = jax.tree.map(
-                lambda x: x[:, :num_rows], lax.optimization_barrier(outputs[0])
-            )
+            # [B, S, ...] -> [B, K+1, ...], outside of the pass: else XLA leaves rows out in it
+            whole = lax.optimization_barrier(outputs[0])
+            outputs[0] = jax.tree.map(lambda x: x[:, :num_rows], whole)
         return dataclasses.replace(state, target_cache=cache), outputs
 
     def accept(
