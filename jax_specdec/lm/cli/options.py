@@ -312,8 +312,8 @@ _HELP = {
         (default: the most that take about as long as a step, measured at the start)""",
     "--prompts-in-steps": """read prompts in the target's pass of a step, which then takes little
         longer; the last bits of sums, and so near ties of sampled texts, depend on the load""",
-    "--exact": """change no bit of a greedy text, or of one under the agreement rule, which is
-        then the default: the text is that of plain decoding with --exact and the same K""",
+    "--exact": """change no bit of a text: it is that of plain decoding with --exact and the same K.
+        The rule is then agreement""",
     "--reuse-prefixes": """begin a prompt with what an earlier one left in a slot, if both begin
         alike; the time to the first token then shows whether somebody asked for the same""",
     "--max-drafts-by-length": """the most drafts per step from a length on, prompt included; with

@@ -166,7 +166,7 @@ class Decoder:
       logprobs: which log-probabilities a step's record has; None for none.
       drafts_in_first_step: whether a request without output gets drafts.
       max_drafts_by_length: see `Engine`.
-      exact: every pass has K + 1 rows of each request, whatever is drafted; see `generate`.
+      exact: every pass has as many rows of each request, whatever is drafted; see `generate`.
     """
 
     model: CausalModel

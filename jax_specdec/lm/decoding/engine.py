@@ -143,11 +143,11 @@ class Engine:
         request has as many tokens, prompt and new ones together, or more. Lengths increase, and
         drafts decrease: with ``((4096, 2), (16384, 0))`` requests have K drafts at first, and none
         from 16384 tokens on.
-      exact: greedy texts, and those under the agreement rule, are functions of the prompt, options
-        and key alone, to the last bit of their log-probabilities, for one such engine: whatever is
-        drafted, also nothing, whoever is beside a request, in whatever slot, preempted or not. All
-        passes over drafts have K + 1 rows, and prompts are read by one program, `prefill_sizes` of
-        one size, in chunks that begin at its multiples.
+      exact: texts are functions of the prompt, options and key alone, to the last bit of their
+        log-probabilities, for one such engine: whatever is drafted, also nothing, whoever is beside
+        a request, in whatever slot, preempted or not. Requests must be greedy, or the rule
+        agreement. All passes over drafts have as many rows, and prompts are read by one program,
+        `prefill_sizes` of one size, in chunks that begin at its multiples.
       reuse_prefixes: a slot that becomes free keeps what both caches hold, and an `EngineDriver`
         reads of a new prompt only what follows the longest beginning that it shares with a text in
         a slot. A text that goes on stays in its slot; of one that only begins alike, also of a
@@ -161,8 +161,9 @@ class Engine:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
         has to, or keeps no rows where `reuse_prefixes` are on.
       ValueError: a size is too small, or `prefill_sizes` are not as described; `exact` with trees,
-        with logits that are split over devices, or with several `prefill_sizes`; `reuse_prefixes`
-        with a model whose cache has arrays that hold no positions.
+        with the synthetic rule, with logits that are split over devices, or with several
+        `prefill_sizes`; `reuse_prefixes` with a model whose cache has arrays that hold no
+        positions.
 
     Example:
       One request, step by step; `EngineDriver` does this for you:
@@ -343,7 +344,8 @@ class Engine:
         Raises:
           ValueError: an id outside the vocabulary, more of something than there is room for, more
             drafts than K, options that need `request_options` in an engine without them, or a
-            temperature above 0 where the drafter has a history and the rule is not agreement.
+            temperature above 0 where the rule is not agreement, and the engine is exact or the
+            drafter has a history.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
