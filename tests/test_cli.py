@@ -205,8 +205,26 @@ def test_steps_of_a_server_read_prompts_if_asked_for() -> None:
     driver = make_driver(options, load_models(options)[0])
     assert (driver.prompts_in_steps, driver.chunk_size) == (True, 128)
     options = parse("serve", "--exact")
-    engine = make_driver(options, load_models(options)[0]).engine
-    assert engine.exact and engine.config.rejection_sample_method == "agreement"
+    driver = make_driver(options, load_models(options)[0])
+    assert driver.engine.exact and driver.engine.config.rejection_sample_method == "agreement"
+    assert driver.draft_choice is None  # it always drafts: a step without drafts costs as much
+
+
+@pytest.mark.parametrize("command", [["generate", TINY_PROMPT], ["serve", "--port=0"]])
+def test_a_model_that_depends_on_rows_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)
+    right = lm.models.Llama.apply
+
+    def by_row(self: Any, params: Any, groups: Any, *given: Any) -> Any:
+        (output,), cache = right(self, params, groups, *given)
+        row = jnp.arange(output.logits.shape[1], dtype=output.logits.dtype)
+        return [output._replace(logits=output.logits + row[None, :, None])], cache
+
+    monkeypatch.setattr(lm.models.Llama, "apply", by_row)
+    wanted = "same bits in every row of a pass if exact, but on this device outputs.logits depends"
+    assert wanted in refuse(capsys, *command, "--exact", *TINY[:2])
 
 
 def test_a_stop_token_ends_the_text_and_is_not_printed(
@@ -755,6 +773,8 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate x -k0 --tree=8", "--tree needs --draft suffix"),
         ("generate x --exact --draft=eagle3 --tree=8", "--exact cannot be given with --tree"),
         ("serve --exact --prompts-in-steps", "--exact cannot be given with --prompts-in-steps"),
+        ("serve --exact --method=block", "--exact needs --method agreement, but it is 'block'"),
+        ("generate x --exact --method=standard", "--exact needs --method agreement, but it is 's"),
         ("serve --draft=eagle3 --history=9", "--history needs --draft suffix, or suffix+ before"),
         ("serve --draft=suffix --history=-1", "--history must be in [0, 16777216]"),
         ("generate --dtype=float32", "--dtype needs --target"),

@@ -11,7 +11,7 @@ import pytest
 
 from jax_specdec.testing import RowDependence, row_dependence
 
-V, B, S, T = 7, 3, 4, 32
+V, B, S, T = 8, 3, 4, 32
 TABLE = jax.random.normal(jax.random.key(0), (V, 5))
 Cache = list[dict[str, jax.Array]]
 
@@ -41,9 +41,30 @@ def apply(
         new_cache.append({"keys": keys, "count": start + 1})
         if index == 0 and fault in wrong:
             x = jnp.where(wrong[fault], x + 0.01, x)
-    step = 1e-6 if fault == "logits" else 0.0
-    logits = x @ table.T + step * row[:, :, None].astype(jnp.float32)
+    logits = x @ table.T
+    wrong_logits = {
+        "next float": jnp.nextafter(logits, jnp.inf),
+        "negated": -logits,  # an even number of sign bits, of which sums of bits lose all
+        "two negated": logits.at[:, :, 2:4].multiply(-1),
+        "swapped": logits.at[:, :, 2:4].set(logits[:, :, 3:1:-1]),
+        "reversed": logits[:, :, ::-1],
+        "rolled": jnp.roll(logits, 1, axis=2),
+        "doubled and halved": logits.at[:, :, 0].multiply(2).at[:, :, 1].multiply(0.5),
+    }
+    logits = jnp.where(row[:, :, None] == S - 1, wrong_logits.get(fault, logits), logits)
     return {"hidden": x, "logits": logits}, new_cache
+
+
+LOGITS = RowDependence("outputs['logits']", "its row", B)
+WRONG_LOGITS = (
+    "next float",
+    "negated",
+    "two negated",
+    "swapped",
+    "reversed",
+    "rolled",
+    "doubled and halved",
+)
 
 
 SIZES = dict(vocab_size=V, num_requests=B, num_rows=S, max_length=T)
@@ -56,7 +77,7 @@ SIZES = dict(vocab_size=V, num_requests=B, num_rows=S, max_length=T)
         ("row", RowDependence("cache[1]['keys']", "its row", B)),
         ("neighbours", RowDependence("cache[1]['keys']", "its slot or neighbours", B)),
         ("slot", RowDependence("cache[1]['keys']", "its slot or neighbours", 2)),
-        ("logits", RowDependence("outputs['logits']", "its row", B)),
+        *((fault, LOGITS) for fault in WRONG_LOGITS),
     ],
 )
 def test_the_first_array_that_differs_is_named(fault: str, wanted: RowDependence | None) -> None:

@@ -541,6 +541,42 @@ def _(right, self, *args, **named):
 
 
 @fault(
+    "exact passes on a CPU have K + 1 rows",
+    "lm.decoding.core:Decoder.num_rows",
+    "serving/test_exact.py",
+)
+def _(right, self):
+    return self.num_drafts + 1
+
+
+@fault(
+    "exact takes every model",
+    "lm.decoding.exact:check_rows",
+    "serving/test_exact.py",
+)
+def _(right, *args):
+    return None
+
+
+@fault(
+    "exact samples by every rule",
+    "lm.decoding.exact:check_free_text",
+    "serving/test_exact.py",
+)
+def _(right, *args):
+    return None
+
+
+@fault(
+    "bits are added before they are mixed",
+    "_src.row_dependence:_mixed",
+    "test_row_dependence.py",
+)
+def _(right, x):
+    return x
+
+
+@fault(
     "a request begins with one row too many",
     "lm.decoding.schedule:_longest_prefix",
     "serving/test_prefixes.py",

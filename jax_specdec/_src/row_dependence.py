@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,6 @@ Outputs = Any  # each a pytree of arrays
 Apply = Callable[[Params, jax.Array, jax.Array, Cache], tuple[Outputs, Cache]]
 """``(params, token_ids [B, S], start [B], cache) -> outputs, cache``, as a pass of a model."""
 
-_PRIME = np.uint32(2654435769)
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
@@ -62,7 +62,7 @@ def row_dependence(
     random texts three times, by passes of one shape: token by token in the first row, before random
     drafts that are then rejected; so in another slot, beside other texts; and with several tokens
     of a text in a pass. Each text begins at another position, after random keys and values. In the
-    end it compares outputs and caches, as bits: a sum of 32 bits of each array, token and text.
+    end it compares outputs and caches, as bits: a hash of 32 bits of each array, token and text.
 
     Args:
       apply: the pass: token s of request b is at position ``start[b] + s``. `outputs` are a pytree
@@ -112,21 +112,20 @@ def row_dependence(
         params: Params, ids: jax.Array, start: jax.Array, cache: Cache
     ) -> tuple[Outputs, Cache]:
         outputs, cache = apply(params, ids, start, cache)
-        return jax.tree.map(lambda x: _sums(x, ids.shape), outputs), cache
+        return jax.tree.map(lambda x: _hashes(x, ids.shape), outputs), cache
 
     @jax.jit
     def filled() -> Cache:
-        key = jax.random.key(seed)
-        fill = functools.partial(_with_noise, key=key, num_requests=num_requests, axis=batch_axis)
+        fill = functools.partial(_with_noise, seed=seed, num_requests=num_requests, axis=batch_axis)
         return jax.tree.map(fill, init_cache(num_requests, max_length))
 
     @jax.jit
-    def sums_of_cache(cache: Cache) -> Cache:
+    def hashes_of_cache(cache: Cache) -> Cache:
         firsts = jax.tree.map(lambda x: jnp.moveaxis(x, batch_axis, 0), cache)
-        return jax.tree.map(lambda x: _sums(x, (num_requests,)), firsts)
+        return jax.tree.map(lambda x: _hashes(x, (num_requests,)), firsts)
 
     def read(shift: int, least: int, most: int) -> dict[str, np.ndarray]:
-        """Returns for each array the sums ``[B]`` or ``[B, N]`` of the texts, by its name."""
+        """Returns for each array the hashes ``[B]`` or ``[B, N]`` of the texts, by its name."""
         cache = filled()
         order = np.roll(np.arange(num_requests), shift)  # [B]: the text of each slot
         at = np.zeros(num_requests, np.int32)  # tokens of it that were read
@@ -138,52 +137,67 @@ def row_dependence(
             own = texts[order[:, None], at[:, None] + row]  # [B, S]
             drafts = rng.integers(vocab_size, size=own.shape, dtype=np.int32)
             ids = np.where(row < kept[:, None], own, drafts)
-            sums, cache = run(params, ids, starts[order] + at, cache)
-            passes.append((at.copy(), kept, sums))
+            hashes, cache = run(params, ids, starts[order] + at, cache)
+            passes.append((at.copy(), kept, hashes))
             at += kept.astype(np.int32)
         # What stands behind the texts is the same then, too.
         _, cache = run(params, texts[order, size:], starts[order] + at, cache)
         found = {}
-        for path, sums in jax.tree.leaves_with_path(jax.device_get(sums_of_cache(cache))):
-            found["cache" + jax.tree_util.keystr(path)] = sums[np.argsort(order)]
+        for path, hashes in jax.tree.leaves_with_path(jax.device_get(hashes_of_cache(cache))):
+            found["cache" + jax.tree_util.keystr(path)] = hashes[np.argsort(order)]
         for at, kept, outputs in jax.device_get(passes):
-            for path, sums in jax.tree.leaves_with_path(outputs):
+            for path, hashes in jax.tree.leaves_with_path(outputs):
                 name = "outputs" + jax.tree_util.keystr(path)
-                all_sums = found.setdefault(name, np.zeros((num_requests, size), np.uint32))
+                whole = found.setdefault(name, np.zeros((num_requests, size), np.uint32))
                 for slot, text in enumerate(order):
                     place = slice(at[slot], at[slot] + kept[slot])
-                    all_sums[text, place] = sums[slot, : kept[slot]]
+                    whole[text, place] = hashes[slot, : kept[slot]]
         return found
 
     alone = read(shift=0, least=1, most=1)
     # Some wait for others, so that those beside a token are not the same ones in another order.
     readings = {"its slot or neighbours": (1, 0, 1), "its row": (0, 1, num_rows)}
     for reason, given in readings.items():
-        for name, sums in read(*given).items():
-            differs = sums != alone[name]
+        for name, hashes in read(*given).items():
+            differs = hashes != alone[name]
             num_texts = int(differs.reshape(num_requests, -1).any(axis=1).sum())
             if num_texts:
                 return RowDependence(name, reason, num_texts)
     return None
 
 
-def _sums(x: jax.Array, kept: tuple[int, ...]) -> jax.Array:
-    """Returns sums ``[*kept]`` of the bits of an array, each bit with a weight of its place."""
+def _hashes(x: jax.Array, kept: tuple[int, ...]) -> jax.Array:
+    """Returns hashes ``[*kept]`` of the bits of an array, which depend on the place of each."""
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
     words = lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
     words = words.reshape(*kept, -1).astype(jnp.uint32)  # [*kept, n]
-    # An odd weight for each place, so that one changed bit changes the sum
+    # Mixed before they are added: in a sum of the words themselves, however weighted, flipped sign
+    # bits cancel in pairs.
     place = lax.broadcasted_iota(jnp.uint32, words.shape, len(kept))
-    weights = (place * _PRIME) | np.uint32(1)
-    return jnp.sum(words * weights, axis=-1, dtype=jnp.uint32)
+    return jnp.sum(_mixed(words ^ _mixed(place)), axis=-1, dtype=jnp.uint32)
 
 
-def _with_noise(x: jax.Array, key: jax.Array, num_requests: int, axis: int) -> jax.Array:
-    """Returns an array of the cache plus random numbers, the same ones for each request."""
+def _mixed(x: jax.Array) -> jax.Array:
+    """Returns 32 bits of which each depends on all 32 bits of x, one for each x.
+
+    The finalizer of MurmurHash3 (Appleby, 2011), after an addition: 0 does not stay 0.
+    """
+    x = x + np.uint32(0x9E3779B9)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def _with_noise(x: jax.Array, seed: int, num_requests: int, axis: int) -> jax.Array:
+    """Returns an array of the cache plus noise from -2 to 2, the same for each request."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     shape = [*x.shape]
     shape[axis] //= num_requests
-    one = jax.random.normal(key, shape, x.dtype)
+    # `jax.random` takes ten times as long to compile.
+    place = lax.iota(jnp.uint32, math.prod(shape))
+    bits = _mixed(place ^ _mixed(jnp.uint32(seed % 2**32)))
+    noise = lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32) * 2.0**-30
+    one = noise.astype(x.dtype).reshape(shape)
     return x + jnp.concatenate([one] * num_requests, axis=axis)

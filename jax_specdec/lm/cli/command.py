@@ -12,6 +12,7 @@ from jax_specdec.lm.cli.cache import keep_compiled_programs
 from jax_specdec.lm.cli.options import parse
 from jax_specdec.lm.cli.process import run_to_end
 from jax_specdec.lm.cli.prompts import InputError, read_prompts
+from jax_specdec.lm.decoding.exact import NotExactError
 from jax_specdec.lm.extras import extra
 
 
@@ -44,6 +45,6 @@ def _run(arguments: Sequence[str] | None) -> None:
             serve(options)
         else:
             show(options, prompts)
-    except (ImportError, InputError) as error:
+    except (ImportError, InputError, NotExactError) as error:
         terminal.log(f"jax-specdec {options.command}: {error}")
         sys.exit(2)

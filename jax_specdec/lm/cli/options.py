@@ -341,8 +341,8 @@ _HELP = {
         (default: the most that take about as long as a step, measured at the start)""",
     "--prompts-in-steps": """read prompts in the target's pass of a step, which then takes little
         longer; the last bits of sums, and so near ties of sampled texts, depend on the load""",
-    "--exact": """change no bit of a greedy text, or of one under the agreement rule, which is
-        then the default: the text is that of plain decoding with --exact and the same K""",
+    "--exact": """change no bit of a text: it is that of plain decoding with --exact and the same K.
+        The rule is then agreement""",
     "--reuse-prefixes": """begin a prompt with what an earlier one left in a slot, if both begin
         alike; the time to the first token then shows whether somebody asked for the same""",
     "--max-drafts-by-length": """the most drafts per step from a length on, prompt included; with
@@ -426,6 +426,9 @@ def _check(given: dict[str, Any], ends: dict[str, tuple[int, int | None]]) -> Op
     for name in ("tree", "prompts_in_steps"):
         if "exact" in given and name in given:
             raise ValueError(f"--exact cannot be given with --{name.replace('_', '-')}")
+    method = given["rejection_sample_method"]
+    if "exact" in given and method != "agreement":
+        raise ValueError(f"--exact needs --method agreement, but it is {method!r}")
     if "tree" in given:
         ks = given.get("num_speculative_tokens", (min(DEFAULT_K, given["tree"] - 1),))
         most = given["tree"] - 1

@@ -98,8 +98,8 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         limits = ((1, 0),)
     elif options.tree is not None:
         budget = tuple(sorted({0, k, max(k, options.tree // 2 - 1), options.tree - 1}))
-    elif agrees or jax.default_backend() == "cpu":
-        budget = (0, k)
+    elif not options.exact and (agrees or jax.default_backend() == "cpu"):
+        budget = (0, k)  # of `exact` both cost the same
     engine = lm.Engine(
         models.target.model,
         drafter,

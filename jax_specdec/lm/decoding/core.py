@@ -40,6 +40,13 @@ from jax_specdec.lm.models.protocol import (
 
 _Arrays = TypeVar("_Arrays")  # a pytree
 
+_CPU_ROWS = 4
+"""Exact passes on CPUs have a multiple of so many rows. XLA lets LLVM contract a product and a sum
+to one operation, rounded once. Where an array [B, S] of numbers for each row is computed in vectors
+over the requests, of S at most 8, LLVM joins vectors of neighbouring rows to wider ones with
+AVX-512, and contracts in one kind alone: of S = 3, 5, 6 and 7 the last rows are rounded otherwise.
+"""
+
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
 
@@ -160,7 +167,7 @@ class Decoder:
       logprobs: which log-probabilities a step's record has; None for none.
       drafts_in_first_step: whether a request without output gets drafts.
       max_drafts_by_length: see `Engine`.
-      exact: every pass has K + 1 rows of each request, whatever is drafted; see `generate`.
+      exact: every pass has as many rows of each request, whatever is drafted; see `generate`.
     """
 
     model: CausalModel
@@ -176,6 +183,14 @@ class Decoder:
         """K; 0 without a drafter, unless its passes are to be those of one."""
         has_rows = self.exact or not isinstance(self.drafter, NoDrafter)
         return self.config.num_speculative_tokens if has_rows else 0
+
+    @property
+    def num_rows(self) -> int:
+        """S, the rows of a request in a pass over drafts: K + 1, or more if exact on a CPU."""
+        num_rows = self.num_drafts + 1
+        if self.exact and jax.default_backend() == "cpu":
+            return -(-num_rows // _CPU_ROWS) * _CPU_ROWS
+        return num_rows
 
     @property
     def tree_depth(self) -> int:
@@ -405,6 +420,10 @@ class Decoder:
         newest = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([newest, jnp.maximum(ids, 0)], axis=1)
         tree = None if state.draft_parents is None else TreeRows.of(state.draft_parents)
+        num_rows = tokens.shape[1]
+        if self.exact:
+            # [B, K+1] -> [B, S]: rows that are not read
+            tokens = jnp.pad(tokens, ((0, 0), (0, self.num_rows - num_rows)))
         groups = [Rows(tokens, start, tree=tree), *prompts]
         length = batch.token_ids.shape[1]
         # Only for a batch of one, or with a draft budget, whose widths depend on the load.
@@ -417,6 +436,10 @@ class Decoder:
             outputs = [output]
         else:
             outputs, cache = self.run(params, groups, state.target_cache, length)
+        if self.exact:
+            # [B, S, ...] -> [B, K+1, ...], outside of the pass: else XLA leaves rows out in it
+            whole = lax.optimization_barrier(outputs[0])
+            outputs[0] = jax.tree.map(lambda x: x[:, :num_rows], whole)
         return dataclasses.replace(state, target_cache=cache), outputs
 
     def accept(

@@ -18,11 +18,12 @@ from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
 from jax_specdec._src.grammar import check_matchers
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec.lm.decoding import inputs, programs, schedule, stopwatch
+from jax_specdec.lm.decoding import inputs, schedule, stopwatch
 from jax_specdec.lm.decoding.bookkeeping import HostState, Matching, RequestUpdate, ServedRequest
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.device import Device
 from jax_specdec.lm.decoding.engine import Engine
+from jax_specdec.lm.decoding.exact import check_rows
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
@@ -244,8 +245,8 @@ class EngineDriver:
             before the first and after each: `admit` for each of the engine's `admit_shapes`,
             `release`, and `step` for each number of drafts, for none, and with `prompts_in_steps`
             for each of these shapes. None for no calls. Steps and prompts are measured where a
-            `chunk_size` is to be chosen, or `step_costs` are missing. The model of an exact engine
-            is checked by `jax_specdec.testing.row_dependence`.
+            `chunk_size` is to be chosen, or `step_costs` are missing. Before all else the model of
+            an exact engine is checked by `jax_specdec.testing.row_dependence`.
           grammars: whether requests will have matchers; their steps are then compiled, too, as two
             more programs.
 
@@ -286,21 +287,21 @@ class EngineDriver:
             self.engine, prompts_in_steps=self.prompts_in_steps, grammars=grammars
         )
         calls: list[Callable[[], object]]
-        calls = [functools.partial(rehearse, action) for action in actions]
+        calls = [self._check_rows] if self.engine.exact else []
+        calls += [functools.partial(rehearse, action) for action in actions]
         calls.append(functools.partial(self._empty, self.engine.num_slots))
         if self.engine.drafter.serves.has_history:
             calls.append(functools.partial(self._device.remember, [[]]))
         if self._chooses_chunk_size:
             calls.append(self._choose_chunk_size)
-        if self.engine.exact:
-            calls.append(self._check_rows)
         return calls
 
     def _check_rows(self) -> None:
         """Checks that an exact engine's model gives a token the same bits in every row."""
         self._settle()  # there may be no room for two caches
         params, _ = self._device.weights
-        programs.check_rows(self.engine, params)
+        engine = self.engine
+        check_rows(engine.decoder, params, engine.num_slots, engine.buffer_length)
         self._is_whole = False
 
     def _choose_chunk_size(self) -> None:

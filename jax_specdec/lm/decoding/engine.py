@@ -21,6 +21,7 @@ from jax_specdec._src.types import Status
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
+from jax_specdec.lm.decoding.exact import check_exact, check_free_text
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
 from jax_specdec.lm.drafting.drafter import Drafter
@@ -142,11 +143,11 @@ class Engine:
         request has as many tokens, prompt and new ones together, or more. Lengths increase, and
         drafts decrease: with ``((4096, 2), (16384, 0))`` requests have K drafts at first, and none
         from 16384 tokens on.
-      exact: greedy texts, and those under the agreement rule, are functions of the prompt, options
-        and key alone, to the last bit of their log-probabilities, for one such engine: whatever is
-        drafted, also nothing, whoever is beside a request, in whatever slot, preempted or not. All
-        passes over drafts have K + 1 rows, and prompts are read by one program, `prefill_sizes` of
-        one size, in chunks that begin at its multiples.
+      exact: texts are functions of the prompt, options and key alone, to the last bit of their
+        log-probabilities, for one such engine: whatever is drafted, also nothing, whoever is beside
+        a request, in whatever slot, preempted or not. Requests must be greedy, or the rule
+        agreement. All passes over drafts have as many rows, and prompts are read by one program,
+        `prefill_sizes` of one size, in chunks that begin at its multiples.
       reuse_prefixes: a slot that becomes free keeps what both caches hold, and an `EngineDriver`
         reads of a new prompt only what follows the longest beginning that it shares with a text in
         a slot. A text that goes on stays in its slot; of one that only begins alike, also of a
@@ -160,8 +161,9 @@ class Engine:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
         has to, or keeps no rows where `reuse_prefixes` are on.
       ValueError: a size is too small, or `prefill_sizes` are not as described; `exact` with trees,
-        with logits that are split over devices, or with several `prefill_sizes`; `reuse_prefixes`
-        with a model whose cache has arrays that hold no positions.
+        with the synthetic rule, with logits that are split over devices, or with several
+        `prefill_sizes`; `reuse_prefixes` with a model whose cache has arrays that hold no
+        positions.
 
     Example:
       One request, step by step; `EngineDriver` does this for you:
@@ -238,7 +240,7 @@ class Engine:
             inputs.check_keeps_rows(self.model, self.drafter, has_cache=has_cache)
         check_type("exact", self.exact, bool)
         if self.exact:
-            inputs.check_exact(self.model, self.drafter)
+            check_exact(self.model, self.drafter, self.config)
             must = "be one size if exact"
             require(len(self.chunk_sizes) == 1, "prefill_sizes", must, self.prefill_sizes)
             if self.chunk_size < longest:
@@ -264,9 +266,9 @@ class Engine:
 
     @property
     def buffer_length(self) -> int:
-        """L, positions per slot; a step writes up to K + 1 tokens past the last one it keeps."""
-        most = self.max_length + self.config.num_speculative_tokens + 1
-        return round_up(max(most, self.longest_read))
+        """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
+        num_rows = max(self.config.num_speculative_tokens + 1, self.decoder.num_rows)
+        return round_up(max(self.max_length + num_rows, self.longest_read))
 
     @property
     def longest_read(self) -> int:
@@ -343,7 +345,8 @@ class Engine:
         Raises:
           ValueError: an id outside the vocabulary, more of something than there is room for, more
             drafts than K, options that need `request_options` in an engine without them, or a
-            temperature above 0 where the drafter has a history and the rule is not agreement.
+            temperature above 0 where the rule is not agreement, and the engine is exact or the
+            drafter has a history.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
@@ -353,6 +356,8 @@ class Engine:
         options.check(self.model.vocab_size)
         options.check_drafts(self.config.num_speculative_tokens)
         self.option_sizes.check(options)
+        if self.exact:
+            check_free_text(self.config, options)
         if self.drafter.serves.has_history:
             is_free = self.config.rejection_sample_method == "agreement"  # its text, of drafts
             must = 'be 0 unless rejection_sample_method is "agreement"'

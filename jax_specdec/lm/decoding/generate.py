@@ -21,6 +21,7 @@ from jax_specdec._src.types import Array, Status
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState, on_all_devices
+from jax_specdec.lm.decoding.exact import check_exact, check_free_text, check_rows
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter
@@ -100,11 +101,13 @@ def generate(
       key: a typed key, or None for ``jax.random.key(0)``. Request b uses ``fold_in(key, b)``,
         unless its options have a seed.
       logprobs: which log-probabilities the steps have; None for none.
-      exact: greedy texts, and those under the agreement rule, are those of ``generate_plain`` with
-        the same config and `exact`, to the last bit of their log-probabilities, whatever the
-        drafter: every pass of the target has the K + 1 rows of a step with drafts. Without it they
-        may differ where two ids nearly tie, because sums of floats in passes of another width
-        differ in their last bits. Other rules keep their promise about distributions.
+      exact: texts are those of ``generate_plain`` with the same prompts, config and `exact`, to the
+        last bit of their log-probabilities, whatever the drafter: every pass of the target has the
+        rows of a step with drafts. Without it they may differ where two ids nearly tie, because
+        sums of floats in passes of another width differ in their last bits. Requests must be
+        greedy, or the rule agreement: other rules sample by what was drafted. Before the first text
+        of each shape, `jax_specdec.testing.row_dependence` checks the model on this device; figures
+        by machine are in ``docs/exact.md``.
       **fields: of `RequestOptions`, such as ``temperature=0.8``. They hold for every request and
         override its options.
 
@@ -114,8 +117,9 @@ def generate(
     Raises:
       TypeError: an argument has another type, ids are not integers, or the key is not typed.
       ValueError: an empty prompt, an id or an option out of range, a list of the wrong length, or
-        weights of another shape than the model's; `exact` with a drafter of trees, or with a model
-        whose logits are split over devices.
+        weights of another shape than the model's; `exact` with a drafter of trees, with a sampled
+        request unless the rule is agreement, with the synthetic rule, or with a model whose logits
+        are split over devices, or depend on a token's row in a pass on this device.
 
     Example:
       >>> import jax_specdec as sd
@@ -178,7 +182,7 @@ def generate_plain(
 
     Arguments and errors are those of `generate`. Only one thing of `config` matters, whether it
     asks for the agreement rule: that rule draws tokens in its own way, so its texts are those of
-    plain decoding with such a config. With `exact` its K matters too: passes have K + 1 rows.
+    plain decoding with such a config. With `exact` its K matters too: it gives a pass its rows.
 
     Returns:
       `GenerateOutput`; its steps propose nothing and emit one token each.
@@ -273,9 +277,11 @@ def _prepare(
     check_type("logprobs", logprobs, LogprobsConfig, None)
     check_type("exact", exact, bool)
     if exact:
-        inputs.check_exact(model, drafter)
+        check_exact(model, drafter, config)
     token_lists = inputs.token_lists(prompts, model.vocab_size)
     asked = options_per_request(options, len(token_lists), fields)
+    for one in asked if exact else ():
+        check_free_text(config, one)
     if not isinstance(drafter, NoDrafter):
         for one in asked:
             one.check_drafts(config.num_speculative_tokens)
@@ -283,11 +289,12 @@ def _prepare(
         if all(one.max_drafts == 0 for one in asked):
             drafter = NoDrafter()  # nobody wants a draft
     decoder = Decoder(model, drafter, config, logprobs, exact=exact)
-    slack = decoder.num_drafts + 1  # a step writes the newest token and the drafts to the caches
     batch, prompt_size, max_steps = make_batch(
-        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=slack
+        token_lists, asked, vocab_size=model.vocab_size, key=key, slack=decoder.num_rows
     )
     params, draft_params, batch = on_all_devices((params, draft_params, batch), model)
+    if exact and token_lists:
+        check_rows(decoder, params, *batch.token_ids.shape)
     return _Prepared(decoder, params, draft_params, token_lists, batch, prompt_size, max_steps)
 
 

@@ -55,20 +55,6 @@ def _wrapper(model: Any) -> str:
     return "Eagle3Drafter" if isinstance(model, Eagle3Head) else "ModelDrafter"
 
 
-def check_exact(model: CausalModel, drafter: Drafter) -> None:
-    """Checks that texts can be those of plain decoding to the last bit.
-
-    Raises:
-      ValueError: the drafter proposes trees, whose keys lie at other positions than those of plain
-        decoding; or the logits are split over devices, whose sums have not been tried.
-    """
-    depth = drafter.serves.tree_depth
-    require(not depth, "drafter", "propose chains, without a tree_depth, if exact", drafter)
-    sharding = model.serves.sharding
-    must = "have its logits on one device if exact"
-    require(sharding is None or sharding.mesh is None, "model", must, model)
-
-
 def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) -> None:
     """Checks that the drafts of a drafter can be verified by a model if they are trees.
 

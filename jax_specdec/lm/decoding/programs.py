@@ -13,20 +13,11 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.emitted import StepRecord
-from jax_specdec._src.row_dependence import row_dependence
 from jax_specdec.lm.decoding.bookkeeping import StepResult
 from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
 from jax_specdec.lm.decoding.schedule import Prompts
-from jax_specdec.lm.models.protocol import (
-    Cache,
-    HasCache,
-    Output,
-    Params,
-    Rows,
-    put_cache,
-    take_cache,
-)
+from jax_specdec.lm.models.protocol import Cache, HasCache, Params, put_cache, take_cache
 
 release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
 
@@ -179,37 +170,6 @@ def init(engine: Engine, params: Params, draft_params: Params, **kept: Any) -> D
       **kept: fields of `DecodeState` that are not to begin anew.
     """
     return dataclasses.replace(engine.init_state(draft_params, params), **kept)
-
-
-def check_rows(engine: Engine, params: Params) -> None:
-    """Checks that the target's pass over drafts gives a token the same bits in every row.
-
-    Raises:
-      ValueError: it does not.
-    """
-
-    def apply(
-        params: Params, token_ids: jax.Array, start: jax.Array, cache: Cache
-    ) -> tuple[Output, Cache]:
-        rows = Rows(token_ids, start)
-        (output,), cache = engine.decoder.run(params, [rows], cache, engine.buffer_length)
-        return output, cache
-
-    found = row_dependence(
-        apply,
-        params,
-        engine.model.init_cache,
-        vocab_size=engine.model.vocab_size,
-        num_requests=engine.num_slots,
-        num_rows=engine.config.num_speculative_tokens + 1,
-        max_length=engine.buffer_length,
-        batch_axis=engine.model.serves.batch_axis,
-    )
-    if found is not None:
-        raise ValueError(
-            "engine.model must give a token the same bits in every row of a pass, because the "
-            f"engine is exact, but {found.output} depends on {found.reason}"
-        )
 
 
 @functools.partial(
