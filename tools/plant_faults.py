@@ -602,6 +602,19 @@ def _(right, held, given, delete):
 
 
 @fault(
+    "caches are compared for lengths that models in 16 bits round up to one",
+    "lm.decoding.inputs:check_keeps_rows",
+    "serving/test_prefixes.py",
+)
+def _(right, model, drafter, length, **named):
+    short, long = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (8, 16))
+    for one, other in zip(jax.tree.leaves(short), jax.tree.leaves(long), strict=True):
+        if one.shape == other.shape:
+            raise ValueError("model must have a cache whose arrays grow with max_length")
+    right(model, drafter, length, **named)
+
+
+@fault(
     "rows are begun with that the device has lost",
     "lm.decoding.bookkeeping:HostState.without_kept",
     "serving/test_prefixes.py",
