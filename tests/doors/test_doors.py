@@ -38,10 +38,10 @@ TABLE = """
     generate             float32   llama    suffix
     generate --compare   bfloat16  llama    eagle3
     generate             bfloat16  llama    none
-    generate --compare   float32   qwen2    ngram
+    generate             float32   qwen2    ngram
     generate --chat      bfloat16  qwen3    other
     generate             bfloat16  qwen3    draft
-    generate --compare   bfloat16  qwen3    block
+    generate             bfloat16  qwen3    block
     generate --chat      float32   qwen3    none
     generate --compare   float32   package  -
     generate             float32   package  none
@@ -164,11 +164,12 @@ def target_of(arguments: list[str]) -> Path | None:
 def run(command: str, *arguments: str) -> tuple[str, str]:
     """Returns what a command that succeeds prints to both streams."""
     done = subprocess.run(
-        [COMMAND, command, *arguments], capture_output=True, text=True, env=environment(arguments)
+        [COMMAND, command, *arguments], capture_output=True, env=environment(arguments)
     )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.stdout, done.stderr
+    # As bytes: a text may have carriage returns.
+    out, errors = done.stdout.decode(), done.stderr.decode()
+    assert done.returncode == 0 and "Traceback" not in errors, errors
+    return out, errors
 
 
 # generate
