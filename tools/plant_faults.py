@@ -608,9 +608,11 @@ def _(right, held, given, delete):
 )
 def _(right, model, drafter, length, **named):
     short, long = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (8, 16))
-    for one, other in zip(jax.tree.leaves(short), jax.tree.leaves(long), strict=True):
-        if one.shape == other.shape:
-            raise ValueError("model must have a cache whose arrays grow with max_length")
+    pairs = zip(jax.tree.leaves_with_path(short), jax.tree.leaves(long), strict=True)
+    for (path, one), other in pairs:
+        if one.shape == other.shape and not model.serves.is_index(path):
+            name = f"{type(model).__name__}.init_cache(...){jax.tree_util.keystr(path)}"
+            raise ValueError(f"model must have a cache whose arrays grow with it, but {name!r}")
     right(model, drafter, length, **named)
 
 
