@@ -19,7 +19,7 @@ export JAX_PLATFORMS
 # Python compiles JAX once for each environment, not in every process that a test starts.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-long test-slow test-oldest test-aot test-aot-all test-models check docs format notebooks bench clean
+.PHONY: help demo test test-doors test-long test-slow test-oldest test-aot test-aot-all test-models check docs format notebooks bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 21
@@ -34,6 +34,10 @@ test: .venv-test/installed  ## lint, type-check, run every test that is not long
 		.venv-test/bin/python $(PYTEST); tests=$$?; \
 		wait $$checks || { echo "test: see above what ruff or mypy found"; exit 1; }; exit $$tests
 
+test-doors: .venv-test/installed  ## start every command as a user does, on tiny models as they are published
+	@echo "test-doors: generate, serve and bench by their defaults"
+	@.venv-test/bin/python $(PYTEST) tests/doors -m doors
+
 test-long: .venv-test/installed  ## run the long tests that `make test` leaves out
 	@echo "test-long: long tests on the newest JAX"
 	@.venv-test/bin/python $(PYTEST) tests -m "long and not slow and not gpu and not aot"
@@ -44,7 +48,7 @@ test-slow: .venv-test/installed  ## run what is left: more layouts, larger stati
 
 test-oldest: .venv-test-oldest/installed  ## the same on Python 3.11 and JAX 0.10.2, without doctests, long runs and what every JAX does alike
 	@echo "test-oldest: tests on the oldest JAX"
-	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (long or slow or newest or gpu or aot)"
+	@.venv-test-oldest/bin/python $(PYTEST) tests -m "not (long or slow or newest or doors or gpu or aot)"
 
 test-aot: .venv-aot/gpus  ## compile for TPUs and GPUs that are not there, and look at what the programs take
 	@echo "test-aot: programs for a TPU v5e, the kernel for H200, B200, B300 and RTX PRO 6000"

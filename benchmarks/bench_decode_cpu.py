@@ -79,10 +79,10 @@ def embedded() -> Models:
 
 
 def published(target: pathlib.Path, draft: pathlib.Path | None) -> Models:
-    loaded, tokenizer = lm.load_huggingface(target), lm.load_tokenizer(target)
+    loaded, tokenizer = lm.load_huggingface(target, "float32"), lm.load_tokenizer(target)
     prompts = {name: tokenizer.encode(text) for name, text in TEXT_PROMPTS.items()}
     size, cases = loaded.model.vocab_size, LOOKUP_CASES
-    drafter = draft and lm.load_huggingface(draft, max_vocab_size=size)
+    drafter = draft and lm.load_huggingface(draft, "float32", max_vocab_size=size)
     if drafter:
         cases += (*(Case(k=k) for k in (2, 4, 6)), Case(temperature=0.8))
     return Models(loaded, drafter or None, prompts, cases)

@@ -89,7 +89,7 @@ def main(command_line: list[str] | None = None) -> None:
         drafts["dspark"] = Draft(dspark, block.params)
         drafts["suffix+dspark"] = Draft(lm.FirstOf(lookup, dspark), (None, block.params))
     else:
-        target = lm.load_huggingface(options.target)
+        target = lm.load_huggingface(options.target, "float32")
         encode = lm.load_tokenizer(options.target).encode
     name = "lookup_cpu" if options.target is None else f"lookup_cpu_{options.target.name}"
     drafts = {x: one for x, one in drafts.items() if x in (options.drafters or drafts)}

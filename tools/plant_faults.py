@@ -638,6 +638,21 @@ def _(right, held, given, delete):
 
 
 @fault(
+    "caches are compared for lengths that models in 16 bits round up to one",
+    "lm.decoding.inputs:check_keeps_rows",
+    "serving/test_prefixes.py",
+)
+def _(right, model, drafter, length, **named):
+    short, long = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (8, 16))
+    pairs = zip(jax.tree.leaves_with_path(short), jax.tree.leaves(long), strict=True)
+    for (path, one), other in pairs:
+        if one.shape == other.shape and not model.serves.is_index(path):
+            name = f"{type(model).__name__}.init_cache(...){jax.tree_util.keystr(path)}"
+            raise ValueError(f"model must have a cache whose arrays grow with it, but {name!r}")
+    right(model, drafter, length, **named)
+
+
+@fault(
     "rows are begun with that the device has lost",
     "lm.decoding.bookkeeping:HostState.without_kept",
     "serving/test_prefixes.py",

@@ -9,7 +9,7 @@ from upper_floor import load_models, parse
 
 from jax_specdec.__main__ import main
 
-from .checkpoints import CHECKPOINTS, copy, cut_vocabulary, edit_json
+from .checkpoints import CHECKPOINTS, copy, cut_vocabulary, edit_json, other_tokenizer
 
 pytestmark = pytest.mark.newest
 
@@ -46,15 +46,7 @@ def test_a_draft_model_with_another_tokenizer_drafts_what_both_have(
     texts = []
     for is_other in (False, True):
         if is_other:
-            file = json.loads(path.read_text(encoding="utf-8"))
-            vocabulary = file["model"]["vocab"]
-            names = sorted(vocabulary, key=vocabulary.__getitem__)
-            # Another order of ids, and no token of the last four merges.
-            left_out = ["".join(pair) for pair in file["model"]["merges"][-4:]]
-            kept = [name for name in names[::-1] if name not in left_out]
-            file["model"]["vocab"] = {name: i for i, name in enumerate(kept)}
-            del file["model"]["merges"][-4:]
-            path.write_text(json.dumps(file), encoding="utf-8")
+            other_tokenizer(draft)
         main([*asked, "--draft", str(draft)])
         captured = capsys.readouterr()
         texts.append(captured.out)

@@ -464,6 +464,69 @@ class Counts(Trigram):
         return super().init_cache(batch_size, max_length), np.zeros(batch_size, np.int32)
 
 
+def room(length: int, unit: int) -> int:
+    return -(-length // unit) * unit
+
+
+def indexed(length: int) -> dict[str, Any]:
+    return {"k": np.zeros((room(length, 64), 3)), "end_index": np.int32(0)}
+
+
+ROUNDED: dict[str, Any] = {
+    **{
+        name: dataclasses.replace(TARGET.model, dtype=jax.numpy.dtype(name))
+        for name in ("bfloat16", "float16")
+    },
+    "devices": lm.models.TensorParallelLlama(
+        dataclasses.replace(TARGET.model, dtype=jax.numpy.dtype("bfloat16")),
+        jax.make_mesh((2,), ("x",), devices=jax.devices()[:2]),
+        "x",
+    ),
+    "index": lm.models.foreign.OneIndexModel(6, print, indexed, index="end_index"),
+    "window": lm.models.foreign.OneIndexModel(6, print, lambda n: np.zeros((min(n, 999), 3))),
+}
+ROOMS: dict[str, tuple[Callable[[int], tuple[int, ...]], bool]] = {
+    "256": (lambda n: (room(n, 256),), True),
+    "4096": (lambda n: (room(n, 4096), 2), True),
+    "power of two": (lambda n: (3, 1 << (n - 1).bit_length()), True),
+    "pages": (lambda n: (room(n, 16) // 16, 16, 3), True),
+    "ring": (lambda n: (min(n, 100), 3), False),
+    "rounded ring": (lambda n: (min(room(n, 64), 128),), False),
+    "state": (lambda n: (5, 4096), False),
+}
+
+
+class Room(Trigram):
+    """Has an array more, `name`, in its cache."""
+
+    name = ""
+
+    def init_cache(self, batch_size: int, max_length: int) -> Any:
+        shape = ROOMS[self.name][0](max_length)
+        return super().init_cache(batch_size, max_length), np.zeros((batch_size, *shape))
+
+
+@pytest.mark.parametrize("length", [40, 160])
+@pytest.mark.parametrize("name", [*ROUNDED, *ROOMS])
+def test_caches_that_are_rounded_up_are_reused_and_rings_are_not(name: str, length: int) -> None:
+    model, is_kept = ROUNDED.get(name), True
+    if model is None:
+        model = type(name, (Room,), {"name": name})(6)
+        is_kept = ROOMS[name][1] or (length == 40 and "ring" in name)
+    how = dict(model=model, drafter=lm.NGramDrafter(), max_length=length, prefill_sizes=(32,))
+    if is_kept:
+        assert dataclasses.replace(TABLE, **how).reuse_prefixes
+        return
+    with pytest.raises(ValueError, match=r"^model must have a cache whose arrays grow .*\[1\]'"):
+        dataclasses.replace(TABLE, **how)
+
+
+def test_a_context_of_fixed_size_is_refused_by_the_same_sentence() -> None:
+    model = lm.models.foreign.OneIndexModel(6, print, lambda n: np.zeros((999, 3)))
+    with pytest.raises(ValueError, match=r"^model must have .* 'OneIndexModel.init_cache\(...\)"):
+        dataclasses.replace(TABLE, model=model)
+
+
 class Silent(lm.ModelDrafter):
     """Declares nothing."""
 

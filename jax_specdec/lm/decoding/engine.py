@@ -162,8 +162,8 @@ class Engine:
         has to, or keeps no rows where `reuse_prefixes` are on.
       ValueError: a size is too small, or `prefill_sizes` are not as described; `exact` with trees,
         with the synthetic rule, with logits that are split over devices, or with several
-        `prefill_sizes`; `reuse_prefixes` with a model whose cache has arrays that hold no
-        positions.
+        `prefill_sizes`; `reuse_prefixes` with a model whose cache has arrays that hold fewer
+        positions than a text, or none.
 
     Example:
       One request, step by step; `EngineDriver` does this for you:
@@ -237,7 +237,8 @@ class Engine:
         check_type("reuse_prefixes", self.reuse_prefixes, bool)
         if self.reuse_prefixes:
             has_cache = self.drafter_has_cache
-            inputs.check_keeps_rows(self.model, self.drafter, has_cache=has_cache)
+            length = self.buffer_length
+            inputs.check_keeps_rows(self.model, self.drafter, length, has_cache=has_cache)
         check_type("exact", self.exact, bool)
         if self.exact:
             check_exact(self.model, self.drafter, self.config)

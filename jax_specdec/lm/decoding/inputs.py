@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,10 @@ from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
-from jax_specdec.lm.models.foreign import OneIndexModel
 from jax_specdec.lm.models.protocol import CausalModel, check_runs_trees, is_loaded_model
+
+_MOST_ROUNDING = 2**16
+"""Positions that the caches of models are rounded up to, at most."""
 
 
 def check_drafter(drafter: Drafter, config: SpecDecodeConfig) -> None:
@@ -74,8 +77,14 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
     check_runs_trees("model", model)
 
 
-def check_keeps_rows(model: CausalModel, drafter: Drafter, *, has_cache: bool) -> None:
+def check_keeps_rows(model: CausalModel, drafter: Drafter, length: int, *, has_cache: bool) -> None:
     """Checks that a request may begin with what another has left in both caches.
+
+    Args:
+      model: the target.
+      drafter: what proposes tokens.
+      length: positions of each request.
+      has_cache: whether the drafter has a cache.
 
     Raises:
       TypeError: the drafter declares that it may not.
@@ -87,14 +96,25 @@ def check_keeps_rows(model: CausalModel, drafter: Drafter, *, has_cache: bool) -
             f"drafter must keep rows for reuse_prefixes=True, but {type(drafter).__name__}.serves "
             f"says chunks={serves.chunks}, kept_rows={serves.kept_rows!r}"
         )
-    short, long = (jax.eval_shape(lambda n=n: model.init_cache(1, n)) for n in (8, 16))
-    pairs = zip(jax.tree.leaves_with_path(short), jax.tree.leaves(long), strict=True)
-    for path, one, other in ((path, one, other) for (path, one), other in pairs):
-        # An index is set by every pass.
-        is_set = isinstance(model, OneIndexModel) and model.is_index(path)
+
+    @functools.cache
+    def arrays(length: int) -> list[tuple[jax.tree_util.KeyPath, jax.ShapeDtypeStruct]]:
+        return jax.tree.leaves_with_path(jax.eval_shape(lambda: model.init_cache(1, length)))
+
+    one = arrays(1)
+    for i, (path, array) in enumerate(arrays(length)):
+        # The axis of positions is one that grows with their number.
+        grown = [n for n, least in zip(array.shape, one[i][1].shape, strict=True) if n != least]
+        if model.serves.is_index(path) or max(grown, default=0) >= length:
+            continue
+        # What was rounded up, or is in pages, is longer for a longer text; a ring is not, nor what
+        # belongs to no position. Only these are asked: a model may refuse so long a text.
+        longer = array
+        with contextlib.suppress(ValueError):
+            _, longer = arrays(length + _MOST_ROUNDING)[i]
         must = "have a cache whose arrays grow with max_length for reuse_prefixes=True"
         name = f"{type(model).__name__}.init_cache(...){jax.tree_util.keystr(path)}"
-        require(is_set or one.shape != other.shape, "model", must, name)
+        require(array.shape != longer.shape, "model", must, name)
 
 
 def check_reads_chunks(drafter: Drafter, name: str, size: int) -> None:

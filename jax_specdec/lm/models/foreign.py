@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec.lm.models.plain import OneGroup
-from jax_specdec.lm.models.protocol import Cache, Params
+from jax_specdec.lm.models.protocol import Cache, Params, Serves
 
 Call = Callable[[Params, jax.Array, jax.Array, Cache, jax.Array], tuple[jax.Array, Cache]]
 """``(params, token_ids [1, S], positions [1, S], cache, mask [1, S, T]) -> logits, cache``."""
@@ -67,6 +67,11 @@ class OneIndexModel(OneGroup):
     new_cache: NewCache
     index: str | None = None
 
+    @property
+    def serves(self) -> Serves:
+        """One group of consecutive tokens, and the name of the write index."""
+        return Serves(index=self.index)
+
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns the cache of each request, one after another along a new first axis.
 
@@ -76,7 +81,7 @@ class OneIndexModel(OneGroup):
         """
         one = jax.tree.map(jnp.asarray, self.new_cache(max_length))
         arrays = jax.tree_util.tree_leaves_with_path(one)
-        if self.index is not None and not any(self.is_index(path) for path, _ in arrays):
+        if self.index is not None and not any(self.serves.is_index(path) for path, _ in arrays):
             raise ValueError(f"index must be a name in the cache, but {self.index!r} is not in it")
         shortest = jax.eval_shape(lambda: self.new_cache(1))
         for (path, array), least in zip(arrays, jax.tree.leaves(shortest), strict=True):
@@ -85,7 +90,7 @@ class OneIndexModel(OneGroup):
             grows = [n for n, small in zip(array.shape, least.shape, strict=True) if n != small]
             # A number that all positions share is no part of a ring.
             holds_all = not array.ndim or max(grows or array.shape) >= max_length
-            if not (self.is_index(path) or holds_all):
+            if not (self.serves.is_index(path) or holds_all):
                 raise ValueError(
                     f"new_cache must have max_length = {max_length} positions, but the shape of "
                     f"cache{jax.tree_util.keystr(path)} is {array.shape}: a ring cannot take back "
@@ -108,7 +113,7 @@ class OneIndexModel(OneGroup):
             positions = start + jnp.arange(length, dtype=jnp.int32)
             mask = jnp.arange(max_length, dtype=jnp.int32)[None, :] <= positions[:, None]
             cache = jax.tree_util.tree_map_with_path(
-                lambda path, x: jnp.full_like(x, start) if self.is_index(path) else x, cache
+                lambda path, x: jnp.full_like(x, start) if self.serves.is_index(path) else x, cache
             )
             # They take a batch, here of one: [S] -> [1, S], [S, T] -> [1, S, T].
             logits, found = self.call(params, token_ids[None], positions[None], cache, mask[None])
@@ -117,10 +122,6 @@ class OneIndexModel(OneGroup):
         # Over requests: [B, S, V]. The weights are the same for all: `one` closes over them.
         logits, caches = jax.vmap(one)(token_ids, start, caches)
         return logits, (caches, room)
-
-    def is_index(self, path: jax.tree_util.KeyPath) -> bool:
-        """Returns whether the path of an array in the cache has the name of the write index."""
-        return any(jax.tree_util.keystr((key,), simple=True) == self.index for key in path)
 
 
 def from_nnx(

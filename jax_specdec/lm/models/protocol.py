@@ -112,6 +112,8 @@ class Serves:
       batch_axis: the axis of every array of its cache that holds the requests.
       sharding: a `VerifySharding` with a mesh if its logits are split over the vocabulary: they
         are then read where they are. None: XLA may move them.
+      index: a name in the path of each array of its cache that every pass sets anew, such as a
+        write index ("end_index"), and of no other; None for none. All others hold positions.
 
     Example:
       >>> from jax_specdec import lm
@@ -125,6 +127,11 @@ class Serves:
     groups: bool = False
     batch_axis: int = 0
     sharding: VerifySharding | None = None
+    index: str | None = None
+
+    def is_index(self, path: jax.tree_util.KeyPath) -> bool:
+        """Returns whether the path of an array of the cache has the name `index`."""
+        return any(jax.tree_util.keystr((key,), simple=True) == self.index for key in path)
 
 
 _MEMBERS = ("vocab_size", "serves", "init_cache", "apply", "commit", "check_params")
