@@ -48,8 +48,8 @@ class Arrays(NamedTuple):
     draft_token_ids: jax.Array
     lengths: jax.Array
     sampling: SamplingParams
-    keys: jax.Array
-    positions: jax.Array
+    keys: jax.Array | None
+    positions: jax.Array | None
     slots: jax.Array
     """``[B]``, the place of each request in the whole batch."""
     token_bitmask: jax.Array | None
@@ -66,7 +66,7 @@ def check_arrays(sizes: Sizes, arrays: dict[str, tuple[Any, str]]) -> None:
 
 def keys_of_requests(
     keys: jax.Array | None, positions: jax.Array | None, batch: int, *, sampled_by: str | None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array | None, jax.Array | None]:
     """Keys and positions ``[B]`` for a verification.
 
     Args:
@@ -81,18 +81,19 @@ def keys_of_requests(
       ValueError: no keys where requests may sample, keys of another shape, or keys per request
         without positions.
     """
-    zeros = jnp.zeros((batch,), jnp.int32)
     if keys is None:
         hint = "one for this step, or one for each request"
         require(sampled_by is None, "keys", f"be given with {sampled_by}", keys, hint)
-        return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
+        return None, positions
     is_raw = isinstance(keys, (jax.Array, np.ndarray)) and keys.dtype == jnp.uint32 and keys.ndim
     if is_raw and keys.shape[-1] in _IMPL_OF_WORDS:
         keys = jax.random.wrap_key_data(jnp.asarray(keys), impl=_IMPL_OF_WORDS[keys.shape[-1]])
     check_keys("keys", keys)
     if keys.ndim == 0:
         slots = jnp.arange(batch, dtype=jnp.int32)
-        return step_keys(keys, slots), zeros if positions is None else positions
+        if positions is None:
+            positions = jnp.zeros_like(slots)
+        return step_keys(keys, slots), positions
     check_array("keys", keys, "[] or [B]", {"B": batch})
     if positions is None:
         hint = "with the same key on every step, noise repeats where a position repeats"

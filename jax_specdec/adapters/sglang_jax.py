@@ -145,8 +145,6 @@ def verify_chains(
     sampled_by = None if temperatures is None else "temperatures"
     keys, _ = common.keys_of_requests(keys, lengths, batch, sampled_by=sampled_by)
     common.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
-    if temperatures is None:
-        temperatures = jnp.zeros((batch,), jnp.float32)
     arrays = common.Arrays(
         target_logits,
         draft_probs,
@@ -171,7 +169,7 @@ def _verify(
     distribution = None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs)
     drafts = Drafts.from_dense(chains[:, 1:], distribution=distribution)
     sampling = arrays.sampling
-    if sampling.top_k is not None:
+    if sampling.top_k is not None and sampling.temperature is not None:
         is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
         temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
         sampling = dataclasses.replace(sampling, temperature=temperature)

@@ -8,6 +8,7 @@ bonus token.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -143,8 +144,6 @@ def verify_flat(
     sampled_by = None if temperature is None else "temperature"
     keys, positions = common.keys_of_requests(keys, positions, batch, sampled_by=sampled_by)
     common.check_sharding("logits", logits, sharding, {"L": logits.shape[0], "N": n, "B": batch})
-    if temperature is None:
-        temperature = jnp.zeros((batch,), jnp.float32)
     arrays = common.Arrays(
         logits,
         draft_probs,
@@ -172,29 +171,31 @@ def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
 def _verify(
     arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
 ) -> FlatVerification:
+    # A request of negative length has a negative position: BAD_INPUT, and its neighbours stay.
     counts = jnp.maximum(arrays.lengths, 0)
+    positions = jnp.zeros_like(counts) if arrays.positions is None else arrays.positions
+    arrays = arrays._replace(positions=jnp.where(arrays.lengths < 0, -1, positions))
     first = jnp.zeros((1,), jnp.int32)
     drafts = Drafts(
         arrays.draft_token_ids,
         jnp.concatenate([first, jnp.cumsum(counts, dtype=jnp.int32)]),
         None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs),
     )
-    sampling = _sampling(arrays.sampling, arrays.lengths >= 0)
     has_bonus_rows = arrays.bonus_token_ids is None
     output, found = common.verify(
-        arrays, static, sharding, drafts, sampling, padded_rows=has_bonus_rows
+        arrays, static, sharding, drafts, _sampling(arrays.sampling), padded_rows=has_bonus_rows
     )
     return FlatVerification(flat_token_ids(output, drafts), output, found)
 
 
-def _sampling(given: SamplingParams, is_valid: jax.Array) -> SamplingParams:
-    """Their parameters in our terms; not a number where a request is not valid."""
+def _sampling(given: SamplingParams) -> SamplingParams:
+    """Their parameters in our terms."""
     temperature = given.temperature
+    if temperature is None:
+        return given
     is_greedy = (temperature >= 0) & (temperature < GREEDY_BELOW)
     is_greedy |= temperature == GREEDY_TEMPERATURE
-    temperature = jnp.where(is_greedy, 0.0, temperature)
-    temperature = jnp.where(is_valid, temperature, jnp.nan)
-    return SamplingParams(temperature, top_k=given.top_k, top_p=given.top_p)
+    return dataclasses.replace(given, temperature=jnp.where(is_greedy, 0.0, temperature))
 
 
 def flat_token_ids(output: RejectionSampleOutput, drafts: Drafts) -> jax.Array:

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.types import Status
 from jax_specdec._src.verify import reader
 from jax_specdec._src.verify.backends.gather import Gather, TileViews, has_cut_tiles, whole_and_cut
 from jax_specdec._src.verify.device import Cpu, Device
 from jax_specdec._src.verify.local_rows import LocalRows
+from jax_specdec._src.verify.order import ChainOrder
 from jax_specdec._src.verify.part import pack, unpack
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
@@ -38,17 +40,10 @@ class InOrder(Gather):
     reads_ahead: ClassVar[bool] = False
     device: ClassVar[Device] = Cpu()
 
-    def read(
-        self,
-        rows: LocalRows,
-        requests: Request,
-        positions: Position,
-        rule: Rule,
-        samples: bool = True,
-    ) -> Position:
+    def read(self, rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
         # Every row of a part is an exchange, which all devices must come to.
         if rows.part.is_split:
-            return self.read_ahead(rows, requests, positions, rule, samples)
+            return self.read_ahead(rows, requests, positions, rule)
         given = [getattr(positions, name) for name in _GIVEN]
         # [B]: positions that have a row; none if the request is known to be bad
         num_owned = jnp.sum(positions.offset < requests.num_rows[:, None], axis=1, dtype=jnp.int32)
@@ -92,6 +87,34 @@ class InOrder(Gather):
         unread = _found_of(positions)
         words = lax.fori_loop(0, num_owned.shape[0], of_request, pack(unread, 2))
         return positions._replace(**dict(zip(_FOUND, unpack(words, unread, 2), strict=True)))
+
+    def read_argmax(self, rows: LocalRows, requests: Request, positions: Position) -> Position:
+        # Over a split vocabulary, and of trees, every row is read.
+        if rows.part.is_split or not isinstance(requests.order, ChainOrder):
+            return super().read_argmax(rows, requests, positions)
+        shape = positions.row.shape
+        # [2, B * (K+1)]: the rows of chains one after another, and the drafts that they judge
+        given = jnp.stack([positions.row, positions.token_id]).reshape(2, -1)
+        end = jnp.uint32(given.shape[1])
+        width = jnp.uint32(shape[1])
+
+        def step(state: Any) -> Any:
+            """Reads one row, and goes to the next that may matter."""
+            place, found = state
+            row, token_id = lax.dynamic_slice_in_dim(given, place, 1, axis=1)
+            peak, argmax = self.max_and_argmax(rows.target, row)
+            status = jnp.where(jnp.isfinite(peak), Status.OK, Status.BAD_TARGET_ROW)
+            both = jnp.stack([argmax, status.astype(jnp.int32)])
+            found = lax.dynamic_update_slice_in_dim(found, both, place, axis=1)
+            # The rest of a request does not matter after a draft that is not the argmax. (What
+            # comes after a bad row is read in vain: nothing of it is used.)
+            left = width - lax.rem(place, width)
+            return place + jnp.where(argmax[0] == token_id[0], jnp.uint32(1), left), found
+
+        start = jnp.uint32(0), jnp.zeros_like(given)
+        _, found = lax.while_loop(lambda state: state[0] < end, step, start)
+        argmax, status = found.reshape(2, *shape)
+        return positions._replace(argmax=argmax, status=status)
 
     def of_one_row(self, rows: LocalRows, one: Request, position: Position) -> TargetStatistics:
         """Returns those of one position of one request: its argmax if it is greedy, else sums."""
