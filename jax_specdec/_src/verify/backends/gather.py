@@ -43,9 +43,12 @@ class Gather(Backend):
 
     Attributes:
       tests_at_once: thresholds that a search tests in one read of whole rows.
+      tests_per_exchange: the same of parts of rows, each read of which is an exchange: 15 tests
+        halve the distance four times.
     """
 
     tests_at_once: ClassVar[int] = 1
+    tests_per_exchange: ClassVar[int] = 15
 
     def keeps_sums(self, part: Part, rule: Rule, filter: Filter | None) -> bool:
         # Of a part, the sums of all rows would have to be exchanged.
@@ -280,8 +283,7 @@ class Gather(Backend):
             peak=peak,
             inv_temperature=inv_temperature,
             part=rows.part,
-            # Each round is an exchange between parts: 15 tests halve the distance four times.
-            candidates=15 if rows.part.is_split else self.tests_at_once,
+            candidates=self.tests_per_exchange if rows.part.is_split else self.tests_at_once,
         )
 
     def in_tiles(

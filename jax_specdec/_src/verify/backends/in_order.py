@@ -7,6 +7,7 @@ exchange, the rows of all requests are read ahead.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -39,6 +40,8 @@ class InOrder(Gather):
 
     reads_ahead: ClassVar[bool] = False
     device: ClassVar[Device] = Cpu()
+    # More tests at once take a CPU longer than the exchanges that they save.
+    tests_per_exchange: ClassVar[int] = 3
 
     def read(self, rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
         # Every row of a part is an exchange, which all devices must come to.
@@ -136,14 +139,38 @@ class InOrder(Gather):
 
         return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], greedy, sampled))
 
-    # What a CPU does otherwise than a GPU.
+    # What a CPU does otherwise than a GPU. All rows of a part are read one after another.
+
+    def max_and_argmax(self, rows: Rows, index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        read = functools.partial(super().max_and_argmax, rows)
+        if index is not None or not rows.part.is_split:
+            return read(index)
+        found: tuple[jax.Array, jax.Array] = self.device.each_row(read, rows.matrix.shape[0])
+        return found
+
+    def exp_sums(
+        self,
+        rows: Rows,
+        index: jax.Array | None,
+        peak: jax.Array,
+        inv_temperature: jax.Array,
+        least: jax.Array | None = None,
+        num_tiles: int | None = None,
+    ) -> jax.Array:
+        read = functools.partial(super().exp_sums, rows, num_tiles=num_tiles)
+        if index is not None or not rows.part.is_split:
+            return read(index, peak, inv_temperature, least)
+        given = peak, inv_temperature, least
+        found: jax.Array = self.device.each_row(read, rows.matrix.shape[0], *given)
+        return found
 
     def largest_of(
         self, rows: Rows, x: jax.Array, index: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         if not rows.part.is_split:
             return super().largest_of(rows, x, index)
-        return jnp.max(x, axis=1), rows.part.ids(jnp.argmax(x, axis=1).astype(jnp.int32))
+        peak, place = self.max_and_place(x)
+        return peak, rows.part.ids(place)
 
     def max_and_place(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
