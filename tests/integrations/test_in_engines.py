@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import sys
+import types
 from typing import Any
 
 import jax
@@ -14,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jax_specdec as sd
 from jax_specdec.adapters import sglang_jax, tpu_inference
+
+from .test_integration_doc import ADAPTERS, DFLASH, run
 
 long = pytest.mark.long
 
@@ -244,3 +249,120 @@ def test_a_request_with_nan_logits_has_one_token_in_each_step(temperature):
     assert chain.verified_ids.tolist() == [0, 0, 8, 0]
     assert chain.accept_index.tolist() == [0, -1, -1, -1, -1, -1, 6, 7, -1, 9, -1, -1]
     assert chain.output.status.tolist() == [2, 1, 0, 2]
+
+
+# The recipes on the page, against stand-ins of what they touch.
+
+
+class Finished(Exception):
+    """Stands for their FINISH_ABORT and FINISH_LENGTH."""
+
+
+@dataclasses.dataclass
+class Req:
+    """Their request: what ends it."""
+
+    limit: int
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    to_finish: Any = None
+    finished_reason: Any = None
+
+    def check_finished(self) -> None:
+        if self.to_finish is not None:
+            self.finished_reason = self.to_finish
+        elif len(self.output_ids) >= self.limit:
+            self.finished_reason = Finished("length")
+
+
+def steps_until_all_have_finished(ends_at_once: bool) -> tuple[int, list[str]]:
+    """Their decoding loop around the recipe: logits of request 0 are NaN, 1 is good, others empty."""
+    recipe = run(DFLASH)
+    verify, of_slots = recipe["dflash_verify"], recipe["seq_lens_of"]
+    data = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices("cpu")[:4])
+    logits = np.full((4, K + 1, V), np.nan, np.float32)
+    logits[1] = 900 * np.eye(V, dtype=np.float32)[[7, 8, 9]]
+    used = np.array([True, True, False, False])
+    reqs, prefix = [Req(limit=6), Req(limit=6)], np.array([4, 9, 0, 0], np.int32)
+
+    @jax.jit
+    def target_verify(draft_token: Any, logits: Any, prefix: Any, mask: Any) -> Any:
+        return verify(
+            draft_token,
+            logits,
+            draft_token_num=K + 1,
+            seq_lens=of_slots(prefix, mask),
+            mesh=data,
+            keys=None,
+            temperatures=None,
+        )
+
+    steps = 0
+    while not all(req.finished_reason for req in reqs):
+        steps += 1
+        assert steps < 20, "a request never ends"
+        block = np.tile(np.int32([1, 7, 3]), 4)
+        found = target_verify(block, logits.reshape(-1, V), prefix, used)
+        accept_lens, predict, verified, accepted = (np.asarray(x) for x in found)
+        assert accept_lens[:2].tolist() == [1, 2] and accepted[:2].tolist() == [0, 1]
+        assert verified.tolist() == [0, 8, 0, 0]
+        if ends_at_once:
+            recipe["end_unverified"](reqs, [sd.Status.BAD_TARGET_ROW, sd.Status.OK], Finished)
+        for b, req in enumerate(reqs):
+            if req.finished_reason is None:
+                req.output_ids += predict[b * (K + 1) :][: accept_lens[b]].tolist()
+                req.check_finished()
+        prefix = prefix + accept_lens
+    assert reqs[1].output_ids == [7, 8] * 3
+    return len(reqs[0].output_ids), [str(req.finished_reason) for req in reqs]
+
+
+def test_requests_end_in_the_loop_around_dflash():
+    assert steps_until_all_have_finished(False) == (6, ["length", "length"])
+    reasons = ["not verified: BAD_TARGET_ROW", "length"]
+    assert steps_until_all_have_finished(True) == (1, reasons)
+
+
+@long
+def test_dflash_fetches_a_fresh_key_and_the_parameters_of_its_slots(monkeypatch):
+    """By stand-ins with the signatures of sglang-jax cddbf6f."""
+
+    def prepare(sampling_info: Any, batch: Any, total_bs: int, vocab_size: int) -> tuple[Any, ...]:
+        assert (sampling_info, total_bs, vocab_size) == (batch.sampling_info, 4, V)
+        of_slots = np.ones((4, 1), np.float32), np.full(4, 2**30, np.int32), np.ones(4, np.float32)
+        return *of_slots, False, False
+
+    engine = types.SimpleNamespace(_prepare_rejection_sampling=prepare)
+    for name in ("sgl_jax", "sgl_jax.srt", "sgl_jax.srt.speculative"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "sgl_jax.srt.speculative.draft_extend_fused", engine)
+    data = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices("cpu")[:4])
+    runner = types.SimpleNamespace(
+        mesh=data, _sampler_step=0, _sampler_base_rng=jax.random.PRNGKey(3)
+    )
+    target = types.SimpleNamespace(
+        model_runner=runner, model_config=types.SimpleNamespace(vocab_size=V)
+    )
+    batch = types.SimpleNamespace(sampling_info="info", seq_lens=np.zeros(4, np.int32))
+    recipe = run(DFLASH)
+    sampling_of, worker = recipe["sampling_of"], types.SimpleNamespace(target_worker=target)
+    one, other = sampling_of(worker, batch), sampling_of(worker, batch)
+    assert runner._sampler_step == 2 and one["keys"].tolist() != other["keys"].tolist()
+    assert all(one[name].sharding.spec == P("data") for name in ("temperatures", "top_ks"))
+    verify = functools.partial(recipe["dflash_verify"], draft_token_num=K + 1, mesh=data)
+    logits, tokens = np.zeros((4 * (K + 1), V), np.float32), np.full(4 * (K + 1), 5, np.int32)
+    drawn = [
+        np.asarray(jax.jit(verify)(tokens, logits, seq_lens=np.full(4, 9, np.int32), **given)[2])
+        for given in (one, other)
+    ]
+    assert len({*map(int, np.concatenate(drawn))}) > 4  # other noise in each slot, and step
+
+
+@long
+@pytest.mark.parametrize("block", [0, 1], ids=["flat", "chains"])
+def test_requests_of_nan_logits_go_on_in_the_loops_of_the_page(block):
+    """Each has one token in each of the 12 steps; an empty slot none."""
+    code = ADAPTERS[block]
+    logits = "table = jax.random.normal(jax.random.key(0), (V, V))"
+    assert logits in code
+    texts = run(code.replace(logits, "table = jnp.full((V, V), jnp.nan)"))["texts"]
+    assert texts == [[1] + [0] * 12, [2] + [0] * 12, [3] + [0] * 12, []]
