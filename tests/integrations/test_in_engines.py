@@ -275,7 +275,7 @@ class Req:
 
 
 def steps_until_all_have_finished(ends_at_once: bool) -> tuple[int, list[str]]:
-    """Their decoding loop around the recipe: logits of request 0 are NaN, 1 is good, others empty."""
+    """Their decoding loop around the recipe: logits of request 0 are NaN, slots 2 and 3 empty."""
     recipe = run(DFLASH)
     verify, of_slots = recipe["dflash_verify"], recipe["seq_lens_of"]
     data = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices("cpu")[:4])
