@@ -258,6 +258,34 @@ def _(right, key, slots):
 
 
 @fault(
+    "parts of a shard_map share their noise",
+    "adapters.common:axes_of_requests",
+    "integrations/test_in_engines.py",
+)
+def _(right, lengths, sharding):
+    return frozenset()
+
+
+@fault(
+    "greedy requests do not look at bad rows",
+    "_src.verify.backends.in_order:InOrder.read_argmax",
+    "verify/test_greedy.py",
+)
+def _(right, self, rows, requests, positions):
+    found = right(self, rows, requests, positions)
+    return found._replace(status=0 * found.status)
+
+
+@fault(
+    "a CPU reads all rows of a part at once",
+    "_src.verify.device:Cpu.each_row",
+    "verify/test_sharded.py",
+)
+def _(right, self, function, count, *arrays):
+    return function(None, *arrays)
+
+
+@fault(
     "the loop draws the same bits at every step",
     "_src.noise:threefry_bits",
     "serving/test_lossless.py serving/test_loop.py",

@@ -297,29 +297,27 @@ def token_logprobs(
 
     no_rows = dataclasses.replace(drafts, distribution=None)
     array_layout = sharding_lib.resolve(sharding, target_logits, no_rows, None)
-    vocab_axis = array_layout.vocab_axis
+    mesh, vocab_axis, batch_axis = array_layout[:3]
 
     def read(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         return read_emitted(*arrays, size, wanted, vocab_axis)
 
-    if array_layout.mesh is None:
+    if mesh is None:
         given = target_logits, token_bitmask, emitted
         return sharding_lib.without_vma(read, given, vocab_axis)
 
     def on_part(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         logits, words, emitted = arrays
-        if array_layout.batch_axis is not None:
+        if batch_axis is not None:
             all_rows = n + int(has_bonus_rows) * batch
-            first_row = lax.axis_index(array_layout.batch_axis) * (
-                all_rows // lax.axis_size(array_layout.batch_axis)
-            )
-            emitted = emitted._replace(row=emitted.row - first_row)
+            of_part = all_rows // sharding_lib.num_devices(mesh, batch_axis)
+            emitted = emitted._replace(row=emitted.row - lax.axis_index(batch_axis) * of_part)
         return read((logits, words, emitted))
 
-    own = P(array_layout.batch_axis)
-    specs = P(array_layout.batch_axis, array_layout.vocab_axis), own, own
+    own = P(batch_axis)
+    specs = P(batch_axis, vocab_axis), own, own
     arrays = target_logits, token_bitmask, emitted
-    return sharding_lib.over_mesh(on_part, array_layout.mesh, specs, own, arrays)
+    return sharding_lib.over_mesh(on_part, mesh, specs, own, arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -66,6 +68,7 @@ class SamplingParams:
 
     Attributes:
       temperature: ``[B]`` float32. ``p = softmax(float32(logits) / temperature)``; 0 is greedy.
+        None: every request is greedy, and nothing that sampling needs is compiled.
       min_p: ``[B]`` float32 in [0, 1], or None. Tokens with ``p < min_p * max(p)`` are left out;
         0 leaves out none.
       top_k: ``[B]`` int32, at least -1, or None. Tokens less likely than the k-th likeliest are
@@ -89,7 +92,7 @@ class SamplingParams:
 
         def __init__(
             self,
-            temperature: Numbers,
+            temperature: Numbers | None,
             min_p: Numbers | None = None,
             top_k: Integers | int | np.integer | None = None,
             top_p: Numbers | None = None,
@@ -99,12 +102,14 @@ class SamplingParams:
 def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
     """`sampling` with arrays ``[B]`` in place of numbers, lists and NumPy arrays.
 
-    JAX arrays stay as they are, except for scalars of the right dtype. Anything else stays too, for
-    the checks that follow.
+    A temperature of None becomes zeros. JAX arrays stay as they are, except for scalars of the
+    right dtype. Anything else stays too, for the checks that follow.
 
     Raises:
       ValueError: a top-k that int32 does not hold.
     """
+    if sampling.temperature is None:
+        sampling = dataclasses.replace(sampling, temperature=0)
     taken = {
         one.name: _as_array(f"sampling.{one.name}", value, one.dtype, batch)
         for one in SAMPLING_PARAMETERS
@@ -177,13 +182,10 @@ def limits_count(top_k: jax.Array, size: int) -> jax.Array:
 
 
 def is_valid(sampling: SamplingParams) -> jax.Array:
-    """``[B]`` bool: whether all parameters of a request are in range."""
-    valid = TEMPERATURE.range.holds(sampling.temperature)
-    for one in FILTERS:
-        value = getattr(sampling, one.name)
-        if value is not None:
-            valid &= one.range.holds(value)
-    return valid
+    """``[B]`` bool: whether all parameters of a request are in range; ``[]`` True without any."""
+    given = ((one.range, getattr(sampling, one.name)) for one in SAMPLING_PARAMETERS)
+    holds = [range.holds(value) for range, value in given if value is not None]
+    return functools.reduce(operator.and_, holds) if holds else jnp.bool_(True)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:

@@ -23,6 +23,10 @@ from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.adapters.keys import step_keys
 
+UNVERIFIED_TOKEN_ID = 0
+"""The one token of an active request that could not be verified: a request without tokens would run
+for ever in both engines, whose own verification gives the argmax of NaN."""
+
 _IMPL_OF_WORDS = {2: "threefry2x32", 4: "rbg"}
 """Of raw keys. Noise is the same for both kinds of four words, rbg and unsafe_rbg."""
 
@@ -48,8 +52,8 @@ class Arrays(NamedTuple):
     draft_token_ids: jax.Array
     lengths: jax.Array
     sampling: SamplingParams
-    keys: jax.Array
-    positions: jax.Array
+    keys: jax.Array | None
+    positions: jax.Array | None
     slots: jax.Array
     """``[B]``, the place of each request in the whole batch."""
     token_bitmask: jax.Array | None
@@ -65,8 +69,13 @@ def check_arrays(sizes: Sizes, arrays: dict[str, tuple[Any, str]]) -> None:
 
 
 def keys_of_requests(
-    keys: jax.Array | None, positions: jax.Array | None, batch: int, *, sampled_by: str | None
-) -> tuple[jax.Array, jax.Array]:
+    keys: jax.Array | None,
+    positions: jax.Array | None,
+    batch: int,
+    *,
+    sampled_by: str | None,
+    split_over: frozenset[str] = frozenset(),
+) -> tuple[jax.Array | None, jax.Array | None]:
     """Keys and positions ``[B]`` for a verification.
 
     Args:
@@ -75,29 +84,56 @@ def keys_of_requests(
       positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
       batch: B.
       sampled_by: the name of the temperatures, if they are given.
+      split_over: the axes of a `jax.shard_map` that requests are split over.
 
     Raises:
       TypeError: `keys` are not keys.
       ValueError: no keys where requests may sample, keys of another shape, or keys per request
         without positions.
     """
-    zeros = jnp.zeros((batch,), jnp.int32)
     if keys is None:
         hint = "one for this step, or one for each request"
         require(sampled_by is None, "keys", f"be given with {sampled_by}", keys, hint)
-        return jnp.broadcast_to(jax.random.key(0), (batch,)), zeros
+        return None, positions
     is_raw = isinstance(keys, (jax.Array, np.ndarray)) and keys.dtype == jnp.uint32 and keys.ndim
     if is_raw and keys.shape[-1] in _IMPL_OF_WORDS:
         keys = jax.random.wrap_key_data(jnp.asarray(keys), impl=_IMPL_OF_WORDS[keys.shape[-1]])
     check_keys("keys", keys)
     if keys.ndim == 0:
+        # Parts must share no noise; a key that varies is another one on each device already.
+        for axis in sorted(split_over - _varying(keys)):
+            keys = jax.random.fold_in(keys, jax.lax.axis_index(axis))
         slots = jnp.arange(batch, dtype=jnp.int32)
-        return step_keys(keys, slots), zeros if positions is None else positions
+        if positions is None:
+            positions = jnp.zeros_like(slots)
+        return step_keys(keys, slots), positions
     check_array("keys", keys, "[] or [B]", {"B": batch})
     if positions is None:
         hint = "with the same key on every step, noise repeats where a position repeats"
         refuse(ValueError, "positions", "be given where keys are one per request", None, hint)
     return keys, positions
+
+
+def axes_of_requests(lengths: jax.Array, sharding: VerifySharding | None) -> frozenset[str]:
+    """The axes of a `jax.shard_map` that requests are split over, as far as they can be known."""
+    axes = _varying(lengths)
+    if sharding is None or sharding.mesh is not None:
+        return axes
+    named = filter(_is_bound, sharding.batch_axes)
+    return axes.union(named) - {sharding.vocab_axis}
+
+
+def _is_bound(axis: str) -> bool:
+    try:
+        jax.lax.axis_size(axis)
+    except NameError:
+        return False
+    return True
+
+
+def _varying(array: jax.Array) -> frozenset[str]:
+    """The axes of a `jax.shard_map` over whose devices an array is known to differ."""
+    return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def check_sharding(
@@ -107,7 +143,8 @@ def check_sharding(
 
     Raises:
       TypeError: `sharding` is no `VerifySharding`.
-      ValueError: a size that does not divide, or logits that are split while `sharding` is None.
+      ValueError: a size that does not divide, logits that are split while `sharding` is None, or a
+        mesh without devices.
     """
     if sharding is None:
         place = explicit_place(logits)
@@ -119,12 +156,12 @@ def check_sharding(
     check_type("sharding", sharding, VerifySharding, None)
     if sharding.mesh is None:
         return
+    sharding_lib.check_devices(sharding, logits)
     by_axis = [(sharding.batch_axis, name, size) for name, size in sizes.items()]
     by_axis.append((sharding.vocab_axis, f"{logits_name}.shape[1]", logits.shape[1]))
     for axis, name, size in by_axis:
-        if axis is not None:
-            count = sharding.mesh.shape[axis]
-            require(size % count == 0, name, f"divide over the {count} devices of {axis!r}", size)
+        count = sharding_lib.num_devices(sharding.mesh, axis)
+        require(size % count == 0, name, f"divide over the {count} devices of {axis!r}", size)
 
 
 def on_parts(

@@ -17,7 +17,8 @@ def step_keys(key: jax.Array, slots: Integers) -> jax.Array:
     slots between steps, provided that
 
     - `key` differs on every step (`jax.random.split` it off a chain, or fold the step in),
-    - no two requests of a step have the same slot, and
+    - no two requests of a step have the same slot, also in different parts of a `jax.shard_map`:
+      fold `jax.lax.axis_index` into the key of each part first, as the adapters do, and
     - nothing else draws from `key`: a drafter gets a key of its own.
 
     Positions then need not grow: give 0, or those of the requests. In return, a request's tokens

@@ -34,13 +34,15 @@ class ChainVerification(NamedTuple):
 
     Attributes:
       accept_lens: ``[bs]`` int32, tokens emitted, the recovered or bonus one among them; 0 for
-        padding, and for a request that could not be verified.
+        padding. A request that could not be verified has one token, 0, so that it ends as others
+        do.
       accept_index: ``[bs*n]`` int32: entry ``b*n + j``, for j below ``accept_lens[b]``, is
         ``b*n + j``, the place in the flat chains whose row emitted the j-th token; -1 elsewhere.
       predict: ``[bs*n]`` int32: at place ``b*n + j`` the token that follows token j of chain b; 0
         where nothing was emitted. ``predict[accept_index]`` are the emitted tokens.
       verified_ids: ``[bs]`` int32, the last token emitted: column 0 of the next chain; 0 for none.
-      output: the same, request by request.
+      output: the same, request by request, but nothing for a request that could not be verified:
+        its status says why.
       logprobs: of the emitted tokens, as they stand in `output`; None where not asked for.
       gather_index: ``[bs*n]`` int32, `accept_index` with a place of the same request instead of -1:
         that of its last emitted token, or its first place. Gather hidden states with it.
@@ -90,19 +92,23 @@ def verify_chains(
       min_ps: ``[bs]`` float32 or None; 0 leaves out nothing.
       keys: ``[]``, a fresh key for this step (see `step_keys`: request b's slot is b); or
         ``[bs]``, one for each request, the same on every step. Typed, or raw with a last axis of
-        two or four words. None where `temperatures` is.
+        two or four words. May be None where `temperatures` is. Inside a `jax.shard_map` that splits
+        requests, the device's index is folded into one key for all parts: over the axes that
+        `seq_lens` vary over and the key does not, and over the batch axis of `sharding`. (With
+        ``check_vma=False`` JAX does not know what varies: name the batch axis.)
       draft_probs: ``[bs*(n-1), V]`` or ``[bs, n-1, V]`` float32, what each draft was drawn from, or
         None for drafts that were not drawn (an argmax).
       token_bitmask: ``[bs*n, ceil(V/32)]``, or None; see `jax_specdec.rejection_sample`.
       vocab_size: static; ids from it on are padding.
       logprobs: static; which log-probabilities of emitted tokens are wanted, or None.
       sharding: with a mesh, arrays are whole, and requests are split over its batch axis. Inside a
-        `jax.shard_map`, name the vocabulary's axis alone; places are then those of the part.
+        `jax.shard_map`, without a mesh: the vocabulary's axis, and the batch's for `keys`; places
+        are then those of the part.
 
     Returns:
       `ChainVerification`. A request whose numbers make no sense (a negative length or temperature,
-      top-k below 0, top-p outside (0, 1]) emits nothing, and its status says BAD_INPUT. Outside of
-      `jax.jit` the call raises instead.
+      top-k below 0, top-p outside (0, 1]) could not be verified, as one whose logits are NaN: its
+      status says so. Outside of `jax.jit` bad numbers raise instead.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
@@ -143,10 +149,11 @@ def verify_chains(
         },
     )
     sampled_by = None if temperatures is None else "temperatures"
-    keys, _ = common.keys_of_requests(keys, lengths, batch, sampled_by=sampled_by)
     common.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
-    if temperatures is None:
-        temperatures = jnp.zeros((batch,), jnp.float32)
+    split_over = common.axes_of_requests(lengths, sharding)
+    keys, _ = common.keys_of_requests(
+        keys, lengths, batch, sampled_by=sampled_by, split_over=split_over
+    )
     arrays = common.Arrays(
         target_logits,
         draft_probs,
@@ -171,20 +178,22 @@ def _verify(
     distribution = None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs)
     drafts = Drafts.from_dense(chains[:, 1:], distribution=distribution)
     sampling = arrays.sampling
-    if sampling.top_k is not None:
+    if sampling.top_k is not None and sampling.temperature is not None:
         is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
         temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
         sampling = dataclasses.replace(sampling, temperature=temperature)
     output, found = common.verify(arrays, static, sharding, drafts, sampling)
-    count = output.num_emitted
+    # A request that is in use has a token, verified or not.
+    count = jnp.where(arrays.lengths == 0, 0, jnp.maximum(output.num_emitted, 1))
+    token_ids = jnp.where(output.token_ids < 0, common.UNVERIFIED_TOKEN_ID, output.token_ids)
     offset = jnp.arange(n, dtype=jnp.int32)[None, :]
     is_emitted = offset < count[:, None]
     place = arrays.slots[:, None] * n + jnp.minimum(offset, jnp.maximum(count - 1, 0)[:, None])
-    last = jnp.where(offset == count[:, None] - 1, output.token_ids, 0).sum(axis=1)
+    last = jnp.where(offset == count[:, None] - 1, token_ids, 0).sum(axis=1)
     return ChainVerification(
         count,
         jnp.where(is_emitted, place, -1).reshape(-1),
-        jnp.where(is_emitted, output.token_ids, 0).reshape(-1),
+        jnp.where(is_emitted, token_ids, 0).reshape(-1),
         last.astype(jnp.int32),
         output,
         found,

@@ -8,6 +8,7 @@ bonus token.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
     RejectionSampleOutput,
+    Status,
 )
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.adapters import common
@@ -40,8 +42,10 @@ class FlatVerification(NamedTuple):
     Attributes:
       token_ids: ``[N + B]`` int32. Entry n of the first N is the token emitted at draft n's place:
         the draft, or what replaced it; entry N + b is the bonus token of request b. -1 where
-        nothing was emitted. Split over a mesh axis, each part is such an array of its own.
-      output: the same, request by request.
+        nothing was emitted. An active request that could not be verified has 0 as its bonus token,
+        so that it ends as others do. Split over a mesh axis, each part is such an array of its own.
+      output: the same, request by request, but nothing for a request that could not be verified:
+        its status says why.
       logprobs: of the emitted tokens, as they stand in `output`; None where not asked for.
     """
 
@@ -59,6 +63,7 @@ def verify_flat(
     temperature: jax.Array | None,
     top_k: jax.Array | None = None,
     top_p: jax.Array | None = None,
+    min_p: jax.Array | None = None,
     keys: jax.Array | None = None,
     positions: jax.Array | None = None,
     draft_probs: jax.Array | None = None,
@@ -81,9 +86,13 @@ def verify_flat(
         requests are.
       top_k: ``[B]`` or ``[1]`` int32, or None; -1 and 0 leave out nothing.
       top_p: ``[B]`` or ``[1]`` float32, or None; 1 leaves out nothing.
+      min_p: ``[B]`` or ``[1]`` float32, or None; 0 leaves out nothing.
       keys: ``[]``, a fresh key for this step (see `step_keys`: request b's slot is b); or
         ``[B]``, one for each request, the same on every step. Typed, or raw with a last axis of
-        two or four words. None where `temperature` is.
+        two or four words. May be None where `temperature` is. Inside a `jax.shard_map` that splits
+        requests, the device's index is folded into one key for all parts: over the axes that
+        `draft_lengths` vary over and the key does not, and over the batch axis of `sharding`.
+        (With ``check_vma=False`` JAX does not know what varies: name the batch axis.)
       positions: ``[B]`` int32, or None with a key per step.
       draft_probs: ``[N, V]`` float32, what each draft was drawn from, or None for drafts that were
         not drawn (an n-gram, an argmax).
@@ -94,13 +103,14 @@ def verify_flat(
       vocab_size: static; ids from it on are padding.
       logprobs: static; which log-probabilities of emitted tokens are wanted, or None.
       sharding: with a mesh, arrays are whole, and over its batch axis each part of L, N and B is
-        a batch of its own. Inside a `jax.shard_map`, name the vocabulary's axis alone.
+        a batch of its own. Inside a `jax.shard_map`, without a mesh: the vocabulary's axis, and
+        the batch's for `keys`.
 
     Returns:
       `FlatVerification`. A request whose numbers make no sense (a length that is negative or above
       K, rows past L, drafts past N, a temperature below 0 but -1, top-k below -1, top-p outside
-      (0, 1]) emits nothing, and its status says BAD_INPUT; its neighbours are untouched. Outside of
-      `jax.jit` the call raises instead.
+      (0, 1], min-p outside [0, 1]) could not be verified, as one whose logits are NaN: its status
+      says so, and its neighbours are untouched. Outside of `jax.jit` bad numbers raise instead.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
@@ -121,11 +131,13 @@ def verify_flat(
     ids = as_int32("draft_token_ids", draft_token_ids, "[N]")
     lengths = as_int32("draft_lengths", draft_lengths, "[B]")
     n, batch = ids.shape[0], lengths.shape[0]
-    temperature, top_k, top_p = (_of_all(x, batch) for x in (temperature, top_k, top_p))
+    given = temperature, top_k, top_p, min_p
+    temperature, top_k, top_p, min_p = (_of_all(x, batch) for x in given)
     requests = dict(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
+        min_p=min_p,
         positions=positions,
         bonus_token_ids=bonus_token_ids,
         active=active,
@@ -141,16 +153,17 @@ def verify_flat(
         },
     )
     sampled_by = None if temperature is None else "temperature"
-    keys, positions = common.keys_of_requests(keys, positions, batch, sampled_by=sampled_by)
     common.check_sharding("logits", logits, sharding, {"L": logits.shape[0], "N": n, "B": batch})
-    if temperature is None:
-        temperature = jnp.zeros((batch,), jnp.float32)
+    split_over = common.axes_of_requests(lengths, sharding)
+    keys, positions = common.keys_of_requests(
+        keys, positions, batch, sampled_by=sampled_by, split_over=split_over
+    )
     arrays = common.Arrays(
         logits,
         draft_probs,
         ids,
         lengths,
-        SamplingParams(temperature, top_k=top_k, top_p=top_p),
+        SamplingParams(temperature, min_p, top_k, top_p),
         keys,
         positions,
         jnp.arange(batch, dtype=jnp.int32),
@@ -172,33 +185,37 @@ def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
 def _verify(
     arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
 ) -> FlatVerification:
+    # A request of negative length has a negative position: BAD_INPUT, and its neighbours stay.
     counts = jnp.maximum(arrays.lengths, 0)
+    positions = jnp.zeros_like(counts) if arrays.positions is None else arrays.positions
+    arrays = arrays._replace(positions=jnp.where(arrays.lengths < 0, -1, positions))
     first = jnp.zeros((1,), jnp.int32)
     drafts = Drafts(
         arrays.draft_token_ids,
         jnp.concatenate([first, jnp.cumsum(counts, dtype=jnp.int32)]),
         None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs),
     )
-    sampling = _sampling(arrays.sampling, arrays.lengths >= 0)
     has_bonus_rows = arrays.bonus_token_ids is None
     output, found = common.verify(
-        arrays, static, sharding, drafts, sampling, padded_rows=has_bonus_rows
+        arrays, static, sharding, drafts, _sampling(arrays.sampling), padded_rows=has_bonus_rows
     )
     return FlatVerification(flat_token_ids(output, drafts), output, found)
 
 
-def _sampling(given: SamplingParams, is_valid: jax.Array) -> SamplingParams:
-    """Their parameters in our terms; not a number where a request is not valid."""
+def _sampling(given: SamplingParams) -> SamplingParams:
+    """Their parameters in our terms."""
     temperature = given.temperature
+    if temperature is None:
+        return given
     is_greedy = (temperature >= 0) & (temperature < GREEDY_BELOW)
     is_greedy |= temperature == GREEDY_TEMPERATURE
-    temperature = jnp.where(is_greedy, 0.0, temperature)
-    temperature = jnp.where(is_valid, temperature, jnp.nan)
-    return SamplingParams(temperature, top_k=given.top_k, top_p=given.top_p)
+    return dataclasses.replace(given, temperature=jnp.where(is_greedy, 0.0, temperature))
 
 
 def flat_token_ids(output: RejectionSampleOutput, drafts: Drafts) -> jax.Array:
     """``[N + B]`` int32: the tokens at drafts' places, then bonus tokens, -1 where there is none.
+
+    The bonus token of an active request that could not be verified is `UNVERIFIED_TOKEN_ID`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -217,4 +234,5 @@ def flat_token_ids(output: RejectionSampleOutput, drafts: Drafts) -> jax.Array:
     at_drafts = none.at[place].set(output.token_ids, mode="drop")
     is_bonus = offset == count[:, None]  # emitted after all drafts, or -1
     bonus = jnp.where(is_bonus, output.token_ids, PLACEHOLDER_TOKEN_ID).max(axis=1)
+    bonus = jnp.where(output.status > Status.INACTIVE, common.UNVERIFIED_TOKEN_ID, bonus)
     return jnp.concatenate([at_drafts, bonus])

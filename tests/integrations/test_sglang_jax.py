@@ -63,14 +63,19 @@ def check_all(found: sglang_jax.ChainVerification) -> None:
     for b, case in enumerate(CASES):
         count = len(case.expected)
         assert found.output.token_ids[b, :count].tolist() == case.expected, case.name
-        assert found.accept_lens[b] == found.output.num_emitted[b] == count, case.name
+        assert found.output.num_emitted[b] == count, case.name
+        # What their scheduler reads has a token for every slot that is in use: 0 for bad requests.
+        emitted = case.expected or [0] * (case.seq_len != 0)
+        count = len(emitted)
+        assert found.accept_lens[b] == count, case.name
         want = [*range(b * N, b * N + count), *[-1] * (N - count)]
         assert index[b].tolist() == want, case.name
         last = max(count - 1, 0)
         assert gather[b].tolist() == [b * N + min(j, last) for j in range(N)], case.name
-        assert verified[b * N :][:count].tolist() == case.expected, case.name
+        assert verified[b * N :][:count].tolist() == emitted, case.name
         assert (found.predict[b * N :][:N] >= 0).all()
-        assert found.verified_ids[b] == (case.expected[-1] if count else 0), case.name
+        assert found.verified_ids[b] == (emitted[-1] if count else 0), case.name
+        count = len(case.expected)
         bad = found.output.status[b] == sd.Status.BAD_INPUT
         assert bad == case.is_bad, case.name
         logits = np.array([logits_of(entry) for entry in case.rows[:count]], np.float64)

@@ -25,7 +25,7 @@ class Host(gather.Gather):
         has_q = arrays.drafts.distribution is not None
         return "implementation='numpy' takes one-hot drafts" if has_q else None
 
-    def of_all_rows(self, rows: LocalRows, requests: Any, samples: bool) -> Any:
+    def of_all_rows(self, rows: LocalRows, requests: Any) -> Any:
         logits = rows.target.whole()
         inv = statistics.of_owners(requests, logits.shape[0], requests.inv_temperature)
 

@@ -331,11 +331,11 @@ def test_three_small_collectives_and_no_copy_of_logits(method):
     assert used < 1.5 * (b * (k + 1) * v // 8 * 4), f"{used} bytes"
 
 
-@pytest.mark.slow
+@long
 def test_filters_exchange_sums_and_no_row():
-    """16 bits of a threshold, four at a time: at most 15 sums of each row in each exchange."""
-    b, k, v = 16, 4, 32000
-    mesh = mesh_of(8)
+    """16 bits of a threshold, two at a time on CPUs: 3 sums of each row in each exchange."""
+    b, k, v = 16, 4, 16384
+    mesh = mesh_of(4)
 
     def array(*shape, dtype="float32", spec=WHOLE):
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
@@ -350,11 +350,15 @@ def test_filters_exchange_sums_and_no_row():
         config=sd.SpecDecodeConfig(num_speculative_tokens=k),
         sharding=sd.VerifySharding(mesh, "v"),
     )
-    moved = collectives(lowered.compile().as_text())
-    # Besides the three of any call: a maximum, 15 sums in a loop for each of two, and a total.
-    sums = 15 * 4 * b * (k + 1)
+    compiled = lowered.compile()
+    moved = collectives(compiled.as_text())
+    # Besides the three of any call: a maximum, 3 sums in a loop for each of two, and a total.
+    sums = 3 * 4 * b * (k + 1)
     assert len(moved) == 7 and list(moved.values()).count(sums) == 2, moved
     assert max(moved.values()) < 2**14 < b * (k + 1) * v * 2 / 100, moved
+    # Rows stay in the cache of a CPU: nothing as large as its part of the logits is written.
+    part = b * (k + 1) * v // 4 * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < part
 
 
 # What is refused, at trace time.

@@ -161,6 +161,25 @@ def test_gives_the_tokens_and_the_path_of_the_oracle(platform):
     assert sum(x >= 3 for x in depths) > 5, np.bincount(depths)
 
 
+@pytest.mark.parametrize(
+    "platform", ["cpu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("cuda", "tpu"))]
+)
+def test_greedy_trees_need_no_temperatures(platform):
+    accepted = []
+    for seed in range(6):
+        batch, _ = with_oracle(seed)
+        batch = dataclasses.replace(batch, temperature=np.zeros_like(batch.temperature))
+        batch.drafts = with_own_tokens(batch.drafts, batch.oracle())
+        none = dataclasses.replace(batch, temperature=None)
+        with assume(platform):
+            found = jax.tree.map(np.asarray, none.verify())
+        want = batch.oracle()
+        for name in ("token_ids", "num_accepted", "num_emitted", "status", "path"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(want, name), err_msg=name)
+        accepted += want.num_accepted.tolist()
+    assert sum(x >= 1 for x in accepted) > 5
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_a_chain_with_parents_is_the_chain_to_the_last_bit(platform):

@@ -21,7 +21,13 @@ from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.part import part_of
 from jax_specdec._src.verify.requests import DrawnRaces, Races, Uniforms
-from jax_specdec._src.verify.sharding import VerifySharding, over_mesh, place_of, without_vma
+from jax_specdec._src.verify.sharding import (
+    VerifySharding,
+    check_devices,
+    over_mesh,
+    place_of,
+    without_vma,
+)
 
 DraftImplementation = Literal["xla", "mosaic_gpu"]
 
@@ -122,6 +128,8 @@ def sample_draft_tokens(
     if why_not is not None:
         raise NotImplementedError(why_not)
     logits = jnp.asarray(logits)
+    if sharding is not None:
+        check_devices(sharding, logits)
     sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
     check_positions(positions, {"B": logits.shape[0]})
     takes_argmax = config is not None and config.draft_sample_method == "greedy"

@@ -46,8 +46,8 @@ def rejection_sample(
     drafts: Drafts,
     *,
     sampling: SamplingParams,
-    keys: jax.Array,
-    positions: Integers,
+    keys: jax.Array | None,
+    positions: Integers | None,
     config: SpecDecodeConfig,
     bonus_token_ids: Array | None = None,
     active: Array | None = None,
@@ -91,10 +91,11 @@ def rejection_sample(
       drafts: the proposed tokens and the distributions they were drawn from.
       sampling: per-request temperature, min-p, top-k and top-p.
       keys: ``[B]`` typed keys of two or four words (threefry2x32, rbg, unsafe_rbg), one per
-        request, the same on every step.
+        request, the same on every step. May be None if the temperatures are, but for synthetic
+        acceptance.
       positions: ``[B]`` int32, absolute position of each request's first draft, not negative. It
         must grow with every step, as the length of the sequence does: a position used twice gets
-        the same noise twice.
+        the same noise twice. None where keys may be.
       config: static settings.
       bonus_token_ids: ``[B]`` int32, the tokens to emit if all drafts are accepted, for a caller
         who samples them. A request that ends early, at an id out of range, samples from its own
@@ -273,7 +274,7 @@ def _checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static
 def _call(arrays: CallArrays, static: Static) -> RejectionSampleOutput:
     """Makes a call that is checked."""
     # Without requests there is nothing to compile.
-    if arrays.sampling.temperature.shape[0] == 0:
+    if arrays.num_requests == 0:
         k = static.config.num_speculative_tokens
         counts = jnp.zeros((0,), jnp.int32)
         return RejectionSampleOutput(jnp.zeros((0, k + 1), jnp.int32), counts, counts, counts)

@@ -83,14 +83,22 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
       TypeError, ValueError, NotImplementedError: as `rejection_sample`.
     """
     config = settings.config
+    is_greedy = isinstance(arrays.sampling, SamplingParams) and arrays.is_greedy
     # Shapes and dtypes first, then how arrays are split, then the noise, whose shape may need K.
     arrays, sizes = check_arrays(arrays, settings)
     _check_trees(arrays, config)
     layout = resolve(settings.sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
     if arrays.randomness is not None:
         sizes["K"] = config.num_speculative_tokens
-        _check_noise(arrays.randomness, sizes, config)
+        needs_noise = not is_greedy or config.conditional_rates is not None
+        _check_noise(arrays.randomness, sizes, config, needs_noise)
         _check_counts(arrays.drafts, sizes)
+        if not needs_noise and isinstance(arrays.randomness, tuple):
+            arrays = dataclasses.replace(arrays, randomness=(None, arrays.randomness[1]))
+    if is_greedy:
+        given = arrays.sampling
+        greedy = SamplingParams(None, given.min_p, given.top_k, given.top_p)
+        arrays = dataclasses.replace(arrays, sampling=greedy)
     return arrays, Static(
         config=config,
         size=sizes["size"],
@@ -244,16 +252,19 @@ def _check_trees(arrays: CallArrays, config: SpecDecodeConfig) -> None:
     require(bonus is None, "bonus_token_ids", must, bonus, hint, NotImplementedError)
 
 
-def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig) -> None:
-    """Checks keys and positions, or explicit noise.
+def _check_noise(noise: Any, sizes: Sizes, config: SpecDecodeConfig, needs_noise: bool) -> None:
+    """Checks keys and positions, or explicit noise. Keys and positions may be None if not needed.
 
     Raises:
       TypeError: not typed keys, a `Noise` or a `RaceNoise`, or of another dtype.
       ValueError: a shape does not fit.
     """
     if isinstance(noise, tuple):
-        check_keys("keys", noise[0], sizes)
-        check_positions(noise[1], sizes)
+        keys, positions = noise
+        if needs_noise or keys is not None:
+            check_keys("keys", keys, sizes)
+        if needs_noise or positions is not None:
+            check_positions(positions, sizes)
         return
     v = sizes["V"]
     draws_every_row = rule_of(config).draws_every_row

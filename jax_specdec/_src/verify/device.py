@@ -32,6 +32,14 @@ class Device:
         """
         return function(*arrays)  # all rows: a GPU gathers them in place
 
+    def each_row(self, function: Callable[..., Any], count: int, *arrays: Any) -> Any:
+        """Returns ``function(None, *arrays)``, which reads all rows of a matrix where they are.
+
+        Or it reads the rows ``index [n]`` of it, if that is the first argument. The arrays have an
+        entry for each of the `count` rows.
+        """
+        return function(None, *arrays)
+
     def take(self, tree: Any, index: jax.Array) -> Any:
         """Returns ``x[index]`` of matrices, for rows ``[n]`` in range."""
         return jax.tree.map(lambda x: x[index], tree)
@@ -94,6 +102,12 @@ class Cpu(Device):
 
     def in_blocks(self, function: Callable[..., Any], index: jax.Array, *arrays: Any) -> Any:
         return by_blocks(function, 1, index, *arrays)
+
+    def each_row(self, function: Callable[..., Any], count: int, *arrays: Any) -> Any:
+        if count == 1:
+            return function(None, *arrays)
+        index = jnp.arange(count, dtype=jnp.int32)
+        return self.in_blocks(function, index, index, *arrays)
 
     def take(self, tree: Any, index: jax.Array) -> Any:
         return take_few(tree, index)

@@ -29,8 +29,8 @@ from jax_specdec._src.verify.order import ChainOrder, TreeOrder
 from jax_specdec._src.verify.position import DraftScale, Position, Source
 from jax_specdec._src.verify.tiles import Scale
 
-KeysAndPositions = tuple[jax.Array, jax.Array]
-"""Keys ``[B]`` and positions ``[B]``, to draw noise from."""
+KeysAndPositions = tuple[jax.Array | None, jax.Array | None]
+"""Keys ``[B]`` and positions ``[B]``, to draw noise from. Greedy requests alone need neither."""
 
 
 @pytree(
@@ -66,7 +66,7 @@ class CallArrays:
         cls,
         target_logits: Array,
         drafts: Drafts,
-        randomness: Noise | RaceNoise | tuple[jax.Array, Integers] | None,
+        randomness: Noise | RaceNoise | tuple[jax.Array | None, Integers | None] | None,
         sampling: SamplingParams,
         bonus_token_ids: Array | None = None,
         active: Array | None = None,
@@ -83,6 +83,16 @@ class CallArrays:
             token_bitmask=token_bitmask,
         )
         return cls(**values)
+
+    @property
+    def num_requests(self) -> int:
+        """B."""
+        return self.drafts.cu_num_draft_tokens.shape[0] - 1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every request is known to be greedy."""
+        return self.sampling.temperature is None
 
 
 class Uniforms(NamedTuple):
@@ -143,7 +153,7 @@ class Request(NamedTuple):
         the draft is one-hot. It depends on the row of the position and on nothing after it:
         otherwise the choice would depend on later drafts, and verification would not be lossless.
       inv_temperature: ``[B]`` float32.
-      filter: min-p, top-k and top-p, ``[B]`` each; None if the call has none of them.
+      filter: min-p, top-k and top-p, ``[B]`` each; None if no request is filtered.
       greedy: ``[B]`` bool.
       accept: ``[B, K+1]`` float32 uniforms; the last is not used.
       noise: by which tokens are drawn.
@@ -252,7 +262,6 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
     """Returns the requests of a call, each with the status that is known before rows are read."""
     drafts = arrays.drafts
     sampling = arrays.sampling
-    temperature = sampling.temperature
     has_bonus_rows = arrays.bonus_token_ids is None
     # [B, K]: the drafts of each request, -1 past its count
     layout = ragged.unpack(drafts, k, has_bonus_rows=has_bonus_rows)
@@ -269,20 +278,34 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
         valid_input &= is_tree
     noise: Uniforms | Races | DrawnRaces
     given = arrays.randomness
+    if isinstance(given, tuple) and given[1] is not None:
+        valid_input &= given[1] >= 0
     # Accept uniforms come from `given`; the last token is drawn by `noise`.
     match given:
         case RaceNoise():
             noise = Races(given.exponential)
         case Noise():
             noise = Uniforms(given.recover)
+        case None, _:  # nobody samples
+            shape = layout.token_ids.shape  # [B, K]
+            given = Noise(jnp.zeros(shape), jnp.zeros((shape[0], 2)))
+            noise = Uniforms(given.recover)
         case keys, positions:
+            assert positions is not None  # as keys are
             given = draw_noise(keys, positions, k)
-            valid_input &= positions >= 0
             noise = DrawnRaces(keys, positions) if draws_every_row else Uniforms(given.recover)
     # [B]: known before a row is read
     status = jnp.where(valid_input, int(Status.OK), int(Status.BAD_INPUT)).astype(jnp.int32)
     if arrays.active is not None:
         status = jnp.where(arrays.active, status, int(Status.INACTIVE))
+
+    # [B]: of requests that are known to be greedy there is nothing to compute
+    temperature = sampling.temperature
+    greedy = jnp.ones_like(layout.in_bounds)
+    inv_temperature = jnp.ones((arrays.num_requests,), jnp.float32)
+    if temperature is not None:
+        greedy = temperature == 0
+        inv_temperature = sampling_lib.inverse_temperature(temperature)
 
     # [B, K]: whether the draft distribution of a position can be used
     distribution = drafts.distribution
@@ -302,9 +325,9 @@ def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Re
         token_ids=jnp.pad(layout.token_ids, last, constant_values=PLACEHOLDER_TOKEN_ID),
         draft_rows=jnp.pad(layout.draft_rows, last),
         has_q=jnp.pad(has_q, last),
-        inv_temperature=sampling_lib.inverse_temperature(temperature),
-        filter=Filter.of(sampling),
-        greedy=temperature == 0,
+        inv_temperature=inv_temperature,
+        filter=None if arrays.is_greedy else Filter.of(sampling),
+        greedy=greedy,
         accept=jnp.pad(given.accept, last),
         noise=noise,
         bonus_token_id=arrays.bonus_token_ids,

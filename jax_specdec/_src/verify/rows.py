@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -118,6 +119,12 @@ class Rows:
             ids = self.part.ids(jnp.arange(self.width, dtype=jnp.int32))
             x = jnp.where(ids[None, :] < self.size, x, self.fill)
         return tiles.kept_of_rows(x, these.thresholds, self.fill)
+
+    def read(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """Returns ``function(entries, *arrays)`` of all rows, ``[n, width]`` at a time."""
+        return self.device.each_row(
+            lambda index, *given: function(self.whole(index), *given), self.matrix.shape[0], *arrays
+        )
 
     def select(self, index: jax.Array | None) -> Rows:
         """Returns some rows, with their bits and thresholds; all of them without an index."""

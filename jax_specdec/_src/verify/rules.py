@@ -211,7 +211,7 @@ class OneByOne(Rule):
         self, requests: Request, positions: Position, residual_masses: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         # [B]: the first position that ends the request, which may be the bonus
-        stop = _first_true(~self.goes_on(positions))
+        stop = first_true(~self.goes_on(positions))
         return stop, _status_at(requests, positions.status, stop, stop < requests.num_rows)
 
 
@@ -269,7 +269,7 @@ class Block(Rule):
         is_bad = positions.uses_q & jnp.isnan(mass) & (status == Status.OK)
         status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, status)
         # Nothing is read past the first bad row.
-        stop = _first_true(~self.goes_on(positions) | (status != Status.OK))
+        stop = first_true(~self.goes_on(positions) | (status != Status.OK))
         # [B, P]: whether the prefix passes, by the uniform of its last draft; the empty one does.
         u = jnp.roll(positions.uniform, 1, axis=1)
         can_end = (index == 0) | passes(u, weight, mass)
@@ -308,7 +308,7 @@ class Synthetic(OneByOne):
     def choose(self, requests: Request, positions: Position) -> Position:
         rates = jnp.array([*self.conditional_rates, 0.0], jnp.float32)
         accepted = positions.proposed & accepts_synthetic(requests.accept, rates[None, :])
-        end = _first_true(~accepted)
+        end = first_true(~accepted)
         # [B, 1]: the position that the request ends at
         return jax.tree.map(lambda x: entry_of(x, end)[:, None], positions)
 
@@ -333,7 +333,7 @@ def rule_of(config: SpecDecodeConfig) -> Rule:
     return by_name[config.rejection_sample_method]()
 
 
-def _first_true(x: jax.Array) -> jax.Array:
+def first_true(x: jax.Array) -> jax.Array:
     """Returns the index ``[B]`` of the first true entry of ``[B, P]``; P if there is none."""
     index = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     return jnp.min(jnp.where(x, index, x.shape[1]), axis=1)

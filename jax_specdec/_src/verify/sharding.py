@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ class VerifySharding:
     split over `vocab_axis` along V and over `batch_axis` along M. Without a mesh, the call is
     inside the caller's own `jax.shard_map` and arrays are its parts: target logits are
     ``[M, V / devices]``, and every array without a vocabulary axis is the same on all devices of
-    `vocab_axis`. `batch_axis` then changes nothing: each part is a batch of its own.
+    `vocab_axis`. Each part is then a batch of its own: `batch_axis` tells the adapters alone, which
+    make keys for it.
 
     ``VerifySharding()`` asks for a verification without a mesh, wherever the arrays are.
 
@@ -46,9 +48,11 @@ class VerifySharding:
     of its request; if not, every device reads all of it.
 
     Attributes:
-      mesh: the mesh, or None inside `jax.shard_map`.
+      mesh: the mesh, or None inside `jax.shard_map`. An `AbstractMesh` has no devices: it takes
+        those of `jax.set_mesh`, or of the arrays of the call.
       vocab_axis: name of the mesh axis that the vocabulary is split over, or None.
-      batch_axis: name of the mesh axis that requests are split over, or None.
+      batch_axis: name of the mesh axis that requests are split over, a tuple of such names, or
+        None.
 
     Raises:
       TypeError: `mesh` is not a mesh, or an axis is not a string.
@@ -63,21 +67,40 @@ class VerifySharding:
 
     mesh: Mesh | AbstractMesh | None = None
     vocab_axis: str | None = None
-    batch_axis: str | None = None
+    batch_axis: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Checks names against the mesh."""
         check_type("mesh", self.mesh, Mesh, AbstractMesh, None)
-        for name in ("vocab_axis", "batch_axis"):
-            axis = getattr(self, name)
-            check_type(name, axis, str, None)
-            # Without a mesh, the names are those of the caller's `jax.shard_map`.
-            if self.mesh is not None:
-                check_choice(name, axis, (*self.mesh.axis_names, None))
-        axes = self.vocab_axis, self.batch_axis
+        check_type("vocab_axis", self.vocab_axis, str, None)
+        check_type("batch_axis", self.batch_axis, str, tuple, None)
+        by_name = {"vocab_axis": names_of(self.vocab_axis), "batch_axis": self.batch_axes}
+        for name, axes in by_name.items():
+            for axis in axes:
+                check_type(name, axis, str)
+                # Without a mesh, the names are those of the caller's `jax.shard_map`.
+                if self.mesh is not None:
+                    check_choice(name, axis, (*self.mesh.axis_names, None))
+        given = self.vocab_axis, self.batch_axis
         names = "vocab_axis and batch_axis"
-        require(axes[0] is None or axes[0] != axes[1], names, "differ", axes)
-        require(self.mesh is None or axes != (None, None), names, "not both be None", axes)
+        both = [*by_name["vocab_axis"], *by_name["batch_axis"]]
+        require(len({*both}) == len(both), names, "differ", given)
+        require(self.mesh is None or both, names, "not both be None", given)
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The names of all axes that requests are split over."""
+        return names_of(self.batch_axis)
+
+
+def names_of(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns the mesh axes that an entry of a `PartitionSpec` names."""
+    return (axis,) if isinstance(axis, str) else axis or ()
+
+
+def num_devices(mesh: Mesh | AbstractMesh, axis: str | tuple[str, ...] | None) -> int:
+    """Returns over how many devices of a mesh an entry of a `PartitionSpec` splits."""
+    return math.prod(mesh.shape[name] for name in names_of(axis))
 
 
 class ArrayLayout(NamedTuple):
@@ -86,14 +109,14 @@ class ArrayLayout(NamedTuple):
     Attributes:
       mesh: the mesh, or None inside `jax.shard_map`.
       vocab_axis: the axis that target logits are split over by id; None if rows are whole.
-      batch_axis: the axis that requests are split over; None if they are not.
+      batch_axis: the axis or the axes that requests are split over; None if they are not.
       draft_vocab: whether draft storage is split over `vocab_axis` too.
       draft_batch: whether draft storage is split over `batch_axis` too.
     """
 
     mesh: Mesh | AbstractMesh | None = None
     vocab_axis: str | None = None
-    batch_axis: str | None = None
+    batch_axis: str | tuple[str, ...] | None = None
     draft_vocab: bool = False
     draft_batch: bool = False
 
@@ -136,14 +159,16 @@ def resolve(
       noise: explicit noise, or keys and positions.
 
     Raises:
-      ValueError: an axis that does not divide; draft storage that could be whole or a part.
+      ValueError: an axis that does not divide; draft storage that could be whole or a part; or a
+        mesh without devices.
       NotImplementedError: what is not supported over a split vocabulary.
     """
     if sharding is not None:
+        check_devices(sharding, (target_logits, drafts))
         return _layout_of(sharding, target_logits, drafts, noise)
-    # Where the logits lie gives the axes, if each of theirs is over one.
+    # Where the logits lie gives the axes, if the vocabulary's is one.
     mesh, rows, columns = place_of(target_logits)
-    named = {type(rows), type(columns)} <= {str, type(None)}
+    named = isinstance(rows, str | tuple | None) and isinstance(columns, str | None)
     if mesh is None or (rows, columns) == (None, None) or not named:
         return ArrayLayout()
     try:
@@ -151,6 +176,24 @@ def resolve(
         return _layout_of(derived, target_logits, drafts, noise)
     except (ValueError, NotImplementedError):
         return ArrayLayout()
+
+
+def check_devices(sharding: VerifySharding, arrays: Any) -> None:
+    """Checks that a mesh without devices takes them from elsewhere, as far as this can be known.
+
+    Raises:
+      ValueError: an `AbstractMesh`, outside of `jax.set_mesh`, and no array lies on a mesh.
+    """
+    mesh = sharding.mesh
+    if not isinstance(mesh, AbstractMesh) or not jax.sharding.get_abstract_mesh().empty:
+        return
+    # Of an array under `jax.jit` it is not known where it will lie.
+    has_devices = any(
+        isinstance(x, jax.core.Tracer) or isinstance(getattr(x, "sharding", None), NamedSharding)
+        for x in jax.tree.leaves(arrays)
+    )
+    hint = "pass the Mesh itself, or call inside jax.set_mesh(mesh)"
+    require(has_devices, "sharding.mesh", "have devices", mesh, hint)
 
 
 def place_of(matrix: Any) -> tuple[Any, Any, Any]:
@@ -213,8 +256,9 @@ def _layout_of(
         ("N", n, batch_axis, None),
     ):
         if axis is not None:
-            must = f"divide over the {mesh.shape[axis]} devices of {axis!r}"
-            require(size % mesh.shape[axis] == 0, name, must, size, advice)
+            count = num_devices(mesh, axis)
+            must = f"divide over the {count} devices of {axis!r}"
+            require(size % count == 0, name, must, size, advice)
     if distribution is None:
         return ArrayLayout(mesh, vocab_axis, batch_axis)
     # Draft rows are split by id if they come so, or if nothing is known of them and they are as
@@ -292,7 +336,7 @@ def over_parts(
     logits: Any = P(batch, layout.vocab_axis)
     drafts: Any = Drafts(own, whole, of_distribution, own)
     specs = CallArrays(logits, drafts, own, own, own, own, own)
-    parts = 1 if batch is None else layout.mesh.shape[batch]
+    parts = num_devices(layout.mesh, batch)
 
     def on_part(arrays: CallArrays) -> RejectionSampleOutput:
         """Calls it with offsets and draft rows counted from the first of this device."""
@@ -402,7 +446,9 @@ def _placed(arrays: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
         return arrays
     flat, tree = jax.tree.flatten(specs)
     places = [
-        NamedSharding(mesh, P(*[axis if axis in explicit else None for axis in spec]))
+        NamedSharding(
+            mesh, P(*[tuple(x for x in names_of(axis) if x in explicit) or None for axis in spec])
+        )
         for spec in flat
     ]
     return jax.reshard(arrays, jax.tree.unflatten(tree, places))

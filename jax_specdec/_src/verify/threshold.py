@@ -99,8 +99,8 @@ def search(
 class SomeRows(Protocol):
     """Rows that were selected."""
 
-    def whole(self) -> jax.Array:
-        """``[n, W]`` float32 entries."""
+    def read(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """Returns ``function(entries, *arrays)``, of float32 entries ``[n, W]``."""
 
 
 def find_thresholds(
@@ -162,10 +162,11 @@ class XlaAmounts(Generic[S]):
     candidates: int
 
     def count(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
-        x = self.rows.whole()  # [n, W]
-        # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
-        sums = [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in self._each(candidate)]
-        return self._reached(sums, goal), state
+        def counts(x: jax.Array, bounds: list[jax.Array]) -> list[jax.Array]:
+            # In a Python loop, XLA reads the rows once for all candidates and writes nothing.
+            return [jnp.sum(x >= c[:, None], axis=1, dtype=jnp.int32) for c in bounds]
+
+        return self._reached(self.rows.read(counts, self._each(candidate)), goal), state
 
     def mass(self, candidate: Candidate, goal: jax.Array, state: S) -> tuple[jax.Array, S]:
         return self._reached(self._masses(self._each(candidate)), goal), state
@@ -181,9 +182,14 @@ class XlaAmounts(Generic[S]):
         return [*jax.vmap(candidate)(jnp.arange(1, self.candidates + 1, dtype=jnp.int32))]
 
     def _masses(self, bounds: list[jax.Array]) -> list[jax.Array]:
-        x = self.rows.whole()
-        weights = jnp.exp((x - self.peak[:, None]) * self.inv_temperature[:, None])  # [n, W]
-        return [jnp.sum(jnp.where(x >= c[:, None], weights, 0.0), axis=1) for c in bounds]
+        def masses(
+            x: jax.Array, peak: jax.Array, inv_temperature: jax.Array, bounds: list[jax.Array]
+        ) -> list[jax.Array]:
+            weights = jnp.exp((x - peak[:, None]) * inv_temperature[:, None])  # [n, W]
+            return [jnp.sum(jnp.where(x >= c[:, None], weights, 0.0), axis=1) for c in bounds]
+
+        found: list[jax.Array] = self.rows.read(masses, self.peak, self.inv_temperature, bounds)
+        return found
 
     def _reached(self, sums: list[jax.Array], goal: jax.Array) -> jax.Array:
         # [candidates, n]: the sums over all parts, by one exchange

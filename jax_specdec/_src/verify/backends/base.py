@@ -34,7 +34,7 @@ from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.part import Part, part_of
 from jax_specdec._src.verify.position import Position, Source
 from jax_specdec._src.verify.requests import CallArrays, Races, Request, Uniforms, requests_of
-from jax_specdec._src.verify.rules import Rule
+from jax_specdec._src.verify.rules import Rule, accepts_greedy, first_true
 
 _LARGE = 2**23
 """Bytes of logits from which on it pays to ask first whether any request samples."""
@@ -83,7 +83,8 @@ class Backend(abc.ABC):
           Output ``[B, K+1]`` and ``[B]``, the same on all devices that split the vocabulary.
         """
         logits = arrays.target_logits
-        requests = requests_of(arrays, static.config.num_speculative_tokens, rule.draws_every_row)
+        k = static.config.num_speculative_tokens
+        requests = requests_of(arrays, k, rule.draws_every_row)
         part = part_of(static.layout.vocab_axis, logits.shape[1])
         rows = LocalRows.of(
             logits,
@@ -96,8 +97,10 @@ class Backend(abc.ABC):
             keeps_sums=self.keeps_sums(part, rule, requests.filter),
             applies_bitmask=self.applies_bitmask(part),
         )
-        # If nobody samples, neither sums nor draft rows are needed. Rows that are read in order, or
-        # one of each request, are not read in vain.
+        # If nobody samples, neither sums nor draft rows are needed, nor compiled where it is known.
+        # Rows that are read in order, or one of each request, are not read in vain.
+        if arrays.is_greedy and not rule.reads_one_position:
+            return self._verify_greedy(requests, rows)
         is_large = logits.size * logits.dtype.itemsize >= _LARGE
         is_read_at_once = self.reads_ahead and not part.is_split and not rule.reads_one_position
         if not (is_large and is_read_at_once):
@@ -106,18 +109,34 @@ class Backend(abc.ABC):
         return lax.cond(
             samples,
             lambda: self._verify(requests, rows, rule),
-            lambda: self._verify(requests, rows.alone(), rule, samples=False),
+            lambda: self._verify_greedy(requests, rows),
         )
 
-    def _verify(
-        self, requests: Request, rows: LocalRows, rule: Rule, samples: bool = True
-    ) -> RejectionSampleOutput:
-        """Verifies requests. If `samples` is false, every request is greedy."""
+    def _verify_greedy(self, requests: Request, rows: LocalRows) -> RejectionSampleOutput:
+        """Verifies requests that are all greedy: each draft is compared with an argmax."""
+        positions = self.read_argmax(rows, requests, requests.unread(rows.target.size, None))
+        # Of a tree, [B, K+1] positions of the path that the tokens take
+        token_ids, positions, path = requests.order.along_path(requests.token_ids, positions)
+        requests = requests._replace(token_ids=token_ids)
+        # [B]: the first position whose row is bad, or whose argmax is not the draft
+        goes_on = positions.is_good & accepts_greedy(positions.token_id, positions.argmax)
+        num_accepted = first_true(~goes_on)
+        # [B]: the argmax there, -1 of a bad row; at all K + 1 positions in the same few operations
+        index = lax.broadcasted_iota(jnp.int32, goes_on.shape, 1)
+        found = jnp.where(positions.status == Status.OK, positions.argmax, -1)
+        token_id = jnp.max(jnp.where(index == num_accepted[:, None], found, -1), axis=1)
+        is_bad = requests.is_ok & (num_accepted < requests.num_rows) & (token_id < 0)
+        status = jnp.where(is_bad, Status.BAD_TARGET_ROW, requests.status)
+        nothing_bad = jnp.zeros_like(requests.greedy)
+        return _output(requests, num_accepted, status, token_id, nothing_bad, path)
+
+    def _verify(self, requests: Request, rows: LocalRows, rule: Rule) -> RejectionSampleOutput:
+        """Verifies requests, greedy or not."""
         # [B, P]: unread, every position, or the one that the rule chooses
         unread = requests.unread(rows.target.size, rows.num_sums)
         positions = rule.choose(requests, unread)
         # Read, and judged: p, q and status of every draft that may matter
-        positions = rule.with_weights(self.read(rows, requests, positions, rule, samples))
+        positions = rule.with_weights(self.read(rows, requests, positions, rule))
         # Of a tree, the positions of the path that the drawn tokens take
         token_ids, positions, path = requests.order.along_path(requests.token_ids, positions)
         requests = requests._replace(token_ids=token_ids)
@@ -130,7 +149,7 @@ class Backend(abc.ABC):
         num_accepted, status = rule.count(requests, positions, residuals.residual)
         # [B]: the position that the last token is drawn at, of those that were read
         place = num_accepted - positions.offset[:, 0]
-        if not samples or rule.draws_every_row:
+        if rule.draws_every_row:
             nothing_bad = jnp.zeros_like(requests.greedy)
             token_id = entry_of(positions.argmax, place)
             return _output(requests, num_accepted, status, token_id, nothing_bad, path)
@@ -174,18 +193,12 @@ class Backend(abc.ABC):
         """Returns whether a bitmask is applied once, to a copy of the target rows."""
 
     @abc.abstractmethod
-    def read(
-        self,
-        rows: LocalRows,
-        requests: Request,
-        positions: Position,
-        rule: Rule,
-        samples: bool = True,
-    ) -> Position:
-        """Returns the positions that a rule has chosen, ``[B, P]``, with what their rows hold.
+    def read(self, rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
+        """Returns the positions that a rule has chosen, ``[B, P]``, with what their rows hold."""
 
-        If `samples` is false, every request is greedy, and draft rows are not needed.
-        """
+    @abc.abstractmethod
+    def read_argmax(self, rows: LocalRows, requests: Request, positions: Position) -> Position:
+        """Returns positions ``[B, K+1]`` with argmax and status, of those that matter if greedy."""
 
     # Drawing tokens: masses of tiles, then a token by them. Under the block rule masses come first,
     # of all positions, and the rule counts by them.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.sampling import Filter, SamplingParams
+from jax_specdec._src.types import Status
 from jax_specdec._src.verify import draw, reader, tiles
 from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.draw import TileMasses
@@ -42,9 +43,12 @@ class Gather(Backend):
 
     Attributes:
       tests_at_once: thresholds that a search tests in one read of whole rows.
+      tests_per_exchange: the same of parts of rows, each read of which is an exchange: 15 tests
+        halve the distance four times.
     """
 
     tests_at_once: ClassVar[int] = 1
+    tests_per_exchange: ClassVar[int] = 15
 
     def keeps_sums(self, part: Part, rule: Rule, filter: Filter | None) -> bool:
         # Of a part, the sums of all rows would have to be exchanged.
@@ -55,53 +59,44 @@ class Gather(Backend):
 
     # Reading rows.
 
-    def read(
-        self,
-        rows: LocalRows,
-        requests: Request,
-        positions: Position,
-        rule: Rule,
-        samples: bool = True,
-    ) -> Position:
-        return self.read_ahead(rows, requests, positions, rule, samples)
+    def read(self, rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
+        return self.read_ahead(rows, requests, positions, rule)
 
     def read_ahead(
-        self,
-        rows: LocalRows,
-        requests: Request,
-        positions: Position,
-        rule: Rule,
-        samples: bool = True,
+        self, rows: LocalRows, requests: Request, positions: Position, rule: Rule
     ) -> Position:
         """Does `read` for all positions at once, whatever the positions before them hold."""
         # One pass or two over rows of logits. All that follows has arrays [B, P].
-        stats = self.statistics(rows, requests, positions, rule, samples)
+        stats = self.statistics(rows, requests, positions, rule)
         positions = reader.judged(rows, requests, positions, stats, self.draft_partials)
         # Under the agreement rule the token drawn from a row takes the place of its argmax.
-        if rule.draws_every_row and samples:
+        if rule.draws_every_row:
             return reader.drawn(rows, requests, positions, self.race_token)
         return positions
 
-    def statistics(
-        self, rows: LocalRows, requests: Request, positions: Position, rule: Rule, samples: bool
-    ) -> TargetStatistics:
-        """Returns the statistics of the target rows of positions ``[B, P]``.
+    def read_argmax(self, rows: LocalRows, requests: Request, positions: Position) -> Position:
+        # [num_parts, M] each, by the only exchange
+        peaks, argmaxes = rows.part.gather(self.max_and_argmax(rows.target, None))
+        # [M]: of whole rows; NaN and infinity are in the maximum, and so is a row without any id
+        is_good = jnp.isfinite(jnp.max(peaks, axis=0))
+        status = jnp.where(is_good, Status.OK, Status.BAD_TARGET_ROW).astype(jnp.int32)
+        argmax, status = self.at_positions((argmax_of_parts(peaks, argmaxes), status), positions)
+        return positions._replace(argmax=argmax, status=status)
 
-        If not `samples`, no sum is needed.
-        """
+    def statistics(
+        self, rows: LocalRows, requests: Request, positions: Position, rule: Rule
+    ) -> TargetStatistics:
+        """Returns the statistics of the target rows of positions ``[B, P]``."""
         if rule.reads_one_position:
             return self.of_chosen_rows(rows, requests, positions)
-        stats = self.of_all_rows(rows, requests, samples)
-        return self.at_positions(stats, positions)
+        stats: TargetStatistics = self.at_positions(self.of_all_rows(rows, requests), positions)
+        return stats
 
-    def of_all_rows(self, rows: LocalRows, requests: Request, samples: bool) -> TargetStatistics:
+    def of_all_rows(self, rows: LocalRows, requests: Request) -> TargetStatistics:
         """Returns the statistics of every row ``[M]``, read in place."""
         num_rows = rows.target.matrix.shape[0]
         given = requests.inv_temperature, requests.is_ok & ~requests.greedy, requests.filter
         peak, argmax = self.max_and_argmax(rows.target, None)
-        not_summed = TargetStatistics(Partials(peak, jnp.zeros_like(peak), argmax), None, None)
-        if not samples:
-            return not_summed
         # [M]: the temperature of the request that owns a row, and so on
         return self.summed(rows, None, peak, argmax, *of_owners(requests, num_rows, given))
 
@@ -146,10 +141,11 @@ class Gather(Backend):
             return TargetStatistics(Partials(peak, sums, argmax), least, None)
         return TargetStatistics(Partials(peak, jnp.sum(sums, axis=1), argmax), least, sums)
 
-    def at_positions(self, stats: TargetStatistics, positions: Position) -> TargetStatistics:
-        """Returns statistics ``[M]`` of all rows as ``[B, P]``."""
-        index = jnp.minimum(positions.row, stats.partials.max.shape[0] - 1)
-        return jax.tree.map(lambda x: x[index], stats)
+    def at_positions(self, of_rows: Any, positions: Position) -> Any:
+        """Returns arrays ``[M, ...]`` of all rows as ``[B, P, ...]``."""
+        num_rows = jax.tree.leaves(of_rows)[0].shape[0]
+        index = jnp.minimum(positions.row, num_rows - 1)
+        return jax.tree.map(lambda x: x[index], of_rows)
 
     def draft_partials(
         self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array
@@ -287,8 +283,7 @@ class Gather(Backend):
             peak=peak,
             inv_temperature=inv_temperature,
             part=rows.part,
-            # Each round is an exchange between parts: 15 tests halve the distance four times.
-            candidates=15 if rows.part.is_split else self.tests_at_once,
+            candidates=self.tests_per_exchange if rows.part.is_split else self.tests_at_once,
         )
 
     def in_tiles(

@@ -7,6 +7,7 @@ exchange, the rows of all requests are read ahead.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,10 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.types import Status
 from jax_specdec._src.verify import reader
 from jax_specdec._src.verify.backends.gather import Gather, TileViews, has_cut_tiles, whole_and_cut
 from jax_specdec._src.verify.device import Cpu, Device
 from jax_specdec._src.verify.local_rows import LocalRows
+from jax_specdec._src.verify.order import ChainOrder
 from jax_specdec._src.verify.part import pack, unpack
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
@@ -37,18 +40,13 @@ class InOrder(Gather):
 
     reads_ahead: ClassVar[bool] = False
     device: ClassVar[Device] = Cpu()
+    # More tests at once take a CPU longer than the exchanges that they save.
+    tests_per_exchange: ClassVar[int] = 3
 
-    def read(
-        self,
-        rows: LocalRows,
-        requests: Request,
-        positions: Position,
-        rule: Rule,
-        samples: bool = True,
-    ) -> Position:
+    def read(self, rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
         # Every row of a part is an exchange, which all devices must come to.
         if rows.part.is_split:
-            return self.read_ahead(rows, requests, positions, rule, samples)
+            return self.read_ahead(rows, requests, positions, rule)
         given = [getattr(positions, name) for name in _GIVEN]
         # [B]: positions that have a row; none if the request is known to be bad
         num_owned = jnp.sum(positions.offset < requests.num_rows[:, None], axis=1, dtype=jnp.int32)
@@ -93,6 +91,34 @@ class InOrder(Gather):
         words = lax.fori_loop(0, num_owned.shape[0], of_request, pack(unread, 2))
         return positions._replace(**dict(zip(_FOUND, unpack(words, unread, 2), strict=True)))
 
+    def read_argmax(self, rows: LocalRows, requests: Request, positions: Position) -> Position:
+        # Over a split vocabulary, and of trees, every row is read.
+        if rows.part.is_split or not isinstance(requests.order, ChainOrder):
+            return super().read_argmax(rows, requests, positions)
+        shape = positions.row.shape
+        # [2, B * (K+1)]: the rows of chains one after another, and the drafts that they judge
+        given = jnp.stack([positions.row, positions.token_id]).reshape(2, -1)
+        end = jnp.uint32(given.shape[1])
+        width = jnp.uint32(shape[1])
+
+        def step(state: Any) -> Any:
+            """Reads one row, and goes to the next that may matter."""
+            place, found = state
+            row, token_id = lax.dynamic_slice_in_dim(given, place, 1, axis=1)
+            peak, argmax = self.max_and_argmax(rows.target, row)
+            status = jnp.where(jnp.isfinite(peak), Status.OK, Status.BAD_TARGET_ROW)
+            both = jnp.stack([argmax, status.astype(jnp.int32)])
+            found = lax.dynamic_update_slice_in_dim(found, both, place, axis=1)
+            # The rest of a request does not matter after a draft that is not the argmax. (What
+            # comes after a bad row is read in vain: nothing of it is used.)
+            left = width - lax.rem(place, width)
+            return place + jnp.where(argmax[0] == token_id[0], jnp.uint32(1), left), found
+
+        start = jnp.uint32(0), jnp.zeros_like(given)
+        _, found = lax.while_loop(lambda state: state[0] < end, step, start)
+        argmax, status = found.reshape(2, *shape)
+        return positions._replace(argmax=argmax, status=status)
+
     def of_one_row(self, rows: LocalRows, one: Request, position: Position) -> TargetStatistics:
         """Returns those of one position of one request: its argmax if it is greedy, else sums."""
         row = position.row[:, 0]
@@ -113,14 +139,38 @@ class InOrder(Gather):
 
         return jax.tree.map(lambda x: x[:, None], lax.cond(one.greedy[0], greedy, sampled))
 
-    # What a CPU does otherwise than a GPU.
+    # What a CPU does otherwise than a GPU. All rows of a part are read one after another.
+
+    def max_and_argmax(self, rows: Rows, index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        read = functools.partial(super().max_and_argmax, rows)
+        if index is not None or not rows.part.is_split:
+            return read(index)
+        found: tuple[jax.Array, jax.Array] = self.device.each_row(read, rows.matrix.shape[0])
+        return found
+
+    def exp_sums(
+        self,
+        rows: Rows,
+        index: jax.Array | None,
+        peak: jax.Array,
+        inv_temperature: jax.Array,
+        least: jax.Array | None = None,
+        num_tiles: int | None = None,
+    ) -> jax.Array:
+        read = functools.partial(super().exp_sums, rows, num_tiles=num_tiles)
+        if index is not None or not rows.part.is_split:
+            return read(index, peak, inv_temperature, least)
+        given = peak, inv_temperature, least
+        found: jax.Array = self.device.each_row(read, rows.matrix.shape[0], *given)
+        return found
 
     def largest_of(
         self, rows: Rows, x: jax.Array, index: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         if not rows.part.is_split:
             return super().largest_of(rows, x, index)
-        return jnp.max(x, axis=1), rows.part.ids(jnp.argmax(x, axis=1).astype(jnp.int32))
+        peak, place = self.max_and_place(x)
+        return peak, rows.part.ids(place)
 
     def max_and_place(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         index = lax.broadcasted_iota(jnp.int32, x.shape, 1)

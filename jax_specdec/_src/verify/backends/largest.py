@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +55,9 @@ class Largest(NamedTuple):
         bound = jnp.max(functools.reduce(jnp.maximum, last), axis=1)
         return cls(entries, bound.astype(jnp.float32), mass)
 
-    def whole(self) -> jax.Array:
-        """Returns ``[n, L]`` float32, as rows that have no other entries."""
-        return self.entries.astype(jnp.float32)
+    def read(self, function: Callable[..., Any], *arrays: Any) -> Any:
+        """Returns ``function(entries, *arrays)``, as of rows that have no other entries."""
+        return function(self.entries.astype(jnp.float32), *arrays)
 
 
 def _sort_in(

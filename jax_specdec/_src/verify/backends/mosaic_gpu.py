@@ -32,7 +32,7 @@ class MosaicGpu(Gather):
             arrays.target_logits,
             arrays.drafts.distribution,
             is_race=isinstance(arrays.randomness, RaceNoise),
-            num_requests=arrays.sampling.temperature.shape[0],
+            num_requests=arrays.num_requests,
             k=static.config.num_speculative_tokens,
             size=static.size,
             config=static.kernel_config,

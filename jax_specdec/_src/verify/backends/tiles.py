@@ -52,9 +52,9 @@ class Tiles(Gather):
 
     # Reading rows.
 
-    def of_all_rows(self, rows: LocalRows, requests: Request, samples: bool) -> TargetStatistics:
-        if not (samples and self._by_tile(rows, requests)):
-            return super().of_all_rows(rows, requests, samples)
+    def of_all_rows(self, rows: LocalRows, requests: Request) -> TargetStatistics:
+        if not self._by_tile(rows, requests):
+            return super().of_all_rows(rows, requests)
         # [M]: the temperature of the request that owns a row
         given = requests.inv_temperature, requests.is_ok & ~requests.greedy, requests.filter
         inv_temperature, _, _ = of_owners(requests, rows.target.matrix.shape[0], given)
@@ -88,14 +88,14 @@ class Tiles(Gather):
         partials, sums = self.by_tile(rows.target, index, inv_temperature, wants_argmax)
         return TargetStatistics(partials, None, sums if rows.keeps_sums else None)
 
-    def at_positions(self, stats: TargetStatistics, positions: Position) -> TargetStatistics:
+    def at_positions(self, of_rows: Any, positions: Position) -> Any:
         # To gather 320 numbers, a TPU takes longer than for a sum over all pairs of a row and a
         # position.
-        num_rows = stats.partials.max.shape[0]
+        num_rows = jax.tree.leaves(of_rows)[0].shape[0]
         shape = positions.row.shape
         index = jnp.minimum(positions.row, num_rows - 1)
         if num_rows * positions.row.size > MANY_PAIRS:
-            return jax.tree.map(lambda x: x[index], stats)
+            return jax.tree.map(lambda x: x[index], of_rows)
         is_row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] == index.reshape(1, -1)
 
         def of_positions(x: jax.Array) -> jax.Array:
@@ -104,7 +104,7 @@ class Tiles(Gather):
             own = jnp.where(is_row, x[:, None], jnp.zeros_like(x[:, None]))  # [M, B * P]
             return jnp.sum(own, axis=0, dtype=x.dtype).reshape(shape)
 
-        return jax.tree.map(of_positions, stats)
+        return jax.tree.map(of_positions, of_rows)
 
     def draft_partials(
         self, q: Stored, requests: Request, index: jax.Array, inv_temperature: jax.Array

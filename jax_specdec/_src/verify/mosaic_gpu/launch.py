@@ -93,7 +93,7 @@ def verify(
     Raises:
       NotImplementedError: a cluster of one CTA on a GPU.
     """
-    num_requests = arrays.sampling.temperature.shape[0]
+    num_requests = arrays.num_requests
     plan = Plan.of(
         arrays.target_logits,
         DraftLayout.of(arrays.drafts.distribution),
@@ -268,17 +268,19 @@ def _operands_of(arrays: CallArrays, size: int) -> Operands[jax.Array]:
     sampling = arrays.sampling
     randomness = arrays.randomness
     assert not isinstance(randomness, RaceNoise)
+    none = jnp.zeros((arrays.num_requests,), jnp.int32)  # greedy requests alone need no noise
     # Uniforms that are given, or that the kernel draws itself from the words of keys.
     noise: GivenNoise[jax.Array] | KeyNoise[jax.Array]
     if isinstance(randomness, Noise):
         noise = GivenNoise(randomness.accept, randomness.recover)
     else:
         keys, positions = randomness
-        noise = KeyNoise(key_words(keys), positions)
+        words = jnp.zeros((*none.shape, 2), jnp.uint32) if keys is None else key_words(keys)
+        noise = KeyNoise(words, none if positions is None else positions)
     return Operands(
         target=arrays.target_logits,
         token_ids=drafts.token_ids if drafts.token_ids.shape[0] else _no_tokens(),
-        temperature=sampling.temperature,
+        temperature=none.astype(jnp.float32) if arrays.is_greedy else sampling.temperature,
         offsets=drafts.cu_num_draft_tokens,
         noise=noise,
         draft=_draft_of(drafts.distribution, size),
