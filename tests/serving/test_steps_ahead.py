@@ -302,7 +302,8 @@ def test_the_driver_counts_what_it_did(monkeypatch):
     assert others.total_seconds == pytest.approx(now[0] - 5)
     assert driver.stats().num_tokens == 5
     driver.cancel(driver.submit([1], max_new_tokens=1))
-    assert driver.serving_stats().num_ended == (2, 0, 0, 1)
+    driver.finish(driver.submit([1], max_new_tokens=1))
+    assert driver.serving_stats().num_ended == (2, 1, 0, 1)
 
 
 def test_the_driver_says_how_many_run_and_how_many_wait():

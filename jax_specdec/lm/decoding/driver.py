@@ -380,15 +380,29 @@ class EngineDriver:
         Returns:
           Whether it was still waiting or running.
         """
+        return self._end(request_id, "cancelled")
+
+    def finish(self, request_id: int) -> bool:
+        """Ends a request whose text is complete, as at a string that its caller looks for.
+
+        As `cancel`, but `ServingStats` counts it among those that stopped.
+
+        Returns:
+          Whether it was still waiting or running.
+        """
+        return self._end(request_id, "stop")
+
+    def _end(self, request_id: int, reason: str) -> bool:
+        """Ends a request for one of `END_REASONS`; see `cancel`."""
         with self._changes():
             if self._waiting.pop(request_id, None) is not None:
-                self._host = self._host.after_ends(["cancelled"])
+                self._host = self._host.after_ends([reason])
                 return True
             host = self._host
             begun = [one for one in host.begun if one.request_id == request_id]
             is_known = bool(begun) or any(one.request_id == request_id for one in host.updates)
             # One assignment: what fails or is interrupted after it does not bring the request back.
-            self._host = host.without(request_id).after_ends(["cancelled"] * is_known)
+            self._host = host.without(request_id).after_ends([reason] * is_known)
             slot = host.slot_of(request_id)
             if slot is not None:
                 self._empty(slot)
