@@ -641,7 +641,7 @@ class EngineDriver:
         host = self._host.after_step(
             step,
             numbers.tolist(),
-            logprobs,
+            None if logprobs is None else logprobs.of_bits(),
             now=now,
             waited=now - begin,
             num_ahead=len(self._device.ahead) - 1,
