@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "jax_specdec"
 PUBLIC = (jax_specdec, jax_specdec.grammar, jax_specdec.testing, lm, lm.formats, lm.models)
 MAX_NAMES = 47  # of `import jax_specdec`
-MOST_LINES = {"below": 22_050, "lm": 19_265}  # of each floor
+MOST_LINES = {"below": 22_050, "lm": 19_420}  # of each floor
 LONG_FILE = 800  # lines from which on a file is warned about
 
 # Who may import whom: a unit imports units of its own layer and of those above it in this list,

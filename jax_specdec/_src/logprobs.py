@@ -87,9 +87,8 @@ class TokenLogprobs:
     """Log-probabilities of the tokens that one verification emitted.
 
     Attributes:
-      logprobs: ``[B, K+1]`` float32, natural logarithms; NaN where no token was emitted. A function
-        under `jax.jit` that returns it fails with ``jax_debug_nans``; engines and `generate` do
-        not.
+      logprobs: ``[B, K+1]`` float32, natural logarithms; NaN where no token was emitted. With
+        ``jax_debug_nans`` a function under `jax.jit` cannot return NaN: it may return `as_bits`.
       top_token_ids: ``[B, K+1, n]`` int32, the n likeliest tokens, most likely first, ties to the
         lowest id; -1 where no token was emitted, and for tokens of probability 0.
       top_logprobs: ``[B, K+1, n]`` float32, their log-probabilities; NaN where no token was
