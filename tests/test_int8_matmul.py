@@ -42,21 +42,31 @@ ON_GPU = KERNEL | {
 
 
 def check(run: Callable[..., jax.Array], sizes: tuple[int, int, int], dtype: Any) -> None:
-    """Checks a product of extreme integers, a scale of 1, one that is tiny, and one of 0."""
+    """Checks a product of extreme integers, and of scales of 1, of 0, tiny and not finite.
+
+    NaN in a row or a scale shows there and nowhere else.
+    """
     num_rows, num_in, num_out = sizes
     rng = np.random.default_rng(num_rows)
-    x = jnp.asarray(rng.normal(size=(num_rows, num_in)), dtype)
+    numbers = rng.normal(size=(num_rows, num_in))
+    numbers[1:2, 7] = np.nan  # of the second row, if there is one
+    x = jnp.asarray(numbers, dtype)
     values = rng.integers(-127, 128, (num_out, num_in)).astype(np.int8)
     values[0] = 127
     values[1] = -127
     scale = rng.uniform(0.5, 1.5, num_out).astype(np.float32) / 127
-    scale[:3] = 1, 1e-6, 0
+    scale[:5] = 1, 1e-6, 0, np.nan, np.inf
     found = run(x, jnp.asarray(values), jnp.asarray(scale))
     assert found.dtype == dtype and found.shape == (num_rows, num_out)
-    rows = np.asarray(x, np.float64)
-    weights = values.T.astype(np.float64) * scale.astype(np.float64)
+    found = np.asarray(found, np.float64)
+    is_bad_row = np.isnan(numbers).any(axis=1)
+    is_bad_output = ~np.isfinite(scale)
+    is_bad = is_bad_row[:, None] | is_bad_output[None, :]
+    np.testing.assert_array_equal(np.isfinite(found), ~is_bad)
+    rows = np.asarray(x, np.float64)[~is_bad_row]
+    weights = values.T[:, ~is_bad_output] * scale[~is_bad_output].astype(np.float64)
     # The result is rounded to the dtype, and weights may be.
-    error = np.abs(np.asarray(found, np.float64) - rows @ weights)
+    error = np.abs(found[~is_bad].reshape(len(rows), -1) - rows @ weights)
     assert (error <= ROUNDED[str(jnp.dtype(dtype))] * (np.abs(rows) @ np.abs(weights))).all()
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_specdec._src.attention import xla as attention_xla
 from jax_specdec._src.attention.mosaic_gpu import Block
 from jax_specdec._src.noise import Stream
 
@@ -804,6 +805,20 @@ def _(right, self):
 )
 def _(right, x, values, scale):
     return right(x, values, jnp.ones_like(scale))
+
+
+@fault("a weight that is NaN becomes 0", "lm.models.int8:quantized", "models/test_int8.py")
+def _(right, weight):
+    return right(jnp.nan_to_num(weight))
+
+
+@fault(
+    "keys that no row sees reach derivatives",
+    "_src.attention.xla:_attend_apart",
+    "attention/test_attention.py",
+)
+def _(right, static, arrays):
+    return attention_xla._attend.fun(static, arrays)
 
 
 @fault("int8 weights are cut, not rounded", "lm.models.int8:quantized", "models/test_int8.py")

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_specdec._src.platform import Platform
 
@@ -146,3 +146,23 @@ def explicit_place(x: jax.Array) -> NamedSharding | None:
     """Returns the sharding of `x` on a mesh with explicit axes; None on any other."""
     place = jax.typeof(x).sharding
     return place if AxisType.Explicit in place.mesh.axis_types else None
+
+
+def explicit_mesh(arrays: Any) -> Mesh | AbstractMesh | None:
+    """Returns the mesh with explicit axes that some of the arrays lie on; None if none does."""
+    places = map(explicit_place, jax.tree.leaves(arrays))
+    return next((place.mesh for place in places if place is not None), None)
+
+
+def laid_as(like: Any, function: Callable[..., Any], *arrays: Any) -> Any:
+    """Returns ``function(*arrays)``, whose outputs lie as the arrays `like` do.
+
+    Over explicit mesh axes XLA splits the call, as it does over others. An output lies on all
+    devices of such a mesh if the array that it is to lie as is on none.
+    """
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return function(*arrays)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    places = jax.tree.map(lambda x: explicit_place(x) or everywhere, like)
+    return jax.sharding.auto_axes(function, out_sharding=places)(*arrays)

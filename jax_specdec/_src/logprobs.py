@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -86,7 +87,8 @@ class TokenLogprobs:
     """Log-probabilities of the tokens that one verification emitted.
 
     Attributes:
-      logprobs: ``[B, K+1]`` float32, natural logarithms; NaN where no token was emitted.
+      logprobs: ``[B, K+1]`` float32, natural logarithms; NaN where no token was emitted. With
+        ``jax_debug_nans`` a function under `jax.jit` cannot return NaN: it may return `as_bits`.
       top_token_ids: ``[B, K+1, n]`` int32, the n likeliest tokens, most likely first, ties to the
         lowest id; -1 where no token was emitted, and for tokens of probability 0.
       top_logprobs: ``[B, K+1, n]`` float32, their log-probabilities; NaN where no token was
@@ -129,6 +131,25 @@ class TokenLogprobs:
             jnp.where(top, self.top_token_ids, PLACEHOLDER_TOKEN_ID),
             jnp.where(top, self.top_logprobs, jnp.nan),
             None if self.thresholds is None else jnp.where(is_kept, self.thresholds, jnp.nan),
+        )
+
+    def as_bits(self) -> TokenLogprobs:
+        """Returns them with numbers as int32 of the same bits, as a program of ours returns them.
+
+        ``jax_debug_nans`` takes NaN that a program returns for a fault of it.
+        """
+        return self._with_numbers(lambda x: lax.bitcast_convert_type(x, jnp.int32))
+
+    def of_bits(self) -> TokenLogprobs:
+        """Returns arrays of the host as they were before `as_bits`."""
+        return self._with_numbers(lambda x: np.asarray(x).view(np.float32))
+
+    def _with_numbers(self, changed: Callable[[Any], Any]) -> TokenLogprobs:
+        return TokenLogprobs(
+            changed(self.logprobs),
+            self.top_token_ids,
+            changed(self.top_logprobs),
+            None if self.thresholds is None else changed(self.thresholds),
         )
 
 
@@ -304,7 +325,8 @@ def token_logprobs(
 
     if mesh is None:
         given = target_logits, token_bitmask, emitted
-        return sharding_lib.without_vma(read, given, vocab_axis)
+        with jax.debug_nans(False):  # NaN is what it returns where no token was emitted
+            return sharding_lib.without_vma(read, given, vocab_axis)
 
     def on_part(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         logits, words, emitted = arrays
@@ -317,7 +339,8 @@ def token_logprobs(
     own = P(batch_axis)
     specs = P(batch_axis, vocab_axis), own, own
     arrays = target_logits, token_bitmask, emitted
-    return sharding_lib.over_mesh(on_part, mesh, specs, own, arrays)
+    with jax.debug_nans(False):
+        return sharding_lib.over_mesh(on_part, mesh, specs, own, arrays)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from lower_floor import attention_gpu as mosaic_gpu
 from lower_floor import attention_xla as xla
 from verify.interpret_mode import interpret_gpu_params
@@ -219,11 +221,64 @@ def test_both_change_a_donated_cache_in_place(layout: str) -> None:
         assert program.memory_analysis().alias_size_in_bytes == sum(x.nbytes for x in cache)
 
 
+AXES = {  # of keys, and of values, over a mesh of 2 x 2
+    "heads first": [
+        ((("b", "n"), None, None),) * 2,
+        ((None, None, "n"), (None, "n", None)),
+        ((None, "n", "b"), (None, "b", "n")),
+    ],
+    "positions first": [((None, "b", "n", None),) * 2, ((None, "n", None, "b"),) * 2],
+    "pages": [(("b", None, "n", None),) * 2, ((None, "b", None, "n"),) * 2],
+}
+SPLIT = [
+    pytest.param(layout, axes, marks=() if i == j == 0 else pytest.mark.long)
+    for i, (layout, each) in enumerate(AXES.items())
+    for j, axes in enumerate(each)
+]
+
+
+@pytest.mark.parametrize(("layout", "axes"), SPLIT)
+def test_a_cache_over_explicit_mesh_axes_is_written_and_moved_where_it_lies(
+    layout: str, axes: Any
+) -> None:
+    """Requests, heads, positions, pages or numbers of a head, beside arrays that lie nowhere."""
+    explicit = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("b", "n"), explicit, devices=jax.devices()[:4])
+    shapes = {
+        "heads first": ((8, 4, T), (8, T, 4)),
+        "positions first": ((4, T, 2, 4),) * 2,
+        "pages": ((14, PAGE, 2, 4),) * 2,
+    }
+    rng = np.random.default_rng(0)
+    cache = [rng.normal(size=shape).astype(np.float32) for shape in shapes[layout]]
+    key, value = (rng.normal(size=(4, S, 2, 4)).astype(np.float32) for _ in range(2))
+    path = np.array([[0, 2, 3, -1]] * 4, np.int32)
+    pages = {"pages": TABLE[:4]} if layout == "pages" else {}
+
+    def run(cache: Any, key: Any, start: Any) -> Any:
+        cache = sd.write_cache(*cache, key, value, start, **pages)
+        cache = sd.move_rows(cache, start, path, **pages)
+        return cache, sd.decode_attention(key, *cache, start, **pages)
+
+    places = [NamedSharding(mesh, P(*spec)) for spec in axes]
+    split = jax.device_put(cache, places)
+    by_request = NamedSharding(mesh, P("b"))
+    start = START[:4].clip(0, T - S)
+    wanted = jax.jit(run)(cache, key, start)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    for beside in ((key, start), jax.device_put((key, start), by_request)):
+        found = jax.jit(run)(split, *beside)
+        jax.tree.map(close, found, wanted)
+        for x, place in zip(found[0], places, strict=True):
+            assert x.sharding.is_equivalent_to(place, x.ndim)
+
+
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
 QUERY, NEW = zeros(2, 3, 4, 8), zeros(2, 3, 2, 8)
+IN_HEADS = (zeros(5, 2, 16, 8),) * 2  # [P, Nkv, page, D], as others lay pools out
 IN_PAGES = {"keys": zeros(5, 16, 2, 8), "values": zeros(5, 16, 2, 8)}
 INT32 = np.dtype(np.int32)
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -282,6 +337,26 @@ def test_what_is_written_moved_and_read_must_fit_its_cache() -> None:
             ValueError,
             "pages must have room",
             lambda: sd.decode_attention(QUERY, *cache, start, pages=path[:, :0]),
+        ),
+        (
+            ValueError,
+            r"Nkv that divides N = 4, .*: heads lie after positions, where swapaxes\(1, 2\) puts",
+            lambda: sd.decode_attention(QUERY, *IN_HEADS, start, pages=path),
+        ),
+        (
+            ValueError,
+            "Nkv, D.* = .*: heads lie after positions",
+            lambda: sd.write_cache(*IN_HEADS, NEW, NEW, start, pages=path),
+        ),
+        (
+            ValueError,
+            "Nkv, D.* = .*: heads lie after positions",
+            lambda: sd.write_cache(IN_HEADS[0][:2], IN_HEADS[1][:2], NEW, NEW, start),
+        ),
+        (
+            ValueError,
+            "query must have at most T = 2 rows, the positions of the cache",
+            lambda: sd.decode_attention(QUERY, cache[0][:, :2], cache[1][:, :2], start),
         ),
         (
             TypeError,

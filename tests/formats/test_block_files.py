@@ -114,6 +114,22 @@ def test_the_layout_of_deepspec_is_read(prefix: str, fields: Any, tmp_path: Path
         assert params[name] is written[1].params[name]
 
 
+def test_the_layout_of_zlab_is_read_with_the_heads_of_dspark(tmp_path: Path) -> None:
+    """Whose keys stand in its object: `shift_label` says it, or the type that needs it."""
+    written = write_block(tmp_path, **DSPARK)
+    raw = json.loads((tmp_path / FILE).read_text())
+    as_zlab(tmp_path)
+    own = json.loads((tmp_path / FILE).read_text())["dflash_config"]
+    own |= {"projector_type": "dspark", "markov_head_type": "vanilla", "use_confidence_head": True}
+    own |= {"markov_rank": raw["markov_rank"], "confidence_head_with_markov": True}
+    for more in ({}, {"shift_label": True}):
+        edit_json(tmp_path / FILE, dflash_config=own | more)
+        assert_read(written)
+    edit_json(tmp_path / FILE, dflash_config=own | {"shift_label": False})
+    head = lm.load_block_head(tmp_path, written[1]).model
+    assert not head.config.sample_from_anchor
+
+
 def test_defaults_are_those_of_each_layout(tmp_path: Path) -> None:
     _, target, _ = written = write_block(tmp_path / "dspark", **DSPARK | {"block_size": 8})
     edit_json(tmp_path / "dspark" / FILE, sample_from_anchor=..., block_size=..., markov_rank=3)
@@ -128,7 +144,7 @@ def test_defaults_are_those_of_each_layout(tmp_path: Path) -> None:
     assert lm.load_block_head(tmp_path / "dflash", target).model.config.max_drafts == 8
 
 
-@pytest.mark.parametrize("key", ["sample_from_anchor", "query_zero_predicts_next"])
+@pytest.mark.parametrize("key", ["sample_from_anchor", "query_zero_predicts_next", "shift_label"])
 def test_the_first_row_of_a_block_is_read_wherever_it_is_said(key: str, tmp_path: Path) -> None:
     directory, target, _ = write_block(tmp_path, feature_layers=(2, 6))
     own = {"mask_token_id": 39, "target_layer_ids": [1, 5]}

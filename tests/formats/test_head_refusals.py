@@ -80,6 +80,7 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({LAYER_IDS: [1, 2]}, r"has fc.weight of shape \(16, 48\), but"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state = False"),
         ({"parallel_drafting": True}, "parallel_drafting = True, but only False is supported"),
+        ({"eagle_config": {"parallel_draft_step": 2}}, "parallel_draft_step = 2, but only 1 is"),
     ],
     ("eagle3", "layer"): [
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, but it is 2: systems differ"),
@@ -152,6 +153,10 @@ REFUSED: dict[tuple[str, str], list[tuple[dict[str, Any], str]]] = {
         ({"num_target_layers": 36}, "= 36, but the target's num_hidden_layers is 8"),
         ({"dflash_config": {"target_layer_ids": [0, 1, 3]}}, "lacks mask_token_id"),
         ({"dflash_config": 5}, "dflash_config = 5, which is not a JSON object"),
+        ({"dflash_config": {"projector_type": "domino"}}, "projector_type = 'domino', but only"),
+        ({"dflash_config": {"attention_mode": "mla"}}, "attention_mode = 'mla', but only 'gqa'"),
+        ({"final_logit_softcapping": 30.0}, "softcapping = 30.0, which is not supported"),
+        ({"shift_label": "yes"}, "sample_from_anchor must be true or false"),
         (
             {"dflash_config": {"target_layer_ids": [1, 2, 8]}},
             r"target_layer_ids = \[1, 2, 8\], but it must be ascending layer ids in \[-1, 7\]",

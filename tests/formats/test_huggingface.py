@@ -327,6 +327,22 @@ def test_a_checkpoint_in_int8_is_read_as_it_is_stored(tmp_path: Path) -> None:
     naive = quantization() | {"format": "naive-quantized"}  # the same under another name
     edit_json(path.with_name("config.json"), quantization_config=naive)
     assert_same(lm.load_huggingface(path.parent, jnp.float32).params, params)
+    # Scales of activations are not read, nor zero points of weights, if they are 0.
+    scale, zero = np.ones(1, np.float32), np.zeros(1, np.int8)
+    scalar = np.ones((), np.float32)
+    beside = {"input_scale": scale, "input_zero_point": zero + 3, "output_scale": scalar}
+    for name, values in stored.items():
+        if name.endswith(".weight"):
+            static = {name.removesuffix("weight") + key: x for key, x in beside.items()}
+            rows = np.zeros((len(values), 1), np.int8)
+            edit_tensors(path, **static, **{f"{name}_zero_point": rows})
+    static = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
+    said = quantization()
+    said["config_groups"]["group_0"]["input_activations"] = static
+    rotated = {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}
+    said["transform_config"] = {"config_groups": {"R1": rotated}}
+    edit_json(path.with_name("config.json"), quantization_config=..., compression_config=said)
+    assert_same(lm.load_huggingface(path.parent, jnp.float32).params, params)
     # Products with it are those with the float32 matrices that it stands for.
     ids = expected("qwen2")["token_ids"][:5]
     plain = jax.tree.map(
@@ -348,6 +364,22 @@ NOT_INT8: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "packed": ({"format": "pack-quantized"}, {}, "has format = 'pack-quantized', but only 'int-"),
     "keys and values": ({"kv_cache_scheme": {"num_bits": 8}}, {}, "has kv_cache_scheme = "),
     "no group": ({"config_groups": {}}, {}, "has config_groups = {}, which names no group"),
+    "a group of 4 bits": (
+        {"config_groups": {"group_0": {"format": "pack-quantized"}}},
+        {},
+        "group_0 has format = 'pack-quantized', but only",
+    ),
+    "sparse": ({"sparsity_config": {"format": "sparse-24-bitmask"}}, {}, "has format = 'sparse-24"),
+    "rotated activations": (
+        {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+        {},
+        "R4 applies R4_input, which is not supported",
+    ),
+    "rotations that are no list": (
+        {"transform_config": {"config_groups": {"R4": {"apply": "input"}}}},
+        {},
+        "has apply = 'input', which is not a list of objects",
+    ),
 }
 
 
@@ -367,6 +399,7 @@ def test_weights_that_are_quantized_otherwise_are_refused(tmp_path: Path, what: 
         ({Q_PROJ: np.ones((32, 32), np.float32), f"{Q_PROJ}_scale": ...}, "of another dtype than"),
         ({f"{Q_PROJ}_scale": np.ones(3, np.float32)}, "weight_scale of shape"),
         ({f"{Q_PROJ}_scale": ...}, "q_proj.weight of dtype I8, but only"),
+        ({f"{Q_PROJ}_zero_point": np.ones((32, 1), np.int8)}, "_zero_point that is not zero"),
         ({"model.embed_tokens.weight": np.ones((288, 32), np.int8)}, "of dtype I8, but only"),
         (
             {"model.norm.weight": np.ones(32, np.int8), "model.norm.weight_scale": np.ones(32)},
@@ -473,6 +506,10 @@ MISTAKES = {
     "other old scaling": (
         config(rope_parameters=..., rope_scaling={"type": "linear", "factor": 4.0}),
         "rope_scaling has type = 'linear', but only 'default' and 'llama3' are supported",
+    ),
+    "scaling of no kind": (
+        config(rope_parameters=..., rope_scaling={"factor": 4.0}),
+        "rope_scaling has factor = 4.0, but only 1.0 is supported",
     ),
     "two scalings": (
         config(rope_scaling={"rope_theta": 1e4}),  # no scaling; the other is llama3

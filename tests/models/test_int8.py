@@ -128,6 +128,34 @@ def test_logits_are_those_of_the_dequantized_weights(model: Llama) -> None:
     assert np.abs(np.asarray(logits - logits_of(model, params, ids))).max() > 1e-3
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_show_in_logits_as_they_do_in_floats(bad: float) -> None:
+    params = random_weights(TIED, 1)
+    ids = random_ids((2, 8), 30)
+    embedding = params["embed_tokens"].at[33, 4].set(bad)  # of an id that no text has
+    for changed in (params | {"embed_tokens": embedding}, with_bad_layer(params, bad)):
+        shows = ~np.isfinite(logits_of(TIED, quantize(changed), ids))
+        np.testing.assert_array_equal(shows, ~np.isfinite(logits_of(TIED, changed, ids)))
+        assert shows.any()
+    assert shows.all()
+
+
+def with_bad_layer(params: Any, bad: float) -> Any:
+    first, *others = params["layers"]
+    changed = first | {"down_proj": first["down_proj"].at[3, 2].set(bad)}
+    return params | {"layers": [changed, *others]}
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
+def test_no_rows_have_no_logits(shape: tuple[int, int]) -> None:
+    params = random_weights(UNTIED, 0)
+    rows = lm.models.Rows(np.zeros(shape, np.int32), np.zeros(shape[0], np.int32))
+    cache = UNTIED.init_cache(shape[0], 8)
+    for weights in (params, jax.eval_shape(quantize, params)):
+        (output,), _ = jax.eval_shape(UNTIED.apply, weights, [rows], cache)
+        assert output.logits.shape == (*shape, 37)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_a_token_does_not_depend_on_its_row(dtype: str, optimized: None) -> None:

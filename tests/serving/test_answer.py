@@ -255,7 +255,7 @@ def answered(
         for update in updates:
             for choice in range(n):
                 channel.put(choice, update)
-        worker: Any = SimpleNamespace(cancel=lambda channel, choice: None)
+        worker: Any = SimpleNamespace(finish=lambda channel, choice: None)
         streams = [tokenizer.stream() for _ in range(n)]
         one = server_app.Answer(
             Asked(given, choices, None, streams, 7), channel, worker, vocabulary(tokenizer), "tiny"

@@ -128,7 +128,7 @@ class Undeclared(tiny.Scripted):
     ("make", "message"),
     [
         (Old, "drafter must be a Drafter, but it is .*: derive Old from jax_specdec.lm.Drafter"),
-        (lambda: lm.NGramDrafter, "drafter must be a Drafter, but it is .*NGramDrafter'>$"),
+        (lambda: lm.NGramDrafter, "drafter must be a Drafter, but it is .*: make an object, NGram"),
         (Undeclared, "drafter.serves must be a DrafterServes, but it is {'chunks': False}"),
         (Lacking, "Can't instantiate abstract class Lacking"),
     ],

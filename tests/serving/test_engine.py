@@ -120,6 +120,15 @@ def test_a_cancelled_request_gets_nothing_more_its_slot_is_free():
     assert not driver.cancel(waiting)
 
 
+def test_a_finished_request_gets_nothing_more_and_counts_as_stopped():
+    driver = driver_of(TABLE)
+    running, left = driver.submit([1], max_new_tokens=12), driver.submit([2], max_new_tokens=12)
+    driver.step()
+    assert driver.finish(running) and not driver.finish(running) and driver.cancel(left)
+    assert driver.is_idle
+    assert driver.serving_stats().num_ended == (0, 1, 0, 1)
+
+
 def test_only_a_running_request_can_be_preempted():
     driver = driver_of(TABLE)
     running = [driver.submit([i], max_new_tokens=12) for i in range(SLOTS)]

@@ -408,6 +408,7 @@ def test_a_stream_names_its_charset(running: Running) -> None:
 def test_a_text_ends_before_a_stop_string_wherever_tokens_end(
     running: Running, is_stream: bool
 ) -> None:
+    before = running.driver.serving_stats()
     for begin, end in ((3, 4), (5, 9), (0, 2), (len(TEXT) - 3, len(TEXT))):
         stop = TEXT[begin:end]
         answer = greedy(running, stop=[stop, "never \u2603"], stream=is_stream)
@@ -419,6 +420,9 @@ def test_a_text_ends_before_a_stop_string_wherever_tokens_end(
     kept = greedy(running, stop=TEXT[-2:] + "never")  # the beginning of one, held back
     assert kept.choices[0].text == TEXT and kept.choices[0].finish_reason == "length"
     running.wait_until_idle()
+    # Of a text that the engine ended before its stop string was found, it counts that.
+    length, stop, failed, cancelled = (running.driver.serving_stats() - before).num_ended
+    assert (length + stop, failed, cancelled) == (5, 0, 0) and stop
 
 
 # Log-probabilities

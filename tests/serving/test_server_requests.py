@@ -115,6 +115,16 @@ def test_a_value_without_effect_is_taken_and_others_are_refused(
     assert str(error.param).startswith(name) and str(error).startswith(name)
 
 
+def test_a_seed_of_minus_one_is_random_as_none_is() -> None:
+    def seeds(**asked: Any) -> list[int]:
+        found, _ = read(n=2, **asked)
+        return [choice["options"].seed for choice in found.choices]
+
+    assert seeds(seed=7) == seeds(seed=7) and seeds(seed=-2) == seeds(seed=-2)
+    drawn = [x for asked in ({"seed": -1}, {"seed": -1}, {}, {}) for x in seeds(**asked)]
+    assert len({*drawn}) == 8
+
+
 def test_what_nothing_depends_on_may_be_anything() -> None:
     names = ("metadata", "prompt_cache_key", "safety_identifier", "user")
     assert read(seed=1, **dict.fromkeys(names, {"a": [1]})) == read(seed=1)

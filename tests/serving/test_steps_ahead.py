@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from upper_floor import programs
 
+import jax_specdec as sd
 from jax_specdec import lm
 
 from . import tiny
-from .engines import SLOTS, TABLE, TABLES, VOCAB, K, collect, driver_of, greedy_truth, run
+from .engines import SLOTS, TABLE, TABLES, VOCAB, K, alone, collect, driver_of, greedy_truth, run
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
 
@@ -302,7 +303,33 @@ def test_the_driver_counts_what_it_did(monkeypatch):
     assert others.total_seconds == pytest.approx(now[0] - 5)
     assert driver.stats().num_tokens == 5
     driver.cancel(driver.submit([1], max_new_tokens=1))
-    assert driver.serving_stats().num_ended == (2, 0, 0, 1)
+    driver.finish(driver.submit([1], max_new_tokens=1))
+    assert driver.serving_stats().num_ended == (2, 1, 0, 1)
+
+
+def test_log_probabilities_are_no_fault_to_the_search_of_jax_for_nan():
+    """Which fails calls that return NaN; there is some where a step has emitted no token."""
+    config = sd.LogprobsConfig(1, "processed", thresholds=True)
+    driver = driver_of(dataclasses.replace(TABLE, logprobs=config))
+    asked = dict(prompt=[1, 2], max_new_tokens=5)
+    with jax.debug_nans(True):
+        found = alone(driver, asked)
+        output = lm.generate(
+            TABLE.model,
+            TABLES[0],
+            [asked["prompt"]],
+            drafter=TABLE.drafter,
+            draft_params=TABLES[1],
+            config=TABLE.config,
+            max_new_tokens=asked["max_new_tokens"],
+            logprobs=config,
+        )
+    assert found.finish_reason == "length"
+    rows = [update.logprobs.logprobs for update in found.updates]
+    assert np.isfinite(np.concatenate(rows)).all() and rows[0].dtype == np.float32
+    steps = output.steps
+    exists = np.arange(steps.token_ids.shape[2]) < steps.num_kept[..., None]
+    assert (np.isfinite(steps.logprobs.logprobs) == exists).all() and not exists.all()
 
 
 def test_the_driver_says_how_many_run_and_how_many_wait():

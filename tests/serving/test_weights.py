@@ -417,7 +417,7 @@ def test_two_sets_are_on_the_device_at_once_unless_the_old_one_is_deleted(
         (TypeError, "^params or draft_params must be given", {}),
         (TypeError, "^params must be an array.* as in the driver", dict(params=np.ones((6,) * 3))),
         (ValueError, "^draft_params must be an array", dict(draft_params=OTHER[1:])),
-        (ValueError, "^params must have the structure", dict(params=[OTHER])),
+        (ValueError, "^params must have the structure.*has \\[0\\]", dict(params=[OTHER])),
         (
             ValueError,
             "^params must be committed to no device.* make the driver with",
@@ -434,6 +434,18 @@ def test_what_cannot_take_the_place_of_the_weights_is_refused(
     with pytest.raises(error, match=message):
         driver.set_params(**given)
     assert driver.serving_stats().epoch == 0
+
+
+def test_floats_do_not_replace_int8_nor_the_reverse() -> None:
+    params, draft = weights_of(LLAMA)
+    lean = lm.models.quantize(params)
+    one = r"^params\['layers'\]\[0\]\['down_proj'\] must be an "
+    driver = driver_of(LLAMA, lean, draft)
+    with pytest.raises(ValueError, match=f"{one}Int8Weight.* of float32: give what .*quantize"):
+        driver.set_params(params)
+    driver = driver_of(LLAMA, params, draft)
+    with pytest.raises(ValueError, match=f"{one}array.*Int8Weight: give .* quantize was called"):
+        driver.set_params({x: lean[x] for x in params})
 
 
 @pytest.mark.long

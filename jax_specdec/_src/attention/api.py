@@ -26,8 +26,8 @@ from jax_specdec._src.attention.arrays import (
     AttentionImplementation,
     AttentionStatic,
 )
-from jax_specdec._src.attention.cache import check_cache, room_of
-from jax_specdec._src.blocks import explicit_place
+from jax_specdec._src.attention.cache import HEADS_LAST, check_cache, room_of
+from jax_specdec._src.blocks import explicit_mesh, laid_as
 from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec._src.types import Integers
@@ -63,13 +63,15 @@ def decode_attention(
     who is beside its request, nor on `start` and the row's place among the S.
     A request whose `start` does not fit its cache gets undefined rows; the others are not affected.
 
-    It has derivatives, forward and reverse, unless a kernel is named. Over explicit mesh axes XLA
-    splits the call, and the result lies as `query` does; the kernel runs inside `jax.shard_map`.
+    It has derivatives, forward and reverse, unless a kernel is named; what a row does not see does
+    not reach them either. Over explicit mesh axes XLA splits the call, and the result lies as
+    `query` does; the kernel runs inside `jax.shard_map`.
 
     Args:
       query: ``[B, S, N, D]`` float32, bfloat16 or float16.
       keys: of the dtype of `query`: ``[B * Nkv, D, T]``, ``[B, T, Nkv, D]``, or with `pages`
-        ``[P, page, Nkv, D]``.
+        ``[P, page, Nkv, D]``. A pool ``[P, Nkv, page, D]`` (HND elsewhere) needs ``swapaxes(1,
+        2)``: it is refused where `page` does not divide N, and read wrongly where it does.
       values: likewise; beside the first, ``[B * Nkv, T, D]``.
       start: ``[B]`` int32, tokens that were in the cache before the new rows.
       pages: ``[B, L]`` int32: position t of request b is row ``t % page`` of page ``pages[b, t //
@@ -118,12 +120,16 @@ def decode_attention(
     start = as_int32("start", start, "[B]", sizes)
     batch_size, num_rows, num_heads, num_kv = (sizes[name] for name in ("B", "S", "N", "Nkv"))
     must = f"have B * Nkv heads, for B = {batch_size} and N = {num_heads} query heads"
+    hint = None
     if np.ndim(keys) == 4:
         must = f"have a number of heads Nkv that divides N = {num_heads}"
+        hint = HEADS_LAST if keys.shape[1] and num_heads % keys.shape[1] == 0 else None
     is_empty = 0 in query.shape  # it reads nothing
-    require(is_empty or (num_kv and num_heads % num_kv == 0), "keys", must, keys)
+    require(is_empty or (num_kv and num_heads % num_kv == 0), "keys", must, keys, hint)
     has_room = is_empty or sizes["T"]
     require(has_room, "pages" if sizes.get("L") == 0 else "keys", "have room for a position", keys)
+    must = f"have at most T = {sizes['T']} rows, the positions of the cache"
+    require(is_empty or visible is not None or num_rows <= sizes["T"], "query", must, query)
     num_visible = MAX_VISIBLE
     if visible is not None:
         check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
@@ -155,13 +161,11 @@ def decode_attention(
         num_visible=num_visible,
         implementation=implementation,
     )
-    place = explicit_place(arrays.query)
-    if place is None:
-        return _decode_attention(arrays, static)
-    if place.mesh.size > 1:  # no kernel is split by a partitioner
+    mesh = explicit_mesh(arrays)
+    if mesh is not None and mesh.size > 1:  # no kernel is split by a partitioner
         static = static._replace(implementation=implementation or "xla")
     run = functools.partial(_decode_attention, static=static)
-    return jax.sharding.auto_axes(run, out_sharding=place)(arrays)
+    return laid_as(arrays.query, run, arrays)
 
 
 def _num_visible(visible: jax.Array | np.ndarray, num_rows: int) -> int:

@@ -6,20 +6,31 @@ Three layouts are told apart by their shapes:
 - positions first, ``[B, T, Nkv, D]`` both;
 - pages, ``[P, page, Nkv, D]`` both, with a table ``pages [B, L]``: position t of request b is row
   ``t % page`` of page ``pages[b, t // page]``, and T is ``L * page``.
+
+A pool ``[P, Nkv, page, D]``, which others call HND, is none of them. Its shape shows it only where
+the heads are known, and differ.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.arrays import LOGITS, Sizes, as_int32, check_array, require
+from jax_specdec._src.blocks import laid_as
 from jax_specdec._src.types import Integers
 
 Array = jax.Array | np.ndarray
 LayerCache = tuple[jax.Array, jax.Array]
 """Keys and values of one layer, of all requests."""
+
+HEADS_LAST = (
+    "heads lie after positions, where swapaxes(1, 2) puts those of a pool [P, Nkv, page, D]"
+)
+"""Ends the message about keys whose second axis has the size of heads."""
 
 
 def check_cache(keys: Array, values: Array, pages: Array | None, dtype: str, sizes: Sizes) -> None:
@@ -36,14 +47,17 @@ def check_cache(keys: Array, values: Array, pages: Array | None, dtype: str, siz
       TypeError: an array of another dtype.
       ValueError: an array of another shape.
     """
+    hint = None
+    if np.ndim(keys) == 4 and sizes.get("Nkv") == keys.shape[1] != keys.shape[2]:
+        hint = HEADS_LAST
     if pages is not None:
-        check_array("keys", keys, f"[P, page, Nkv, D] {dtype}", sizes)
+        check_array("keys", keys, f"[P, page, Nkv, D] {dtype}", sizes, hint)
         check_array("values", values, f"[P, page, Nkv, D] {keys.dtype}", sizes)
         check_array("pages", pages, "[B, L] int32", sizes)
         sizes["T"] = sizes["L"] * sizes["page"]
         require(sizes["P"] or not sizes["T"], "keys", "have a page", keys)
     elif np.ndim(keys) == 4:
-        hint = "a pool of pages needs `pages`"
+        hint = hint or "a pool of pages needs `pages`"
         check_array("keys", keys, f"[B, T, Nkv, D] {dtype}", sizes, hint)
         check_array("values", values, f"[B, T, Nkv, D] {keys.dtype}", sizes)
     else:
@@ -99,7 +113,8 @@ def write_cache(
 
     Args:
       keys: ``[B * Nkv, D, T]``, ``[B, T, Nkv, D]`` or with `pages` ``[P, page, Nkv, D]``; float32,
-        bfloat16 or float16.
+        bfloat16 or float16. Over explicit mesh axes XLA splits the call, and the cache stays where
+        it lies.
       values: as `keys`, or ``[B * Nkv, T, D]`` beside the first.
       new_keys: ``[B, S, Nkv, D]``, of the dtype of `keys`.
       new_values: likewise.
@@ -130,10 +145,9 @@ def write_cache(
     check_array("new_values", new_values, f"[B, S, Nkv, D] {new_keys.dtype}", sizes)
     start = as_int32("start", start, "[B]", sizes)
     check_cache(keys, values, pages, str(new_keys.dtype), sizes)
-    index = jnp.arange(sizes["S"], dtype=jnp.int32)[None, :]
     cache = jnp.asarray(keys), jnp.asarray(values)
-    blocks, rows = _places(cache[0], start[:, None] + index, pages)
-    return write_rows(cache, jnp.asarray(new_keys), jnp.asarray(new_values), rows, blocks)
+    new = jnp.asarray(new_keys), jnp.asarray(new_values)
+    return laid_as(cache, _write_cache, cache, new, start, pages)
 
 
 def move_rows(
@@ -179,11 +193,29 @@ def move_rows(
     if not keys.size:
         return keys, values
     require(sizes["Nkv"], "keys", f"have B * Nkv heads, for B = {sizes['B']}", keys)
+    move = functools.partial(_move_rows, sizes["Nkv"])
+    return laid_as((keys, values), move, (keys, values), start, path, pages)
+
+
+def _write_cache(
+    cache: LayerCache, new: LayerCache, start: jax.Array, pages: Array | None
+) -> LayerCache:
+    """Returns the cache with new rows; see `write_cache`."""
+    index = jnp.arange(new[0].shape[1], dtype=jnp.int32)[None, :]
+    blocks, rows = _places(cache[0], start[:, None] + index, pages)
+    return write_rows(cache, *new, rows, blocks)
+
+
+def _move_rows(
+    num_kv: int, cache: LayerCache, start: jax.Array, path: jax.Array, pages: Array | None
+) -> LayerCache:
+    """Returns the cache with rows moved; see `move_rows`."""
+    keys, values = cache
     index = jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
     # [B, J]: where each entry is, and where it goes. What is not moved goes nowhere.
     source = _places(keys, start[:, None] + path, pages)
     target = _places(keys, jnp.where(path < 0, -1, start[:, None] + index), pages)
-    key, value = _get((keys, values), *source, sizes["Nkv"])
+    key, value = _get(cache, *source, num_kv)
     # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
     # for which it copies the whole cache.
     key, value, keys, values = jax.lax.optimization_barrier((key, value, keys, values))
@@ -271,8 +303,10 @@ def _set(
         new_keys = keys.at[blocks, rows].set(key, mode=mode, unique_indices=is_unique)
         return new_keys, values.at[blocks, rows].set(value, mode=mode, unique_indices=is_unique)
     # [B * Nkv, D, T] -> [B, Nkv, D, T], and values likewise
-    new_keys = keys.reshape(-1, key.shape[2], *keys.shape[1:])
-    new_values = values.reshape(-1, key.shape[2], *values.shape[1:])
+    num_kv = key.shape[2]
+    batch_size = keys.shape[0] // max(num_kv, 1)
+    new_keys = keys.reshape(batch_size, num_kv, *keys.shape[1:])
+    new_values = values.reshape(batch_size, num_kv, *values.shape[1:])
     # The axes of indices with slices between them come first: [G, S, Nkv, D], as in `key`.
     new_keys = new_keys.at[blocks, :, :, rows].set(key, mode=mode, unique_indices=is_unique)
     new_values = new_values.at[blocks, :, rows].set(value, mode=mode, unique_indices=is_unique)

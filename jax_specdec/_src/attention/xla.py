@@ -8,6 +8,9 @@ its neighbours, which attention must not. On GPUs each turn of such a loop waits
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,43 +19,91 @@ from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
 from jax_specdec._src.attention.cache import heads_first
 
 
+class _Laid(NamedTuple):
+    """The arrays of a call as products take them; query heads that share keys are rows of one."""
+
+    query: jax.Array  # [B * Nkv, S * group, D]
+    keys: jax.Array  # [B * Nkv, D, T]
+    values: jax.Array  # [B * Nkv, T, D]
+    seen: jax.Array  # [B * Nkv, S * group, T] bool
+
+    def scores(self, softcap: float | None) -> jax.Array:
+        """Returns ``[B * Nkv, S * group, T]`` float32, of all positions."""
+        products = jnp.matmul(self.query, self.keys, preferred_element_type=jnp.float32)
+        scores = products * (self.query.shape[2] ** -0.5)
+        return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+    def read(self, scores: jax.Array, values: jax.Array) -> jax.Array:
+        """Returns ``[B * Nkv, S * group, D]``: values weighted by what is seen of scores."""
+        weights = jax.nn.softmax(jnp.where(self.seen, scores, -jnp.inf), axis=-1)
+        return jnp.matmul(weights.astype(values.dtype), values)
+
+
 def attend(arrays: AttentionArrays, static: AttentionStatic) -> jax.Array:
     """Returns ``[B, S, N, D]``; see `api.decode_attention`."""
+    return _attend(static, arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array:
+    laid = _laid(arrays, static)
+    scores = laid.scores(static.softcap)
+
+    def read_apart() -> jax.Array:
+        # A weight of 0 times NaN is NaN. So values that are not finite become 0, and the rows that
+        # do see them become NaN by their scores.
+        is_bad = ~jnp.isfinite(laid.values).all(axis=2)  # [B * Nkv, T]
+        poisoned = jnp.where(is_bad[:, None, :], jnp.nan, scores)
+        return laid.read(poisoned, jnp.where(is_bad[:, :, None], 0, laid.values))
+
+    found = laid.read(scores, laid.values)
+    if not static.finite_cache:
+        found = lax.cond(jnp.isfinite(found).all(), lambda: found, read_apart)
+    return _of_heads(found, arrays.query.shape)
+
+
+@_attend.defjvp
+def _derivative(
+    static: AttentionStatic, primals: tuple[AttentionArrays], tangents: tuple[AttentionArrays]
+) -> tuple[jax.Array, jax.Array]:
+    return jax.jvp(functools.partial(_attend_apart, static), primals, tangents)
+
+
+def _attend_apart(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array:
+    """Returns what `_attend` does, with derivatives that positions which are not seen do not reach.
+
+    A product's derivative multiplies keys, too, by 0 where a position is not seen.
+    """
+    laid = _laid(arrays, static)
+    is_bad = ~(jnp.isfinite(laid.keys).all(axis=1) & jnp.isfinite(laid.values).all(axis=2))
+    keys = jnp.where(is_bad[:, None, :], 0, laid.keys)
+    values = jnp.where(is_bad[:, :, None], 0, laid.values)
+    scores = laid._replace(keys=keys).scores(static.softcap)
+    found = laid.read(jnp.where(is_bad[:, None, :], jnp.nan, scores), values)
+    return _of_heads(found, arrays.query.shape)
+
+
+def _laid(arrays: AttentionArrays, static: AttentionStatic) -> _Laid:
     keys, values = heads_first(arrays.keys, arrays.values, arrays.pages)
     batch_size, num_rows, num_heads, head_dim = arrays.query.shape
     num_kv = keys.shape[0] // batch_size
     room = keys.shape[2]
     group = num_heads // num_kv
-    # The query heads that share keys are further rows of one product with them:
-    # [B, S, Nkv, group, D] -> [B * Nkv, S * group, D].
-    split = (batch_size, num_kv, num_rows, group)
     rows = (batch_size * num_kv, num_rows * group)
+    # [B, S, Nkv, group, D] -> [B, Nkv, S, group, D] -> [B * Nkv, S * group, D]
     query = arrays.query.reshape(batch_size, num_rows, num_kv, group, head_dim).swapaxes(1, 2)
-    scores = jnp.matmul(
-        query.reshape(*rows, head_dim), keys, preferred_element_type=jnp.float32
-    ) * (head_dim**-0.5)
-    if static.softcap is not None:
-        scores = static.softcap * jnp.tanh(scores / static.softcap)
-    seen = _seen(arrays, room, static)
-    # [B, S, T] -> [B * Nkv, S * group, T]
-    seen = jnp.broadcast_to(seen[:, None, :, None, :], (*split, room)).reshape(*rows, room)
+    # [B, S, T] -> [B, Nkv, S, group, T] -> [B * Nkv, S * group, T]
+    seen = _seen(arrays, room, static)[:, None, :, None, :]
+    seen = jnp.broadcast_to(seen, (batch_size, num_kv, num_rows, group, room))
+    return _Laid(query.reshape(*rows, head_dim), keys, values, seen.reshape(*rows, room))
 
-    def read(scores: jax.Array, values: jax.Array) -> jax.Array:
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        return jnp.matmul(weights.astype(values.dtype), values)
 
-    def read_apart() -> jax.Array:
-        # A weight of 0 times NaN is NaN. So values that are not finite become 0, and the rows that
-        # do see them become NaN by their scores.
-        is_bad = ~jnp.isfinite(values).all(axis=2)  # [B * Nkv, T]
-        poisoned = jnp.where(is_bad[:, None, :], jnp.nan, scores)
-        return read(poisoned, jnp.where(is_bad[:, :, None], 0, values))
-
-    found = read(scores, values)
-    if not static.finite_cache:
-        found = lax.cond(jnp.isfinite(found).all(), lambda: found, read_apart)
-    found = found.reshape(*split, head_dim).swapaxes(1, 2)
-    return found.reshape(batch_size, num_rows, num_heads, head_dim)
+def _of_heads(found: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns ``[B, S, N, D]``, of ``[B * Nkv, S * group, D]``."""
+    batch_size, num_rows, num_heads, head_dim = shape
+    num_kv = found.shape[0] // batch_size
+    split = (batch_size, num_kv, num_rows, num_heads // num_kv, head_dim)
+    return found.reshape(split).swapaxes(1, 2).reshape(shape)
 
 
 def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Array:

@@ -200,7 +200,7 @@ class StepResult(NamedTuple):
       numbers: ``[S, K+6]`` int32, or of trees fewer columns: the tokens kept, their number, drafts
         proposed and accepted, whether the request is done, and its status. One array, for one copy
         to the host.
-      logprobs: of the tokens kept; None unless asked for.
+      logprobs: of the tokens kept, `TokenLogprobs.as_bits`; None unless asked for.
       rates: ``[K]`` float32, those of the estimator; None without one.
       counters: acceptance of all steps so far.
       estimator: of the state.

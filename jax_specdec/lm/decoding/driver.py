@@ -366,16 +366,11 @@ class EngineDriver:
             options=own,
             matching=None if matcher is None else Matching(matcher),
             submitted=time.perf_counter(),
-            repeats_from=len(token_ids) if self._is_repeated(own) else None,
+            repeats_from=len(token_ids) if self.engine.exact else None,
         )
         self._num_submitted = request.request_id + 1  # first: no two requests may have one id
         self._waiting[request.request_id] = request
         return request.request_id
-
-    def _is_repeated(self, options: RequestOptions) -> bool:
-        """Returns whether a request that is read again generates what it has, bit for bit."""
-        is_free = self.engine.config.rejection_sample_method == "agreement"  # of drafts
-        return self.engine.exact and (is_free or options.temperature == 0)
 
     def cancel(self, request_id: int) -> bool:
         """Ends a request, wherever it is; it gets no more updates.
@@ -385,15 +380,29 @@ class EngineDriver:
         Returns:
           Whether it was still waiting or running.
         """
+        return self._end(request_id, "cancelled")
+
+    def finish(self, request_id: int) -> bool:
+        """Ends a request whose text is complete, as at a string that its caller looks for.
+
+        As `cancel`, but `ServingStats` counts it among those that stopped.
+
+        Returns:
+          Whether it was still waiting or running.
+        """
+        return self._end(request_id, "stop")
+
+    def _end(self, request_id: int, reason: str) -> bool:
+        """Ends a request for one of `END_REASONS`; see `cancel`."""
         with self._changes():
             if self._waiting.pop(request_id, None) is not None:
-                self._host = self._host.after_ends(["cancelled"])
+                self._host = self._host.after_ends([reason])
                 return True
             host = self._host
             begun = [one for one in host.begun if one.request_id == request_id]
             is_known = bool(begun) or any(one.request_id == request_id for one in host.updates)
             # One assignment: what fails or is interrupted after it does not bring the request back.
-            self._host = host.without(request_id).after_ends(["cancelled"] * is_known)
+            self._host = host.without(request_id).after_ends([reason] * is_known)
             slot = host.slot_of(request_id)
             if slot is not None:
                 self._empty(slot)
@@ -635,7 +644,7 @@ class EngineDriver:
         host = self._host.after_step(
             step,
             numbers.tolist(),
-            logprobs,
+            None if logprobs is None else logprobs.of_bits(),
             now=now,
             waited=now - begin,
             num_ahead=len(self._device.ahead) - 1,

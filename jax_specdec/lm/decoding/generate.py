@@ -236,7 +236,7 @@ class _Prepared(NamedTuple):
                 for b, prompt in enumerate(self.prompts)
             ],
             # [max_steps, B, ...] -> [S, B, ...]
-            steps=jax.tree.map(lambda x: x[:count], jax.device_get(steps)),
+            steps=jax.tree.map(lambda x: x[:count], _of_host(steps)),
             status=[Status(s) for s in status],
         )
 
@@ -251,8 +251,8 @@ class _Prepared(NamedTuple):
         )
         while not done.all():
             state, record = _step(decoder, self.params, self.draft_params, state)
-            record, done = jax.device_get((record, state.batch.done))
-            yield record
+            done = jax.device_get(state.batch.done)
+            yield _of_host(record)
 
 
 def _prepare(
@@ -368,8 +368,30 @@ def _empty_records(decoder: Decoder, num_steps: int, num_requests: int) -> StepR
     return StepRecord(token_ids, counts, counts, counts, counts, logprobs)
 
 
+def _of_host(record: StepRecord) -> StepRecord:
+    """Returns records of the host, of those that a program returns."""
+    found = jax.device_get(record)
+    if found.logprobs is None:
+        return found
+    return dataclasses.replace(found, logprobs=found.logprobs.of_bits())
+
+
+def _as_returned(record: StepRecord) -> StepRecord:
+    """Returns records as a program returns them; see `TokenLogprobs.as_bits`."""
+    if record.logprobs is None:
+        return record
+    return dataclasses.replace(record, logprobs=record.logprobs.as_bits())
+
+
+@functools.partial(jax.jit, static_argnames="decoder", donate_argnames="state")
+def _step(
+    decoder: Decoder, params: Params, draft_params: Params, state: DecodeState
+) -> tuple[DecodeState, StepRecord]:
+    state, record = decoder.step(params, draft_params, state)
+    return state, _as_returned(record)
+
+
 _prefill = jax.jit(Decoder.prefilled_state, static_argnames=("self", "prompt_size"))
-_step = jax.jit(Decoder.step, static_argnames="self", donate_argnames="state")
 _Carry = tuple[DecodeState, StepRecord, jax.Array]
 
 
@@ -403,4 +425,4 @@ def _generate(
         return state, records, count + 1
 
     state, records, count = lax.while_loop(goes_on, body, (state, records, jnp.int32(0)))
-    return state.batch, records, count
+    return state.batch, _as_returned(records), count

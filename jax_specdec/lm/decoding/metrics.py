@@ -87,8 +87,9 @@ class ServingStats:
       inter_token_latency_seconds: time between two tokens of a request: n tokens of one step count
         n times, each with an n-th of the time since the step before.
       num_prompt_tokens: tokens of the prompts of admitted requests.
-      num_ended: requests that have ended by "length", by "stop", as "failed", and by a call of
-        `EngineDriver.cancel`, as a server does at a stop string or when a client leaves.
+      num_ended: requests that have ended by "length"; by "stop", as at a stop string, by a call of
+        `EngineDriver.finish`; as "failed"; and by a call of `EngineDriver.cancel`, as when a client
+        leaves.
       epoch: how often `EngineDriver.set_params` had changed the weights when this was read.
       num_reused_tokens: of `num_prompt_tokens`, those that were not read, because an earlier
         request had left them in a slot; see `Engine.reuse_prefixes`.

@@ -42,7 +42,8 @@ def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, S
     # [S, K+1], five [S] -> [S, K+6]
     numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
     rates = None if estimator is None else estimator.rates
-    return state, StepResult(numbers, record.logprobs, rates, state.counters, estimator)
+    logprobs = None if record.logprobs is None else record.logprobs.as_bits()
+    return state, StepResult(numbers, logprobs, rates, state.counters, estimator)
 
 
 @jax.tree_util.register_dataclass

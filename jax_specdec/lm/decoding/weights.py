@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_specdec._src.arrays import require
+from jax_specdec.lm.models.int8 import is_int8
 from jax_specdec.lm.models.protocol import HasParams, Params, check_like, check_params
 
 Weights = tuple[Params, Params]
@@ -48,6 +49,7 @@ def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> 
       RuntimeError: an array was deleted.
     """
     check_params(name, owner, given)
+    _check_int8(name, given, held)
     check_like(name, given, held, "the driver's weights")
     check_are_there(name, given)
     for (path, new), old in zip(
@@ -58,6 +60,20 @@ def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> 
         hint = "make the driver with arrays that jax.device_put has put on devices"
         one = name + jax.tree_util.keystr(path)
         require(old.committed or not is_committed, one, must, new, hint)
+
+
+def _check_int8(name: str, given: Params, held: Params) -> None:
+    """Checks that weights are in int8 where those held are, and nowhere else."""
+    leaves = dict(jax.tree.leaves_with_path(given, is_leaf=is_int8))
+    for path, old in jax.tree.leaves_with_path(held, is_leaf=is_int8):
+        new = leaves.get(path, old)
+        must = "be an array"
+        hint = "give the weights that quantize was called with"
+        if is_int8(old):
+            must = "be an Int8Weight"
+            hint = "give what jax_specdec.lm.models.quantize returns of the weights"
+        one = name + jax.tree_util.keystr(path)
+        require(is_int8(new) == is_int8(old), one, f"{must}, as the driver's weight is", new, hint)
 
 
 def put(new: jax.Array | np.ndarray, sharding: Sharding | None = None) -> jax.Array:

@@ -142,7 +142,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             # [B, K]: the token before each draft
             before = jnp.concatenate([newest[:, None], drafts[:, :-1]], axis=1)
             confidences = head.confidences(params, states, before)
-            proposal = proposal._replace(confidences=jnp.where(is_read, confidences, jnp.nan))
+            proposal = proposal._replace(confidences=jnp.where(is_read, confidences, 0))
         drafts = jnp.where(is_read, drafts, PLACEHOLDER_TOKEN_ID)
         return proposal._replace(token_ids=drafts), cache
 

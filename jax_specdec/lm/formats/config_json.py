@@ -31,12 +31,36 @@ _SERVED = {
     "hidden_act": ("silu",),
     "partial_rotary_factor": (1.0,),
     "use_sliding_window": (False,),
+    "rope_interleave": (False,),
+    "no_rope_layers": ([],),
+    "clip_qkv": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "attention_multiplier": (),
+    "embedding_multiplier": (1.0,),
+    "residual_multiplier": (1.0,),
+    "scale_emb": (1.0,),
+    "scale_depth": (),
 }
 """Keys that would change the computation, and the values that do not."""
 
+_PLAIN_ROPE = {
+    "partial_rotary_factor": (1.0,),
+    "factor": (1.0,),
+    "attention_factor": (1.0,),
+    "short_factor": (),
+    "long_factor": (),
+}
+"""Likewise of rotary positions that are not scaled."""
 
+_QUANTIZATION = ("quantization_config", "compression_config")
+"""What says how weights are stored, now and in 2024."""
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-"""How weights may be quantized, in a group of a ``quantization_config``."""
+"""How weights may be quantized, in a group of it."""
+_INT8_FORMATS = ("int-quantized", "naive-quantized")
+"""Two names of one layout."""
 
 
 def read_config(path: Path) -> LlamaConfig:
@@ -86,20 +110,41 @@ def _check_quantization(raw: JsonObject) -> None:
     compressed-tensors then has ``weight_scale`` beside a ``weight``. What it says of activations is
     not followed: they stay in the compute dtype, which is more exact.
     """
-    said = raw.nested("quantization_config")
-    if raw.get("quantization_config") is None:
-        return
-    formats = ("int-quantized", "naive-quantized")  # two names of one layout
-    served = {"quant_method": ("compressed-tensors",), "format": formats}
+    for name in _QUANTIZATION:
+        if raw.get(name) is not None:
+            _check_compressed(raw.nested(name))
+
+
+def _check_compressed(said: JsonObject) -> None:
+    """Raises ValueError unless compressed-tensors says that weights are in int8."""
+    served = {"quant_method": ("compressed-tensors",), "format": _INT8_FORMATS}
     for key, values in served.items():
         said.require(said.get(key) in values, key, only(*values))
+    said.require(said.get("kv_cache_scheme") is None, "kv_cache_scheme", only(None))
     groups = said.nested("config_groups")
     said.require(groups, "config_groups", "which names no group")
-    said.require(said.get("kv_cache_scheme") is None, "kv_cache_scheme", only(None))
     for name in groups:
-        weights = groups.nested(name).nested("weights")
+        group = groups.nested(name)
+        group.require_one_of("format", *_INT8_FORMATS)
+        weights = group.nested("weights")
         for key, value in _INT8.items():
             weights.require(weights.get(key) == value, key, only(value))
+    sparsity = said.nested("sparsity_config")
+    sparsity.require_one_of("format", "dense")
+    transforms = said.nested("transform_config").nested("config_groups")
+    for name in transforms:
+        _check_transform(name, transforms.nested(name))
+
+
+def _check_transform(name: str, transform: JsonObject) -> None:
+    """Raises ValueError unless a rotation is of weights alone, which the file has rotated."""
+    applied = transform.given("apply", [])
+    are_objects = isinstance(applied, list) and all(isinstance(x, dict) for x in applied)
+    transform.require(are_objects, "apply", "which is not a list of objects")
+    for one in applied:
+        where = one.get("location")
+        if where not in ("weight_input", "weight_output"):
+            raise ValueError(f"{transform.where} applies {name}_{where}, {only()}.")
 
 
 def _made(kind: type[_Made], raw: JsonObject) -> _Made:
@@ -156,6 +201,9 @@ def _read_rope_of(raw: JsonObject, name: str) -> tuple[JsonValue, RopeScaling | 
     key = "type" if "rope_type" not in rope else "rope_type"
     kind = rope.get(key, "default")
     rope.require(kind in ("default", "llama3"), key, only("default", "llama3"))
-    rotated = "partial_rotary_factor"
-    rope.require_one_of(rotated, *_SERVED[rotated])
-    return theta, None if kind == "default" else _made(RopeScaling, rope)
+    if kind == "llama3":
+        rope.require_one_of("partial_rotary_factor", *_PLAIN_ROPE["partial_rotary_factor"])
+        return theta, _made(RopeScaling, rope)
+    for key, served in _PLAIN_ROPE.items():
+        rope.require_one_of(key, *served)
+    return theta, None

@@ -76,6 +76,18 @@ _PLACES: dict[str, dict[str, int | None]] = {
         "query_zero_predicts_next": None,
         "dflash_config.sample_from_anchor": None,
         "dflash_config.query_zero_predicts_next": None,
+        "shift_label": None,
+        "dflash_config.shift_label": None,
+    },
+    "markov_rank": {"markov_rank": None, "dflash_config.markov_rank": None},
+    "enable_confidence_head": {
+        "enable_confidence_head": None,
+        "dflash_config.enable_confidence_head": None,
+        "dflash_config.use_confidence_head": None,
+    },
+    "confidence_head_with_markov": {
+        "confidence_head_with_markov": None,
+        "dflash_config.confidence_head_with_markov": None,
     },
 }
 """Keys that say a field of a head's config, as "key" or "object.key", where that is not only the
@@ -84,6 +96,15 @@ key of its name; and what is added to ids of layers: 1 where they count what is 
 
 _SERVED: dict[str, tuple[JsonValue, ...]] = {
     "markov_head_type": ("vanilla",),
+    "projector_type": ("dflash", "dspark"),  # the others correct logits by a network of their own
+    "fusion_mode": (),
+    "attention_mode": ("gqa", "mha"),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "parallel_draft_step": (1,),
+    "final_logit_softcapping": (),
+    "embed_scale": (1.0,),
     "is_neox_style": (True,),
     "use_aux_hidden_state": (True,),
     "attention_sink_bias": (False,),
@@ -160,6 +181,8 @@ def _opened(
         known = [name for name in layouts if isinstance(said, list) and name in said]
         raw.require(len(known) == 1, key, only(*layouts))
         absent = layouts[known[0]]
+        if raw.nested("dflash_config").get("projector_type") == "dspark":
+            absent = absent | {"sample_from_anchor": True}  # SpecForge
     if is_speculators:
         raw.needed("transformer_layer_config")
     objects = {
@@ -184,7 +207,7 @@ def _read_layer(
     # A head may have a bias of attention without the norms of its family, which no Llama has.
     bias = raw.given("attention_bias", False)
     raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
-    rest = raw | dict.fromkeys(("attention_bias", *elsewhere))
+    rest = raw | dict.fromkeys(("attention_bias", "logit_scale", *elsewhere))
     layer = parse_config(JsonObject(rest, raw.where))
     attention = f"{layer_prefix(tensors.stored)}.self_attn"
     return dataclasses.replace(
@@ -299,7 +322,8 @@ def _sliding(objects: dict[str, JsonObject], depth: int) -> dict[str, JsonValue]
             non_causal = not is_causal
     if not layers:
         return {"sliding_window": None, "sliding_layers": (), "sliding_window_non_causal": False}
-    window = own.given("swa_window_size", layer.get("sliding_window"))
+    of_layers = own.given("sliding_window", layer.get("sliding_window"))
+    window = own.given("swa_window_size", of_layers)
     is_size = type(window) is int and 0 < window <= MAX_INT
     layer.require(is_size, "sliding_window", "but sliding layers need a positive integer")
     return {

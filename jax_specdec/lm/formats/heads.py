@@ -88,8 +88,9 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
     Raises:
       FileNotFoundError, OSError, TypeError: as for `load_eagle3`.
       ValueError: as for `load_eagle3`. `BlockHead` does not compute Markov heads other than
-        "vanilla", attention sinks, value scales, DFlash2's convolutions and selectors, interleaved
-        rotary positions, a mask that is an embedding of its own, full attention that is causal.
+        "vanilla", Domino's projector, latent attention, soft caps of logits, attention sinks, value
+        scales, DFlash2's convolutions and selectors, interleaved rotary positions, a mask that is
+        an embedding of its own, full attention that is causal.
 
     Example:
       >>> import dataclasses, jax, tempfile

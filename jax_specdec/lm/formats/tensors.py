@@ -34,6 +34,10 @@ _ROWS = 1024
 
 _SCALE = "_scale"
 """Follows the name of a weight in int8, and names the scale of each of its rows."""
+_ZERO_POINT = "_zero_point"
+"""Likewise the integer of each row that means 0, which must be 0."""
+_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+"""Stand beside a weight in int8, and are not read: activations stay in the compute dtype."""
 
 _DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Dtypes that are read, by their names in the file, and what holds them here."""
@@ -194,7 +198,11 @@ def check_tensors(
             raise ValueError(f"{has} of shape {quoted(found)}, but its config.json says {shape}.")
         is_product = len(shape) == 2 and array not in NOT_PRODUCTS
         if kind == "I8" and is_product and name + _SCALE in tensors.stored:
-            expected.add(name + _SCALE)
+            expected |= {name + _SCALE, name + _ZERO_POINT}
+            expected |= {name.removesuffix("weight") + x for x in _OF_ACTIVATIONS}
+            if name + _ZERO_POINT in tensors.stored and tensors.read(name + _ZERO_POINT).any():
+                must = "weights in int8 must be symmetric"
+                raise ValueError(f"{has}{_ZERO_POINT} that is not zero, but {must}.")
             found, kind = tensors.form(name + _SCALE)
             if found not in ((shape[0],), (shape[0], 1)):
                 needs = f"{(shape[0], 1)}, a scale of each row"

@@ -78,9 +78,12 @@ def quantize(params: Params, bits: int = 8) -> Params:
     """Returns weights in which each matrix that products are taken with is an `Int8Weight`.
 
     The scale of column j is max over i of abs(w[i, j]) / 127, or 1 where all are 0; the integers
-    are w / scale, rounded to the nearest. Norms, biases and embeddings stay as they are. The output
-    matrix is quantized too; where the embedding is the output matrix, an ``lm_head`` of its own is
-    added, as rows of the embedding are looked up in 16 bits. A weight that is quantized stays.
+    are w / scale, rounded to the nearest. Where one of its weights is NaN or infinite, the scale is
+    NaN, as are all products with the column: weights that diverged show as they do in floats.
+
+    Norms, biases and embeddings stay as they are. The output matrix is quantized too; where the
+    embedding is the output matrix, an ``lm_head`` of its own is added, as rows of the embedding are
+    looked up in 16 bits. A weight that is quantized stays.
 
     Args:
       params: weights of a `Llama`, an `Eagle3Head` or a DFlash or DSpark head; not yet those of
@@ -148,8 +151,10 @@ def quantized(weight: jax.Array) -> Int8Weight:
     numbers = weight.astype(jnp.float32)
     # [out, in] -> [out]
     largest = jnp.max(jnp.abs(numbers), axis=1)
-    scale = jnp.where(largest > 0, largest / MOST, 1)
-    values = jnp.round(numbers / scale[:, None])
+    is_finite = jnp.isfinite(largest)
+    # No integer is NaN: the scale tells, by which every product with the column becomes NaN.
+    scale = jnp.where(largest == 0, 1, jnp.where(is_finite, largest / MOST, jnp.nan))
+    values = jnp.where(is_finite[:, None], jnp.round(numbers / scale[:, None]), 0)
     return Int8Weight(values.astype(jnp.int8), scale)
 
 
@@ -166,4 +171,5 @@ def matmul(x: jax.Array, weight: jax.Array | Int8Weight) -> jax.Array:
         return x @ weight
     # [..., in] -> [M, in] -> [M, out] -> [..., out]
     rows = x.reshape(-1, x.shape[-1])
-    return int8_matmul(rows, weight.values, weight.scale).reshape(*x.shape[:-1], -1)
+    products = int8_matmul(rows, weight.values, weight.scale)
+    return products.reshape(*x.shape[:-1], products.shape[1])

@@ -85,7 +85,8 @@ def self_attention(
     read = attend(query, key, value)
     batch_size, length = h.shape[:2]
     # [B, S, N, D] -> [B, S, N D] -> [B, S, H]
-    branch = matmul(read.reshape(batch_size, length, -1), layer["o_proj"])
+    width = config.num_attention_heads * config.head_dim
+    branch = matmul(read.reshape(batch_size, length, width), layer["o_proj"])
     if "o_bias" in layer:
         branch = branch + layer["o_bias"][None, None, :]
     return branch

@@ -413,7 +413,12 @@ def check_like(name: str, given: Cache | Params, wanted: Cache | Params, source:
     """
     structure = jax.tree.structure(wanted)
     found: object = jax.tree.structure(given)
-    require(found == structure, name, f"have the structure of {source}", found)
+    if found != structure:
+        paths = [{path for path, _ in jax.tree.leaves_with_path(x)} for x in (wanted, given)]
+        names = map(jax.tree_util.keystr, paths[0] ^ paths[1])
+        first = min(filter(None, names), default=None)
+        hint = None if first is None else f"only one of the two has {first}"
+        refuse(ValueError, name, f"have the structure of {source}", found, hint)
     for (path, like), leaf in zip(
         jax.tree.leaves_with_path(wanted), jax.tree.leaves(given), strict=True
     ):

@@ -290,7 +290,7 @@ class Answer:
             self._num_proposed += update.num_proposed
             self._num_accepted += min(update.num_accepted, text.num_tokens - num_before)
             if text.is_done and update.finish_reason is None:
-                self._worker.cancel(self._channel, choice)  # a stop string
+                self._worker.finish(self._channel, choice)  # a stop string
 
     def _choice(self, index: int, piece: Piece, content: Json) -> Json:
         logprobs = _logprobs_as_json(piece.tokens, self._given.is_chat) if piece.tokens else None

@@ -340,7 +340,7 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
         encode = functools.partial(words.encode_chat, thinks=thinks)
     loop = asyncio.get_running_loop()
     budget = given.max_completion_tokens or given.max_tokens
-    seed = secrets.randbits(32) if given.seed is None else given.seed
+    seed = secrets.randbits(32) if given.seed in (None, -1) else given.seed
     choices: list[Choice] = []
     streams: list[lm.TextStream] = []
     num_prompt_tokens = 0

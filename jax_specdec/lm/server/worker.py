@@ -155,7 +155,7 @@ class Worker:
             yield channel
         finally:
             self._open.remove(channel)
-            self._calls.put(lambda: self._cancel(channel.request_ids))
+            self._calls.put(lambda: self._end(lm.EngineDriver.cancel, channel.request_ids))
 
     async def call(self, function: Callable[[lm.EngineDriver], T]) -> T:
         """Returns what `function` does, called with the driver between two steps."""
@@ -194,17 +194,18 @@ class Worker:
 
         await self.call(submit)
 
-    def cancel(self, channel: Channel, choice: int) -> None:
-        """Ends a choice; does not wait."""
+    def finish(self, channel: Channel, choice: int) -> None:
+        """Ends a choice whose text is complete; does not wait."""
         channel.open.discard(choice)
+        finish = lm.EngineDriver.finish
         # Read when it is called, which is after `submit`; nothing if that was refused.
-        self._calls.put(lambda: self._cancel(channel.request_ids[choice : choice + 1]))
+        self._calls.put(lambda: self._end(finish, channel.request_ids[choice : choice + 1]))
 
-    def _cancel(self, request_ids: Sequence[int]) -> None:
+    def _end(self, end: Callable[[lm.EngineDriver, int], bool], request_ids: Sequence[int]) -> None:
         """Ends requests, also those whose `submit` was given up, because calls are in order."""
         for request_id in request_ids if self.failure is None else ():
             self._channels.pop(request_id, None)
-            self._driver.cancel(request_id)
+            end(self._driver, request_id)
 
     def _client_of(self, request_id: int) -> Channel:
         return self._channels[request_id][0]
