@@ -115,7 +115,8 @@ def progress(what: str, total: int | None = None) -> Iterator[Callable[[str], No
     ) as shown:
         task = shown.add_task(what, total=total)
         begun = itertools.count()
-        yield lambda name: shown.update(task, description=name, completed=next(begun))
+        # Shown at once: a step may be over before the next of ten pictures a second.
+        yield lambda name: shown.update(task, description=name, completed=next(begun), refresh=True)
 
 
 def leave_line() -> None:
