@@ -40,8 +40,6 @@ class InOrder(Gather):
 
     reads_ahead: ClassVar[bool] = False
     device: ClassVar[Device] = Cpu()
-    # More tests at once take a CPU longer than the exchanges that they save.
-    tests_per_exchange: ClassVar[int] = 3
 
     def read(self, rows: LocalRows, requests: Request, positions: Position, rule: Rule) -> Position:
         # Every row of a part is an exchange, which all devices must come to.
