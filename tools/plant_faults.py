@@ -1009,6 +1009,42 @@ def _(right, self, x, ids):
     return right(dataclasses.replace(self, scale=jnp.ones_like(self.scale)), x, ids)
 
 
+@fault(
+    "add_bos_token of a Llama tokenizer is not read",
+    "lm.formats.text_keys:tokens_around",
+    "formats/test_text_keys.py",
+)
+def _(right, directory):
+    return None
+
+
+@fault(
+    "add_bos_token of every tokenizer is read",
+    "lm.formats.text_keys:_is_of_llama",
+    "formats/test_text_keys.py",
+)
+def _(right, directory, raw):
+    return True
+
+
+@fault(
+    "keys that change texts are passed over",
+    "lm.formats.text_keys:check_text_keys",
+    "formats/test_text_keys.py",
+)
+def _(right, directory):
+    return None
+
+
+@fault(
+    "add_prefix_space may say what the tokenizer does not do",
+    "lm.formats.text_keys:check_prefix_space",
+    "formats/test_text_keys.py",
+)
+def _(right, directory, has_prefix):
+    return None
+
+
 def found_for(name: str) -> tuple[Any, str, Any]:
     """What a fault replaces: the module or class that holds it, its name there, and itself."""
     module_name, path = FAULTS[name].function.split(":")

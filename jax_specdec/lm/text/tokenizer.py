@@ -14,8 +14,13 @@ from typing import Any
 
 from jax_specdec._src.arrays import check_int, check_type, is_error, require
 from jax_specdec.lm.extras import extra
-from jax_specdec.lm.formats.added_tokens import special_tokens, tokens_beside
+from jax_specdec.lm.formats.added_tokens import (
+    TOKENIZER_CONFIG_FILE,
+    special_tokens,
+    tokens_beside,
+)
 from jax_specdec.lm.formats.files import existing, path_of
+from jax_specdec.lm.formats.text_keys import check_prefix_space, check_text_keys, tokens_around
 from jax_specdec.lm.formats.token_ids import TOKENIZER_FILE, read_token_ids, stop_token_ids
 from jax_specdec.lm.models.fields import MAX_INT, is_token_id, quoted, reason, shown
 from jax_specdec.lm.text.bytes import id_list
@@ -467,7 +472,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     Args:
       directory: holds `tokenizer.json`; `config.json` or `generation_config.json`, from which the
         stop tokens are read; and maybe `tokenizer_config.json`, `special_tokens_map.json` and
-        `added_tokens.json`, which add tokens as they do in `transformers`.
+        `added_tokens.json`, which add tokens as they do in `transformers`. Other keys that change
+        texts are followed or refused, see docs/models.md.
 
     Returns:
       The tokenizer.
@@ -478,7 +484,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       FileNotFoundError: there is no `tokenizer.json`.
       OSError: something other than a file is in its place, or a file cannot be opened.
       ValueError: a file cannot be parsed, or has an id that is not an integer in [0, 2**31), that
-        stands for two tokens, or that is not the next one for a token that it adds.
+        stands for two tokens, or that is not the next one for a token that it adds; or a key asks
+        for texts that are not made here, such as `stop_strings`.
 
     Example:
       >>> import tempfile, tokenizers
@@ -490,6 +497,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
       ([1], 'yes no', b' yes')
     """
     path = existing(path_of(directory) / TOKENIZER_FILE)
+    check_text_keys(path.parent)
     with extra("lm"):
         import tokenizers
     vocab, added = read_token_ids(path)
@@ -502,12 +510,46 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
             [tokenizers.AddedToken(token.content, **token.flags) for token in beside.values()]
         )
         library_tokenizer.encode("")  # some errors show only here
+        has_prefix = _has_prefix_space(library_tokenizer)
+    check_prefix_space(path.parent, has_prefix)
+    if (around := tokens_around(path.parent)) is not None:
+        library_tokenizer.post_processor = _template(path, library_tokenizer, *around)
     stops = stop_token_ids(path.parent)
     if (end := special_tokens(path.parent).get("eos_token")) is not None:
         end_id = library_tokenizer.token_to_id(end)
         if end_id is not None and end_id not in stops:
             stops += (end_id,)
     return Tokenizer(path, library_tokenizer, stops)
+
+
+def _has_prefix_space(library_tokenizer: Any) -> bool:
+    """Returns whether a tokenizer puts a space before a text that begins with a letter."""
+    text = "a"
+    if (normalizer := library_tokenizer.normalizer) is not None:
+        text = normalizer.normalize_str(text)
+    if (pre_tokenizer := library_tokenizer.pre_tokenizer) is not None:
+        text = "".join(piece for piece, _ in pre_tokenizer.pre_tokenize_str(text))
+    return len(text) > 1
+
+
+def _template(path: Path, library_tokenizer: Any, first: str | None, last: str | None) -> Any:
+    """Returns what puts a token, or None for none, before a text and after it.
+
+    Raises:
+      ValueError: the tokenizer has no such token.
+    """
+    with extra("lm"):
+        from tokenizers.processors import TemplateProcessing
+    described = []
+    for name, token in (("first", first), ("last", last)):
+        tokens = [] if token is None else [token]
+        ids = [library_tokenizer.token_to_id(token) for token in tokens]
+        if None in ids:
+            where = shown(path.parent / TOKENIZER_CONFIG_FILE)
+            raise ValueError(f"{where} adds {quoted(token)} to texts, which {path.name} lacks.")
+        described.append({"id": name, "ids": ids, "tokens": tokens})
+    # By names of its own: a token may be spelled like something else in a template.
+    return TemplateProcessing(single="first $A last", special_tokens=described)
 
 
 @functools.cache
