@@ -166,7 +166,6 @@ class Decoder:
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
       drafts_in_first_step: whether a request without output gets drafts.
-      max_drafts_by_length: see `Engine`.
       exact: every pass has as many rows of each request, whatever is drafted; see `generate`.
     """
 
@@ -175,7 +174,6 @@ class Decoder:
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
     drafts_in_first_step: bool = True
-    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     exact: bool = False
 
     @property
@@ -601,13 +599,10 @@ class Decoder:
 
         Drafts are not looked at.
         """
-        most = batch.options.max_drafts
-        for length, fewer in self.max_drafts_by_length:
-            most = jnp.where(batch.lengths >= length, jnp.minimum(most, fewer), most)
         none = batch.done
         if not self.drafts_in_first_step:
             none |= batch.lengths == batch.options.prompt_lengths
-        return jnp.where(none, 0, most)
+        return jnp.where(none, 0, batch.options.max_drafts)
 
 
 def _run_as_wide_as_needed(

@@ -139,10 +139,6 @@ class Engine:
         None for K drafts in every step. Of a drafter that proposes trees, a step has the so many
         best drafts of each tree, such as ``(0, 8, 16, 32)``, and all text stays as it is, because
         only the agreement rule verifies trees.
-      max_drafts_by_length: pairs of a length and of the most drafts of a step that begins when a
-        request has as many tokens, prompt and new ones together, or more. Lengths increase, and
-        drafts decrease: with ``((4096, 2), (16384, 0))`` requests have K drafts at first, and none
-        from 16384 tokens on.
       exact: texts are functions of the prompt, options and key alone, to the last bit of their
         log-probabilities, for one such engine: whatever is drafted, also nothing, whoever is beside
         a request, in whatever slot, preempted or not. Requests must be greedy, or the rule
@@ -202,7 +198,6 @@ class Engine:
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
     draft_budget: tuple[int, ...] | None = None
-    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     exact: bool = False
     reuse_prefixes: bool = False
 
@@ -225,10 +220,6 @@ class Engine:
             most = self.config.num_speculative_tokens
             numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
             object.__setattr__(self, "draft_budget", numbers)
-        table = inputs.drafts_by_length(
-            "max_drafts_by_length", self.max_drafts_by_length, self.config.num_speculative_tokens
-        )
-        object.__setattr__(self, "max_drafts_by_length", table)
         if self.prefill_sizes is not None:
             sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
             if sizes[-1] < longest:
@@ -256,7 +247,6 @@ class Engine:
             self.config,
             self.logprobs,
             drafts_in_first_step=False,
-            max_drafts_by_length=self.max_drafts_by_length,
             exact=self.exact,
         )
 
@@ -334,11 +324,12 @@ class Engine:
         """
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
-    def most_drafts(self, options: RequestOptions, length: int) -> int:
-        """Returns the most drafts of a step that begins when a request has `length` tokens."""
-        limits = [fewer for least, fewer in self.max_drafts_by_length if length >= least]
-        own = [] if options.max_drafts is None else [options.max_drafts]
-        return min([self.config.num_speculative_tokens, *limits, *own])
+    def most_drafts(self, options: RequestOptions) -> int:
+        """Returns the most drafts that a step has of a request."""
+        if self.draft_budget == (0,):
+            return 0
+        k = self.config.num_speculative_tokens
+        return k if options.max_drafts is None else options.max_drafts
 
     def check_options(self, options: RequestOptions) -> None:
         """Checks that a request may ask for this.
