@@ -146,14 +146,14 @@ def test_no_trial_and_no_unmeasured_step_has_more_drafts_than_anybody_may_have()
 
 
 @pytest.mark.long
-def test_the_estimator_learns_nothing_of_drafts_that_a_request_may_not_have() -> None:
+def test_rates_learn_nothing_of_drafts_that_a_request_may_not_have() -> None:
     driver = engines.driver_of(engines.BUDGETED)
     driver.draft_choice.next = lambda: K  # as wide as for requests that may have more
     for _ in range(8):
         driver.submit([1, 2], max_new_tokens=30, max_drafts=1)
-    before = driver.state.estimator.visited.tolist()
+    before = driver.state.draft_rates.tried.tolist()
     engines.run(driver)
-    after = driver.state.estimator.visited.tolist()
+    after = driver.state.draft_rates.tried.tolist()
     assert after[0] > before[0] and after[1] == before[1]
 
 

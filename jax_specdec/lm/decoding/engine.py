@@ -14,7 +14,7 @@ import numpy as np
 from jax_specdec._src import noise
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
+from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import LogprobsConfig
 from jax_specdec._src.types import Status
@@ -413,14 +413,14 @@ class Engine:
             known_lengths=jnp.zeros((s,), jnp.int32) if self.exact else None,
         )
         state = self.decoder.empty_state(params, draft_params, batch)
-        return dataclasses.replace(state, estimator=self.new_estimator())
+        return dataclasses.replace(state, draft_rates=self.new_draft_rates())
 
-    def new_estimator(self) -> AcceptanceEstimator | TreeEstimator | None:
-        """Returns an estimator that has seen nothing; None without a `draft_budget`."""
+    def new_draft_rates(self) -> DraftRates | None:
+        """Returns rates that have seen nothing; None without a `draft_budget`."""
         if self.draft_budget is None:
             return None
-        kind = TreeEstimator if self.decoder.tree_depth else AcceptanceEstimator
-        return kind.create(self.config.num_speculative_tokens)
+        has_trees = self.decoder.tree_depth > 0
+        return DraftRates.create(self.config.num_speculative_tokens, has_trees=has_trees)
 
     def admit(
         self, params: Params, draft_params: Params, state: DecodeState, requests: NewRequests
