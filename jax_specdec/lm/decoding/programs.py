@@ -162,14 +162,7 @@ def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)  # it is made where weights are
 def init(engine: Engine, params: Params, draft_params: Params, **kept: Any) -> DecodeState:
-    """Returns a state of empty slots.
-
-    Args:
-      engine: static.
-      params: the target's weights.
-      draft_params: the drafter's weights.
-      **kept: fields of `DecodeState` that are not to begin anew.
-    """
+    """Returns a state of empty slots, in which the fields that are `kept` do not begin anew."""
     return dataclasses.replace(engine.init_state(draft_params, params), **kept)
 
 
