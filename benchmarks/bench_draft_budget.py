@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 
 import jax_specdec as sd
 from jax_specdec import lm
+from jax_specdec._src.drafts.rates import DraftRates
 
 K = 6
 FIXED = (0, 2, 4, 6)
@@ -50,7 +51,7 @@ class Fixed(lm.DraftChoice):
 
 
 def choice_of(k: int | str, costs: lm.StepCosts) -> lm.DraftChoice:
-    rates = np.asarray(sd.AcceptanceEstimator.create(K).rates)
+    rates = np.asarray(DraftRates.create(K).values)
     if isinstance(k, int):
         return Fixed((k,), rates)
     return lm.DraftChoice(costs.num_drafts, rates, costs)
@@ -66,10 +67,10 @@ def model_costs(slots: int) -> lm.StepCosts:
 
 @jax.jit
 def _learned(
-    estimator: sd.AcceptanceEstimator, offered: jax.Array, accepted: jax.Array
-) -> tuple[sd.AcceptanceEstimator, jax.Array]:
-    estimator = estimator.update(num_drafts=offered, num_accepted=accepted)
-    return estimator, estimator.rates
+    rates: DraftRates, offered: jax.Array, accepted: jax.Array
+) -> tuple[DraftRates, jax.Array]:
+    rates = rates.update(offered, accepted)
+    return rates, rates.values
 
 
 def by_model(slots: int, rates: tuple[float, ...], k: int | str) -> dict[str, Any]:
@@ -78,14 +79,14 @@ def by_model(slots: int, rates: tuple[float, ...], k: int | str) -> dict[str, An
     if isinstance(k, int):
         seconds = costs.seconds[BUDGET.index(k)]
         return {"tokens_per_second": slots * (1 + sum(rates[:k])) / seconds}
-    choice, estimator = choice_of(k, costs), sd.AcceptanceEstimator.create(K)
+    choice, learned = choice_of(k, costs), DraftRates.create(K)
     tokens, seconds, rng = 0, 0.0, np.random.default_rng(slots)
     for draws in rng.random((MODEL_STEPS, slots)):
         number = choice.next()
         # One draw for a request: the rates are those of runs of accepted drafts.
         accepted = (draws[:, None] < np.array(rates[:number])).sum(axis=1, dtype=np.int32)
         offered = np.full(slots, number, np.int32)
-        estimator, found = _learned(estimator, offered, accepted)
+        learned, found = _learned(learned, offered, accepted)
         choice.rates = np.asarray(found)
         tokens += slots + int(accepted.sum())
         seconds += costs.seconds[BUDGET.index(number)]

@@ -16,15 +16,12 @@ from jax_specdec._src.config import (
     conditional_to_unconditional_rates,
     unconditional_to_conditional_rates,
 )
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator
-from jax_specdec._src.drafts.plan import plan_drafts
 from jax_specdec._src.drafts.sample import DraftSample, sample_draft_tokens
 from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
 from jax_specdec._src.emitted import StepRecord, truncate
 from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.process_logits import LogitsProcessors, apply_penalties, process_logits
 from jax_specdec._src.processors import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
-from jax_specdec._src.ragged import PackedDrafts, pack_drafts
 from jax_specdec._src.sampling import SamplingParams
 from jax_specdec._src.tree import TreeRows
 from jax_specdec._src.types import (
@@ -49,7 +46,6 @@ __version__ = "0.2.0"
 __all__ = [
     "PLACEHOLDER_TOKEN_ID",
     "AcceptanceCounters",
-    "AcceptanceEstimator",
     "AcceptanceStats",
     "AllowedTokens",
     "BadWords",
@@ -63,7 +59,6 @@ __all__ = [
     "LogitsProcessors",
     "LogprobsConfig",
     "MinTokens",
-    "PackedDrafts",
     "Penalties",
     "RejectionSampleOutput",
     "SamplingParams",
@@ -82,9 +77,7 @@ __all__ = [
     "grammar",
     "lm",
     "move_rows",
-    "pack_drafts",
     "parse_output",
-    "plan_drafts",
     "process_logits",
     "rejection_sample",
     "sample_draft_tokens",

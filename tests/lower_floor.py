@@ -12,7 +12,7 @@ from jax_specdec._src.attention import mosaic_gpu as attention_gpu
 from jax_specdec._src.attention import xla as attention_xla
 from jax_specdec._src.blocks import BLOCK
 from jax_specdec._src.drafts import sample
-from jax_specdec._src.drafts.estimator import TreeEstimator
+from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.noise import Stream, fold_in_each, uniforms
 from jax_specdec._src.platform import assume
 from jax_specdec._src.process_logits import PROCESSORS

@@ -71,9 +71,6 @@ SENTENCES: dict[type[Exception], dict[str, Callable[[], Any]]] = {
         ),
         "x[1] must be an int, but it is 2.5": lambda: arrays.check_increasing("x", (8, 2.5), 1),
         "x must be integers, but it is [2.5]": lambda: arrays.as_int32("x", [2.5]),
-        "x must be floating point, but it is an array [2] of int32": lambda: arrays.as_float32(
-            "x", np.int32([1, 2]), "[B] float32", NB
-        ),
         "dtype must be a floating dtype, but it is 'float23'": lambda: arrays.checked_dtype(
             "float23"
         ),

@@ -169,13 +169,6 @@ def test_text_without_drafts_is_asked_for(
     assert (found["num_draft_tokens"], found["num_target_passes"]) == (0, found["num_tokens"])
 
 
-def test_lengths_limit_the_drafts_of_a_server() -> None:
-    options = parse("serve", "-k4", "--max-drafts-by-length", "1024:2,1500:0")
-    driver = make_driver(options, load_models(options)[0])
-    assert driver.engine.max_drafts_by_length == ((1024, 2), (1500, 0))
-    assert not driver.prompts_in_steps
-
-
 @pytest.mark.parametrize(
     ("arguments", "method", "budget", "is_fixed"),
     [
@@ -196,7 +189,7 @@ def test_a_server_drafts_where_it_pays_if_no_text_depends_on_it(
     engine, choice = driver.engine, driver.draft_choice
     assert (engine.config.rejection_sample_method, engine.draft_budget) == (method, budget)
     assert choice is not None and choice.is_fixed == is_fixed
-    assert engine.most_drafts(lm.RequestOptions(), 1) == budget[-1]
+    assert engine.most_drafts(lm.RequestOptions()) == budget[-1]
 
 
 def test_steps_of_a_server_read_prompts_if_asked_for() -> None:
@@ -814,10 +807,6 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --client-seconds=0", "--client-seconds must be in"),
         ("serve --chunk-size=0", "--chunk-size must be in"),
         ("serve --port=0 --chunk-size=100", "--chunk-size must be one of 64, 128, 256, but is 100"),
-        ("serve --max-drafts-by-length=4096", "must be LENGTH:N pairs separated by commas, such"),
-        ("serve --max-drafts-by-length=9:1,8:0", "the lengths of --max-drafts-by-length must be"),
-        ("serve --max-drafts-by-length=8:0,9:1", "the drafts of --max-drafts-by-length must decre"),
-        ("serve -k2 --max-drafts-by-length=8:3", "the drafts of --max-drafts-by-length must be in"),
         ("generate x -k2 --max-drafts=3", "--max-drafts must be in [0, 2], but it is 3"),
     ],
     ids=lambda value: value[:60],

@@ -82,10 +82,6 @@ def driver(engine: Any, params: Any = None) -> lm.EngineDriver:
     return lm.EngineDriver(engine, target().params if params is None else params)
 
 
-def pack(ids: Any = None, size: Any = None) -> sd.PackedDrafts:
-    return sd.pack_drafts(zeros((B, K), jnp.int32) if ids is None else ids, [1, 1], size=size)
-
-
 def attach(drafts: Any, positions: Any = (5, 9)) -> sd.Drafts:
     store = sd.DraftStore.create(B, K, V)
     return store.attach(drafts, positions=positions, sampling=sd.SamplingParams(0.8))
@@ -374,7 +370,6 @@ NAMED: list[tuple[type[Exception], str, Call]] = [
     (TypeError, "prompt", lambda: driver(engine()).submit("import ")),
     (TypeError, "output", lambda: sd.parse_output(zeros((B, K)))),
     (TypeError, "drafts", lambda: attach(zeros((B, K)))),
-    (TypeError, "size", lambda: pack(size=1.5)),
     (TypeError, "directory", lambda: lm.load_huggingface(None)),
     (TypeError, "directory", lambda: lm.load_tokenizer(5)),
     (TypeError, "dtype", lambda: lm.load_huggingface(WEIGHTS / "draft", "float23")),
@@ -385,9 +380,8 @@ NAMED: list[tuple[type[Exception], str, Call]] = [
     (ValueError, "num_draft_tokens", lambda: dense(2)),
     (ValueError, "num_draft_tokens", lambda: flat([1, 2], 2)),
     (ValueError, "num_draft_tokens[1]", lambda: flat([1, 2, 3], [4, -1])),
-    (ValueError, "size", lambda: pack(size=-1)),
     (ValueError, "weights", lambda: lm.load_huggingface(WEIGHTS / "draft", weights="int4")),
-    (ValueError, "token_ids", lambda: pack(zeros((B,), jnp.int32))),
+    (ValueError, "token_ids", lambda: sd.Drafts.from_dense(zeros((B,), jnp.int32))),
 ]
 
 

@@ -95,26 +95,16 @@ def counted() -> Any:
     """Everything that takes counts, which are of 64 bits in 64-bit mode."""
 
     @jax.jit
-    def all_of(counts: jax.Array, ids: jax.Array, chance: jax.Array) -> Any:
+    def all_of(counts: jax.Array, ids: jax.Array) -> Any:
         kept, stopped = sd.truncate(ids, counts + 1, max_tokens=counts, stop_token_ids=ids[:, 0])
         named: dict[str, Any] = dict(num_proposed=counts, num_accepted=kept, num_emitted=kept + 1)
-        estimator = sd.AcceptanceEstimator.create(K)
-        for given in (None, -jnp.log(chance)):
-            estimator = estimator.update(
-                num_drafts=counts, num_accepted=counts // 2, log_normalizer=given
-            )
         return (
             (kept, stopped),
             sd.AcceptanceCounters.create(K).update(**named),
-            (estimator, estimator.rates, estimator.confidences(-jnp.log(chance))),
-            sd.plan_drafts(chance, counts, budget=counts.sum() // 2),
-            sd.plan_drafts(chance, counts, steps_per_second=jnp.ones((9,), jnp.float32)),
-            sd.pack_drafts(ids, counts, size=4),
             sd.Drafts.from_flat(ids.ravel(), counts),
         )
 
-    chance = jnp.asarray(np.float32([[0.9, 0.8], [0.5, 0.4], [0.3, 0.2]]))
-    return plain(all_of(jnp.array([2, 1, 0]), jnp.asarray(IDS.tolist()), chance))
+    return plain(all_of(jnp.array([2, 1, 0]), jnp.asarray(IDS.tolist())))
 
 
 def plain(arrays: Any) -> Any:

@@ -36,7 +36,6 @@ def test_drafts_are_made_of_lists() -> None:
     assert sd.Drafts.from_dense([[1]]).token_ids.tolist() == [1]
     sd.Drafts.from_dense(np.array([[1]]), [1], sd.DraftProbs(jnp.zeros((1, 1, 8))))
     sd.Drafts.from_flat([1], np.array([1]))
-    sd.pack_drafts([[1]], [1], size=1)
     with pytest.raises(TypeError):
         sd.Drafts.from_flat(["1"], [1])  # type: ignore[list-item]
 

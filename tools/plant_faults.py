@@ -520,15 +520,6 @@ def _(right, place, key, shift, num_layers):
     return tuple(layer - shift for layer in right(place, key, shift, num_layers))
 
 
-@fault(
-    "a confidence looks at its draft",
-    "lm.models.block:BlockHead.confidences",
-    "drafting/test_block.py",
-)
-def _(right, self, params, states, token_ids):
-    return right(self, params, states, jnp.roll(token_ids, -1, axis=-1))
-
-
 # Serving
 
 
@@ -647,12 +638,22 @@ def _(right, self):
 
 
 @fault(
+    "rates count drafts after the first rejection",
+    "_src.drafts.rates:DraftRates.update",
+    "drafting/test_rates.py",
+)
+def _(right, self, num_drafts, num_accepted, path=None):
+    wrong = right(self, num_drafts, num_drafts, path).tried
+    return dataclasses.replace(right(self, num_drafts, num_accepted, path), tried=wrong)
+
+
+@fault(
     "acceptance of old weights counts for new ones",
     "lm.decoding.bookkeeping:HostState.with_weights",
     "serving/test_weights.py",
 )
-def _(right, self, weights, counters, estimator):
-    return right(self, weights, self.counters, estimator)
+def _(right, self, weights, counters, draft_rates):
+    return right(self, weights, self.counters, draft_rates)
 
 
 @fault(
@@ -721,7 +722,7 @@ def _(right, features, lengths, start):
 
 
 @fault(
-    "a tree estimator learns from the chains of a grammar",
+    "the rates of trees learn from the chains of a grammar",
     "lm.decoding.core:DecodeState.are_chains",
     "serving/test_tree.py",
 )

@@ -384,20 +384,6 @@ def as_int32(
     return array
 
 
-def as_float32(name: str, values: Any, declared: str, sizes: Sizes) -> jax.Array:
-    """Floating-point values as float32; see `check_array`.
-
-    Raises:
-      TypeError: not floating point.
-      ValueError: another shape.
-    """
-    array = jnp.asarray(values)
-    is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    require(is_float, name, "be floating point", array, error=TypeError)
-    check_array(name, array, declared, sizes)
-    return array.astype(jnp.float32)
-
-
 def checked_dtype(dtype: Any, named: str | None = None, name: str = "dtype") -> np.dtype:
     """What was given for the argument `name`: one of those `named` in words, or any floating one.
 

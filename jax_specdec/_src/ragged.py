@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import LOGITS, as_int32, check_array, check_int, check_type, require
+from jax_specdec._src.arrays import LOGITS, check_array, check_type, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.tree import depths, lineage, nodes_above, tokens_before
-from jax_specdec._src.types import (
-    PLACEHOLDER_TOKEN_ID,
-    DraftDistribution,
-    Drafts,
-    IntegerRows,
-    Integers,
-    check_counts,
-    flatten_storage,
-)
+from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
 
 
 class Layout(NamedTuple):
@@ -207,117 +198,3 @@ def check_rows(
     check_array("logits", logits, f"{shapes} {LOGITS}", sizes)
     has_columns = most is None or sizes["V"] <= most
     require(has_columns, "logits", f"have at most V = {most} columns", logits)
-
-
-class PackedDrafts(NamedTuple):
-    """Drafts without gaps between requests, and which request each row of logits belongs to.
-
-    Attributes:
-      drafts: flattened, for `rejection_sample`.
-      requests: ``[N+B]`` int32, the request that each row of `target_logits` belongs to; B, which
-        is out of range, for padding.
-      offsets: ``[N+B]`` int32 in [0, K], how many drafts of its request come before the row, which
-        scores the token after them; of a tree, the node that the row comes after. 0 for padding.
-
-    Example:
-      Of three requests with 2, 0 and 1 drafts, the first has the rows after its last token and
-      after each draft:
-
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> drafted = jnp.array([[1, 2], [3, 4], [8, 9]])
-      >>> packed = sd.pack_drafts(drafted, jnp.array([2, 0, 1]), size=3)
-      >>> packed.requests.tolist(), packed.offsets.tolist()
-      ([0, 0, 0, 1, 2, 2], [0, 1, 2, 0, 0, 1])
-    """
-
-    drafts: Drafts
-    requests: jax.Array
-    offsets: jax.Array
-
-
-def pack_drafts(
-    token_ids: IntegerRows,
-    num_draft_tokens: Integers,
-    *,
-    size: int | None = None,
-    distribution: DraftDistribution | None = None,
-    parents: IntegerRows | None = None,
-) -> PackedDrafts:
-    """Flatten a rectangle of drafts, so that a target pass runs over proposed tokens only.
-
-    With ``last [B]`` the last tokens of the sequences, the ``[N+B]`` tokens of the pass are
-    ``jnp.concatenate([last[:, None], token_ids], axis=1)[requests, offsets]``, and their positions
-    ``(lengths - 1)[requests] + offsets``. `Drafts.from_dense` is simpler if every request may as
-    well have K + 1 rows.
-
-    Args:
-      token_ids: ``[B, K]`` integers that int32 holds.
-      num_draft_tokens: ``[B]`` integers in [0, K].
-      size: N, static, the most drafts that a step verifies; None for B * K. If there are more,
-        those of the last requests are left out first. Which are left out does not depend on the
-        tokens drafted: otherwise verification would not be lossless.
-      distribution: as for `Drafts.from_dense`. No row is copied.
-      parents: ``[B, K]`` integers, or None for chains; as for `Drafts.from_dense`.
-
-    Returns:
-      `PackedDrafts`; `target_logits` is then ``[N+B, V]``.
-
-    Raises:
-      TypeError: not integers, or a `distribution` of another type.
-      ValueError: shapes that do not fit; an integer that int32 does not hold; a negative `size`;
-        or, if their values are known, a count outside [0, K].
-
-    Example:
-      Three requests with 2, 0 and 1 drafts:
-
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> last, drafted = jnp.array([5, 6, 7]), jnp.array([[1, 2], [3, 4], [8, 9]])
-      >>> packed = sd.pack_drafts(drafted, jnp.array([2, 0, 1]), size=3)
-      >>> packed.drafts.token_ids.tolist(), packed.drafts.cu_num_draft_tokens.tolist()
-      ([1, 2, 8], [0, 2, 2, 3])
-      >>> tokens = jnp.concatenate([last[:, None], drafted], axis=1)
-      >>> tokens[packed.requests, packed.offsets].tolist()
-      [5, 1, 2, 6, 7, 8]
-    """
-    ids = as_int32("token_ids", token_ids, "[B, K]")
-    batch, k = ids.shape
-    counts = check_counts(num_draft_tokens, batch, k)
-    n = batch * k if size is None else check_int("size", size, 0)
-
-    counts = jnp.clip(counts, 0, k)
-    cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-    cu = jnp.minimum(cu, n)
-    index = jnp.arange(batch + 1, dtype=jnp.int32)
-    requests, offsets = _locate_in_spans(cu + index, n + batch)
-    owner, place = _locate_in_spans(cu, n)
-    flat = jnp.minimum(owner, max(batch - 1, 0)) * k + place
-    if batch == 0 or k == 0:
-        ids, flat = jnp.full((n,), PLACEHOLDER_TOKEN_ID, jnp.int32), jnp.zeros_like(flat)
-    else:
-        ids = jnp.where(owner < batch, ids.reshape(-1)[flat], PLACEHOLDER_TOKEN_ID)
-    distribution = flatten_storage(distribution)
-    if distribution is not None:
-        rows = flat if distribution.rows is None else jnp.asarray(distribution.rows)[flat]
-        distribution = dataclasses.replace(distribution, rows=rows)
-    if parents is not None:
-        nodes = as_int32("parents", parents, "[B, K]", {"B": batch, "K": k}).reshape(-1)
-        parents = nodes.at[flat].get(mode="fill", fill_value=0)
-    return PackedDrafts(Drafts(ids, cu, distribution, parents), requests, offsets)
-
-
-def _locate_in_spans(starts: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """For each of `size` places, the span that it is in and its distance from the span's start.
-
-    Args:
-      starts: ``[B+1]`` int32, where the B spans begin, and where the last one ends.
-      size: static.
-
-    Returns:
-      Spans ``[size]`` int32 in [0, B], B past the last one, and distances ``[size]``, 0 there.
-    """
-    place = jnp.arange(size, dtype=jnp.int32)
-    owner = jnp.searchsorted(starts[1:], place, side="right", method="scan_unrolled")
-    owner = owner.astype(jnp.int32)
-    return owner, jnp.where(owner < starts.shape[0] - 1, place - starts[owner], 0)

@@ -105,7 +105,6 @@ class Drawn:
       num_candidates: of the drafter.
       drafts: ``[B, K]``.
       rows: q of each prefix of drafts, ``[V]`` float64, as it was stored.
-      confidences: ``[B, K]``, or None.
     """
 
     params: Any
@@ -113,7 +112,6 @@ class Drawn:
     num_candidates: int | None
     drafts: np.ndarray
     rows: Paths
-    confidences: np.ndarray | None
 
     @functools.cached_property
     def block(self) -> tuple[np.ndarray, np.ndarray]:
@@ -159,9 +157,9 @@ def head_of(kind: str) -> tuple[lm.BlockHead, Any, int | None]:
         | changes
     )
     head = lm.BlockHead(config)
-    # Rows that differ, none of them sharp; and confidences that depend on the token before.
+    # Rows that differ, none of them sharp.
     params = random_weights(head, 3, 2.0)
-    scales = {"embed_tokens": 0.1, "lm_head": 0.3, "markov_w2": 0.5, "confidence_proj": 4.0}
+    scales = {"embed_tokens": 0.1, "lm_head": 0.3, "markov_w2": 0.5}
     params |= {name: scale * params[name] for name, scale in scales.items() if name in params}
     (layer,) = params["layers"]
     layer |= {name: 4 * layer[name] for name in ("q_norm", "k_norm")}
@@ -208,7 +206,7 @@ def draw(kind: str) -> Drawn:
         found = np.zeros(SIZE)
         found[ids] = np.exp(logits[j, b] - logits[j, b].max())
         rows[prefix] = found / found.sum()
-    return Drawn(params, head, num_candidates, drafts, rows, proposal.confidences)
+    return Drawn(params, head, num_candidates, drafts, rows)
 
 
 def chances(law: Paths) -> np.ndarray:
@@ -317,38 +315,6 @@ def test_text_has_exactly_the_targets_law(kind: str) -> None:
     assert distance(p, law, drawn.law(shift=1), ALL) > 0.02
     if kind != "DFlash":
         assert distance(p, law, drawn.law(wrong=1), ALL) > 0.02
-
-
-def planned(confidences: Paths, speeds: np.ndarray) -> Paths:
-    """How many of each path's drafts are verified."""
-    each = np.array([confidences[path] for path in ALL], np.float32)[:, None]
-    plan = functools.partial(sd.plan_drafts, steps_per_second=speeds)
-    counts = jax.vmap(plan, in_axes=(0, None))(each, jnp.array([K], jnp.int32))
-    return dict(zip(ALL, np.asarray(counts)[:, 0].tolist(), strict=True))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", [pytest.param("DFlash", marks=pytest.mark.slow), "DSpark"])
-def test_a_plan_by_the_heads_confidences_is_lossless(kind: str) -> None:
-    drawn, p = draw(kind), target_law()
-    law, (_, states) = drawn.law(), drawn.block
-
-    def formula(path: tuple[int, ...], looks: int) -> list[float]:
-        """Confidences along a path; a head that looks at the draft itself has `looks` 1."""
-        tokens = [1, *path]
-        given = drawn.head.config, drawn.params
-        return [reference_block.confidence(*given, states[j], tokens[j + looks]) for j in range(K)]
-
-    assert drawn.confidences is not None
-    for path, found in zip(drawn.drafts.tolist(), drawn.confidences, strict=True):
-        np.testing.assert_allclose(found, formula(tuple(path), 0), rtol=1e-4)
-    speeds = np.array([9, 1, 0.75, 0.55, 0.42], np.float32)
-    counts = planned({path: formula(path, 0) for path in ALL}, speeds)
-    assert distance(p, law, law, counts) < 1e-12
-    if kind == "DSpark":
-        assert len({*counts.values()}) > 1  # they depend on drafts
-        peeking = planned({path: formula(path, 1) for path in ALL}, speeds)
-        assert distance(p, law, law, peeking) > 0.01
 
 
 # Mistakes

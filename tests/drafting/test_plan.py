@@ -1,10 +1,12 @@
-"""How many drafts are verified: against plain loops, and against the exact law of the output."""
+"""The recipe of `docs/draft_budget.md`: against plain loops, and the exact law of the output."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,89 +14,68 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_specdec as sd
+PAGE = Path(__file__).parents[2] / "docs" / "draft_budget.md"
+
+
+@functools.cache
+def recipe() -> dict[str, Any]:
+    """What the last block of the page defines."""
+    *_, block = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.M)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    return names
+
 
 # Against plain loops
 
 
-def planned(
-    confidences: np.ndarray,
-    capacities: np.ndarray,
-    budget: int | None = None,
-    speeds: np.ndarray | None = None,
-) -> list[int]:
+def planned(confidences: np.ndarray, speeds: np.ndarray) -> list[int]:
     """Takes the best next draft of any request, again and again."""
     b, k = confidences.shape
-    c = np.clip(np.nan_to_num(confidences, nan=0.0, posinf=1.0), 0, 1)
-    counts, gained, requests = [0] * b, 0.0, int(np.sum(capacities >= 0))
-    survival = np.cumprod(c.astype(np.float64), axis=1)
-
-    def speed(rows: int) -> float:
-        at = 0.0 if speeds is None or rows >= len(speeds) else float(speeds[rows])
-        return at if at > 0 else 0.0
-
-    while True:
-        heads = [i for i in range(b) if counts[i] < min(k, capacities[i])]
-        if not heads or (budget is not None and sum(counts) >= budget):
-            return counts
+    counts, gained = [0] * b, 0.0
+    survival = np.cumprod(confidences.astype(np.float64), axis=1)
+    while heads := [i for i in range(b) if counts[i] < k]:
         best = min(heads, key=lambda i: (-survival[i, counts[i]], counts[i], i))
-        taken, more = sum(counts), survival[best, counts[best]]
-        if budget is None:
-            now, then = speed(requests + taken), speed(requests + taken + 1)
-            if then == 0 or (requests + gained + more) * then < (requests + gained) * now:
-                return counts
+        rows, more = b + sum(counts), survival[best, counts[best]]
+        if (b + gained + more) * speeds[rows + 1] < (b + gained) * speeds[rows]:
+            break
         counts[best] += 1
         gained += more
-
-
-def exact_in_float32(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Confidences with many ties, whose products and sums are not rounded."""
-    values = np.array([0, 0.25, 0.5, 0.75, 1, 1, 1.5, -1, np.nan, np.inf], np.float32)
-    return rng.choice(values, shape, p=[0.05, 0.1, 0.2, 0.2, 0.2, 0.05, 0.05, 0.05, 0.05, 0.05])
+    return counts
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (4, 3)])
 def test_counts_are_those_of_a_loop_over_the_best_drafts(shape):
-    rng, (b, k) = np.random.default_rng(0), shape
+    rng, (b, k), plan = np.random.default_rng(0), shape, jax.jit(recipe()["plan"])
     some = set()
     for trial in range(200):
-        confidences = exact_in_float32(rng, shape)
-        capacities = rng.integers(-1, k + 2, b)
-        budget = int(rng.integers(-1, b * k + 2))
-        found = sd.plan_drafts(confidences, capacities, budget=budget)
-        assert found.tolist() == planned(confidences, capacities, budget=max(budget, 0)), trial
-        speeds = rng.choice([2, 1.5, 1, 0.75, 0.5], b * k + b + 1).astype(np.float32)
-        if trial % 2:
+        # With many ties; products and sums are not rounded.
+        confidences = rng.choice(np.array([0, 0.25, 0.5, 0.75, 1, 1], np.float32), shape)
+        speeds = rng.choice(np.array([2, 1.5, 1, 0.75, 0.5], np.float32), b * k + b + 1)
+        if trial % 3 == 0:
             speeds = np.sort(speeds)[::-1]
-        if trial % 5 == 0:
-            speeds[rng.integers(len(speeds))] = rng.choice([np.nan, 0, -1])
-        found = sd.plan_drafts(confidences, capacities, steps_per_second=speeds)
-        assert found.tolist() == planned(confidences, capacities, speeds=speeds), trial
-        some.add(sum(found.tolist()))
+        if trial % 3 == 1:  # a budget of rows
+            speeds = (np.arange(speeds.size) <= b + rng.integers(0, b * k + 1)).astype(np.float32)
+        found = plan(confidences, np.ascontiguousarray(speeds)).tolist()
+        assert found == planned(confidences, speeds), trial
+        some.add(sum(found))
     assert len(some) > 1
 
 
-C, N = np.ones((2, 3), np.float32), np.full(2, 3)
-
-
-@pytest.mark.parametrize(
-    ("error", "name", "call"),
-    [
-        (ValueError, "neither", lambda: sd.plan_drafts(C, N)),
-        (ValueError, "both", lambda: sd.plan_drafts(C, N, budget=1, steps_per_second=C[0])),
-        (TypeError, "confidences", lambda: sd.plan_drafts(N[:, None], N, budget=1)),
-        (ValueError, "confidences", lambda: sd.plan_drafts(C[0], N, budget=1)),
-        (TypeError, "capacities", lambda: sd.plan_drafts(C, C[:, 0], budget=1)),
-        (ValueError, "capacities", lambda: sd.plan_drafts(C, N[:1], budget=1)),
-        (TypeError, "budget", lambda: sd.plan_drafts(C, N, budget=1.0)),
-        (ValueError, "budget", lambda: sd.plan_drafts(C, N, budget=N)),
-        (TypeError, "steps_per_second", lambda: sd.plan_drafts(C, N, steps_per_second=N)),
-        (ValueError, "steps_per_second", lambda: sd.plan_drafts(C, N, steps_per_second=C)),
-    ],
-)
-def test_mistakes_are_named(error, name, call):
-    with pytest.raises(error, match=name):
-        call()
+@pytest.mark.parametrize("counts", [[3, 0, 1, 2], [0, 3, 0, 0], [3, 3, 3, 3], [0] * 4], ids=str)
+def test_rows_are_those_of_a_loop_over_the_requests(counts):
+    last, drafted = np.int32([20, 21, 22, 23]), np.arange(12, dtype=np.int32).reshape(4, 3)
+    for size in {sum(counts), 12}:
+        pack = jax.jit(recipe()["pack"], static_argnums=3)
+        tokens, owners, offsets, drafts = pack(last, drafted, np.int32(counts), size)
+        rows = [(b, j) for b, count in enumerate(counts) for j in range(count + 1)]
+        found = zip(owners.tolist(), offsets.tolist(), strict=True)
+        assert list(found)[: len(rows)] == rows and len(tokens) == size + 4
+        wanted = [[last[b], *drafted[b]][j] for b, j in rows]
+        assert tokens.tolist()[: len(rows)] == wanted
+        flat = [token for ids, count in zip(drafted, counts, strict=True) for token in ids[:count]]
+        assert drafts.token_ids.tolist()[: len(flat)] == flat
+        assert drafts.cu_num_draft_tokens.tolist() == [0, *np.cumsum(counts)]
 
 
 # The exact law of the output: every draft of every request is enumerated.
@@ -186,10 +167,9 @@ class Case:
         return 0.5 * float(np.abs(self.law(counts) - self.wanted).sum())
 
 
-def ours(case: Case, **given: Any) -> np.ndarray:
-    capacities = jnp.full(case.shape[:1], case.shape[1])
-    plan = jax.vmap(lambda c: sd.plan_drafts(c, capacities, **given))
-    return np.asarray(plan(jnp.asarray(case.confidences, jnp.float32)))
+def ours(case: Case, speeds: np.ndarray) -> np.ndarray:
+    plan = jax.vmap(recipe()["plan"], in_axes=(0, None))
+    return np.asarray(plan(jnp.asarray(case.confidences, jnp.float32), np.float32(speeds)))
 
 
 def planted(case: Case, plan: Plan) -> np.ndarray:
@@ -221,7 +201,7 @@ def test_a_search_over_counts_is_lossy_and_ours_is_not():
     case = the_counterexample()
     lossy = case.law(planted(case, best_of_all_counts(SPEEDS))).reshape(2, 2, 2)
     np.testing.assert_allclose(lossy.sum(axis=(1, 2)), [0.85, 0.15], rtol=1e-12)
-    found = ours(case, steps_per_second=jnp.asarray(SPEEDS, jnp.float32))
+    found = ours(case, SPEEDS)
     first = case.law(found).reshape(2, 2, 2).sum(axis=(1, 2))
     np.testing.assert_allclose(first, [0.7, 0.3], rtol=1e-12)
     assert case.distance(found) < 1e-12
@@ -233,12 +213,11 @@ def test_what_is_emitted_has_exactly_the_law_of_plain_sampling(b, k, trials):
     rng, varied = np.random.default_rng(b + 10 * k), 0
     for trial in range(trials):
         case = Case(rng, b, k, by_max_q=bool(trial % 2))
-        plans = [ours(case, budget=n) for n in range(b * k + 1)]
-        for _ in range(4):
-            speeds = rng.uniform(0.3, 1, b * k + b + 1)
-            speeds = np.sort(speeds)[::-1] if trial % 3 else speeds
-            plans.append(ours(case, steps_per_second=jnp.asarray(speeds, jnp.float32)))
-        for counts in plans:
+        rows = np.arange(b * k + b + 1)
+        budgets = [(rows <= b + n).astype(float) for n in range(b * k + 1)]
+        others = rng.uniform(0.3, 1, (4, rows.size))
+        others = np.sort(others)[:, ::-1] if trial % 3 else others
+        for counts in [ours(case, speeds) for speeds in (*budgets, *others)]:
             assert case.distance(counts) < 1e-12
             varied += len(np.unique(counts, axis=0)) > 1
     assert varied > trials / 4  # counts did depend on drafts

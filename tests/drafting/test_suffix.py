@@ -190,17 +190,6 @@ def test_drafts_are_those_of_a_suffix_tree() -> None:
         np.testing.assert_allclose(probabilities[b, : len(draft)], wanted, atol=1e-4)
 
 
-@pytest.mark.long
-def test_confidences_are_the_chance_after_the_drafts_before() -> None:
-    text = jnp.array([[1, 7, 8, 1, 7, 9, 2, 1, 7, 9, 1, 1]])  # 1: 7 7 7; 1 7: 9 9 8
-    drafter = lm.SuffixDrafter(max_match=8, spec_factor=2.0, **EXACT)
-    proposal, _ = drafter.propose(None, context(text, jnp.array([11])), (), None)
-    assert proposal.token_ids.tolist() == [[7, 9, -1, -1]]
-    np.testing.assert_allclose(proposal.confidences, [[3 / 4, 2 / 3, 0, 0]], rtol=1e-6)
-    planned = sd.plan_drafts(proposal.confidences, jnp.array([4]), budget=1)
-    assert planned.tolist() == [1]
-
-
 # History
 
 

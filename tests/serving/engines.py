@@ -43,7 +43,7 @@ EVERYTHING = dataclasses.replace(  # longer prompts are read in pieces
     request_options=True,
     logprobs=sd.LogprobsConfig(num_top=1, distribution="processed"),
 )
-# Its estimator shows which drafts are learned from; every step has K drafts.
+# Its rates show which drafts are learned from; every step has K drafts.
 EXACT = dataclasses.replace(TABLE, prefill_sizes=(8,), exact=True, draft_budget=(K,))
 # Many slots, for statistics, and fewer drafts where the load asks for it.
 BUDGETED = dataclasses.replace(TABLE, num_slots=64, draft_budget=(0, 1, 2))

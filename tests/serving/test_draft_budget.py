@@ -106,8 +106,8 @@ def test_nothing_is_compiled_after_warm_up():
     assert names == []
 
 
-def test_an_engine_without_a_budget_has_no_estimator():
-    assert engines.TABLE.init_state(engines.TABLES[1]).estimator is None
+def test_an_engine_without_a_budget_counts_no_rates():
+    assert engines.TABLE.init_state(engines.TABLES[1]).draft_rates is None
     assert engines.driver_of(engines.TABLE).draft_choice is None
 
 
@@ -175,21 +175,21 @@ def test_a_fixed_choice_drafts_though_it_does_not_pay():
 
 
 @pytest.mark.slow
-def test_of_a_lookup_what_was_accepted_counts_and_not_what_it_expects():
+def test_rates_are_those_of_the_drafts_that_were_tried():
     engine = dataclasses.replace(engines.LOOKUP, drafter=lm.SuffixDrafter(min_match=1))
     driver = engines.driver_of(dataclasses.replace(engine, draft_budget=(2,)))
     driver.submit([1, 4, 0, 1, 4], max_new_tokens=30)
     (found,) = engines.run(driver).values()
-    visited, accepted = np.zeros(2), np.zeros(2)
+    tried, accepted = np.zeros(2), np.zeros(2)
     for update in found.updates[1:]:
-        is_visited = np.arange(2) <= update.num_accepted
-        decay = np.where(is_visited, 0.99, 1.0)
-        visited = decay * visited + is_visited
+        is_tried = np.arange(2) <= update.num_accepted
+        decay = np.where(is_tried, 0.99, 1.0)
+        tried = decay * tried + is_tried
         accepted = decay * accepted + (np.arange(2) < update.num_accepted)
-    estimator = driver.state.estimator
-    np.testing.assert_allclose(estimator.visited, visited, rtol=1e-5)
-    np.testing.assert_allclose(estimator.accepted, accepted, rtol=1e-5)
-    assert 0 < accepted[0] < visited[0]
+    rates = driver.state.draft_rates
+    np.testing.assert_allclose(rates.tried, tried, rtol=1e-5)
+    np.testing.assert_allclose(rates.accepted, accepted, rtol=1e-5)
+    assert 0 < accepted[0] < tried[0]
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_beside_a_grammar_a_lookup_that_does_not_pay_drafts_nothing():
             driver.submit([1, 4, 0, 1, 4], max_new_tokens=12)
             texts.append([one.token_ids for one in engines.run(driver).values()])
             proposed.append(driver.stats().num_draft_tokens)
-            learned = driver.state.estimator.visited.any(), driver.draft_choice.num_steps > 0
+            learned = driver.state.draft_rates.tried.any(), driver.draft_choice.num_steps > 0
             assert learned == (cost < 2, cost < 2)
     assert texts[0] == texts[1] and texts[0][0] == constrained_truth([1, 4, 0, 1, 4], 12)
     assert proposed[0] > proposed[1] == 0
@@ -252,13 +252,13 @@ def test_a_broken_step_keeps_what_was_learned(monkeypatch):
         driver.submit([1, 2], max_new_tokens=20)
     for _ in range(3):
         driver.step()
-    before = np.asarray(driver.state.estimator.visited)
+    before = np.asarray(driver.state.draft_rates.tried)
     monkeypatch.setattr(driver, "_read_step", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         driver.step()
     monkeypatch.undo()
     assert before.sum() > 0
-    np.testing.assert_array_equal(driver.state.estimator.visited, before)
+    np.testing.assert_array_equal(driver.state.draft_rates.tried, before)
 
 
 StepCosts, measure_steps = lm.StepCosts, lm.measure_steps

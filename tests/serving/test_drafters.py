@@ -16,7 +16,7 @@ from filled import zeros
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import engines, test_block, test_eagle3, tiny
+from . import block_heads, engines, test_eagle3, tiny
 
 B, K, V = 2, engines.K, engines.VOCAB
 GOOD = np.zeros((B, K), np.int32)
@@ -57,12 +57,6 @@ CASES: list[tuple[type[Exception], str, Callable[[Any, Any], Any], bool]] = [
     (TypeError, IDS, ids(None), False),
     (TypeError, "what Returning.propose returns must ", lambda store, cache: None, False),
     (TypeError, "the proposal of Returning.propose must ", cached(GOOD), False),
-    (
-        ValueError,
-        "the confidences of Returning.propose must ",
-        cached(lm.Proposal(GOOD, None, zeros((B,)))),
-        False,
-    ),
     (
         ValueError,
         f"return the cache {LAYOUT}{{'seen': 'int32[2]'}}, but it returned None",
@@ -182,7 +176,7 @@ MODEL = lm.ModelDrafter(engines.llama(8))
 LISTED = lm.ModelDrafter(engines.llama(8), ids=[5, 3, 1, 0, 2, 4])
 PIECES = lm.RetokenizingDrafter(engines.llama(8), ids=[5, 3, 1])
 SUFFIX = lm.SuffixDrafter(history=9)
-EAGLE3, BLOCK = test_eagle3.ENGINE, test_block.ENGINE
+EAGLE3, BLOCK = test_eagle3.ENGINE, block_heads.ENGINE
 AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
 
 
@@ -201,7 +195,7 @@ AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreeme
             ),
         ),
         (EAGLE3.drafter, lambda: test_eagle3.weights_of(EAGLE3)[1]),
-        (BLOCK.drafter, lambda: test_block.weights_of(BLOCK)[1]),
+        (BLOCK.drafter, lambda: block_heads.weights_of(BLOCK)[1]),
         (lm.FirstOf(SUFFIX, EAGLE3.drafter), lambda: pair(test_eagle3.weights_of(EAGLE3)[1])),
         (lm.FirstOf(SUFFIX, MODEL), lambda: pair(engines.weights_of(engines.LLAMA)[1])),
         (

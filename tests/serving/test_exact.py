@@ -240,8 +240,8 @@ def test_bits_stay_beside_and_under_a_grammar() -> None:
 
 
 @pytest.mark.slow
-def test_bits_stay_with_a_budget_and_limits_of_drafts() -> None:
-    engine = engine_of("EAGLE-3", draft_budget=(0, K), max_drafts_by_length=((20, 2), (40, 0)))
+def test_bits_stay_with_a_budget_of_drafts() -> None:
+    engine = engine_of("EAGLE-3", draft_budget=(0, K))
     numbers = iter([0, K, K] * 100)
     driver_step = lm.DraftChoice.next
     with pytest.MonkeyPatch.context() as patch:

@@ -365,12 +365,12 @@ def test_forced_drafts_come_in_the_first_step_and_keep_to_limits() -> None:
 
 
 @pytest.mark.slow
-def test_the_estimator_learns_nothing_of_forced_drafts() -> None:
+def test_rates_learn_nothing_of_forced_drafts() -> None:
     driver = engines.driver_of(engines.BUDGETED)
-    before = driver.state.estimator.visited.tolist()
+    before = driver.state.draft_rates.tried.tolist()
     driver.submit([1], max_new_tokens=9, matcher=Follows(lambda text: (2,)))
     engines.run(driver)
-    assert driver.state.estimator.visited.tolist() == before
+    assert driver.state.draft_rates.tried.tolist() == before
 
 
 # Mistakes

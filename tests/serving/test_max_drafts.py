@@ -1,4 +1,4 @@
-"""How many drafts a request has verified: what it asks for, and what its length allows."""
+"""How many drafts a request has verified, if it asks for fewer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_specdec as sd
 from jax_specdec import lm
 
 from . import engines, tiny
@@ -18,27 +17,12 @@ from .engines import VOCAB, K
 
 pytestmark = [pytest.mark.xdist_group("engines")]
 
-BY_LENGTH = ((12, 1), (20, 0))
-SHORTER = dataclasses.replace(engines.TABLE, max_drafts_by_length=BY_LENGTH)
-
-
-def allowed(max_drafts: int | None, length: int) -> int:
-    """By hand."""
-    own = K if max_drafts is None else max_drafts
-    return min(own, K if length < 12 else 1 if length < 20 else 0)
-
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("engine", "max_steps_ahead"), [(SHORTER, 0), (SHORTER, 2)], ids=["at once", "ahead"]
-)
-def test_no_request_has_more_drafts_than_it_may_and_greedy_text_stays(
-    engine: lm.Engine, max_steps_ahead: int
-) -> None:
-    rng, driver = (
-        np.random.default_rng(0),
-        engines.driver_of(engine, max_steps_ahead=max_steps_ahead),
-    )
+@pytest.mark.parametrize("max_steps_ahead", [0, 2], ids=["at once", "ahead"])
+def test_no_request_has_more_drafts_than_it_may_and_greedy_text_stays(max_steps_ahead: int) -> None:
+    rng = np.random.default_rng(0)
+    driver = engines.driver_of(engines.TABLE, max_steps_ahead=max_steps_ahead)
     asked: dict[int, dict[str, Any]] = {}
     updates: list[lm.RequestUpdate] = []
     for i in range(24):
@@ -51,26 +35,24 @@ def test_no_request_has_more_drafts_than_it_may_and_greedy_text_stays(
     most = {}
     for i, one in asked.items():
         assert found[i].token_ids == engines.greedy_truth(one)
-        length = len(one["prompt"])
-        for update in found[i].updates:
-            limit = allowed(one["max_drafts"], length)
-            assert update.num_proposed <= limit
-            most[limit] = max(most.get(limit, 0), update.num_proposed)
-            length += len(update.token_ids)
-    assert most == {0: 0, 1: 1, 2: 2}
+        limit = one["max_drafts"]
+        proposed = max(update.num_proposed for update in found[i].updates)
+        most[limit] = max(most.get(limit, 0), proposed)
+    assert most == {None: K, 0: 0, 1: 1, 2: 2}
 
 
 def test_a_limit_is_the_same_on_the_host_and_on_the_device() -> None:
     options = [lm.RequestOptions(max_drafts=n) for n in (None, 0, 1, 2)]
-    for length in (1, 11, 12, 13, 19, 20, 30):
-        arrays = SHORTER.options_of(options, [length - 1] * 4)
-        empty = jax.eval_shape(SHORTER.init_state, engines.TABLES[1]).batch
-        batch = dataclasses.replace(
-            empty, lengths=jnp.full((4,), length), done=jnp.zeros((4,), bool), options=arrays
-        )
-        wanted = [allowed(one.max_drafts, length) for one in options]
-        assert np.minimum(SHORTER.decoder._most_drafts(batch), K).tolist() == wanted
-        assert [SHORTER.most_drafts(one, length) for one in options] == wanted
+    engine = engines.TABLE
+    arrays = engine.options_of(options, [4] * 4)
+    empty = jax.eval_shape(engine.init_state, engines.TABLES[1]).batch
+    batch = dataclasses.replace(
+        empty, lengths=jnp.full((4,), 5), done=jnp.zeros((4,), bool), options=arrays
+    )
+    assert np.minimum(engine.decoder._most_drafts(batch), K).tolist() == [K, 0, 1, 2]
+    assert [engine.most_drafts(one) for one in options] == [K, 0, 1, 2]
+    without = dataclasses.replace(engine, draft_budget=(0,))
+    assert [without.most_drafts(one) for one in options] == [0] * 4
 
 
 # Steps in which nobody may draft
@@ -121,7 +103,7 @@ def test_generate_keeps_to_the_limits_of_a_batch() -> None:
 @pytest.mark.slow
 @pytest.mark.newest
 def test_no_value_is_compiled_for_after_warm_up() -> None:
-    driver = engines.driver_of(SHORTER, max_steps_ahead=1)
+    driver = engines.driver_of(engines.TABLE, max_steps_ahead=1)
     driver.warm_up()
     with engines.compilations() as names:
         for i in range(12):
@@ -164,14 +146,14 @@ def test_no_trial_and_no_unmeasured_step_has_more_drafts_than_anybody_may_have()
 
 
 @pytest.mark.long
-def test_the_estimator_learns_nothing_of_drafts_that_a_request_may_not_have() -> None:
+def test_rates_learn_nothing_of_drafts_that_a_request_may_not_have() -> None:
     driver = engines.driver_of(engines.BUDGETED)
     driver.draft_choice.next = lambda: K  # as wide as for requests that may have more
     for _ in range(8):
         driver.submit([1, 2], max_new_tokens=30, max_drafts=1)
-    before = driver.state.estimator.visited.tolist()
+    before = driver.state.draft_rates.tried.tolist()
     engines.run(driver)
-    after = driver.state.estimator.visited.tolist()
+    after = driver.state.draft_rates.tried.tolist()
     assert after[0] > before[0] and after[1] == before[1]
 
 
@@ -183,10 +165,6 @@ def generated(**fields: Any) -> Any:
     return lm.generate(tiny.Trigram(VOCAB), engines.TABLES[0], [[1]], **drafting, **fields)
 
 
-def with_lengths(value: Any) -> lm.Engine:
-    return dataclasses.replace(engines.TABLE, max_drafts_by_length=value)
-
-
 @pytest.mark.parametrize(
     ("error", "message", "call"),
     [
@@ -194,24 +172,9 @@ def with_lengths(value: Any) -> lm.Engine:
         (ValueError, "max_drafts", lambda: generated(max_drafts=-1)),
         (TypeError, "max_drafts", lambda: generated(max_drafts=True)),
         (ValueError, "max_drafts must be at most .* = 2, .* 3",
-         lambda: engines.driver_of(SHORTER).submit([1], max_new_tokens=2, max_drafts=3)),
-        (TypeError, "max_drafts_by_length must be pairs", lambda: with_lengths(4096)),
-        (TypeError, "max_drafts_by_length must be pairs", lambda: with_lengths(((4, 1, 0),))),
-        (TypeError, "max_drafts_by_length must be pairs", lambda: with_lengths("4:1")),
-        (TypeError, "the drafts of max_drafts_by_length", lambda: with_lengths(((4, 0.5),))),
-        (ValueError, "the drafts of max_drafts_by_length", lambda: with_lengths(((4, 3),))),
-        (ValueError, "the drafts of max_drafts_by_length", lambda: with_lengths(((4, 1), (5, 1)))),
-        (ValueError, "the lengths of max_drafts_by_length", lambda: with_lengths(((0, 1),))),
-        (ValueError, "the lengths of max_drafts_by_length",
-         lambda: with_lengths(((5, 1), (4, 0)))),
+         lambda: engines.driver_of(engines.TABLE).submit([1], max_new_tokens=2, max_drafts=3)),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(error: type[Exception], message: str, call: Any) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call()
-
-
-def test_lengths_are_kept_as_tuples_of_ints() -> None:
-    engine = with_lengths([[np.int64(4), 1], (9, 0)])
-    assert engine.max_drafts_by_length == ((4, 1), (9, 0)) and hash(engine)
-    assert sd.SpecDecodeConfig(num_speculative_tokens=2) == engine.config

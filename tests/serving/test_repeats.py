@@ -58,7 +58,7 @@ def served(
             if step in (2, 5, 6, 7, 12):
                 between(driver)
         found = run(driver, updates)
-        learned = jax.device_get(jax.tree.leaves(driver.state.estimator))
+        learned = jax.device_get(jax.tree.leaves(driver.state.draft_rates))
         return [found[i].updates for i in range(len(asked))], driver.stats(), learned
 
 
@@ -79,5 +79,5 @@ def test_what_is_generated_again_counts_once(
     assert stats.num_tokens == sum(one["max_new_tokens"] for one in asked())
     assert stats.num_draft_tokens == sum(one.num_proposed for one in updates)
     assert stats.num_accepted_tokens == sum(one.num_accepted for one in updates)
-    if len(found) == 1:  # the estimator sees the same steps, one after another
+    if len(found) == 1:  # the rates see the same steps, one after another
         np.testing.assert_equal(learned, expected)

@@ -19,7 +19,6 @@ from .engines import LONGEST, K
 # Reads four prompts of two tokens a call, or eight tokens of one.
 SMALL, LARGE = 2, 8
 ENGINE = dataclasses.replace(engines.TABLE, prefill_sizes=(SMALL, LARGE), request_options=True)
-FEWER = dict(engine=dataclasses.replace(ENGINE, max_drafts_by_length=((9, 1),)))
 BUDGET = dict(engine=dataclasses.replace(ENGINE, draft_budget=(0, 2)))
 FIXED = dict(engine=dataclasses.replace(ENGINE, request_options=False))
 ChunkedPrefill, Read, Step, Traffic = (
@@ -132,7 +131,6 @@ PLANS: dict[str, tuple[schedule.Settings, dict[str, Any], tuple[Any, ...]]] = {
     "the same in a budget": (LATENCY, dict(slots={1: DRAFTLESS}) | BUDGET, ([11], "neutral", 0)),
     "somebody may": (
         LATENCY, dict(slots={0: R[0], 1: DRAFTLESS}) | BUDGET, ([0, 11], "neutral", [K, 0])),
-    "fewer if longer": (LATENCY, dict(slots=RUN_LONG) | FEWER, ([0, 16], "neutral", [K, 1])),
     "a grammar": (LATENCY, dict(slots={0: R[0], 1: GRAMMAR}), ([0, 17], "masked", [K, K])),
     # What follows a call that has read prompts, where `left` more may.
     "its step": (LATENCY, dict(slots=RUNS, waiting=R[1:2], left=0), ([0], "neutral", [K])),

@@ -304,7 +304,7 @@ def test_chains_of_a_grammar_teach_nothing_of_the_ranks_of_trees() -> None:
     (found,) = engines.run(driver).values()
     driver.close()
     assert sum(x.num_proposed for x in found.updates) > 0
-    assert not driver.state.estimator.offered.any()
+    assert not driver.state.draft_rates.tried.any()
 
 
 @pytest.mark.slow
@@ -442,10 +442,10 @@ def test_rates_are_those_of_the_ranks() -> None:
             offered, kept = 0.99 * offered + 1, 0.99 * kept + hits
         position += len(update.token_ids)
     assert kept.sum() > 3
-    estimator = driver.state.estimator
-    np.testing.assert_allclose(estimator.offered, offered, rtol=1e-6)
-    np.testing.assert_allclose(estimator.kept, kept, rtol=1e-6)
-    np.testing.assert_array_equal(driver.draft_choice.rates, estimator.rates)
+    rates = driver.state.draft_rates
+    np.testing.assert_allclose(rates.tried, offered, rtol=1e-6)
+    np.testing.assert_allclose(rates.accepted, kept, rtol=1e-6)
+    np.testing.assert_array_equal(driver.draft_choice.rates, rates.values)
     assert driver.draft_choice.has_trees
 
 

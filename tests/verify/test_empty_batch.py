@@ -178,10 +178,6 @@ def test_what_stands_around_the_verifier_takes_no_requests(n: int) -> None:
             for distribution in ("raw", "processed")
         ]
 
-    def packed() -> sd.PackedDrafts:
-        probs = sd.DraftProbs(zeros((0, K, V)))
-        return sd.pack_drafts(zeros((0, K), int), NOBODY, size=n, distribution=probs)
-
     def stored() -> Any:
         store = sd.DraftStore.create(num_slots=2, num_speculative_tokens=K, vocab_size=V)
         attached = store.attach(drafts(n), **given)
@@ -194,15 +190,11 @@ def test_what_stands_around_the_verifier_takes_no_requests(n: int) -> None:
         nothing = dict(num_proposed=NOBODY, num_accepted=NOBODY, num_emitted=NOBODY)
         return counters.words, counters.update(**nothing).words
 
-    calls = processed, logprobs, packed, stored, counted
+    calls = processed, logprobs, stored, counted
     found = jax.jit(lambda: [call() for call in calls])()
-    (of_drafts, of_none, is_neutral), tops, flat, (store, written, attached, fallbacks), words = (
-        found
-    )
+    (of_drafts, of_none, is_neutral), tops, (store, written, attached, fallbacks), words = found
     assert of_drafts.shape == (n, V) and of_none.shape == (0, V) and bool(is_neutral)
     assert [shapes(top) for top in tops] == [[(0, K + 1), (0, K + 1, 2), (0, K + 1, 2)]] * 2
-    assert flat.drafts.token_ids.tolist() == [sd.PLACEHOLDER_TOKEN_ID] * n
-    assert flat.requests.tolist() == flat.offsets.tolist() == [0] * n
     assert shapes(written) == shapes(store)
     assert attached.distribution.valid.shape == (0,) and int(fallbacks) == 0
     assert words[0].tolist() == words[1].tolist()

@@ -430,16 +430,6 @@ def test_rows_of_trees_are_those_of_the_ancestors():
             assert words == [sum(1 << node for node in line) for line in lines]
 
 
-def test_packed_trees_are_verified_as_dense_ones():
-    rng = np.random.default_rng(5)
-    counts, ids = np.int32([3, 0, 2]), rng.integers(0, 5, (3, 4)).astype(np.int32)
-    parents = np.int32([[0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 0, 0]])
-    packed = sd.pack_drafts(ids, counts, size=6, parents=parents)
-    assert packed.drafts.parents[:5].tolist() == [0, 0, 1, 0, 1]
-    dense = sd.Drafts.from_dense(ids, counts, parents=parents)
-    assert dense.parents.tolist() == parents.reshape(-1).tolist()
-
-
 # Refusals
 
 

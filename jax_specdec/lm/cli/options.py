@@ -22,7 +22,6 @@ from jax_specdec._src.sampling import FILTERS, TEMPERATURE
 from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.other_names import OTHER_NAMES
-from jax_specdec.lm.decoding.inputs import drafts_by_length
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions
 from jax_specdec.lm.decoding.text import DEFAULT_CONFIG
 from jax_specdec.lm.loading import EMBEDDED_HEADS, HEAD_PREFIXES, LOOKUPS, NO_DRAFTS, SUFFIX_PREFIX
@@ -83,7 +82,6 @@ class Options:
     prompts_in_steps: bool = False
     exact: bool = False
     reuse_prefixes: str = "on"
-    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     max_logprobs: int = 5
     plain_messages: bool = False
     history: int = 0
@@ -198,11 +196,6 @@ def _tuple_of(kind: Callable[[str], _Made], must: str) -> Callable[[str], tuple[
     return _checked(lambda text: tuple(kind(part) for part in text.split(",")), must)
 
 
-def _pairs(text: str) -> tuple[tuple[int, int], ...]:
-    pairs = [part.split(":") for part in text.split(",")]
-    return tuple((int(length), int(drafts)) for length, drafts in pairs)
-
-
 def _add_requests(parser: _Parser) -> None:
     parser.add("prompts", nargs="*", metavar="PROMPT")
     parser.add("--prompt-file", dest="prompt_files", action="append", metavar="FILE")
@@ -278,8 +271,6 @@ def _add_serve(parser: _Parser) -> None:
     parser.add("--prompts-in-steps", action="store_true")
     parser.add("--exact", action="store_true")
     parser.add("--reuse-prefixes", choices=("on", "off"), default=Options.reuse_prefixes)
-    pairs = _checked(_pairs, "LENGTH:N pairs separated by commas, such as 4096:2,16384:0")
-    parser.add("--max-drafts-by-length", type=pairs, metavar="LENGTH:N,...")
     parser.add_integer("--max-logprobs", low=0, high=20, default=Options.max_logprobs)
     parser.add("--plain-messages", action="store_true")
     parser.add_integer("--history", low=0, high=2**24, default=Options.history)
@@ -345,8 +336,6 @@ _HELP = {
         The rule is then agreement""",
     "--reuse-prefixes": """begin a prompt with what an earlier one left in a slot, if both begin
         alike; the time to the first token then shows whether somebody asked for the same""",
-    "--max-drafts-by-length": """the most drafts per step from a length on, prompt included; with
-        4096:2,16384:0 there are none from 16384 tokens on (default: K at every length)""",
     "--max-logprobs": """alternatives of a token that a client may ask for; 0 turns
         log-probabilities off, which makes steps faster""",
     "--plain-messages": """encode what spells a special token in a message of a chat as text; by
@@ -438,8 +427,6 @@ def _check(given: dict[str, Any], ends: dict[str, tuple[int, int | None]]) -> Op
         most = ks[0]
     if "max_drafts" in given:
         check_int("--max-drafts", given["max_drafts"], 0, most)
-    if "max_drafts_by_length" in given:
-        drafts_by_length("--max-drafts-by-length", given["max_drafts_by_length"], most)
 
     names = [*[one.name for one in _REQUEST_OPTIONS], "max_drafts"]
     given |= dict(

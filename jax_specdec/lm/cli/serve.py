@@ -90,12 +90,10 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     drafter, config = draft.drafting(options.config, options.tree)
     agrees = config.rejection_sample_method == "agreement"
     k = options.config.num_speculative_tokens
-    limits = options.max_drafts_by_length
     # Numbers of drafts that the driver chooses from, step by step; None for K in every step.
     budget: tuple[int, ...] | None = None
     if options.drafters == (NO_DRAFTS,):
         budget = (0,)
-        limits = ((1, 0),)
     elif options.tree is not None:
         budget = tuple(sorted({0, k, max(k, options.tree // 2 - 1), options.tree - 1}))
     elif not options.exact and (agrees or jax.default_backend() == "cpu"):
@@ -111,7 +109,6 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         request_options=True,
         option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
         max_stop_tokens=max(8, len(models.text.stop_token_ids)),
-        max_drafts_by_length=limits,
         draft_budget=budget,
         logprobs=logprobs,
         exact=options.exact,

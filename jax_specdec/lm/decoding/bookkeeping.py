@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import jax
 
 from jax_specdec._src.acceptance import AcceptanceCounters
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
+from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logprobs import TokenLogprobs
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import Status
@@ -201,16 +201,16 @@ class StepResult(NamedTuple):
         proposed and accepted, whether the request is done, and its status. One array, for one copy
         to the host.
       logprobs: of the tokens kept, `TokenLogprobs.as_bits`; None unless asked for.
-      rates: ``[K]`` float32, those of the estimator; None without one.
+      rates: ``[K]`` float32, the values of `draft_rates`; None without these.
       counters: acceptance of all steps so far.
-      estimator: of the state.
+      draft_rates: of the state.
     """
 
     numbers: jax.Array
     logprobs: TokenLogprobs | None
     rates: jax.Array | None
     counters: AcceptanceCounters
-    estimator: AcceptanceEstimator | TreeEstimator | None
+    draft_rates: DraftRates | None
 
     @property
     def for_host(self) -> tuple[jax.Array, TokenLogprobs | None, jax.Array | None]:
@@ -231,7 +231,7 @@ class HostState(NamedTuple):
 
     weights: Weights  # of the target and of the drafter; on the device
     counters: AcceptanceCounters  # of the steps that were read; on the device
-    estimator: AcceptanceEstimator | TreeEstimator | None  # of these; None without a draft budget
+    draft_rates: DraftRates | None  # of these; None without a draft budget
     stats: ServingStats  # of these
     slots: Mapping[int, ServedRequest] = {}  # those that run
     returning: tuple[ServedRequest, ...] = ()  # those that ran and wait for a slot, before others
@@ -272,14 +272,14 @@ class HostState(NamedTuple):
         self,
         weights: Weights,
         counters: AcceptanceCounters,
-        estimator: AcceptanceEstimator | TreeEstimator | None,
+        draft_rates: DraftRates | None,
     ) -> HostState:
-        """Returns the state under other weights, with counters and an estimator that begin anew."""
+        """Returns the state under other weights, with counters and rates that begin anew."""
         host = self.without_kept()
         return host._replace(
             weights=weights,
             counters=counters,
-            estimator=estimator,
+            draft_rates=draft_rates,
             stats=dataclasses.replace(self.stats, epoch=self.stats.epoch + 1),
             slots={slot: one.under_new_weights() for slot, one in host.slots.items()},
             returning=tuple(one.under_new_weights() for one in self.returning),
@@ -351,7 +351,7 @@ class HostState(NamedTuple):
         )
         return self._replace(
             counters=step.result.counters,
-            estimator=step.result.estimator,
+            draft_rates=step.result.draft_rates,
             stats=stats,
             slots=slots,
             updates=(*self.updates, *updates),

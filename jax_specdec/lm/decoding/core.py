@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jax_specdec._src.acceptance import AcceptanceCounters
 from jax_specdec._src.arrays import check_array, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
+from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
@@ -58,7 +58,6 @@ PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
     counters=(AcceptanceCounters,),
     features="[B, D+1, A*H]",
     num_features="[B] int32",
-    confidences="[B, C] float32",
     draft_parents="[B, K] int32",
     num_offered="[B] int32",
 )
@@ -78,10 +77,8 @@ class DecodeState:
         K, or the depth of trees; None if the drafter reads none. `draft` takes them, so that there
         are none between `draft` and `verify`.
       num_features: ``[B]`` int32, as in `DraftContext`; None without `features`.
-      estimator: what verifications have shown of acceptance; None unless the `Engine` has a
+      draft_rates: what verifications have shown of acceptance; None unless the `Engine` has a
         `draft_budget`.
-      confidences: ``[B, C]`` float32, as in `Proposal`, of the C drafts that were made; for
-        `plan_drafts`. Only between `draft` and `verify`, and None if the drafter says none.
       draft_parents: ``[B, K]`` int32, as in `Proposal`, of `draft_token_ids`. Only between `draft`
         and `verify`, and None for chains.
       num_offered: ``[B]`` int32, the most drafts that `draft` might have made for each request; 0
@@ -99,8 +96,7 @@ class DecodeState:
     counters: AcceptanceCounters
     features: jax.Array | None = None
     num_features: jax.Array | None = None
-    estimator: AcceptanceEstimator | TreeEstimator | None = None
-    confidences: jax.Array | None = None
+    draft_rates: DraftRates | None = None
     draft_parents: jax.Array | None = None
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
@@ -166,7 +162,6 @@ class Decoder:
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
       drafts_in_first_step: whether a request without output gets drafts.
-      max_drafts_by_length: see `Engine`.
       exact: every pass has as many rows of each request, whatever is drafted; see `generate`.
     """
 
@@ -175,7 +170,6 @@ class Decoder:
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
     drafts_in_first_step: bool = True
-    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     exact: bool = False
 
     @property
@@ -358,7 +352,6 @@ class Decoder:
             store=proposal.store,
             features=None,
             num_features=None,
-            confidences=proposal.confidences,
         )
         if proposal.parents is not None and wanted:
             state = dataclasses.replace(state, draft_parents=proposal.parents[:, :wanted])
@@ -428,7 +421,7 @@ class Decoder:
         length = batch.token_ids.shape[1]
         # Only for a batch of one, or with a draft budget, whose widths depend on the load.
         # Otherwise the last bits of float32 sums would depend on a request's neighbours.
-        is_free = tokens.shape[0] == 1 or state.estimator is not None
+        is_free = tokens.shape[0] == 1 or state.draft_rates is not None
         is_free = is_free and not self.exact
         if self.drafter.serves.may_abstain and ids.size and is_free and not prompts:
             arrays = ids, params, groups[0], state.target_cache
@@ -461,7 +454,6 @@ class Decoder:
         state = dataclasses.replace(
             state,
             batch=batch,
-            confidences=None,
             draft_token_ids=nothing,
             draft_parents=None,
             num_offered=jnp.zeros_like(state.num_offered),
@@ -557,7 +549,7 @@ class Decoder:
         record: StepRecord,
         is_forced: jax.Array,
     ) -> DecodeState:
-        """Returns the state with counters and estimator after one more verification.
+        """Returns the state with counters and rates after one more verification.
 
         Args:
           state: with the drafts, and the batch before the verification.
@@ -579,35 +571,21 @@ class Decoder:
             ),
         )
         state = dataclasses.replace(state, counters=counters)
-        estimator = state.estimator
-        if estimator is None:
+        if state.draft_rates is None:
             return state
         offered = jnp.where(has_own_drafts, state.num_offered, 0)
-        if isinstance(estimator, AcceptanceEstimator):
-            # Those of a lookup are counts, and nothing was trained to make them right.
-            expected = None if self.drafter.serves.may_abstain else state.confidences
-            estimator = estimator.update(
-                num_drafts=offered,
-                num_accepted=output.num_accepted,
-                log_normalizer=_log_normalizers(state.store, batch.lengths),
-                confidences=_all_drafts(expected, offered > 0, self.num_drafts),
-            )
-        elif output.path is not None:
-            estimator = estimator.update(num_drafts=offered, path=output.path)
-        return dataclasses.replace(state, estimator=estimator)
+        rates = state.draft_rates.update(offered, output.num_accepted, output.path)
+        return dataclasses.replace(state, draft_rates=rates)
 
     def _most_drafts(self, batch: Batch) -> jax.Array:
         """Returns ``[B]`` int32, the most drafts of each request in this step.
 
         Drafts are not looked at.
         """
-        most = batch.options.max_drafts
-        for length, fewer in self.max_drafts_by_length:
-            most = jnp.where(batch.lengths >= length, jnp.minimum(most, fewer), most)
         none = batch.done
         if not self.drafts_in_first_step:
             none |= batch.lengths == batch.options.prompt_lengths
-        return jnp.where(none, 0, most)
+        return jnp.where(none, 0, batch.options.max_drafts)
 
 
 def _run_as_wide_as_needed(
@@ -714,30 +692,6 @@ def _with_fewer_tokens(
     return short, jax.tree.map(lambda x: x[:, :most], found)
 
 
-def _log_normalizers(store: DraftStore | None, positions: jax.Array) -> jax.Array | None:
-    """Returns ``[B, K]``, ``-log(max q)`` of drafts drawn at these positions; NaN for others.
-
-    None without a store.
-    """
-    if store is None:
-        return None
-    # [K B] -> [K, B]
-    normalizers = store.log_normalizer.reshape(store.positions.shape)
-    return jnp.where(store.positions == positions[None, :], normalizers, jnp.nan).T
-
-
-def _all_drafts(
-    confidences: jax.Array | None, is_counted: jax.Array, num_drafts: int
-) -> jax.Array | None:
-    """Returns ``[B, K]``, confidences of requests that are counted; NaN for drafts not made."""
-    if confidences is None:
-        return None
-    # [B, C] -> [B, K]
-    missing = num_drafts - confidences.shape[1]
-    counted = jnp.where(is_counted[:, None], confidences, jnp.nan)
-    return jnp.pad(counted, ((0, 0), (0, missing)), constant_values=jnp.nan)
-
-
 def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_drafts: int) -> None:
     """Checks what `drafter.propose` returned for the cache and the store of `state`."""
     name = f"{type(drafter).__name__}.propose"
@@ -754,8 +708,6 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
     require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
     if is_tree:
         check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)
-    if proposal.confidences is not None:
-        check_array(f"the confidences of {name}", proposal.confidences, "[B, K] float32", sizes)
     pairs = ("store", state.store, proposal.store), ("cache", state.draft_cache, cache)
     for what, given, new in pairs:
         given, new = (

@@ -48,7 +48,7 @@ class Device:
 
     def _take(self, host: HostState) -> None:
         self.weights = host.weights
-        self._kept = dict(counters=host.counters, estimator=host.estimator)
+        self._kept = dict(counters=host.counters, draft_rates=host.draft_rates)
 
     def go_on(self, host: HostState) -> None:
         """Goes on with the caches that there are, under the weights and counts of `host`."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.arrays import check_choice, check_int, check_type, require
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
+from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.grammar import check_matchers
 from jax_specdec._src.matchers import GrammarMatcher
 from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
@@ -171,25 +171,25 @@ class EngineDriver:
             and engine.drafter.serves.chunks
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
-        counters, estimator = self._new_counts()
+        counters, draft_rates = self._new_counts()
         self.draft_choice = DraftChoice.of(
-            engine.num_slots, engine.draft_budget, step_costs, estimator
+            engine.num_slots, engine.draft_budget, step_costs, draft_rates
         )
         if self.draft_choice is not None and 0 in self.draft_choice.num_drafts:
             is_cpu = jax.default_backend() == "cpu" and not engine.exact
             self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
         # The truth; `_settle` says what an exception does to it.
-        self._host = HostState(weights, counters, estimator, ServingStats(engine.num_slots))
+        self._host = HostState(weights, counters, draft_rates, ServingStats(engine.num_slots))
         self._waiting: dict[int, ServedRequest] = {}  # for their first slot
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
         self._device = Device(engine, self._host)  # dropped by an exception
         self._is_whole = True  # False while something changes, and after an exception
 
-    def _new_counts(self) -> tuple[AcceptanceCounters, AcceptanceEstimator | TreeEstimator | None]:
-        """Returns counters and an estimator that have seen nothing."""
+    def _new_counts(self) -> tuple[AcceptanceCounters, DraftRates | None]:
+        """Returns counters and rates that have seen nothing."""
         counters = AcceptanceCounters.create(self.engine.decoder.most_accepted)
-        return on_all_devices((counters, self.engine.new_estimator()), self.engine.model)
+        return on_all_devices((counters, self.engine.new_draft_rates()), self.engine.model)
 
     def close(self) -> None:
         """Ends the thread of the matchers; another request with a grammar would start another."""
@@ -504,8 +504,8 @@ class EngineDriver:
                 self._device.drop(host)
             else:
                 self._device.go_on(host)
-            if self.draft_choice is not None and host.estimator is not None:
-                self.draft_choice.forget(np.asarray(host.estimator.rates))
+            if self.draft_choice is not None and host.draft_rates is not None:
+                self.draft_choice.forget(np.asarray(host.draft_rates.values))
 
     def step(self) -> list[RequestUpdate]:
         """Admits what fits, dispatches steps, and returns what the oldest step under way did.

@@ -14,7 +14,7 @@ import numpy as np
 from jax_specdec._src import noise
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, pytree, require
 from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
+from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.emitted import StepRecord
 from jax_specdec._src.logprobs import LogprobsConfig
 from jax_specdec._src.types import Status
@@ -139,10 +139,6 @@ class Engine:
         None for K drafts in every step. Of a drafter that proposes trees, a step has the so many
         best drafts of each tree, such as ``(0, 8, 16, 32)``, and all text stays as it is, because
         only the agreement rule verifies trees.
-      max_drafts_by_length: pairs of a length and of the most drafts of a step that begins when a
-        request has as many tokens, prompt and new ones together, or more. Lengths increase, and
-        drafts decrease: with ``((4096, 2), (16384, 0))`` requests have K drafts at first, and none
-        from 16384 tokens on.
       exact: texts are functions of the prompt, options and key alone, to the last bit of their
         log-probabilities, for one such engine: whatever is drafted, also nothing, whoever is beside
         a request, in whatever slot, preempted or not. Requests must be greedy, or the rule
@@ -202,7 +198,6 @@ class Engine:
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
     draft_budget: tuple[int, ...] | None = None
-    max_drafts_by_length: tuple[tuple[int, int], ...] = ()
     exact: bool = False
     reuse_prefixes: bool = False
 
@@ -225,10 +220,6 @@ class Engine:
             most = self.config.num_speculative_tokens
             numbers = check_increasing("draft_budget", self.draft_budget, 0, most)
             object.__setattr__(self, "draft_budget", numbers)
-        table = inputs.drafts_by_length(
-            "max_drafts_by_length", self.max_drafts_by_length, self.config.num_speculative_tokens
-        )
-        object.__setattr__(self, "max_drafts_by_length", table)
         if self.prefill_sizes is not None:
             sizes = check_increasing("prefill_sizes", self.prefill_sizes, 1, longest)
             if sizes[-1] < longest:
@@ -256,7 +247,6 @@ class Engine:
             self.config,
             self.logprobs,
             drafts_in_first_step=False,
-            max_drafts_by_length=self.max_drafts_by_length,
             exact=self.exact,
         )
 
@@ -334,11 +324,12 @@ class Engine:
         """
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
-    def most_drafts(self, options: RequestOptions, length: int) -> int:
-        """Returns the most drafts of a step that begins when a request has `length` tokens."""
-        limits = [fewer for least, fewer in self.max_drafts_by_length if length >= least]
-        own = [] if options.max_drafts is None else [options.max_drafts]
-        return min([self.config.num_speculative_tokens, *limits, *own])
+    def most_drafts(self, options: RequestOptions) -> int:
+        """Returns the most drafts that a step has of a request."""
+        if self.draft_budget == (0,):
+            return 0
+        k = self.config.num_speculative_tokens
+        return k if options.max_drafts is None else options.max_drafts
 
     def check_options(self, options: RequestOptions) -> None:
         """Checks that a request may ask for this.
@@ -422,14 +413,14 @@ class Engine:
             known_lengths=jnp.zeros((s,), jnp.int32) if self.exact else None,
         )
         state = self.decoder.empty_state(params, draft_params, batch)
-        return dataclasses.replace(state, estimator=self.new_estimator())
+        return dataclasses.replace(state, draft_rates=self.new_draft_rates())
 
-    def new_estimator(self) -> AcceptanceEstimator | TreeEstimator | None:
-        """Returns an estimator that has seen nothing; None without a `draft_budget`."""
+    def new_draft_rates(self) -> DraftRates | None:
+        """Returns rates that have seen nothing; None without a `draft_budget`."""
         if self.draft_budget is None:
             return None
-        kind = TreeEstimator if self.decoder.tree_depth else AcceptanceEstimator
-        return kind.create(self.config.num_speculative_tokens)
+        has_trees = self.decoder.tree_depth > 0
+        return DraftRates.create(self.config.num_speculative_tokens, has_trees=has_trees)
 
     def admit(
         self, params: Params, draft_params: Params, state: DecodeState, requests: NewRequests

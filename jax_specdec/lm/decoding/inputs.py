@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_increasing, check_int, check_type, refuse, require
+from jax_specdec._src.arrays import check_type, refuse, require
 from jax_specdec._src.config import SpecDecodeConfig
 from jax_specdec._src.tree import MAX_VISIBLE
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes
@@ -173,31 +173,6 @@ def check_range(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """
     are_ids = not ids or (0 <= min(ids) and max(ids) < vocab_size)
     require(are_ids, name, f"hold ids in [0, {vocab_size})", ids)
-
-
-def drafts_by_length(name: str, values: Any, most: int) -> tuple[tuple[int, int], ...]:
-    """Returns pairs of a length and of the most drafts from there on, as a tuple.
-
-    Args:
-      name: of `values`.
-      values: any sequence of pairs; it may be empty.
-      most: K.
-
-    Raises:
-      TypeError: not pairs of integers.
-      ValueError: lengths do not increase from 1 on, or drafts do not decrease from K on.
-    """
-    are_pairs = isinstance(values, Sequence) and not isinstance(values, (str, bytes))
-    are_pairs = are_pairs and all(np.shape(one) == (2,) for one in values)
-    must = "be pairs of a length and a number of drafts"
-    require(are_pairs, name, must, values, error=TypeError)
-    if not values:
-        return ()
-    lengths = check_increasing(f"the lengths of {name}", [one[0] for one in values], 1)
-    drafts = tuple(check_int(f"the drafts of {name}", one[1], 0, most) for one in values)
-    is_falling = list(drafts) == sorted(set(drafts), reverse=True)
-    require(is_falling, f"the drafts of {name}", "decrease", drafts)
-    return tuple(zip(lengths, drafts, strict=True))
 
 
 def _text_hint(value: object) -> str | None:

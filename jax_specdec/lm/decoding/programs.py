@@ -31,7 +31,6 @@ def remember(engine: Engine, draft_params: Params, token_ids: jax.Array) -> Para
 
 
 def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, StepResult]:
-    estimator = state.estimator
     columns = (
         record.num_kept,
         record.num_proposed,
@@ -41,9 +40,10 @@ def _with_result(state: DecodeState, record: StepRecord) -> tuple[DecodeState, S
     )
     # [S, K+1], five [S] -> [S, K+6]
     numbers = jnp.concatenate([record.token_ids, jnp.stack(columns, axis=1)], axis=1)
-    rates = None if estimator is None else estimator.rates
+    draft_rates = state.draft_rates
+    rates = None if draft_rates is None else draft_rates.values
     logprobs = None if record.logprobs is None else record.logprobs.as_bits()
-    return state, StepResult(numbers, logprobs, rates, state.counters, estimator)
+    return state, StepResult(numbers, logprobs, rates, state.counters, draft_rates)
 
 
 @jax.tree_util.register_dataclass
@@ -162,14 +162,7 @@ def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
 
 @functools.partial(jax.jit, static_argnums=0, keep_unused=True)  # it is made where weights are
 def init(engine: Engine, params: Params, draft_params: Params, **kept: Any) -> DecodeState:
-    """Returns a state of empty slots.
-
-    Args:
-      engine: static.
-      params: the target's weights.
-      draft_params: the drafter's weights.
-      **kept: fields of `DecodeState` that are not to begin anew.
-    """
+    """Returns a state of empty slots, in which the fields that are `kept` do not begin anew."""
     return dataclasses.replace(engine.init_state(draft_params, params), **kept)
 
 
@@ -239,6 +232,6 @@ def verify(
     """Makes the second half of a step with `ForcedDrafts`; returns also what the host reads."""
     state = dataclasses.replace(state, draft_token_ids=token_ids)
     if state.draft_parents is not None:
-        # `with_chains` has changed the ranks of drafts: an estimator does not learn from those.
+        # `with_chains` has changed the ranks of drafts: nothing is learned from those.
         is_forced |= state.are_chains
     return _with_result(*engine.verify(params, state, token_bitmask, is_forced))

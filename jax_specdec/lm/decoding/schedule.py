@@ -236,8 +236,7 @@ def next_step(engine: Engine, traffic: Traffic, prompts: Prompts) -> Step | Mask
       prompts: what the step reads beside; no group for nothing.
     """
     running = traffic.running
-    # A request may be longer on the device, and so have fewer drafts there, but never more.
-    limits = {i: engine.most_drafts(one.options, one.length) for i, one in running.items()}
+    limits = {i: engine.most_drafts(one.options) for i, one in running.items()}
     if any(one.matching is not None for one in running.values()):
         return Masked(running, limits)
     if prompts.group:  # one program is enough for each shape of these
@@ -442,6 +441,6 @@ def rehearsal(engine: Engine, *, prompts_in_steps: bool, grammars: bool) -> list
     if prompts_in_steps:
         actions += [Step({}, one, False, full_budget(engine)) for one in prompts]
     if grammars:
-        most = engine.most_drafts(RequestOptions(), 1)
+        most = engine.most_drafts(RequestOptions())
         actions += [Masked({}, {nowhere: n}) for n in sorted({0, min(1, most)})]
     return actions

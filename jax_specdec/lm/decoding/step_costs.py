@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jax_specdec._src.arrays import check_increasing, check_int, check_type, require
-from jax_specdec._src.drafts.estimator import AcceptanceEstimator, TreeEstimator
+from jax_specdec._src.drafts.rates import DraftRates
 
 _TRIAL_SHARE = 0.01
 """The share of the time that trials of more drafts may take."""
@@ -146,8 +146,7 @@ class DraftChoice:
     Attributes:
       num_drafts: the numbers there are, increasing.
       rates: ``[K]``, after the steps that were read: how often draft k was accepted if those before
-        it were, as in `AcceptanceEstimator`. Of trees, how often the draft of rank k was accepted,
-        as in `TreeEstimator`.
+        it were. Of trees, how often the draft of rank k was accepted.
       costs: what steps cost; None if that is not known: every step then has the largest number,
         or the least that is enough for the `limits`.
       saved: seconds that were saved up for a trial.
@@ -183,7 +182,7 @@ class DraftChoice:
         num_slots: int,
         draft_budget: tuple[int, ...] | None,
         costs: StepCosts | None,
-        estimator: AcceptanceEstimator | TreeEstimator | None,
+        rates: DraftRates | None,
     ) -> DraftChoice | None:
         """Returns the choice for an engine; None without a `draft_budget`.
 
@@ -191,7 +190,7 @@ class DraftChoice:
           num_slots: of the engine.
           draft_budget: of the engine.
           costs: of its steps, or None.
-          estimator: that has seen nothing; None without a `draft_budget`.
+          rates: that have seen nothing; None without a `draft_budget`.
 
         Raises:
           TypeError: `costs` are not `StepCosts`.
@@ -202,10 +201,9 @@ class DraftChoice:
             measured = (costs.num_slots, costs.num_drafts)
             must = f"be of num_slots={num_slots} and draft_budget={draft_budget}"
             require(measured == (num_slots, draft_budget), "step_costs", must, measured)
-        if draft_budget is None or estimator is None:
+        if draft_budget is None or rates is None:
             return None
-        has_trees = isinstance(estimator, TreeEstimator)
-        return cls(draft_budget, np.asarray(estimator.rates), costs, has_trees=has_trees)
+        return cls(draft_budget, np.asarray(rates.values), costs, has_trees=rates.has_trees)
 
     @property
     def best(self) -> int:
@@ -235,7 +233,7 @@ class DraftChoice:
         """Notes what a step has shown.
 
         Args:
-          rates: of the estimator, after the step.
+          rates: after the step.
           num_drafts: that its requests could have; None for the most.
           has_drafts: whether one of them had any.
         """
@@ -245,7 +243,7 @@ class DraftChoice:
             self.num_wide = _KEPT * self.num_wide + has_drafts
 
     def forget(self, rates: Sequence[float] | np.ndarray) -> None:
-        """Forgets what steps have shown; `rates` are of an estimator that has seen nothing."""
+        """Forgets what steps have shown; `rates` are those before the first."""
         self.rates = rates
         self.num_steps = self.num_wide = 0.0
 

@@ -86,13 +86,8 @@ def measure_chunks(
 ) -> ChunkCosts:
     """Measures a step, all slots busy, and the costs of a prompt of each of `chunk_sizes`.
 
-    The step has the most drafts. Sizes beyond the first that is too large are not measured.
-
-    Args:
-      engine: that is measured.
-      params: the target's weights.
-      draft_params: the drafter's weights.
-      in_steps: whether steps read prompts; a prompt then costs what such a step takes longer.
+    The step has the most drafts. Sizes beyond the first that is too large are not measured. Where
+    prompts are read `in_steps`, one costs what such a step takes longer.
     """
     calls = _Calls(engine, params, draft_params)
     costs = ChunkCosts(calls.seconds_of_step(full_budget(engine)), {}, in_steps)

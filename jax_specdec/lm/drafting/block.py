@@ -38,8 +38,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
 
     With ``draft_sample_method="probabilistic"``, drafts are sampled under each request's sampling
     parameters. What they were sampled from is stored and verified. With "greedy" they are argmaxes,
-    verified one-hot. A prompt of one token has no features, so its first step has no drafts. If
-    the head says how likely drafts are to be accepted, the proposal does.
+    verified one-hot. A prompt of one token has no features, so its first step has no drafts.
 
     With `tree_depth`, the K drafts are the best nodes of a tree, at most so deep: as many rows of
     the block are used. The agreement rule is needed, under which drafts are chosen by what the
@@ -127,23 +126,17 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         newest = jnp.take_along_axis(context.token_ids, last[:, None], axis=1)[:, 0]
         # Rows of rejected drafts lie where the block is written next.
         cache = head.write_context(params, features, last - num_features, cache)
-        # [B, n, Vd] and [B, n, H], of the first n positions of the block
+        # [B, n, Vd], of the first n positions of the block
         wanted = self.tree_depth or context.config.num_speculative_tokens
         rows = Rows(newest[:, None], last)
-        logits, states, cache = head.apply(params, rows, cache, wanted)
+        logits, _, cache = head.apply(params, rows, cache, wanted)
         if self.tree_depth:
             proposal = self._tree(params, logits, newest, context)
         else:
             proposal = self._chain(params, logits, newest, context, store)
-        drafts = proposal.token_ids
         # A prompt of one token has no context yet, and so no drafts.
         is_read = (num_features > 0)[:, None]
-        if head.config.enable_confidence_head and not self.tree_depth:
-            # [B, K]: the token before each draft
-            before = jnp.concatenate([newest[:, None], drafts[:, :-1]], axis=1)
-            confidences = head.confidences(params, states, before)
-            proposal = proposal._replace(confidences=jnp.where(is_read, confidences, 0))
-        drafts = jnp.where(is_read, drafts, PLACEHOLDER_TOKEN_ID)
+        drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)
         return proposal._replace(token_ids=drafts), cache
 
     def _chain(

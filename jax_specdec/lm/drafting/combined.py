@@ -229,7 +229,7 @@ class FirstOf(Drafter):
         # What came of the drafts before, and new drafts of both, [B, K] each.
         memory = _without_batch_axis(memory, axis).after(context)
         found = self.lookup.lookup(params[0], context)
-        (drafts, store, _, _), head_cache = self.head.propose(params[1], context, head_cache, store)
+        (drafts, store, _), head_cache = self.head.propose(params[1], context, head_cache, store)
         # [B]: a request drafts by lookup where that promises more, or the head has nothing
         k = context.config.num_speculative_tokens
         is_better = memory.prefers_lookup(found, k) | (drafts[:, 0] < 0)

@@ -156,9 +156,6 @@ class Proposal(NamedTuple):
     Attributes:
       token_ids: ``[B, K]`` int32, -1 from the first position without a proposal on.
       store: what they were drawn from; None for drafts without a distribution.
-      confidences: ``[B, K]`` float32, the chance that each draft is accepted if those before it
-        were, as `plan_drafts` takes it: draft k and those after it must not have been looked at. 0
-        where there is no draft, NaN where it is not known; None for a drafter that knows none.
       parents: ``[B, K]`` int32, the node that each draft follows, as in `Drafts`; None for chains.
         The best nodes come first: the first n of them are the best tree of n drafts.
 
@@ -167,7 +164,6 @@ class Proposal(NamedTuple):
 
     token_ids: jax.Array
     store: DraftStore | None = None
-    confidences: jax.Array | None = None
     parents: jax.Array | None = None
 
 

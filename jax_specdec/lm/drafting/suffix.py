@@ -177,12 +177,7 @@ class SuffixDrafter(Drafter):
         """Looks up; see `Drafter.propose`. All -1 where nothing matches."""
         del store
         found = self.lookup(params, context)
-        if self.tree_depth:
-            return Proposal(found.token_ids, parents=found.parents), cache
-        # [B, K]: the chance of each draft if those before it were accepted
-        before = jnp.pad(found.probabilities[:, :-1], ((0, 0), (1, 0)), constant_values=1.0)
-        confidences = found.probabilities / jnp.where(before > 0, before, 1.0)
-        return Proposal(found.token_ids, confidences=confidences), cache
+        return Proposal(found.token_ids, parents=found.parents), cache
 
     def lookup(self, params: Params, context: DraftContext) -> Lookup:
         """Returns the drafts, and how likely they are.

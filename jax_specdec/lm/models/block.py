@@ -76,7 +76,8 @@ class BlockHeadConfig(HeadConfig):
       sliding_window_non_causal: a row of a sliding layer sees the whole block, as one of the other
         layers does; otherwise the rows up to itself.
       markov_rank: r, of the bias that depends on the token before; None without one.
-      enable_confidence_head: the head says how likely its drafts are to be accepted.
+      enable_confidence_head: the head has weights for how likely its drafts are to be accepted.
+        They are read, trained and saved; nothing here drafts or verifies by them.
       confidence_head_with_markov: it looks at the token before for that.
 
     Raises:
@@ -174,7 +175,7 @@ class BlockOutput(NamedTuple):
 
     Attributes:
       logits: ``[B, K, Vd]`` in the compute dtype, without the bias of the token before.
-      states: ``[B, K, H]`` in the compute dtype, for `BlockHead.confidences`.
+      states: ``[B, K, H]`` in the compute dtype, whose products the logits are.
       cache: of the structure of the one passed in.
 
     Example: see `BlockHead`.
@@ -195,7 +196,7 @@ class BlockHead(DraftHead):
     Attributes:
       config: the sizes.
       dtype: compute dtype of matrix products, states, cache and logits, the target's. Norms, rotary
-        angles, the attention softmax and confidences are float32 whatever it is.
+        angles and the attention softmax are float32 whatever it is.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -400,26 +401,3 @@ class BlockHead(DraftHead):
         else:
             bias = jnp.einsum("...cr,...r->...c", after[columns], before)
         return bias if self.config.logit_scale == 1 else bias * self.config.logit_scale
-
-    def confidences(self, params: Weights, states: jax.Array, token_ids: jax.Array) -> jax.Array:
-        """Returns how likely drafts are to be accepted if those before them are.
-
-        For a head with `enable_confidence_head`. A draft itself is not looked at, nor those after
-        it.
-
-        Args:
-          params: as for `context`.
-          states: ``[..., H]`` of `apply`.
-          token_ids: ``[...]`` int32, the token before each draft, as an id of the target.
-
-        Returns:
-          ``[...]`` float32 in [0, 1].
-        """
-        rows = states.astype(jnp.float32)
-        if self.config.confidence_head_with_markov:
-            before = embed_tokens(params["markov_w1"], token_ids).astype(jnp.float32)
-            rows = jnp.concatenate([rows, before], axis=-1)  # [..., H] -> [..., H + r]
-        weights = params["confidence_proj"].astype(jnp.float32)
-        bias = params["confidence_bias"].astype(jnp.float32)
-        # sigmoid(w . [h, W1[x]] + b): [..., H + r] -> [..., 1] -> [...]
-        return jax.nn.sigmoid((rows @ weights)[..., 0] + bias[0])

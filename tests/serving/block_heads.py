@@ -1,4 +1,4 @@
-"""Block heads in engines: what they are for other tests, and their confidences."""
+"""A block head in an engine, for other tests."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from models.weights import random_weights
 
 from jax_specdec import lm
 
 from . import engines
-
-pytestmark = pytest.mark.newest
 
 IDS = [3, 0, 5, 1]
 DSPARK: dict[str, Any] = {
@@ -57,19 +54,3 @@ ENGINE = dataclasses.replace(engines.LLAMA, drafter=lm.BlockDrafter(HEAD), max_p
 @functools.cache
 def weights_of(engine: lm.Engine) -> tuple[Any, Any]:
     return engines.weights_of(engines.LLAMA)[0], head_params(HEAD, IDS)
-
-
-@pytest.mark.slow
-def test_confidences_take_the_place_of_what_was_accepted() -> None:
-    engine = dataclasses.replace(ENGINE, draft_budget=(0, 2))
-    target, params = weights_of(engine)
-    for bias, least, most in ((-9.0, 0.0, 0.2), (9.0, 0.9, 1.0)):
-        sure = {"confidence_proj": 0 * params["confidence_proj"]}
-        sure["confidence_bias"] = jnp.full((1,), bias)
-        driver = engines.driver_of(engine, target, params | sure)
-        for _ in range(4):
-            driver.submit([1, 2, 3], max_new_tokens=30, temperature=1.0)
-        engines.run(driver)
-        assert (np.asarray(driver.state.estimator.rates) >= least).all()
-        assert (np.asarray(driver.state.estimator.rates) <= most).all()
-        assert driver.state.confidences is None
