@@ -293,7 +293,14 @@ def fault_chunks(patch: pytest.MonkeyPatch) -> None:
 
 
 def fault_read_as_prompt(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lm.EngineDriver, "_is_repeated", lambda self, options: False)
+    submit = lm.EngineDriver.submit
+
+    def submitted(self: lm.EngineDriver, *prompt: Any, **asked: Any) -> int:
+        i = submit(self, *prompt, **asked)
+        self._waiting[i] = self._waiting[i]._replace(repeats_from=None)
+        return i
+
+    patch.setattr(lm.EngineDriver, "submit", submitted)
 
 
 @pytest.mark.long
