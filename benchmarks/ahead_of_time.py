@@ -203,7 +203,7 @@ def int8_product(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str,
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
-    from jax_specdec._src import int8_kernel
+    from jax_specdec.lm.models import int8_kernel
 
     where = SingleDeviceSharding(devices_of(case.device)[0])
     arrays = {

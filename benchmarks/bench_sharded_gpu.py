@@ -38,8 +38,8 @@ from jax.sharding import PartitionSpec as P
 from verify_cases import STANDARD, Case
 
 import jax_specdec as sd
+from jax_specdec._src.rows.tiles import tiles_of_part
 from jax_specdec._src.verify import sharding
-from jax_specdec._src.verify.tiles import tiles_of_part
 
 AXIS = "vocabulary"
 KINDS = "split", "gathered", "one", "empty"

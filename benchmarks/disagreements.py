@@ -13,7 +13,7 @@ import numpy as np
 from verify_cases import Case
 
 import jax_specdec as sd
-from jax_specdec._src import reference
+from jax_specdec._src.testing import reference
 
 LARGEST_MARGIN = 1e-5
 """Relative distance of a quantity from its threshold within which backends may differ."""

@@ -7,24 +7,17 @@ import importlib
 from typing import TYPE_CHECKING
 
 from jax_specdec import adapters, grammar, testing
-from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec._src.attention.api import decode_attention
 from jax_specdec._src.attention.cache import move_rows, write_cache
-from jax_specdec._src.config import (
+from jax_specdec._src.base.config import (
     SpecDecodeConfig,
     acceptance_length_to_rates,
     conditional_to_unconditional_rates,
     unconditional_to_conditional_rates,
 )
-from jax_specdec._src.drafts.sample import DraftSample, sample_draft_tokens
-from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
-from jax_specdec._src.emitted import StepRecord, truncate
-from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
-from jax_specdec._src.process_logits import LogitsProcessors, apply_penalties, process_logits
-from jax_specdec._src.processors import AllowedTokens, BadWords, LogitBias, MinTokens, Penalties
-from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.tree import TreeRows
-from jax_specdec._src.types import (
+from jax_specdec._src.base.sampling import SamplingParams
+from jax_specdec._src.base.tree import TreeRows
+from jax_specdec._src.base.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftLogits,
     DraftProbs,
@@ -33,6 +26,19 @@ from jax_specdec._src.types import (
     Status,
     parse_output,
 )
+from jax_specdec._src.drafts.sample import DraftSample, sample_draft_tokens
+from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
+from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
+from jax_specdec._src.logits.process_logits import LogitsProcessors, apply_penalties, process_logits
+from jax_specdec._src.logits.processors import (
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    MinTokens,
+    Penalties,
+)
+from jax_specdec._src.stats.acceptance import AcceptanceCounters, AcceptanceStats
+from jax_specdec._src.stats.emitted import StepRecord, truncate
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.sharding import VerifySharding

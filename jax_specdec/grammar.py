@@ -1,6 +1,6 @@
 """Grammars: masks of allowed tokens, from matchers, ahead of the tokens."""
 
-from jax_specdec._src.grammar import (
+from jax_specdec._src.logits.grammar import (
     ForcedDrafts,
     GrammarError,
     GrammarLookahead,
@@ -8,7 +8,7 @@ from jax_specdec._src.grammar import (
     forced_drafts,
     grammar_bitmask,
 )
-from jax_specdec._src.matchers import DelayedMatcher, GrammarMatcher, LlguidanceMatcher
+from jax_specdec._src.logits.matchers import DelayedMatcher, GrammarMatcher, LlguidanceMatcher
 
 __all__ = [
     "DelayedMatcher",

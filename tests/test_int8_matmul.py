@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import assume, int8_kernel, int8_matmul
+from lower_floor import assume
+from upper_floor import int8_kernel, int8_matmul
 from verify.interpret_mode import interpret_gpu_params
 
 # rows, inputs, outputs

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from jax_specdec._src.attention import xla as attention_xla
 from jax_specdec._src.attention.mosaic_gpu import Block
-from jax_specdec._src.noise import Stream
+from jax_specdec._src.base.noise import Stream
 
 PLANTED = "PLANTED_FAULT"
 """The environment variable that names the fault in the process of the tests."""
@@ -100,7 +100,7 @@ def _(right, u, conditional_rate):
 
 @fault(
     "a drafter shares the target's noise under every rule",
-    "_src.noise:uniforms",
+    "_src.base.noise:uniforms",
     "drafting/test_sample.py",
 )
 def _(right, key, position, stream, offset):
@@ -143,45 +143,45 @@ def _(right, maxima, argmaxes):
 
 @fault(
     "a slice past the end of its row begins too early",
-    "_src.verify.rows:Rows.slices",
+    "_src.rows.rows:Rows.slices",
     "verify/test_sharded.py",
 )
 def _(right, self, rows, first, length, end):
     return right(self, rows, first, length, 0)
 
 
-@fault("probabilities are not normalized", "_src.verify.tiles:Scale.probs", "verify/test_xla.py")
+@fault("probabilities are not normalized", "_src.rows.tiles:Scale.probs", "verify/test_xla.py")
 def _(right, self, logits, inv_temperature):
     return jnp.exp((logits - self.shift) * inv_temperature)
 
 
-@fault("the temperature is not applied", "_src.verify.tiles:Scale.probs", "verify/test_xla.py")
+@fault("the temperature is not applied", "_src.rows.tiles:Scale.probs", "verify/test_xla.py")
 def _(right, self, logits, inv_temperature):
     return right(self, logits, jnp.ones_like(inv_temperature))
 
 
 @fault(
     "the last tokens of a tile are never drawn",
-    "_src.verify.device:Device.pick",
+    "_src.rows.device:Device.pick",
     "verify/test_xla.py",
 )
 def _(right, self, weights, u):
     return right(self, weights, 0.9 * u)
 
 
-@fault("a token of weight zero is drawn", "_src.verify.device:Device.pick", "verify/test_xla.py")
+@fault("a token of weight zero is drawn", "_src.rows.device:Device.pick", "verify/test_xla.py")
 def _(right, self, weights, u):
     place, total = right(self, weights, u)
     return jnp.minimum(place + 1, weights.shape[2] - 1), total
 
 
-@fault("a request's rows begin one too early", "_src.ragged:unpack", "verify/test_xla.py")
+@fault("a request's rows begin one too early", "_src.base.ragged:unpack", "verify/test_xla.py")
 def _(right, *args):
     layout = right(*args)
     return layout._replace(first_row=jnp.maximum(layout.first_row - 1, 0))
 
 
-@fault("filters keep everything", "_src.verify.threshold:find_thresholds", "verify/test_xla.py")
+@fault("filters keep everything", "_src.rows.threshold:find_thresholds", "verify/test_xla.py")
 def _(right, filter, *args, **named):
     return jnp.minimum(right(filter, *args, **named), -jnp.inf)
 
@@ -207,7 +207,7 @@ def _(right, function, arrays, vocab_axis):
 
 @fault(
     "a trainer's threshold is the least logit that was kept",
-    "_src.logprobs:_between",
+    "_src.logits.logprobs:_between",
     "verify/test_logprobs.py",
 )
 def _(right, rows, those, kept):
@@ -238,12 +238,12 @@ def _(right, weights, aim):
 # Noise
 
 
-@fault("accepting and recovering share a stream", "_src.noise:counter_of", "test_keys.py")
+@fault("accepting and recovering share a stream", "_src.base.noise:counter_of", "test_keys.py")
 def _(right, stream, offset):
     return right(stream * 0, offset)
 
 
-@fault("keys of four words lose two", "_src.noise:key_words", "test_keys.py")
+@fault("keys of four words lose two", "_src.base.noise:key_words", "test_keys.py")
 def _(right, keys):
     words = jax.random.key_data(keys)
     return words[..., :2] if words.shape[-1] == 4 else right(keys)
@@ -279,7 +279,7 @@ def _(right, self, rows, requests, positions):
 
 @fault(
     "a CPU reads all rows of a part at once",
-    "_src.verify.device:Cpu.each_row",
+    "_src.rows.device:Cpu.each_row",
     "verify/test_sharded.py",
 )
 def _(right, self, function, count, *arrays):
@@ -288,7 +288,7 @@ def _(right, self, function, count, *arrays):
 
 @fault(
     "the loop draws the same bits at every step",
-    "_src.noise:threefry_bits",
+    "_src.base.noise:threefry_bits",
     "serving/test_lossless.py serving/test_loop.py",
 )
 def _(right, key, position, place):
@@ -381,7 +381,7 @@ def _(right, self, token_ids):
 
 @fault(
     "the mask of allowed ids is left out",
-    "_src.processors:AllowedTokens.apply",
+    "_src.logits.processors:AllowedTokens.apply",
     "serving/test_options.py",
 )
 def _(right, self, logits, rows, platform):
@@ -525,7 +525,7 @@ def _(right, place, key, shift, num_layers):
 
 @fault(
     "a stop token ends the text before itself",
-    "_src.emitted:truncate",
+    "_src.stats.emitted:truncate",
     "serving/test_greedy.py",
 )
 def _(right, *args, **named):
@@ -589,7 +589,7 @@ def _(right, *args):
 
 @fault(
     "bits are added before they are mixed",
-    "_src.row_dependence:_mixed",
+    "_src.testing.row_dependence:_mixed",
     "test_row_dependence.py",
 )
 def _(right, x):
@@ -765,7 +765,7 @@ def _(right, cache, some, slots, axis):
 
 @fault(
     "a draft does not count as output for the minimum length",
-    "_src.processors:MinTokens.append",
+    "_src.logits.processors:MinTokens.append",
     "serving/test_options.py",
 )
 def _(right, self, token_ids):
@@ -774,7 +774,7 @@ def _(right, self, token_ids):
 
 @fault(
     "a draft is not counted by penalties",
-    "_src.processors:Penalties.append",
+    "_src.logits.processors:Penalties.append",
     "serving/test_options.py",
 )
 def _(right, self, token_ids):
@@ -783,7 +783,7 @@ def _(right, self, token_ids):
 
 @fault(
     "a grammar that begins in mid-draft begins a token late",
-    "_src.matchers:DelayedMatcher.has_begun",
+    "_src.logits.matchers:DelayedMatcher.has_begun",
     "serving/test_grammar.py",
 )
 def _(right, self):
@@ -792,7 +792,7 @@ def _(right, self):
 
 @fault(
     "matchers stay where a step's drafts led them",
-    "_src.grammar:GrammarLookahead.close",
+    "_src.logits.grammar:GrammarLookahead.close",
     "serving/test_grammar.py",
 )
 def _(right, self):
@@ -801,7 +801,7 @@ def _(right, self):
 
 @fault(
     "an int8 matrix is taken without its scales",
-    "_src.int8_matmul:int8_matmul",
+    "lm.models.int8_matmul:int8_matmul",
     "models/test_int8.py",
 )
 def _(right, x, values, scale):

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.arrays import Sizes, check_array, check_type, refuse, require
-from jax_specdec._src.blocks import explicit_place
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
-from jax_specdec._src.noise import check_keys
-from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.types import Drafts, RejectionSampleOutput
+from jax_specdec._src.base.arrays import Sizes, check_array, check_type, refuse, require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.noise import check_keys
+from jax_specdec._src.base.sampling import SamplingParams
+from jax_specdec._src.base.types import Drafts, RejectionSampleOutput
+from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
+from jax_specdec._src.rows.blocks import explicit_place
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec._src.verify.sharding import VerifySharding

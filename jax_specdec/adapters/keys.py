@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import jax
 
-from jax_specdec._src.arrays import as_int32, check_array
-from jax_specdec._src.noise import check_keys, threefry_keys
-from jax_specdec._src.types import Integers
+from jax_specdec._src.base.arrays import as_int32, check_array
+from jax_specdec._src.base.noise import check_keys, threefry_keys
+from jax_specdec._src.base.types import Integers
 
 
 def step_keys(key: jax.Array, slots: Integers) -> jax.Array:

@@ -13,11 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import Sizes, as_int32, check_array
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
-from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.types import (
+from jax_specdec._src.base.arrays import Sizes, as_int32, check_array
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.sampling import SamplingParams
+from jax_specdec._src.base.types import (
     Array,
     DraftProbs,
     Drafts,
@@ -25,6 +24,7 @@ from jax_specdec._src.types import (
     Integers,
     RejectionSampleOutput,
 )
+from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.adapters import common
 

@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import as_int32
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
-from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.types import (
+from jax_specdec._src.base.arrays import as_int32
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.sampling import SamplingParams
+from jax_specdec._src.base.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftProbs,
     Drafts,
@@ -27,6 +26,7 @@ from jax_specdec._src.types import (
     RejectionSampleOutput,
     Status,
 )
+from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.adapters import common
 

@@ -6,7 +6,7 @@ What reads models, tokenizers and templates needs the extra `lm`: `pip install "
 from typing import TYPE_CHECKING
 
 import jax_specdec
-from jax_specdec._src.config import did_you_mean
+from jax_specdec._src.base.config import did_you_mean
 from jax_specdec.lm import formats, models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
 from jax_specdec.lm.decoding.core import DecodeState

@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.attention import xla
+from jax_specdec._src.attention.arrays import (
+    AttentionArrays,
+    AttentionImplementation,
+    AttentionStatic,
+)
+from jax_specdec._src.attention.cache import HEADS_LAST, check_cache, room_of
+from jax_specdec._src.base.arrays import (
     LOGITS,
     Sizes,
     as_int32,
@@ -20,17 +27,10 @@ from jax_specdec._src.arrays import (
     check_int,
     require,
 )
-from jax_specdec._src.attention import xla
-from jax_specdec._src.attention.arrays import (
-    AttentionArrays,
-    AttentionImplementation,
-    AttentionStatic,
-)
-from jax_specdec._src.attention.cache import HEADS_LAST, check_cache, room_of
-from jax_specdec._src.blocks import explicit_mesh, laid_as
-from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.tree import MAX_VISIBLE
-from jax_specdec._src.types import Integers
+from jax_specdec._src.base.platform import Platform, traced_for_platform
+from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec._src.base.types import Integers
+from jax_specdec._src.rows.blocks import explicit_mesh, laid_as
 from jax_specdec._src.verify.mosaic_gpu import support
 
 

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jax_specdec._src.tree import MAX_VISIBLE
+from jax_specdec._src.base.tree import MAX_VISIBLE
 
 AttentionImplementation = Literal["xla", "mosaic_gpu"]
 

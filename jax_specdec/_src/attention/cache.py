@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import LOGITS, Sizes, as_int32, check_array, require
-from jax_specdec._src.blocks import laid_as
-from jax_specdec._src.types import Integers
+from jax_specdec._src.base.arrays import LOGITS, Sizes, as_int32, check_array, require
+from jax_specdec._src.base.types import Integers
+from jax_specdec._src.rows.blocks import laid_as
 
 Array = jax.Array | np.ndarray
 LayerCache = tuple[jax.Array, jax.Array]

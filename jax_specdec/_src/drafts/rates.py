@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import pytree
+from jax_specdec._src.base.arrays import pytree
 
 _DECAY = 0.99
 """What remains of the past after a step: a memory of about 100 steps."""

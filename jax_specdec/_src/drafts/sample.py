@@ -11,15 +11,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import as_positions, check_array, check_choice, check_positions
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.noise import Stream, check_keys, uniforms
-from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.sampling import Filter, SamplingParams, per_request
-from jax_specdec._src.types import Array, Integers
+from jax_specdec._src.base.arrays import as_positions, check_array, check_choice, check_positions
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.noise import Stream, check_keys, uniforms
+from jax_specdec._src.base.platform import Platform, traced_for_platform
+from jax_specdec._src.base.sampling import Filter, SamplingParams, per_request
+from jax_specdec._src.base.types import Array, Integers
+from jax_specdec._src.rows.part import part_of
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import support
-from jax_specdec._src.verify.part import part_of
 from jax_specdec._src.verify.requests import DrawnRaces, Races, Uniforms
 from jax_specdec._src.verify.sharding import (
     VerifySharding,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     LOGITS,
     Sizes,
     as_positions,
@@ -21,10 +21,9 @@ from jax_specdec._src.arrays import (
     pytree,
     require,
 )
-from jax_specdec._src.config import check_num_speculative_tokens
-from jax_specdec._src.drafts.sample import DraftSample
-from jax_specdec._src.sampling import Filter, SamplingParams, per_request
-from jax_specdec._src.types import (
+from jax_specdec._src.base.config import check_num_speculative_tokens
+from jax_specdec._src.base.sampling import Filter, SamplingParams, per_request
+from jax_specdec._src.base.types import (
     ROW_NUMBERS,
     Array,
     DraftDistribution,
@@ -32,6 +31,7 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
 )
+from jax_specdec._src.drafts.sample import DraftSample
 from jax_specdec._src.verify.requests import usable_normalizers
 
 _EVICTED = -1

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import check_choice
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.types import (
+from jax_specdec._src.base.arrays import check_choice
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.platform import Platform, traced_for_platform
+from jax_specdec._src.base.sampling import SamplingParams
+from jax_specdec._src.base.types import (
     Array,
     DraftDistribution,
     Drafts,

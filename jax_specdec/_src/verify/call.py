@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     LOGITS,
     Sizes,
     as_positions,
@@ -23,13 +23,14 @@ from jax_specdec._src.arrays import (
     refuse,
     require,
 )
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.noise import check_keys
-from jax_specdec._src.sampling import SamplingParams, per_request
-from jax_specdec._src.types import DraftDistribution, DraftLogits, Drafts, Noise, RaceNoise
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.noise import check_keys
+from jax_specdec._src.base.sampling import SamplingParams, per_request
+from jax_specdec._src.base.types import DraftDistribution, DraftLogits, Drafts, Noise, RaceNoise
+from jax_specdec._src.rows.rows import storage_of
+from jax_specdec._src.rows.tiles import TILE, num_tiles
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import rule_of
 from jax_specdec._src.verify.sharding import (
     ArrayLayout,
@@ -37,7 +38,6 @@ from jax_specdec._src.verify.sharding import (
     resolve,
     vocabulary_parts,
 )
-from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 Implementation = Literal["xla", "mosaic_gpu"]
 

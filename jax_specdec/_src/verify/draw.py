@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import entry_of
-from jax_specdec._src.verify import tiles
+from jax_specdec._src.rows import tiles
+from jax_specdec._src.rows.blocks import entry_of
+from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.tiles import TILE, pieces_of_tiles
 from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import Listed
-from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.statistics import argmax_of_parts
-from jax_specdec._src.verify.tiles import TILE, pieces_of_tiles
 
 
 class TileMasses(NamedTuple):

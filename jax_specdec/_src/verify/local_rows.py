@@ -8,14 +8,14 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.types import DraftDistribution
-from jax_specdec._src.verify import tiles
-from jax_specdec._src.verify.device import Device
-from jax_specdec._src.verify.part import WHOLE, Part
+from jax_specdec._src.base.types import DraftDistribution
+from jax_specdec._src.rows import tiles
+from jax_specdec._src.rows.device import Device
+from jax_specdec._src.rows.part import WHOLE, Part
+from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.tiles import TILE, tiles_of_part
 from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import OneHot, Q, Stored, q_of
-from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.tiles import TILE, tiles_of_part
 
 
 @dataclasses.dataclass(frozen=True)

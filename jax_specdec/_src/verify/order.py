@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.tree import depths, lineage, nodes_above
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.base.tree import depths, lineage, nodes_above
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.verify.position import Position
 
 

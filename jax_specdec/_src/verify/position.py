@@ -17,8 +17,8 @@ from typing import NamedTuple
 import jax
 from jax import lax
 
-from jax_specdec._src.types import Status
-from jax_specdec._src.verify.tiles import Scale
+from jax_specdec._src.base.types import Status
+from jax_specdec._src.rows.tiles import Scale
 
 
 class DraftScale(NamedTuple):

@@ -17,14 +17,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.base.types import DraftDistribution, DraftLogits, DraftProbs
+from jax_specdec._src.rows.device import Device, entries_of
+from jax_specdec._src.rows.part import WHOLE, Part
+from jax_specdec._src.rows.rows import Rows, storage_of
+from jax_specdec._src.rows.tiles import Scale
 from jax_specdec._src.verify import rules
-from jax_specdec._src.verify.device import Device, entries_of
-from jax_specdec._src.verify.part import WHOLE, Part
 from jax_specdec._src.verify.position import DraftScale, Source
-from jax_specdec._src.verify.rows import Rows, storage_of
 from jax_specdec._src.verify.statistics import Partials
-from jax_specdec._src.verify.tiles import Scale
 
 
 @dataclasses.dataclass(frozen=True)

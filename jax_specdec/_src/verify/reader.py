@@ -12,10 +12,10 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.types import Status
-from jax_specdec._src.verify import tiles
+from jax_specdec._src.base.types import Status
+from jax_specdec._src.rows import tiles
+from jax_specdec._src.rows.part import of_owner
 from jax_specdec._src.verify.local_rows import LocalRows
-from jax_specdec._src.verify.part import of_owner
 from jax_specdec._src.verify.position import Position, Source
 from jax_specdec._src.verify.q import Stored
 from jax_specdec._src.verify.requests import Request, Uniforms

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src import ragged
-from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.arrays import pytree
-from jax_specdec._src.noise import draw_noise, token_exponentials
-from jax_specdec._src.sampling import Filter, SamplingParams
-from jax_specdec._src.types import (
+from jax_specdec._src.base import ragged
+from jax_specdec._src.base import sampling as sampling_lib
+from jax_specdec._src.base.arrays import pytree
+from jax_specdec._src.base.noise import draw_noise, token_exponentials
+from jax_specdec._src.base.sampling import Filter, SamplingParams
+from jax_specdec._src.base.types import (
     MAX_LOG_NORMALIZER,
     PLACEHOLDER_TOKEN_ID,
     Array,
@@ -25,9 +25,9 @@ from jax_specdec._src.types import (
     RaceNoise,
     Status,
 )
+from jax_specdec._src.rows.tiles import Scale
 from jax_specdec._src.verify.order import ChainOrder, TreeOrder
 from jax_specdec._src.verify.position import DraftScale, Position, Source
-from jax_specdec._src.verify.tiles import Scale
 
 KeysAndPositions = tuple[jax.Array | None, jax.Array | None]
 """Keys ``[B]`` and positions ``[B]``, to draw noise from. Greedy requests alone need neither."""

@@ -40,9 +40,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import FEW, entry_of
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.types import Status
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.types import Status
+from jax_specdec._src.rows.blocks import FEW, entry_of
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
 

@@ -13,10 +13,16 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.arrays import check_choice, check_type, require
-from jax_specdec._src.types import DraftLogits, DraftProbs, Drafts, RaceNoise, RejectionSampleOutput
+from jax_specdec._src.base.arrays import check_choice, check_type, require
+from jax_specdec._src.base.types import (
+    DraftLogits,
+    DraftProbs,
+    Drafts,
+    RaceNoise,
+    RejectionSampleOutput,
+)
+from jax_specdec._src.rows.rows import storage_of
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rows import storage_of
 
 
 @jax.tree_util.register_static

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src import ragged
+from jax_specdec._src.base import ragged
 from jax_specdec._src.verify.requests import Request
 
 MANY_PAIRS = 2**22

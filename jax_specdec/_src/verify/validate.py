@@ -5,17 +5,17 @@ from __future__ import annotations
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     as_positions,
     check_entries,
     check_outside_jit,
     check_positions,
     require,
 )
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.noise import check_keys
-from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.types import (
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.noise import check_keys
+from jax_specdec._src.base.sampling import SamplingParams
+from jax_specdec._src.base.types import (
     MAX_LOG_NORMALIZER,
     Array,
     DraftDistribution,
@@ -23,11 +23,11 @@ from jax_specdec._src.types import (
     Drafts,
     Integers,
 )
+from jax_specdec._src.rows.rows import storage_of
 from jax_specdec._src.verify.api import check_implementation
 from jax_specdec._src.verify.call import Implementation, Settings, checked
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.values import Owned, check_probs, check_requests, check_stored
 

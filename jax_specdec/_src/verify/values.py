@@ -8,12 +8,12 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_entries, check_listed, require
-from jax_specdec._src.sampling import SAMPLING_PARAMETERS
-from jax_specdec._src.types import DraftDistribution, Drafts
+from jax_specdec._src.base.arrays import check_entries, check_listed, require
+from jax_specdec._src.base.sampling import SAMPLING_PARAMETERS
+from jax_specdec._src.base.types import DraftDistribution, Drafts
+from jax_specdec._src.rows.rows import storage_of
 from jax_specdec._src.verify.call import NO_LEADING_0, Static
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rows import storage_of
 
 MOST_NUMBERS = 2**18
 """Of a stored array that a call outside of jit reads, in less than a millisecond."""

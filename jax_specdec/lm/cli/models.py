@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 
 from jax_specdec import lm
-from jax_specdec._src.arrays import renamed, require
+from jax_specdec._src.base.arrays import renamed, require
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Options
 from jax_specdec.lm.cli.prompts import InputError

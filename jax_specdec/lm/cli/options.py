@@ -11,15 +11,15 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 import numpy as np
 
-from jax_specdec._src.arrays import argument_of, check_int, either, renamed, require
-from jax_specdec._src.config import (
+from jax_specdec._src.base.arrays import argument_of, check_int, either, renamed, require
+from jax_specdec._src.base.config import (
     DraftSampleMethod,
     RejectionSampleMethod,
     SpecDecodeConfig,
     did_you_mean,
 )
-from jax_specdec._src.sampling import FILTERS, TEMPERATURE
-from jax_specdec._src.tree import MAX_VISIBLE
+from jax_specdec._src.base.sampling import FILTERS, TEMPERATURE
+from jax_specdec._src.base.tree import MAX_VISIBLE
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.other_names import OTHER_NAMES
 from jax_specdec.lm.decoding.options import PENALTIES, RequestOptions

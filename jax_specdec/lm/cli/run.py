@@ -15,9 +15,9 @@ import jax
 import numpy as np
 from jax import monitoring
 
-from jax_specdec._src.acceptance import AcceptanceStats
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.stats.acceptance import AcceptanceStats
+from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.cli.options import Options
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
 from jax_specdec.lm.decoding.generate import (

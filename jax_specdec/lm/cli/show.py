@@ -11,8 +11,8 @@ import time
 import numpy as np
 from rich.text import Text
 
-from jax_specdec._src.acceptance import AcceptanceStats
-from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.stats.acceptance import AcceptanceStats
+from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import report
 from jax_specdec.lm.cli.models import load

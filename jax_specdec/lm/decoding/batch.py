@@ -7,12 +7,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import pytree
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.emitted import StepRecord, truncate
-from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.processors import Sequences
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
+from jax_specdec._src.base.arrays import pytree
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
+from jax_specdec._src.logits.logprobs import TokenLogprobs
+from jax_specdec._src.logits.processors import Sequences
+from jax_specdec._src.stats.emitted import StepRecord, truncate
 from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import DraftContext
 

@@ -8,11 +8,11 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from jax_specdec._src.acceptance import AcceptanceCounters
+from jax_specdec._src.base.types import Status
 from jax_specdec._src.drafts.rates import DraftRates
-from jax_specdec._src.logprobs import TokenLogprobs
-from jax_specdec._src.matchers import GrammarMatcher
-from jax_specdec._src.types import Status
+from jax_specdec._src.logits.logprobs import TokenLogprobs
+from jax_specdec._src.logits.matchers import GrammarMatcher
+from jax_specdec._src.stats.acceptance import AcceptanceCounters
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.weights import Weights

@@ -12,16 +12,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.acceptance import AcceptanceCounters
-from jax_specdec._src.arrays import check_array, check_type, pytree, require
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.base.arrays import check_array, check_type, pytree, require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.platform import Platform, traced_for_platform
+from jax_specdec._src.base.tree import TreeRows
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
-from jax_specdec._src.emitted import StepRecord
-from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
-from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.tree import TreeRows
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
+from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
+from jax_specdec._src.stats.acceptance import AcceptanceCounters
+from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
 from jax_specdec.lm.decoding.weights import put

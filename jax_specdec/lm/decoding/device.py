@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_specdec._src.grammar import ForcedDrafts
+from jax_specdec._src.logits.grammar import ForcedDrafts
 from jax_specdec.lm.decoding import programs
 from jax_specdec.lm.decoding.bookkeeping import HostState, ServedRequest, StepAhead, StepResult
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import check_type
-from jax_specdec._src.types import Array
+from jax_specdec._src.base.arrays import check_type
+from jax_specdec._src.base.types import Array
 from jax_specdec.lm.decoding.batch import Batch
 from jax_specdec.lm.decoding.core import PLAIN
 from jax_specdec.lm.decoding.generate import GenerateOutput

@@ -12,12 +12,12 @@ from typing import Self, Unpack
 import jax
 import numpy as np
 
-from jax_specdec._src.acceptance import AcceptanceCounters, AcceptanceStats
-from jax_specdec._src.arrays import check_choice, check_int, check_type, require
+from jax_specdec._src.base.arrays import check_choice, check_int, check_type, require
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.rates import DraftRates
-from jax_specdec._src.grammar import check_matchers
-from jax_specdec._src.matchers import GrammarMatcher
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.logits.grammar import check_matchers
+from jax_specdec._src.logits.matchers import GrammarMatcher
+from jax_specdec._src.stats.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec.lm.decoding import inputs, schedule, stopwatch
 from jax_specdec.lm.decoding.bookkeeping import HostState, Matching, RequestUpdate, ServedRequest
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices

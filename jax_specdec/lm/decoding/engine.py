@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src import noise
-from jax_specdec._src.arrays import check_increasing, check_int, check_type, pytree, require
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.base import noise
+from jax_specdec._src.base.arrays import check_increasing, check_int, check_type, pytree, require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.types import Status
 from jax_specdec._src.drafts.rates import DraftRates
-from jax_specdec._src.emitted import StepRecord
-from jax_specdec._src.logprobs import LogprobsConfig
-from jax_specdec._src.types import Status
+from jax_specdec._src.logits.logprobs import LogprobsConfig
+from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last

@@ -7,9 +7,9 @@ from collections.abc import Hashable
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import require
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.row_dependence import RowDependence, row_dependence
+from jax_specdec._src.base.arrays import require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.testing.row_dependence import RowDependence, row_dependence
 from jax_specdec.lm.decoding.core import Decoder
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.drafting.drafter import Drafter

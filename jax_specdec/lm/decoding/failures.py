@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator
 
-from jax_specdec._src.arrays import is_error
+from jax_specdec._src.base.arrays import is_error
 from jax_specdec.lm.decoding.bookkeeping import ServedRequest
 
 

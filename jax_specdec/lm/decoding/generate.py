@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import check_outside_jit, check_type
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.emitted import StepRecord
-from jax_specdec._src.logprobs import LogprobsConfig, TokenLogprobs
-from jax_specdec._src.noise import check_keys, fold_in_each, threefry_keys
-from jax_specdec._src.types import Array, Status
+from jax_specdec._src.base.arrays import check_outside_jit, check_type
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.noise import check_keys, fold_in_each, threefry_keys
+from jax_specdec._src.base.types import Array, Status
+from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs
+from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState, on_all_devices

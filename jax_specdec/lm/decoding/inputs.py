@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_type, refuse, require
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.tree import MAX_VISIBLE
+from jax_specdec._src.base.arrays import check_type, refuse, require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.tree import MAX_VISIBLE
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head

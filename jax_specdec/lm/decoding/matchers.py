@@ -8,15 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from jax_specdec._src.grammar import (
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.logits.grammar import (
     ForcedDrafts,
     GrammarError,
     advance_matchers,
     bitmask_of,
     forced_drafts,
 )
-from jax_specdec._src.matchers import GrammarMatcher
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.logits.matchers import GrammarMatcher
 from jax_specdec.lm.decoding.bookkeeping import ServedRequest
 from jax_specdec.lm.decoding.failures import awaiting
 

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from jax_specdec._src.acceptance import check_seconds, since
-from jax_specdec._src.arrays import require
+from jax_specdec._src.base.arrays import require
+from jax_specdec._src.stats.acceptance import check_seconds, since
 
 END_REASONS = ("length", "stop", "failed", "cancelled")
 """Why requests end: those of `RequestUpdate.finish_reason`, and `EngineDriver.cancel`."""

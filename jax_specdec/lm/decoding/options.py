@@ -10,9 +10,9 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from jax_specdec._src.arrays import Range, check_int, check_type, refuse, require
-from jax_specdec._src.config import did_you_mean
-from jax_specdec._src.sampling import SAMPLING_PARAMETERS, Parameter
+from jax_specdec._src.base.arrays import Range, check_int, check_type, refuse, require
+from jax_specdec._src.base.config import did_you_mean
+from jax_specdec._src.base.sampling import SAMPLING_PARAMETERS, Parameter
 from jax_specdec.lm.decoding import inputs
 
 # No logit overflows by any of these three, whatever occurs how often.

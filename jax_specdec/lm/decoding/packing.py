@@ -9,9 +9,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from jax_specdec._src.arrays import check_int, pytree, require
-from jax_specdec._src.process_logits import LogitsProcessors
-from jax_specdec._src.processors import (
+from jax_specdec._src.base.arrays import check_int, pytree, require
+from jax_specdec._src.base.sampling import SAMPLING_PARAMETERS, TEMPERATURE, SamplingParams
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.logits.process_logits import LogitsProcessors
+from jax_specdec._src.logits.processors import (
     AllowedTokens,
     BadWords,
     LogitBias,
@@ -19,8 +21,6 @@ from jax_specdec._src.processors import (
     Penalties,
     Processor,
 )
-from jax_specdec._src.sampling import SAMPLING_PARAMETERS, TEMPERATURE, SamplingParams
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.decoding.options import RequestOptions
 
 

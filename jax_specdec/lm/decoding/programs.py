@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.emitted import StepRecord
+from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding.bookkeeping import StepResult
 from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.engine import Engine, NewRequests

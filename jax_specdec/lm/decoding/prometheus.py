@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jax_specdec._src.acceptance import AcceptanceStats
-from jax_specdec._src.arrays import require
+from jax_specdec._src.base.arrays import require
+from jax_specdec._src.stats.acceptance import AcceptanceStats
 from jax_specdec.lm.decoding.metrics import END_REASONS, ServingStats
 from jax_specdec.lm.extras import extra
 

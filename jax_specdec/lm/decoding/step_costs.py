@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jax_specdec._src.arrays import check_increasing, check_int, check_type, require
+from jax_specdec._src.base.arrays import check_increasing, check_int, check_type, require
 from jax_specdec._src.drafts.rates import DraftRates
 
 _TRIAL_SHARE = 0.01

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_int
+from jax_specdec._src.base.arrays import check_int
 from jax_specdec.lm.decoding import programs
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
-from jax_specdec._src.arrays import check_type
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.base.arrays import check_type
+from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec.lm.decoding.generate import generate
 from jax_specdec.lm.decoding.options import RequestFields
 from jax_specdec.lm.drafting.draft_model import ModelDrafter

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from jax_specdec._src.arrays import require
+from jax_specdec._src.base.arrays import require
 from jax_specdec.lm.models.int8 import is_int8
 from jax_specdec.lm.models.protocol import HasParams, Params, check_like, check_params
 

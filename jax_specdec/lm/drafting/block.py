@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import check_int, check_type, require
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.base.arrays import check_int, check_type, require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of

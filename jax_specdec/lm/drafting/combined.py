@@ -8,10 +8,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_type, require
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.base.arrays import check_type, require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.types import Integers
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.types import Integers
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.suffix import Lookup, SuffixDrafter
 from jax_specdec.lm.models.protocol import Cache, Params, Rows, check_params

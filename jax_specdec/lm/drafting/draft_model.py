@@ -13,16 +13,16 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     check_array,
     check_int,
     check_listed,
     checked_dtype,
     host_int32,
 )
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.platform import Platform, traced_for_platform
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import draft_chain
 from jax_specdec.lm.models.protocol import (

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import check_choice, check_int, check_type, pytree, require
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.base.arrays import check_choice, check_int, check_type, pytree, require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.sampling import SamplingParams
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.process_logits import LogitsProcessors, process_logits
-from jax_specdec._src.sampling import SamplingParams
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
+from jax_specdec._src.logits.process_logits import LogitsProcessors, process_logits
 from jax_specdec.lm.models.protocol import Cache, Params, Rows
 
 

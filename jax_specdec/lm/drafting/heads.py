@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.config import SpecDecodeConfig
+from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead

@@ -8,9 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_int
+from jax_specdec._src.base.arrays import check_int
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.models.protocol import Cache, Params
 

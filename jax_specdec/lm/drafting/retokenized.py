@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import check_int, check_type, require
+from jax_specdec._src.base.arrays import check_int, check_type, require
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 from jax_specdec.lm.models.fields import shown

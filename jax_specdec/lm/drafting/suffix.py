@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import as_int32, check_array, check_int, require
+from jax_specdec._src.base.arrays import as_int32, check_array, check_int, require
+from jax_specdec._src.base.platform import Platform, traced_for_platform
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Integers
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Integers
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.tree import Candidates, best_nodes
 from jax_specdec.lm.models.protocol import Cache, Params

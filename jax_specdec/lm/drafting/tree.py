@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jax_specdec._src.base.noise import token_exponentials
+from jax_specdec._src.base.sampling import SamplingParams, inverse_temperature
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, TILE
 from jax_specdec._src.drafts.sample import sample_by_races
-from jax_specdec._src.noise import token_exponentials
-from jax_specdec._src.sampling import SamplingParams, inverse_temperature
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, TILE
 from jax_specdec.lm.drafting.drafter import DraftContext
 from jax_specdec.lm.drafting.draw import on_target_ids
 

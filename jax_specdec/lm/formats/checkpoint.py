@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     LOGITS,
     check_choice,
     check_int,

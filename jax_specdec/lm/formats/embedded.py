@@ -6,7 +6,7 @@ from typing import Literal, overload
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_specdec._src.arrays import check_choice
+from jax_specdec._src.base.arrays import check_choice
 from jax_specdec.lm.formats.checkpoint import LoadedModel, load_huggingface
 from jax_specdec.lm.formats.heads import load_block_head, load_eagle3
 from jax_specdec.lm.models.block import BlockHead

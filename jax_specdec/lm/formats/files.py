@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_specdec._src.arrays import refuse
+from jax_specdec._src.base.arrays import refuse
 from jax_specdec.lm.models.fields import quoted, reason, shown
 
 JsonValue = Any

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_specdec._src.arrays import LOGITS, check_listed, checked_dtype, require
+from jax_specdec._src.base.arrays import LOGITS, check_listed, checked_dtype, require
 from jax_specdec.lm.formats.checkpoint import LoadedModel, refuse_int8, stored_tensors, write_files
 from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, path_of, read_json

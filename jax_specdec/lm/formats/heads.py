@@ -5,7 +5,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_specdec._src.arrays import check_type
+from jax_specdec._src.base.arrays import check_type
 from jax_specdec.lm.formats.checkpoint import LoadedModel
 from jax_specdec.lm.formats.files import JsonValue, is_there, path_of
 from jax_specdec.lm.formats.head_files import load_head, save_head

@@ -30,9 +30,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import check_array, check_int, require
 from jax_specdec._src.attention.cache import write_rows
-from jax_specdec._src.tree import MAX_VISIBLE, TreeRows
+from jax_specdec._src.base.arrays import check_array, check_int, require
+from jax_specdec._src.base.tree import MAX_VISIBLE, TreeRows
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.int8 import Int8Weight, matmul

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import Sizes, check_array, require
 from jax_specdec._src.attention.api import decode_attention
 from jax_specdec._src.attention.cache import write_rows
+from jax_specdec._src.base.arrays import Sizes, check_array, require
 from jax_specdec.lm.models.protocol import Cache, Rows
 
 Layer = tuple[jax.Array, jax.Array]

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_array, require
+from jax_specdec._src.base.arrays import check_array, require
 from jax_specdec.lm.models.cache import Pass, check_rows
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.int8 import matmul

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from jax_specdec._src.arrays import refuse
+from jax_specdec._src.base.arrays import refuse
 
 MAX_INT = 2**31 - 1
 """Sizes, positions and token ids are int32 on the device."""

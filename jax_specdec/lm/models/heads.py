@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import checked_dtype, require
+from jax_specdec._src.base.arrays import checked_dtype, require
 from jax_specdec.lm.models.fields import check_fields
 from jax_specdec.lm.models.int8 import is_int8
 from jax_specdec.lm.models.layers import Weights, check_weights, output_logits, random_weights

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import KeyPath
 
-from jax_specdec._src.arrays import require
-from jax_specdec._src.int8_matmul import int8_matmul
+from jax_specdec._src.base.arrays import require
+from jax_specdec.lm.models.int8_matmul import int8_matmul
 from jax_specdec.lm.models.protocol import Params, is_loaded_model
 
 NOT_PRODUCTS = ("embed_tokens", "markov_w1", "confidence_proj")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import refuse, require
+from jax_specdec._src.base.arrays import refuse, require
 from jax_specdec.lm.models.int8 import Int8Weight, has_outputs_first, is_int8, matmul
 from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling, Shapes
 from jax_specdec.lm.models.protocol import Params, check_leaf

@@ -21,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.arrays import check_array, check_increasing, check_type, checked_dtype
 from jax_specdec._src.attention.cache import move_rows
+from jax_specdec._src.base.arrays import check_array, check_increasing, check_type, checked_dtype
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows
 from jax_specdec.lm.models.layers import (
     LayerAttend,

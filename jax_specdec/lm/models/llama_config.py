@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jax_specdec._src.arrays import require
+from jax_specdec._src.base.arrays import require
 from jax_specdec.lm.models.fields import check_fields
 
 Shapes = dict[str, Any]

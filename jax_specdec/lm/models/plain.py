@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jax_specdec._src.arrays import check_int, require
+from jax_specdec._src.base.arrays import check_int, require
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import check_type, described, refuse, require
-from jax_specdec._src.tree import TreeRows
+from jax_specdec._src.base.arrays import check_type, described, refuse, require
+from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.verify.sharding import VerifySharding
 
 _Result = TypeVar("_Result")

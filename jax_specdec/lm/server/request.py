@@ -15,8 +15,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, Wra
 from pydantic_core import PydanticCustomError
 
 from jax_specdec import lm
-from jax_specdec._src.arrays import described, either
-from jax_specdec._src.config import did_you_mean
+from jax_specdec._src.base.arrays import described, either
+from jax_specdec._src.base.config import did_you_mean
 from jax_specdec.lm.decoding.options import NUMBERS
 from jax_specdec.lm.server.limits import ApiError, Choice, Json
 from jax_specdec.lm.server.vocabulary import Vocabulary

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from jax_specdec import lm
-from jax_specdec._src.arrays import argument_of
+from jax_specdec._src.base.arrays import argument_of
 from jax_specdec.lm import terminal
 from jax_specdec.lm.server.limits import BUSY, ApiError, Choice, first_line
 

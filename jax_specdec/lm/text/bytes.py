@@ -3,7 +3,7 @@
 import operator
 from collections.abc import Iterable
 
-from jax_specdec._src.arrays import check_type, refuse, require
+from jax_specdec._src.base.arrays import check_type, refuse, require
 
 BYTE_VOCAB_SIZE = 256
 """Size of the vocabulary: one token id per byte value."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jax_specdec._src.arrays import require
+from jax_specdec._src.base.arrays import require
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.added_tokens import TOKENIZER_CONFIG_FILE, special_tokens
 from jax_specdec.lm.formats.files import JsonValue, is_there, read_json, read_text

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_specdec._src.arrays import check_int, check_type, is_error, require
+from jax_specdec._src.base.arrays import check_int, check_type, is_error, require
 from jax_specdec.lm.extras import extra
 from jax_specdec.lm.formats.added_tokens import (
     TOKENIZER_CONFIG_FILE,

@@ -23,15 +23,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import any_under_vmap, entry_of
-from jax_specdec._src.platform import Platform
-from jax_specdec._src.sampling import Filter
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
+from jax_specdec._src.base.platform import Platform
+from jax_specdec._src.base.sampling import Filter
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, RejectionSampleOutput, Status
+from jax_specdec._src.rows.blocks import any_under_vmap, entry_of
+from jax_specdec._src.rows.device import Device
+from jax_specdec._src.rows.part import Part, part_of
 from jax_specdec._src.verify.call import Static
-from jax_specdec._src.verify.device import Device
 from jax_specdec._src.verify.draw import Residuals, TileMasses, race
 from jax_specdec._src.verify.local_rows import LocalRows
-from jax_specdec._src.verify.part import Part, part_of
 from jax_specdec._src.verify.position import Position, Source
 from jax_specdec._src.verify.requests import CallArrays, Races, Request, Uniforms, requests_of
 from jax_specdec._src.verify.rules import Rule, accepts_greedy, first_true

@@ -13,17 +13,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.sampling import Filter, SamplingParams
-from jax_specdec._src.types import Status
-from jax_specdec._src.verify import draw, reader, tiles
+from jax_specdec._src.base.sampling import Filter, SamplingParams
+from jax_specdec._src.base.types import Status
+from jax_specdec._src.rows import tiles
+from jax_specdec._src.rows.part import Part
+from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.threshold import find_thresholds
+from jax_specdec._src.rows.tiles import TILE
+from jax_specdec._src.verify import draw, reader
 from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.draw import TileMasses
 from jax_specdec._src.verify.local_rows import LocalRows
-from jax_specdec._src.verify.part import Part
 from jax_specdec._src.verify.position import Position, Source
 from jax_specdec._src.verify.q import Listed, Mapped, Stored
 from jax_specdec._src.verify.requests import DrawnRaces, Races, Request, Uniforms
-from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Agreement, Rule, Standard
 from jax_specdec._src.verify.statistics import (
     Partials,
@@ -31,8 +34,6 @@ from jax_specdec._src.verify.statistics import (
     argmax_of_parts,
     of_owners,
 )
-from jax_specdec._src.verify.threshold import find_thresholds
-from jax_specdec._src.verify.tiles import TILE
 
 TileViews = list[tuple[int, list[jax.Array]]]
 """Some tiles of each of several matrices, after the number of the first."""

@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.types import Status
+from jax_specdec._src.base.types import Status
+from jax_specdec._src.rows.device import Cpu, Device
+from jax_specdec._src.rows.part import pack, unpack
+from jax_specdec._src.rows.rows import Rows
 from jax_specdec._src.verify import reader
 from jax_specdec._src.verify.backends.gather import Gather, TileViews, has_cut_tiles, whole_and_cut
-from jax_specdec._src.verify.device import Cpu, Device
 from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.order import ChainOrder
-from jax_specdec._src.verify.part import pack, unpack
 from jax_specdec._src.verify.position import Position
 from jax_specdec._src.verify.requests import Request
-from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.statistics import Partials, TargetStatistics
 

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.sampling import Filter
-from jax_specdec._src.verify import threshold
-from jax_specdec._src.verify.device import LANES
-from jax_specdec._src.verify.rows import Rows
-from jax_specdec._src.verify.threshold import XlaAmounts
-from jax_specdec._src.verify.tiles import TILE
+from jax_specdec._src.base.sampling import Filter
+from jax_specdec._src.rows import threshold
+from jax_specdec._src.rows.device import LANES
+from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.threshold import XlaAmounts
+from jax_specdec._src.rows.tiles import TILE
 
 ALL_ENTRIES = "all_entries"
 """The scope of the operations that search all entries of rows."""

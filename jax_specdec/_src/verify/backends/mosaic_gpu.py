@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from jax_specdec._src.platform import Platform
-from jax_specdec._src.types import RaceNoise, RejectionSampleOutput
+from jax_specdec._src.base.platform import Platform
+from jax_specdec._src.base.types import RaceNoise, RejectionSampleOutput
 from jax_specdec._src.verify.backends.gather import Gather
 from jax_specdec._src.verify.call import Static
 from jax_specdec._src.verify.mosaic_gpu import support

@@ -17,23 +17,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import any_under_vmap
-from jax_specdec._src.sampling import Filter
-from jax_specdec._src.verify import draw, tiles
+from jax_specdec._src.base.sampling import Filter
+from jax_specdec._src.rows import tiles
+from jax_specdec._src.rows.blocks import any_under_vmap
+from jax_specdec._src.rows.device import LANES, Device, Tpu
+from jax_specdec._src.rows.part import Part
+from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.tiles import TILE
+from jax_specdec._src.verify import draw
 from jax_specdec._src.verify.backends import gather
 from jax_specdec._src.verify.backends.gather import Gather
 from jax_specdec._src.verify.backends.largest import Largest, lists_of, search_among_largest
-from jax_specdec._src.verify.device import LANES, Device, Tpu
 from jax_specdec._src.verify.draw import TileMasses
 from jax_specdec._src.verify.local_rows import LocalRows
-from jax_specdec._src.verify.part import Part
 from jax_specdec._src.verify.position import Position, Source
 from jax_specdec._src.verify.q import Dense, Stored
 from jax_specdec._src.verify.requests import Request
-from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.rules import Rule
 from jax_specdec._src.verify.statistics import MANY_PAIRS, Partials, TargetStatistics, of_owners
-from jax_specdec._src.verify.tiles import TILE
 
 
 class Tiles(Gather):

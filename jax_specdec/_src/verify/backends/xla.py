@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jax_specdec._src.platform import Platform
+from jax_specdec._src.base.platform import Platform
 from jax_specdec._src.verify.backends.gather import Gather
 from jax_specdec._src.verify.backends.in_order import InOrder
 from jax_specdec._src.verify.backends.tiles import Tiles

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.types import Status
+from jax_specdec._src.base.types import Status
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu.cluster import Masses
 from jax_specdec._src.verify.mosaic_gpu.draw import Draw, TileWeights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jax_specdec._src.arrays import check_int, static_pytree
+from jax_specdec._src.base.arrays import check_int, static_pytree
 
 MAX_CLUSTER = 16
 """CTAs of a cluster on a Hopper GPU, at most; more than 8 need a GPC with 16 cores."""

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.types import MAX_LOG_NORMALIZER
+from jax_specdec._src.base.types import MAX_LOG_NORMALIZER
+from jax_specdec._src.mosaic.threads import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, Listed, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.request import (
@@ -39,7 +40,6 @@ from jax_specdec._src.verify.mosaic_gpu.statistics import (
     RelativeExponent,
     is_finite,
 )
-from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
 
 _ENTRIES = 8
 """Loads of lists, of 32 candidates each, that are in flight at once."""

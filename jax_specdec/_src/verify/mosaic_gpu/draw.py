@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.types import Status
+from jax_specdec._src.base.types import Status
+from jax_specdec._src.mosaic.threads import WARP, Threads
+from jax_specdec._src.rows.tiles import TILE
 from jax_specdec._src.verify.mosaic_gpu.cluster import Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.drafted import Work
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
@@ -31,8 +33,6 @@ from jax_specdec._src.verify.mosaic_gpu.statistics import (
     excess,
     tile_masses,
 )
-from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
-from jax_specdec._src.verify.tiles import TILE
 
 NONE = 2**24
 """Greater than any place."""

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.types import Status
+from jax_specdec._src.base.types import Status
+from jax_specdec._src.mosaic.threads import WARP, Ref, Threads
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu.block_rule import BlockRuleWalk
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, OneWarpgroup, Warpgroups
@@ -25,7 +26,6 @@ from jax_specdec._src.verify.mosaic_gpu.request import (
     RequestLoads,
 )
 from jax_specdec._src.verify.mosaic_gpu.rows import TargetSlice
-from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, Threads
 from jax_specdec._src.verify.mosaic_gpu.walk import Walk, copy_row
 
 

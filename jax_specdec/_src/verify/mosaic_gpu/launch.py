@@ -10,19 +10,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.noise import key_words
-from jax_specdec._src.sampling import Filter, SamplingParams
-from jax_specdec._src.types import (
+from jax_specdec._src.base.noise import key_words
+from jax_specdec._src.base.sampling import Filter, SamplingParams
+from jax_specdec._src.base.types import (
     DraftDistribution,
     DraftLogits,
     Noise,
     RaceNoise,
     RejectionSampleOutput,
 )
+from jax_specdec._src.mosaic.interpret import ExchangeBarriers, InterpretedThreads
+from jax_specdec._src.mosaic.ptx import GpuThreads
+from jax_specdec._src.mosaic.threads import Ref, Threads
+from jax_specdec._src.rows.rows import storage_of
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, OneWarpgroup, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.mosaic_gpu.drafted import DraftRows
-from jax_specdec._src.verify.mosaic_gpu.interpret import ExchangeBarriers, InterpretedThreads
 from jax_specdec._src.verify.mosaic_gpu.kernel import verify_request
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
 from jax_specdec._src.verify.mosaic_gpu.plan import (
@@ -32,7 +35,6 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     Plan,
     is_aligned,
 )
-from jax_specdec._src.verify.mosaic_gpu.ptx import GpuThreads
 from jax_specdec._src.verify.mosaic_gpu.request import (
     ById,
     CandidateOperands,
@@ -60,9 +62,7 @@ from jax_specdec._src.verify.mosaic_gpu.rows import (
     Thresholds,
     words_of,
 )
-from jax_specdec._src.verify.mosaic_gpu.threads import Ref, Threads
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule, Standard
 
 X = TypeVar("X")

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.mosaic.threads import THREADS, WARP, Ref, Threads
+from jax_specdec._src.rows.tiles import TILE, num_tiles
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.plan import MAX_MAPPED
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, NoThresholds, Thresholds
 from jax_specdec._src.verify.mosaic_gpu.statistics import Given, Probability, base_of
-from jax_specdec._src.verify.mosaic_gpu.threads import THREADS, WARP, Ref, Threads
-from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 NOT_LISTED = MAX_MAPPED
 """The column of an id that a map does not list: 0xffff, which is also the mask of half a word."""

@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from jax_specdec._src.types import DraftDistribution, DraftLogits
+from jax_specdec._src.base.types import DraftDistribution, DraftLogits
+from jax_specdec._src.rows.rows import storage_of
+from jax_specdec._src.rows.tiles import TILE, num_tiles
 from jax_specdec._src.verify.mosaic_gpu.config import MAX_CLUSTER, MAX_TILES, KernelConfig
-from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import Rule
-from jax_specdec._src.verify.tiles import TILE, num_tiles
 
 Entries = Literal["none", "probs", "logits", "normalized"]
 """What draft rows hold, "none" without any; "normalized" if log-normalizers are stored too."""

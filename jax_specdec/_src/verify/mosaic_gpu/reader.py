@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.types import Status
-from jax_specdec._src.verify import threshold
+from jax_specdec._src.base.types import Status
+from jax_specdec._src.rows import threshold
 from jax_specdec._src.verify.mosaic_gpu import statistics
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.drafted import SummedQ, Work

@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src import noise, ragged
-from jax_specdec._src import sampling as sampling_lib
-from jax_specdec._src.sampling import Filter, SamplingParams
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Status
+from jax_specdec._src.base import noise, ragged
+from jax_specdec._src.base import sampling as sampling_lib
+from jax_specdec._src.base.sampling import Filter, SamplingParams
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Status
+from jax_specdec._src.mosaic.threads import WARP, Ref, Threads
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
 from jax_specdec._src.verify.mosaic_gpu.rows import NoThresholds, Thresholds
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Normalizer, is_finite
-from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Ref, Threads
 
 _GROUPS = 8
 """Groups of 32 requests, the offsets of which are loaded at once."""

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.verify.mosaic_gpu.threads import COPIED, THREADS, Ref, Threads
-from jax_specdec._src.verify.tiles import TILE
+from jax_specdec._src.mosaic.threads import COPIED, THREADS, Ref, Threads
+from jax_specdec._src.rows.tiles import TILE
 
 PIECES = 2
 """Pieces of a tile of a draft row, of eight ids per thread. Fewer would need more registers."""

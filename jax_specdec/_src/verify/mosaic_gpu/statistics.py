@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jax_specdec._src.mosaic.threads import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, TargetSlice
-from jax_specdec._src.verify.mosaic_gpu.threads import WARP, Threads
 
 LOG2E = 1.4426950408889634
 """exp(x) = exp2(x * LOG2E); GPUs have an instruction for exp2 alone."""

@@ -6,7 +6,8 @@ import dataclasses
 
 import jax
 
-from jax_specdec._src.types import DraftDistribution
+from jax_specdec._src.base.types import DraftDistribution
+from jax_specdec._src.rows.rows import storage_of
 from jax_specdec._src.verify.mosaic_gpu.config import MAX_CLUSTER, KernelConfig
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
@@ -16,7 +17,6 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     DraftLayout,
     SharedMemory,
 )
-from jax_specdec._src.verify.rows import storage_of
 from jax_specdec._src.verify.rules import RULES, Rule
 
 _MAX_DRAFTS = 30  # a lane for each, and two for the uniforms to recover with

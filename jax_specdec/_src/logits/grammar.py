@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     check_array,
     check_int,
     check_type,
@@ -23,8 +23,13 @@ from jax_specdec._src.arrays import (
     refuse,
     require,
 )
-from jax_specdec._src.matchers import ALL_ALLOWED, GrammarMatcher, LlguidanceMatcher, fill_rows
-from jax_specdec._src.types import Drafts
+from jax_specdec._src.base.types import Drafts
+from jax_specdec._src.logits.matchers import (
+    ALL_ALLOWED,
+    GrammarMatcher,
+    LlguidanceMatcher,
+    fill_rows,
+)
 
 
 class GrammarError(ValueError):

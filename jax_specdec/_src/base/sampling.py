@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.arrays import Range, host_int32, pytree
-from jax_specdec._src.types import Integers, Numbers
+from jax_specdec._src.base.arrays import Range, host_int32, pytree
+from jax_specdec._src.base.types import Integers, Numbers
 
 _SMALLEST, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
 

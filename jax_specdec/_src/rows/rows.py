@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.types import DraftDistribution, DraftProbs
-from jax_specdec._src.verify import tiles
-from jax_specdec._src.verify.device import Device
-from jax_specdec._src.verify.part import WHOLE, Part
+from jax_specdec._src.base.types import DraftDistribution, DraftProbs
+from jax_specdec._src.rows import tiles
+from jax_specdec._src.rows.device import Device
+from jax_specdec._src.rows.part import WHOLE, Part
 
 
 def bits_at(words: jax.Array, index: jax.Array, ids: jax.Array) -> jax.Array:

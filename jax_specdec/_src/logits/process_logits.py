@@ -9,11 +9,13 @@ from typing import Any, cast, get_args, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src import ragged
-from jax_specdec._src.arrays import Sizes, check_tree, pytree
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.processors import (
+from jax_specdec._src.base import ragged
+from jax_specdec._src.base.arrays import Sizes, check_tree, pytree
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.platform import Platform, traced_for_platform
+from jax_specdec._src.base.ragged import Owners
+from jax_specdec._src.base.types import Array, Drafts
+from jax_specdec._src.logits.processors import (
     AllowedTokens,
     BadWords,
     LogitBias,
@@ -22,8 +24,6 @@ from jax_specdec._src.processors import (
     Processor,
     Sequences,
 )
-from jax_specdec._src.ragged import Owners
-from jax_specdec._src.types import Array, Drafts
 
 
 @dataclasses.dataclass(frozen=True)

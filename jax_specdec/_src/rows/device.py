@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.blocks import BLOCK, by_blocks, take_few
-from jax_specdec._src.platform import Platform
+from jax_specdec._src.base.platform import Platform
+from jax_specdec._src.rows.blocks import BLOCK, by_blocks, take_few
 
 LANES = 128
 """Lanes of a TPU's registers."""

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import LOGITS, check_array, check_type, require
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.tree import depths, lineage, nodes_above, tokens_before
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Drafts
+from jax_specdec._src.base.arrays import LOGITS, check_array, check_type, require
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.tree import depths, lineage, nodes_above, tokens_before
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts
 
 
 class Layout(NamedTuple):

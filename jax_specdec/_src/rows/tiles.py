@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src import types
+from jax_specdec._src.base import types
 
 TILE = types.TILE
 

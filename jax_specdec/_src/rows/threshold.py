@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.sampling import Filter, limits_count
-from jax_specdec._src.verify.part import Part
+from jax_specdec._src.base.sampling import Filter, limits_count
+from jax_specdec._src.rows.part import Part
 
 S = TypeVar("S")
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jax_specdec._src.types import (
+from jax_specdec._src.base.types import (
     PLACEHOLDER_TOKEN_ID,
     DraftDistribution,
     DraftLogits,

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.arrays import check_array, require
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.base.arrays import check_array, require
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 
 MAX_VISIBLE = 64
 """Rows that a mask of bits has room for."""

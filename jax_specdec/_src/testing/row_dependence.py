@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import check_int
+from jax_specdec._src.base.arrays import check_int
 
 Params = Any
 Cache = Any

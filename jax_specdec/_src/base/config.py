@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, SupportsIndex, get_args
 
 import numpy as np
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     Range,
     check_choice,
     check_int,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jax_specdec._src.arrays import require
+from jax_specdec._src.base.arrays import require
 
 ALL_ALLOWED = -1
 """A word of a bitmask with every bit set."""

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import Sizes, check_array, refuse
-from jax_specdec._src.types import TILE, Noise
+from jax_specdec._src.base.arrays import Sizes, check_array, refuse
+from jax_specdec._src.base.types import TILE, Noise
 
 
 class Stream(enum.IntEnum):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.platform import Platform, traced_for_platform
+from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.verify.mosaic_gpu import support
 
 FEW_ROWS = 8
@@ -47,7 +47,7 @@ def _product(arrays: tuple[jax.Array, jax.Array, jax.Array], platform: Platform)
     x, values, scale = arrays
     num_rows = x.shape[0]
     if platform == "cuda" and num_rows in KERNEL_ROWS and _is_served(x, values):
-        from jax_specdec._src import int8_kernel  # which imports Pallas
+        from jax_specdec.lm.models import int8_kernel  # which imports Pallas
 
         return int8_kernel.product(x, values, scale)
     if platform == "cuda" and num_rows > MANY_ROWS:

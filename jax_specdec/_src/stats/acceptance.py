@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     Sizes,
     as_int32,
     check_outside_jit,
@@ -18,9 +18,9 @@ from jax_specdec._src.arrays import (
     pytree,
     require,
 )
-from jax_specdec._src.config import check_num_speculative_tokens
-from jax_specdec._src.emitted import StepRecord
-from jax_specdec._src.types import Integers
+from jax_specdec._src.base.config import check_num_speculative_tokens
+from jax_specdec._src.base.types import Integers
+from jax_specdec._src.stats.emitted import StepRecord
 
 _Sums = TypeVar("_Sums")
 

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.arrays import check_entries, pytree, require
-from jax_specdec._src.blocks import BLOCK, by_blocks, scatter
-from jax_specdec._src.grammar import bitmask_of
-from jax_specdec._src.platform import Platform
-from jax_specdec._src.ragged import Owners
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID
-from jax_specdec._src.verify.device import device_of
-from jax_specdec._src.verify.rows import Rows
+from jax_specdec._src.base.arrays import check_entries, pytree, require
+from jax_specdec._src.base.platform import Platform
+from jax_specdec._src.base.ragged import Owners
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.logits.grammar import bitmask_of
+from jax_specdec._src.rows.blocks import BLOCK, by_blocks, scatter
+from jax_specdec._src.rows.device import device_of
+from jax_specdec._src.rows.rows import Rows
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base.arrays import (
     LOGITS,
     as_int32,
     check_array,

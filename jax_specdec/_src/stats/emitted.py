@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_specdec._src.arrays import Sizes, as_int32, pytree
-from jax_specdec._src.logprobs import TokenLogprobs
+from jax_specdec._src.base.arrays import Sizes, as_int32, pytree
+from jax_specdec._src.logits.logprobs import TokenLogprobs
 
 
 @pytree(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_specdec._src.platform import Platform
+from jax_specdec._src.base.platform import Platform
 
 BLOCK = 8
 """Rows that a TPU reads at once. More take longer to copy; fewer take more rounds."""

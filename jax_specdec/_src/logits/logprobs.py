@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src import ragged
-from jax_specdec._src.arrays import (
+from jax_specdec._src.base import ragged
+from jax_specdec._src.base.arrays import (
     check_array,
     check_choice,
     check_int,
@@ -23,18 +23,18 @@ from jax_specdec._src.arrays import (
     require,
     static_pytree,
 )
-from jax_specdec._src.config import SpecDecodeConfig
-from jax_specdec._src.platform import Platform, traced_for_platform
-from jax_specdec._src.sampling import Filter, SamplingParams, inverse_temperature
-from jax_specdec._src.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, RejectionSampleOutput
+from jax_specdec._src.base.config import SpecDecodeConfig
+from jax_specdec._src.base.platform import Platform, traced_for_platform
+from jax_specdec._src.base.sampling import Filter, SamplingParams, inverse_temperature
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, RejectionSampleOutput
+from jax_specdec._src.rows.device import Device
+from jax_specdec._src.rows.part import of_owner, part_of
+from jax_specdec._src.rows.rows import Rows
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.backends.gather import Gather
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.call import Settings, check_arrays
-from jax_specdec._src.verify.device import Device
-from jax_specdec._src.verify.part import of_owner, part_of
 from jax_specdec._src.verify.requests import CallArrays
-from jax_specdec._src.verify.rows import Rows
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.statistics import Partials
 

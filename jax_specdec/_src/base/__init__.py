@@ -1,0 +1,1 @@
+"""What every room speaks: arrays that are declared, types, settings, noise, layouts."""

@@ -1,0 +1,1 @@
+"""What changes rows of logits before they are verified, and what reports them."""

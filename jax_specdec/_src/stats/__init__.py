@@ -1,0 +1,1 @@
+"""What steps emitted, and how much of it was accepted."""

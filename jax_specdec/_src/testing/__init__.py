@@ -1,0 +1,1 @@
+"""What tests compare with: the oracle, and whether rows depend on each other."""
