@@ -32,7 +32,7 @@ from jax import lax
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec._src.verify.mosaic_gpu import support
+from jax_specdec._src.mosaic import gpus
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CACHES = (
@@ -322,7 +322,7 @@ def _pallas(query: Any, keys: Any, values: Any, start: Any) -> Any:
 @contextlib.contextmanager
 def _without_kernel() -> Iterator[None]:
     """Models attend by XLA."""
-    with mock.patch.object(support, "not_by_default", lambda: "this is the comparison"):
+    with mock.patch.object(gpus, "not_by_default", lambda: "this is the comparison"):
         yield
 
 

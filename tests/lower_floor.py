@@ -17,6 +17,8 @@ from jax_specdec._src.drafts import sample
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.process_logits import PROCESSORS
 from jax_specdec._src.logits.processors import Sequences
+from jax_specdec._src.mosaic import gpus
+from jax_specdec._src.mosaic.gpus import SHARED_BYTES
 from jax_specdec._src.mosaic.interpret import InterpretedThreads
 from jax_specdec._src.mosaic.ptx import GpuThreads
 from jax_specdec._src.mosaic.threads import THREADS, Threads
@@ -27,7 +29,6 @@ from jax_specdec._src.rows.rows import Rows
 from jax_specdec._src.rows.tiles import TILE
 from jax_specdec._src.verify import api, sharding, statistics
 from jax_specdec._src.verify import draw as draw_lib
-from jax_specdec._src.verify.api import support
 from jax_specdec._src.verify.backends import base, gather
 from jax_specdec._src.verify.backends import largest as tpu_largest
 from jax_specdec._src.verify.backends.base import Backend
@@ -36,10 +37,10 @@ from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.mosaic_gpu import cluster as gpu_cluster
 from jax_specdec._src.verify.mosaic_gpu import launch as gpu_launch
 from jax_specdec._src.verify.mosaic_gpu import request as gpu_request
+from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.cluster import parity_of, slot_of
 from jax_specdec._src.verify.mosaic_gpu.draw import pick_of
 from jax_specdec._src.verify.mosaic_gpu.plan import (
-    SHARED_BYTES,
     SLOTS,
     SharedMemory,
     Slices,

@@ -44,32 +44,23 @@ UPPER = {  # of each unit of the upper floor: what stands below its name
 LOWER = {  # and of the lower floor
     "jax_specdec": "the public names",
     "adapters": "other stacks' layouts",
-    "testing": "noise, the oracle",
-    "drafts": "draft distributions",
-    "acceptance": "counters, statistics",
-    "emitted": "what requests keep",
-    "logprobs": "of emitted tokens",
-    "processors": "biases, penalties",
-    "process_logits": "all processors",
-    "verify": "XLA and the kernel",
-    "attention": "over a cache",
-    "reference": "the oracle, in NumPy",
-    "grammar": "masks from matchers",
-    "noise": "uniforms from keys",
-    "ragged": "flat layouts",
-    "sampling": "a table of parameters",
-    "blocks": "rows a few at a time",
-    "platform": "one form is traced",
-    "types": "drafts, noise, output",
-    "arrays": "declared, and checked",
-    "config": "static settings",
+    "_src.testing": "the oracle, in NumPy",
+    "_src.stats": "tokens kept, counters",
+    "_src.attention": "over a cache",
+    "_src.drafts": "draft distributions",
+    "_src.logits": "processors, logprobs",
+    "_src.verify": "XLA and the kernel",
+    "_src.mosaic": "how to write a kernel",
+    "_src.rows": "read on a device",
+    "_src.base": "arrays, types, noise",
 }
+DOORS = ("", "grammar", "testing")  # files of public names alone: one box
 PURPOSES = UPPER | LOWER
 FLOORS = (
     ("jax_specdec.lm", "drafters, decoding loops, models, a server: needs the extra lm", UPPER),
     ("jax_specdec", "the verifier: needs JAX and NumPy", LOWER),
 )
-KINDS = {"verify": "green", "reference": "orange", "drafting": "blue", "decoding": "purple"}
+KINDS = {"_src.verify": "green", "_src.testing": "orange", "drafting": "blue", "decoding": "purple"}
 
 
 def phases() -> None:
@@ -154,10 +145,11 @@ def phases() -> None:
 
 
 def units(package: Path) -> dict[str, set[str]]:
-    """What each file or folder of the package imports of the others; the oracle's count as one."""
+    """What each room, file or folder of the package imports of the others."""
 
     def name(module: str) -> str:
-        return unit_of(module) or "jax_specdec"
+        unit = unit_of(module)
+        return "jax_specdec" if unit in DOORS else unit
 
     found: dict[str, set[str]] = {unit: set() for unit in PURPOSES}
     for module, targets in imports_by_module(package).items():
@@ -207,7 +199,7 @@ def imports() -> None:
             p.line([(x + width / 2, y + box), (to_x + width / 2, to_y)], KINDS.get(unit, "plain"))
     for unit, (x, y) in place.items():
         p.box(x, y, width, box, KINDS.get(unit, "plain"))
-        p.text(x + width / 2, y + 20, unit, anchor="middle", bold=True)
+        p.text(x + width / 2, y + 20, unit.removeprefix("_src."), anchor="middle", bold=True)
         p.text(x + width / 2, y + 37, PURPOSES[unit], kind="soft", anchor="middle", size=11.5)
     p.save(DOCS)
 

@@ -62,7 +62,13 @@ def _imports(name: str, path: Path, files: dict[str, Path], for_types: bool) -> 
 
 
 def unit_of(module: str) -> str:
+    """The room of `_src`, or the file or folder of `lm` or of the package, that has a module.
+
+    Rooms are written with a leading ``_src.``; the package itself is "".
+    """
     parts = module.split(".")[1:]
-    if parts[:1] in (["_src"], ["lm"]) and len(parts) > 1:
+    if parts[:1] == ["_src"]:
+        return ".".join(parts[:2])
+    if parts[:1] == ["lm"] and len(parts) > 1:
         parts = parts[1:]
     return parts[0] if parts else ""

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import TILE, OneByOne, api, support
+from lower_floor import TILE, OneByOne, api, gpus, support
 from lower_floor import gpu_launch as mosaic_gpu
 from lower_floor import gpu_request as request
 
@@ -60,7 +60,7 @@ FILTERED = [
 def backend(**options):
     """Has `implementation="mosaic_gpu"` run, or be lowered, where there is no GPU."""
     with (
-        mock.patch.object(api.support, "no_device", lambda: None),
+        mock.patch.object(gpus, "no_device", lambda: None),
         mock.patch.object(mosaic_gpu, "verify", functools.partial(mosaic_gpu.verify, **options)),
         # not traced before, for another backend
         mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),

@@ -8,7 +8,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from lower_floor import support
+from lower_floor import gpus, support
 
 import jax_specdec as sd
 from jax_specdec import KernelConfig
@@ -36,7 +36,7 @@ class Device:
 )
 def test_it_needs_a_gpu_that_it_compiles_for(device, why_not):
     with mock.patch.object(jax, "devices", lambda: [device]):
-        answer = support.no_device()
+        answer = gpus.no_device()
     assert answer is None if why_not is None else why_not in answer
 
 
@@ -56,7 +56,7 @@ def test_it_is_the_default_only_where_it_has_run(device, why_not):
     drafts = sd.Drafts.from_dense(jnp.array([[7, 3], [4, 0]]))
     config = sd.SpecDecodeConfig(num_speculative_tokens=2)
     with mock.patch.object(jax, "devices", lambda: [device]):
-        answer = support.not_by_default()
+        answer = gpus.not_by_default()
         implementation = sd.testing.which_implementation(logits, drafts, config=config)
         agreement = dataclasses.replace(config, rejection_sample_method="agreement")
         assert sd.testing.which_implementation(logits, drafts, config=agreement) == "xla"

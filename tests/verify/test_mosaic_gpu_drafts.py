@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from lower_floor import Stream, sample, uniforms
+from lower_floor import Stream, gpus, sample, uniforms
 from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
@@ -36,7 +36,7 @@ TEMPERATURES = np.float32([0.7, 0.0, 1.3, 0.2])
 def kernel(**options: Any) -> Iterator[None]:
     """Has `implementation="mosaic_gpu"` run, or be lowered, where there is no GPU."""
     with (
-        mock.patch.object(sample.support, "no_device", lambda: None),
+        mock.patch.object(gpus, "no_device", lambda: None),
         mock.patch.object(launch, "sample", functools.partial(launch.sample, **options)),
         mock.patch.object(sample, "_sample", sample._sample.__wrapped__),  # not traced before
     ):

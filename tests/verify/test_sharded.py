@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lower_floor import Backend, api, assume, sharding
+from lower_floor import Backend, assume, gpus, sharding
 from measure import collectives
 
 import jax_specdec as sd
@@ -144,7 +144,7 @@ def test_gpus_gather_the_rows_of_a_few_requests_alone(batch, gathered):
 
 def test_the_kernel_refuses_rows_that_are_not_gathered():
     with (
-        mock.patch.object(api.support, "no_device", lambda: None),
+        mock.patch.object(gpus, "no_device", lambda: None),
         pytest.raises(NotImplementedError, match="split over devices.*too large to be gathered"),
     ):
         on_a_gpu(8, implementation="mosaic_gpu")

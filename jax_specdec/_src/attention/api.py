@@ -30,8 +30,8 @@ from jax_specdec._src.base.arrays import (
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.tree import MAX_VISIBLE
 from jax_specdec._src.base.types import Integers
+from jax_specdec._src.mosaic import gpus
 from jax_specdec._src.rows.blocks import explicit_mesh, laid_as
-from jax_specdec._src.verify.mosaic_gpu import support
 
 
 def decode_attention(
@@ -190,7 +190,7 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
     """Chooses an implementation, in Python."""
     is_named = static.implementation == "mosaic_gpu"
     by_default = static.implementation is None and platform == "cuda" and not _is_small(arrays)
-    if is_named or (by_default and support.not_by_default() is None):
+    if is_named or (by_default and gpus.not_by_default() is None):
         why_not = _unserved(arrays)
         if why_not is None:
             from jax_specdec._src.attention import mosaic_gpu  # which imports Pallas

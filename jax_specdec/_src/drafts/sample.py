@@ -17,6 +17,7 @@ from jax_specdec._src.base.noise import Stream, check_keys, uniforms
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.sampling import Filter, SamplingParams, per_request
 from jax_specdec._src.base.types import Array, Integers
+from jax_specdec._src.mosaic import gpus
 from jax_specdec._src.rows.part import part_of
 from jax_specdec._src.verify.backends.xla import Xla
 from jax_specdec._src.verify.mosaic_gpu import support
@@ -124,7 +125,7 @@ def sample_draft_tokens(
     """
     check_keys("keys", keys)
     check_choice("implementation", implementation, (*get_args(DraftImplementation), None))
-    why_not = support.no_device() if implementation == "mosaic_gpu" else None
+    why_not = gpus.no_device() if implementation == "mosaic_gpu" else None
     if why_not is not None:
         raise NotImplementedError(why_not)
     logits = jnp.asarray(logits)
@@ -147,7 +148,7 @@ def sample_draft_tokens(
     given = logits, sampling, keys, positions, offset
     # A kernel would gather logits that are split where XLA computes on the parts.
     is_whole = sharding is not None or place_of(logits)[1:] == (None, None)
-    by_default = implementation is None and is_whole and support.not_by_default() is None
+    by_default = implementation is None and is_whole and gpus.not_by_default() is None
     drawn = _sample(*given, takes_argmax, shares_noise, sharding, implementation, by_default)
     if ids is None:
         return drawn

@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.mosaic.threads import THREADS, WARP, Ref, Shuffle
+from jax_specdec._src.mosaic.threads import THREADS, WARP, WARPS, Ref, Shuffle
 from jax_specdec._src.rows.tiles import TILE
-from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 
 
 class ExchangeBarriers(NamedTuple):

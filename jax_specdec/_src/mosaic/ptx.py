@@ -31,10 +31,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from jax_specdec._src.mosaic.threads import COPIED, THREADS, WARP, Ref, Shuffle
+from jax_specdec._src.mosaic.threads import COPIED, THREADS, WARP, WARPS, Ref, Shuffle
 from jax_specdec._src.rows.threshold import in_order
 from jax_specdec._src.rows.tiles import TILE
-from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 
 # How Mosaic lays out arrays in registers: entry t in thread t; a scalar in every thread.
 _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)

@@ -12,7 +12,8 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
+WARPS = 4
+"""Warps of a warpgroup."""
 
 WARP = 32
 THREADS = WARP * WARPS

@@ -8,8 +8,8 @@ round may test several candidates, because each costs an exchange if the row is 
 `search` is this, by whatever reads the rows:
 
 - `XlaAmounts` reads many rows at once, for all backends by XLA (`Gather.search`);
-- `backends.largest` looks at the largest entries of rows first, for TPUs (`Tiles.search`);
-- `mosaic_gpu.reader.RowFilter` reads one row that a cluster has in shared memory.
+- `verify.backends.largest` looks at the largest entries of rows first, for TPUs (`Tiles.search`);
+- `verify.mosaic_gpu.reader.RowFilter` reads one row, which a cluster has in shared memory.
 """
 
 from __future__ import annotations

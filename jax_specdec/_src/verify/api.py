@@ -23,6 +23,7 @@ from jax_specdec._src.base.types import (
     RaceNoise,
     RejectionSampleOutput,
 )
+from jax_specdec._src.mosaic import gpus
 from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.backends.mosaic_gpu import MosaicGpu
 from jax_specdec._src.verify.backends.xla import Xla
@@ -238,7 +239,7 @@ def which_implementation(
       True
     """
     # The device and the rule, then the call.
-    if support.not_by_default() or support.rule_unsupported(rule_of(config)):
+    if gpus.not_by_default() or support.rule_unsupported(rule_of(config)):
         return "xla"
     why_not = support.unsupported(
         cast(jax.Array, target_logits),
@@ -321,7 +322,7 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
 def _default(arrays: CallArrays, static: Static, platform: Platform) -> str:
     """Returns the implementation of a call that names none."""
     # The kernel, if JAX's default device has run it and the program is for such a device.
-    may_be_kernel = platform == "cuda" and support.not_by_default() is None
+    may_be_kernel = platform == "cuda" and gpus.not_by_default() is None
     if may_be_kernel and not BACKENDS["mosaic_gpu"].unserved(arrays, static):
         return "mosaic_gpu"
     return "xla"

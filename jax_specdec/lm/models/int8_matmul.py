@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.base.platform import Platform, traced_for_platform
-from jax_specdec._src.verify.mosaic_gpu import support
+from jax_specdec._src.mosaic import gpus
 
 FEW_ROWS = 8
 """Fewer rows are filled up on a GPU: one row took XLA 111 us, where 8 take it 95."""
@@ -70,7 +70,7 @@ def _is_served(x: jax.Array, values: jax.Array) -> bool:
     """Whether the kernel serves a product on the default device."""
     num_out, num_in = values.shape
     return (
-        support.not_by_default() is None
+        gpus.not_by_default() is None
         and x.dtype in (jnp.bfloat16, jnp.float16)
         and num_out % 256 == 0
         and num_in % 128 == 0

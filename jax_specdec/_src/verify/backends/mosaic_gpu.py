@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from jax_specdec._src.base.platform import Platform
 from jax_specdec._src.base.types import RaceNoise, RejectionSampleOutput
+from jax_specdec._src.mosaic import gpus
 from jax_specdec._src.verify.backends.gather import Gather
 from jax_specdec._src.verify.call import Static
 from jax_specdec._src.verify.mosaic_gpu import support
@@ -22,7 +23,7 @@ class MosaicGpu(Gather):
     only: ClassVar[Platform | None] = "cuda"
 
     def no_device(self) -> str | None:
-        return support.no_device()
+        return gpus.no_device()
 
     def unserved(self, arrays: CallArrays, static: Static) -> str | None:
         # The vocabulary is split, the rule is another, or the rows do not fit its memory.

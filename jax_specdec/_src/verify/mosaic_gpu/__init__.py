@@ -2,7 +2,7 @@
 
 ``docs/kernel.md`` explains what the kernel does. Where to look:
 
-- ``support``: which GPUs and calls it serves. A new GPU generation begins here.
+- ``support``: which calls it serves; ``mosaic.gpus`` has the GPUs, and a new one begins there.
 - ``config``: ``KernelConfig``, what a caller may set.
 - ``plan``: what is static about a launch: slices of rows, shared memory.
 - ``launch``: operands, scratch memory, the launch.
@@ -18,9 +18,8 @@
 - ``rows``: target rows in shared memory, draft rows in global memory; what hides entries of them.
 - ``lists``: draft rows on a list of ids: one map for all rows, or candidates of each row.
 - ``cluster``: exchanges between CTAs. Only this file handles rounds, slots and parities.
-- ``threads``: the operations of a warpgroup's threads.
-- ``ptx``: these on a GPU, also those that Pallas lacks, such as loads of several entries at once.
-- ``interpret``: these in jnp, for GPU interpret mode.
+
+What the threads of a warpgroup do, on a GPU and in interpret mode, is in ``mosaic``.
 
 `verify.backends.mosaic_gpu` is what calls ``launch``.
 

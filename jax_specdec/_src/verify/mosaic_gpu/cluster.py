@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.mosaic.threads import WARP, Ref, Threads
-from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, WARPS, SharedMemory
+from jax_specdec._src.mosaic.threads import WARP, WARPS, Ref, Threads
+from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, SharedMemory
 
 Count = TypeVar("Count", int, jax.Array)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jax_specdec._src.base.arrays import check_int, static_pytree
-
-MAX_CLUSTER = 16
-"""CTAs of a cluster on a Hopper GPU, at most; more than 8 need a GPC with 16 cores."""
+from jax_specdec._src.mosaic.gpus import MAX_CLUSTER
 
 MAX_WARPGROUPS = 5
 """Warpgroups of a CTA, at most: more would have too few registers each."""

@@ -17,12 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jax_specdec._src.base.types import Status
-from jax_specdec._src.mosaic.threads import WARP, Threads
+from jax_specdec._src.mosaic.threads import WARP, WARPS, Threads
 from jax_specdec._src.rows.tiles import TILE
 from jax_specdec._src.verify.mosaic_gpu.cluster import Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.drafted import Work
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
-from jax_specdec._src.verify.mosaic_gpu.plan import WARPS
 from jax_specdec._src.verify.mosaic_gpu.reader import PositionResult
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, NoDraftRows
 from jax_specdec._src.verify.mosaic_gpu.statistics import (

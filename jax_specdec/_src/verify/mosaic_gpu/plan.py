@@ -12,9 +12,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from jax_specdec._src.base.types import DraftDistribution, DraftLogits
+from jax_specdec._src.mosaic.gpus import MAX_CLUSTER, SHARED_BYTES
+from jax_specdec._src.mosaic.threads import WARPS
 from jax_specdec._src.rows.rows import storage_of
 from jax_specdec._src.rows.tiles import TILE, num_tiles
-from jax_specdec._src.verify.mosaic_gpu.config import MAX_CLUSTER, MAX_TILES, KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.config import MAX_TILES, KernelConfig
 from jax_specdec._src.verify.rules import Rule
 
 Entries = Literal["none", "probs", "logits", "normalized"]
@@ -22,9 +24,6 @@ Entries = Literal["none", "probs", "logits", "normalized"]
 
 Ids = Literal["in order", "map", "candidates"]
 """Which ids the columns of draft rows stand for: one map for all rows, or candidates of each."""
-
-WARPS = 4
-"""Warps of a warpgroup."""
 
 SLOTS = 2
 """Slots of an exchange between CTAs; see `cluster`."""
@@ -37,9 +36,6 @@ MAX_CANDIDATES = 128
 
 MAX_MAPPED = 2**16 - 1
 """Ids that a map of draft rows may list, at most: a column takes two bytes."""
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a CTA on Hopper and newer, at most."""
 
 _CORES_OF_LARGE = 132  # H100, H200; smaller ones may have no room for a cluster of 16
 _TILES_PER_CTA = 8  # at most, unless two CTAs hold a row: clusters of two use every core

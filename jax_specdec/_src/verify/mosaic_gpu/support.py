@@ -1,19 +1,17 @@
-"""Which calls the Mosaic GPU backend serves, and on which GPUs. Imports nothing of the kernel."""
+"""Which calls the Mosaic GPU backend serves. Imports nothing of the kernel."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 
 from jax_specdec._src.base.types import DraftDistribution
+from jax_specdec._src.mosaic import gpus
 from jax_specdec._src.rows.rows import storage_of
-from jax_specdec._src.verify.mosaic_gpu.config import MAX_CLUSTER, KernelConfig
+from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     MAX_BARRIERS,
     MAX_CANDIDATES,
     MAX_MAPPED,
-    SHARED_BYTES,
     DraftLayout,
     SharedMemory,
 )
@@ -26,60 +24,6 @@ SPLIT = (
     "and its rows are too large to be gathered: give 'xla' or None"
 )
 """Why it cannot serve a split vocabulary."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Generation:
-    """GPUs of one compute capability."""
-
-    name: str  # of the GPUs
-    has_run: bool  # whether the kernel has run on one; if not, it only compiles for them
-    shared_bytes: int = SHARED_BYTES  # the most shared memory of a CTA
-    max_cluster: int = MAX_CLUSTER  # the most CTAs of a cluster
-
-
-GENERATIONS = {
-    "9.0": Generation("H100, H200", has_run=True),
-    "10.0": Generation("B200", has_run=False),
-    "10.3": Generation("B300", has_run=False),
-    "12.0": Generation("RTX PRO 6000, RTX 5090", False, shared_bytes=99 * 1024, max_cluster=8),
-}
-"""By compute capability. The kernel neither runs on nor compiles for other generations."""
-
-_ONLY_COMPILES = ", ".join(capability for capability, x in GENERATIONS.items() if not x.has_run)
-_NEEDS_GPU = (
-    "implementation='mosaic_gpu' needs an NVIDIA GPU of compute capability 9.0 (Hopper), or of one "
-    f"that it compiles for and has not run on ({_ONLY_COMPILES}), but "
-)
-
-
-def _generation() -> Generation:
-    """Returns the generation of the default device; Hopper if it is not in `GENERATIONS`."""
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
-    return GENERATIONS.get(capability, GENERATIONS["9.0"])
-
-
-def no_device() -> str | None:
-    """Returns why the kernel cannot run on JAX's default device, a sentence; None if it can."""
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        return f"{_NEEDS_GPU}JAX runs on {device.platform}"
-    capability = str(getattr(device, "compute_capability", "")) or "none"
-    if capability not in GENERATIONS:
-        return f"{_NEEDS_GPU}{device.device_kind} has {capability}"
-    return None
-
-
-def not_by_default() -> str | None:
-    """Returns why the kernel is not the default on JAX's device, a sentence; None if it is."""
-    why_not = no_device()
-    generation = _generation()
-    if why_not is None and not generation.has_run:
-        return (
-            f"the kernel compiles for {generation.name} but has not run there: it is used only if "
-            "it is named, implementation='mosaic_gpu'"
-        )
-    return why_not
 
 
 def rule_unsupported(rule: Rule) -> str | None:
@@ -139,7 +83,7 @@ def unsupported(
 
 def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     """Returns why the device has too little room for a launch, a sentence; None if it has."""
-    generation = _generation()
+    generation = gpus.generation()
     ctas = shared.slices.cluster
     if ctas > generation.max_cluster:
         return (
