@@ -34,7 +34,7 @@ class Stream(enum.IntEnum):
 def uniforms(
     key: jax.Array, position: jax.Array, stream: jax.Array | Stream, offset: jax.Array | int
 ) -> jax.Array:
-    """Two uniforms on [0, 1) for each request.
+    """Returns two uniforms on [0, 1) for each request.
 
     Computes ``(bits >> 8) * 2**-24``: 2**24 equally likely values, so a comparison with a
     probability is exact to 2**-24. (`jax.random.uniform` has 2**23.) The bits are those of
@@ -56,24 +56,29 @@ def uniforms(
       >>> u.shape, bool((u >= 0).all() and (u < 1).all())
       ((2,), True)
     """
+    # [..., 2]: the two words of each key
     words = key_words(key)
+    # One evaluation of Threefry gives two words of bits, each of the shape of `position`.
     place = counter_of(stream, jnp.asarray(offset, jnp.uint32))
     bits = threefry_bits((words[..., 0], words[..., 1]), jnp.asarray(position), place)
+    # [..., 2]: a uniform of each word
     return to_uniform(jnp.stack(bits, axis=-1))
 
 
 def counter_of(stream: jax.Array | int, offset: jax.Array) -> jax.Array:
-    """A different uint32 for each stream and offset."""
+    """Returns a uint32 that is another one for each stream and offset."""
+    # The streams take turns: offset 0 of each, then offset 1 of each.
     return offset * jnp.uint32(len(Stream)) + jnp.asarray(stream, jnp.uint32)
 
 
 def to_uniform(bits: jax.Array) -> jax.Array:
-    """The high 24 of 32 random bits as a float32 in [0, 1)."""
+    """Returns the high 24 of 32 random bits as a float32 in [0, 1)."""
+    # float32 holds every integer of 24 bits, so nothing is rounded, and 1 is not reached.
     return lax.shift_right_logical(bits, jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
 
 
 def key_words(keys: jax.Array) -> jax.Array:
-    """The two words of the Threefry key that each key is used as.
+    """Returns the two words of the Threefry key that each key is used as.
 
     Keys of two words are used as they are. A key of four words (w, x, y, z), as "rbg" keys have,
     becomes the Threefry block of the counter (y, z) under the key (w, x). The exclusive or of its
@@ -94,15 +99,17 @@ def key_words(keys: jax.Array) -> jax.Array:
       [0, 7]
     """
     check_keys("keys", keys)
+    # [..., 2] or [..., 4]
     words = jax.random.key_data(keys)
     if words.shape[-1] == 2:
         return words
+    # Of four words, a block: [...] each to [..., 2].
     w, x, y, z = (words[..., i] for i in range(4))
     return jnp.stack(_threefry((w, x), (y, z)), axis=-1)
 
 
 def check_keys(name: str, keys: Any, sizes: Sizes | None = None) -> None:
-    """Check that noise can be drawn from keys.
+    """Checks that noise can be drawn from keys.
 
     Args:
       name: of the argument.
@@ -113,6 +120,7 @@ def check_keys(name: str, keys: Any, sizes: Sizes | None = None) -> None:
       TypeError: not typed keys, or keys that have neither two nor four words.
       ValueError: not a key for each request.
     """
+    # Raw words are refused with what makes keys of them.
     is_typed = isinstance(keys, jax.Array) and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
     if not is_typed:
         is_raw = getattr(keys, "dtype", None) == jnp.uint32
@@ -134,7 +142,7 @@ def _words_shape(dtype: Any) -> tuple[int, ...]:
 
 
 def threefry_keys(keys: jax.Array) -> jax.Array:
-    """Typed Threefry keys, of the shape of `keys`, that give the same noise.
+    """Returns typed Threefry keys, of the shape of `keys`, that give the same noise.
 
     Raises:
       TypeError: as `key_words`.
@@ -149,7 +157,7 @@ def threefry_keys(keys: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="count")
 def fold_in_each(key: jax.Array, count: int) -> jax.Array:
-    """``fold_in(key, b)`` for b from 0 to `count` - 1, as Threefry keys ``[count]``.
+    """Returns ``fold_in(key, b)`` for each b below `count`, as Threefry keys ``[count]``.
 
     Numbers are folded in one after another, because under `vmap` JAX folds them into "unsafe_rbg"
     keys in another way.
@@ -162,6 +170,7 @@ def fold_in_each(key: jax.Array, count: int) -> jax.Array:
       >>> bool(fold_in_each(jax.random.key(7), 3)[2] == jax.random.fold_in(jax.random.key(7), 2))
       True
     """
+    # [count], of the kind of `key`
     each = lax.map(lambda b: jax.random.fold_in(key, b), jnp.arange(count, dtype=jnp.uint32))
     return threefry_keys(each)
 
@@ -169,11 +178,11 @@ def fold_in_each(key: jax.Array, count: int) -> jax.Array:
 def threefry_bits(
     key: tuple[jax.Array, jax.Array], position: jax.Array, place: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The 64 bits of a place: Threefry-2x32 of 20 rounds at the counter (2**31 + position, place).
+    """Returns the 64 bits of a place: Threefry-2x32 at the counter (2**31 + position, place).
 
-    This is one evaluation; to fold in both numbers and then draw would take three. It needs nothing
-    but elementwise arithmetic, which kernels have. `jax.random` counts its own draws from 0 on, so
-    they use other counters.
+    It has 20 rounds. This is one evaluation; to fold in both numbers and then draw would take
+    three. It needs nothing but elementwise arithmetic, which kernels have. `jax.random` counts its
+    own draws from 0 on, so they use other counters.
 
     Args:
       key: the key's two words, uint32.
@@ -186,28 +195,34 @@ def threefry_bits(
     References:
       Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011.
     """
+    # The highest bit is set, where the counters of `jax.random` have 0.
     return _threefry(key, (position.astype(jnp.uint32) | jnp.uint32(2**31), place))
 
 
 def _threefry(
     key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Threefry-2x32 with 20 rounds."""
+    """Returns the two words of a counter's block, by Threefry-2x32 with 20 rounds."""
+    # The key's two words, and a third that makes the exclusive or of all three a constant.
     words = (key[0], key[1], key[0] ^ key[1] ^ jnp.uint32(0x1BD11BDA))
-    x, y = counter[0] + words[0], counter[1] + words[1]
+    x = counter[0] + words[0]
+    y = counter[1] + words[1]
+    # Five groups of four rounds, by two lists of distances in turn.
     for group in range(5):
         for distance in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            # A round: y is rotated, and x and y are mixed.
             left = lax.shift_left(y, jnp.uint32(distance))
             right = lax.shift_right_logical(y, jnp.uint32(32 - distance))
             x = x + y
             y = (left | right) ^ x
+        # After each group the key goes in again, at the next of its words, with a count.
         x = x + words[(group + 1) % 3]
         y = y + words[(group + 2) % 3] + jnp.uint32(group + 1)
     return x, y
 
 
 def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: int) -> Noise:
-    """The noise that `rejection_sample` uses: one accept uniform per position, and two to recover.
+    """Returns the noise of `rejection_sample`: a uniform per position, and two to recover.
 
     Args:
       keys: ``[B]`` typed keys, one per request, the same on every step.
@@ -228,15 +243,17 @@ def draw_noise(keys: jax.Array, positions: jax.Array, num_speculative_tokens: in
       (3, 4)
     """
     k = num_speculative_tokens
-    # All bits in one evaluation, without vmap: this takes a quarter of the time to trace.
+    # [1, K+1]: the K accept uniforms, then those to recover. All bits come of one evaluation,
+    # without vmap: this takes a quarter of the time to trace.
     offsets = jnp.array([[*range(k), 0]], jnp.uint32)
     streams = jnp.array([[Stream.ACCEPT] * k + [Stream.RECOVER]], jnp.uint32)
+    # [B, K+1, 2]: of an accept uniform only the first of two numbers is used.
     both = uniforms(keys.reshape(-1, 1), positions[:, None], streams, offsets)
     return Noise(accept=both[:, :k, 0], recover=both[:, k])
 
 
 def token_exponentials(keys: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
-    """The noise of the two races that the agreement rule draws the target's own token with.
+    """Returns the noise of the two races by which the agreement rule draws the target's token.
 
     It belongs to the position of the token, whichever step comes to it. Each number is
     ``-log1p(-u)`` of a uniform ``u = (bits + 1/2) * 2**-32``: never 0, and where races are decided,
@@ -260,18 +277,29 @@ def token_exponentials(keys: jax.Array, positions: jax.Array, vocab_size: int) -
       >>> token_exponentials(keys, jnp.array([10, 20, 30]), 5000).shape
       (3, 2051)
     """
-    num_tiles, num_ids, half = -(-vocab_size // TILE), min(vocab_size, TILE), TILE // 2
-    # Both words of a place serve ids of a tile, so that there are half as many places.
+    num_tiles = -(-vocab_size // TILE)
+    num_ids = min(vocab_size, TILE)
+    half = TILE // 2
+    # Both words of a place serve ids of a tile, so that there are half as many places: one for two
+    # ids, which are `half` apart, and after those one for each tile.
     places = np.array([*range(min(num_ids, half)), *range(half, half + num_tiles)], np.uint32)
-    words, at = key_words(keys)[..., None, :], positions[..., None]
+    # [..., 1, 2] and [..., 1], which broadcast with the places
+    words = key_words(keys)[..., None, :]
+    at = positions[..., None]
+    # [..., places], of the axes of `positions`: counters, then the two words of each
     place = counter_of(Stream.RECOVER, jnp.broadcast_to(places, (*at.shape[:-1], len(places))))
     first, second = threefry_bits((words[..., 0], words[..., 1]), at, place)
-    ids, tiles = first[..., :-num_tiles], first[..., -num_tiles:]
+    # The first words serve the first half of the ids, and the tiles; the second words serve the
+    # other half of the ids, if a tile has so many.
+    ids = first[..., :-num_tiles]
+    tiles = first[..., -num_tiles:]
     more = second[..., : max(num_ids - half, 0)]
+    # [..., T + L]
     return to_exponential(jnp.concatenate([tiles, ids, more], axis=-1))
 
 
 def to_exponential(bits: jax.Array) -> jax.Array:
-    """32 random bits as a float32 sample of Exp(1), positive and finite."""
+    """Returns a float32 sample of Exp(1), positive and finite, of 32 random bits."""
+    # Half a step up, so that u is not 0; the cast may round it to 1, so it is held below.
     u = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log1p(-jnp.minimum(u, 1 - 2.0**-24))

@@ -36,8 +36,9 @@ class Layout(NamedTuple):
     in_bounds: jax.Array
 
     def parents(self, drafts: Drafts) -> jax.Array:
-        """``[B, K]`` int32, the parents of drafts that have such; 0 where none is proposed."""
+        """Returns ``[B, K]`` int32, the parents of drafts of trees; 0 where none is proposed."""
         assert drafts.parents is not None
+        # [N] -> [B, K]: past the count an index may be another request's
         found = drafts.parents.at[self.place].get(mode="fill", fill_value=0)
         return jnp.where(self.token_ids >= 0, found, 0)
 
@@ -45,7 +46,7 @@ class Layout(NamedTuple):
 def locate(
     start: jax.Array, end: jax.Array, index: jax.Array, k: int, n: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Where the drafts of some requests begin, and how many there are.
+    """Returns where the drafts of some requests begin, and how many there are.
 
     Args:
       start: int32 offsets of any shape.
@@ -59,38 +60,52 @@ def locate(
       the offsets are in range.
     """
     count = end - start
+    # Both offsets are on the flattened axis, 0 to K apart. `count` may have wrapped around, but if
+    # `start` is not negative, `n - start` has not.
     in_bounds = (start >= 0) & (count >= 0) & (count <= k) & (count <= n - start)
+    # The offsets of a batch begin with 0.
     in_bounds &= (index > 0) | (start == 0)
+    # A request out of range owns nothing, and indexes nothing out of range.
     return jnp.where(in_bounds, start, 0), jnp.where(in_bounds, count, 0), in_bounds
 
 
 def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) -> Layout:
-    """The layout of a flattened batch. Bad offsets of one request do not affect the others.
+    """Returns the layout of a flattened batch; bad offsets of a request affect no other.
 
     Args:
       drafts: the flattened drafts.
       num_speculative_tokens: K, static.
       has_bonus_rows: whether each request owns a bonus row after its draft rows.
     """
-    k, n = num_speculative_tokens, drafts.token_ids.shape[0]
+    k = num_speculative_tokens
+    n = drafts.token_ids.shape[0]
+    # [B+1] -> [B]: the first draft of each request, and how many there are
     cu = drafts.cu_num_draft_tokens
     index = jnp.arange(cu.shape[0] - 1, dtype=jnp.int32)
     start, count, in_bounds = locate(cu[:-1], cu[1:], index, k, n)
+    # [B]: the furthest that any request up to each one reaches; the next one begins there or later
     reached = lax.cummax(jnp.where(in_bounds, cu[1:], 0))
     in_bounds &= start >= jnp.pad(reached, (1, 0))[:-1]
-    start, count = jnp.where(in_bounds, start, 0), jnp.where(in_bounds, count, 0)
+    start = jnp.where(in_bounds, start, 0)
+    count = jnp.where(in_bounds, count, 0)
+    # [B]: each earlier request owns a bonus row beside its drafts' rows
     first_row = start + index if has_bonus_rows else start
 
+    # [B, K]: the place of each draft on the flattened axis, some place past its request's count
     offset = jnp.arange(k, dtype=jnp.int32)[None, :]
     flat = start[:, None] + offset
     if n == 0:
         token_ids = jnp.full(flat.shape, PLACEHOLDER_TOKEN_ID, jnp.int32)
-        draft_rows = place = jnp.zeros(flat.shape, jnp.int32)
+        # There is nothing to index.
+        place = jnp.zeros(flat.shape, jnp.int32)
+        draft_rows = place
     else:
         place = jnp.minimum(flat, n - 1)
+        # [N] -> [B, K]: the drafts of each request, -1 past its count
         token_ids = jnp.where(
             offset < count[:, None], drafts.token_ids[place], PLACEHOLDER_TOKEN_ID
         )
+        # [B, K]: the row of storage of each draft; without `rows`, its own place
         rows = drafts.distribution.rows if drafts.distribution is not None else None
         draft_rows = place if rows is None else rows[place]
     return Layout(first_row, count, token_ids, draft_rows, place, in_bounds)
@@ -117,7 +132,7 @@ def owners(
     config: SpecDecodeConfig | None,
     padded_rows: bool,
 ) -> Owners:
-    """The request that owns each row of logits.
+    """Returns the request that owns each row of logits, and the drafts before the row.
 
     Args:
       logits: ``[M, V]``, or ``[B, V]`` if `drafts` is None; checked by `check_rows`.
@@ -128,26 +143,32 @@ def owners(
     m = logits.shape[0]
     index = jnp.arange(m, dtype=jnp.int32)
     if drafts is None or config is None:
+        # Row b is request b's, with no draft before it.
         return Owners(index, jnp.zeros_like(index), jnp.zeros((m, 0), jnp.int32))
     k = config.num_speculative_tokens
     has_bonus_rows = padded_rows or m != drafts.token_ids.shape[0]
     layout = unpack(drafts, k, has_bonus_rows)
+    # [B]: how many rows each request owns; none if its offsets are out of range
     count = jnp.where(layout.in_bounds, layout.num_drafts + int(has_bonus_rows), 0)
+    # [M]: the owner of each row, and the place of the row among those that it owns
     owner, _ = owner_of_rows(layout.first_row, count, m)
     offset = index - layout.first_row[owner]
     if drafts.parents is None:
+        # [B, K] -> [M, K]
         return Owners(owner, offset, layout.token_ids[owner])
     # Of a tree, row i comes after node i: the drafts before it are those on the path there.
     node = jnp.clip(offset, 0, k)
+    # [B, K+1, K+1] -> [B, K+1, K]: the drafts before each node
     sees = lineage(nodes_above(layout.parents(drafts)))
     before = tokens_before(sees, layout.token_ids)
+    # [M], and [M, K]: those of the node that each row comes after
     return Owners(owner, depths(sees)[owner, node], before[owner, node])
 
 
 def owner_of_rows(
     first_row: jax.Array, num_rows: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The request that owns each of `size` rows, by binary search: linear in rows and requests.
+    """Returns the request that owns each of `size` rows, in time linear in rows and requests.
 
     Args:
       first_row: ``[B]`` int32, of a `Layout`; B at least 1.
@@ -157,10 +178,15 @@ def owner_of_rows(
     Returns:
       The owner ``[size]`` int32, in range but undefined if there is none, and whether there is one.
     """
+    # [B]: where the rows of each request end, or of the last before it that owns any; so they are
+    # sorted, and a request without rows is never found.
     row = jnp.arange(size, dtype=jnp.int32)
     ends = lax.cummax(jnp.where(num_rows > 0, first_row + num_rows, 0))
+    # [size]: the first request that ends after the row, by binary search
     owner = jnp.searchsorted(ends, row, side="right", method="scan_unrolled").astype(jnp.int32)
+    # A row past all ends has no owner, but an index in range.
     owner = jnp.minimum(owner, first_row.shape[0] - 1)
+    # The row is in a gap, if it is before its owner's first row or after its last.
     place = row - first_row[owner]
     return owner, (place >= 0) & (place < num_rows[owner])
 
@@ -173,7 +199,7 @@ def check_rows(
     padded_rows: bool,
     most: int | None = None,
 ) -> None:
-    """Check rows of logits and the drafts that they belong to.
+    """Checks rows of logits, and the drafts that they belong to.
 
     Args:
       logits: ``[N+B, V]`` or ``[N, V]``; ``[B, V]`` if `drafts` is None.
@@ -188,13 +214,15 @@ def check_rows(
       ValueError: shapes that do not fit.
     """
     check_type("drafts", drafts, Drafts, None)
-    sizes, shapes = {"B": batch}, "[B, V]"
+    sizes = {"B": batch}
+    shapes = "[B, V]"
     if drafts is not None:
         check_type("config", config, SpecDecodeConfig)
         check_array("drafts.cu_num_draft_tokens", drafts.cu_num_draft_tokens, "[B+1]", sizes)
-        sizes["N"], shapes = drafts.token_ids.shape[0], "[N+B, V] or [N, V]"
-        if padded_rows:
-            shapes = "[M, V]"
+        sizes["N"] = drafts.token_ids.shape[0]
+        # With bonus rows or without, by how many rows there are; padded rows may be any number.
+        shapes = "[M, V]" if padded_rows else "[N+B, V] or [N, V]"
     check_array("logits", logits, f"{shapes} {LOGITS}", sizes)
+    # V is now what `logits` has.
     has_columns = most is None or sizes["V"] <= most
     require(has_columns, "logits", f"have at most V = {most} columns", logits)

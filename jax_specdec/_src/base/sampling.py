@@ -15,7 +15,9 @@ import numpy as np
 from jax_specdec._src.base.arrays import Range, host_int32, pytree
 from jax_specdec._src.base.types import Integers, Numbers
 
-_SMALLEST, _LARGEST = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+# The normal float32 nearest to 0, and the largest.
+_SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 class Parameter(NamedTuple):
@@ -36,7 +38,8 @@ class Parameter(NamedTuple):
     words: str
 
 
-_F32, _I32 = np.float32, np.int32
+_F32 = np.float32
+_I32 = np.int32
 
 TEMPERATURE = Parameter(
     "temperature", _F32, 1.0, Range(0, math.inf, "[)"), "divides the logits; 0 is greedy"
@@ -100,7 +103,7 @@ class SamplingParams:
 
 
 def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
-    """`sampling` with arrays ``[B]`` in place of numbers, lists and NumPy arrays.
+    """Returns `sampling` with arrays ``[B]`` in place of numbers, lists and NumPy arrays.
 
     A temperature of None becomes zeros. JAX arrays stay as they are, except for scalars of the
     right dtype. Anything else stays too, for the checks that follow.
@@ -110,6 +113,7 @@ def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
     """
     if sampling.temperature is None:
         sampling = dataclasses.replace(sampling, temperature=0)
+    # [B] each, of the fields that are given
     taken = {
         one.name: _as_array(f"sampling.{one.name}", value, one.dtype, batch)
         for one in SAMPLING_PARAMETERS
@@ -119,9 +123,12 @@ def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
 
 
 def _as_array(name: str, value: Any, dtype: Any, batch: int) -> Any:
+    """Returns a field's value as an array ``[B]``, or as it is, if the checks are to refuse it."""
+    # A JAX array may be traced: [] -> [B], and no dtype is changed.
     if isinstance(value, jax.Array):
         is_scalar = value.ndim == 0 and value.dtype == dtype
         return jnp.broadcast_to(value, (batch,)) if is_scalar else value
+    # The rest is converted on the host.
     if not isinstance(value, (bool, int, float, list, tuple, np.generic, np.ndarray)):
         return value
     array = np.asarray(value)
@@ -132,6 +139,7 @@ def _as_array(name: str, value: Any, dtype: Any, batch: int) -> Any:
         array = host_int32(name, array)
     with np.errstate(over="ignore"):  # to inf, which the status will report
         array = array.astype(dtype)
+    # [] -> [B]; a list has its own length, which is checked later
     return np.full((batch,), array) if array.ndim == 0 else array
 
 
@@ -152,22 +160,26 @@ class Filter(NamedTuple):
 
     @classmethod
     def of(cls, sampling: SamplingParams) -> Filter | None:
-        """The filter of each request; None if the call has none of the three."""
+        """Returns the filter of each request; None if the call has none of the three."""
         found = cls(sampling.min_p, sampling.top_k, sampling.top_p)
+        # A field that is None is no leaf.
         return found if jax.tree.leaves(found) else None
 
     def where(self, used: jax.Array) -> Filter:
-        """The same, neutral for requests where `used` is false."""
+        """Returns the filter with neutral values for requests where `used` is false."""
+        # A field that the call does not have stays None, and nothing is compiled for it.
         values = zip(self, FILTERS, strict=True)
         return Filter(*(x if x is None else jnp.where(used, x, of.neutral) for x, of in values))
 
     def limits(self, size: int) -> jax.Array:
-        """Whether the filter may leave out any of `size` ids."""
+        """Returns whether the filter may leave out any of `size` ids."""
+        # [], or [B] of a batch: min-p needs no search, but leaves out ids as well.
         used = self.is_searched(size)
         return used if self.min_p is None else used | (self.min_p > 0)
 
     def is_searched(self, size: int) -> jax.Array:
-        """Whether its threshold must be searched for, as that of min-p alone need not."""
+        """Returns whether its threshold must be searched for, as that of min-p alone need not."""
+        # [], or [B] of a batch, once a field is there
         used = jnp.bool_(False)
         if self.top_k is not None:
             used |= limits_count(self.top_k, size)
@@ -177,18 +189,23 @@ class Filter(NamedTuple):
 
 
 def limits_count(top_k: jax.Array, size: int) -> jax.Array:
-    """Whether a top-k leaves out any of `size` ids."""
+    """Returns whether a top-k leaves out any of `size` ids."""
+    # 0 and -1 leave out none, and neither does a k that all ids fit in.
     return (top_k > 0) & (top_k < size)
 
 
 def is_valid(sampling: SamplingParams) -> jax.Array:
-    """``[B]`` bool: whether all parameters of a request are in range; ``[]`` True without any."""
+    """Returns ``[B]`` bool, whether all parameters of a request are in range; or ``[]`` True."""
+    # [B] bool for each parameter that the call has; NaN is in no range.
     given = ((one.range, getattr(sampling, one.name)) for one in SAMPLING_PARAMETERS)
     holds = [range.holds(value) for range, value in given if value is not None]
     return functools.reduce(operator.and_, holds) if holds else jnp.bool_(True)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:
-    """``1 / temperature``, finite and not 0; 1 if the temperature is 0 (greedy) or not valid."""
+    """Returns ``1 / temperature``, finite and not 0; 1 if the temperature is 0 or not valid."""
+    # Greedy rows, and rows of a bad status, are read with it too: so it is a number.
     usable = TEMPERATURE.range.holds(temperature) & (temperature > 0)
+    # Held to normal numbers: the inverse of a subnormal one may be inf, and that of the largest is
+    # subnormal, which some devices take for 0.
     return jnp.where(usable, jnp.clip(1.0 / temperature, _SMALLEST, _LARGEST), 1.0)

@@ -57,6 +57,7 @@ class TreeRows(NamedTuple):
         check_array("parents", parents, "[B, K] int32", sizes)
         must = f"have at most {MAX_VISIBLE - 1} drafts per request"
         require(sizes["K"] < MAX_VISIBLE, "parents", must, parents)
+        # [B, K+1, K+1]: whether node i sees node j
         sees = lineage(nodes_above(parents))
         # [B, K+1, K+1, 2] -> [B, K+1, 2]: the bits of all nodes that a node sees
         bits = node_bits(jnp.arange(sees.shape[2], dtype=jnp.int32))[None, None]
@@ -70,6 +71,7 @@ def node_bits(nodes: jax.Array) -> jax.Array:
     Args:
       nodes: ``[n]`` int32 below 64.
     """
+    # [n, 2]: the bit in the word that it belongs to, 0 in the other
     word = lax.broadcasted_iota(jnp.int32, (nodes.shape[0], 2), 1)
     bit = jnp.uint32(1) << (nodes & 31).astype(jnp.uint32)
     return jnp.where(nodes[:, None] // 32 == word, bit[:, None], 0)
@@ -81,6 +83,8 @@ def nodes_above(parents: jax.Array) -> jax.Array:
     Args:
       parents: ``[B, K]`` int32.
     """
+    # Draft j is node j + 1, so a parent in range is at most j. Node 0 comes before the drafts:
+    # [B, K] -> [B, K+1].
     node = jnp.arange(parents.shape[1], dtype=jnp.int32)[None, :]
     return jnp.pad(jnp.clip(parents, 0, node), ((0, 0), (1, 0)))
 
@@ -91,10 +95,12 @@ def lineage(above: jax.Array) -> jax.Array:
     Args:
       above: ``[B, K+1]`` int32, from `nodes_above`.
     """
+    # [B, K+1, K+1]: at first each node sees itself
     num_nodes = above.shape[1]
     sees = jnp.broadcast_to(jnp.eye(num_nodes, dtype=bool), (*above.shape, num_nodes))
     # After round r each node sees its 2**r - 1 nearest ancestors, and `above` is the next one.
     for _ in range((num_nodes - 1).bit_length()):
+        # What that ancestor sees is seen as well, and its own next one is twice as far up.
         sees = sees | jnp.take_along_axis(sees, above[:, :, None], axis=1)
         above = jnp.take_along_axis(above, above, axis=1)
     return sees
@@ -102,6 +108,7 @@ def lineage(above: jax.Array) -> jax.Array:
 
 def depths(sees: jax.Array) -> jax.Array:
     """Returns ``[B, K+1]`` int32, the drafts from node 0 to each node, its own included."""
+    # A node sees its ancestors and itself, of which node 0 is no draft.
     return jnp.sum(sees, axis=2, dtype=jnp.int32) - 1
 
 
@@ -115,6 +122,7 @@ def tokens_before(sees: jax.Array, token_ids: jax.Array) -> jax.Array:
     batch_size, num_drafts = token_ids.shape
     # [B, K+1, K]: where draft j goes in the list of node i; past its end if it is not on the path
     place = jnp.where(sees[:, :, 1:], depths(sees)[:, None, 1:] - 1, num_drafts)
+    # [B, K+1, K]: each draft at its place; what is past the end is dropped
     nothing = jnp.full((batch_size, num_drafts + 1, num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
     drafts = jnp.broadcast_to(token_ids[:, None, :], nothing.shape)
     return jnp.put_along_axis(nothing, place, drafts, axis=2, inplace=False, mode="drop")
