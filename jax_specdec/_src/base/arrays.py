@@ -61,6 +61,7 @@ def pytree(**fields: Declared) -> Callable[[_Class], _Class]:
     """
 
     def register(cls: _Class) -> _Class:
+        # A class with static fields cannot be exported: nothing says how they are written.
         static = [field.name for field in dataclasses.fields(cls) if field.metadata.get("static")]
         jax.tree_util.register_dataclass(cls)
         if not static:
@@ -95,8 +96,9 @@ def refuse(
 ) -> NoReturn:
     """Raises `error` with a sentence: what `name` must be or do, what came, and a hint."""
     hint = "" if hint is None else f": {hint}"
+    # Subclasses of `error` would show in tracebacks: the name is an attribute.
     refusal = error(f"{name} must {must}, but it is {described(came)}{hint}")
-    vars(refusal)["argument"] = name  # an attribute: a subclass would show in tracebacks
+    vars(refusal)["argument"] = name
     raise refusal
 
 
@@ -108,7 +110,7 @@ def require(
     hint: str | None = None,
     error: type[Exception] = ValueError,
 ) -> None:
-    """`refuse`, unless something holds."""
+    """Raises what `refuse` does, unless something holds."""
     if not holds:
         refuse(error, name, must, came, hint)
 
@@ -129,7 +131,7 @@ def renamed(error: BaseException, name: str) -> str:
 
 
 def is_error(raised: BaseException) -> bool:
-    """Whether what was raised is an error; else it is an interrupt, or ends the program.
+    """Returns whether what was raised is an error; else it is an interrupt, or ends the program.
 
     Panics of libraries in Rust are errors, though pyo3 makes them no `Exception`.
     """
@@ -139,13 +141,13 @@ def is_error(raised: BaseException) -> bool:
 def check_type(
     name: str, value: object, *types: type | None, hint: str | None = None
 ) -> type | None:
-    """The first of the types that `value` is of; None among them allows None.
+    """Returns the first of the types that `value` is of; None among them allows None.
 
     Raises:
       TypeError: it is of none of them.
     """
     for one in types:
-        if value is None if one is None else isinstance(value, one):
+        if isinstance(value, type(None) if one is None else one):
             return one
     hint = hint or next((_MADE_BY[x.__name__] for x in types if x and x.__name__ in _MADE_BY), None)
     listed = ("None" if one is None else with_article(one.__name__) for one in types)
@@ -153,7 +155,7 @@ def check_type(
 
 
 def check_choice(name: str, value: object, choices: Sequence[object], of: type = object) -> None:
-    """Raise ValueError unless `value` is one of the choices, and TypeError if it is not an `of`."""
+    """Raises ValueError unless `value` is one of the choices, TypeError unless it is an `of`."""
     if not isinstance(value, of):
         refuse(TypeError, name, f"be {with_article(of.__name__)}", value)
     if value not in choices:
@@ -161,7 +163,7 @@ def check_choice(name: str, value: object, choices: Sequence[object], of: type =
 
 
 def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) -> None:
-    """Check the type of a declared pytree, and each of its arrays.
+    """Checks the type of a declared pytree, and each of its arrays.
 
     If `name` is empty, its fields are named as arguments of their own.
 
@@ -170,9 +172,11 @@ def check_tree(name: str, value: object, types: tuple[type, ...], sizes: Sizes) 
       ValueError: an array of another shape.
     """
     cls: Any = check_type(name, value, *types)
+    # Only a field whose default is None may be None.
     optional = {field.name for field in dataclasses.fields(cls) if field.default is None}
     for field, declared in _DECLARED[cls].items():
-        own, path = getattr(value, field), f"{name}.{field}" if name else field
+        own = getattr(value, field)
+        path = f"{name}.{field}" if name else field
         if own is None and field in optional:
             continue
         if isinstance(declared, str):
@@ -188,7 +192,7 @@ def check_array(
     sizes: Sizes,
     hint: str | Callable[[], str | None] | None = None,
 ) -> None:
-    """Check one array, and add what its shape says to `sizes`.
+    """Checks one array, and adds what its shape says to `sizes`.
 
     Args:
       name: of the argument.
@@ -210,6 +214,7 @@ def check_array(
     fits = isinstance(value, _ARRAY) and _fits(shapes, value.shape, sizes)
     if fits and (not dtypes or str(value.dtype) in dtypes):  # type: ignore[attr-defined]
         return
+    # A wrong shape is a ValueError, whatever the dtype; anything else that is wrong is its type.
     wanted = either(_shape_text(shape, sizes) for shape in shapes)
     of = f" of {either(dtypes)}" if dtypes else ""
     error = ValueError if isinstance(value, _ARRAY) and not fits else TypeError
@@ -218,20 +223,22 @@ def check_array(
 
 @functools.cache
 def _parsed(declared: str) -> tuple[list[list[str]], list[str]]:
-    """Shapes and dtypes of a declaration."""
+    """Returns the shapes and the dtypes of a declaration."""
     shapes = [shape.split(", ") if shape else [] for shape in re.findall(r"\[(.*?)\]", declared)]
     dtypes = re.findall(r"\w+", declared.rpartition("]")[2])
     return shapes, [dtype for dtype in dtypes if dtype != "or"]
 
 
 def _fits(shapes: list[list[str]], came: tuple[int, ...], sizes: Sizes) -> bool:
-    """Whether a shape is one of those declared; if so, its letters are added to `sizes`."""
+    """Returns whether a shape is one of those declared; if so, adds its letters to `sizes`."""
     for shape in shapes:
         found = dict(sizes)
+        # What is not known is bound by what came: a letter, or a letter and a number, as in B+1.
         for dimension, size in zip(shape, came, strict=False):
             if _size(dimension, found) is None:
                 letter, _, more = dimension.partition("+")
                 found[letter] = size - int(more or 0)
+        # No letter stands for a negative size, which [0] would give B of [B+1].
         fits = [_size(dimension, found) for dimension in shape] == list(came)
         if fits and min(found.values(), default=0) >= 0:
             sizes |= found
@@ -240,18 +247,19 @@ def _fits(shapes: list[list[str]], came: tuple[int, ...], sizes: Sizes) -> bool:
 
 
 def _size(dimension: str, sizes: Sizes) -> int | None:
-    """The size of a dimension such as ``2``, ``B`` or ``N+B``; None if it is not known."""
+    """Returns the size of a dimension such as ``2``, ``B`` or ``N+B``; None if it is not known."""
     if dimension.isdecimal() or dimension in sizes:
         return int(sizes.get(dimension, dimension))
     for sign, compute in (("+", operator.add), ("-", operator.sub), ("*", operator.mul)):
         left, _, right = dimension.partition(sign)
         if right:
-            parts = _size(left, sizes), _size(right, sizes)
+            parts = (_size(left, sizes), _size(right, sizes))
             return None if None in parts else compute(*parts)
     return None
 
 
 def _shape_text(shape: list[str], sizes: Sizes) -> str:
+    """Returns a declared shape in words: ``[B, K] = [2, 3]``, as far as sizes are known."""
     known = [_size(dimension, sizes) for dimension in shape]
     sized = [dimension if n is None else str(n) for dimension, n in zip(shape, known, strict=True)]
     text = f"[{', '.join(shape)}]"
@@ -274,14 +282,15 @@ class Range(NamedTuple):
     ends: str = "[]"
 
     def holds(self, x: Any) -> Any:
-        """Whether numbers are in the range: of Python, NumPy, JAX, or a kernel."""
+        """Returns whether numbers are in the range: of Python, NumPy, JAX, or a kernel."""
         above = x >= self.low if self.ends[0] == "[" else x > self.low
         if self.high is None:
             return above
-        return above & (x <= self.high if self.ends[1] == "]" else x < self.high)
+        below = x <= self.high if self.ends[1] == "]" else x < self.high
+        return above & below
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError unless a number is in the range."""
+        """Raises ValueError unless a number is in the range."""
         if not self.holds(value):
             refuse(ValueError, name, self.must, value)
 
@@ -294,7 +303,7 @@ class Range(NamedTuple):
 
 
 def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> int:
-    """`value` as a Python int, if it is an integer of any type in ``[low, high]``; not a boolean.
+    """Returns `value` as a Python int, if it is an integer in ``[low, high]``, and no boolean.
 
     Raises:
       TypeError: not an integer.
@@ -313,7 +322,7 @@ def check_int(name: str, value: Any, low: int = 1, high: int | None = None) -> i
 def check_increasing(
     name: str, values: Sequence[Any], low: int, high: int | None = None
 ) -> tuple[int, ...]:
-    """`values` as a tuple, if they are increasing integers in ``[low, high]``, at least one.
+    """Returns `values` as a tuple, if they are increasing ints in ``[low, high]``, at least one.
 
     Raises:
       TypeError: there is no list of them, or one is not an integer.
@@ -330,7 +339,7 @@ def check_increasing(
 def check_entries(
     name: str, values: np.ndarray, holds: Any, must: str, at: Any = None, hint: str | None = None
 ) -> None:
-    """Raise ValueError for the first of ``values [n]`` that does not hold.
+    """Raises ValueError for the first of ``values [n]`` that does not hold.
 
     Args:
       name: of an entry, with ``{}`` for its index.
@@ -341,13 +350,14 @@ def check_entries(
       hint: ends the message.
     """
     at = np.arange(len(values)) if at is None else at
+    # The indices of the entries that do not hold
     wrong = at[~np.asarray(holds, bool)[at]]
     if wrong.size:
         refuse(ValueError, name.format(wrong[0]), must, values[wrong[0]], hint)
 
 
 def check_listed(name: str, ids: np.ndarray, size: int) -> None:
-    """Check the values of one list of ids.
+    """Checks the values of one list of ids.
 
     Raises:
       ValueError: an id is out of range or listed twice.
@@ -361,7 +371,7 @@ def check_listed(name: str, ids: np.ndarray, size: int) -> None:
 def as_int32(
     name: str, values: Any, declared: str | None = None, sizes: Sizes | None = None
 ) -> jax.Array:
-    """`values` as int32, if that changes none of them; and checked, if a shape is declared.
+    """Returns `values` as int32, if that changes none; and checks a shape that is declared.
 
     Under jit, where values are not known, one that int32 does not hold becomes the nearest that it
     does. With ``jax_enable_x64`` every sum of integers has a dtype that includes such.
@@ -370,6 +380,8 @@ def as_int32(
       TypeError: not integers.
       ValueError: an integer out of the range of int32, or another shape.
     """
+    # Three ways: a dtype that int32 includes; another one under jit, held to the range of int32;
+    # and anything else on the host, where the values are known.
     is_array = isinstance(values, jax.Array) and jnp.issubdtype(values.dtype, jnp.integer)
     if is_array and np.can_cast(values.dtype, np.int32):
         array = jnp.asarray(values, jnp.int32)
@@ -385,7 +397,7 @@ def as_int32(
 
 
 def checked_dtype(dtype: Any, named: str | None = None, name: str = "dtype") -> np.dtype:
-    """What was given for the argument `name`: one of those `named` in words, or any floating one.
+    """Returns a dtype that was given: one of those `named` in words, or any floating one.
 
     Raises:
       TypeError: another one, or none.
@@ -402,7 +414,7 @@ def checked_dtype(dtype: Any, named: str | None = None, name: str = "dtype") -> 
 
 
 def host_int32(name: str, values: Any) -> np.ndarray:
-    """Values on the host as int32, if that changes none of them.
+    """Returns values on the host as int32, if that changes none of them.
 
     Raises:
       TypeError: not integers.
@@ -412,7 +424,8 @@ def host_int32(name: str, values: Any) -> np.ndarray:
     if array.size == 0 and array is not values:  # NumPy makes an empty list float64
         array = array.astype(np.int32)
     require(jnp.issubdtype(array.dtype, jnp.integer), name, "be integers", values, error=TypeError)
-    array, limits = np.asarray(array), np.iinfo(np.int32)
+    array = np.asarray(array)
+    limits = np.iinfo(np.int32)
     too_large = array[(array < limits.min) | (array > limits.max)]
     if too_large.size:
         refuse(ValueError, name, "be integers that int32 holds", too_large[0])
@@ -420,7 +433,7 @@ def host_int32(name: str, values: Any) -> np.ndarray:
 
 
 def as_positions(positions: Any) -> jax.Array | np.ndarray:
-    """Positions as an array: JAX arrays as they are, anything else as int32 on the host.
+    """Returns positions as an array: JAX arrays as they are, all else as int32 on the host.
 
     Raises:
       TypeError: not integers.
@@ -454,7 +467,7 @@ def check_outside_jit(function: str, **arguments: object) -> None:
 
 
 def known_values(values: Any) -> np.ndarray | None:
-    """Values, read on the host; None if they are traced or on other hosts."""
+    """Returns values, read on the host; None if they are traced or on other hosts."""
     if isinstance(values, jax.core.Tracer):
         return None
     if isinstance(values, jax.Array) and not values.is_fully_addressable:
@@ -466,7 +479,7 @@ def known_values(values: Any) -> np.ndarray | None:
 
 
 def described(value: object) -> str:
-    """A value for a message, in one line: of an array, its shape and dtype."""
+    """Returns a value for a message, in one line: of an array, its shape and dtype."""
     if isinstance(value, np.generic):
         return str(value)
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -475,16 +488,19 @@ def described(value: object) -> str:
         text = " ".join(f"{value!r}".split())
     except (ValueError, RecursionError):  # Python refuses to write longer integers, or deeper lists
         return f"{with_article(type(value).__name__)} that is too long to write"
+    # An object whose text is long is named by its class; a list or a string is cut.
     is_object = type(value).__module__ != "builtins"
-    return with_article(type(value).__name__) if is_object and len(text) > 80 else text[:80]
+    if is_object and len(text) > 80:
+        return with_article(type(value).__name__)
+    return text[:80]
 
 
 def either(texts: Any) -> str:
-    """Texts as a list in words: "a, b or c"."""
+    """Returns texts as a list in words: "a, b or c"."""
     *first, last = texts
     return f"{', '.join(first)} or {last}" if first else last
 
 
 def with_article(noun: str) -> str:
-    """A noun after "a" or "an"."""
+    """Returns a noun after "a" or "an"."""
     return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"

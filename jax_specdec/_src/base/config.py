@@ -138,6 +138,7 @@ class SpecDecodeConfig:
     def __post_init__(self) -> None:
         k = check_num_speculative_tokens(self.num_speculative_tokens)
         object.__setattr__(self, "num_speculative_tokens", k)
+        # A name that other projects have is refused with what to write here.
         for name, choices in (
             ("rejection_sample_method", get_args(RejectionSampleMethod)),
             ("draft_sample_method", get_args(DraftSampleMethod)),
@@ -146,14 +147,17 @@ class SpecDecodeConfig:
             if isinstance(value, str) and (name, value) in _OTHER_CHOICES:
                 raise ValueError(_OTHER_CHOICES[name, value])
             check_choice(name, value, choices, str)
+        # A schedule is given in one of two forms under the synthetic rule, and in none elsewhere.
         method = self.rejection_sample_method
-        names = "synthetic_acceptance_rates", "synthetic_acceptance_length"
+        names = ("synthetic_acceptance_rates", "synthetic_acceptance_length")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if method == "synthetic":
             require(len(given) == 1, " or ".join(names), "be given, and not both", given)
         for name, value in given.items():
             if method != "synthetic":
                 refuse(ValueError, name, "be None", value, f"rejection_sample_method is {method!r}")
+            # Stored as numbers of Python, which are hashable; a length stays what it is, so that
+            # `to_dict` gives it back.
             if name == "synthetic_acceptance_length":
                 object.__setattr__(self, name, _check_real(name, value, 1, k + 1))
                 continue
@@ -224,6 +228,7 @@ class SpecDecodeConfig:
 
 
 def _check_keys(cls: type[Any], values: Mapping[Any, Any], error: type[Exception]) -> None:
+    """Raises `error` for the first key that is no field of a class, with what to write instead."""
     known = [field.name for field in dataclasses.fields(cls)]
     for key, value in values.items():
         if key in _OTHER_KEYS:
@@ -233,11 +238,16 @@ def _check_keys(cls: type[Any], values: Mapping[Any, Any], error: type[Exception
 
 
 def did_you_mean(name: Any, known: Sequence[str]) -> str:
-    """How a message about an unknown name ends: with the known one that it is near, if any is."""
-    given, names = str(name).lstrip("-"), {one.lstrip("-"): one for one in known}
+    """Returns how a message about an unknown name ends: with a known one near it, if any is."""
+    # Flags of the command line are compared without their dashes, and shown with them.
+    given = str(name).lstrip("-")
+    names = {one.lstrip("-"): one for one in known}
+    # The beginning of a name is nearer than any likeness.
     near = [one for one in names if len(given) > 2 and one.startswith(given)]
     near = near or difflib.get_close_matches(given, names, n=1, cutoff=0.7)
-    return f"; did you mean {names[near[0]]!r}?" if near else ""
+    if not near:
+        return ""
+    return f"; did you mean {names[near[0]]!r}?"
 
 
 def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tuple[float, ...]:
@@ -282,12 +292,13 @@ def acceptance_length_to_rates(length: float, num_speculative_tokens: int) -> tu
       https://docs.vllm.ai/en/latest/api/vllm/config/speculative/
     """
     k = check_num_speculative_tokens(num_speculative_tokens)
+    # n + f drafts: n ones, then f, then zeros
     mean_accepted = _check_real("length", length, 1, k + 1) - 1.0
     return tuple(min(max(mean_accepted - i, 0.0), 1.0) for i in range(k))
 
 
 def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """The rate at each position, given that all drafts before it were accepted.
+    """Returns the rate at each position, given that all drafts before it were accepted.
 
     ``c[0] = r[0]`` and ``c[i] = r[i] / r[i-1]``, 0 where ``r[i-1] = 0``.
 
@@ -306,12 +317,13 @@ def unconditional_to_conditional_rates(rates: Sequence[float]) -> tuple[float, .
       (0.9, 0.5, 0.0)
     """
     checked = _check_rates("rates", rates)
+    # r[i-1] and r[i]; the empty prefix is always accepted
     pairs = itertools.pairwise((1.0, *checked))
     return tuple(rate / before if before > 0.0 else 0.0 for before, rate in pairs)
 
 
 def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    """The rate at which all drafts up to each position are accepted.
+    """Returns the rate at which all drafts up to each position are accepted.
 
     ``r[i]`` is the product of ``c[0]`` to ``c[i]``.
 
@@ -335,7 +347,7 @@ def conditional_to_unconditional_rates(rates: Sequence[float]) -> tuple[float, .
 
 
 def check_num_speculative_tokens(value: Any) -> int:
-    """K as a Python int.
+    """Returns K as a Python int.
 
     Raises:
       TypeError: not an integer.
@@ -345,6 +357,7 @@ def check_num_speculative_tokens(value: Any) -> int:
 
 
 def _check_real(name: str, value: Any, low: int, high: int) -> float:
+    """Returns a number in ``[low, high]`` as a float of Python; booleans are not numbers."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     require(is_number, name, "be a number", value, error=TypeError)
     Range(low, high).check(name, value)
@@ -352,6 +365,7 @@ def _check_real(name: str, value: Any, low: int, high: int) -> float:
 
 
 def _check_rates(name: str, rates: Any, *, may_increase: bool = False) -> tuple[float, ...]:
+    """Returns rates in [0, 1] as a tuple, checked not to increase unless they may."""
     if isinstance(rates, np.ndarray):
         rates = rates.tolist()
     is_sequence = isinstance(rates, Sequence) and not isinstance(rates, str | bytes)

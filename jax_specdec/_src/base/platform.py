@@ -48,7 +48,7 @@ class _Call(NamedTuple):
 def traced_for_platform(
     function: Callable[..., Any], arrays: Any, *static: Hashable, only: Platform | None = None
 ) -> Any:
-    """``function(arrays, *static, platform)``, traced for one platform.
+    """Returns ``function(arrays, *static, platform)``, traced for one platform.
 
     Derivatives are those of the form of "default", a GPU without kernels of ours.
 
@@ -67,6 +67,7 @@ def traced_for_platform(
       0.0
     """
     platform = only or _assumed.value
+    # The platform is known: no equation is needed.
     if platform is not None:
         arrays = jax.tree.map(jnp.asarray, arrays)  # nothing else does under jax.disable_jit
         return function(arrays, *static, platform)
@@ -76,7 +77,7 @@ def traced_for_platform(
 
 
 def assume(platform: Platform) -> Any:
-    """A context in which functions are traced in place, for one platform.
+    """Returns a context in which functions are traced in place, for one platform.
 
     Example:
       >>> with assume("tpu"):
@@ -88,6 +89,8 @@ def assume(platform: Platform) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("call", "platform"))
 def _traced(*flat: Any, call: _Call, platform: Platform) -> Any:
+    """Returns the function's output for one platform, under the `jax.vmap` around the call."""
+    # One `jax.vmap` after another is put around it, the outermost first.
     if not call.vmaps:
         return call.function(jax.tree.unflatten(call.tree, flat), *call.static, platform)
     *inner, (size, axes) = call.vmaps
@@ -96,7 +99,8 @@ def _traced(*flat: Any, call: _Call, platform: Platform) -> Any:
 
 
 def _bind(flat: Sequence[Any], call: _Call) -> tuple[list[Any], Any]:
-    """The outputs, and a pytree of their shapes."""
+    """Returns the outputs of an equation of the call, and a pytree of their shapes."""
+    # Output types are those for the default device, for which the program most likely is.
     backend = jax.default_backend()
     guess = functools.partial(_traced, call=call, platform=_NAMES.get(backend, backend))
     jaxpr, shapes = jax.make_jaxpr(guess, return_shape=True)(*flat)
@@ -108,12 +112,15 @@ _primitive.multiple_results = True
 
 
 def _types(*_: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
+    """Returns the types of the equation's outputs, known when it was made."""
     del call
     return list(types)
 
 
 def _run(*flat: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
+    """Runs the equation without jit, on the platform that its arrays are on."""
     del types
+    # Where the arrays are, if that is one platform; arrays of NumPy are nowhere yet.
     found = {d.platform for x in flat if isinstance(x, jax.Array) for d in x.devices()}
     platform = found.pop() if len(found) == 1 else jax.default_backend()
     platform = _NAMES.get(platform, platform)
@@ -126,10 +133,13 @@ _primitive.def_impl(_run)  # without jit
 
 
 def _lower_for(platform: str) -> None:
+    """Registers that the equation, lowered for a platform, is the function traced for it."""
+
     def run(*flat: Any, call: _Call, types: tuple[Any, ...]) -> list[Any]:
         del types
         return jax.tree.leaves(_traced(*flat, call=call, platform=platform))
 
+    # JAX has None for all the platforms without a lowering of their own.
     name = None if platform == "default" else platform
     mlir.register_lowering(_primitive, mlir.lower_fun(run), platform=name)
 
@@ -141,10 +151,11 @@ for _platform in (*_PLATFORMS, "default"):
 def _batched(
     flat: Sequence[Any], axes: Sequence[Any], *, call: _Call, types: tuple[Any, ...]
 ) -> tuple[list[Any], list[int]]:
-    """The same equation, of the function under `jax.vmap`."""
+    """Returns the outputs under one more `jax.vmap`, and their mapped axes, all 0."""
     del types
     mapped = tuple(axes)  # None for an array that is not mapped
     size = next(x.shape[a] for x, a in zip(flat, mapped, strict=True) if a is not None)
+    # The equation of the same call, with this `jax.vmap` as the outermost.
     found, _ = _bind(flat, call._replace(vmaps=(*call.vmaps, (size, mapped))))
     return found, [0] * len(found)
 
@@ -152,7 +163,7 @@ def _batched(
 def _derivative(
     primals: Sequence[Any], tangents: Sequence[Any], *, call: _Call, types: tuple[Any, ...]
 ) -> tuple[list[Any], list[Any]]:
-    """The derivative of the form of other platforms, which has plain operations."""
+    """Returns outputs and derivatives of the form of other platforms, of plain operations."""
     del types
     form = functools.partial(_traced, call=call, platform="default")
     steps = tuple(ad.instantiate_zeros(t) for t in tangents)  # `jax.jvp` takes two tuples

@@ -199,7 +199,9 @@ def is_valid(sampling: SamplingParams) -> jax.Array:
     # [B] bool for each parameter that the call has; NaN is in no range.
     given = ((one.range, getattr(sampling, one.name)) for one in SAMPLING_PARAMETERS)
     holds = [range.holds(value) for range, value in given if value is not None]
-    return functools.reduce(operator.and_, holds) if holds else jnp.bool_(True)
+    if not holds:
+        return jnp.bool_(True)
+    return functools.reduce(operator.and_, holds)
 
 
 def inverse_temperature(temperature: jax.Array) -> jax.Array:

@@ -229,7 +229,7 @@ class Drafts:
         distribution: DraftDistribution | None = None,
         parents: Integers | None = None,
     ) -> Drafts:
-        """Drafts from flattened ids and a count per request.
+        """Makes drafts of flattened ids and a count per request.
 
         Args:
           token_ids: ``[N]`` integers in the range of int32.
@@ -254,10 +254,13 @@ class Drafts:
         ids = as_int32("token_ids", token_ids)
         check_array("token_ids", ids, "[N]", {}, "from_dense takes [B, K]")
         counts = as_int32("num_draft_tokens", num_draft_tokens, "[B]")
+        # Under jit the counts are not known: a request out of range gets a status instead.
         if (known := known_values(num_draft_tokens)) is not None and known.size:
             check_entries("num_draft_tokens[{}]", known, known >= 0, "be at least 0")
-            most, hint = f"be at most N = {len(ids)}", "they are counts, not offsets"
+            most = f"be at most N = {len(ids)}"
+            hint = "they are counts, not offsets"
             require(known.sum() <= len(ids), "num_draft_tokens, summed,", most, known.sum(), hint)
+        # [B] -> [B+1]: counts to offsets
         cu = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
         if parents is not None:
             parents = as_int32("parents", parents, "[N]", {"N": len(ids)})
@@ -271,7 +274,7 @@ class Drafts:
         distribution: DraftDistribution | None = None,
         parents: IntegerRows | None = None,
     ) -> Drafts:
-        """Drafts from a rectangle of ids. Nothing of the vocabulary's size is copied.
+        """Makes drafts of a rectangle of ids. Nothing of the vocabulary's size is copied.
 
         Every request owns K draft positions and K + 1 target rows: pass
         ``target_logits.reshape(B * (K + 1), V)``. Ids past a request's count become -1 (no
@@ -291,8 +294,8 @@ class Drafts:
         Raises:
           TypeError: not integers, or a `distribution` of another type.
           ValueError: `token_ids` or `parents` are not ``[B, K]``, or `num_draft_tokens` not
-            ``[B]``; an integer
-            out of the range of int32; or, if their values are known, a count outside [0, K].
+            ``[B]``; an integer out of the range of int32; or, if their values are known, a count
+            outside [0, K].
 
         Example:
           >>> import jax.numpy as jnp
@@ -309,17 +312,20 @@ class Drafts:
         batch, k = ids.shape
         if num_draft_tokens is not None:
             counts = check_counts(num_draft_tokens, batch, k)
+            # [B, K]: ids past a request's count become -1, as no proposal
             past_count = jnp.arange(k, dtype=jnp.int32)[None, :] >= counts[:, None]
             ids = jnp.where(past_count, PLACEHOLDER_TOKEN_ID, ids)
+        # [B+1]: each request owns K places, whatever its count
         cu = jnp.arange(batch + 1, dtype=jnp.int32) * k
         if parents is not None:
             sizes = {"B": batch, "K": k}
             parents = as_int32("parents", parents, "[B, K]", sizes).reshape(-1)
+        # [B, K] -> [N], and so the rows of storage
         return cls(ids.reshape(-1), cu, flatten_storage(distribution), parents)
 
 
 def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
-    """Counts of drafts as int32.
+    """Returns counts of drafts ``[B]`` as int32.
 
     Raises:
       TypeError: not integers.
@@ -335,15 +341,17 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
 
 
 def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
-    """Storage ``[B, K, Vd]`` as ``[B*K, Vd]``; flat storage stays as it is."""
+    """Returns storage ``[B, K, Vd]`` as ``[B*K, Vd]``; flat storage stays as it is."""
     if distribution is None:
         return None
     check_type("distribution", distribution, DraftProbs, DraftLogits, None)
+    # [B, K] -> [N], and [B, K, C] -> [R, C]; a map [Vd] that all rows share stays
     rows = None if distribution.rows is None else distribution.rows.reshape(-1)
     ids = None if distribution.ids is None else _flatten_rows(distribution.ids)
     if isinstance(distribution, DraftProbs):
         probs = distribution.probs
         return dataclasses.replace(distribution, probs=_flatten_rows(probs), rows=rows, ids=ids)
+    # [B, K] -> [R], of the numbers of each row that are given
     numbers = {name: getattr(distribution, name) for name in ROW_NUMBERS}
     return dataclasses.replace(
         distribution,
@@ -355,6 +363,7 @@ def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution
 
 
 def _flatten_rows(storage: jax.Array) -> jax.Array:
+    """Returns storage ``[B, K, C]`` as ``[B*K, C]``; with fewer axes, as it is."""
     return storage.reshape(-1, storage.shape[-1]) if storage.ndim > 2 else storage
 
 
@@ -446,7 +455,7 @@ class RejectionSampleOutput:
 
 
 def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
-    """The emitted tokens of each request, as Python lists (reads the arrays on the host).
+    """Returns the emitted tokens of each request, as Python lists, read on the host.
 
     Args:
       output: what `rejection_sample` returned, outside jit.
@@ -468,5 +477,6 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
     """
     check_type("output", output, RejectionSampleOutput)
     check_outside_jit("parse_output", output=output)
+    # [B, K+1] and [B], in one copy from the device
     token_ids, num_emitted = jax.device_get((output.token_ids, output.num_emitted))
     return [row[:n].tolist() for row, n in zip(token_ids, num_emitted, strict=True)]

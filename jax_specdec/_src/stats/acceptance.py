@@ -56,7 +56,7 @@ class AcceptanceCounters:
 
     @classmethod
     def create(cls, num_speculative_tokens: int) -> AcceptanceCounters:
-        """All counts zero.
+        """Returns counters that are all 0.
 
         Args:
           num_speculative_tokens: K, 1 to 1024.
@@ -77,7 +77,7 @@ class AcceptanceCounters:
         num_kept: Integers | None = None,
         num_fallbacks: ArrayLike = 0,
     ) -> AcceptanceCounters:
-        """Add one verification of a batch. Pure; for use inside jit.
+        """Adds one verification of a batch. Pure; for use inside jit.
 
         A request that emitted nothing (an empty slot, a row with NaN) is not counted. But for
         `num_kept`, give the numbers of the verification itself, before stop tokens and budgets cut
@@ -100,28 +100,36 @@ class AcceptanceCounters:
           TypeError: an argument does not hold integers.
           ValueError: shapes that do not fit.
         """
+        # [B] each: the first says what B is
         sizes: Sizes = {}
         num_emitted = as_int32("num_emitted", num_emitted, "[B]", sizes)
         num_proposed = as_int32("num_proposed", num_proposed, "[B]", sizes)
         num_accepted = as_int32("num_accepted", num_accepted, "[B]", sizes)
+        # Where nothing says what was kept, all that was emitted is.
         num_kept = num_emitted if num_kept is None else num_kept
         num_kept = as_int32("num_kept", num_kept, "[B]", sizes)
         num_fallbacks = as_int32("num_fallbacks", num_fallbacks, "[]", sizes)
-        given = num_proposed, num_accepted, num_emitted, num_kept
-        columns = _columns(self.words.shape[1] // 3 - 1, *given)
+        # [B, K] three times and [B, 1] twice -> [B, 3K+2], a column for each count
+        k = self.words.shape[1] // 3 - 1
+        columns = _columns(k, num_proposed, num_accepted, num_emitted, num_kept)
         counts = jnp.concatenate([one.astype(jnp.int32) for one in columns], axis=1)
+        # [3K+3]: what the batch adds to each count, that of fallbacks last
         sums = counts.sum(axis=0, dtype=jnp.int32)
         added = jnp.append(sums, num_fallbacks).astype(jnp.uint32)
+        # A sum of uint32 that wraps around is less than what was added: 1 more of the high half.
         low = self.words[0] + added
         carry = (low < added).astype(jnp.uint32)
         return AcceptanceCounters(jnp.stack([low, self.words[1] + carry]))
 
 
 def _columns(k: int, proposed: Any, accepted: Any, emitted: Any, kept: Any) -> list[Any]:
-    """What verifications add to each count but that of fallbacks, as columns ``[..., n]``."""
+    """Returns what verifications add to each count but that of fallbacks, as ``[..., n]`` each."""
+    # [1, K], and [..., 1] of what belongs to a verification as a whole
     position = np.arange(k, dtype=np.int32)[None, :]
     proposed, accepted, kept = (x[..., None] for x in (proposed, accepted, kept))
+    # [..., 1]: an empty slot, or a bad row, emits nothing
     is_verified = emitted[..., None] > 0
+    # [..., K]: a draft is reached if those before it were accepted, and accepted if it was too
     offered = (proposed > position) & is_verified
     reached = offered & (accepted >= position)
     return [offered, reached, offered & (accepted > position), kept, is_verified]
@@ -174,7 +182,7 @@ class AcceptanceStats:
 
     @classmethod
     def from_counters(cls, counters: AcceptanceCounters) -> AcceptanceStats:
-        """Read counters: waits for the device and copies a few bytes.
+        """Reads counters: waits for the device and copies a few bytes.
 
         Args:
           counters: outside jit; they are not changed.
@@ -183,12 +191,13 @@ class AcceptanceStats:
           The statistics since the counters were created.
         """
         check_outside_jit("from_counters", counters=counters)
-        low, high = jax.device_get(counters.words).astype(object)  # Python's ints have any size
+        # [2, 3K+3] -> [3K+3] of 64 bits, as Python's ints, which have any size
+        low, high = jax.device_get(counters.words).astype(object)
         return cls._of((low + (high << 32)).tolist())
 
     @classmethod
     def from_steps(cls, steps: StepRecord) -> AcceptanceStats:
-        """Sum up records ``[S, B, ...]``.
+        """Sums up records ``[S, B, ...]``.
 
         Args:
           steps: one record, of all steps stacked along leading axes.
@@ -201,20 +210,24 @@ class AcceptanceStats:
         """
         check_type("steps", steps, StepRecord)
         check_outside_jit("from_steps", steps=steps)
-        given = steps.num_proposed, steps.num_accepted, steps.num_emitted, steps.num_kept
-        columns = _columns(np.shape(steps.token_ids)[-1] - 1, *map(np.asarray, given))
+        # [S, B, K] three times and [S, B, 1] twice
+        k = np.shape(steps.token_ids)[-1] - 1
+        given = (steps.num_proposed, steps.num_accepted, steps.num_emitted, steps.num_kept)
+        columns = _columns(k, *map(np.asarray, given))
+        # [n] each: summed over steps and requests. Records hold no fallbacks.
         sums = [one.reshape(-1, one.shape[-1]).sum(axis=0) for one in columns]
         return cls._of([*np.concatenate(sums).tolist(), 0])
 
     @classmethod
     def _of(cls, counts: list[int]) -> AcceptanceStats:
-        """From 3K + 3 counts, in the order of `AcceptanceCounters.words`."""
+        """Returns the statistics of 3K + 3 counts, in the order of `AcceptanceCounters.words`."""
         k = len(counts) // 3 - 1
+        # K offered, K reached, K accepted, then the three that are not by position
         offered, reached, accepted = (tuple(counts[i * k : (i + 1) * k]) for i in range(3))
         return cls(offered, reached, accepted, *counts[3 * k :])
 
     def __sub__(self, earlier: AcceptanceStats) -> AcceptanceStats:
-        """The interval between two readings of the same counters.
+        """Returns the interval between two readings of the same counters.
 
         If the weights have changed since the first, the interval begins with that: all of `self`.
 
@@ -224,25 +237,27 @@ class AcceptanceStats:
         Raises:
           ValueError: the two have different K, or a count is larger in `earlier`.
         """
-        k, given = len(self.offered_per_position), len(earlier.offered_per_position)
+        k = len(self.offered_per_position)
+        given = len(earlier.offered_per_position)
         require(given == k, "earlier's K", f"be {k}", given)
         if earlier.epoch != self.epoch:
             return self
+        # Of the epoch nothing is taken away: it is no sum.
         return since(dataclasses.replace(earlier, epoch=0), self)
 
     @property
     def num_drafts(self) -> int:
-        """Verifications of a request that were offered at least one draft."""
+        """The number of verifications of a request that were offered at least one draft."""
         return self.offered_per_position[0]
 
     @property
     def num_draft_tokens(self) -> int:
-        """Drafts offered."""
+        """The number of drafts offered."""
         return sum(self.offered_per_position)
 
     @property
     def num_accepted_tokens(self) -> int:
-        """Drafts accepted."""
+        """The number of drafts accepted."""
         return sum(self.accepted_per_position)
 
     @property
@@ -288,7 +303,7 @@ class AcceptanceStats:
         return f"{self.mean_acceptance_length:.2f}" if self.num_drafts else "-"
 
     def log_line(self, seconds: float) -> str:
-        """One line for a server's log, in vLLM's words where vLLM has them.
+        """Returns one line for a server's log, in vLLM's words where vLLM has them.
 
         The rates per position are `unconditional_rates`, and the line says so.
 
@@ -299,6 +314,7 @@ class AcceptanceStats:
           ValueError: `seconds` is not positive.
         """
         check_seconds(seconds)
+        # K rates; the line says which of the two kinds they are
         rates = ", ".join(f"{rate:.3f}" for rate in self.unconditional_rates)
         return (
             "SpecDecoding metrics:"
@@ -314,19 +330,21 @@ class AcceptanceStats:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The counts and what follows from them, in types that JSON has."""
+        """Returns the counts and what follows from them, in types that JSON has."""
         names = [field.name for field in dataclasses.fields(self)]
         values = {name: getattr(self, name) for name in (*names, *_DERIVED)}
+        # JSON has no tuples.
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
 
 def since(earlier: _Sums, later: _Sums) -> _Sums:
-    """What was added between two readings: of numbers, of tuples, and of dataclasses of these.
+    """Returns what was added between two readings: numbers, tuples, or dataclasses of these.
 
     Raises:
       ValueError: a number is larger in `earlier`.
     """
-    both: Any = earlier, later
+    # One call for each entry of a tuple and each field of a dataclass, down to numbers.
+    both: Any = (earlier, later)
     if isinstance(later, tuple):
         added: Any = tuple(map(since, *both))
     elif dataclasses.is_dataclass(later) and not isinstance(later, type):
@@ -340,11 +358,18 @@ def since(earlier: _Sums, later: _Sums) -> _Sums:
 
 
 def check_seconds(seconds: float) -> None:
+    """Checks the length of an interval.
+
+    Raises:
+      TypeError: not a number.
+      ValueError: not positive.
+    """
     is_number = isinstance(seconds, (int, float, np.number))
     require(is_number, "seconds", "be a number", seconds, error=TypeError)
     require(seconds > 0, "seconds", "be positive", seconds)
 
 
+# What `to_dict` gives beside the fields.
 _DERIVED = (
     "num_drafts",
     "num_draft_tokens",
@@ -358,4 +383,6 @@ _DERIVED = (
 
 
 def _rates(counts: tuple[int, ...], of: tuple[int, ...]) -> tuple[float, ...]:
+    """Returns the share of each total that each count is; 0 of nothing."""
+    # A position that no draft reached has no rate: it says 0.
     return tuple(n / total if total else 0.0 for n, total in zip(counts, of, strict=True))

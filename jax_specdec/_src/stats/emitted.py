@@ -65,7 +65,7 @@ def truncate(
     stop_token_ids: ArrayLike | None = None,
     max_tokens: ArrayLike | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """How many of a step's tokens each request keeps: up to a stop token, and within its budget.
+    """Returns how many of a step's tokens each request keeps: up to a stop, within its budget.
 
     A stop token is kept and ends the request. Pure, for use inside jit or outside, on the
     `RejectionSampleOutput` of a step. A request has ended if it is stopped, if its budget is
@@ -100,6 +100,7 @@ def truncate(
     sizes: Sizes = {}
     token_ids = as_int32("token_ids", token_ids, "[B, K+1]", sizes)
     b, width = token_ids.shape
+    # [B]: no more than the budget, which may be overdrawn
     num_kept = as_int32("num_emitted", num_emitted, "[B]", sizes)
     if max_tokens is not None:
         left = as_int32("max_tokens", max_tokens, "[] or [B]", sizes)
@@ -107,9 +108,14 @@ def truncate(
     if stop_token_ids is None:
         return num_kept, jnp.zeros((b,), bool)
     stops = as_int32("stop_token_ids", stop_token_ids, "[M] or [B, M]", sizes)
+    # [M] -> [B, M]
     stops = jnp.broadcast_to(stops, (b, stops.shape[-1]))
+    # [B, K+1, M] -> [B, K+1]: whether each token is one of them
     offset = jnp.arange(width, dtype=jnp.int32)[None, :]
     is_stop = jnp.any(token_ids[:, :, None] == stops[:, None, :], axis=2)
+    # [B]: the first of those; K + 1 if there is none. Padding equals the padding of `stops`, but
+    # comes after what is kept.
     stop_at = jnp.min(jnp.where(is_stop, offset, width), axis=1)
+    # [B]: a stop token past the budget, or past what was emitted, stops nothing
     is_stopped = stop_at < num_kept
     return jnp.where(is_stopped, stop_at + 1, num_kept), is_stopped

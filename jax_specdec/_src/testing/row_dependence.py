@@ -55,7 +55,7 @@ def row_dependence(
     batch_axis: int = 0,
     seed: int = 0,
 ) -> RowDependence | None:
-    """Return what of a token depends on its row in a pass, or on its neighbours; None if nothing.
+    """Returns what of a token depends on its row in a pass, or on its neighbours; None if nothing.
 
     Speculative decoding changes no bit of a text only if a token's logits, and what the cache holds
     of it, are the same in whatever row of a pass it is read. Not all products are so. This reads B
@@ -101,6 +101,7 @@ def row_dependence(
     check_int("num_rows", num_rows, 2)
     check_int("max_length", max_length, num_rows + 1)
     rng = np.random.default_rng(seed)
+    # N: passes enough that each text is read in several rows, but not past the end of the cache
     size = min(4 * num_rows, max_length - num_rows)
     # [B, N + S]: N tokens of each text, and S that follow
     texts = rng.integers(vocab_size, size=(num_requests, size + num_rows), dtype=np.int32)
@@ -111,40 +112,49 @@ def row_dependence(
     def run(
         params: Params, ids: jax.Array, start: jax.Array, cache: Cache
     ) -> tuple[Outputs, Cache]:
+        """Returns the hashes ``[B, S]`` of a pass's outputs, and the cache."""
         outputs, cache = apply(params, ids, start, cache)
         return jax.tree.map(lambda x: _hashes(x, ids.shape), outputs), cache
 
     @jax.jit
     def filled() -> Cache:
+        """Returns a cache that holds the same noise for each request."""
         fill = functools.partial(_with_noise, seed=seed, num_requests=num_requests, axis=batch_axis)
         return jax.tree.map(fill, init_cache(num_requests, max_length))
 
     @jax.jit
     def hashes_of_cache(cache: Cache) -> Cache:
+        """Returns the hashes ``[B]`` of each array of a cache."""
+        # [B, ...]: requests first
         firsts = jax.tree.map(lambda x: jnp.moveaxis(x, batch_axis, 0), cache)
         return jax.tree.map(lambda x: _hashes(x, (num_requests,)), firsts)
 
     def read(shift: int, least: int, most: int) -> dict[str, np.ndarray]:
         """Returns for each array the hashes ``[B]`` or ``[B, N]`` of the texts, by its name."""
         cache = filled()
-        order = np.roll(np.arange(num_requests), shift)  # [B]: the text of each slot
-        at = np.zeros(num_requests, np.int32)  # tokens of it that were read
+        # [B]: the text of each slot, and how many tokens of it were read
+        order = np.roll(np.arange(num_requests), shift)
+        at = np.zeros(num_requests, np.int32)
         passes = []
         while at.min() < size:
-            # So many rows are of the text; the others are drafts, and rejected.
+            # [B]: so many rows are of the text; the others are drafts, and rejected
             kept = np.minimum(rng.integers(least, most + 1, num_requests), size - at)
             row = np.arange(num_rows)[None, :]
-            own = texts[order[:, None], at[:, None] + row]  # [B, S]
+            # [B, S]: the tokens of the text that come next, then drafts in place of some
+            own = texts[order[:, None], at[:, None] + row]
             drafts = rng.integers(vocab_size, size=own.shape, dtype=np.int32)
             ids = np.where(row < kept[:, None], own, drafts)
             hashes, cache = run(params, ids, starts[order] + at, cache)
+            # Hashes stay on the device, so that no pass waits for them.
             passes.append((at.copy(), kept, hashes))
             at += kept.astype(np.int32)
         # What stands behind the texts is the same then, too.
         _, cache = run(params, texts[order, size:], starts[order] + at, cache)
         found = {}
+        # [B] each, by slot -> by text
         for path, hashes in jax.tree.leaves_with_path(jax.device_get(hashes_of_cache(cache))):
             found["cache" + jax.tree_util.keystr(path)] = hashes[np.argsort(order)]
+        # [B, S] of each pass -> [B, N]: of rejected drafts nothing is kept
         for at, kept, outputs in jax.device_get(passes):
             for path, hashes in jax.tree.leaves_with_path(outputs):
                 name = "outputs" + jax.tree_util.keystr(path)
@@ -160,6 +170,7 @@ def row_dependence(
     for reason, given in readings.items():
         for name, hashes in read(*given).items():
             differs = hashes != alone[name]
+            # [B] or [B, N] -> []: how many texts have a hash that differs
             num_texts = int(differs.reshape(num_requests, -1).any(axis=1).sum())
             if num_texts:
                 return RowDependence(name, reason, num_texts)
@@ -168,10 +179,12 @@ def row_dependence(
 
 def _hashes(x: jax.Array, kept: tuple[int, ...]) -> jax.Array:
     """Returns hashes ``[*kept]`` of the bits of an array, which depend on the place of each."""
+    # Booleans have no bits that can be cast.
     if x.dtype == bool:
         x = x.astype(jnp.uint8)
     words = lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
-    words = words.reshape(*kept, -1).astype(jnp.uint32)  # [*kept, n]
+    # [*kept, n]: 64 bits are two words, the last axis of the cast
+    words = words.reshape(*kept, -1).astype(jnp.uint32)
     # Mixed before they are added: in a sum of the words themselves, however weighted, flipped sign
     # bits cancel in pairs.
     place = lax.broadcasted_iota(jnp.uint32, words.shape, len(kept))
@@ -193,11 +206,14 @@ def _with_noise(x: jax.Array, seed: int, num_requests: int, axis: int) -> jax.Ar
     """Returns an array of the cache plus noise from -2 to 2, the same for each request."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return x
+    # The shape of one request's part
     shape = [*x.shape]
     shape[axis] //= num_requests
     # `jax.random` takes ten times as long to compile.
     place = lax.iota(jnp.uint32, math.prod(shape))
+    # Signed integers of 32 bits, times 2**-30
     bits = _mixed(place ^ _mixed(jnp.uint32(seed % 2**32)))
     noise = lax.bitcast_convert_type(bits, jnp.int32).astype(jnp.float32) * 2.0**-30
+    # As many times as there are requests: a text finds the same noise in every slot.
     one = noise.astype(x.dtype).reshape(shape)
     return x + jnp.concatenate([one] * num_requests, axis=axis)
