@@ -170,7 +170,7 @@ def apply_penalties(
     and multiplied by it if not. Then ``frequency * n`` is subtracted, and `presence` if ``n > 0``.
     Neutral values (0, 0, 1) leave a request's rows as they are.
 
-    Same as `process_logits` of penalties alone, with its arguments and errors. There may be fewer columns
+    `process_logits` of penalties alone, with its arguments and errors. There may be fewer columns
     than in ``penalties.counts``, for a drafter that has fewer.
 
     Returns:
