@@ -187,7 +187,7 @@ def token_logprobs(
     padded_rows: bool = False,
     sharding: VerifySharding | None = None,
 ) -> TokenLogprobs:
-    """Log-probability of each emitted token, and of the likeliest alternatives at its position.
+    """Returns log-probabilities of emitted tokens, and of the likeliest alternatives to each.
 
     ``"raw"`` is ``log softmax(float32(row))`` of the rows as given, at temperature 1 and without
     the bitmask. ``"processed"`` is the distribution that the tokens were drawn from: the masked row
@@ -425,6 +425,7 @@ def _derivative(
     x = rows.whole(one.row)
     if kept is not None:
         x = jnp.where(x < kept[:, None], -jnp.inf, x)
+    # [T, 1]: a row whose maximum is not finite has no distribution
     is_known = (one.exists & jnp.isfinite(stats.max))[:, None]
     is_kept = is_known & (x > -jnp.inf)
     # [T, W]: p = exp(z - max z) / sum, 0 where nothing is kept, so that no NaN goes on from there
@@ -495,7 +496,7 @@ def _read_batch(
         parts, entries = rows.part.gather((of_part, own))
         stats = Partials.of_whole(parts, inv)
         own = of_owner(entries, those.token_id, rows.width)
-    # A row whose maximum is not finite has no distribution.
+    # [B]: as in `_derivative`
     is_known = those.exists & jnp.isfinite(stats.max)
 
     def logprobs(entries: jax.Array) -> jax.Array:
@@ -521,8 +522,8 @@ def _read_batch(
         top, columns = lax.top_k(entries, min(num_top, rows.width))
         found = columns.astype(jnp.int32)
         if rows.part.is_split:
-            # [D, B, m] -> [B, D * m]: the likeliest of each part, in the order of the parts, so that
-            # equal entries stand in the order of their ids; then the likeliest of those
+            # [D, B, m] -> [B, D * m]: the likeliest of each part, in the order of the parts, so
+            # that equal entries stand in the order of their ids; then the likeliest of those
             top, found = (
                 jnp.moveaxis(x, 0, 1).reshape(batch, -1)
                 for x in rows.part.gather((top, rows.part.ids(found)))
@@ -532,6 +533,7 @@ def _read_batch(
         # [B, n]: an entry of -inf has probability 0, and is no alternative
         is_token = those.exists[:, None] & (top > -jnp.inf)
         ids = jnp.where(is_token, found, PLACEHOLDER_TOKEN_ID)
+    # [B]: what divides the kept entries from the others, -inf where none was left out
     thresholds = None
     if wanted.thresholds:
         thresholds = jnp.full((batch,), -jnp.inf) if kept is None else _between(rows, those, kept)

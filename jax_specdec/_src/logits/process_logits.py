@@ -73,6 +73,7 @@ class LogitsProcessors(Processor):
     @property
     def is_neutral(self) -> jax.Array:
         """``[]`` bool, whether no request uses any of the processors."""
+        # []: one flag of all, by which a caller may leave out the whole change
         neutral = jnp.bool_(True)
         for one in self._given().values():
             neutral &= one.is_neutral
@@ -211,7 +212,8 @@ def _process(
     """Applies a processor after the checks. Which request owns a row is found once for all."""
     sizes: Sizes = {}
     check_tree(name, processor, (cls,), sizes)
-    if not sizes:  # of no processor at all
+    # No array gave B: there is no processor at all.
+    if not sizes:
         return jnp.asarray(logits)
     # A drafter's rows may have fewer columns than there are counts, but never more.
     ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))

@@ -138,6 +138,7 @@ class LogitBias(Processor):
         # [M, C]: the biases of each row's request
         ids = self.token_ids[rows.owner]
         values = self.values[rows.owner]
+        # In float32: a bias added to 16 bits would be rounded, and so would not be the caller's.
         return scatter(logits.astype(jnp.float32), ids, values, platform)
 
 
@@ -247,6 +248,7 @@ class Penalties(Processor):
         ids = _columns(token_ids)
         # A negative id would count from the end of the vocabulary: V is dropped.
         ids = jnp.where(ids < 0, self.counts.shape[1], ids)
+        # [B, n] -> [B, V]: one more of each id, in the request's own row
         request = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
         return dataclasses.replace(self, counts=self.counts.at[request, ids].add(1, mode="drop"))
 
@@ -351,6 +353,7 @@ class BadWords(Processor):
           ValueError: a request has more than `num_words` words, or a word more than `length`
             tokens.
         """
+        # W and L, if they are not given
         most = max(map(len, words), default=0)
         longest = max((len(word) for own in words for word in own), default=1)
         num_words = most if num_words is None else num_words
@@ -411,6 +414,7 @@ class BadWords(Processor):
         begins = (words[:, :, :-1] < 0) | (words[:, :, :-1] == before[:, None, :])
         # [M, W]: the last tokens of the words that have begun, -1 of the others
         completed = jnp.where(begins.all(axis=2), words[:, :, -1], PLACEHOLDER_TOKEN_ID)
+        # -inf at these columns of [M, V]; a column of -1 is dropped
         return scatter(logits, completed, None, platform)
 
     @property
@@ -500,10 +504,11 @@ class AllowedTokens(Processor):
         """
         words = []
         for b, own in enumerate(token_ids):
+            # Of no ids no bit is set: turned over below, every token is allowed.
             ids = np.array(() if own is None else own, np.int64)
             fits = (ids >= 0) & (ids < vocab_size)
             check_entries(f"token_ids[{b}][{{}}]", ids, fits, f"be an id in [0, {vocab_size})")
-            # [ceil(V/32)]: all bits set, those past the vocabulary too, where all are allowed
+            # [ceil(V/32)]
             bits = bitmask_of(ids, vocab_size)
             words.append(~bits if own is None else bits)
         return cls(np.stack(words))  # type: ignore[arg-type]  # NumPy: packing needs no device
