@@ -427,9 +427,11 @@ def _only_token(row: np.ndarray, vocab_size: int) -> int:
     """Returns the only token that ``row [ceil(V/32)]`` allows; -1 if it allows another number."""
     # One word that is not 0, with one bit set: token 32 * word + bit
     words = np.flatnonzero(row)
-    bits = int(row[words[0]]) if len(words) == 1 else 0
-    token = 32 * int(words[0]) + bits.bit_length() - 1 if bits.bit_count() == 1 else -1
-    return token if token < vocab_size else -1
+    if len(words) != 1:
+        return -1
+    bits = int(row[words[0]])
+    token = 32 * int(words[0]) + bits.bit_length() - 1
+    return token if bits.bit_count() == 1 and token < vocab_size else -1
 
 
 def bitmask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:

@@ -325,6 +325,7 @@ def token_logprobs(
         filter=jax.tree.map(per_token, filter),
     )
 
+    # How the logits are split decides where they are read; draft rows are not read at all.
     no_rows = dataclasses.replace(drafts, distribution=None)
     array_layout = sharding_lib.resolve(sharding, target_logits, no_rows, None)
     mesh, vocab_axis, batch_axis = array_layout[:3]
@@ -536,7 +537,10 @@ def _read_batch(
     # [B]: what divides the kept entries from the others, -inf where none was left out
     thresholds = None
     if wanted.thresholds:
-        thresholds = jnp.full((batch,), -jnp.inf) if kept is None else _between(rows, those, kept)
+        if kept is None:
+            thresholds = jnp.full((batch,), -jnp.inf)
+        else:
+            thresholds = _between(rows, those, kept)
         thresholds = jnp.where(is_known, thresholds, jnp.nan)
     return TokenLogprobs(own, ids, logprobs(top), thresholds)
 
@@ -552,6 +556,7 @@ def _between(rows: Rows, those: Emitted, kept: jax.Array) -> jax.Array:
     # [B]: over all parts, the least entry that was kept and the largest that was not
     lowest_kept = -rows.part.max(jnp.max(jnp.where(is_kept, -x, -jnp.inf), axis=1))
     highest_left_out = rows.part.max(jnp.max(jnp.where(is_kept, -jnp.inf, x), axis=1))
+    # [B]: the threshold, halfway between the two.
     # Halves first: the sum of two large entries is infinite.
     middle = lowest_kept / 2 + highest_left_out / 2
     # Of two floats next to each other the middle is one or the other.

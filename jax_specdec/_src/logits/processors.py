@@ -408,7 +408,10 @@ class BadWords(Processor):
         # right before the row begin at its offset
         tokens = jnp.concatenate([self.recent[rows.owner], rows.token_ids], axis=1)
         place = rows.offset[:, None] + _range(size)
-        before = jnp.take_along_axis(tokens, place, axis=1, mode="clip") if size else tokens[:, :0]
+        if size:
+            before = jnp.take_along_axis(tokens, place, axis=1, mode="clip")
+        else:  # words of one token need nothing before them
+            before = tokens[:, :0]
         # [M, W, L]: a word begins where each token but its last matches, or is -1
         words = self.words[rows.owner]
         begins = (words[:, :, :-1] < 0) | (words[:, :, :-1] == before[:, None, :])
