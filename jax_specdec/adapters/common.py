@@ -47,22 +47,27 @@ class Static(NamedTuple):
 class Arrays(NamedTuple):
     """Arguments of both adapters that a mesh splits; the first two over the vocabulary as well."""
 
+    # [M, V] and [N, Vd]
     target_logits: jax.Array
     draft_probs: jax.Array | None
+    # [N] of a flat batch, [bs, n] or [bs*n] of chains
     draft_token_ids: jax.Array
+    # [B] each, from here on
     lengths: jax.Array
     sampling: SamplingParams
     keys: jax.Array | None
     positions: jax.Array | None
     slots: jax.Array
     """``[B]``, the place of each request in the whole batch."""
+    # [M, ceil(V/32)]
     token_bitmask: jax.Array | None
+    # [B] each
     active: jax.Array | None
     bonus_token_ids: jax.Array | None = None
 
 
 def check_arrays(sizes: Sizes, arrays: dict[str, tuple[Any, str]]) -> None:
-    """Check shapes (name: array or None, letters) as the caller sees them, before a mesh splits."""
+    """Checks shapes (name: array or None, letters) as the caller sees them: not yet split."""
     for name, (array, declared) in arrays.items():
         if array is not None or name in ("logits", "target_logits"):
             check_array(name, array, declared, sizes)
@@ -76,7 +81,7 @@ def keys_of_requests(
     sampled_by: str | None,
     split_over: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """Keys and positions ``[B]`` for a verification.
+    """Returns keys and positions ``[B]`` for a verification.
 
     Args:
       keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
@@ -96,6 +101,7 @@ def keys_of_requests(
         require(sampled_by is None, "keys", f"be given with {sampled_by}", keys, hint)
         return None, positions
     is_raw = isinstance(keys, (jax.Array, np.ndarray)) and keys.dtype == jnp.uint32 and keys.ndim
+    # [..., 2] or [..., 4] words -> [...] typed keys: the number of words says of which kind
     if is_raw and keys.shape[-1] in _IMPL_OF_WORDS:
         keys = jax.random.wrap_key_data(jnp.asarray(keys), impl=_IMPL_OF_WORDS[keys.shape[-1]])
     check_keys("keys", keys)
@@ -103,10 +109,12 @@ def keys_of_requests(
         # Parts must share no noise; a key that varies is another one on each device already.
         for axis in sorted(split_over - _varying(keys)):
             keys = jax.random.fold_in(keys, jax.lax.axis_index(axis))
+        # [] -> [B]: of a fresh key, slots make the noise of requests differ, and positions need not
         slots = jnp.arange(batch, dtype=jnp.int32)
         if positions is None:
             positions = jnp.zeros_like(slots)
         return step_keys(keys, slots), positions
+    # [B]: the same keys on every step, which only positions tell apart
     check_array("keys", keys, "[] or [B]", {"B": batch})
     if positions is None:
         hint = "with the same key on every step, noise repeats where a position repeats"
@@ -115,15 +123,18 @@ def keys_of_requests(
 
 
 def axes_of_requests(lengths: jax.Array, sharding: VerifySharding | None) -> frozenset[str]:
-    """The axes of a `jax.shard_map` that requests are split over, as far as they can be known."""
+    """Returns the axes of a `jax.shard_map` that requests are split over, as far as known."""
     axes = _varying(lengths)
     if sharding is None or sharding.mesh is not None:
         return axes
+    # Without a mesh, `sharding` names axes of the shard_map around; over the vocabulary's axis all
+    # devices have the same requests, and must have the same noise.
     named = filter(_is_bound, sharding.batch_axes)
     return axes.union(named) - {sharding.vocab_axis}
 
 
 def _is_bound(axis: str) -> bool:
+    """Returns whether a `jax.shard_map` around has an axis; JAX tells by an error alone."""
     try:
         jax.lax.axis_size(axis)
     except NameError:
@@ -132,14 +143,14 @@ def _is_bound(axis: str) -> bool:
 
 
 def _varying(array: jax.Array) -> frozenset[str]:
-    """The axes of a `jax.shard_map` over whose devices an array is known to differ."""
+    """Returns the axes of a `jax.shard_map` over whose devices an array is known to differ."""
     return frozenset(jax.typeof(array).manual_axis_type.varying)
 
 
 def check_sharding(
     logits_name: str, logits: jax.Array, sharding: Any, sizes: dict[str, int]
 ) -> None:
-    """Check that each size split over the batch axis, and the vocabulary, divides by its devices.
+    """Checks that each size split over the batch axis, and the vocabulary, divides by its devices.
 
     Raises:
       TypeError: `sharding` is no `VerifySharding`.
@@ -147,6 +158,7 @@ def check_sharding(
         mesh without devices.
     """
     if sharding is None:
+        # Logits over explicit mesh axes have the split in their type, so that it can be known.
         place = explicit_place(logits)
         axes = None if place is None else place.spec
         must = f"be given where {logits_name} are split over explicit mesh axes"
@@ -157,6 +169,7 @@ def check_sharding(
     if sharding.mesh is None:
         return
     sharding_lib.check_devices(sharding, logits)
+    # Each split size with the axis that splits it
     by_axis = [(sharding.batch_axis, name, size) for name, size in sizes.items()]
     by_axis.append((sharding.vocab_axis, f"{logits_name}.shape[1]", logits.shape[1]))
     for axis, name, size in by_axis:
@@ -170,16 +183,21 @@ def on_parts(
     static: Static,
     sharding: VerifySharding | None,
 ) -> Any:
-    """``function(arrays, static, sharding)``, by `jax.shard_map` if there is a mesh.
+    """Returns ``function(arrays, static, sharding)``, by `jax.shard_map` if there is a mesh.
 
     Each device's part is then a batch of its own, and all results are split over the batch axis.
     """
     if sharding is None or sharding.mesh is None:
         return function(arrays, static, sharding)
-    mesh, vocab_axis, batch_axis = sharding.mesh, sharding.vocab_axis, sharding.batch_axis
+    mesh = sharding.mesh
+    vocab_axis = sharding.vocab_axis
+    batch_axis = sharding.batch_axis
+    # A vocabulary on one device is whole: nothing is to be exchanged.
     is_split = vocab_axis is not None and mesh.shape[vocab_axis] > 1
     within = VerifySharding(vocab_axis=vocab_axis if is_split else None)
-    by_row, by_vocabulary = P(batch_axis), P(batch_axis, vocab_axis)
+    # Logits and draft probabilities are split over both axes, all else over requests.
+    by_row = P(batch_axis)
+    by_vocabulary = P(batch_axis, vocab_axis)
     specs: Any = [by_vocabulary, by_vocabulary, *[by_row] * (len(arrays) - 2)]
     return sharding_lib.over_mesh(
         lambda arrays: function(arrays, static, within),
@@ -199,7 +217,8 @@ def verify(
     *,
     padded_rows: bool = False,
 ) -> tuple[RejectionSampleOutput, TokenLogprobs | None]:
-    """`rejection_sample`, and `token_logprobs` of what it emitted if they are wanted."""
+    """Returns the output of `rejection_sample`, and its `token_logprobs` if they are wanted."""
+    # Both must read the same rows under the same mask, by the same parameters.
     given: dict[str, Any] = dict(
         sampling=sampling,
         config=static.config,
@@ -217,6 +236,7 @@ def verify(
         active=arrays.active,
         **given,
     )
+    # Tokens were emitted; their rows are read once more, where that is wanted.
     if static.logprobs is None:
         return output, None
     given |= dataclasses.asdict(static.logprobs)

@@ -10,7 +10,7 @@ from jax_specdec._src.base.types import Integers
 
 
 def step_keys(key: jax.Array, slots: Integers) -> jax.Array:
-    """One key per request, from one key per step.
+    """Returns one key per request, from one key per step.
 
     Entry b is ``fold_in(key, slots[b])``, for keys of every kind as keys of Threefry. Verification
     with these keys is exact over any number of steps, under padding, and if requests change their

@@ -74,7 +74,7 @@ def verify_chains(
     logprobs: LogprobsConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> ChainVerification:
-    """Verify chains; replaces both the greedy and the sampled verification of a chain.
+    """Verifies chains; replaces both the greedy and the sampled verification of a chain.
 
     Greedy and sampled requests may be mixed. Penalties go first, with `apply_penalties`.
 
@@ -128,12 +128,15 @@ def verify_chains(
     static.check()
     tokens = as_int32("draft_tokens", draft_tokens)
     lengths = as_int32("seq_lens", seq_lens, "[bs]")
-    batch, k = lengths.shape[0], config.num_speculative_tokens
+    batch = lengths.shape[0]
+    k = config.num_speculative_tokens
     n = k + 1
     sizes: Sizes = {"bs": batch, "n": n, "bs*n": batch * n, "bs*(n-1)": batch * k}
+    # A caller who gives drafts alone gets told which column is missing.
     without = tokens.shape in ((batch, k), (batch * k,))
     hint = "column 0, the token verified before, is missing" if without else None
     check_array("draft_tokens", tokens, "[bs, n] or [bs*n]", sizes, hint)
+    # [bs, 1] -> [bs], and [bs, n-1, V] -> [bs*(n-1), V]; other shapes are refused below
     if isinstance(temperatures, Array) and temperatures.shape == (batch, 1):
         temperatures = temperatures.reshape(batch)
     if isinstance(draft_probs, Array) and draft_probs.ndim == 3:
@@ -142,18 +145,21 @@ def verify_chains(
     common.check_arrays(
         sizes,
         {
+            # Row j of a chain follows its token j; column 0 is no draft, so it has no q.
             "target_logits": (target_logits, "[bs*n, V]"),
             "draft_probs": (draft_probs, "[bs*(n-1), Vd]"),
             "token_bitmask": (token_bitmask, "[bs*n, ceil(V/32)]"),
             **{name: (array, "[bs]") for name, array in requests.items()},
         },
     )
+    # Keys are made before a mesh splits the batch: request b's slot is b in the whole of it.
     sampled_by = None if temperatures is None else "temperatures"
     common.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
     split_over = common.axes_of_requests(lengths, sharding)
     keys, _ = common.keys_of_requests(
         keys, lengths, batch, sampled_by=sampled_by, split_over=split_over
     )
+    # A chain's length is the position of its noise, and says whether it is in use.
     arrays = common.Arrays(
         target_logits,
         draft_probs,
@@ -173,23 +179,29 @@ def verify_chains(
 def _verify(
     arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
 ) -> ChainVerification:
+    """Verifies chains, or this device's part of them, after the checks."""
+    # [bs*n] or [bs, n] -> [bs, n], of which columns 1 to n - 1 are the drafts
     n = static.config.num_speculative_tokens + 1
     chains = arrays.draft_token_ids.reshape(-1, n)
     distribution = None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs)
     drafts = Drafts.from_dense(chains[:, 1:], distribution=distribution)
+    # [bs]: top-k of 1 is greedy at any temperature but a negative one, which the checks refuse
     sampling = arrays.sampling
     if sampling.top_k is not None and sampling.temperature is not None:
         is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
         temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
         sampling = dataclasses.replace(sampling, temperature=temperature)
     output, found = common.verify(arrays, static, sharding, drafts, sampling)
-    # A request that is in use has a token, verified or not.
+    # [bs]: tokens emitted; a request that is in use has one, verified or not
     count = jnp.where(arrays.lengths == 0, 0, jnp.maximum(output.num_emitted, 1))
     token_ids = jnp.where(output.token_ids < 0, common.UNVERIFIED_TOKEN_ID, output.token_ids)
+    # [bs, n]: the places of each chain in the flat batch, the last emitted token's after it
     offset = jnp.arange(n, dtype=jnp.int32)[None, :]
     is_emitted = offset < count[:, None]
     place = arrays.slots[:, None] * n + jnp.minimum(offset, jnp.maximum(count - 1, 0)[:, None])
+    # [bs, n] -> [bs]: the last token emitted; 0 of padding, where no place is count - 1
     last = jnp.where(offset == count[:, None] - 1, token_ids, 0).sum(axis=1)
+    # [bs, n] -> [bs*n]
     return ChainVerification(
         count,
         jnp.where(is_emitted, place, -1).reshape(-1),

@@ -74,7 +74,7 @@ def verify_flat(
     logprobs: LogprobsConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> FlatVerification:
-    """Verify a flat batch; replaces both bonus sampling and the rejection sampler.
+    """Verifies a flat batch; replaces both bonus sampling and the rejection sampler.
 
     Args:
       logits: ``[L, V]``: request b's ``draft_lengths[b] + 1`` rows after those of the requests
@@ -130,7 +130,9 @@ def verify_flat(
     static.check()
     ids = as_int32("draft_token_ids", draft_token_ids, "[N]")
     lengths = as_int32("draft_lengths", draft_lengths, "[B]")
-    n, batch = ids.shape[0], lengths.shape[0]
+    n = ids.shape[0]
+    batch = lengths.shape[0]
+    # [1] -> [B]: one number for all requests
     given = temperature, top_k, top_p, min_p
     temperature, top_k, top_p, min_p = (_of_all(x, batch) for x in given)
     requests = dict(
@@ -142,7 +144,9 @@ def verify_flat(
         bonus_token_ids=bonus_token_ids,
         active=active,
     )
+    # With bonus tokens sampled elsewhere there are rows for drafts alone.
     rows = "L" if bonus_token_ids is None else "N"
+    # L is whatever it is padded to; more rows or fewer are told from values, request by request.
     common.check_arrays(
         {"N": n, "B": batch},
         {
@@ -152,6 +156,7 @@ def verify_flat(
             **{name: (array, "[B]") for name, array in requests.items()},
         },
     )
+    # Keys are made before a mesh splits the batch: request b's slot is b in the whole of it.
     sampled_by = None if temperature is None else "temperature"
     common.check_sharding("logits", logits, sharding, {"L": logits.shape[0], "N": n, "B": batch})
     split_over = common.axes_of_requests(lengths, sharding)
@@ -176,7 +181,7 @@ def verify_flat(
 
 
 def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
-    """``[1]`` as ``[B]``; anything else as it is."""
+    """Returns ``[1]`` as ``[B]``, and anything else as it is."""
     if isinstance(array, (jax.Array, np.ndarray)) and array.shape == (1,):
         return jnp.broadcast_to(array, (batch,))
     return array
@@ -185,10 +190,12 @@ def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
 def _verify(
     arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
 ) -> FlatVerification:
-    # A request of negative length has a negative position: BAD_INPUT, and its neighbours stay.
+    """Verifies a flat batch, or this device's part of it, after the checks."""
+    # [B]: a request of negative length has a negative position: BAD_INPUT, and its neighbours stay.
     counts = jnp.maximum(arrays.lengths, 0)
     positions = jnp.zeros_like(counts) if arrays.positions is None else arrays.positions
     arrays = arrays._replace(positions=jnp.where(arrays.lengths < 0, -1, positions))
+    # [B] -> [B+1]: where the drafts of each request begin, from 0 on
     first = jnp.zeros((1,), jnp.int32)
     drafts = Drafts(
         arrays.draft_token_ids,
@@ -203,17 +210,19 @@ def _verify(
 
 
 def _sampling(given: SamplingParams) -> SamplingParams:
-    """Their parameters in our terms."""
+    """Returns parameters in our terms: a greedy request has temperature 0."""
     temperature = given.temperature
+    # Nobody samples.
     if temperature is None:
         return given
+    # [B]: another negative temperature stays, and the checks refuse it
     is_greedy = (temperature >= 0) & (temperature < GREEDY_BELOW)
     is_greedy |= temperature == GREEDY_TEMPERATURE
     return dataclasses.replace(given, temperature=jnp.where(is_greedy, 0.0, temperature))
 
 
 def flat_token_ids(output: RejectionSampleOutput, drafts: Drafts) -> jax.Array:
-    """``[N + B]`` int32: the tokens at drafts' places, then bonus tokens, -1 where there is none.
+    """Returns ``[N + B]`` int32: tokens at drafts' places, then bonus tokens; -1 for none.
 
     The bonus token of an active request that could not be verified is `UNVERIFIED_TOKEN_ID`.
 
@@ -226,13 +235,21 @@ def flat_token_ids(output: RejectionSampleOutput, drafts: Drafts) -> jax.Array:
       >>> flat_token_ids(output, drafts).tolist()
       [4, 7, 2, -1]
     """
-    cu, n = drafts.cu_num_draft_tokens, drafts.token_ids.shape[0]
-    first, count = cu[:-1], cu[1:] - cu[:-1]
+    cu = drafts.cu_num_draft_tokens
+    n = drafts.token_ids.shape[0]
+    # [B]: the place of each request's first draft, and how many it has
+    first = cu[:-1]
+    count = cu[1:] - cu[:-1]
+    # [B, K+1] -> [N]: token j of request b goes to the place of draft j; past its drafts it is N,
+    # which is dropped
     offset = jnp.arange(output.token_ids.shape[1], dtype=jnp.int32)[None, :]
     place = jnp.where(offset < count[:, None], first[:, None] + offset, n)
     none = jnp.full((n,), PLACEHOLDER_TOKEN_ID, jnp.int32)
     at_drafts = none.at[place].set(output.token_ids, mode="drop")
-    is_bonus = offset == count[:, None]  # emitted after all drafts, or -1
+    # [B, K+1] -> [B]: what was emitted after all drafts, or -1: the largest, as all others are -1
+    is_bonus = offset == count[:, None]
     bonus = jnp.where(is_bonus, output.token_ids, PLACEHOLDER_TOKEN_ID).max(axis=1)
+    # Those that could not be verified, but not those that are not in use
     bonus = jnp.where(output.status > Status.INACTIVE, common.UNVERIFIED_TOKEN_ID, bonus)
+    # [N] and [B] -> [N + B]
     return jnp.concatenate([at_drafts, bonus])

@@ -13,7 +13,8 @@ from jax_specdec._src.base.arrays import pytree
 _DECAY = 0.99
 """What remains of the past after a step: a memory of about 100 steps."""
 
-_PRIOR_RATE, _PRIOR_TRIED = 0.7, 2.0
+_PRIOR_RATE = 0.7
+_PRIOR_TRIED = 2.0
 
 
 @pytree(tried="[K] float32", accepted="[K] float32")
@@ -58,15 +59,20 @@ class DraftRates:
         it is times i / (i + 1) at rank i, so that the rates of ranks that were never tried fall as
         1 / (i + 1).
         """
+        # [K]: the rate of a place that was never tried, over the rate of the place before: 1 in a
+        # chain and at the first place, i / (i + 1) in a tree
         place = jnp.arange(self.tried.shape[0], dtype=jnp.float32)
         is_same = (place == 0) | (not self.has_trees)
         fall = jnp.where(is_same, 1, place / (place + 1))
 
         def rate(before: jax.Array, counts: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+            """Returns the rate of a place, to go on from and as a result."""
             tried, accepted, fall = counts
+            # Two made-up drafts, which were accepted at the rate of the place before
             here = (accepted + _PRIOR_TRIED * fall * before) / (tried + _PRIOR_TRIED)
             return here, here
 
+        # From the first place on: each goes on from the one before, so this is a loop.
         return lax.scan(rate, jnp.float32(_PRIOR_RATE), (self.tried, self.accepted, fall))[1]
 
     def update(
@@ -79,14 +85,17 @@ class DraftRates:
           num_accepted: ``[B]`` int32, as `rejection_sample` returns it.
           path: ``[B, P]`` int32 likewise, the nodes that were accepted; None for chains.
         """
+        # [B, K]: the drafts of each request that were tried, and those that were accepted
         place = jnp.arange(self.tried.shape[0], dtype=jnp.int32)[None, :]
         is_tried = place < num_drafts[:, None]
         if path is None:
+            # The first that was rejected was tried too, and none after it.
             is_tried &= place <= num_accepted[:, None]
             is_accepted = place < num_accepted[:, None]
         else:
             # [B, P, K] -> [B, K]: draft i is node i + 1
             is_accepted = jnp.any(path[:, :, None] == place[:, None, :] + 1, axis=1)
+        # [B, K] -> [K]: a place that no request has tried keeps its past
         decay = jnp.where(is_tried.any(axis=0), _DECAY, 1.0)
         num_tried = is_tried.sum(axis=0, dtype=jnp.float32)
         num_right = (is_tried & is_accepted).sum(axis=0, dtype=jnp.float32)

@@ -77,7 +77,7 @@ def sample_draft_tokens(
     ids: jax.Array | None = None,
     implementation: DraftImplementation | None = None,
 ) -> DraftSample:
-    """Sample one draft per request from ``q = softmax(float32(logits) / temperature)``, filtered.
+    """Samples one draft per request from ``q = softmax(float32(logits) / temperature)``, filtered.
 
     The filter is the min-p, top-k and top-p of `sampling`. Give the target's: more drafts are then
     accepted. Store `logits` as they are, with the threshold, so that verification computes the same
@@ -131,7 +131,9 @@ def sample_draft_tokens(
     logits = jnp.asarray(logits)
     if sharding is not None:
         check_devices(sharding, logits)
-    sampling, positions = per_request(sampling, logits.shape[0]), as_positions(positions)
+    # [B]: parameters and positions of each request
+    sampling = per_request(sampling, logits.shape[0])
+    positions = as_positions(positions)
     check_positions(positions, {"B": logits.shape[0]})
     takes_argmax = config is not None and config.draft_sample_method == "greedy"
     shares_noise = config is not None and config.rejection_sample_method == "agreement"
@@ -140,20 +142,27 @@ def sample_draft_tokens(
         sizes = {"B": logits.shape[0], "Vd": logits.shape[1]}
         check_array("ids", ids, "[Vd] or [B, Vd] int32", sizes)
         ids = jnp.asarray(ids)
+    # No requests: the shapes that a batch would have, without a program.
     if logits.shape[0] == 0:
         nothing = jnp.zeros((0,), jnp.float32)
-        filtered = Filter.of(sampling) is not None
-        per_row = () if takes_argmax else (nothing, nothing, nothing if filtered else None)
-        return DraftSample(jnp.zeros((0,), jnp.int32), *per_row)
+        threshold = None if Filter.of(sampling) is None else nothing
+        token_ids = jnp.zeros((0,), jnp.int32)
+        if takes_argmax:
+            return DraftSample(token_ids)
+        return DraftSample(token_ids, nothing, nothing, threshold)
     given = logits, sampling, keys, positions, offset
-    # A kernel would gather logits that are split where XLA computes on the parts.
+    # By default the kernel, where it serves the call and gains from it.
+    # It would gather logits that are split where XLA computes on the parts.
     is_whole = sharding is not None or place_of(logits)[1:] == (None, None)
     by_default = implementation is None and is_whole and gpus.not_by_default() is None
     drawn = _sample(*given, takes_argmax, shares_noise, sharding, implementation, by_default)
     if ids is None:
         return drawn
+    # [B]: the target ids of the drawn columns, from ids [Vd] of all rows or [B, C] of each
     columns = drawn.token_ids
-    own = ids[columns] if ids.ndim == 1 else jnp.take_along_axis(ids, columns[:, None], 1)[:, 0]
+    if ids.ndim == 1:
+        return drawn._replace(token_ids=ids[columns])
+    own = jnp.take_along_axis(ids, columns[:, None], 1)[:, 0]
     return drawn._replace(token_ids=own)
 
 
@@ -164,7 +173,7 @@ _Arrays = tuple[jax.Array, SamplingParams, Uniforms | Races | DrawnRaces]
 def sample_by_races(
     logits: jax.Array, sampling: SamplingParams, exponential: jax.Array
 ) -> DraftSample:
-    """Sample as `sample_draft_tokens` does under the agreement rule, with noise that is given.
+    """Samples as `sample_draft_tokens` does under the agreement rule, with noise that is given.
 
     Args:
       logits: ``[B, V]``.
@@ -174,6 +183,7 @@ def sample_by_races(
     arrays = logits, sampling, Races(exponential[:, None])  # of one position each
 
     def on_whole(arrays: _Arrays) -> DraftSample:
+        """Returns drafts of whole rows: not by the kernel, which draws by inverse CDF."""
         return traced_for_platform(_sample_part, arrays, False, None, False)
 
     return without_vma(on_whole, arrays, None)
@@ -195,7 +205,14 @@ def _sample(
     implementation: DraftImplementation | None,
     by_default: bool,
 ) -> DraftSample:
+    """Samples, after the checks: finds the noise, and splits the rows over a mesh if there is one.
+
+    One program for every offset: a drafter calls it K times a step.
+    """
+    # All derivatives are zero: a drawn token has none.
     logits, sampling = jax.tree.map(lax.stop_gradient, (logits, sampling))
+    # Under agreement, the noise of the position that the target draws this very token at; else
+    # [B, 2] uniforms of a stream that verification does not read.
     noise: Uniforms | DrawnRaces = DrawnRaces(keys, positions + offset)
     if not shares_noise:
         noise = Uniforms(uniforms(keys, positions, Stream.DRAFT, offset))
@@ -203,12 +220,15 @@ def _sample(
     axis = None if sharding is None else sharding.vocab_axis
 
     def on_part(arrays: _Arrays) -> DraftSample:
+        """Returns drafts of rows, or of this device's part of them."""
+        # The kernel alone, without a program of another platform, if it is named
         only = "cuda" if implementation == "mosaic_gpu" else None
         static = takes_argmax, axis, None if only else by_default
         return traced_for_platform(_sample_part, arrays, *static, only=only)
 
     if sharding is None or sharding.mesh is None:
         return without_vma(on_part, arrays, axis)
+    # Logits are split over both axes, all else over requests.
     own = P(sharding.batch_axis)
     specs = P(sharding.batch_axis, axis), own, own
     return over_mesh(on_part, sharding.mesh, specs, own, arrays)
@@ -226,6 +246,7 @@ def _sample_part(
     `by_kernel` is None for the kernel alone, true for the kernel if it serves the call.
     """
     logits, sampling, noise = arrays
+    # Races are of the agreement rule, which the kernel does not draw by.
     if by_kernel is None or (by_kernel and platform == "cuda"):
         why_not = _unserved(logits, takes_argmax, not isinstance(noise, Uniforms), axis)
         if why_not is None:
@@ -236,6 +257,7 @@ def _sample_part(
             return DraftSample(*launch.sample(logits, sampling, noise.recover))
         if by_kernel is None:
             raise NotImplementedError(why_not)
+    # By XLA; of a part of the vocabulary, devices exchange maxima, masses and tokens.
     part = part_of(axis, logits.shape[1])
     backend = Xla().on(platform)
     if takes_argmax:
@@ -246,7 +268,7 @@ def _sample_part(
 def _unserved(
     logits: jax.Array, takes_argmax: bool, shares_noise: bool, axis: str | None
 ) -> str | None:
-    """Why the kernel cannot serve a call, as a sentence; None if it can."""
+    """Returns why the kernel cannot serve a call, as a sentence; None if it can."""
     if takes_argmax:
         return (
             "implementation='mosaic_gpu' samples, but draft_sample_method='greedy' takes the "

@@ -113,7 +113,7 @@ class DraftStore:
         ids: jax.Array | None = None,
         own_ids: bool = False,
     ) -> DraftStore:
-        """An empty store.
+        """Returns an empty store.
 
         Args:
           num_slots: S.
@@ -134,11 +134,13 @@ class DraftStore:
         check_num_speculative_tokens(num_speculative_tokens)
         check_int("vocab_size", vocab_size)
         dtype = checked_dtype(dtype, LOGITS)
+        # [K, S] numbers of rows, and [K*S] rows
         per_row = (num_speculative_tokens, num_slots)
         size = num_speculative_tokens * num_slots
         if ids is not None:
             require(not own_ids, "own_ids", "be False if ids are given for all rows", own_ids)
             check_array("ids", ids, "[Vd] int32", {"Vd": vocab_size})
+        # [K*S, C]: each row's own, which `write` takes
         if own_ids:
             ids = jnp.zeros((size, vocab_size), jnp.int32)
         return cls(
@@ -146,6 +148,7 @@ class DraftStore:
             log_normalizer=jnp.zeros((size,), jnp.float32),
             row_max=jnp.zeros((size,), jnp.float32),
             threshold=jnp.full((size,), -jnp.inf, jnp.float32),
+            # No row may be used before it is written.
             positions=jnp.full(per_row, _EVICTED, jnp.int32),
             temperature=jnp.zeros(per_row, jnp.float32),
             ids=ids,
@@ -199,14 +202,17 @@ class DraftStore:
         batch = self._batch(slots)
         sizes = {"B": batch, "Vd": self.logits.shape[1]}
         check_array("logits", logits, "[B, Vd]", sizes)
+        # [B]: the numbers of each row, by the names that they are stored under
         numbers = {name: getattr(drawn, name) for name in ROW_NUMBERS}
+        # Nothing was left out of any row.
         if drawn.threshold is None:
             numbers["threshold"] = jnp.full((batch,), -jnp.inf, jnp.float32)
         for name, x in numbers.items():
             hint = "a greedy draft has no q to store" if x is None else None
             check_array(f"drawn.{name}", x, "[B]", sizes, hint)
         rows = {"logits": logits, **numbers}
-        is_stored, must = logits.dtype == self.logits.dtype, f"be of {self.logits.dtype}"
+        is_stored = logits.dtype == self.logits.dtype
+        must = f"be of {self.logits.dtype}"
         require(is_stored, "logits", must, logits, "round them before sampling", TypeError)
         sampling, positions = _of_requests(sampling, positions, sizes)
         must = f"be given if and only if own_ids, which is {self.has_own_ids}"
@@ -214,9 +220,11 @@ class DraftStore:
         if ids is not None:
             check_array("ids", ids, "[B, Vd] int32", sizes)
             rows["ids"] = ids
+        # [B]: what says for which verification a row is valid; for none if greedy
         temperature = sampling.temperature
         stamped = jnp.where(temperature > 0, positions, _EVICTED)
         if slots is None:
+            # Request b is slot b: the S rows of a draft are one block, which is written in place.
             first = jnp.asarray(offset, jnp.int32) * self.num_slots
             written = {
                 name: lax.dynamic_update_slice_in_dim(getattr(self, name), x, first, axis=0)
@@ -224,11 +232,13 @@ class DraftStore:
             }
             column: Any = slice(None)
         else:
+            # [B]: the row of each request; the number of rows, which is dropped, without a slot
             has_slot = self._has_slot(slots)
             index = jnp.where(has_slot, offset * self.num_slots + slots, self.logits.shape[0])
             written = {
                 name: getattr(self, name).at[index].set(x, mode="drop") for name, x in rows.items()
             }
+            # [B]: the column of `positions` [K, S] likewise
             column = jnp.where(has_slot, slots, self.num_slots)
         return dataclasses.replace(
             self,
@@ -238,7 +248,7 @@ class DraftStore:
         )
 
     def evict(self, slots: jax.Array) -> DraftStore:
-        """Make the rows of some slots invalid. This writes their positions only.
+        """Makes the rows of some slots invalid. This writes their positions only.
 
         Args:
           slots: ``[S]`` bool, true for slots whose request left, was preempted or is new.
@@ -247,6 +257,7 @@ class DraftStore:
           ValueError: not ``[S]``.
         """
         check_array("slots", slots, "[S]", {"S": self.num_slots})
+        # [K, S]
         positions = jnp.where(slots[None, :], _EVICTED, self.positions)
         return dataclasses.replace(self, positions=positions)
 
@@ -258,7 +269,7 @@ class DraftStore:
         sampling: SamplingParams,
         slots: jax.Array | None = None,
     ) -> Drafts:
-        """The drafts with their distribution: indices into this store. No row is copied.
+        """Returns the drafts with their distribution: indices into this store. No row is copied.
 
         Args:
           drafts: of B requests in any order, with any counts from 0 to K.
@@ -278,27 +289,34 @@ class DraftStore:
           ValueError: shapes that do not fit.
         """
         check_type("drafts", drafts, Drafts)
-        sizes, cu = {"B": self._batch(slots)}, drafts.cu_num_draft_tokens
+        sizes = {"B": self._batch(slots)}
+        cu = drafts.cu_num_draft_tokens
         check_array("drafts.cu_num_draft_tokens", cu, "[B+1]", sizes)
         sampling, positions = _of_requests(sampling, positions, sizes)
         k, s = self.positions.shape
+        # [B]: the slot of each request, in range; a request without one is not valid below
         index = jnp.arange(s, dtype=jnp.int32) if slots is None else slots
         column = jnp.clip(index, 0, s - 1)
 
-        drawn_at = self.positions[:, column]  # [K, B]
+        # [K, B]: whether the row of draft k was drawn at the request's position and temperature
+        drawn_at = self.positions[:, column]
         matches = (drawn_at >= 0) & (drawn_at == positions[None, :])
         matches &= self.temperature[:, column] == sampling.temperature[None, :]
         threshold = None if Filter.of(sampling) is None else self.threshold
         if threshold is None:
+            # Verified without filters, a row is its draft's distribution only if whole.
             matches &= self.threshold.reshape(k, s)[:, column] == -jnp.inf
+        # [K, B] -> [B]: valid if the rows of all its drafts match, and one of its rows does
         offset = jnp.arange(k, dtype=jnp.int32)[:, None]
         unused = offset >= _num_proposed(drafts, k)[None, :]
         valid = jnp.all(matches | unused, axis=0) & jnp.any(matches, axis=0)
         valid &= self._has_slot(index) & (sampling.temperature > 0)
 
         size = drafts.token_ids.shape[0]
+        # [K, B] -> [N]: draft k of request b stands at cu[b] + k, and its row is k * S + slot.
+        # Places past a request's drafts become N, which is dropped.
         place = cu[None, :-1] + offset
-        place = jnp.where(place < cu[None, 1:], place, size)  # dropped
+        place = jnp.where(place < cu[None, 1:], place, size)
         rows = (
             jnp.zeros((size,), jnp.int32).at[place].set(offset * s + column[None, :], mode="drop")
         )
@@ -314,19 +332,21 @@ class DraftStore:
         return dataclasses.replace(drafts, distribution=distribution)
 
     def _batch(self, slots: jax.Array | None) -> int:
+        """Returns B: S where request b has slot b."""
         if slots is None:
             return self.num_slots
         check_array("slots", slots, "[B]", {})
         return slots.shape[0]
 
     def _has_slot(self, slots: jax.Array) -> jax.Array:
+        """Returns ``[B]`` bool, whether each slot is in range."""
         return (slots >= 0) & (slots < self.num_slots)
 
 
 def count_fallbacks(
     drafts: Drafts, *, sampling: SamplingParams, active: jax.Array | None = None
 ) -> jax.Array:
-    """How many sampled requests had drafts that are verified one-hot for want of a usable row.
+    """Returns how many sampled requests are verified one-hot for want of a usable draft row.
 
     Such a request had no valid rows in the store, or the `log_normalizer` of one of its drafts is
     too large to be used (see `DraftLogits`). Its tokens are still distributed as the target's, but
@@ -352,9 +372,11 @@ def count_fallbacks(
     if distribution is None:
         return jnp.int32(0)
     sampling = per_request(sampling, drafts.cu_num_draft_tokens.shape[0] - 1)
+    # [B]: a normalizer is unusable, or the rows are not valid though something is proposed
     falls_back = _has_unusable_row(drafts, distribution)
     if distribution.valid is not None:
         falls_back |= ~distribution.valid & (_num_proposed(drafts, 1) > 0)
+    # A greedy request is one-hot in any case.
     falls_back &= sampling.temperature > 0
     if active is not None:
         falls_back &= active
@@ -362,30 +384,34 @@ def count_fallbacks(
 
 
 def _has_unusable_row(drafts: Drafts, distribution: DraftDistribution) -> jax.Array:
-    """``[B]`` bool: whether the normalizer of any proposed draft is too large to be used."""
-    ids, start, end = (
-        drafts.token_ids,
-        drafts.cu_num_draft_tokens[:-1],
-        drafts.cu_num_draft_tokens[1:],
-    )
+    """Returns ``[B]`` bool, whether the normalizer of a proposed draft is too large to be used."""
+    # [N] drafts, of which those of request b are from start[b] to end[b]
+    ids = drafts.token_ids
+    start = drafts.cu_num_draft_tokens[:-1]
+    end = drafts.cu_num_draft_tokens[1:]
     n = ids.shape[0]
     place = jnp.arange(n, dtype=jnp.int32)
     rows = place if distribution.rows is None else distribution.rows
     usable = usable_normalizers(distribution, rows)
     if usable is None or n == 0:
         return jnp.zeros(start.shape, bool)
-    # What comes first from each place on: the end of the proposals, or such a draft?
+    # [N]: the first place, from each one on, that ends the proposals (a negative id) or holds such
+    # a draft; N if none does
     first = lax.cummin(jnp.where((ids < 0) | ~usable, place, n), reverse=True)
+    # [B]: that of each request; such a draft if it is the request's and its id is not negative
     found = first.at[start].get(mode="fill", fill_value=n)
     return (found < end) & (ids[jnp.minimum(found, n - 1)] >= 0)
 
 
 def _num_proposed(drafts: Drafts, k: int) -> jax.Array:
-    """``[B]`` int32 in [0, K]: how many ids each request has before its first negative one."""
-    start, end = drafts.cu_num_draft_tokens[:-1, None], drafts.cu_num_draft_tokens[1:, None]
+    """Returns ``[B]`` int32 in [0, K], how many ids each request has before a negative one."""
+    # [B, K]: the places of the first K ids from each request's first on
+    start = drafts.cu_num_draft_tokens[:-1, None]
+    end = drafts.cu_num_draft_tokens[1:, None]
     flat = start + jnp.arange(k, dtype=jnp.int32)[None, :]
     if drafts.token_ids.shape[0] == 0:
         return jnp.zeros((start.shape[0],), jnp.int32)
+    # [B, K]: whether an id is the request's and proposed; then those before the first that is not
     ids = drafts.token_ids.at[flat].get(mode="fill", fill_value=-1)
     is_proposed = (flat >= start) & (flat < end) & (ids >= 0)
     return jnp.cumprod(is_proposed.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
@@ -394,8 +420,9 @@ def _num_proposed(drafts: Drafts, k: int) -> jax.Array:
 def _of_requests(
     sampling: SamplingParams, positions: Integers, sizes: Sizes
 ) -> tuple[SamplingParams, Array]:
-    """Parameters and positions of B requests as arrays, whose shapes are checked."""
-    sampling, positions = per_request(sampling, sizes["B"]), as_positions(positions)
+    """Returns parameters and positions of B requests as arrays, whose shapes are checked."""
+    sampling = per_request(sampling, sizes["B"])
+    positions = as_positions(positions)
     check_positions(positions, sizes)
     check_array("sampling.temperature", sampling.temperature, "[B]", sizes)
     return sampling, positions

@@ -46,14 +46,15 @@ class GrammarError(ValueError):
     """
 
     def __init__(self, index: int, reason: str) -> None:
-        """A failure of one matcher among others."""
+        """Takes which matcher among others has failed, and why."""
         super().__init__(f"matchers[{index}] has failed: {reason}")
-        self.index, self.reason = index, reason
+        self.index = index
+        self.reason = reason
 
 
 @contextlib.contextmanager
 def _calling(index: int) -> Iterator[None]:
-    """Around calls of one matcher: what it raises becomes a `GrammarError`."""
+    """Makes what calls of one matcher raise within it a `GrammarError`."""
     try:
         yield
     except BaseException as error:
@@ -86,7 +87,7 @@ class GrammarLookahead:
         vocab_size: int,
         end_token_ids: Sequence[int] | None = None,
     ) -> None:
-        """Begin at the state of the matchers.
+        """Begins at the state of the matchers.
 
         Args:
           matchers: B matchers that have accepted all tokens so far; None for a request without a
@@ -103,11 +104,13 @@ class GrammarLookahead:
         words = -(-check_int("vocab_size", vocab_size) // 32)
         self._matchers = check_matchers(matchers)
         self._vocab_size = vocab_size
+        # [ceil(V/32)]: the row after the end of a grammar
         self._end = np.full((words,), ALL_ALLOWED, np.int32)
         if end_token_ids is not None:
             for token in end_token_ids:
                 check_int("end_token_ids", token, 0, vocab_size - 1)
             self._end = bitmask_of(end_token_ids, vocab_size).view(np.int32)
+        # Of each request: whether its rows are reached, and the tokens that `close` takes back
         self._is_reached = [matcher is not None for matcher in self._matchers]
         self._num_accepted = [0] * len(self._matchers)
         self._fill()
@@ -122,7 +125,7 @@ class GrammarLookahead:
         return np.array(forced, np.int32)
 
     def append(self, token_ids: Any) -> None:
-        """Advance by one draft of each request.
+        """Advances by one draft of each request.
 
         Args:
           token_ids: ``[B]``. An id outside the vocabulary, such as -1, is no proposal. It ends the
@@ -137,9 +140,11 @@ class GrammarLookahead:
         for b, (matcher, token) in enumerate(zip(self._matchers, ids.tolist(), strict=True)):
             if matcher is None or not self._is_reached[b]:
                 continue
+            # A matcher is only given tokens that its mask allows: bit id % 32 of word id // 32.
             is_token = 0 <= token < self._vocab_size
             allowed = is_token and bool(self.bitmask[b, token // 32] >> (token % 32) & 1)
             with _calling(b):
+                # After its end a grammar is not asked, and what its row allows goes on.
                 if allowed and not matcher.is_terminated():
                     allowed = bool(matcher.accept_token(token))
                     self._num_accepted[b] += allowed
@@ -147,33 +152,38 @@ class GrammarLookahead:
         self._fill()
 
     def close(self) -> None:
-        """Roll the matchers back to where they were; a second call does nothing.
+        """Rolls the matchers back to where they were; a second call does nothing.
 
         Raises:
           GrammarError: a matcher has failed; the others are where they were.
         """
         self._is_reached = [False] * len(self._matchers)
+        # The stack calls all of them, also where one raises.
         with contextlib.ExitStack() as stack:
             for b in range(len(self._matchers)):
                 stack.callback(self._roll_back, b)
 
     def _roll_back(self, b: int) -> None:
-        matcher, count = self._matchers[b], self._num_accepted[b]
+        """Takes back what one matcher has accepted; once, whether or not that fails."""
+        matcher = self._matchers[b]
+        count = self._num_accepted[b]
         self._num_accepted[b] = 0
         if matcher is not None and count:
             with _calling(b):
                 matcher.rollback(count)
 
     def __enter__(self) -> GrammarLookahead:
-        """Itself."""
+        """Returns itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """`close`."""
+        """Closes it; see `close`."""
         self.close()
 
     def _fill(self) -> None:
-        """Make the masks of this position, in a new array."""
+        """Makes the masks of this position, in a new array."""
+        # [B, ceil(V/32)]: int32 for matchers, which write their own row; handed out as uint32
+        # Rows that nobody writes stay open: without a grammar, or not reached.
         rows = np.full((len(self._matchers), self._end.shape[0]), ALL_ALLOWED, np.int32)
         for b, matcher in enumerate(self._matchers):
             if matcher is None or not self._is_reached[b]:
@@ -193,7 +203,7 @@ def grammar_bitmask(
     vocab_size: int,
     end_token_ids: Sequence[int] | None = None,
 ) -> np.ndarray:
-    """The `token_bitmask` of a step: the tokens that each target row may emit. Runs on the host.
+    """Returns the `token_bitmask` of a step: what each target row may emit. Runs on the host.
 
     A row with i drafts of its request before it allows what the grammar allows after these drafts.
     If one of them is refused, or is not a token, the row is never reached and allows everything. A
@@ -227,23 +237,30 @@ def grammar_bitmask(
       (4, 1)
     """
     check_type("drafts", drafts, Drafts)
-    ids, cu = known_values(drafts.token_ids), known_values(drafts.cu_num_draft_tokens)
+    ids = known_values(drafts.token_ids)
+    cu = known_values(drafts.cu_num_draft_tokens)
     if ids is None or cu is None:
-        must, hint = "hold values that the host can read", "call this outside of jit"
+        must = "hold values that the host can read"
+        hint = "call this outside of jit"
         refuse(TypeError, "drafts", must, drafts.token_ids, hint)
+    # [B]: the drafts of each request
     counts = np.diff(cu)
     is_rising = cu[0] == 0 and (counts >= 0).all() and cu[-1] <= len(ids)
     must = f"rise from 0 to at most N = {len(ids)}"
     require(is_rising, "drafts.cu_num_draft_tokens", must, cu.tolist())
+    # [N] -> [B, K]: the drafts of each request, -1 past its count
     dense = np.full((len(counts), counts.max(initial=0)), -1, np.int32)
     for b, count in enumerate(counts):
         dense[b, :count] = ids[cu[b] : cu[b + 1]]
+    # [B*(K+1), W]: of all rows of the rectangle; with at most 0 forced drafts, the ids stay
     masks = forced_drafts(
         matchers, dense, vocab_size=vocab_size, end_token_ids=end_token_ids, max_drafts=0
     ).token_bitmask
+    # [B*(K+1), W] -> [N+B, W]: the first count + 1 rows of each request, one after another
     rows = np.full((len(ids) + len(counts), masks.shape[1]), ALL_ALLOWED, np.int32)
     rows = rows.view(np.uint32)
     for b, count in enumerate(counts):
+        # A request owns K + 1 rows in the rectangle, and count + 1 among the flat ones.
         first = b * (dense.shape[1] + 1)
         rows[cu[b] + b :][: count + 1] = masks[first:][: count + 1]
     return rows
@@ -275,7 +292,7 @@ def forced_drafts(
     max_drafts: Any = None,
     one_hot: Any = False,
 ) -> ForcedDrafts:
-    """Put the tokens that grammars force in the place of drafts, and make the masks of the step.
+    """Puts the tokens that grammars force in the place of drafts, and makes the masks of the step.
 
     Where a matcher allows one token only, that token is a draft that cannot be rejected, because
     its row's mask leaves nothing else. The tokens that are forced from a request's text on come
@@ -310,35 +327,46 @@ def forced_drafts(
     check_array("token_ids", ids, "[B, K]", {})
     are_ints = np.issubdtype(ids.dtype, np.integer)
     require(are_ints, "token_ids", "hold integers", ids, error=TypeError)
+    # [B, K]: -1 where nothing is drafted
     ids = np.where((ids >= 0) & (ids < vocab_size), ids, -1).astype(np.int32)
     size, k = ids.shape
     is_one_each = len(check_matchers(matchers)) == size
     require(is_one_each, "matchers", f"be one per request, {size}", matchers)
+    # [B]: of each request, the place of the first draft that must not be forced
     most = np.broadcast_to(np.array(k if max_drafts is None else max_drafts, np.int32), (size,))
     one_hot = np.broadcast_to(np.array(one_hot, bool), (size,))
+    # First the matchers of llguidance, which says at once what it forces; their rows come last.
     is_forced = np.zeros((size, k), bool)
     known = {b: x for b, x in enumerate(matchers) if isinstance(x, LlguidanceMatcher)}
     for b, matcher in known.items():
         if most[b]:
             with _calling(b):
                 ids[b], is_forced[b] = matcher._force(ids[b].tolist(), most[b], one_hot[b])
+    # Then the others, position by position: of these, the first have no grammar.
     others = [None if b in known else matcher for b, matcher in enumerate(matchers)]
     masks = []
-    is_drafted = np.ones((size,), bool)  # after these tokens
+    # [B]: whether the tokens so far are the drafts, so that the next draft was drafted after them
+    is_drafted = np.ones((size,), bool)
     with GrammarLookahead(others, vocab_size=vocab_size, end_token_ids=end_token_ids) as lookahead:
         for offset in range(k):
             masks.append(lookahead.bitmask)
-            drafted, forced = ids[:, offset].copy(), lookahead.forced_token_ids
+            drafted = ids[:, offset].copy()
+            forced = lookahead.forced_token_ids
+            # [B]: whether a token may be forced here
             may_be = one_hot | is_forced[:, :offset].all(axis=1)
             here = (forced >= 0) & (offset < most) & may_be
+            # [B]: the forced token, else the draft, else nothing
             ids[:, offset] = np.where(here, forced, np.where(is_drafted, drafted, -1))
             is_drafted &= ids[:, offset] == drafted
             is_forced[here, offset] = True
             lookahead.append(ids[:, offset])
         masks.append(lookahead.bitmask)
+    # K+1 times [B, W] -> [B*(K+1), W], in which llguidance fills the rows of its own requests
     rows = np.stack(masks, axis=1).reshape(size * (k + 1), -1)
+    # Of each request: the drafts before its first -1, after which no row is reached
     drafts = [[*itertools.takewhile(lambda token: token >= 0, own)] for own in ids.tolist()]
     fill_rows(rows.view(np.int32), [(one, b * (k + 1), drafts[b]) for b, one in known.items()])
+    # Filling does not raise: a matcher that fails there is asked.
     for b, one in known.items():
         with _calling(b):
             one._check()
@@ -348,7 +376,7 @@ def forced_drafts(
 def advance_matchers(
     matchers: Sequence[GrammarMatcher | None], token_ids: Sequence[Sequence[int]]
 ) -> None:
-    """Advance matchers by the tokens that a step emitted.
+    """Advances matchers by the tokens that a step emitted.
 
     Tokens after the end of a grammar are skipped. Remove tokens after a stop token first.
 
@@ -378,7 +406,7 @@ def advance_matchers(
 
 
 def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
-    """A list of matchers, each with the methods it must have.
+    """Returns a list of the matchers, each of which has the methods that it must have.
 
     Raises:
       TypeError: `matchers` is not a list, or an entry is not a matcher.
@@ -396,16 +424,20 @@ def check_matchers(matchers: Any) -> list[GrammarMatcher | None]:
 
 
 def _only_token(row: np.ndarray, vocab_size: int) -> int:
-    """The only token that ``row [ceil(V/32)]`` uint32 allows; -1 if it allows another number."""
+    """Returns the only token that ``row [ceil(V/32)]`` allows; -1 if it allows another number."""
+    # One word that is not 0, with one bit set: token 32 * word + bit
     words = np.flatnonzero(row)
-    bits = int(row[words[0]]) if len(words) == 1 else 0
-    token = 32 * int(words[0]) + bits.bit_length() - 1 if bits.bit_count() == 1 else -1
-    return token if token < vocab_size else -1
+    if len(words) != 1:
+        return -1
+    bits = int(row[words[0]])
+    token = 32 * int(words[0]) + bits.bit_length() - 1
+    return token if bits.bit_count() == 1 and token < vocab_size else -1
 
 
 def bitmask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    """``[ceil(V/32)]`` uint32, with the bits of `token_ids` set."""
+    """Returns ``[ceil(V/32)]`` uint32, with the bits of `token_ids` set."""
     words = np.zeros((-(-vocab_size // 32),), np.uint32)
     ids = np.array(token_ids, np.int64)
+    # Unlike words[...] |= bits, this sets all bits of ids that share a word.
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32).astype(np.uint32))
     return words

@@ -120,11 +120,11 @@ class TokenLogprobs:
     thresholds: jax.Array | None = None
 
     def of(self, request: int, num_tokens: int) -> TokenLogprobs:
-        """The log-probabilities of one request's first tokens: ``[n]`` and ``[n, num_top]``."""
+        """Returns those of one request's first n tokens: ``[n]`` and ``[n, num_top]``."""
         return jax.tree.map(lambda x: x[request, :num_tokens], self)
 
     def where(self, is_kept: jax.Array) -> TokenLogprobs:
-        """The same with NaN and -1 where ``is_kept [B, K+1]`` is false."""
+        """Returns them with NaN and -1 where ``is_kept [B, K+1]`` is false."""
         top = is_kept[:, :, None]
         return TokenLogprobs(
             jnp.where(is_kept, self.logprobs, jnp.nan),
@@ -145,6 +145,7 @@ class TokenLogprobs:
         return self._with_numbers(lambda x: np.asarray(x).view(np.float32))
 
     def _with_numbers(self, changed: Callable[[Any], Any]) -> TokenLogprobs:
+        """Returns them with every array of numbers changed; ids stay."""
         return TokenLogprobs(
             changed(self.logprobs),
             self.top_token_ids,
@@ -186,7 +187,7 @@ def token_logprobs(
     padded_rows: bool = False,
     sharding: VerifySharding | None = None,
 ) -> TokenLogprobs:
-    """Log-probability of each emitted token, and of the likeliest alternatives at its position.
+    """Returns log-probabilities of emitted tokens, and of the likeliest alternatives to each.
 
     ``"raw"`` is ``log softmax(float32(row))`` of the rows as given, at temperature 1 and without
     the bitmask. ``"processed"`` is the distribution that the tokens were drawn from: the masked row
@@ -276,13 +277,17 @@ def token_logprobs(
     if output.path is not None:
         check_array("output.path", output.path, "[B, K+1]", sizes)
     wanted = LogprobsConfig(num_top, distribution, thresholds)
-    sampling, size = call.sampling, sizes["size"]
+    sampling = call.sampling
+    size = sizes["size"]
     check_int("num_top", num_top, 0, size)
     target_logits = jnp.asarray(target_logits)
     token_bitmask = None if token_bitmask is None else jnp.asarray(token_bitmask)
-    k, n = config.num_speculative_tokens, drafts.token_ids.shape[0]
-    batch, rows = output.num_emitted.shape[0], target_logits.shape[0]
+    k = config.num_speculative_tokens
+    n = drafts.token_ids.shape[0]
+    batch = output.num_emitted.shape[0]
+    rows = target_logits.shape[0]
     shape = (batch, k + 1)
+    # No row was read, so no token has one.
     if rows == 0 or batch == 0:
         return TokenLogprobs(
             jnp.full(shape, jnp.nan, jnp.float32),
@@ -290,11 +295,14 @@ def token_logprobs(
             jnp.full((*shape, num_top), jnp.nan, jnp.float32),
             jnp.full(shape, jnp.nan, jnp.float32) if thresholds else None,
         )
+    # [B]: the first row of each request, and how many it owns
     has_bonus_rows = padded_rows or rows != n
     layout = ragged.unpack(drafts, k, has_bonus_rows)
     offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
     num_rows = layout.num_drafts + int(has_bonus_rows)
-    inv_temperature, filter = jnp.ones((batch,), jnp.float32), None
+    # [B]: what the row is scaled by, and the filters; of "raw", neither they nor the mask
+    inv_temperature = jnp.ones((batch,), jnp.float32)
+    filter = None
     if distribution == "processed":
         greedy = sampling.temperature == 0  # at temperature 1: 1 / 0 would have no derivative
         inv_temperature = inverse_temperature(jnp.where(greedy, 1.0, sampling.temperature))
@@ -304,6 +312,7 @@ def token_logprobs(
         token_bitmask = None
 
     def per_token(x: jax.Array) -> jax.Array:
+        """Returns ``[B]`` as ``[B, K+1]``."""
         return jnp.broadcast_to(x[:, None], shape)
 
     # [B, K+1]: the row of each token, of those that its request owns; of a tree, that of a node
@@ -316,10 +325,12 @@ def token_logprobs(
         filter=jax.tree.map(per_token, filter),
     )
 
+    # How the logits are split decides where they are read; draft rows are not read at all.
     no_rows = dataclasses.replace(drafts, distribution=None)
     array_layout = sharding_lib.resolve(sharding, target_logits, no_rows, None)
     mesh, vocab_axis, batch_axis = array_layout[:3]
 
+    # Over a mesh, each device reads the rows of its own requests, and its own columns of them.
     def read(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         return read_emitted(*arrays, size, wanted, vocab_axis)
 
@@ -331,6 +342,7 @@ def token_logprobs(
     def on_part(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
         logits, words, emitted = arrays
         if batch_axis is not None:
+            # Rows were counted over the whole batch: the part's first row is row 0 here.
             all_rows = n + int(has_bonus_rows) * batch
             of_part = all_rows // sharding_lib.num_devices(mesh, batch_axis)
             emitted = emitted._replace(row=emitted.row - lax.axis_index(batch_axis) * of_part)
@@ -352,7 +364,7 @@ def read_emitted(
     wanted: LogprobsConfig,
     axis: str | None,
 ) -> TokenLogprobs:
-    """Read the rows of emitted tokens ``[B, K+1]``.
+    """Returns log-probabilities of emitted tokens ``[B, K+1]``, from their rows.
 
     Args:
       target_logits: ``[M, V]``, M at least 1, or this device's columns of them.
@@ -373,19 +385,22 @@ def _read_emitted(
     axis: str | None,
     platform: Platform,
 ) -> TokenLogprobs:
-    """`read_emitted`: on a CPU row by row, elsewhere, or if rows are split, B at a time."""
+    """Does `read_emitted`: on a CPU row by row, elsewhere, or if rows are split, B at a time."""
     target_logits, token_bitmask, emitted = arrays
     backend = Xla().on(platform)
     rows = _rows(target_logits, size, token_bitmask, axis, backend.device)
     if platform == "cpu" and axis is None:
+        # [B, K+1] -> [B * (K+1)]: a row that emitted no token is -1, and is not read
         flat = jax.tree.map(lambda x: x.reshape(-1), emitted)
         which = jnp.where(flat.exists, flat.row, -1)
         found = backend.device.in_blocks(
             lambda those: _read_batch(rows, those, wanted, backend), which, flat
         )
+        # [B * (K+1), ...] -> [B, K+1, ...]
         shape = emitted.row.shape
         found = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:]), found)
         return found.where(emitted.exists)
+    # [B, K+1] -> [K+1, B]: one batch for each place among the emitted tokens
     turned = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), emitted)
     found = lax.map(lambda those: _read_batch(rows, those, wanted, backend), turned)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), found)
@@ -395,33 +410,41 @@ def _read_emitted(
 def _derivative(
     size: int, wanted: LogprobsConfig, axis: str | None, primals: Any, tangents: Any
 ) -> tuple[TokenLogprobs, TokenLogprobs]:
-    """``d logprob(id) = dz(id) - sum(p * dz)``, where ``z = logit / temperature``.
+    """Returns ``d logprob(id) = dz(id) - sum(p * dz)``, where ``z = logit / temperature``.
 
     The rows are gathered once: the derivative of a loop would add a matrix ``[M, V]`` per token.
     """
     found = read_emitted(*primals, size, wanted, axis)
     target_logits, token_bitmask, emitted = primals
     backend = Gather()
+    # [T]: the T = B * (K+1) tokens
     one = jax.tree.map(lambda x: x.reshape(-1), emitted)
     rows = _rows(target_logits, size, token_bitmask, axis, backend.device)
     of_part, kept = _partials(rows, one, backend)
     stats = Partials.of_whole(rows.part.gather(of_part), one.inv_temperature)
+    # [T, W]: this part's columns of the rows, -inf where mask or filters left an entry out
     x = rows.whole(one.row)
     if kept is not None:
         x = jnp.where(x < kept[:, None], -jnp.inf, x)
+    # [T, 1]: a row whose maximum is not finite has no distribution
     is_known = (one.exists & jnp.isfinite(stats.max))[:, None]
-    is_kept, inv = is_known & (x > -jnp.inf), one.inv_temperature[:, None]
+    is_kept = is_known & (x > -jnp.inf)
+    # [T, W]: p = exp(z - max z) / sum, 0 where nothing is kept, so that no NaN goes on from there
+    inv = one.inv_temperature[:, None]
     p = jnp.exp((x - stats.max[:, None]) * inv) / stats.sum[:, None]
     x, p = (jnp.where(is_kept, y, 0.0) for y in (x, p))
 
+    # [T, W]: dz = d logit / temperature + logit * d (1 / temperature), of the tokens' rows only
     d_logits, _, d_emitted = tangents
     row = jnp.clip(one.row, 0, target_logits.shape[0] - 1)
     dz = d_logits[row][:, : rows.width].astype(jnp.float32) * inv
     dz = jnp.where(is_kept, dz + x * d_emitted.inv_temperature.reshape(-1, 1), 0.0)
+    # [T, 1]: sum(p * dz) over all parts
     mean = rows.part.sum(jnp.sum(p * dz, axis=1, keepdims=True))
 
     def at(ids: jax.Array) -> jax.Array:
-        """Of ids ``[B, K+1]`` or ``[B, K+1, n]``."""
+        """Returns the derivatives of ids ``[B, K+1]`` or ``[B, K+1, n]``."""
+        # [T, n]: dz at the ids, which one part alone has columns of; the others add 0
         each = ids.reshape(*row.shape, -1)
         place = rows.part.columns(each)
         is_here = (place >= 0) & (place < rows.width)
@@ -430,7 +453,8 @@ def _derivative(
         return jnp.where(is_known & (each >= 0), own, 0.0).reshape(ids.shape)
 
     no_derivative: Any = np.zeros(found.top_token_ids.shape, jax.dtypes.float0)
-    own, top = at(emitted.token_id), at(found.top_token_ids)
+    own = at(emitted.token_id)
+    top = at(found.top_token_ids)
     constant = jax.tree.map(jnp.zeros_like, found.thresholds)
     return found, TokenLogprobs(own, no_derivative, top, constant)
 
@@ -442,14 +466,16 @@ def _rows(
     axis: str | None,
     device: Device,
 ) -> Rows:
-    """Target rows, or this device's part of them."""
+    """Returns the target rows, or this device's part of them."""
     part = part_of(axis, target_logits.shape[1])
     return Rows(target_logits, size, -jnp.inf, device, token_bitmask, None, part)
 
 
 def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, jax.Array | None]:
-    """Of the rows of tokens ``[n]``: partials of this part, and thresholds or None."""
-    inv, kept = those.inv_temperature, None
+    """Returns partials of this part, of the rows of tokens ``[n]``, and thresholds or None."""
+    inv = those.inv_temperature
+    kept = None
+    # [n]: the maximum of each row, and then sums relative to it over what the filters kept
     peak = backend.peak(rows, those.row)
     if those.filter is not None:
         kept = backend.thresholds(rows, those.row, those.filter, those.exists, peak, inv)
@@ -459,44 +485,62 @@ def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, ja
 def _read_batch(
     rows: Rows, those: Emitted, wanted: LogprobsConfig, backend: Gather
 ) -> TokenLogprobs:
-    """Log-probabilities of one token of each request: ``[B]``, ``[B, n]`` and ``[B, n]``."""
+    """Returns log-probabilities of one token of each request: ``[B]`` and twice ``[B, n]``."""
     inv = those.inv_temperature
     num_top = wanted.num_top
     of_part, kept = _partials(rows, those, backend)
-    own, stats = rows.at(those.row, those.token_id), of_part
+    # [B]: the token's own entry, and maximum and sum of its row
+    own = rows.at(those.row, those.token_id)
+    stats = of_part
     if rows.part.is_split:
+        # [D, B] of D parts: the entry is that of the part that has the token's column.
         parts, entries = rows.part.gather((of_part, own))
-        stats, own = Partials.of_whole(parts, inv), of_owner(entries, those.token_id, rows.width)
+        stats = Partials.of_whole(parts, inv)
+        own = of_owner(entries, those.token_id, rows.width)
+    # [B]: as in `_derivative`
     is_known = those.exists & jnp.isfinite(stats.max)
 
     def logprobs(entries: jax.Array) -> jax.Array:
-        """Of entries ``[B, n]``."""
+        """Returns the log-probabilities of entries ``[B, n]`` of the rows."""
+        # log p = (x - max x) / temperature - log sum exp((x - max x) / temperature)
         found = (entries - stats.max[:, None]) * inv[:, None] - jnp.log(stats.sum)[:, None]
         return jnp.where(is_known[:, None], found, jnp.nan)
 
     own = own if kept is None else jnp.where(own < kept, -jnp.inf, own)
-    own, batch = logprobs(own[:, None])[:, 0], those.row.shape[0]
+    # [B] -> [B, 1] -> [B]
+    own = logprobs(own[:, None])[:, 0]
+    batch = those.row.shape[0]
+    # [B, n]: the likeliest tokens, -inf and -1 where there are none
     top = jnp.full((batch, num_top), -jnp.inf, jnp.float32)
     ids = jnp.full((batch, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32)
     if num_top:
+        # [B, W]: the entries of this part that mask and filters kept
         entries = rows.whole(those.row)
         if kept is not None:
             entries = jnp.where(entries < kept[:, None], -jnp.inf, entries)
         entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
+        # [B, min(n, W)]: the likeliest of this part; a part may have fewer columns than wanted
         top, columns = lax.top_k(entries, min(num_top, rows.width))
         found = columns.astype(jnp.int32)
-        if rows.part.is_split:  # the likeliest of each part, in the order of the parts
+        if rows.part.is_split:
+            # [D, B, m] -> [B, D * m]: the likeliest of each part, in the order of the parts, so
+            # that equal entries stand in the order of their ids; then the likeliest of those
             top, found = (
                 jnp.moveaxis(x, 0, 1).reshape(batch, -1)
                 for x in rows.part.gather((top, rows.part.ids(found)))
             )
             top, columns = lax.top_k(top, num_top)
             found = jnp.take_along_axis(found, columns.astype(jnp.int32), axis=1)
+        # [B, n]: an entry of -inf has probability 0, and is no alternative
         is_token = those.exists[:, None] & (top > -jnp.inf)
         ids = jnp.where(is_token, found, PLACEHOLDER_TOKEN_ID)
+    # [B]: what divides the kept entries from the others, -inf where none was left out
     thresholds = None
     if wanted.thresholds:
-        thresholds = jnp.full((batch,), -jnp.inf) if kept is None else _between(rows, those, kept)
+        if kept is None:
+            thresholds = jnp.full((batch,), -jnp.inf)
+        else:
+            thresholds = _between(rows, those, kept)
         thresholds = jnp.where(is_known, thresholds, jnp.nan)
     return TokenLogprobs(own, ids, logprobs(top), thresholds)
 
@@ -506,10 +550,14 @@ def _between(rows: Rows, those: Emitted, kept: jax.Array) -> jax.Array:
 
     In the middle it also divides entries that were computed in another way, and differ a little.
     """
-    x = rows.whole(those.row)  # [B, W]
+    # [B, W]: the entries of this part, and whether filters kept them
+    x = rows.whole(those.row)
     is_kept = x >= kept[:, None]
+    # [B]: over all parts, the least entry that was kept and the largest that was not
     lowest_kept = -rows.part.max(jnp.max(jnp.where(is_kept, -x, -jnp.inf), axis=1))
     highest_left_out = rows.part.max(jnp.max(jnp.where(is_kept, -jnp.inf, x), axis=1))
+    # [B]: the threshold, halfway between the two.
+    # Halves first: the sum of two large entries is infinite.
     middle = lowest_kept / 2 + highest_left_out / 2
     # Of two floats next to each other the middle is one or the other.
     is_between = (middle > highest_left_out) | jnp.isinf(highest_left_out)

@@ -52,7 +52,7 @@ class GrammarMatcher(Protocol):
     """
 
     def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> object:
-        """Write which tokens may come next. Never called once `is_terminated` is true.
+        """Writes which tokens may come next. Never called once `is_terminated` is true.
 
         Args:
           bitmask: ``[R, ceil(V/32)]`` int32. In row `index`, bit ``id % 32`` of word ``id // 32``
@@ -65,18 +65,18 @@ class GrammarMatcher(Protocol):
         ...
 
     def accept_token(self, token_id: int) -> bool:
-        """Advance by a token, and return whether it was allowed. If not, nothing changes.
+        """Advances by a token, and returns whether it was allowed. If not, nothing changes.
 
         A `GrammarLookahead` calls this only with tokens that `fill_next_token_bitmask` allowed.
         """
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens, at most K, even if they terminated the grammar."""
+        """Takes back the last tokens, at most K, even if they terminated the grammar."""
         ...
 
     def is_terminated(self) -> bool:
-        """Whether the grammar has ended, so that it says nothing about the tokens that follow."""
+        """Returns whether the grammar has ended, and says nothing about the tokens that follow."""
         ...
 
 
@@ -89,7 +89,7 @@ class DelayedMatcher:
     """
 
     def __init__(self, matcher: GrammarMatcher, begin_token_ids: Sequence[int]) -> None:
-        """Wait for tokens.
+        """Waits for tokens.
 
         Args:
           matcher: the grammar, at its beginning.
@@ -110,14 +110,14 @@ class DelayedMatcher:
         return self._before[-len(self._begin) :] == self._begin
 
     def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        """See `GrammarMatcher`."""
+        """Writes what the grammar allows; before it begins, everything is."""
         if self.has_begun:
             self._matcher.fill_next_token_bitmask(bitmask, index)
         else:
             bitmask[index] = ALL_ALLOWED
 
     def accept_token(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
+        """Advances the grammar; before it begins, notes the token."""
         if not self.has_begun:
             self._before.append(token_id)
             return True
@@ -126,7 +126,7 @@ class DelayedMatcher:
         return accepted
 
     def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`."""
+        """Takes back the last tokens: those that the grammar took, then those before it."""
         inside = min(num_tokens, self._num_accepted)
         if inside:
             self._matcher.rollback(inside)
@@ -135,7 +135,7 @@ class DelayedMatcher:
             del self._before[inside - num_tokens :]
 
     def is_terminated(self) -> bool:
-        """See `GrammarMatcher`."""
+        """Returns whether the grammar has begun and ended."""
         return self.has_begun and self._matcher.is_terminated()
 
 
@@ -165,13 +165,14 @@ class LlguidanceMatcher:
     """
 
     def __init__(self, matcher: Any, stop_token_ids: Sequence[int]) -> None:
-        """Wrap a matcher.
+        """Wraps a matcher.
 
         Args:
           matcher: an ``LLMatcher``.
           stop_token_ids: the ``eos_token`` of its tokenizer, all of them.
         """
-        self._matcher, self._stops = matcher, frozenset(stop_token_ids)
+        self._matcher = matcher
+        self._stops = frozenset(stop_token_ids)
         self._num_stops = 0
         # llguidance's last answer of what is forced, which is all at once, however long; and how
         # many of these tokens the text ends with.
@@ -179,20 +180,21 @@ class LlguidanceMatcher:
         self._num_followed = 0
 
     def __deepcopy__(self, memo: Any) -> LlguidanceMatcher:
-        """A matcher in the same state, which is independent."""
+        """Returns a matcher in the same state, which is independent."""
         other = LlguidanceMatcher(self._matcher.deep_copy(), [*self._stops])
-        other._num_stops, other._num_followed = self._num_stops, self._num_followed
+        other._num_stops = self._num_stops
+        other._num_followed = self._num_followed
         other._forced = self._forced  # it is replaced, never changed
         return other
 
     def fill_next_token_bitmask(self, bitmask: np.ndarray, index: int) -> None:
-        """See `GrammarMatcher`."""
+        """Writes what llguidance allows here; only stop tokens after the end."""
         bitmask[index] = ALL_ALLOWED
         fill_rows(bitmask, [(self, index, [])])
         self._check()
 
     def accept_token(self, token_id: int) -> bool:
-        """See `GrammarMatcher`."""
+        """Advances by a token that llguidance allows; counts a stop token and those after it."""
         if not self._num_stops and token_id not in self._stops:
             # A token that is refused would be a failure, for ever, if llguidance consumed it.
             allowed = self._matcher.validate_tokens([token_id]) == 1
@@ -201,13 +203,13 @@ class LlguidanceMatcher:
             if allowed and [token_id] == self._forced[self._num_followed : self._num_followed + 1]:
                 self._num_followed += 1
             elif allowed:
-                self._forced, self._num_followed = [], 0
+                self._forget_forced()
             return allowed
         self._num_stops += 1  # llguidance does not take back those after the end
         return True
 
     def forced_token_ids(self) -> list[int]:
-        """The tokens that come next whatever the model says, as llguidance tokenizes them."""
+        """Returns the tokens that must come next, as llguidance tokenizes them."""
         if self._num_stops:
             return []
         if self._matcher.is_stopped():
@@ -216,44 +218,58 @@ class LlguidanceMatcher:
         return self._run()
 
     def _run(self) -> list[int]:
-        """What llguidance forces here; it is asked again where its last answer has ended."""
+        """Returns what llguidance forces here, which is asked anew after its last answer's end."""
         if self._num_followed == len(self._forced):
-            self._forced, self._num_followed = list(self._matcher.compute_ff_tokens()), 0
+            self._forced = list(self._matcher.compute_ff_tokens())
+            self._num_followed = 0
         return self._forced[self._num_followed :]
 
     def _force(self, drafts: list[int], most: int, one_hot: bool) -> tuple[list[int], list[bool]]:
-        """The drafts with forced tokens in their place, and which these are; as `forced_drafts`."""
+        """Returns the drafts with forced tokens in their place, and which these are.
+
+        The matcher is where it was. `forced_drafts` says which tokens may be forced.
+        """
         tokens: list[int] = []
         is_forced: list[bool] = []
-        run: list[int] = []
+        run: list[int] = []  # forced tokens that come next
         while len(tokens) < most and (run or one_hot or all(is_forced)):
             run = run or self.forced_token_ids()
-            is_drafted = tokens == drafts[: len(tokens)]
-            token = run[0] if run else drafts[len(tokens)] if is_drafted else -1
+            # A forced token, else a draft if those before it are the ones it was drafted after
+            token = -1
+            if run:
+                token = run[0]
+            elif tokens == drafts[: len(tokens)]:
+                token = drafts[len(tokens)]
             if token < 0 or not self.accept_token(token):
                 break
             tokens.append(token)
             is_forced.append(bool(run))
             run = run[1:]
         self.rollback(len(tokens))
+        # The rest of the drafts stays only where it follows what was drafted.
         rest = drafts[len(tokens) :]
         if tokens != drafts[: len(tokens)]:
             rest = [-1] * len(rest)
         return tokens + rest, is_forced + [False] * len(rest)
 
     def rollback(self, num_tokens: int) -> None:
-        """See `GrammarMatcher`."""
+        """Takes back the last tokens: those after the end, then those that llguidance consumed."""
         stops = min(num_tokens, self._num_stops)
         self._num_stops -= stops
         if num_tokens > stops:
             self._matcher.rollback(num_tokens - stops)
             self._num_followed -= num_tokens - stops
-            if self._num_followed < 0:
-                self._forced, self._num_followed = [], 0
+            if self._num_followed < 0:  # the text no longer reaches to where that was forced
+                self._forget_forced()
 
     def is_terminated(self) -> bool:
-        """See `GrammarMatcher`; it allows stop tokens after its end."""
+        """Returns False: after its end it allows stop tokens."""
         return False
+
+    def _forget_forced(self) -> None:
+        """Forgets llguidance's last answer, which does not go on from here."""
+        self._forced = []
+        self._num_followed = 0
 
     @property
     def error(self) -> str:
@@ -261,7 +277,7 @@ class LlguidanceMatcher:
         return str(self._matcher.get_error())
 
     def _check(self) -> None:
-        """Do nothing, unless the matcher has failed.
+        """Raises llguidance's message if the matcher has failed.
 
         Raises:
           ValueError: it has.
@@ -272,7 +288,7 @@ class LlguidanceMatcher:
 
 @functools.cache
 def _executor() -> Any:
-    """llguidance's threads."""
+    """Returns llguidance's threads."""
     import llguidance
 
     return llguidance.LLExecutor()
@@ -281,20 +297,22 @@ def _executor() -> Any:
 def fill_rows(
     bitmask: np.ndarray, matchers: Sequence[tuple[LlguidanceMatcher, int, list[int]]]
 ) -> None:
-    """Write the rows of llguidance's matchers.
+    """Writes the rows of llguidance's matchers.
 
     Args:
       bitmask: ``[R, ceil(V/32)]`` int32, everything allowed.
       matchers: each with its first row, and the drafts between that and the following rows. Rows
         after a draft that is refused or stops, and of texts that have stopped, are not written.
     """
+    # Rows that llguidance must fill; those of drafts that it forces are known without it.
     open_ = []
     for one, row, drafts in matchers:
         if one._num_stops:
             continue
         size = len(drafts)
         run = [] if one._matcher.is_stopped() else one._run()
-        if len(run) > size and run[:size] == drafts:  # every row allows one token
+        # Every row allows one token: row i the i-th that is forced
+        if len(run) > size and run[:size] == drafts:
             bitmask[row : row + size + 1] = 0
             for i, token in enumerate(run[: size + 1]):
                 bitmask.view(np.uint32)[row + i, token // 32] = 1 << token % 32
@@ -304,6 +322,7 @@ def fill_rows(
         return
     import llguidance.numpy as library
 
+    # Several rows of a request at once, for all requests in parallel; then single rows
     with_drafts = [one for one in open_ if one[2]]
     if with_drafts:
         library.fill_next_token_bitmask_par_with_draft_tokens(_executor(), with_drafts, bitmask)

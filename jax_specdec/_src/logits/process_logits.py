@@ -57,33 +57,35 @@ class LogitsProcessors(Processor):
     allowed_tokens: AllowedTokens | None = None
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """The rows after all changes, of which the order matters."""
+        """Returns the rows after all changes, of which the order matters."""
         for one in self._given().values():
             logits = one.apply(logits, rows, platform)
         return logits
 
     def append(self, token_ids: jax.Array) -> LogitsProcessors:
-        """See `Processor`."""
+        """Returns the processors after more tokens of each request, ``[B]`` or ``[B, n]``."""
         return self._map(lambda one: one.append(token_ids))
 
     def with_sequences(self, sequences: Sequences) -> LogitsProcessors:
-        """See `Processor`."""
+        """Returns packed processors for the next token of these sequences."""
         return self._map(lambda one: one.with_sequences(sequences))
 
     @property
     def is_neutral(self) -> jax.Array:
         """``[]`` bool, whether no request uses any of the processors."""
+        # []: one flag of all, by which a caller may leave out the whole change
         neutral = jnp.bool_(True)
         for one in self._given().values():
             neutral &= one.is_neutral
         return neutral
 
     def _given(self) -> dict[str, Processor]:
-        """By name, in their order."""
+        """Returns the processors that are not None by name, in their order."""
         values = {name: getattr(self, name) for name in PROCESSORS}
         return {name: value for name, value in values.items() if value is not None}
 
     def _map(self, function: Callable[[Processor], Any]) -> LogitsProcessors:
+        """Returns the processors after `function` of each that is not None."""
         return dataclasses.replace(
             self, **{name: function(one) for name, one in self._given().items()}
         )
@@ -106,7 +108,7 @@ def process_logits(
     config: SpecDecodeConfig | None = None,
     padded_rows: bool = False,
 ) -> jax.Array:
-    """Apply the processors to rows of logits; each row takes account of the drafts before it.
+    """Applies the processors to rows of logits; each row takes account of the drafts before it.
 
     The order is that of vLLM and transformers: biases first, then penalties, so that a repetition
     penalty scales a biased logit, then bad words and stop tokens, whose logits become -inf. Give
@@ -162,7 +164,7 @@ def apply_penalties(
     config: SpecDecodeConfig | None = None,
     padded_rows: bool = False,
 ) -> jax.Array:
-    """Penalize rows of logits; each row counts the drafts of its request that come before it.
+    """Penalizes rows of logits; each row counts the drafts of its request that come before it.
 
     Let ``n`` be how often a token occurs in the output and in the drafts before the row. If
     ``n > 0``, or if the token is in the prompt, its logit is divided by `repetition` if positive
@@ -207,14 +209,18 @@ def _process(
     config: SpecDecodeConfig | None,
     padded_rows: bool,
 ) -> jax.Array:
-    """Apply a processor after the checks. Which request owns a row is found once for all."""
+    """Applies a processor after the checks. Which request owns a row is found once for all."""
     sizes: Sizes = {}
     check_tree(name, processor, (cls,), sizes)
-    if not sizes:  # of no processor at all
+    # No array gave B: there is no processor at all.
+    if not sizes:
         return jnp.asarray(logits)
+    # A drafter's rows may have fewer columns than there are counts, but never more.
     ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
+    # Gathers from no row, or by no request, have no meaning.
     if 0 in (logits.shape[0], sizes["B"]):
         return jnp.asarray(logits, jnp.float32)
+    # Processors read ids alone: q would be an argument of the program for nothing.
     drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
     return cast(
         jax.Array,
@@ -230,5 +236,8 @@ def _applied(
     padded_rows: bool,
     platform: Platform,
 ) -> jax.Array:
+    """Returns the rows that a processor makes on a platform."""
     logits, drafts, processor = arrays
-    return processor.apply(logits, ragged.owners(logits, drafts, config, padded_rows), platform)
+    # [M]: the request of each row, its offset, and the drafts of that request, [M, K]
+    rows = ragged.owners(logits, drafts, config, padded_rows)
+    return processor.apply(logits, rows, platform)

@@ -50,7 +50,7 @@ class Processor(Protocol):
     """
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """The rows ``[M, V]`` after the change.
+        """Returns the rows ``[M, V]`` after the change.
 
         Args:
           logits: ``[M, V]``.
@@ -60,7 +60,7 @@ class Processor(Protocol):
         ...
 
     def append(self, token_ids: jax.Array) -> Self:
-        """The same after more tokens of each request, such as a draft.
+        """Returns the processor after more tokens of each request, such as a draft.
 
         Args:
           token_ids: ``[B]`` or ``[B, n]`` int32; -1 after the last of a request.
@@ -68,7 +68,7 @@ class Processor(Protocol):
         return self
 
     def with_sequences(self, sequences: Sequences) -> Self:
-        """The same, as it was packed, for the next token of these sequences."""
+        """Returns a processor as it was packed, for the next token of these sequences."""
         return self
 
     @property
@@ -108,7 +108,7 @@ class LogitBias(Processor):
     def from_mappings(
         cls, biases: Sequence[Mapping[int, float]], *, size: int | None = None
     ) -> LogitBias:
-        """A bias, as NumPy arrays, from B mappings of token ids to values.
+        """Returns a bias, as NumPy arrays, of B mappings of token ids to values.
 
         Args:
           biases: one mapping per request.
@@ -120,6 +120,7 @@ class LogitBias(Processor):
         most = max(map(len, biases), default=0)
         size = most if size is None else size
         require(most <= size, "biases", f"have at most size = {size} entries each", most)
+        # [B, C]: the entries of each request, then -1 and 0
         token_ids = np.full((len(biases), size), PLACEHOLDER_TOKEN_ID, np.int32)
         values = np.zeros((len(biases), size), np.float32)
         for b, bias in enumerate(biases):
@@ -133,8 +134,11 @@ class LogitBias(Processor):
         return jnp.all(self.token_ids < 0)
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """The rows, in float32, after the biases are added."""
-        ids, values = self.token_ids[rows.owner], self.values[rows.owner]
+        """Returns the rows, in float32, after the biases are added."""
+        # [M, C]: the biases of each row's request
+        ids = self.token_ids[rows.owner]
+        values = self.values[rows.owner]
+        # In float32: a bias added to 16 bits would be rounded, and so would not be the caller's.
         return scatter(logits.astype(jnp.float32), ids, values, platform)
 
 
@@ -189,7 +193,7 @@ class Penalties(Processor):
         presence: jax.Array,
         repetition: jax.Array,
     ) -> Penalties:
-        """Count the tokens of B sequences.
+        """Returns penalties that have counted the tokens of B sequences.
 
         Args:
           token_ids: ``[B, L]`` int32, prompt and then output. Ids past a length, and ids outside
@@ -202,12 +206,15 @@ class Penalties(Processor):
           repetition: ``[B]`` float32.
         """
         batch, length = token_ids.shape
+        # [B, L]: which places hold a token, and which of them are of the prompt
         place = jnp.arange(length, dtype=jnp.int32)[None, :]
         exists = (token_ids >= 0) & (place < lengths[:, None])
         is_prompt = place < prompt_lengths[:, None]
         request = jnp.arange(batch, dtype=jnp.int32)[:, None]
-        in_output = jnp.where(exists & ~is_prompt, token_ids, vocab_size)  # dropped
+        # [B, L]: an output's and a prompt's ids; V elsewhere, which the scatters below drop
+        in_output = jnp.where(exists & ~is_prompt, token_ids, vocab_size)
         in_prompt = jnp.where(exists & is_prompt, token_ids, vocab_size)
+        # [B, L] -> [B, V]
         shape = (batch, vocab_size)
         return cls(
             frequency,
@@ -221,13 +228,14 @@ class Penalties(Processor):
     def pack(
         cls, frequency: Sequence[float], presence: Sequence[float], repetition: Sequence[float]
     ) -> Penalties:
-        """The penalties of B requests, as NumPy arrays; `with_sequences` counts tokens."""
+        """Returns penalties of B requests, as NumPy arrays; `with_sequences` counts tokens."""
+        # [3, B], and counts of no columns: their size is the vocabulary's, which comes later
         given: Any = np.array([frequency, presence, repetition], np.float32)
         none: Any = np.zeros((len(frequency), 0), np.int32)
         return cls(given[0], given[1], given[2], none, none.astype(bool))
 
     def with_sequences(self, sequences: Sequences) -> Penalties:
-        """See `Processor`."""
+        """Returns penalties that have counted the tokens of these sequences."""
         return self.from_sequences(
             **sequences._asdict(),
             frequency=self.frequency,
@@ -236,24 +244,29 @@ class Penalties(Processor):
         )
 
     def append(self, token_ids: jax.Array) -> Penalties:
-        """See `Processor`; an id outside the vocabulary is not counted."""
+        """Returns penalties that count these tokens too; an id outside the vocabulary is none."""
         ids = _columns(token_ids)
+        # A negative id would count from the end of the vocabulary: V is dropped.
         ids = jnp.where(ids < 0, self.counts.shape[1], ids)
+        # [B, n] -> [B, V]: one more of each id, in the request's own row
         request = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
         return dataclasses.replace(self, counts=self.counts.at[request, ids].add(1, mode="drop"))
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """The rows in float32, penalized; see `apply_penalties`."""
+        """Returns the rows in float32, penalized; see `apply_penalties`."""
         num_drafts = rows.token_ids.shape[1]
+        # K times [M]: draft i of each row's request, if it comes before the row
         before = [
             jnp.where(i < rows.offset, rows.token_ids[:, i], PLACEHOLDER_TOKEN_ID)
             for i in range(num_drafts)
         ]
 
         def of_owners(owner: jax.Array, logits: jax.Array, before: list[jax.Array]) -> jax.Array:
+            # Without drafts there is one row a request, in the order of the requests: row b is b's.
             own = device_of(platform).take(self, owner) if num_drafts else self
             return own._penalize(logits, before)
 
+        # The pass over counts [B, V] is left out where nobody is penalized.
         return lax.cond(
             self.is_neutral,
             lambda: logits.astype(jnp.float32),
@@ -267,21 +280,28 @@ class Penalties(Processor):
         return jnp.all(neutral)
 
     def _penalize(self, logits: jax.Array, before: Sequence[jax.Array]) -> jax.Array:
-        """Rows ``[M, V]`` of M requests; drafts ``before[i] [M]`` come before them."""
+        """Returns rows ``[M, V]`` of M requests, with drafts ``before[i] [M]`` before them."""
+        # The rows of a drafter may have fewer columns than the counts.
         size = logits.shape[1]
         ids = jnp.arange(size, dtype=jnp.int32)[None, :]
+        # [M, V]: occurrences in the output and in the drafts before the row. A comparison for each
+        # draft is elementwise, so that all is one pass over the logits; a scatter would be another.
         count = self.counts[:, :size]
         for drafted in before:
             count += (drafted[:, None] == ids).astype(jnp.int32)
+        # [M] -> [M, 1]
         frequency, presence, repetition = (
             x[:, None] for x in (self.frequency, self.presence, self.repetition)
         )
+        # [M, 1]: a subnormal divisor may be flushed to 0, so it is out of range
         valid = jnp.isfinite(frequency) & jnp.isfinite(presence)
         valid &= jnp.isfinite(repetition) & (repetition >= _SMALLEST)
 
         x = logits.astype(jnp.float32)
+        # Repetition: x / r where x is positive and x * r where it is not, of all tokens seen
         seen = (count > 0) | self.in_prompt[:, :size]
         x = jnp.where(seen, jnp.where(x > 0, x / repetition, x * repetition), x)
+        # Frequency and presence: x - (frequency * n + presence), of tokens of the output
         x -= frequency * count.astype(jnp.float32) + jnp.where(count > 0, presence, 0.0)
         return jnp.where(valid, x, jnp.nan)
 
@@ -322,7 +342,7 @@ class BadWords(Processor):
         num_words: int | None = None,
         length: int | None = None,
     ) -> np.ndarray:
-        """The words of B requests as an array ``[B, W, L]``.
+        """Returns the words of B requests as an array ``[B, W, L]``.
 
         Args:
           words: for each request a list of words, each of at least one token.
@@ -333,12 +353,14 @@ class BadWords(Processor):
           ValueError: a request has more than `num_words` words, or a word more than `length`
             tokens.
         """
+        # W and L, if they are not given
         most = max(map(len, words), default=0)
         longest = max((len(word) for own in words for word in own), default=1)
         num_words = most if num_words is None else num_words
         length = longest if length is None else length
         require(most <= num_words, "words", f"be at most num_words = {num_words}", most)
         require(longest <= length, "words", f"have at most length = {length} tokens", longest)
+        # [B, W, L]: each word at the end of its row
         packed = np.full((len(words), num_words, length), PLACEHOLDER_TOKEN_ID, np.int32)
         for b, own in enumerate(words):
             for w, word in enumerate(own):
@@ -349,13 +371,14 @@ class BadWords(Processor):
     def from_sequences(
         cls, words: jax.Array, token_ids: jax.Array, *, lengths: jax.Array
     ) -> BadWords:
-        """The bad words of B sequences, from whose ends `recent` is taken.
+        """Returns the bad words of B sequences, from whose ends `recent` is taken.
 
         Args:
           words: ``[B, W, L]`` int32.
           token_ids: ``[B, S]`` int32, prompt and then output; not read past a length.
           lengths: ``[B]`` int32, prompt and output together.
         """
+        # [B, L-1]: the places of each sequence's last tokens, negative before its first
         num_recent = words.shape[2] - 1
         offset = jnp.arange(-num_recent, 0, dtype=jnp.int32)
         place = lengths[:, None] + offset[None, :]
@@ -363,28 +386,38 @@ class BadWords(Processor):
         return cls(jnp.asarray(words), jnp.where(place >= 0, recent, PLACEHOLDER_TOKEN_ID))
 
     def with_sequences(self, sequences: Sequences) -> BadWords:
-        """See `Processor`."""
+        """Returns the words with the last tokens of these sequences."""
         return self.from_sequences(self.words, sequences.token_ids, lengths=sequences.lengths)
 
     def append(self, token_ids: jax.Array) -> BadWords:
-        """See `Processor`."""
-        ids, size = _columns(token_ids), self.recent.shape[1]
-        if not size:
+        """Returns the words with the last tokens after these."""
+        ids = _columns(token_ids)
+        size = self.recent.shape[1]
+        if not size:  # words of one token need nothing before them
             return self
+        # [B, L-1]: the last L - 1 of the recent tokens and the m new ones begin at place m
         place = jnp.sum(ids >= 0, axis=1, dtype=jnp.int32)[:, None] + _range(size)
         tokens = jnp.concatenate([self.recent, ids], axis=1)
         recent = jnp.take_along_axis(tokens, place, axis=1, mode="clip")
         return dataclasses.replace(self, recent=recent)
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """The rows with -inf where a word would be completed."""
+        """Returns the rows with -inf where a word would be completed."""
         *_, size = self.words[:, :, 1:].shape
+        # [M, L-1+K] -> [M, L-1]: the recent tokens and drafts of each row's request, of which those
+        # right before the row begin at its offset
         tokens = jnp.concatenate([self.recent[rows.owner], rows.token_ids], axis=1)
         place = rows.offset[:, None] + _range(size)
-        before = jnp.take_along_axis(tokens, place, axis=1, mode="clip") if size else tokens[:, :0]
+        if size:
+            before = jnp.take_along_axis(tokens, place, axis=1, mode="clip")
+        else:  # words of one token need nothing before them
+            before = tokens[:, :0]
+        # [M, W, L]: a word begins where each token but its last matches, or is -1
         words = self.words[rows.owner]
         begins = (words[:, :, :-1] < 0) | (words[:, :, :-1] == before[:, None, :])
+        # [M, W]: the last tokens of the words that have begun, -1 of the others
         completed = jnp.where(begins.all(axis=2), words[:, :, -1], PLACEHOLDER_TOKEN_ID)
+        # -inf at these columns of [M, V]; a column of -1 is dropped
         return scatter(logits, completed, None, platform)
 
     @property
@@ -421,18 +454,21 @@ class MinTokens(Processor):
     remaining: jax.Array
 
     def with_sequences(self, sequences: Sequences) -> MinTokens:
-        """See `Processor`; packed with ``remaining = min_tokens``."""
+        """Returns what remains of ``remaining = min_tokens``, after these sequences' output."""
         emitted = sequences.lengths - sequences.prompt_lengths
         return dataclasses.replace(self, remaining=self.remaining - emitted)
 
     def append(self, token_ids: jax.Array) -> MinTokens:
-        """See `Processor`."""
+        """Returns what remains after these tokens."""
+        # [B]: -1 is no token
         emitted = jnp.sum(_columns(token_ids) >= 0, axis=1, dtype=jnp.int32)
         return dataclasses.replace(self, remaining=self.remaining - emitted)
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """The rows with -inf for stop tokens that come too early."""
+        """Returns the rows with -inf for stop tokens that come too early."""
+        # [M, 1]: the row's token would be the offset-th from here on, and before the least number
         is_early = (rows.offset < self.remaining[rows.owner])[:, None]
+        # [M, S]: the stop tokens of each row's request, -1 where they are allowed
         stops = jnp.where(is_early, self.stop_token_ids[rows.owner], PLACEHOLDER_TOKEN_ID)
         return scatter(logits, stops, None, platform)
 
@@ -464,25 +500,28 @@ class AllowedTokens(Processor):
 
     @classmethod
     def pack(cls, token_ids: Sequence[Sequence[int] | None], *, vocab_size: int) -> AllowedTokens:
-        """The allowed ids of B requests, as a NumPy array; None allows every token.
+        """Returns the allowed ids of B requests, as a NumPy array; None allows every token.
 
         Raises:
           ValueError: an id is outside the vocabulary.
         """
         words = []
         for b, own in enumerate(token_ids):
+            # Of no ids no bit is set: turned over below, every token is allowed.
             ids = np.array(() if own is None else own, np.int64)
             fits = (ids >= 0) & (ids < vocab_size)
             check_entries(f"token_ids[{b}][{{}}]", ids, fits, f"be an id in [0, {vocab_size})")
+            # [ceil(V/32)]
             bits = bitmask_of(ids, vocab_size)
             words.append(~bits if own is None else bits)
         return cls(np.stack(words))  # type: ignore[arg-type]  # NumPy: packing needs no device
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """The rows with -inf for tokens that are not allowed."""
+        """Returns the rows with -inf for tokens that are not allowed."""
 
         def masked(owner: jax.Array, logits: jax.Array) -> jax.Array:
             device = device_of(platform)
+            # [M, ceil(V/32)]: the words of each row's request
             words = device.take(self.token_bitmask, owner)
             return Rows(logits, logits.shape[1], -jnp.inf, device, words).masked().matrix
 
@@ -497,16 +536,17 @@ class AllowedTokens(Processor):
 def _by_owner(
     function: Callable[..., jax.Array], rows: Owners, platform: Platform, *arrays: Any
 ) -> jax.Array:
-    """``function(rows.owner, *arrays)``; a few rows at a time on TPUs."""
+    """Returns ``function(rows.owner, *arrays)``; a few rows at a time on TPUs."""
     if platform == "tpu":
         return cast(jax.Array, by_blocks(function, BLOCK, rows.owner, rows.owner, *arrays))
     return function(rows.owner, *arrays)
 
 
 def _columns(token_ids: jax.Array) -> jax.Array:
-    """``[B]`` or ``[B, n]`` as ``[B, n]``."""
+    """Returns ``[B]`` or ``[B, n]`` as ``[B, n]``."""
     return token_ids[:, None] if token_ids.ndim == 1 else token_ids
 
 
 def _range(size: int) -> jax.Array:
+    """Returns ``[1, size]`` int32, 0, 1, ..."""
     return jnp.arange(size, dtype=jnp.int32)[None, :]
