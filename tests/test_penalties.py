@@ -124,13 +124,18 @@ def test_each_row_counts_the_output_and_the_drafts_before_it(
 
 
 @pytest.mark.newest
-def test_without_drafts_there_is_one_row_which_may_be_narrower() -> None:
+@pytest.mark.parametrize(("apply", "times"), [(apply, 1), (apply_in_blocks, 3)])
+def test_without_drafts_there_is_one_row_which_may_be_narrower(apply: Any, times: int) -> None:
+    """Also of more requests than there are rows in a block."""
     x = logits(len(PROMPTS), V - 2)
     drafted = [3, 1, 2, 10]
-    found = np.asarray(apply(x, None, penalties().append(np.int32(drafted))))
-    for b, draft in enumerate(drafted):
-        wanted = penalized(np.asarray(x[b]), PROMPTS[b], [*OUTPUTS[b], draft], b)
-        np.testing.assert_allclose(found[b], wanted, rtol=1e-6, atol=1e-6)
+    own = jax.device_get(penalties().append(np.int32(drafted)))
+    many = jax.tree.map(lambda x: np.concatenate([x] * times), (x, own))
+    found = np.asarray(apply(many[0], None, many[1], config=None))
+    for row, result in enumerate(found):
+        b = row % len(PROMPTS)
+        wanted = penalized(np.asarray(x[b]), PROMPTS[b], [*OUTPUTS[b], drafted[b]], b)
+        np.testing.assert_allclose(result, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_neutral_requests_keep_their_rows_to_the_bit() -> None:

@@ -262,8 +262,9 @@ class Penalties(Processor):
         ]
 
         def of_owners(owner: jax.Array, logits: jax.Array, before: list[jax.Array]) -> jax.Array:
-            # Without drafts there is one row a request, in the order of the requests: row b is b's.
-            own = device_of(platform).take(self, owner) if num_drafts else self
+            # Without drafts row b is request b's, but on TPUs rows come in blocks.
+            is_whole = num_drafts == 0 and platform != "tpu"
+            own = self if is_whole else device_of(platform).take(self, owner)
             return own._penalize(logits, before)
 
         # The pass over counts [B, V] is left out where nobody is penalized.
