@@ -114,7 +114,7 @@ def keys_of_requests(
         if positions is None:
             positions = jnp.zeros_like(slots)
         return step_keys(keys, slots), positions
-    # [B]: the same keys on every step, which only positions tell apart
+    # [B]: the same keys on every step, which only positions distinguish
     check_array("keys", keys, "[] or [B]", {"B": batch})
     if positions is None:
         hint = "with the same key on every step, noise repeats where a position repeats"

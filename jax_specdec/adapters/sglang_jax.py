@@ -132,7 +132,7 @@ def verify_chains(
     k = config.num_speculative_tokens
     n = k + 1
     sizes: Sizes = {"bs": batch, "n": n, "bs*n": batch * n, "bs*(n-1)": batch * k}
-    # A caller who gives drafts alone gets told which column is missing.
+    # Drafts alone are refused by the column that is missing.
     without = tokens.shape in ((batch, k), (batch * k,))
     hint = "column 0, the token verified before, is missing" if without else None
     check_array("draft_tokens", tokens, "[bs, n] or [bs*n]", sizes, hint)

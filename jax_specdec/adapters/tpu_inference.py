@@ -146,7 +146,7 @@ def verify_flat(
     )
     # With bonus tokens sampled elsewhere there are rows for drafts alone.
     rows = "L" if bonus_token_ids is None else "N"
-    # L is whatever it is padded to; more rows or fewer are told from values, request by request.
+    # L is whatever it is padded to; more rows or fewer are found from values, request by request.
     common.check_arrays(
         {"N": n, "B": batch},
         {

@@ -1,6 +1,6 @@
 """The keys and values of a layer: how they may lie in memory, and rows written, moved and laid out.
 
-Three layouts are told apart by their shapes:
+Three layouts are distinguished by their shapes:
 
 - heads first, keys ``[B * Nkv, D, T]`` and values ``[B * Nkv, T, D]``, as products read them;
 - positions first, ``[B, T, Nkv, D]`` both;

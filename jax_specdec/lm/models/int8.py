@@ -122,7 +122,7 @@ def quantize(params: Params, bits: int = 8) -> Params:
         rows_and_columns = np.shape(embedding)
         is_square = name == "lm_head" and weight.shape == rows_and_columns == weight.shape[::-1]
         must = "be the array embed_tokens, or not square"
-        require(not is_square, "lm_head", must, weight, "its inputs and outputs are not told apart")
+        require(not is_square, "lm_head", must, weight, "its outputs may be either axis")
         is_by_output = has_outputs_first(name, weight.shape, rows_and_columns)
         return quantized(weight if is_by_output else weight.T)
 
