@@ -1131,14 +1131,17 @@ def test_a_device_that_has_failed_is_told_from_a_request_that_fails(
             whole = getattr(programs, name)
             monkeypatch.setattr(programs, name, functools.partial(failing, whole))
         monkeypatch.setattr(jax, "eval_shape", lambda *_, **__: None)  # they can be traced
-        with pytest.raises(openai.InternalServerError, match="cannot go on with this") as error:
+        with pytest.raises(openai.InternalServerError) as error:
             greedy(running)
+        # A device may be found to have failed before the request is answered.
+        is_of_request = "the engine cannot go on with this request" in str(error.value)
+        assert is_of_request or (ends and "the engine has failed" in str(error.value))
         assert "operator" not in str(error.value)
         until(lambda: not ends or running.server.worker.failure is not None)
         assert get(running, "health")[0] == (500 if ends else 200)
         assert ends or greedy(running).choices[0].text == TEXT
-        (line,) = [line for line in running.lines if "this request: no such address" in line]
-        assert "0xdead" not in line
+        lines = [line for line in running.lines if "this request: no such address" in line]
+        assert len(lines) == is_of_request and "0xdead" not in str(lines)
     logged = capsys.readouterr().err
     assert logged.count("the engine has failed: no such address") == ends
     assert "0xdead" not in logged and "Traceback" not in logged
