@@ -1140,8 +1140,12 @@ def test_a_device_that_has_failed_is_told_from_a_request_that_fails(
         until(lambda: not ends or running.server.worker.failure is not None)
         assert get(running, "health")[0] == (500 if ends else 200)
         assert ends or greedy(running).choices[0].text == TEXT
-        lines = [line for line in running.lines if "this request: no such address" in line]
-        assert len(lines) == is_of_request and "0xdead" not in str(lines)
+
+        def logged_lines() -> list[str]:
+            return [line for line in running.lines if "this request: no such address" in line]
+
+        until(lambda: len(logged_lines()) == is_of_request)  # after the answer
+        assert "0xdead" not in str(logged_lines())
     logged = capsys.readouterr().err
     assert logged.count("the engine has failed: no such address") == ends
     assert "0xdead" not in logged and "Traceback" not in logged
