@@ -21,6 +21,8 @@ class AttentionArrays(NamedTuple):
       start: ``[B]`` int32.
       visible: ``[B, S, 2]`` uint32, or None for a chain.
       pages: ``[B, L]`` int32, or None where the layout is not that of pages.
+      slots: ``[B]`` int32, the requests of the cache that rows are of; None for all, in their
+        order. Of a cache with heads first alone.
     """
 
     query: jax.Array
@@ -29,6 +31,7 @@ class AttentionArrays(NamedTuple):
     start: jax.Array
     visible: jax.Array | None = None
     pages: jax.Array | None = None
+    slots: jax.Array | None = None
 
 
 class AttentionStatic(NamedTuple):
@@ -40,6 +43,7 @@ class AttentionStatic(NamedTuple):
       finite_cache: whether no value of the cache is NaN or infinite.
       num_visible: positions from `start` on that some row may see by `visible`.
       implementation: that was named.
+      num_kv: heads of keys of a request; where there are slots, the shapes do not say it.
     """
 
     window: int | None = None
@@ -47,3 +51,4 @@ class AttentionStatic(NamedTuple):
     finite_cache: bool = False
     num_visible: int = MAX_VISIBLE
     implementation: AttentionImplementation | None = None
+    num_kv: int | None = None
