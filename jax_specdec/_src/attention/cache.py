@@ -101,9 +101,7 @@ def of_slots(cache: LayerCache, slots: jax.Array, num_kv: int) -> LayerCache:
     size = slots.shape[0]
 
     def copied(all_: jax.Array) -> jax.Array:
-        slices = [
-            lax.dynamic_slice_in_dim(all_, slots[b] * num_kv, num_kv, 0) for b in range(size)
-        ]
+        slices = [lax.dynamic_slice_in_dim(all_, slots[b] * num_kv, num_kv, 0) for b in range(size)]
         return slices[0] if size == 1 else jnp.concatenate(slices)
 
     keys, values = cache
