@@ -137,15 +137,12 @@ def decode_attention(
     require(has_room, "pages" if sizes.get("L") == 0 else "keys", "have room for a position", keys)
     must = f"have at most T = {sizes['T']} rows, the positions of the cache"
     require(is_empty or visible is not None or num_rows <= sizes["T"], "query", must, query)
-    num_visible = MAX_VISIBLE
     if visible is not None:
         check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
         must = f"be None for more than {MAX_VISIBLE} rows"
         require(num_rows <= MAX_VISIBLE, "visible", must, visible)
-        num_visible = _num_visible(visible, num_rows)
-        visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
-    if window is not None and check_int("window", window, 1) >= sizes["T"]:
-        window = None  # of all positions
+    if window is not None:
+        window = check_int("window", window, 1)
     if depth is not None:
         check_array("depth", depth, "[B, S] int32", sizes)
         require(visible is not None, "depth", "be None without visible", depth)
@@ -162,21 +159,41 @@ def decode_attention(
         keys=jnp.asarray(keys),
         values=jnp.asarray(values),
         start=start,
-        visible=visible,
         pages=None if pages is None else jnp.asarray(pages),
-        depth=None if depth is None or window is None else jnp.asarray(depth),
+        depth=None if depth is None else jnp.asarray(depth),
     )
     static = AttentionStatic(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
         finite_cache=finite_cache,
-        num_visible=num_visible,
         implementation=implementation,
     )
+    return attend(arrays, static, visible)
+
+
+def attend(
+    arrays: AttentionArrays, static: AttentionStatic, visible: jax.Array | np.ndarray | None
+) -> jax.Array:
+    """Returns what `decode_attention` does, of arrays that need no checks.
+
+    Args:
+      arrays: without `visible`.
+      static: without `num_visible`.
+      visible: as for `decode_attention`.
+    """
+    batch_size, num_rows = arrays.query.shape[:2]
+    if visible is not None:
+        static = static._replace(num_visible=_num_visible(visible, num_rows))
+        each = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
+        arrays = arrays._replace(visible=each)
+    room = room_of(arrays.keys, arrays.pages)
+    if static.window is None or static.window >= room:
+        static = static._replace(window=None)  # of all positions
+        arrays = arrays._replace(depth=None)
     mesh = explicit_mesh(arrays)
     if mesh is not None and mesh.size > 1:  # no kernel is split by a partitioner
-        static = static._replace(implementation=implementation or "xla")
+        static = static._replace(implementation=static.implementation or "xla")
     run = functools.partial(_decode_attention, static=static)
     return laid_as(arrays.query, run, arrays)
 

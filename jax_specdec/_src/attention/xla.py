@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
-from jax_specdec._src.attention.cache import heads_first
+from jax_specdec._src.attention.cache import heads_first, of_slots
 
 
 class _Laid(NamedTuple):
@@ -86,6 +86,9 @@ def _attend_apart(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array
 
 def _laid(arrays: AttentionArrays, static: AttentionStatic) -> _Laid:
     keys, values = heads_first(arrays.keys, arrays.values, arrays.pages)
+    if arrays.slots is not None:
+        assert static.num_kv is not None
+        keys, values = of_slots((keys, values), arrays.slots, static.num_kv)
     batch_size, num_rows, num_heads, head_dim = arrays.query.shape
     num_kv = keys.shape[0] // batch_size
     room = keys.shape[2]
