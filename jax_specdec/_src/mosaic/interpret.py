@@ -109,7 +109,7 @@ class InterpretedThreads:
         *,
         cluster: int,
     ) -> None:
-        """Exchange as on a GPU, but through global memory, which the whole cluster shares."""
+        """Exchanges as on a GPU, but through global memory, which the whole cluster shares."""
         plgpu.commit_smem()  # all wait for all: copies may now overwrite what was read
         completed = barriers.completed[barrier]
         # An mbarrier passes those that wait for the parity of the phase completed last.

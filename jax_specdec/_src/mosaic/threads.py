@@ -93,16 +93,16 @@ class Threads(Protocol):
     # bytes, and completes one phase after another.
 
     def sync(self) -> None:
-        """Wait for the whole warpgroup. Its writes to shared memory are then visible to all."""
+        """Waits for the whole warpgroup. Its writes to shared memory are then visible to all."""
 
     def sync_cta(self, warpgroups: int, barrier: Ref | None) -> None:
-        """Wait for all warpgroups of the CTA. `barrier` is for interpret mode."""
+        """Waits for all warpgroups of the CTA. `barrier` is for interpret mode."""
 
     def fence_copies(self) -> None:
-        """Order a thread's writes to shared memory before copies that begin after the next sync."""
+        """Orders a thread's writes to shared memory before copies that begin after a sync."""
 
     def init_barriers(self, barriers: Any, count: int) -> None:
-        """Initialize up to 32 mbarriers, by the first warp. All CTAs see it after `cluster_wait`.
+        """Initializes up to 32 mbarriers, by the first warp. All CTAs see it after `cluster_wait`.
 
         Args:
           barriers: int32 ref in shared memory, two for each barrier.
@@ -110,10 +110,10 @@ class Threads(Protocol):
         """
 
     def cluster_wait(self) -> None:
-        """Wait until every CTA of the cluster has initialized its barriers."""
+        """Waits until every CTA of the cluster has initialized its barriers."""
 
     def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
-        """Wait for a phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
+        """Waits for a phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
 
     def exchange(
         self,
@@ -126,7 +126,7 @@ class Threads(Protocol):
         *,
         cluster: int,
     ) -> None:
-        """Store each warp's values in the shared memory of every CTA, and wait for all warps'.
+        """Stores each warp's values in the shared memory of every CTA, and waits for all warps'.
 
         Args:
           memory: float32 ref in shared memory, the same in each CTA; in interpret mode in global
@@ -156,7 +156,7 @@ class Threads(Protocol):
         barriers: Ref,
         first_barrier: jax.Array | int,
     ) -> None:
-        """Begin to copy the tiles of a row to shared memory, each by one thread.
+        """Begins to copy the tiles of a row to shared memory, each by one thread.
 
         A copy begins up to fifteen bytes before its first entry: see `copy_shift`.
 
@@ -178,7 +178,7 @@ class Threads(Protocol):
     def prefetch_tiles(
         self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
     ) -> None:
-        """Begin to fetch the tiles of a row into the L2 cache; arguments as `copy_tiles`."""
+        """Begins to fetch the tiles of a row into the L2 cache; arguments as `copy_tiles`."""
 
     # Reading and writing. Threads read consecutive entries at once where they can: a vector load of
     # sixteen bytes takes one instruction, and the entries of a chunk lie next to each other.
@@ -190,7 +190,7 @@ class Threads(Protocol):
         """
 
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
-        """Store ``ref[index] = value`` by each thread whose entry of `where` is true."""
+        """Stores ``ref[index] = value`` by each thread whose entry of `where` is true."""
 
     def entries(
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0

@@ -59,7 +59,7 @@ def rejection_sample(
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> RejectionSampleOutput:
-    """Verify drafts against the target: accept a prefix of each, then emit one more token.
+    """Verifies drafts against the target: accepts a prefix of each, then emits one more token.
 
     Let ``p = softmax(float32(target_logits) / temperature)``, filtered by the min-p, top-k and
     top-p of `sampling`, and let ``q`` be the draft distribution. A draft ``x`` is accepted iff
@@ -179,7 +179,7 @@ def rejection_sample_with_noise(
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> RejectionSampleOutput:
-    """`rejection_sample` with explicit noise in place of keys and positions.
+    """Verifies as `rejection_sample`, with explicit noise in place of keys and positions.
 
     For tests, for comparing with other systems, and for callers with their own generators.
     `rejection_sample` equals this with ``draw_noise(keys, positions, K)``; under the agreement
@@ -217,7 +217,7 @@ def which_implementation(
     vocab_size: int | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Implementation:
-    """Which implementation `rejection_sample` uses if none is named.
+    """Returns which implementation `rejection_sample` uses if none is named.
 
     The answer is for programs compiled for JAX's default device. For any other device it is "xla".
 

@@ -49,7 +49,7 @@ def validate(
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> None:
-    """Raise for any input that `rejection_sample` would answer with a status, or would ignore.
+    """Raises for any input that `rejection_sample` would answer with a status, or would ignore.
 
     Reads every array on the host, also rows of logits, which a call outside of `jax.jit` does not
     check: use it in tests and while you bring up a new serving loop, not on the hot path. Rows of

@@ -72,7 +72,7 @@ class Tiles(Gather):
         return jax.tree.map(lambda x: x[:, None], found)
 
     def _by_tile(self, rows: LocalRows, requests: Request) -> bool:
-        """Whether rows can be read as `by_tile` does: without a filter."""
+        """Returns whether rows can be read as `by_tile` does: without a filter."""
         target = rows.target
         whole_tiles = not (target.part.is_split and rows.keeps_sums)  # an edge may cut a tile
         return whole_tiles and requests.filter is None and target.token_bitmask is None
@@ -244,12 +244,12 @@ class Tiles(Gather):
         return draw.Residuals(known, None, jnp.sum(residual, axis=2))
 
     def _sums_apart(self, rows: LocalRows, source: Source) -> bool:
-        """Whether the masses of sources that use q are summed without those of ``p``."""
+        """Returns whether the masses of sources that use q are summed without those of ``p``."""
         knows_p = source.p_masses is not None
         return knows_p and not rows.q.is_one_hot and self.reads_tiles(rows)
 
     def reads_tiles(self, rows: LocalRows) -> bool:
-        """Whether many rows are read by tiles of all rows, as a TPU reads them best."""
+        """Returns whether many rows are read by tiles of all rows, as a TPU reads them best."""
         target = rows.target
         # A tile of the target's columns must be one of the draft rows', without a bitmask.
         is_whole = not target.part.is_split and target.token_bitmask is None

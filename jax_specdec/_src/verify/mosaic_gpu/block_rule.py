@@ -59,7 +59,7 @@ class BlockRuleWalk:
         self.target = walk.target
 
     def run(self, round: jax.Array) -> None:
-        """Walk, draw the last token, write the output."""
+        """Walks, draws the last token, writes the output."""
         # Rows are read in order, and the best prefix so far is kept with what is needed to draw.
         state = lax.while_loop(lambda state: state.going == 1, self.step, self.start(round))
         ok = state.status == OK
@@ -103,7 +103,7 @@ class BlockRuleWalk:
         )
 
     def step(self, state: BlockRuleState) -> BlockRuleState:
-        """Look at one position: does the prefix before it pass, and what is its draft's weight?"""
+        """Looks at one position: does the prefix before it pass, and what is its draft's weight?"""
         walk = self.walk
         request = self.request
         drafted = self.drafted
@@ -170,7 +170,7 @@ class BlockRuleWalk:
         )
 
     def recover(self, state: BlockRuleState) -> None:
-        """Draw from the residual after the longest prefix that passed."""
+        """Draws from the residual after the longest prefix that passed."""
         target = self.target
         kept = state.kept
         row = self.request.first_row + kept.length

@@ -134,7 +134,7 @@ class Cluster:
         return Masses(of_tiles=nothing, sums=nothing, total=jnp.float32(0))
 
     def _exchange(self, round: jax.Array, values: list[jax.Array], thread: jax.Array) -> Ref:
-        """Store `values`, wait for those of all warps, and return the slot that has them."""
+        """Stores `values`, waits for those of all warps, and returns the slot that has them."""
         slot = slot_of(round)
         memory: Ref = self.slots.at[slot]
         # A slot has a place for each warp of the cluster, in order.

@@ -184,11 +184,11 @@ class DraftLoads:
         )
 
     def prefetch(self, position: jax.Array) -> None:
-        """Begin to fetch the draft row of a position into the L2 cache."""
+        """Begins to fetch the draft row of a position into the L2 cache."""
         self.draft.prefetch(self.request.threads.at(self.draft_row, position))
 
     def load_lists(self, draft: Candidates, first: jax.Array | int, count: int) -> list[Listed]:
-        """Begin to load the lists of positions from `first` on; undefined past the last one."""
+        """Begins to load the lists of positions from `first` on; undefined past the last one."""
         # Each list is loaded by all lanes of a warp: the row of its position is a scalar.
         places = [jnp.minimum(first + i, WARP - 1) for i in range(count)]
         return [draft.load(self.request.threads.at(self.draft_row, place)) for place in places]

@@ -97,7 +97,7 @@ class Draw:
             self.residual = RowResidual(work, self.row, draft_row, weighted, work.draft, q)
 
     def run(self, round: jax.Array) -> None:
-        """Sum the tiles' weights, draw and write."""
+        """Sums the tiles' weights, draws and writes."""
         # Masses by p, if the row was read for them: then nothing is left to sum, unless the token
         # is drawn from the residual.
         masses = self.result.p_masses
@@ -108,7 +108,7 @@ class Draw:
         self.finish(TileWeights(tries, self.from_residual, masses, round))
 
     def finish(self, weights: TileWeights) -> None:
-        """Sum by ``p`` if nothing was summed, or nothing had weight; draw and write."""
+        """Sums by ``p`` if nothing was summed, or nothing had weight; draws and writes."""
         # Where the draft was one-hot, p without it: its logit becomes -inf in shared memory.
         pl.when(self._is_without_token)(lambda: self._set_logit(self.threads.filled(-jnp.inf)))
 
@@ -133,7 +133,7 @@ class Draw:
         return self.rejected & ~self.from_residual
 
     def _set_logit(self, value: jax.Array) -> None:
-        """Write the rejected token's logit in the row in shared memory."""
+        """Writes the rejected token's logit in the row in shared memory."""
         # By one thread of the CTA that has it; the others of its warpgroup wait to read it.
         place, _, is_here = self.target.place_of(self.row, self.token_id)
         where = jnp.zeros_like(self.threads.index) + place
@@ -153,7 +153,7 @@ class Draw:
     # Picking.
 
     def _pick(self, weights: TileWeights) -> None:
-        """Pick the tile, then the token in it, by the CTA that has the tile."""
+        """Picks the tile, then the token in it, by the CTA that has the tile."""
         # Every warp of the cluster finds the same tile; `place` is its index in this CTA's slice.
         tile = self._place_in(weights.masses, 0)[0]
         place = tile - self.cluster.cta * self.target.per_slice
@@ -184,7 +184,7 @@ class Draw:
         return threads.scalar(first_past(threads, masses.of_tiles, masses.sums, past)), past
 
     def _pick_in_tile(self, tile: jax.Array, chunks: list[Chunk]) -> None:
-        """Pick a warp's part of a chunk, then one of its threads, then one of the thread's ids.
+        """Picks a warp's part of a chunk, then one of its threads, then one of the thread's ids.
 
         Ids are in the order of chunks, then warps, then threads, then those of a thread: so a part
         is a run of ids, and the sums before it are those before its first id.

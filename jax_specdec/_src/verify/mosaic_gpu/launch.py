@@ -77,7 +77,7 @@ def verify(
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> RejectionSampleOutput:
-    """Verify a batch in one launch, for a call that `support.unsupported` does not object to.
+    """Verifies a batch in one launch, for a call that `support.unsupported` does not object to.
 
     Args:
       arrays: of the call, with M at least 1. The distribution is None or has at least one row.
@@ -131,7 +131,7 @@ def sample(
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Sample one token from each row, as `Gather.sample`: a verification without drafts, K = 0.
+    """Samples one token from each row, as `Gather.sample`: a verification without drafts, K = 0.
 
     Its outputs are a token and what the kernel knows of its row, instead of a status. From a row
     that holds NaN or infinity it "samples" id 0; its maximum shows it.
@@ -188,7 +188,7 @@ def sample(
 def _run(
     plan: Plan, operands: Operands[jax.Array], outputs: Outputs[Any], interpret: Any
 ) -> Outputs[Any]:
-    """Launch `verify_request` for every request."""
+    """Launches `verify_request` for every request."""
     num_requests = operands.temperature.shape[0]
     memory = plan.memory
     if memory.slices.cluster == 1 and not interpret:
@@ -525,7 +525,7 @@ def launch(
     warpgroups: int,
     interpret: Any,
 ) -> Any:
-    """Run a kernel.
+    """Runs a kernel.
 
     Args:
       body: takes a `Place`, then refs in the structures of `operands`, `out` and `scratch`.

@@ -61,7 +61,7 @@ class MappedSlice(DraftSlice):
         return self.storage
 
     def prefetch(self, row: jax.Array) -> None:
-        """Begin to fetch the slice of a row into the L2 cache."""
+        """Begins to fetch the slice of a row into the L2 cache."""
         self.storage.prefetch(row)
 
     def column(self, token_id: jax.Array) -> jax.Array:
@@ -79,7 +79,7 @@ class MappedSlice(DraftSlice):
     def _words(
         self, row: jax.Array, tile: jax.Array, piece: jax.Array | int, *, is_full: bool
     ) -> list[list[jax.Array]]:
-        """Load the chunks of a piece as entries: first the columns of their ids, then those."""
+        """Loads the chunks of a piece as entries: first the columns of their ids, then those."""
         threads = self.threads
         first = self._first(tile, piece)
         last = self.matrix.shape[1] - 1
@@ -127,12 +127,12 @@ class Candidates:
     q: Probability = Given()
 
     def prefetch(self, row: jax.Array) -> None:
-        """Do nothing: a row is small, and was loaded when the drafted token was looked for."""
+        """Does nothing: a row is small, and was loaded when the drafted token was looked for."""
 
     # A row as it is listed.
 
     def load(self, row: jax.Array) -> Listed:
-        """Begin to load a row, by each warp."""
+        """Begins to load a row, by each warp."""
         ids = list[jax.Array]()
         entries = list[jax.Array]()
         for column in self._columns():

@@ -216,7 +216,7 @@ class NoDraftRow:
     """Stands for the draft row of a position where none is read to normalize it."""
 
     def prefetch(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def mass(self) -> tuple[jax.Array, ...]:
         """Returns nothing."""
@@ -250,7 +250,7 @@ class DraftRow:
     base: jax.Array  # [] float32, what its mass is relative to
 
     def prefetch(self) -> None:
-        """Begin to fetch it into the L2 cache."""
+        """Begins to fetch it into the L2 cache."""
         pl.when(self.is_used)(lambda: self.slice.prefetch(self.row))
 
     def mass(self) -> tuple[jax.Array, ...]:
@@ -361,7 +361,7 @@ class RowFilter:
         self.peak = peak
 
     def run(self, round: jax.Array) -> tuple[Normalizer, jax.Array]:
-        """Hide what is filtered out.
+        """Hides what is filtered out.
 
         Returns:
           What normalizes the rest, and the next round.

@@ -408,7 +408,7 @@ class KernelRequest:
         status: jax.Array,
         is_writer: jax.Array,
     ) -> None:
-        """Write the accepted drafts and one more token, or no tokens if the status is not OK.
+        """Writes the accepted drafts and one more token, or no tokens if the status is not OK.
 
         A draft that is sampled must be an id: it is 0 if the status is not OK.
 
@@ -436,7 +436,7 @@ class KernelRequest:
             self._write_number(numbers.status, status, is_writer)
 
     def write_row(self, row: Normalizer, is_writer: jax.Array) -> None:
-        """Write what the row of a draft amounts to; nothing in a verification.
+        """Writes what the row of a draft amounts to; nothing in a verification.
 
         Args:
           row: relative to its maximum.
@@ -454,7 +454,7 @@ class KernelRequest:
             self._write_number(threshold, row.threshold, is_writer)
 
     def _write_number(self, ref: Ref, value: jax.Array, is_writer: jax.Array) -> None:
-        """Write a number ``[]`` of this request, by one thread."""
+        """Writes a number ``[]`` of this request, by one thread."""
         # A scatter takes arrays [128]; lane 0 of the warp that writes stores.
         everywhere = jnp.zeros_like(self.lane)
         once = is_writer & (self.lane == 0)

@@ -179,7 +179,7 @@ class TargetSlice(RowSlice):
     # Copying.
 
     def copy(self, row: jax.Array) -> None:
-        """Begin to copy the slice of a row. All threads must have read what it replaces."""
+        """Begins to copy the slice of a row. All threads must have read what it replaces."""
         # Nothing says here that they have: an exchange comes between, which waits for all warps.
         self.threads.copy_tiles(
             self.matrix,
@@ -194,7 +194,7 @@ class TargetSlice(RowSlice):
         )
 
     def fill_end(self) -> None:
-        """Fill the end of the last tile, which no copy reaches; once, before the first row."""
+        """Fills the end of the last tile, which no copy reaches; once, before the first row."""
         if self._fills_once:
             # Only the CTA that has the row's last tile writes, and only if that is not full.
             last = self.count() - 1
@@ -210,7 +210,7 @@ class TargetSlice(RowSlice):
         return ends_with_a_unit and self.stride == TILE and not self.threads.interpreted
 
     def ready(self, row: jax.Array, tile: jax.Array, rows_before: jax.Array) -> None:
-        """Wait for a tile, then write -inf over what is hidden and over padding.
+        """Waits for a tile, then writes -inf over what is hidden and over padding.
 
         Args:
           row: ``[]`` int32.
@@ -227,16 +227,16 @@ class TargetSlice(RowSlice):
             pl.when(count < TILE)(lambda: self._fill(count, row, tile))
 
     def copy_again(self, row: jax.Array, rows_before: jax.Array) -> None:
-        """Copy the whole slice of a row, and wait for it."""
+        """Copies the whole slice of a row, and waits for it."""
         self.copy(row)
         self.for_all(lambda tile: self.ready(row, tile, rows_before))
 
     def for_all(self, do: Callable[[jax.Array], None]) -> None:
-        """Call `do` for every tile of the slice."""
+        """Calls `do` for every tile of the slice."""
         lax.fori_loop(0, self.count(), lambda tile, _: do(tile), None)
 
     def hide(self, limit: Limit, row: jax.Array, tile: jax.Array) -> None:
-        """Write -inf over the entries of a tile that a limit hides.
+        """Writes -inf over the entries of a tile that a limit hides.
 
         Each thread writes to entries that no other thread reads, so nobody has to wait.
         """
@@ -252,7 +252,7 @@ class TargetSlice(RowSlice):
         self.threads.fence_copies()
 
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array) -> None:
-        """Write -inf over the entries of a tile past `count`."""
+        """Writes -inf over the entries of a tile past `count`."""
         threads = self.threads
         begin = self.begin(row, tile)
 
@@ -374,7 +374,7 @@ class DraftSlice(RowSlice):
         return self.at_once if self._is_whole else 1
 
     def prefetch(self, row: jax.Array) -> None:
-        """Begin to fetch the slice of a row into the L2 cache."""
+        """Begins to fetch the slice of a row into the L2 cache."""
         self.threads.prefetch_tiles(self.matrix, row, self.first, self.draft_size, self.per_slice)
 
     def fold(
@@ -445,7 +445,7 @@ class DraftSlice(RowSlice):
     def _words(
         self, row: jax.Array, tile: jax.Array, piece: jax.Array | int, *, is_full: bool
     ) -> list[list[jax.Array]]:
-        """Load the chunks of a piece: as words, or as entries if rows are not aligned.
+        """Loads the chunks of a piece: as words, or as entries if rows are not aligned.
 
         Two or four bytes of a word are turned into numbers later, by `_numbers`: until then they
         take half of the registers, and a thread waits for all loads once.
@@ -512,7 +512,7 @@ class NoDraftRows(NamedTuple):
     """Stands for draft rows where a call has none: every draft is one-hot."""
 
     def prefetch(self, row: jax.Array) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
 
 def _whole_tiles(ids: jax.Array, most: int) -> jax.Array:
