@@ -23,7 +23,7 @@ from jax_specdec._src.rows.tiles import TILE
 class ExchangeBarriers(NamedTuple):
     """Replaces the mbarriers of exchanges."""
 
-    cluster: tuple[Any, ...]  # the barrier of all CTAs; () if there is one
+    cluster: Any  # the barrier of all CTAs; None if there is one
     completed: Ref  # int32 ref in shared memory, how many phases of each mbarrier are complete
 
 
@@ -117,9 +117,9 @@ class InterpretedThreads:
         barriers.completed[barrier] = completed + 1
         by_warp = jnp.stack([x[::WARP] for x in values], axis=1)  # of neighbours in memory
         memory[pl.ds(place[0], by_warp.size)] = jnp.where(right, by_warp, jnp.nan).reshape(-1)
-        for of_cluster in barriers.cluster:  # one, or none
-            plgpu.barrier_arrive(of_cluster)
-            plgpu.barrier_wait(of_cluster)
+        if barriers.cluster is not None:
+            plgpu.barrier_arrive(barriers.cluster)
+            plgpu.barrier_wait(barriers.cluster)
 
     # Copies.
 

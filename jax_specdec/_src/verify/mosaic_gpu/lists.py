@@ -17,7 +17,7 @@ from jax_specdec._src.mosaic.threads import THREADS, WARP, Ref, Threads
 from jax_specdec._src.rows.tiles import TILE, num_tiles
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.plan import MAX_MAPPED
-from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, NoThresholds, Thresholds
+from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, limits_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import Given, Probability, base_of
 
 NOT_LISTED = MAX_MAPPED
@@ -121,7 +121,7 @@ class Candidates:
     fill: float  # the entry of an id that is not listed
     each: int  # consecutive ids per thread of a target row
     sums: bool  # whether a row must be summed to normalize it
-    thresholds: Thresholds | NoThresholds  # of the rows
+    thresholds: Ref | None  # ref [R] float32; see `rows.limits_of`
     # From an entry of a row to its probability. Only that of the row that is drawn from is needed,
     # and set there; until then, it stands for none.
     q: Probability = Given()
@@ -148,7 +148,7 @@ class Candidates:
         inside = jnp.minimum(column, last)
         ids = self.threads.gather(self.ids, row, inside)
         entries = [self.threads.gather(self.matrix, row, inside)]
-        for limit in self.thresholds.limits(self.threads, row):
+        for limit in limits_of(self.thresholds, self.threads, row):
             entries = limit.cut(self.threads, row, ids, entries)
         is_there = column <= last
         # -1 - column: negative, and another one in each column.

@@ -105,22 +105,16 @@ def words_of(token_bitmask: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(token_bitmask, jnp.int32)
 
 
-class Thresholds(NamedTuple):
-    """Thresholds of draft rows, which the drafter's filter left behind."""
+def limits_of(thresholds: Ref | None, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
+    """Returns what hides entries of the draft row that each thread reads.
 
-    of_rows: Ref  # ref [R] float32, the least entry of each row that was kept
-
-    def limits(self, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
-        """Returns what hides entries of the row that each thread reads."""
-        return (Below(threads.gather(self.of_rows, row)),)
-
-
-class NoThresholds(NamedTuple):
-    """Stands for thresholds where draft rows have none."""
-
-    def limits(self, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
-        """Returns that nothing is hidden."""
-        return ()
+    Args:
+      thresholds: ref ``[R]`` float32, the least entry that the drafter's filter kept; None: it kept
+        all of them.
+      threads: the operations of the warpgroup.
+      row: ``[128]`` int32.
+    """
+    return () if thresholds is None else (Below(threads.gather(thresholds, row)),)
 
 
 # Slices.
@@ -352,7 +346,7 @@ class DraftSlice(RowSlice):
     fill: float  # the entry of an id that the drafter could not draw
     aligned: bool  # whether every row begins at a multiple of sixteen bytes
     at_once: int  # `together` for aligned rows
-    thresholds: Thresholds | NoThresholds  # of the rows
+    thresholds: Ref | None  # ref [R] float32; see `limits_of`
 
     @property
     def by_column(self) -> DraftSlice:
@@ -496,14 +490,14 @@ class DraftSlice(RowSlice):
                 ]
                 for i, chunk in zip(self._offsets, chunks, strict=True)
             ]
-        for limit in self.thresholds.limits(self.threads, row):
+        for limit in limits_of(self.thresholds, self.threads, row):
             chunks = [limit.cut(self.threads, row, first, chunk) for chunk in chunks]
         return chunks
 
     def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
         """Returns one entry per thread; -inf if it is below the threshold."""
         entries = [self.threads.gather(self.matrix, row, token_id)]
-        for limit in self.thresholds.limits(self.threads, row):
+        for limit in limits_of(self.thresholds, self.threads, row):
             entries = limit.cut(self.threads, row, token_id, entries)
         return entries[0]
 
