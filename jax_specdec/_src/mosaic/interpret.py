@@ -16,7 +16,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.mosaic.threads import THREADS, WARP, WARPS, Ref, Shuffle
+from jax_specdec._src.mosaic.threads import (
+    THREADS,
+    WARP,
+    WARPS,
+    ExchangeSlot,
+    Ref,
+    RowTiles,
+    Shuffle,
+    Threads,
+)
 from jax_specdec._src.rows.tiles import TILE
 
 
@@ -27,13 +36,13 @@ class ExchangeBarriers(NamedTuple):
     completed: Ref  # int32 ref in shared memory, how many phases of each mbarrier are complete
 
 
-class InterpretedThreads:
+class InterpretedThreads(Threads):
     """A warpgroup's operations; see `threads.Threads`. Threads are the entries of arrays."""
 
+    interpreted = True
+
     def __init__(self) -> None:
-        self.interpreted = True
-        self.index = jnp.arange(THREADS, dtype=jnp.int32)
-        self.lane = self.index & (WARP - 1)
+        super().__init__(jnp.arange(THREADS, dtype=jnp.int32))
 
     def index_anew(self) -> jax.Array:
         return self.index
@@ -74,9 +83,6 @@ class InterpretedThreads:
     def scalar(self, x: jax.Array) -> jax.Array:
         return x[0]
 
-    def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        return self.scalar(self.shuffle(x, lane))
-
     # Barriers.
 
     def sync(self) -> None:
@@ -98,25 +104,18 @@ class InterpretedThreads:
     def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
         plgpu.barrier_wait(barriers.at[barrier])
 
-    def exchange(
-        self,
-        memory: Ref,
-        barriers: Any,
-        place: jax.Array,
-        barrier: jax.Array,
-        parity: jax.Array,
-        values: list[jax.Array],
-        *,
-        cluster: int,
-    ) -> None:
+    def exchange(self, slot: ExchangeSlot, values: list[jax.Array]) -> None:
         """Exchanges as on a GPU, but through global memory, which the whole cluster shares."""
         plgpu.commit_smem()  # all wait for all: copies may now overwrite what was read
-        completed = barriers.completed[barrier]
+        barriers: ExchangeBarriers = slot.barriers
+        completed = barriers.completed[slot.barrier]
         # An mbarrier passes those that wait for the parity of the phase completed last.
-        right = (completed & 1) == parity
-        barriers.completed[barrier] = completed + 1
-        by_warp = jnp.stack([x[::WARP] for x in values], axis=1)  # of neighbours in memory
-        memory[pl.ds(place[0], by_warp.size)] = jnp.where(right, by_warp, jnp.nan).reshape(-1)
+        right = (completed & 1) == slot.parity
+        barriers.completed[slot.barrier] = completed + 1
+        # [4 warps, values]: what a warp sends lies together in memory.
+        by_warp = jnp.stack([x[::WARP] for x in values], axis=1)
+        sent = jnp.where(right, by_warp, jnp.nan).reshape(-1)
+        slot.memory[pl.ds(slot.place[0], sent.size)] = sent
         if barriers.cluster is not None:
             plgpu.barrier_arrive(barriers.cluster)
             plgpu.barrier_wait(barriers.cluster)
@@ -125,16 +124,14 @@ class InterpretedThreads:
 
     def copy_tiles(
         self,
-        matrix: Ref,
-        row: jax.Array,
-        first: jax.Array,
-        size: int,
-        count: int,
+        tiles: RowTiles,
         buffer: Ref,
         stride: int,
         barriers: Ref,
         first_barrier: jax.Array | int,
     ) -> None:
+        matrix, row, first, size, count = tiles
+
         def copy(tile: int, length: int) -> None:
             plgpu.copy_gmem_to_smem(
                 matrix.at[row, pl.ds(first + tile * TILE, length)],
@@ -153,9 +150,7 @@ class InterpretedThreads:
     def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
         return 0
 
-    def prefetch_tiles(
-        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
-    ) -> None:
+    def prefetch_tiles(self, tiles: RowTiles) -> None:
         pass
 
     # Reading and writing.

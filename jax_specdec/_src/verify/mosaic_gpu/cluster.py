@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.mosaic.threads import WARP, WARPS, Ref, Threads
+from jax_specdec._src.mosaic.threads import WARP, WARPS, ExchangeSlot, Ref, Threads
 from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, SharedMemory
 
 Count = TypeVar("Count", int, jax.Array)
@@ -140,13 +140,15 @@ class Cluster:
         # A slot has a place for each warp of the cluster, in order.
         warp = self.cta * WARPS + lax.div(thread, WARP)
         self.threads.exchange(
-            memory,
-            self.barriers,
-            warp * len(values),
-            slot,
-            parity_of(round),
+            ExchangeSlot(
+                memory=memory,
+                barriers=self.barriers,
+                place=warp * len(values),
+                barrier=slot,
+                parity=parity_of(round),
+                cluster=self.memory.slices.cluster,
+            ),
             values,
-            cluster=self.memory.slices.cluster,
         )
         return memory
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.mosaic.threads import COPIED, THREADS, Ref, Threads
+from jax_specdec._src.mosaic.threads import COPIED, THREADS, Ref, RowTiles, Threads
 from jax_specdec._src.rows.tiles import TILE
 
 PIECES = 2
@@ -175,17 +175,8 @@ class TargetSlice(RowSlice):
     def copy(self, row: jax.Array) -> None:
         """Begins to copy the slice of a row. All threads must have read what it replaces."""
         # Nothing says here that they have: an exchange comes between, which waits for all warps.
-        self.threads.copy_tiles(
-            self.matrix,
-            row,
-            self.first,
-            self.size,
-            self.per_slice,
-            self.buffer,
-            self.stride,
-            self.barriers,
-            self.first_barrier,
-        )
+        tiles = RowTiles(self.matrix, row, self.first, self.size, self.per_slice)
+        self.threads.copy_tiles(tiles, self.buffer, self.stride, self.barriers, self.first_barrier)
 
     def fill_end(self) -> None:
         """Fills the end of the last tile, which no copy reaches; once, before the first row."""
@@ -369,7 +360,8 @@ class DraftSlice(RowSlice):
 
     def prefetch(self, row: jax.Array) -> None:
         """Begins to fetch the slice of a row into the L2 cache."""
-        self.threads.prefetch_tiles(self.matrix, row, self.first, self.draft_size, self.per_slice)
+        tiles = RowTiles(self.matrix, row, self.first, self.draft_size, self.per_slice)
+        self.threads.prefetch_tiles(tiles)
 
     def fold(
         self, row: jax.Array, rows_before: jax.Array | None, step: TileStep, state: Any
