@@ -74,6 +74,7 @@ class InterpretedThreads(Threads):
         return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
 
     def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
+        # [128]: the lane that each thread reads, then its thread
         if how == "bfly":
             lane = self.lane ^ lane
         elif how == "up":
@@ -141,6 +142,7 @@ class InterpretedThreads(Threads):
 
         # A copy has a static length here: that of a whole tile, or of the last one of the row.
         for tile in range(count):
+            # Entries from the tile's first one to the end of the row.
             rest = size - (first + tile * TILE)
             pl.when(rest >= TILE)(functools.partial(copy, tile, TILE))
             if size % TILE:
@@ -157,6 +159,7 @@ class InterpretedThreads(Threads):
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
         # The whole ref is loaded: interpret mode knows no indices that differ between threads.
+        # [128]: then widened as a GPU does
         values = ref[...][indices]
         if jnp.issubdtype(values.dtype, jnp.floating):
             return values.astype(jnp.float32)
@@ -165,6 +168,7 @@ class InterpretedThreads(Threads):
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
         @pl.when(where.any())  # the whole of it is written
         def _() -> None:
+            # A place past the end is dropped.
             place = jnp.where(where, index, ref.shape[0])
             ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
 
@@ -172,6 +176,7 @@ class InterpretedThreads(Threads):
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
     ) -> list[jax.Array]:
         start = start + offset
+        # [128] for each of `each` entries, from a start for each thread or for all.
         if start.ndim:  # a start for each thread
             place = start + self.index * each
             return [ref[...][place + j].astype(jnp.float32) for j in range(each)]

@@ -80,6 +80,7 @@ class GpuThreads(Threads):
     # Within a warp.
 
     def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
+        # A register of the array's type, and one for the lane.
         letter = "f" if x.dtype == jnp.float32 else "r"
         # The lane that no thread reads past: the lowest when lanes are counted down.
         bound = 0 if how == "up" else 31
@@ -184,6 +185,7 @@ class GpuThreads(Threads):
     def exchange(self, slot: ExchangeSlot, values: list[jax.Array]) -> None:
         # A store completes on the receiver's barrier: no fence, and one round trip. A store to
         # global memory and a barrier of the cluster would take two fences and three trips.
+        # [128] each: a store sends two or four of them.
         count = len(values)
         width = min(count, 4)  # values of a store
         num_bytes = 4 * count * slot.cluster * WARPS  # that a CTA receives in this round
@@ -311,6 +313,7 @@ class GpuThreads(Threads):
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
         dtype = jnp.dtype(ref.dtype)
+        # Floats of any width come as float32, words of keys as they are.
         columns = ref.shape[-1]
         widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
         if dtype == jnp.uint32:
@@ -328,6 +331,7 @@ class GpuThreads(Threads):
         # A branch around the store: the address of a thread that does not store may be none.
         def run(ref: Any, index: Any, value: Any, where: Any) -> None:
             kind = _element_type(dtype)
+            # A pointer to the entry, and the value in the ref's type.
             address = _add_scaled(_address(ref), index, size)
             if value.type != kind:  # a float32 for a narrower ref
                 value = arith.truncf(kind, value)
@@ -345,6 +349,7 @@ class GpuThreads(Threads):
             start = start + offset
 
         def run(ref: Any, start: Any, thread: Any) -> Any:
+            # Entry `start`, and from there `each` entries for every thread before.
             begin = _add_scaled(_address(ref), start, size)
             begin = _add_scaled(begin, thread, each * size)
             if aligned:
@@ -405,6 +410,7 @@ def _inline(
     """
 
     def run(_: Any, *args: Any) -> Any:
+        # Refs are memrefs already; of an array each thread has one value.
         given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
         results = fn(*given)
         if not out:
@@ -442,6 +448,7 @@ def _i64() -> Any:
 
 def _register(x: Any) -> Any:
     """Returns the one value that a thread has of an array: Mosaic keeps vectors of one."""
+    # [128] or []: one register, perhaps a vector of one.
     register = x.registers.flat[0]
     if isinstance(register.type, ir.VectorType):
         return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
@@ -509,6 +516,7 @@ def _whole_units(
 def _first_byte(matrix: Any, row: Any, first: Any, columns: int, size: int) -> Any:
     """Returns the address of entry `first` of a row, 64 bits: base + row * bytes + first * size."""
     text = f"{{ mad.wide.s32 $0, $2, {columns * size}, $1; mad.wide.s32 $0, $3, {size}, $0; }}"
+    # Two steps of PTX, which LLVM does not take apart.
     start = llvm.ptrtoint(_i64(), utils.memref_ptr(matrix))
     return _ptx(text, "=&l,l,r,r", start, row, first, result=_i64(), pure=True)
 
@@ -524,6 +532,7 @@ def _load(ref: Any, address: Any, dtype: Any) -> Any:
 
 def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
     """Returns the words of `size` bytes, from a multiple of as many bytes, or of sixteen."""
+    # A load of up to four words, then each word of it.
     per_load = min(16, size)
     kind = ir.VectorType.get((per_load // 4,), _i32())
     words = []

@@ -297,6 +297,7 @@ def _rejection_sample(arrays: CallArrays, *, static: Static) -> RejectionSampleO
 
 def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> RejectionSampleOutput:
     """Chooses a backend, and verifies one device's part of the arrays, or all of them."""
+    # What the rule reads, and a row at least: kernels and gathers need one.
     rule = rule_of(static.config)
     if arrays.target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row
         logits = jnp.zeros((1, *arrays.target_logits.shape[1:]), arrays.target_logits.dtype)
@@ -312,6 +313,7 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
         arrays, layout = gathered_if_small(arrays, static.layout)
         static = static._replace(layout=layout)
     name = static.implementation or _default(arrays, static, platform)
+    # A named one does not fall back; the default has been chosen so that it serves the call.
     backend = BACKENDS[name].on(platform)
     why_not = backend.unserved(arrays, static)
     if why_not:

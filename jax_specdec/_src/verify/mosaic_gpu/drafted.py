@@ -96,6 +96,7 @@ class StoredQ(NamedTuple):
         self, threads: Threads, position: jax.Array, row: Normalizer, factor: jax.Array
     ) -> Probability:
         """Returns what turns the entries of a position's draft row into probabilities."""
+        # []: the numbers of the position's row, from its lane
         log = threads.at(self.log_normalizer, position)
         if self.row_max is None:
             return Exponent(factor=factor, shift=log * LOG2E)
@@ -152,6 +153,7 @@ class DraftLoads:
         # One entry of each position's target row, from global memory, whether or not the row will
         # be visited. It is what masses of that row are relative to.
         self.place = jnp.where(request.proposed, request.token_ids, 0)
+        # [128]: lane i has the row of position i
         row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
         self.logit = target.entry(row, self.place)
         self.uses_q = request.proposed & request.has_stored_q & ~request.greedy
@@ -160,6 +162,7 @@ class DraftLoads:
         self.lists = list[Listed]()
         self.limits: tuple[Below, ...] = ()
         self.numbers = RowNumbers[jax.Array]()
+        # Without rows, every draft is one-hot and nothing else is loaded.
         if operands is None:
             return
         # A row out of range is read somewhere; `DraftedTokens` finds it bad.
@@ -174,6 +177,7 @@ class DraftLoads:
             case DraftSlice():
                 column = jnp.minimum(self.place, plan.draft_size - 1)
                 self.entry = [draft.entry(self.draft_row, column)]
+        # [128] each: what is stored beside each draft's row
         self.limits = limits_of(operands.thresholds, threads, self.draft_row)
         self.numbers = jax.tree.map(
             lambda ref: threads.gather(ref, self.draft_row), operands.numbers
@@ -213,6 +217,7 @@ class DraftedTokens:
         operands = request.operands.draft
         if operands is None:
             return
+        # A row out of range is bad, whatever was read in its place.
         num_rows = request.plan.num_draft_rows
         is_outside = (request.draft_rows < 0) | (request.draft_rows >= num_rows)
         log_normalizer, row_max = loads.numbers
@@ -246,6 +251,7 @@ class DraftedTokens:
         log_normalizer, row_max = loads.numbers
         if log_normalizer is None:
             return SummedQ(entry)
+        # log q, first natural and then to base two
         relative = entry if row_max is None else entry - row_max
         log = relative * self.request.inv_temperature - log_normalizer  # natural
         return StoredQ(jnp.exp2(log * LOG2E), log_normalizer, row_max)
@@ -268,6 +274,7 @@ class DraftedTokens:
         p = jnp.exp2((logit - target.peak) * request.factor) / target.total
         if plan.has_filter:
             p = jnp.where(logit >= target.threshold, p, 0.0)
+        # q is 0 past the ids that the drafter could draw, and 1 of a one-hot draft.
         q = self.q.by_lane(draft, request.factor)
         if plan.has_draft_rows:
             q = jnp.where(self.loads.place < plan.draft_size, q, 0.0)
@@ -295,6 +302,7 @@ def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Arra
     def search(first: jax.Array | int, lists: list[Listed], found: Any) -> list[jax.Array]:
         # Each warp looks for one draft after another, and the draft's lane keeps what is found.
         for i, listed in enumerate(lists):
+            # [128]: true in the lane of this draft
             here = request.lane == first + i
             token_id = threads.at(loads.place, jnp.minimum(first + i, WARP - 1))
             of_row = [draft.entry_of(listed, token_id), draft.is_bad(listed)]
@@ -326,6 +334,7 @@ def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Arra
     else:
         peak = threads.filled(0.0) if row_max is None else row_max
         log = log_normalizer * LOG2E
+    # [128]: q of each draft; what gives q of other ids is kept beside it
     q = RelativeExponent(factor=request.factor, shift=log, peak=peak).of(entry)
     return ListedQ(q, log, peak), is_bad | ~is_finite(peak)
 

@@ -88,6 +88,7 @@ class Draw:
         self.residual: NoResidual | RowResidual | ListedResidual = NoResidual(work)
         if isinstance(work.draft, NoDraftRows):
             return
+        # What turns entries of the draft row into q, and the residual by it.
         draft_row = threads.at(loads.draft_row, position)
         q = work.drafted.probability_at(position, result.draft)
         if isinstance(work.draft, Candidates):
@@ -146,6 +147,7 @@ class Draw:
         pl.when((weights.tries == 1) & self._is_without_token)(
             lambda: self._set_logit(self.threads.filled(0.0) + self.logit)
         )
+        # Each warp's part of every tile, then of all warps the sum.
         mine = tile_masses(self.target, self.row, None, self.p.of_chunk)
         masses, round = self.cluster.gather_masses(weights.round, mine)
         return TileWeights(weights.tries + 1, jnp.bool_(False), masses, round)
@@ -358,6 +360,7 @@ class ListedResidual:
         # The row without them: their entries are -inf, until all have read.
         threads.scatter(target.buffer, where, threads.filled(-jnp.inf), is_here)
         threads.sync()
+        # The masses of what is left, then the entries come back.
         masses = tile_masses(target, self.row, None, self.weighted.of_chunk)
         threads.sync()
         threads.scatter(target.buffer, where, entries, is_here)

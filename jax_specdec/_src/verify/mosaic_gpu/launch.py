@@ -84,6 +84,7 @@ def verify(
     Raises:
       NotImplementedError: a cluster of one CTA on a GPU.
     """
+    # Static: how the batch is cut, and what a CTA holds.
     num_requests = arrays.num_requests
     plan = Plan.of(
         arrays.target_logits,
@@ -104,6 +105,7 @@ def verify(
         token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
         numbers=Verdict[Any](num_accepted=number, num_emitted=number, status=number),
     )
+    # [B * (K+1)] -> [B, K+1]
     found = _run(plan, _operands_of(arrays, size), outputs, interpret)
     verdict: Any = found.numbers
     return RejectionSampleOutput(
@@ -137,6 +139,7 @@ def sample(
     Returns:
       What `Gather.sample` returns.
     """
+    # K = 0: each request owns one row, the bonus row.
     batch, size = logits.shape
     has_filter = Filter.of(sampling) is not None
     plan = Plan.of(
@@ -173,6 +176,7 @@ def sample(
             log_normalizer=number, row_max=number, threshold=number if has_filter else None
         ),
     )
+    # [B] each: a token, and what normalizes the row it was drawn from
     found = _run(plan, operands, outputs, interpret)
     row: Any = found.numbers
     return found.token_ids, row.log_normalizer, row.row_max, row.threshold
@@ -190,6 +194,7 @@ def _run(
     shared: Any = None
     scratch: GpuScratch[Any] | InterpretScratch[Any]
     if interpret:
+        # [B, warpgroups, 2, floats of a slot]
         shape = (num_requests, memory.warpgroups, SLOTS, memory.slot)
         shared = jax.ShapeDtypeStruct(shape, jnp.float32)
         scratch = InterpretScratch.of(plan, operands.target.dtype)
@@ -270,12 +275,14 @@ def _operands_of(arrays: CallArrays, size: int) -> Operands[jax.Array]:
         keys, positions = randomness
         words = jnp.zeros((*none.shape, 2), jnp.uint32) if keys is None else key_words(keys)
         noise = KeyNoise(words, none if positions is None else positions)
+    # What the draft distribution has, for all drafts and for each.
     distribution = drafts.distribution
     draft = row_of_draft = valid = None
     if distribution is not None:
         draft = _draft_of(distribution, size)
         row_of_draft = distribution.rows
         valid = distribution.valid
+    # Greedy requests alone come without a temperature.
     return Operands(
         target=arrays.target_logits,
         token_ids=drafts.token_ids if drafts.token_ids.shape[0] else _no_tokens(),
@@ -328,6 +335,7 @@ def draft_rows_of(
     if operands is None:
         return NoDraftRows()
     memory = plan.memory
+    # Rows of candidates are read whole, other rows by the slices of target rows.
     matrix = operands.matrix
     # The probability of an id that the drafter could not draw is 0: fill is its entry.
     fill = 0.0 if plan.entries == "probs" else -jnp.inf
@@ -398,6 +406,7 @@ class GpuScratch(NamedTuple, Generic[X]):
     def of(cls, plan: Plan, target_dtype: Any) -> GpuScratch[Any]:
         """Returns what a plan asks for."""
         memory = plan.memory
+        # Memory for each warpgroup, and one barrier for every slot and tile.
         count = memory.warpgroups
         smem = plgpu.SMEM
         return GpuScratch[Any](
@@ -460,6 +469,7 @@ class InterpretScratch(NamedTuple, Generic[X]):
         refs: InterpretScratch[Any] = self
         # A CTA cannot store in another's shared memory here: all of a cluster share its slots.
         slots = shared.at[place.cluster]
+        # Phases are counted from 0, by this warpgroup.
         completed = refs.completed.at[place.warpgroup]
         completed[...] = jnp.zeros((SLOTS,), jnp.int32)  # shared memory begins with rubbish
         of_cluster = None if refs.of_cluster is None else refs.of_cluster.at[place.warpgroup]
@@ -540,6 +550,7 @@ def launch(
         warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else jnp.int32(0)
         index = lax.axis_index("cluster")
         threads = InterpretedThreads() if interpret else GpuThreads()
+        # Refs come back in the structures that they were given in.
         given, outputs, own = jax.tree.unflatten(structure, refs)
         body(Place(index, cta, warpgroup, threads), given, outputs, own)
 

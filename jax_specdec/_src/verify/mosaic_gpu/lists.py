@@ -72,6 +72,7 @@ class MappedSlice(DraftSlice):
 
     def entry_in(self, row: jax.Array, column: jax.Array) -> jax.Array:
         """Returns the entry in one column per thread; `fill` for an id that is not listed."""
+        # [128]: a column past the last reads the last, and gives `fill`.
         last = self.matrix.shape[1] - 1
         entry = self.entry(row, jnp.minimum(column, last))
         return jnp.where(column <= last, entry, self.fill)
@@ -150,6 +151,7 @@ class Candidates:
         entries = [self.threads.gather(self.matrix, row, inside)]
         for limit in limits_of(self.thresholds, self.threads, row):
             entries = limit.cut(self.threads, row, ids, entries)
+        # Lanes past the last candidate have none.
         is_there = column <= last
         # -1 - column: negative, and another one in each column.
         ids = jnp.where(is_there, ids, -1 - column)
@@ -188,6 +190,7 @@ class Candidates:
 
     def peak_and_log(self, listed: Listed, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the largest entry, and log2 of the mass relative to it."""
+        # [128], the same in all threads of a warp
         peak = self.threads.warp_max(tree_max(listed.entries))
         base = base_of(peak)
         weights = [jnp.exp2((x - base) * factor) for x in listed.entries]
@@ -208,6 +211,7 @@ class Candidates:
         """
         threads = self.threads
         listed = self.load(row)
+        # [128] each: where in the tile each candidate lies, if it does, and its q
         places = [ids - (self.first + tile * TILE) for ids in listed.ids]
         q = [self.q.of(entries) for entries in listed.entries]
         own = threads.index * self.each

@@ -275,6 +275,7 @@ class KernelRequest:
             status = jnp.where(loads.active == 0, jnp.int32(Status.INACTIVE), status)
 
         # How it samples. All numbers are [], the same in all threads.
+        # Temperature 0 is greedy; q is read of requests whose rows are stored.
         greedy = sampling.temperature == 0
         has_stored_q = jnp.bool_(plan.has_draft_rows)
         if loads.valid is not None:
@@ -298,6 +299,7 @@ class KernelRequest:
                 jax.tree.map(lambda ref: threads.gather(ref, place), operands.row_of_draft),
             ),
         )
+        # Lanes past the last draft have none.
         token_ids = jnp.where(is_draft, token_ids, -1)
         return cls(
             plan=plan,
@@ -336,6 +338,7 @@ class KernelRequest:
         if isinstance(self.noise, LoadedKey):
             # Threefry gives two words: the draft of lane i is accepted by the first word of place
             # i; the token is recovered with both words of one place.
+            # [128]: the stream and the place of each lane's uniform
             stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
             place = noise.counter_of(stream, jnp.where(recovers, 0, lane).astype(jnp.uint32))
             position = self.noise.position + jnp.zeros_like(lane)
@@ -384,6 +387,7 @@ class KernelRequest:
         self.threads.scatter(self.outputs.token_ids, place, token_ids, is_place)
         numbers = self.outputs.numbers
         if isinstance(numbers, Verdict):
+            # []: a request whose status is not OK emits nothing
             accepted = jnp.where(ok, num_accepted, 0)
             emitted = jnp.where(ok, num_accepted + 1, 0)
             self._write_number(numbers.num_accepted, accepted, is_writer)

@@ -81,6 +81,7 @@ class Forbidden(NamedTuple):
         self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
     ) -> list[jax.Array]:
         """Returns which ids the bitmask forbids."""
+        # [128]: the bit of a thread's first id is the lowest
         bits = _bits(target.threads, self.words, row, target.ids(tile) + chunk * target.chunk)
         return [(bits & (1 << j)) == 0 for j in range(len(entries))]
 
@@ -290,6 +291,7 @@ class TargetSlice(RowSlice):
 
         Where it is not, the place is that of the slice's first id.
         """
+        # [128]: where in the slice the id is, if it is there
         offset = token_id - self.first
         is_here = (offset >= 0) & (offset < self.per_slice * TILE)
         offset = jnp.where(is_here, offset, 0)
@@ -409,6 +411,7 @@ class DraftSlice(RowSlice):
 
             return lax.fori_loop(0, PIECES, run, state)
 
+        # Whole groups, then the tiles at the end.
         state = lax.fori_loop(0, lax.div(full + count - 1, count), by_group, state)
         return lax.fori_loop(full, self.count(), by_piece, state)
 
