@@ -121,6 +121,7 @@ def decode_attention(
       [2.0, 2.5]
     """
     sizes: Sizes = {}
+    # Shapes and dtypes, and heads that share keys alike.
     check_array("query", query, f"[B, S, N, D] {LOGITS}", sizes)
     dtype = query.dtype
     check_cache(keys, values, pages, str(dtype), sizes)
@@ -133,6 +134,7 @@ def decode_attention(
         hint = HEADS_LAST if keys.shape[1] and num_heads % keys.shape[1] == 0 else None
     is_empty = 0 in query.shape  # it reads nothing
     require(is_empty or (num_kv and num_heads % num_kv == 0), "keys", must, keys, hint)
+    # The cache has room for the rows, which in a chain lie one after another.
     has_room = is_empty or sizes["T"]
     require(has_room, "pages" if sizes.get("L") == 0 else "keys", "have room for a position", keys)
     must = f"have at most T = {sizes['T']} rows, the positions of the cache"
@@ -154,6 +156,7 @@ def decode_attention(
     )
     if is_empty:
         return jnp.zeros(query.shape, dtype)
+    # The call, split over devices if its arrays are.
     arrays = AttentionArrays(
         query=jnp.asarray(query),
         keys=jnp.asarray(keys),
@@ -205,6 +208,7 @@ def _num_visible(visible: jax.Array | np.ndarray, num_rows: int) -> int:
     """
     if not isinstance(visible, np.ndarray):
         return MAX_VISIBLE
+    # The bits that any row has: positions past the S new rows have none?
     low, high = np.bitwise_or.reduce(visible.reshape(-1, 2), axis=0)
     bits = int(low) | int(high) << 32
     return num_rows if bits >> num_rows == 0 else MAX_VISIBLE
@@ -232,7 +236,7 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
 
 
 def _is_small(arrays: AttentionArrays) -> bool:
-    """Whether XLA takes less time, because it launches less; measured on an H100."""
+    """Returns whether XLA takes less time, because it launches less; measured on an H100."""
     if arrays.keys.ndim == 4:
         return False  # XLA moves such a cache first
     batch_size, num_rows = arrays.query.shape[:2]
@@ -244,7 +248,7 @@ def _is_small(arrays: AttentionArrays) -> bool:
 
 
 def _unserved(arrays: AttentionArrays) -> str | None:
-    """Why the kernel does not serve a call, as the end of a sentence; None if it does."""
+    """Returns why the kernel does not serve a call, the end of a sentence; None if it does."""
     query = arrays.query
     head_dim = query.shape[-1]
     room = room_of(arrays.keys, arrays.pages)
