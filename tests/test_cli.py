@@ -23,6 +23,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file
 from upper_floor import (
     OTHER_NAMES,
+    drafters,
     generate_lib,
     load_models,
     load_served,
@@ -732,6 +733,20 @@ def test_bench_compares_two_drafters_unless_it_is_told() -> None:
 def test_every_drafter_drafts_as_many_tokens_by_default() -> None:
     for arguments in ([], ["--draft", "ngram"], ["--target", "somewhere"], ["--draft", "eagle3"]):
         assert parse("generate", "text", *arguments).config.num_speculative_tokens == 4
+
+
+def test_a_row_of_the_table_is_all_that_a_drafter_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files: the drafter's own, and `lm/drafters.py`."""
+
+    def read(given: drafters.Given, directory: str) -> drafters.Load:
+        return lambda target: drafters.Draft(lm.NGramDrafter(1, int(directory)))
+
+    row = drafters.Kind("short:DIR", "a lookup of short matches", read, has_weights=False)
+    monkeypatch.setattr(drafters, "DRAFTERS", (*drafters.DRAFTERS, row))
+    models, *_ = load_models(parse("generate", "x", "--draft=short:3"))
+    assert models.drafters["short:3"].drafter == lm.NGramDrafter(1, 3)
+    assert parse("serve", "--draft=short:3").config.rejection_sample_method == "agreement"
+    assert "a lookup of short matches (short:DIR)" in drafters.described()
 
 
 def test_a_rule_is_chosen_on_the_command_line() -> None:

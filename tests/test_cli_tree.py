@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from upper_floor import InputError, load_models, load_served, make_driver, parse
+from upper_floor import cli_prompts, load_models, load_served, make_driver, parse
 
 from jax_specdec import lm
 from jax_specdec.__main__ import main
@@ -55,7 +55,7 @@ def test_what_has_no_trees_is_named(
 def test_a_depth_that_a_drafter_does_not_have_is_named(name: str) -> None:
     options = parse(["generate", "x", "--draft", name, "--tree", "64", "-k", "60"], "1")
     says = "--num-speculative-tokens must be in .*, but it is 60, with --tree"
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(cli_prompts.InputError, match=says):
         load_models(options, ["x"])
 
 

@@ -37,9 +37,9 @@ from scipy import special
 from upper_floor import (
     Connection,
     EngineFailed,
-    InputError,
     Limits,
     Server,
+    cli_prompts,
     close_stuck,
     load_served,
     make_driver,
@@ -1194,7 +1194,7 @@ def test_an_address_is_had_by_one_server_from_its_start() -> None:
     with first, socket.create_connection(first.getsockname()):  # waits to be served
         port = first.getsockname()[1]
         message = f"--host 127.0.0.1 --port {port} cannot be listened on: Address already in use"
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(cli_prompts.InputError, match=message):
             serve_lib._bind(dataclasses.replace(wanted, port=port), None)
     assert is_local
     again, _ = serve_lib._bind(dataclasses.replace(wanted, port=port), None)

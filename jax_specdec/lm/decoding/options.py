@@ -1,4 +1,4 @@
-"""The table of what a request may ask for: how each option is checked, and who has it."""
+"""What a request may ask for, a table: how an option is checked, who has it, what it becomes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, cast
 
+import jax
 import numpy as np
 
 from jax_specdec._src.base.arrays import Range, check_int, check_type, refuse, require
 from jax_specdec._src.base.config import did_you_mean
 from jax_specdec._src.base.sampling import FILTERS, SAMPLING_PARAMETERS, Parameter
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.logits.processors import (
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    MinTokens,
+    Penalties,
+    Processor,
+)
 from jax_specdec.lm.decoding import inputs
 
 # No logit overflows by any of these three, whatever occurs how often.
@@ -350,3 +360,129 @@ def options_per_request(
     must = f"be one value, or one for each of {count} prompts"
     require(len(options) == count, "options", must, options)
     return [dataclasses.replace(one, **fields) if fields else one for one in options]
+
+
+# What of them changes logits, as arrays of a batch.
+
+
+def on_host(array: np.ndarray) -> jax.Array:
+    """Returns a NumPy array as fields declare it: packing needs no device."""
+    return cast(jax.Array, array)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionSizes:
+    """The most that a request may ask for; an `Engine` makes its arrays before requests come.
+
+    Attributes:
+      logit_bias: C, tokens that have a bias.
+      bad_words: W, bad words.
+      bad_word_length: L, tokens of a bad word.
+
+    Raises:
+      TypeError: a size is not an integer.
+      ValueError: a size is less than 1.
+
+    Example:
+      >>> OptionSizes(logit_bias=300).bad_words
+      16
+    """
+
+    logit_bias: int = 64
+    bad_words: int = 16
+    bad_word_length: int = 8
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_int(field.name, getattr(self, field.name))
+
+    @classmethod
+    def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
+        """Returns sizes for these options, powers of 2 so that calls share compilations."""
+        found = [_sizes(one) for one in (RequestOptions(), *options)]
+        most = {name: max(sizes[name] for sizes in found) for name in found[0]}
+        # the least power of 2 that is at least n, and at least 1
+        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in most.items()})
+
+    def check(self, options: RequestOptions) -> None:
+        """Checks that a request's options fit.
+
+        Raises:
+          ValueError: it asks for more than there is room for.
+        """
+        for name, needed in _sizes(options).items():
+            most = getattr(self, name)
+            option = "bad_words" if name == "bad_word_length" else name
+            require(needed <= most, option, f"fit option_sizes.{name} = {most}", needed)
+
+
+def _sizes(options: RequestOptions) -> dict[str, int]:
+    """Returns the least of each of the `OptionSizes` that a request needs."""
+    words = options.bad_words or ()
+    longest = max(map(len, words), default=0)
+    return dict(
+        logit_bias=len(options.logit_bias or ()), bad_words=len(words), bad_word_length=longest
+    )
+
+
+class Asked(NamedTuple):
+    """The options of B requests, and the room there is for them.
+
+    Attributes:
+      options: B.
+      sizes: of the arrays; the requests fit.
+      stop_token_ids: ``[B, M]`` int32, -1 after the last of a request.
+      vocab_size: V.
+    """
+
+    options: Sequence[RequestOptions]
+    sizes: OptionSizes
+    stop_token_ids: jax.Array
+    vocab_size: int
+
+
+def _logit_bias(asked: Asked) -> LogitBias:
+    biases = [one.logit_bias or {} for one in asked.options]
+    return LogitBias.from_mappings(biases, size=asked.sizes.logit_bias)
+
+
+def _penalties(asked: Asked) -> Penalties:
+    return Penalties.pack(
+        frequency=[one.frequency_penalty for one in asked.options],
+        presence=[one.presence_penalty for one in asked.options],
+        repetition=[one.repetition_penalty for one in asked.options],
+    )
+
+
+def _bad_words(asked: Asked) -> BadWords:
+    sizes = asked.sizes
+    words = [one.bad_words or () for one in asked.options]
+    packed = BadWords.pack(words, num_words=sizes.bad_words, length=sizes.bad_word_length)
+    # [B, W, L] -> [B, L-1]: the latest tokens of each sequence, not known yet
+    recent = np.full_like(packed[:, 0, 1:], PLACEHOLDER_TOKEN_ID)
+    return BadWords(on_host(packed), on_host(recent))
+
+
+def _min_tokens(asked: Asked) -> MinTokens:
+    least = np.array([one.min_tokens for one in asked.options], np.int32)
+    return MinTokens(asked.stop_token_ids, on_host(least))
+
+
+def _allowed_tokens(asked: Asked) -> AllowedTokens:
+    allowed = [one.allowed_token_ids for one in asked.options]
+    return AllowedTokens.pack(allowed, vocab_size=asked.vocab_size)
+
+
+PACKING: dict[str, tuple[tuple[str, ...], Callable[[Asked], Processor]]] = {
+    "logit_bias": (("logit_bias",), _logit_bias),
+    "penalties": (("frequency_penalty", "presence_penalty", "repetition_penalty"), _penalties),
+    "bad_words": (("bad_words",), _bad_words),
+    "min_tokens": (("min_tokens",), _min_tokens),
+    "allowed_tokens": (("allowed_token_ids",), _allowed_tokens),
+}
+"""For each field of `LogitsProcessors`, the fields of `RequestOptions` that it serves, and what
+packs them into NumPy arrays ``[B, ...]``. What these need of the tokens of the sequences is empty
+until `Batch.with_processors`."""
+
+CHANGE_ROWS = {name for names, _ in PACKING.values() for name in names}
+"""The options that change logits."""
