@@ -22,8 +22,8 @@ from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text
-from jax_specdec.lm.decoding.options import RequestOptions
-from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
+from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
+from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.protocol import (
     CausalModel,
