@@ -374,10 +374,10 @@ class BlockHead(DraftHead):
         # W2 W1[x]: [...] -> [..., r] -> [..., Vd], or [..., C]
         before = embed_tokens(params["markov_w1"], token_ids)
         after = params["markov_w2"]
-        if isinstance(after, Int8Weight):
-            bias = matmul(before, after) if columns is None else after.columns(before, columns)
-        elif columns is None:
-            bias = jnp.einsum("vr,...r->...v", after, before)
+        if columns is None:
+            bias = matmul(before, after, outputs_first=True)
+        elif isinstance(after, Int8Weight):
+            bias = after.columns(before, columns)
         else:
             bias = jnp.einsum("...cr,...r->...c", after[columns], before)
         return bias if self.config.logit_scale == 1 else bias * self.config.logit_scale
