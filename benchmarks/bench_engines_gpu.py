@@ -50,6 +50,7 @@ from jax_specdec.lm.decoding.core import PLAIN
 from jax_specdec.lm.drafting.drafter import NoDrafter
 
 IDENTITY = ("kind", "engine", "way", "batch", "slots")
+ENGINES = ("ours", "vLLM", "transformers")
 WAYS = ("eagle3", "plain", "draft", "ngram")
 LENGTH = 3.0
 SYNTHETIC = {
@@ -225,7 +226,7 @@ def make_engine(name: str, way: str, options: argparse.Namespace) -> engine_load
     shapes = TINY if options.tiny else Shapes()
     if name == "ours":
         return Ours(way, shapes, options.slots)
-    return {"vllm": make_vllm, "transformers": make_transformers}[name](way, shapes, options)
+    return {"vLLM": make_vllm, "transformers": make_transformers}[name](way, shapes, options)
 
 
 def rows_of(name: str, way: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -287,7 +288,7 @@ def run_part(
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=measure_part, args=(send, name, way, options))
     path = list(sys.path)
-    if name == "vllm":
+    if name == "vLLM":
         sys.path.insert(0, str(options.vllm))  # all that the process imports, it imports from there
     process.start()
     sys.path[:] = path
@@ -310,7 +311,7 @@ def by_cell(rows: list[dict[str, Any]], kind: str) -> dict[tuple[str, int], dict
     found: dict[tuple[str, int], dict[str, Any]] = collections.defaultdict(dict)
     order = sorted(
         (row for row in rows if row["kind"] == kind and row["slots"] == row["batch"]),
-        key=lambda row: (WAYS.index(row["way"]), row["batch"]),
+        key=lambda row: (list(plots.WHOLE).index(row["way"]), row["batch"]),
     )
     for row in order:
         found[row["way"], row["batch"]][row["engine"]] = row
@@ -334,17 +335,14 @@ def rate(row: dict[str, Any] | None, part: str, length: float = LENGTH) -> float
 
 def cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the table of batches: tokens a second, and ours divided by vLLM's."""
-
-    def number(x: float, digits: int = 0) -> str:
-        return "-" if math.isnan(x) else f"{x:,.{digits}f}"
-
     table = []
     for (way, batch), engines in by_cell(rows, "batch").items():
-        line: dict[str, Any] = {"way": way, "B": batch}
+        line: dict[str, Any] = {"drafts by": plots.WHOLE[way], "B": batch}
         for part in ("steady", "with_ends"):
             rates = {name: rate(engines.get(name), part) for name in ENGINES}
-            line |= {f"{part}, {name}": number(each) for name, each in rates.items()}
-            line[f"{part}, ours / vllm"] = number(rates["ours"] / rates["vllm"], 2)
+            title = part.replace("_", " ")
+            line |= {f"{title}, {name}": number(each) for name, each in rates.items()}
+            line[f"{title}, ours / vLLM"] = number(rates["ours"] / rates["vLLM"], 2)
         table.append(line)
     return table
 
@@ -353,29 +351,51 @@ def arrival_cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the table of arrivals."""
     return [
         {
-            "way": way,
+            "drafts by": plots.WHOLE[way],
             "B": batch,
             "engine": name,
-            "bears, tokens/s": f"{row['saturated']:,.0f}",
-            "requests/s": f"{row['requests_per_second']:.1f}",
-            "tokens/s": f"{row['tokens_per_second']:,.0f}",
-            **{
-                f"{what}, ms, {which}": f"{row[key][which]:.1f}"
-                for what, key in (("first token", "first_ms"), ("a token", "token_ms"))
-                for which in ("p50", "p99")
-            },
+            "bears, tokens/s": number(row["saturated"]),
+            "requests/s": number(row["requests_per_second"], 1),
+            "tokens/s": number(row["tokens_per_second"]),
+            "first token, ms: median": number(row["first_ms"]["p50"], 1),
+            "99%": number(row["first_ms"]["p99"], 1),
+            "further ones, ms a token: median": number(row["token_ms"]["p50"], 1),
+            "of 99%": number(row["token_ms"]["p99"], 1),
         }
         for (way, batch), engines in by_cell(rows, "arrivals").items()
         for name, row in engines.items()
     ]
 
 
-ENGINES = ("ours", "vllm", "transformers")
+def number(x: float, digits: int = 0) -> str:
+    return "-" if math.isnan(x) else f"{x:,.{digits}f}"
+
+
+def section(document: dict[str, Any]) -> Iterator[str]:
+    """Yields what the page docs/engines.md says of a file of results, in Markdown."""
+    runs = document["runs"]
+    devices = {run["device"].split(": ")[-1] for run in runs}
+    date = max(run["date"] for run in runs)[:10]
+    programs = {
+        f"{name} {run[name]}"
+        for run in runs
+        for name in ("jax", "torch", "vLLM", "transformers")
+        if run.get(name)
+    }
+    picture = "../benchmarks/results/engines_gpu_tokens_per_second.png"
+    yield f"![Tokens per second of each engine over requests, by drafter]({picture})\n"
+    yield f"[{', '.join(sorted(devices))}, {date}](../benchmarks/results/engines_gpu.json); "
+    yield f"{', '.join(sorted(programs))}. Tokens a second:"
+    for table in (cells(document["rows"]), arrival_cells(document["rows"])):
+        for line in table[:1]:
+            yield f"\n| {' | '.join(line)} |\n| --- |{' ---: |' * (len(line) - 1)}"
+        for line in table:
+            yield f"| {' | '.join(map(str, line.values()))} |"
 
 
 def versions(options: argparse.Namespace) -> dict[str, str | None]:
     """Returns the versions of what the other engines need; None of what is not there."""
-    found: dict[str, str | None] = {"vllm": options.vllm and vllm_engine.version(options.vllm)}
+    found: dict[str, str | None] = {"vLLM": options.vllm and vllm_engine.version(options.vllm)}
     for name in ("torch", "transformers", "triton"):
         try:
             found[name] = importlib.metadata.version(name)
@@ -393,7 +413,12 @@ def main(command_line: list[str] | None = None) -> int:
     add("--arrivals", type=int, nargs="*", default=[32], help="batches that are measured so, too")
     add("--slots", type=int, help="of our engine; as many as requests can run by default")
     add("--vllm", type=pathlib.Path, metavar="DIR", help="has vLLM; see docs/engines.md")
+    add("--show", action="store_true", help="print what the file of results has, in Markdown")
     options = parser.parse_args(command_line)
+    if options.show:
+        folder = options.output or measure.RESULTS
+        print(*section(measure.load(folder / "engines_gpu.json")), sep="\n")
+        return 0
     # The engines need the memory, and this process has none of them.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if measure.lacks_gpu(options):

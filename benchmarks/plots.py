@@ -299,14 +299,14 @@ def steps_by_weights(document: dict[str, Any]) -> Figure | None:
 
 
 WHOLE = {
-    "plain": "plain",
-    "eagle3": "EAGLE-3 head",
-    "draft": "draft model",
+    "plain": "nothing",
+    "eagle3": "an EAGLE-3 head",
+    "draft": "a draft model",
     "ngram": "n-grams",
 }
 WHOLE_STYLE = {
     "ours": STYLE["mosaic_gpu"],
-    "vllm": STYLE["xla"],
+    "vLLM": STYLE["xla"],
     "transformers": STYLE["plain"],
 }
 
@@ -326,7 +326,7 @@ def whole_engines(document: dict[str, Any]) -> Figure | None:
                 if rates and not (name == "transformers" and way != "plain"):
                     label = f"{name}, {part.replace('_', ' ')}"
                     ax.plot(*zip(*rates, strict=True), label=label, **style | {"linestyle": line})
-        _finish_over_batch(ax, WHOLE[way], rows)
+        _finish_over_batch(ax, f"drafts by {WHOLE[way]}", rows)
         ax.set_ylabel("tokens per second")
     return figure
 

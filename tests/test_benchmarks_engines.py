@@ -127,7 +127,7 @@ def batch_row(engine, way, batch, steady, with_ends, step_ms=1.0):
 
 def test_the_table_divides_ours_by_vllms():
     rows = [
-        batch_row("vllm", "plain", 8, 100.0, 90.0),
+        batch_row("vLLM", "plain", 8, 100.0, 90.0),
         batch_row("ours", "plain", 8, 150.0, 45.0),
         batch_row("ours", "eagle3", 8, 1500.0, 1200.0),
         batch_row("transformers", "draft", 1, 5.0, 5.0, step_ms=100.0),
@@ -135,17 +135,32 @@ def test_the_table_divides_ours_by_vllms():
         {"kind": "arrivals", "engine": "ours", "way": "plain", "batch": 8, "slots": 8},
     ]
     table = bench.cells(rows)
-    assert [(line["way"], line["B"]) for line in table] == [
-        ("eagle3", 8),
-        ("plain", 8),
-        ("draft", 1),
-    ]
-    plain = table[1]
-    assert plain["steady, ours"] == "150" and plain["steady, vllm"] == "100"
-    assert plain["steady, ours / vllm"] == "1.50" and plain["with_ends, ours / vllm"] == "0.50"
-    assert table[0]["steady, ours"] == "1,500" and table[0]["steady, vllm"] == "-"
+    names = [(line["drafts by"], line["B"]) for line in table]
+    assert names == [("nothing", 8), ("an EAGLE-3 head", 8), ("a draft model", 1)]
+    plain, eagle3, assisted = table
+    assert plain["steady, ours"] == "150" and plain["steady, vLLM"] == "100"
+    assert plain["steady, ours / vLLM"] == "1.50" and plain["with ends, ours / vLLM"] == "0.50"
+    assert eagle3["steady, ours"] == "1,500" and eagle3["steady, vLLM"] == "-"
     # Assisted decoding has no synthetic length: 3.0 tokens in each step of 100 ms.
-    assert table[2]["steady, transformers"] == "30"
+    assert assisted["steady, transformers"] == "30"
+
+
+def test_the_page_has_a_line_for_each_way_and_batch_with_device_date_and_versions(tmp_path, capsys):
+    figures = {"saturated": 1000.0, "requests_per_second": 2.5, "tokens_per_second": 510.0}
+    waits = {name: {"p50": 20.0, "p99": 40.25} for name in ("first_ms", "token_ms")}
+    rows = [
+        batch_row("ours", "plain", 8, 150.0, 45.0),
+        {**batch_row("vLLM", "plain", 8, 0.0, 0.0), "kind": "arrivals", **figures, **waits},
+    ]
+    run = {"device": "gpu: A Card", "date": "2026-01-02T03", "jax": "0.1", "vLLM": "0.2"}
+    rows = [{**row, "run": 0} for row in rows]
+    bench.measure.write(tmp_path / "engines_gpu.json", {"runs": [run], "rows": rows})
+    assert bench.main(["--show", "--output", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("[A Card, 2026-01-02](") for line in lines)
+    assert "jax 0.1, vLLM 0.2. Tokens a second:" in lines
+    assert "| nothing | 8 | 150 | - | - | - | 45 | - | - | - |" in lines
+    assert "| nothing | 8 | vLLM | 1,000 | 2.5 | 510 | 20.0 | 40.2 | 20.0 | 40.2 |" in lines
 
 
 def test_a_log_of_equal_steps_spends_every_budget():
@@ -196,6 +211,6 @@ def test_what_vllm_imports_and_never_calls_need_not_be_there(folder):
 def test_without_a_gpu_or_an_engine_nothing_is_measured(capsys, monkeypatch, tmp_path):
     assert bench.main([]) == 0
     assert "nothing to measure, JAX runs on cpu" in capsys.readouterr().out
-    monkeypatch.setattr(bench, "versions", lambda _: {"vllm": None, "transformers": None})
-    assert bench.main(["--tiny", "--engines", "vllm", "--output", str(tmp_path)]) == 0
-    assert "left out: vllm" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "versions", lambda _: {"vLLM": None, "transformers": None})
+    assert bench.main(["--tiny", "--engines", "vLLM", "--output", str(tmp_path)]) == 0
+    assert "left out: vLLM" in capsys.readouterr().out
