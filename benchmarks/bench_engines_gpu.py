@@ -201,8 +201,11 @@ def make_vllm(way: str, shapes: Shapes, options: argparse.Namespace) -> engine_l
 
 def sharpen(model: Any) -> None:
     """Makes a model of PyTorch sample ids of the alphabet alone, whatever its random weights."""
-    rows = model.lm_head.weight.data[: engine_load.ALPHABET]  # [A, H]
-    rows.normal_().mul_(1e4)  # vLLM's random norms are below .001
+    import torch
+
+    with torch.inference_mode():
+        rows = model.lm_head.weight[: engine_load.ALPHABET]  # [A, H]
+        rows.normal_().mul_(1e4)  # vLLM's random norms are below .001
 
 
 def make_transformers(way: str, shapes: Shapes, options: argparse.Namespace) -> engine_load.Engine:
