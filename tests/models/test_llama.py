@@ -13,11 +13,11 @@ from passes import run as run_pass
 from jax_specdec.lm.models import CausalModel, Llama
 
 from . import reference_llama
-from .weights import random_ids, random_weights, sizes, with_fields
+from .weights import mixed, random_ids, random_weights, sizes, with_fields
 
 pytestmark = pytest.mark.newest
 
-CONFIG = sizes(37, 24, 40, 3, (6, 2, 8), rope_theta=500.0)
+CONFIG = mixed(sizes(37, 24, 40, 3, (6, 2, 8), rope_theta=500.0))
 MODEL = Llama(CONFIG)
 B, T, S = 3, 24, 16
 MAX_LENGTH = 8192
