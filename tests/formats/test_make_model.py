@@ -205,19 +205,21 @@ def test_the_config_is_that_of_the_model(family: str, tmp_path: Path) -> None:
     model, _ = lm.load_huggingface(tmp_path)
     assert model.dtype == jnp.bfloat16  # as it is stored, which is as checkpoints are published
     num_tokens = len(FAMILIES[family].tokens)
-    assert model.config == lm.models.LlamaConfig(
-        vocab_size=num_tokens,
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
+    layer = lm.models.LayerSpec(
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_VALUE_HEADS,
         head_dim=HEAD_DIM,
-        rope_theta=5000.0,
-        rms_norm_eps=1e-6,
+        intermediate_size=INNER,
+        rotation=lm.models.Rotation(rope_theta=5000.0),
+        norm=lm.models.Norm(rms_norm_eps=1e-6),
+        qkv_bias=family == "qwen2",
+    )
+    assert model.config == lm.models.DecoderConfig(
+        vocab_size=num_tokens,
+        hidden_size=HIDDEN,
+        layers=(layer,) * LAYERS,
         max_position_embeddings=128,
         tie_word_embeddings=True,
-        qkv_bias=family == "qwen2",
         num_token_ids=num_tokens - 1 if family == "qwen2" else None,  # the last is a pad
     )
 
