@@ -73,8 +73,8 @@ SHARPNESS = 50.0
 class Shapes:
     """Models, and the requests that they serve."""
 
-    target: lm.models.LlamaConfig = llamas.LLAMA_3_8B
-    draft: lm.models.LlamaConfig = llamas.LLAMA_3_1B
+    target: lm.models.DecoderConfig = llamas.LLAMA_3_8B
+    draft: lm.models.DecoderConfig = llamas.LLAMA_3_1B
     head_ids: int = 32000
     sizes: engine_load.Sizes = engine_load.Sizes()
 
@@ -148,19 +148,20 @@ class Ours(engine_load.Engine):
         return self._driver.is_idle
 
 
-def published(config: lm.models.LlamaConfig, **more: Any) -> dict[str, Any]:
-    """Returns a shape as the `config.json` of a published model has it."""
+def published(config: lm.models.DecoderConfig, **more: Any) -> dict[str, Any]:
+    """Returns the shape of a Llama as the `config.json` of a published model has it."""
+    layer = config.layers[0]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "rope_theta": config.rope_theta,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": len(config.layers),
+        "num_attention_heads": layer.num_attention_heads,
+        "num_key_value_heads": layer.num_key_value_heads,
+        "head_dim": layer.head_dim,
+        "rope_theta": layer.rotation.rope_theta,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "max_position_embeddings": 8192,
@@ -177,7 +178,7 @@ def make_vllm(way: str, shapes: Shapes, options: argparse.Namespace) -> engine_l
     """Returns vLLM with random weights."""
     vllm_engine.import_vllm(options.vllm)
     folder = pathlib.Path(tempfile.mkdtemp())
-    layer = dataclasses.replace(shapes.target, num_hidden_layers=1)
+    layer = llamas.cut(shapes.target, 1)
     head = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": shapes.head_ids}
     drafter = {
         "plain": {},

@@ -38,11 +38,12 @@ XLA = {"XLA": {}, "XLA, cuBLAS": {"xla_gpu_enable_triton_gemm": False}}
 Run = Callable[[], Any]
 
 
-def shapes(config: lm.models.LlamaConfig) -> list[tuple[int, int]]:
+def shapes(config: lm.models.DecoderConfig) -> list[tuple[int, int]]:
     """Returns the matrices of a layer, in the order of their use."""
-    heads = config.num_attention_heads * config.head_dim
-    qkv = heads + 2 * config.num_key_value_heads * config.head_dim
-    hidden, inner = config.hidden_size, config.intermediate_size
+    spec = config.layers[0]
+    heads = spec.num_attention_heads * spec.head_dim
+    qkv = heads + 2 * spec.num_key_value_heads * spec.head_dim
+    hidden, inner = config.hidden_size, spec.intermediate_size
     return [(hidden, qkv), (heads, hidden), (hidden, 2 * inner), (inner, hidden)]
 
 
@@ -56,7 +57,7 @@ def layer(x: Any, matrices: Any, silu: Callable[[Any], Any]) -> Any:
 
 
 def xla_products(
-    config: lm.models.LlamaConfig, matrices: list[jax.Array], rows: int, options: dict[str, Any]
+    config: lm.models.DecoderConfig, matrices: list[jax.Array], rows: int, options: dict[str, Any]
 ) -> Run:
     """Returns a pass: every layer reads the same matrices, which no cache of a GPU holds."""
 
@@ -64,24 +65,25 @@ def xla_products(
         def body(_: Any, x: jax.Array) -> jax.Array:
             return layer(x, matrices, jax.nn.silu)
 
-        return lax.fori_loop(0, config.num_hidden_layers, body, x)
+        return lax.fori_loop(0, len(config.layers), body, x)
 
     x = jnp.ones((rows, config.hidden_size), jnp.bfloat16)
     compiled = jax.jit(run).lower(x, matrices).compile(compiler_options=options)
     return functools.partial(compiled, x, matrices)
 
 
-def torch_products(config: lm.models.LlamaConfig, rows: int) -> Run:
+def torch_products(config: lm.models.DecoderConfig, rows: int) -> Run:
     """Returns the same pass as a CUDA graph of PyTorch."""
     import torch
 
     make = functools.partial(torch.ones, dtype=torch.bfloat16, device="cuda")
-    matrices = [make(shape) / shape[0] for shape in shapes(config)]
+    # Transposed, as `torch.nn.Linear` has them.
+    matrices = [(make((outputs, inputs)) / inputs).t() for inputs, outputs in shapes(config)]
     x = make((rows, config.hidden_size))
 
     def run() -> Any:
         found = x
-        for _ in range(config.num_hidden_layers):
+        for _ in range(len(config.layers)):
             found = layer(found, matrices, torch.nn.functional.silu)
         return found
 
@@ -105,7 +107,7 @@ def calls(compiled: Any, *arguments: Any) -> Run:
 
 
 def measure_rows(
-    config: lm.models.LlamaConfig, batch: int, each: int, options: Any, bandwidth: float
+    config: lm.models.DecoderConfig, batch: int, each: int, options: Any, bandwidth: float
 ) -> dict[str, Any]:
     """Returns milliseconds of the parts of a pass over `each` rows of each of `batch` requests."""
     rows = batch * each
@@ -117,11 +119,12 @@ def measure_rows(
     ]
     output = random(keys[4], (config.hidden_size, config.vocab_size))
     x = random(keys[5], (rows, config.hidden_size))
-    heads = batch * config.num_key_value_heads
-    query = random(keys[6], (batch, each, config.num_attention_heads, config.head_dim))
+    spec = config.layers[0]
+    heads = batch * spec.num_key_value_heads
+    query = random(keys[6], (batch, each, spec.num_attention_heads, spec.head_dim))
     cache = (
-        random(keys[7], (heads, config.head_dim, ROOM)),
-        random(keys[7], (heads, ROOM, config.head_dim)),
+        random(keys[7], (heads, spec.head_dim, ROOM)),
+        random(keys[7], (heads, ROOM, spec.head_dim)),
     )
     start = jnp.full((batch,), USED, jnp.int32)
     product = jax.jit(jnp.matmul).lower(x, output).compile()
@@ -136,7 +139,7 @@ def measure_rows(
     ways["output matrix"] = calls(product, x, output), CALLS
     ways["attention"] = calls(attention, query, *cache, start), CALLS
     samples = measure.alternate({name: run for name, (run, _) in ways.items()}, options.repeats)
-    layers = config.num_hidden_layers
+    layers = len(config.layers)
     ms = {name: measure.median(samples[name]) / each * 1e3 for name, (_, each) in ways.items()}
     ms["attention"] *= layers
     size = layers * sum(a * b for a, b in shapes(config))
