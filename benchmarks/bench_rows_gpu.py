@@ -41,10 +41,9 @@ Run = Callable[[], Any]
 def shapes(config: lm.models.DecoderConfig) -> list[tuple[int, int]]:
     """Returns the matrices of a layer, in the order of their use."""
     spec = config.layers[0]
-    heads = spec.num_attention_heads * spec.head_dim
-    qkv = heads + 2 * spec.num_key_value_heads * spec.head_dim
+    heads, keys, values = spec.head_sizes
     hidden, inner = config.hidden_size, spec.intermediate_size
-    return [(hidden, qkv), (heads, hidden), (hidden, 2 * inner), (inner, hidden)]
+    return [(hidden, heads + keys + values), (heads, hidden), (hidden, 2 * inner), (inner, hidden)]
 
 
 def layer(x: Any, matrices: Any, silu: Callable[[Any], Any]) -> Any:
