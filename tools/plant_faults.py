@@ -1065,6 +1065,63 @@ def _(right, directory, has_prefix):
     return None
 
 
+# Layers
+
+
+@fault(
+    "windows of a tree count back from its first node",
+    "lm.models.cache:_seen",
+    "models/test_tree_pass.py",
+)
+def _(right, rows, window):
+    return rows.visible, None
+
+
+@fault(
+    "a window is not looked at",
+    "lm.models.cache:Pass.attend",
+    "models/test_llama.py",
+)
+def _(right, step, spec, *args):
+    return right(step, dataclasses.replace(spec, window=None), *args)
+
+
+@fault(
+    "every layer divides by the root of its head's width",
+    "lm.models.cache:Pass.attend",
+    "models/test_llama.py",
+)
+def _(right, step, spec, *args):
+    return right(step, dataclasses.replace(spec, scale=None), *args)
+
+
+@fault(
+    "1 is not added to the weight of a norm",
+    "lm.models.layers:rms_norm",
+    "formats/test_huggingface.py",
+)
+def _(right, x, weight, norm):
+    return right(x, weight, dataclasses.replace(norm, adds_one=False))
+
+
+@fault(
+    "all layers turn as the last one",
+    "lm.models.layers:rotations",
+    "formats/test_huggingface.py",
+)
+def _(right, layers, positions):
+    return right(layers[-1:] * len(layers), positions)
+
+
+@fault(
+    "heads of all layers are split as the first one's",
+    "lm.models.tensor_parallel:TensorParallelLlama._spec",
+    "models/test_tensor_parallel.py",
+)
+def _(right, model, path):
+    return model.model.config.layers[0]
+
+
 def found_for(name: str) -> tuple[Any, str, Any]:
     """What a fault replaces: the module or class that holds it, its name there, and itself."""
     module_name, path = FAULTS[name].function.split(":")
