@@ -10,12 +10,22 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
+from upper_floor import device
 
 import jax_specdec as sd
 from jax_specdec import lm
 
 from . import tiny
-from .engines import TABLE, TARGET, VOCAB, greedy_truth, run, weights_of
+from .engines import (
+    EVERYTHING,
+    TABLE,
+    TARGET,
+    VOCAB,
+    compilations,
+    greedy_truth,
+    run,
+    weights_of,
+)
 from .grammars import Follows, of_digits
 
 pytestmark = pytest.mark.xdist_group("engines")
@@ -223,3 +233,50 @@ def test_warming_up_for_grammars_compiles_two_more_programs_and_leaves_nothing()
     assert totals[1] == totals[0] + 2  # with drafts and without
     assert served.is_idle and served.stats().num_tokens == 0
     served.warm_up(grammars=True)
+
+
+def test_who_needs_what_is_compiled_behind_waits_and_nobody_else_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = threading.Event()
+    compile_one = device.Rehearsal._call
+
+    def compile_later(*args: Any, **named: Any) -> Any:
+        assert waits.wait(100)
+        return compile_one(*args, **named)
+
+    monkeypatch.setattr(device.Rehearsal, "_call", compile_later)
+    weights = weights_of(EVERYTHING)
+    prompt = [1, 2, 3]
+    asked: dict[str, dict[str, Any]] = {
+        "options": dict(prompt=prompt, max_new_tokens=9, frequency_penalty=0.5),
+        "a grammar": dict(prompt=prompt, max_new_tokens=9, matcher=Cycle()),
+        "a prompt in pieces": dict(prompt=prompt * 3, max_new_tokens=9),
+        "no drafts": dict(prompt=prompt, max_new_tokens=9, max_drafts=0),
+    }
+    with lm.EngineDriver(EVERYTHING, *weights) as served:
+        progress: list[int] = []
+        served.warm_up(lambda done, _: progress.append(done), grammars=True, behind=True)
+        assert progress[-1] == 3  # a prompt, a step, and `release`
+        ids = {name: served.submit(**own) for name, own in asked.items()}
+        updates: list[lm.RequestUpdate] = []
+        while served.num_queued > 3 or served.num_running:
+            updates += served.step()
+        ended = {update.request_id for update in updates if update.finish_reason is not None}
+        assert ended == {ids["a prompt in pieces"]}
+        waits.set()
+        found = run(served, updates)
+        texts = {name: found[ids[name]].token_ids for name in asked}
+        truths = {name: greedy_truth(own) for name, own in asked.items()}
+        assert texts["a grammar"] == constrained_truth(prompt, 9)
+        assert texts["a prompt in pieces"] == truths["a prompt in pieces"]
+        assert texts["no drafts"] == truths["no drafts"] != texts["options"]
+        while served._lacking:
+            served.step()
+        again = lm.EngineDriver(EVERYTHING, *weights)
+        with compilations() as names:
+            served.warm_up(grammars=True)
+            again.submit(**asked["options"])
+            ((_, one),) = run(again).items()
+        assert one.token_ids == texts["options"]
+        assert names == []

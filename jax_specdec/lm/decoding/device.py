@@ -274,3 +274,54 @@ class Device:
                     ) from error
             jax.eval_shape(program, *args)  # raises what is wrong with the program
             raise FailedCall(error, requests) from error
+
+
+class Rehearsal(Device):
+    """A device that compiles what it is called for, and runs nothing: its arrays are shapes.
+
+    The programs are then there for a `Device` of the same engine, which calls them by `jax.jit`.
+    """
+
+    def __init__(self, engine: Engine, host: HostState, state: DecodeState) -> None:
+        super().__init__(engine, host)
+        self.behind = None
+        self.weights = jax.tree.map(_without_values, self.weights)
+        self._state = jax.tree.map(_without_values, state)
+
+    def _call(
+        self, requests: Requests, function: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
+        del requests
+        program: Any = function
+        lowered = program.lower(self._engine, *args, **named)
+        lowered.compile()
+        return jax.tree.map(_without_values, lowered.out_info)
+
+    def _add_step(
+        self,
+        running: Mapping[int, ServedRequest],
+        state: DecodeState,
+        result: StepResult,
+        num_drafts: int | None,
+    ) -> None:
+        del running, result, num_drafts
+        self._state = state
+
+    def masked_step(self, step: Masked) -> None:
+        """Compiles a step whose rows are masked: both halves, or all of one without drafts."""
+        num_slots = self._engine.num_slots
+        num_drafts = max(step.limits.values()) and self._engine.config.num_speculative_tokens
+        num_words = -(-self._engine.model.vocab_size // 32)
+        drafts = ForcedDrafts(
+            token_ids=self.draft(step, num_drafts),
+            is_forced=np.zeros((num_slots,), bool),
+            token_bitmask=np.zeros((num_slots * (num_drafts + 1), num_words), np.uint32),
+        )
+        self.verify(step, drafts, {}, num_drafts)
+
+
+def _without_values(x: Any) -> Any:
+    """Returns an array of zeros in place of another, in no memory; a shape in place of keys."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
