@@ -1,6 +1,6 @@
 """What each drafter gains with a published model and heads that were trained for it, on real text.
 
-    python tools/make_smollm2.py smollm2
+    python tools/make_model.py smollm2-135m smollm2
     python benchmarks/bench_real_model.py --target smollm2 --heads training/heads
 
 Names of heads there hold `eagle3`, `dflash` or `dspark`. The prompts are of five kinds

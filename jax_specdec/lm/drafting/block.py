@@ -109,7 +109,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         """
         if features is None:
             raise ValueError("prefill must get features and next_token_ids, but it got none")
-        return self.head.write_context(params, features, rows.start, cache)
+        return self.head.write_context(params, features, rows.start, cache, rows.slots)
 
     def propose(
         self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
@@ -125,10 +125,11 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         last = context.lengths - 1
         newest = jnp.take_along_axis(context.token_ids, last[:, None], axis=1)[:, 0]
         # Rows of rejected drafts lie where the block is written next.
-        cache = head.write_context(params, features, last - num_features, cache)
+        start = last - num_features
+        cache = head.write_context(params, features, start, cache, context.slots)
         # [B, n, Vd], of the first n positions of the block
         wanted = self.tree_depth or context.config.num_speculative_tokens
-        rows = Rows(newest[:, None], last)
+        rows = Rows(newest[:, None], last, context.slots)
         logits, _, cache = head.apply(params, rows, cache, wanted)
         if self.tree_depth:
             proposal = self._tree(params, logits, newest, context)
@@ -149,7 +150,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     ) -> Proposal:
         """Returns a chain of drafts, from rows ``[B, K, Vd]`` of a block."""
         head = self.head
-        size = head.config.layer.vocab_size
+        size = head.config.vocab_size
         has_bias = head.config.markov_rank is not None
         ids = params.get("target_ids")
         columns: jax.Array | None = None
@@ -180,7 +181,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     ) -> Proposal:
         """Returns a tree of K drafts, from rows ``[B, D, Vd]`` of a block."""
         head = self.head
-        size = head.config.layer.vocab_size
+        size = head.config.vocab_size
         has_bias = head.config.markov_rank is not None
         num_candidates = self.num_candidates
         num_nodes = context.config.num_speculative_tokens

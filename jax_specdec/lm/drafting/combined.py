@@ -182,6 +182,7 @@ class FirstOf(Drafter):
             may_abstain=False,
             has_history=lookup.has_history,
             predictions=lookup.predictions,
+            slots=False,  # the cache holds what was learned of each request, too
         )
 
     def add(self, params: Params, token_ids: Integers) -> Params:

@@ -102,7 +102,8 @@ class ModelDrafter(Drafter):
     @property
     def serves(self) -> DrafterServes:
         """Declares the axis of requests, which is that of the model's cache, and its rows."""
-        return DrafterServes(batch_axis=self.model.serves.batch_axis, kept_rows="texts")
+        model = self.model.serves
+        return DrafterServes(batch_axis=model.batch_axis, slots=model.groups, kept_rows="texts")
 
     def check_params(self, name: str, params: Params) -> None:
         """Checks the model's weights, if it says how."""
@@ -172,7 +173,8 @@ class ModelDrafter(Drafter):
         start = jnp.where(context.runs, jnp.maximum(lengths - width, 0), lengths - 1)
         place = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
         recent = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
-        return self._draft(params, Rows(recent, start), lengths, context, cache, store)
+        rows = Rows(recent, start, context.slots)
+        return self._draft(params, rows, lengths, context, cache, store)
 
     def _draft(
         self,
@@ -196,7 +198,8 @@ class ModelDrafter(Drafter):
 
         def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Cache]:
             # [B, 1]: the last draft, at position n + offset, with n that of the newest token
-            rows = Rows(self._own_ids(params, last)[:, None], lengths + offset - 1)
+            token_ids = self._own_ids(params, last)[:, None]
+            rows = Rows(token_ids, lengths + offset - 1, recent.slots)
             if lengths.shape[0] > 1:
                 logits, cache = self._read(params, rows, cache)
                 return logits[:, 0], cache

@@ -29,6 +29,7 @@ from jax_specdec.lm.models.protocol import Cache, Params, Rows
     active="[B] bool",
     features="[B, S, A*H]",
     num_features="[B] int32",
+    slots="[B] int32",
     predictions="[B, A] int32",
     prompt_lengths="[B] int32",
 )
@@ -64,6 +65,8 @@ class DraftContext:
       most_unread: static, the most tokens that a sequence may have got since the last call; None
         for K + 1. They need not be what the drafter proposed: a lookup beside it or a grammar may
         have drafted them.
+      slots: ``[B]`` int32, the requests of the drafter's cache that these are, as `Rows` has them;
+        None for all, in their order. Only for a drafter that `serves` slots.
 
     Example: see `NGramDrafter`.
     """
@@ -81,6 +84,7 @@ class DraftContext:
     predictions: jax.Array | None = None
     prompt_lengths: jax.Array | None = None
     most_unread: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    slots: jax.Array | None = None
 
     @property
     def num_unread(self) -> int:
@@ -201,6 +205,9 @@ class DrafterServes:
         belongs to a position: the token there, those before and the next one decide what it is, and
         `prefill` forgets all else. "none": a request needs an empty cache. Nobody asks a drafter
         without one.
+      slots: its `propose` and `prefill` find some requests of a larger cache by the `slots` of the
+        context and of the rows, in place; its cache then holds positions and nothing else. To
+        others the loops give the caches of these requests alone, which are copied twice.
 
     Raises:
       TypeError: `feature_layers` is no tuple of ints, or a number no int.
@@ -220,6 +227,7 @@ class DrafterServes:
     chunks: bool = True
     batch_axis: int = 0
     kept_rows: Literal["none", "prompts", "texts"] = "none"
+    slots: bool = False
 
     def __post_init__(self) -> None:
         layers = self.feature_layers
@@ -228,7 +236,7 @@ class DrafterServes:
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
         check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
-        for name in ("may_abstain", "has_history", "predictions", "chunks"):
+        for name in ("may_abstain", "has_history", "predictions", "chunks", "slots"):
             check_type(f"serves.{name}", getattr(self, name), bool)
 
 
@@ -312,7 +320,8 @@ class Drafter(abc.ABC):
 
         Args:
           params: the drafter's weights.
-          rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins.
+          rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins; for
+            some of them, if the drafter serves `slots`.
           cache: from `init_cache`, or from the call for the chunk before.
           features: ``[B, P, A*H]`` of these tokens, at the layers that `DrafterServes` names; None
             if it names none. Each token that the target has run comes once, here or in the context
