@@ -90,7 +90,7 @@ class Case:
         text = self.models.text
         if text.tokenizer is None:
             return text.encode(file)
-        asked = f"{edit} Answer with the whole file and nothing else.\n\n```python\n{file}```"
+        asked = f"```python\n{file}```\n\n{edit} Write the whole file again, in one block of code."
         return text.tokenizer.encode_chat([{"role": "user", "content": asked}])
 
     def decode(self, prompt: list[int], prediction: list[int] | None) -> tuple[list[int], Row]:
