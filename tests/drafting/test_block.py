@@ -268,10 +268,11 @@ def test_drafts_at_once_are_those_one_after_another(method: str, kind: str) -> N
     @jax.jit
     def one_after_another(logits: jax.Array) -> lm.Proposal:
         def forward(carry: Any, last: jax.Array, offset: jax.Array) -> Any:
-            return logits[:, offset], carry
+            own = ids[:, offset] if kind == "candidates" else ids
+            return drafting_draw.DraftRow(logits[:, offset], own), carry
 
-        given = dict(ids=ids, vocab_size=9)
-        return drafting_draw.draft_chain(logits[:, 0], (), forward, context, store, **given)[0]
+        first, _ = forward((), context.lengths, 0)
+        return drafting_draw.draft_chain(first, (), forward, context, store, vocab_size=9)[0]
 
     found = drafting_draw.draft_at_once(logits, context, store, ids=ids, vocab_size=9)
     wanted = one_after_another(logits)

@@ -176,12 +176,11 @@ def likeliest_and_chain(
     offsets = jnp.arange(ROWS, dtype=jnp.int32)
     found = drafting_tree.likeliest(logits, offsets, context, count, ids=ids, vocab_size=vocab_size)
 
-    def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
-        return logits[:, offset], None
+    def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[Any, None]:
+        return drafting_draw.DraftRow(logits[:, offset], ids), None
 
-    chain, _ = drafting_draw.draft_chain(
-        logits[:, 0], None, forward, context, None, ids=ids, vocab_size=vocab_size
-    )
+    first, _ = forward(None, context.lengths, jnp.int32(0))
+    chain, _ = drafting_draw.draft_chain(first, None, forward, context, None, vocab_size=vocab_size)
     return found, chain.token_ids
 
 

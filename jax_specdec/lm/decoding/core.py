@@ -332,10 +332,12 @@ class Decoder:
         config = self.config
         if size < self.num_drafts:
             config = with_fewer_drafts(self.config, size)
+        reads_cache = self.drafter.serves.reads_target_cache
         context = dataclasses.replace(
             state.batch.context(config),
             features=state.features,
             num_features=state.num_features,
+            target_cache=state.target_cache if reads_cache else None,
             most_unread=self.num_drafts + 1,
         )
         returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)

@@ -13,7 +13,7 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
-from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
+from jax_specdec.lm.drafting.draw import DraftRow, draft_at_once, draft_chain
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Children, best_nodes, grow, likeliest, with_bias
 from jax_specdec.lm.models.block import BlockHead
@@ -158,13 +158,15 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             logits, columns = lax.top_k(logits, self.num_candidates)
             ids = columns if ids is None else ids[columns]
 
-        def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
+        def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[DraftRow, None]:
             # [B, Vd]: what the draft before adds is known only now
             row = logits[:, offset]
             if has_bias:
                 own = None if columns is None else columns[:, offset]
                 row = row + head.bias(params, last, own)
-            return row, carry
+            # [B, K, C] -> [B, C] of candidates; a map is that of all rows
+            is_by_row = ids is not None and ids.ndim == 3
+            return DraftRow(row, ids[:, offset] if is_by_row else ids), carry
 
         # At once, unless rows depend on drafts, or the store has more of them than this step.
         num_rows = logits.shape[1]
@@ -172,7 +174,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         if not (has_bias or is_partial or context.processors is not None):
             return draft_at_once(logits, context, store, ids=ids, vocab_size=size)
         first, _ = forward(None, newest, jnp.int32(0))
-        proposal, _ = draft_chain(first, None, forward, context, store, ids=ids, vocab_size=size)
+        proposal, _ = draft_chain(first, None, forward, context, store, vocab_size=size)
         return proposal
 
     def _tree(

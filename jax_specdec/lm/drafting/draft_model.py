@@ -24,7 +24,7 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
-from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.drafting.draw import DraftRow, draft_chain
 from jax_specdec.lm.models.protocol import (
     Cache,
     CausalModel,
@@ -193,30 +193,28 @@ class ModelDrafter(Drafter):
           cache: the model's.
           store: as for `propose`.
         """
+        own_ids = self._target_ids
+        ids = None if own_ids is None else jnp.asarray(own_ids)
 
-        def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Cache]:
+        def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[DraftRow, Cache]:
             # [B, 1]: the last draft, at position n + offset, with n that of the newest token
             rows = Rows(self._own_ids(params, last)[:, None], lengths + offset - 1)
             if lengths.shape[0] > 1:
                 logits, cache = self._read(params, rows, cache)
-                return logits[:, 0], cache
-            read: tuple[jax.Array, Cache] = traced_for_platform(
-                _read_alone, (params, rows, cache), self
-            )
-            return read
+                return DraftRow(logits[:, 0], ids), cache
+            alone, cache = traced_for_platform(_read_alone, (params, rows, cache), self)
+            return DraftRow(alone, ids), cache
 
         logits, cache = self._read(params, recent, cache)
         # [B, W, Vd] -> [B, Vd]: the row of the newest token
         newest = (lengths - 1 - recent.start)[:, None, None]
-        ids = self._target_ids
         return draft_chain(
-            jnp.take_along_axis(logits, newest, axis=1)[:, 0],
+            DraftRow(jnp.take_along_axis(logits, newest, axis=1)[:, 0], ids),
             cache,
             forward,
             context,
             store,
-            ids=None if ids is None else jnp.asarray(ids),
-            vocab_size=0 if ids is None else int(ids.max()) + 1,
+            vocab_size=0 if own_ids is None else int(own_ids.max()) + 1,
             num_candidates=self.num_candidates,
             sharding=self.model.serves.sharding,
         )

@@ -55,6 +55,9 @@ class DraftContext:
         1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
         After a `prefill` there is one row, of those that it got (none for a prompt of one token,
         or one that is not read to its end).
+      target_cache: the target's cache, to be read and not returned; None unless the drafter's
+        `reads_target_cache` asks for it. It holds the tokens before the newest one; what lies at
+        later positions, such as of rejected drafts, is undefined.
       most_unread: static, the most tokens that a sequence may have got since the last call; None
         for K + 1. They need not be what the drafter proposed: a lookup beside it or a grammar may
         have drafted them.
@@ -72,6 +75,7 @@ class DraftContext:
     active: jax.Array | None = None
     features: jax.Array | None = None
     num_features: jax.Array | None = None
+    target_cache: Cache | None = None
     most_unread: int | None = dataclasses.field(default=None, metadata=dict(static=True))
 
     @property
@@ -174,6 +178,7 @@ class DrafterServes:
     Attributes:
       feature_layers: the target's layers whose features it reads, as `Wants` has them; none for
         most drafters, and then nothing is computed.
+      reads_target_cache: it reads `DraftContext.target_cache`, and so knows the target's class.
       tree_depth: the most drafts of a path through the trees that it proposes, which then have
         `parents`; 0 for chains. Trees are verified by the agreement rule, for models that run them.
       may_abstain: it often proposes nothing. On CPUs, `generate` of one request, and an `Engine`
@@ -204,6 +209,7 @@ class DrafterServes:
     """
 
     feature_layers: tuple[int, ...] = ()
+    reads_target_cache: bool = False
     tree_depth: int = 0
     may_abstain: bool = False
     has_history: bool = False
@@ -218,7 +224,7 @@ class DrafterServes:
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
         check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
-        for name in ("may_abstain", "has_history", "chunks"):
+        for name in ("reads_target_cache", "may_abstain", "has_history", "chunks"):
             check_type(f"serves.{name}", getattr(self, name), bool)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,26 @@ from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 Carry = TypeVar("Carry")
 
 
+class DraftRow(NamedTuple):
+    """What a draft of each request is drawn from.
+
+    Attributes:
+      logits: ``[B, Vd]``.
+      ids: ``[Vd]`` int32, the target ids of the columns of all rows; ``[B, Vd]`` int32, those of
+        each row; None if column ``j`` is id ``j``.
+    """
+
+    logits: jax.Array
+    ids: jax.Array | None = None
+
+
 def draft_chain(
-    logits: jax.Array,
+    row: DraftRow,
     carry: Carry,
-    forward: Callable[[Carry, jax.Array, jax.Array], tuple[jax.Array, Carry]],
+    forward: Callable[[Carry, jax.Array, jax.Array], tuple[DraftRow, Carry]],
     context: DraftContext,
     store: DraftStore | None,
     *,
-    ids: jax.Array | None = None,
     vocab_size: int = 0,
     num_candidates: int | None = None,
     sharding: VerifySharding | None = None,
@@ -33,15 +45,13 @@ def draft_chain(
     """Draws K drafts of each request, each from the row that a drafter has after the one before.
 
     Args:
-      logits: ``[B, Vd]``, the rows of the first drafts.
+      row: of the first drafts.
       carry: what `forward` takes and gives, such as a cache.
       forward: `forward(carry, token_ids, offset)` gives the rows of draft `offset`, after drafts
         ``[B]``, and the new carry.
       context: of the step.
       store: to write the rows to, in its dtype; None if no draft distribution is read.
-      ids: ``[Vd]`` int32, the target ids of the columns; ``[B, K, C]`` int32, those of the rows of
-        each draft; None if column ``j`` is id ``j``.
-      vocab_size: greater than any of `ids`.
+      vocab_size: greater than any of the ids of a row.
       num_candidates: draw from this many of the likeliest ids only; the store has rows of them.
       sharding: how rows are split.
 
@@ -50,14 +60,11 @@ def draft_chain(
     """
 
     def draw(
-        logits: jax.Array, offset: jax.Array, store: DraftStore | None, now: DraftContext | None
+        row: DraftRow, offset: jax.Array, store: DraftStore | None, now: DraftContext | None
     ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
         """Returns a draft of each request, the store, and the context after the draft."""
-        columns = ids
+        logits, columns = row
         split = sharding
-        if ids is not None and ids.ndim == 3:
-            # [B, K, C] -> [B, C]
-            columns = lax.dynamic_index_in_dim(ids, offset, axis=1, keepdims=False)
         if now is not None:
             logits = _process(logits, now, columns, vocab_size)
         if store is not None:
@@ -85,12 +92,12 @@ def draft_chain(
         state: tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], offset: jax.Array
     ) -> tuple[tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], jax.Array]:
         last, carry, store, now = state
-        logits, carry = forward(carry, last, offset)
-        drawn, store, now = draw(logits, offset, store, now)
+        row, carry = forward(carry, last, offset)
+        drawn, store, now = draw(row, offset, store, now)
         return (drawn, carry, store, now), drawn
 
     now = None if context.processors is None else context
-    first, store, now = draw(logits, jnp.int32(0), store, now)
+    first, store, now = draw(row, jnp.int32(0), store, now)
     offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)
     (_, carry, store, _), rest = lax.scan(step, (first, carry, store, now), offsets)
     # [B] and [K - 1, B] -> [B, K]
@@ -114,8 +121,9 @@ def draft_at_once(
       logits: ``[B, K, Vd]``.
       context: of the step, without processors.
       store: as there, of K drafts; the rows become its own.
-      ids: as there.
-      vocab_size: as there.
+      ids: ``[Vd]`` int32, the target ids of the columns; ``[B, K, Vd]`` int32, those of each row;
+        None if column ``j`` is id ``j``.
+      vocab_size: greater than any of these.
     """
     batch_size, count, _ = logits.shape
 
