@@ -125,12 +125,12 @@ def test_a_refusal_is_one_sentence(
 
 
 def test_a_value_is_described_in_one_short_line() -> None:
-    short = [np.float32(0.1), jnp.zeros(2), "a\nb", lm.models.LlamaConfig]
+    short = [np.float32(0.1), jnp.zeros(2), "a\nb", lm.models.LayerSpec]
     assert [described(value) for value in short] == [
         "0.1",
         "an array [2] of float32",
         r"'a\nb'",
-        "<class 'jax_specdec.lm.models.llama_config.LlamaConfig'>",
+        "<class 'jax_specdec.lm.models.config.LayerSpec'>",
     ]
     assert described(list(range(100))) == str(list(range(100)))[:80]
     assert described(sd.SpecDecodeConfig(num_speculative_tokens=1)) == "a SpecDecodeConfig"

@@ -17,11 +17,10 @@ def folder(tmp_path: Path) -> Path:
     """A head of random weights for the embedded target, with a block of 5."""
     model, params = lm.load_embedded_pair()[0]
     head = lm.BlockHead(
-        lm.BlockHeadConfig(
-            layer=dataclasses.replace(model.config, num_hidden_layers=1, qk_norm=True),
-            draft_vocab_size=model.vocab_size,
+        lm.BlockHeadConfig.of_target(
+            model.config,
+            layers=(dataclasses.replace(model.config.layers[0], qk_norm=True),),
             feature_layers=(2, 4, 5),
-            target_hidden_size=model.config.hidden_size,
             block_size=5,
             mask_token_id=255,
             sample_from_anchor=True,

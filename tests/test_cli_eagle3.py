@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,8 @@ def folder(tmp_path: Path) -> Path:
     """A head of random weights for the embedded target."""
     model, params = lm.load_embedded_pair()[0]
     head = lm.models.Eagle3Head(
-        lm.models.Eagle3Config(
-            layer=dataclasses.replace(model.config, num_hidden_layers=1),
-            draft_vocab_size=model.vocab_size,
-            feature_layers=(2, 4, 5),
-            target_hidden_size=model.config.hidden_size,
+        lm.models.Eagle3Config.of_target(
+            model.config, layers=model.config.layers[:1], feature_layers=(2, 4, 5)
         )
     )
     weights = random_weights(head, 0) | {"embed_tokens": params["embed_tokens"]}

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lower_floor import attention_gpu as mosaic_gpu
 from lower_floor import attention_xla as xla
+from models.weights import sizes
 from passes import run as run_pass
 from verify.interpret_mode import interpret_gpu_params
 
@@ -265,16 +266,7 @@ def test_bits_mean_the_same_whether_they_are_constants_or_not(name: str) -> None
 
 def test_a_slot_that_had_nan_is_clean_for_the_next_request() -> None:
     """Its cache still holds what a request wrote whose logits had become NaN."""
-    config = lm.models.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    model = lm.models.Llama(config)
+    model = lm.models.Llama(sizes(32, 16, 16, 2, (2, 1, 8)))
     params = model.init_params(jax.random.key(0))
     broken = {**params, "embed_tokens": params["embed_tokens"].at[7].set(jnp.inf)}
     apply, start = jax.jit(functools.partial(run_pass, model)), jnp.zeros((1,), jnp.int32)

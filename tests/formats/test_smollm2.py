@@ -114,16 +114,18 @@ def test_a_gguf_file_becomes_the_directory_it_was_made_from(tmp_path: Path) -> N
         np.testing.assert_array_equal(made[name], rounded(tensor), err_msg=name)
     model, _ = lm.load_huggingface(tmp_path / "made")
     assert model.dtype == jnp.bfloat16  # as it is stored, which is as checkpoints are published
-    assert model.config == lm.models.LlamaConfig(
-        vocab_size=len(TOKENS),
-        hidden_size=HIDDEN,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
+    layer = lm.models.LayerSpec(
         num_attention_heads=HEADS,
         num_key_value_heads=KEY_VALUE_HEADS,
         head_dim=HEAD_DIM,
-        rope_theta=5000.0,
-        rms_norm_eps=1e-5,
+        intermediate_size=INNER,
+        rotation=lm.models.Rotation(rope_theta=5000.0),
+        norm=lm.models.Norm(rms_norm_eps=1e-5),
+    )
+    assert model.config == lm.models.DecoderConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=HIDDEN,
+        layers=(layer,) * LAYERS,
         max_position_embeddings=128,
         tie_word_embeddings=True,
     )

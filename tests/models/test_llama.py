@@ -13,7 +13,7 @@ from passes import run as run_pass
 from jax_specdec.lm.models import CausalModel, Llama
 
 from . import reference_llama
-from .weights import random_ids, random_weights, sizes
+from .weights import random_ids, random_weights, sizes, with_fields
 
 pytestmark = pytest.mark.newest
 
@@ -63,7 +63,7 @@ def in_calls(pieces: list[int]) -> np.ndarray:
     ("tied", "num_kv"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.long)]
 )
 def test_agrees_with_a_numpy_decoder(tied: bool, num_kv: int) -> None:
-    config = dataclasses.replace(CONFIG, tie_word_embeddings=tied, num_key_value_heads=num_kv)
+    config = with_fields(CONFIG, tie_word_embeddings=tied, num_key_value_heads=num_kv)
     model = Llama(config)
     for logits, token_ids in zip(one_pass(model), tokens(), strict=True):
         expected = reference_llama.forward(config, params_of(model), token_ids.tolist())
@@ -164,10 +164,10 @@ def bytes_of_a_decoding_loop(model: Llama, params: Any, batch: int, length: int)
 
 def test_a_decoding_loop_updates_the_cache_in_place() -> None:
     batch, length, num_kv = 4, 5, 2
-    model = Llama(dataclasses.replace(CONFIG, num_key_value_heads=num_kv, num_attention_heads=2))
+    model = Llama(with_fields(CONFIG, num_key_value_heads=num_kv, num_attention_heads=2))
     # Room for the attention scores, twice; none for a copy of one layer's keys.
     scores = batch * length * 2 * MAX_LENGTH * 4
-    keys = batch * num_kv * CONFIG.head_dim * MAX_LENGTH * 4
+    keys = batch * num_kv * CONFIG.layers[0].head_dim * MAX_LENGTH * 4
     assert bytes_of_a_decoding_loop(model, params_of(model), batch, length) < 2 * scores + keys // 2
 
 
@@ -183,7 +183,12 @@ def test_satisfies_the_protocol_and_is_static() -> None:
     [
         ("vocab_size", 0),
         ("hidden_size", 2.0),
-        ("num_hidden_layers", True),
+        ("window", True),
+        ("scale", 0),
+        ("softcap", float("nan")),
+        ("norms", "after"),
+        ("activation", "relu"),
+        ("logit_softcap", -1.0),
         ("rope_theta", -1.0),
         ("rope_theta", 0.5),
         ("rms_norm_eps", "x"),
@@ -201,12 +206,12 @@ def test_satisfies_the_protocol_and_is_static() -> None:
 )
 def test_sizes_that_do_not_fit_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"^{name} must"):
-        dataclasses.replace(CONFIG, **{name: value})
+        with_fields(CONFIG, **{name: value})
 
 
 @pytest.mark.long
 def test_weights_begin_with_norms_of_one_and_no_biases() -> None:
-    model = Llama(dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True))
+    model = Llama(with_fields(CONFIG, qkv_bias=True, qk_norm=True))
     params = jax.jit(model.init_params)(jax.random.key(0))
     wanted = {"qkv_bias": 0, "q_norm": 1, "k_norm": 1, "input_layernorm": 1}
     for name, value in wanted.items():

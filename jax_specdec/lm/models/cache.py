@@ -7,14 +7,34 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_specdec._src.attention.api import decode_attention
 from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import Sizes, check_array, require
+from jax_specdec.lm.models.config import LayerSpec
 from jax_specdec.lm.models.protocol import Cache, Rows
 
 Layer = tuple[jax.Array, jax.Array]
 """Keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of one layer, of all requests."""
+
+
+def empty_cache(
+    layers: Sequence[LayerSpec], dtype: np.dtype, batch_size: int, max_length: int
+) -> list[Layer]:
+    """Returns a cache of layers for B = batch_size requests of at most T = max_length positions.
+
+    In 16 bits T is rounded up to a multiple of 64, as the kernel of attention takes it.
+    """
+    if dtype.itemsize == 2:
+        max_length = -(-max_length // 64) * 64
+    cache = []
+    for spec in layers:
+        heads = batch_size * spec.num_key_value_heads
+        keys = jnp.zeros((heads, spec.head_dim, max_length), dtype)  # [B N_kv, D, T]
+        values = jnp.zeros((heads, max_length, spec.head_dim), dtype)  # [B N_kv, T, D]
+        cache.append((keys, values))
+    return cache
 
 
 class Pass(NamedTuple):
@@ -39,7 +59,7 @@ class Pass(NamedTuple):
     requests: jax.Array | None
 
     @classmethod
-    def of(cls, groups: Sequence[Rows], cache: list[Layer], num_kv_heads: int) -> Pass:
+    def of(cls, groups: Sequence[Rows], cache: list[Layer], layers: Sequence[LayerSpec]) -> Pass:
         """Returns the pass over some groups.
 
         Where groups write one position, that of the group with `slots` stays: rows of a group of
@@ -48,10 +68,10 @@ class Pass(NamedTuple):
         Args:
           groups: one or more.
           cache: of all layers; only its shapes are read.
-          num_kv_heads: N_kv.
+          layers: what each of them is.
         """
         keys = cache[0][0]
-        num_requests = keys.shape[0] // num_kv_heads
+        num_requests = keys.shape[0] // layers[0].num_key_value_heads
         room = keys.shape[2]
         if len(groups) == 1:
             (rows,) = groups
@@ -98,27 +118,27 @@ class Pass(NamedTuple):
 
     def attend(
         self,
+        spec: LayerSpec,
         query: jax.Array,
         key: jax.Array,
         value: jax.Array,
         layer: Layer,
-        window: int | None = None,
     ) -> tuple[jax.Array, Layer]:
         """Returns what all rows read of a layer, and the layer, into which they are written first.
 
-        It is softmax(q k / sqrt(D)) v over the positions up to each row's own, or as its tree and
-        the window say; see `decode_attention`. All rows are written before any is read, so that the
+        It is softmax(scale q k) v over the positions up to each row's own, or as its tree and the
+        window say; see `decode_attention`. All rows are written before any is read, so that the
         cache is changed in place.
 
         Args:
+          spec: what the layer is.
           query: ``[G, S, N, D]``, or ``[1, M, N, D]`` of several groups.
           key: ``[G, S, N_kv, D]``, or ``[1, M, N_kv, D]``.
           value: as `key`.
           layer: changed in place if it is donated.
-          window: as for `decode_attention`.
         """
         layer = write_rows(layer, key, value, self.places, self.requests)
-        num_kv_heads = key.shape[2]
+        num_kv_heads = spec.num_key_value_heads
         reads = []
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
@@ -128,7 +148,8 @@ class Pass(NamedTuple):
                 _of_slots(layer[1], num_kv_heads, rows.slots),
                 rows.start,
                 visible=rows.visible,
-                window=window,
+                window=spec.window,
+                softcap=spec.softcap,
                 finite_cache=True,  # `write_rows` keeps values so
             )
             reads.append(read)
@@ -190,6 +211,6 @@ def check_length(name: str, length: int, cache: Cache) -> None:
     Raises:
       ValueError: they have not: writing would drop the last tokens.
     """
-    most = jax.tree.leaves(cache)[0].shape[-1]
+    most = min(keys.shape[2] for keys, _ in cache)
     must = f"have at most {most} tokens per request, as the cache"
     require(length <= most, name, must, length)
