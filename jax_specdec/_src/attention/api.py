@@ -43,11 +43,13 @@ def decode_attention(
     pages: jax.Array | np.ndarray | None = None,
     visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
+    depth: jax.Array | np.ndarray | None = None,
     softcap: float | None = None,
+    scale: float | None = None,
     finite_cache: bool = False,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
-    """Returns what S new rows of each request read of its cache: ``softmax(q k / sqrt(D)) v``.
+    """Returns what S new rows of each request read of its cache: ``softmax(scale q k) v``.
 
     B requests, S rows of each, N query heads, Nkv heads of keys and values (N / Nkv query heads
     share one), D numbers of a head, T positions of room in the cache. The keys and values of the S
@@ -84,9 +86,14 @@ def decode_attention(
         positions, as a tree is that grows by a level a call. Bits of positions from T on are not
         looked at. Each row must see a position. None for a chain.
       window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
-        with `visible`, no row sees one up to ``start[b] - window``. None for all positions.
-      softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = q k /
-        sqrt(D)``, as in Gemma 2. None for the scores as they are.
+        with `visible`, no row sees one up to ``start[b] - window``, or as `depth` says. None for
+        all positions.
+      depth: ``[B, S]`` int32, with `visible` and a window: the window of row s is counted back from
+        position ``start[b] + depth[b, s]``, that of a node of a tree in its sequence. None for 0.
+        Positions from `start[b]` on are seen as `visible` says, within the window or not.
+      softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = scale q
+        k``, as in Gemma 2. None for the scores as they are.
+      scale: multiplies products of queries and keys, in float32; None for ``1 / sqrt(D)``.
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
         check; a row that is may then make others NaN. `write_cache` keeps values so.
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
@@ -100,8 +107,8 @@ def decode_attention(
     Raises:
       TypeError: an argument of another dtype, or `start` not integers.
       ValueError: shapes that do not fit, a `start` out of the range of int32, a cache without
-        room, `visible` for more than 64 rows, a window below 1, or a soft cap that is no finite
-        number above 0.
+        room, `visible` for more than 64 rows, a window below 1, `depth` without `visible`, or a
+        soft cap or a scale that is no finite number above 0.
       NotImplementedError: "mosaic_gpu" was named and does not serve the call; the message says why.
 
     Example:
@@ -139,8 +146,12 @@ def decode_attention(
         visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
     if window is not None and check_int("window", window, 1) >= sizes["T"]:
         window = None  # of all positions
-    is_cap = isinstance(softcap, numbers.Real) and 0 < softcap < math.inf
-    require(softcap is None or is_cap, "softcap", "be a finite number above 0, or None", softcap)
+    if depth is not None:
+        check_array("depth", depth, "[B, S] int32", sizes)
+        require(visible is not None, "depth", "be None without visible", depth)
+    for name, number in (("softcap", softcap), ("scale", scale)):
+        is_above = isinstance(number, numbers.Real) and 0 < number < math.inf
+        require(number is None or is_above, name, "be a finite number above 0, or None", number)
     check_choice(
         "implementation", implementation, (None, *typing.get_args(AttentionImplementation))
     )
@@ -153,8 +164,10 @@ def decode_attention(
         start=start,
         visible=visible,
         pages=None if pages is None else jnp.asarray(pages),
+        depth=None if depth is None or window is None else jnp.asarray(depth),
     )
     static = AttentionStatic(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
         finite_cache=finite_cache,
@@ -218,6 +231,8 @@ def _unserved(arrays: AttentionArrays) -> str | None:
     query = arrays.query
     head_dim = query.shape[-1]
     room = room_of(arrays.keys, arrays.pages)
+    if arrays.depth is not None:
+        return "counts windows back from start alone, but depth is given"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, but query is {query.dtype}"
     if head_dim not in (64, 128, 256):

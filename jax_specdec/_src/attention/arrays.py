@@ -21,6 +21,7 @@ class AttentionArrays(NamedTuple):
       start: ``[B]`` int32.
       visible: ``[B, S, 2]`` uint32, or None for a chain.
       pages: ``[B, L]`` int32, or None where the layout is not that of pages.
+      depth: ``[B, S]`` int32, positions beyond `start` from which windows count back; or None.
     """
 
     query: jax.Array
@@ -29,12 +30,14 @@ class AttentionArrays(NamedTuple):
     start: jax.Array
     visible: jax.Array | None = None
     pages: jax.Array | None = None
+    depth: jax.Array | None = None
 
 
 class AttentionStatic(NamedTuple):
     """What a call settles before it is traced.
 
     Attributes:
+      scale: multiplies the products of queries and keys.
       window: positions that a row of a chain sees, its own included; None for all.
       softcap: the bound of the scores, or None.
       finite_cache: whether no value of the cache is NaN or infinite.
@@ -42,6 +45,7 @@ class AttentionStatic(NamedTuple):
       implementation: that was named.
     """
 
+    scale: float
     window: int | None = None
     softcap: float | None = None
     finite_cache: bool = False

@@ -468,7 +468,7 @@ def _multiply(
                 scores,
             )
         # Exponents of 2: exp(x) = 2**(x log2(e)).
-        exponents = shape.head_dim**-0.5 * math.log2(math.e)
+        exponents = shape.static.scale * math.log2(math.e)
         if shape.static.softcap is not None:
             # c tanh(x / c) = c - 2 c / (1 + exp(2 x / c)), where tanh itself would be approximate.
             cap = shape.static.softcap

@@ -27,11 +27,12 @@ class _Laid(NamedTuple):
     values: jax.Array  # [B * Nkv, T, D]
     seen: jax.Array  # [B * Nkv, S * group, T] bool
 
-    def scores(self, softcap: float | None) -> jax.Array:
+    def scores(self, static: AttentionStatic) -> jax.Array:
         """Returns ``[B * Nkv, S * group, T]`` float32, of all positions."""
         products = jnp.matmul(self.query, self.keys, preferred_element_type=jnp.float32)
-        scores = products * (self.query.shape[2] ** -0.5)
-        return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        scores = products * static.scale
+        cap = static.softcap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
 
     def read(self, scores: jax.Array, values: jax.Array) -> jax.Array:
         """Returns ``[B * Nkv, S * group, D]``: values weighted by what is seen of scores."""
@@ -47,7 +48,7 @@ def attend(arrays: AttentionArrays, static: AttentionStatic) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array:
     laid = _laid(arrays, static)
-    scores = laid.scores(static.softcap)
+    scores = laid.scores(static)
 
     def read_apart() -> jax.Array:
         # A weight of 0 times NaN is NaN. So values that are not finite become 0, and the rows that
@@ -78,7 +79,7 @@ def _attend_apart(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array
     is_bad = ~(jnp.isfinite(laid.keys).all(axis=1) & jnp.isfinite(laid.values).all(axis=2))
     keys = jnp.where(is_bad[:, None, :], 0, laid.keys)
     values = jnp.where(is_bad[:, :, None], 0, laid.values)
-    scores = laid._replace(keys=keys).scores(static.softcap)
+    scores = laid._replace(keys=keys).scores(static)
     found = laid.read(jnp.where(is_bad[:, None, :], jnp.nan, scores), values)
     return _of_heads(found, arrays.query.shape)
 
@@ -125,4 +126,6 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
     if static.window is None:
         return seen
     newest = start + row if visible is None else start
+    if arrays.depth is not None:
+        return seen & ((position > newest + arrays.depth[:, :, None] - static.window) | is_new)
     return seen & (position > newest - static.window)

@@ -645,14 +645,16 @@ def decode_attention(
     *,
     visible: npt.ArrayLike | None = None,
     window: int | None = None,
+    depth: npt.ArrayLike | None = None,
     softcap: float | None = None,
+    scale: float | None = None,
 ) -> Array:
     """Returns ``[B, S, N, D]`` float64, what each new row reads of its request's cache.
 
     Row s sees position t if ``t < start``, or if bit ``j = t - start`` of its 64 is set (for a
-    chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start
-    + s - window``). It reads
-    ``sum_t softmax_t(q k_t / sqrt(D)) v_t`` over the positions that it sees.
+    chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start + s - window``; with
+    `depth`, ``t > start + depth - window`` for ``t < start``). It reads
+    ``sum_t softmax_t(scale q k_t) v_t`` over the positions that it sees.
 
     Args:
       query: ``[B, S, N, D]``.
@@ -661,7 +663,9 @@ def decode_attention(
       start: ``[B]``.
       visible: ``[B, S, 2]`` words of 32 bits, or None for a chain.
       window: positions that a row sees, or None for all.
+      depth: ``[B, S]``, or None.
       softcap: c tanh(x / c) stands for each score x; None for the scores.
+      scale: None for 1 / sqrt(D).
     """
     q, k, v = (np.asarray(x, np.float64) for x in (query, keys, values))
     batch_size, num_rows, num_heads, head_dim = q.shape
@@ -673,7 +677,10 @@ def decode_attention(
         for t in range(room):
             j = t - first
             newest = s if words is None else 0
-            if window is not None and j <= newest - window:
+            if depth is not None:
+                newest = int(np.asarray(depth)[b, s])
+            is_exempt = depth is not None and j >= 0
+            if window is not None and j <= newest - window and not is_exempt:
                 continue
             if words is None:
                 is_seen = j <= s
@@ -683,7 +690,8 @@ def decode_attention(
                 seen.append(t)
         for head in range(num_heads):
             own = b * num_kv + head * num_kv // num_heads
-            scores = q[b, s, head] @ k[own][:, seen] / math.sqrt(head_dim)
+            scores = q[b, s, head] @ k[own][:, seen]
+            scores *= head_dim**-0.5 if scale is None else scale
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())

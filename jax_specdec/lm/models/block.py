@@ -32,7 +32,7 @@ import numpy as np
 
 from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import check_array, check_int, require
-from jax_specdec._src.base.tree import MAX_VISIBLE, TreeRows
+from jax_specdec._src.base.tree import MAX_VISIBLE
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows, empty_cache
 from jax_specdec.lm.models.config import LayerSpec, Shapes, layer_shapes
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
@@ -310,17 +310,13 @@ class BlockHead(DraftHead):
         )
         block = rows._replace(token_ids=ids)
         step = Pass.of([block], cache, config.layers)
-        depth = jnp.arange(config.block_size, dtype=jnp.int32)[None, :]
         new_cache = list(cache)
 
         def attend(index: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            # Rows of a block see one another: a layer's bits take the place of a tree's.
-            # They are a constant of NumPy, which `TreeRows` does not declare: attention counts it.
             spec = config.layers[index]
-            visible: Any = config.visible(spec)
-            seen = block._replace(tree=TreeRows(depth, visible))
-            own = step._replace(groups=(seen,))
-            read, new_cache[index] = own.attend(spec, query, key, value, cache[index])
+            read, new_cache[index] = step.attend(
+                spec, query, key, value, cache[index], config.visible(spec)
+            )
             return read
 
         # [B, S] -> [B, S, H]

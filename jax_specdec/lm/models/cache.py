@@ -8,10 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.attention.api import decode_attention
 from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import Sizes, check_array, require
+from jax_specdec._src.base.tree import MAX_VISIBLE
 from jax_specdec.lm.models.config import LayerSpec
 from jax_specdec.lm.models.protocol import Cache, Rows
 
@@ -123,12 +125,13 @@ class Pass(NamedTuple):
         key: jax.Array,
         value: jax.Array,
         layer: Layer,
+        block: np.ndarray | None = None,
     ) -> tuple[jax.Array, Layer]:
         """Returns what all rows read of a layer, and the layer, into which they are written first.
 
-        It is softmax(scale q k) v over the positions up to each row's own, or as its tree and the
-        window say; see `decode_attention`. All rows are written before any is read, so that the
-        cache is changed in place.
+        It is softmax(scale q k) v over the positions up to each row's own in its sequence, within
+        the layer's window; see `decode_attention`. All rows are written before any is read, so that
+        the cache is changed in place.
 
         Args:
           spec: what the layer is.
@@ -136,20 +139,25 @@ class Pass(NamedTuple):
           key: ``[G, S, N_kv, D]``, or ``[1, M, N_kv, D]``.
           value: as `key`.
           layer: changed in place if it is donated.
+          block: ``[S, 2]`` uint32, which of the S rows each one sees, if they are a block, whose
+            window is counted from its first row.
         """
         layer = write_rows(layer, key, value, self.places, self.requests)
         num_kv_heads = spec.num_key_value_heads
         reads = []
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
+            visible, depth = _seen(rows, spec.window) if block is None else (block, None)
             read = decode_attention(
                 own,
                 _of_slots(layer[0], num_kv_heads, rows.slots),
                 _of_slots(layer[1], num_kv_heads, rows.slots),
                 rows.start,
-                visible=rows.visible,
+                visible=visible,
                 window=spec.window,
+                depth=depth,
                 softcap=spec.softcap,
+                scale=spec.scale,
                 finite_cache=True,  # `write_rows` keeps values so
             )
             reads.append(read)
@@ -157,6 +165,22 @@ class Pass(NamedTuple):
             return reads[0], layer
         # [G, S, N, D] of each group -> [1, M, N, D], as the query
         return _side_by_side(reads), layer
+
+
+def _seen(rows: Rows, window: int | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns `visible` and `depth` of `decode_attention` for rows of a layer with a window."""
+    if rows.tree is None or window is None:
+        return rows.visible, None
+    visible = rows.tree.visible
+    if window < MAX_VISIBLE:
+        # A node's bits are the path to it: its window are the last of them.
+        shifts = jnp.arange(32, dtype=jnp.uint32)[None, None, None, :]
+        bits = (visible[..., None] >> shifts) & 1  # [G, S, 2, 32]
+        flat = bits.reshape(*visible.shape[:2], MAX_VISIBLE)
+        to_end = lax.cumsum(flat, axis=2, reverse=True)  # [G, S, 64]: 1 at the node itself
+        kept = jnp.where(to_end <= window, flat, 0).reshape(bits.shape)
+        visible = (kept << shifts).sum(axis=3, dtype=jnp.uint32)
+    return visible, rows.tree.depth
 
 
 def _side_by_side(parts: list[jax.Array]) -> jax.Array:
