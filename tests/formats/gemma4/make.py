@@ -177,7 +177,11 @@ def main() -> None:
         (HERE / name).mkdir(exist_ok=True)
         tokenizer = make_tokenizer(HERE / name / "tokenizer.json")
         token_ids = tokenizer.encode(TEXT).ids[:24]
-    edge = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True}
+    edge = {
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "use_double_wide_mlp": True,
+    }
     # The last two layers read the cache of layers 2 and 1.
     found["edge"] = make_target(HERE / "edge", token_ids, 1, "sfssf", **SIZES, **EDGE, **edge)
     wide = {"hidden_size_per_layer_input": 0}
