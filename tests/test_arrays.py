@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import export
 from lower_floor import Range, arrays, check_array, check_tree, described, pytree, sampling
-from upper_floor import PENALTIES
+from upper_floor import NUMBERS
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -286,5 +286,5 @@ def test_the_table_is_what_classes_and_options_have() -> None:
     assert [one.name for one in sampling.SAMPLING_PARAMETERS] == fields
     default = lm.RequestOptions()
     assert default.temperature == 0.0
-    for one in (*sampling.FILTERS, *PENALTIES):
+    for one in NUMBERS[1:]:
         assert getattr(default, one.name) == one.neutral and one.range.holds(one.neutral)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from models.weights import random_weights
-from upper_floor import InputError, load_models, parse
+from upper_floor import cli_prompts, load_models, parse
 
 from jax_specdec import lm
 
@@ -45,5 +45,5 @@ def test_the_embedded_target_has_two_heads() -> None:
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     options = parse(["generate", "x", "--draft", f"eagle3:{tmp_path / 'none'}"], "1")
-    with pytest.raises(InputError, match="none does not exist"):
+    with pytest.raises(cli_prompts.InputError, match="none does not exist"):
         load_models(options, ["x"])

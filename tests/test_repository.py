@@ -55,6 +55,7 @@ LAYERS = (
     {"drafting"},
     {"decoding"},
     {"lm"},
+    {"drafters"},
     {"loading"},
     {"server"},
     {"cli", "__main__"},

@@ -138,6 +138,46 @@ def test_the_kernel_is_the_oracle_on_a_gpu(name: str, dtype: Any) -> None:
     check(ON_GPU[name], dtype, mosaic_gpu.attend, bounds=ON_GPU[name][-1])
 
 
+def slots_are_read_in_place(name: str, attend: Any, **settings: Any) -> None:
+    """A request of a cache of twice as many slots, the others NaN, has the bits of a whole cache.
+
+    Slots come in another order than requests, and the last request has none: it is undefined.
+    """
+    arrays, _, static = made(ON_GPU[name], B16, poisoned=False)
+    batch, num_kv = ON_GPU[name][0], ON_GPU[name][2]
+    slots = np.arange(1, 2 * batch, 2, dtype=np.int32)[::-1]
+    run = functools.partial(attend, static=static._replace(num_kv=num_kv), **settings)
+    places = (slots[:, None] * num_kv + np.arange(num_kv)).ravel()
+    cache = []
+    for own in (arrays.keys, arrays.values):
+        every = np.full((2 * len(own), *own.shape[1:]), np.nan, own.dtype)
+        every[places] = own
+        cache.append(every)
+    slots = np.array([*slots[:-1], 2 * batch], np.int32) if batch > 1 else slots
+    of_slots = arrays._replace(keys=cache[0], values=cache[1], slots=slots)
+    found, wanted = (np.asarray(jax.jit(run)(x)) for x in (of_slots, arrays))
+    read = slice(0, max(1, batch - 1))
+    assert found[read].tobytes() == wanted[read].tobytes()
+
+
+def test_slots_are_read_by_xla() -> None:
+    slots_are_read_in_place("lengths that differ", xla.attend)
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_slots_are_read_by_the_interpreted_kernel() -> None:
+    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "bounds": (0, 2, 3)}
+    slots_are_read_in_place("a tree, split", mosaic_gpu.attend, **settings)
+    slots_are_read_in_place("a chain", mosaic_gpu.attend, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_slots_are_read_by_the_kernel_on_a_gpu(name: str) -> None:
+    slots_are_read_in_place(name, mosaic_gpu.attend, bounds=ON_GPU[name][-1])
+
+
 @pytest.mark.gpu
 def test_the_kernel_gives_a_request_the_same_bits_whoever_is_beside_it() -> None:
     others_change_nothing(functools.partial(sd.decode_attention, implementation="mosaic_gpu"))

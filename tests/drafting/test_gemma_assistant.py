@@ -96,10 +96,11 @@ def one_pass(
     tokens = jnp.concatenate([text[newest][None], drafts])
     rows = []
     for token in tokens[: loops.K]:
-        found = head.apply(params, token[None, None], state, passed.cache, newest[None])
+        at = lm.models.Rows(token[None, None], newest[None])
+        found = head.apply(params, state, at, passed.cache)
         row, state = found.logits[:, 0], found.states
         if found.ids is not None:
-            row = drafting_draw.on_target_ids(row, found.ids[:, 0], VOCAB)
+            row = drafting_draw.ids_of(found.ids[:, 0], VOCAB).on_target(row)
         rows.append(row[0])
     return jnp.stack(rows)
 

@@ -180,9 +180,8 @@ def test_drafts_are_those_of_transformers_at_both_positions(name: str) -> None:
         state = head.first_states(params, passed(name).features[:, length - 1 : length])
         token = expected(name)["token_ids"][length]
         for j, draft in enumerate(wanted["token_ids"][p]):
-            ids = jnp.asarray(token)[None, None]
-            newest = jnp.array([length])
-            found = head.apply(params, ids, state, passed(name).cache, newest, position)
+            rows = lm.models.Rows(jnp.asarray(token)[None, None], jnp.array([length]))
+            found = head.apply(params, state, rows, passed(name).cache, position)
             row = wanted["logits"][p, j]
             columns = np.arange(len(row)) if found.ids is None else np.asarray(found.ids[0, 0])
             assert error(found.logits[0, 0], row[columns]) < TOLERANCE

@@ -121,6 +121,7 @@ def decode_attention(
       [2.0, 2.5]
     """
     sizes: Sizes = {}
+    # Shapes and dtypes, and heads that share keys alike.
     check_array("query", query, f"[B, S, N, D] {LOGITS}", sizes)
     dtype = query.dtype
     check_cache(keys, values, pages, str(dtype), sizes)
@@ -133,19 +134,17 @@ def decode_attention(
         hint = HEADS_LAST if keys.shape[1] and num_heads % keys.shape[1] == 0 else None
     is_empty = 0 in query.shape  # it reads nothing
     require(is_empty or (num_kv and num_heads % num_kv == 0), "keys", must, keys, hint)
+    # The cache has room for the rows, which in a chain lie one after another.
     has_room = is_empty or sizes["T"]
     require(has_room, "pages" if sizes.get("L") == 0 else "keys", "have room for a position", keys)
     must = f"have at most T = {sizes['T']} rows, the positions of the cache"
     require(is_empty or visible is not None or num_rows <= sizes["T"], "query", must, query)
-    num_visible = MAX_VISIBLE
     if visible is not None:
         check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
         must = f"be None for more than {MAX_VISIBLE} rows"
         require(num_rows <= MAX_VISIBLE, "visible", must, visible)
-        num_visible = _num_visible(visible, num_rows)
-        visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
-    if window is not None and check_int("window", window, 1) >= sizes["T"]:
-        window = None  # of all positions
+    if window is not None:
+        window = check_int("window", window, 1)
     if depth is not None:
         check_array("depth", depth, "[B, S] int32", sizes)
         require(visible is not None, "depth", "be None without visible", depth)
@@ -157,26 +156,47 @@ def decode_attention(
     )
     if is_empty:
         return jnp.zeros(query.shape, dtype)
+    # The call, split over devices if its arrays are.
     arrays = AttentionArrays(
         query=jnp.asarray(query),
         keys=jnp.asarray(keys),
         values=jnp.asarray(values),
         start=start,
-        visible=visible,
         pages=None if pages is None else jnp.asarray(pages),
-        depth=None if depth is None or window is None else jnp.asarray(depth),
+        depth=None if depth is None else jnp.asarray(depth),
     )
     static = AttentionStatic(
         scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
         finite_cache=finite_cache,
-        num_visible=num_visible,
         implementation=implementation,
     )
+    return attend(arrays, static, visible)
+
+
+def attend(
+    arrays: AttentionArrays, static: AttentionStatic, visible: jax.Array | np.ndarray | None
+) -> jax.Array:
+    """Returns what `decode_attention` does, of arrays that need no checks.
+
+    Args:
+      arrays: without `visible`.
+      static: without `num_visible`.
+      visible: as for `decode_attention`.
+    """
+    batch_size, num_rows = arrays.query.shape[:2]
+    if visible is not None:
+        static = static._replace(num_visible=_num_visible(visible, num_rows))
+        each = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
+        arrays = arrays._replace(visible=each)
+    room = room_of(arrays.keys, arrays.pages)
+    if static.window is None or static.window >= room:
+        static = static._replace(window=None)  # of all positions
+        arrays = arrays._replace(depth=None)
     mesh = explicit_mesh(arrays)
     if mesh is not None and mesh.size > 1:  # no kernel is split by a partitioner
-        static = static._replace(implementation=implementation or "xla")
+        static = static._replace(implementation=static.implementation or "xla")
     run = functools.partial(_decode_attention, static=static)
     return laid_as(arrays.query, run, arrays)
 
@@ -188,6 +208,7 @@ def _num_visible(visible: jax.Array | np.ndarray, num_rows: int) -> int:
     """
     if not isinstance(visible, np.ndarray):
         return MAX_VISIBLE
+    # The bits that any row has: positions past the S new rows have none?
     low, high = np.bitwise_or.reduce(visible.reshape(-1, 2), axis=0)
     bits = int(low) | int(high) << 32
     return num_rows if bits >> num_rows == 0 else MAX_VISIBLE
@@ -211,11 +232,24 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
             return mosaic_gpu.attend(arrays, static)
         if is_named:
             raise NotImplementedError(f"implementation='mosaic_gpu' {why_not}")
+    if platform == "cpu" and _is_one_row(arrays):
+        # Of one row in 16 bits XLA makes no product, but a sum, for which it converts the cache: 50
+        # times as long for a large one. So each head comes twice. [B, 1, N, D] -> [B, 1, 2 N, D]
+        twice = arrays._replace(query=jnp.repeat(arrays.query, 2, axis=2))
+        return xla.attend(twice, static)[:, :, ::2]
     return xla.attend(arrays, static)
 
 
+def _is_one_row(arrays: AttentionArrays) -> bool:
+    """Whether each product is of one row in 16 bits: one new row, one query head for its keys."""
+    batch_size, num_rows, num_heads, _ = arrays.query.shape
+    heads = arrays.keys.shape[0] if arrays.keys.ndim == 3 else batch_size * arrays.keys.shape[2]
+    is_one = num_rows == 1 and batch_size * num_heads == heads
+    return is_one and arrays.query.dtype.itemsize == 2
+
+
 def _is_small(arrays: AttentionArrays) -> bool:
-    """Whether XLA takes less time, because it launches less; measured on an H100."""
+    """Returns whether XLA takes less time, because it launches less; measured on an H100."""
     if arrays.keys.ndim == 4:
         return False  # XLA moves such a cache first
     batch_size, num_rows = arrays.query.shape[:2]
@@ -227,7 +261,7 @@ def _is_small(arrays: AttentionArrays) -> bool:
 
 
 def _unserved(arrays: AttentionArrays) -> str | None:
-    """Why the kernel does not serve a call, as the end of a sentence; None if it does."""
+    """Returns why the kernel does not serve a call, the end of a sentence; None if it does."""
     query = arrays.query
     head_dim = query.shape[-1]
     room = room_of(arrays.keys, arrays.pages)

@@ -22,6 +22,8 @@ class AttentionArrays(NamedTuple):
       visible: ``[B, S, 2]`` uint32, or None for a chain.
       pages: ``[B, L]`` int32, or None where the layout is not that of pages.
       depth: ``[B, S]`` int32, positions beyond `start` from which windows count back; or None.
+      slots: ``[B]`` int32, the requests of the cache that rows are of; None for all, in their
+        order. Of a cache with heads first alone.
     """
 
     query: jax.Array
@@ -31,6 +33,7 @@ class AttentionArrays(NamedTuple):
     visible: jax.Array | None = None
     pages: jax.Array | None = None
     depth: jax.Array | None = None
+    slots: jax.Array | None = None
 
 
 class AttentionStatic(NamedTuple):
@@ -43,6 +46,7 @@ class AttentionStatic(NamedTuple):
       finite_cache: whether no value of the cache is NaN or infinite.
       num_visible: positions from `start` on that some row may see by `visible`.
       implementation: that was named.
+      num_kv: heads of keys of a request; where there are slots, the shapes do not say it.
     """
 
     scale: float
@@ -51,3 +55,4 @@ class AttentionStatic(NamedTuple):
     finite_cache: bool = False
     num_visible: int = MAX_VISIBLE
     implementation: AttentionImplementation | None = None
+    num_kv: int | None = None

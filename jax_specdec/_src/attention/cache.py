@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.base.arrays import LOGITS, Sizes, as_int32, check_array, require
 from jax_specdec._src.base.types import Integers
@@ -48,6 +49,7 @@ def check_cache(keys: Array, values: Array, pages: Array | None, dtype: str, siz
       ValueError: an array of another shape.
     """
     hint = None
+    # New keys of a call say how many heads there are: then a pool with heads first shows.
     if np.ndim(keys) == 4 and sizes.get("Nkv") == keys.shape[1] != keys.shape[2]:
         hint = HEADS_LAST
     if pages is not None:
@@ -63,7 +65,9 @@ def check_cache(keys: Array, values: Array, pages: Array | None, dtype: str, siz
     else:
         check_array("keys", keys, f"[B*Nkv, D, T] {dtype}", sizes)
         check_array("values", values, f"[B*Nkv, T, D] {keys.dtype}", sizes)
-        heads, batch_size = keys.shape[0], sizes["B"]
+        heads = keys.shape[0]
+        batch_size = sizes["B"]
+        # Heads of all requests lie one after another: Nkv is a share of them.
         is_whole = batch_size > 0 and heads % batch_size == 0
         sizes.setdefault("Nkv", heads // batch_size if is_whole else 0)
 
@@ -90,6 +94,21 @@ def heads_first(keys: jax.Array, values: jax.Array, pages: jax.Array | None) -> 
     keys = keys.transpose(0, 2, 3, 1).reshape(batch_size * num_kv, head_dim, room)
     values = values.transpose(0, 2, 1, 3).reshape(batch_size * num_kv, room, head_dim)
     return keys, values
+
+
+def of_slots(cache: LayerCache, slots: jax.Array, num_kv: int) -> LayerCache:
+    """Returns copies of keys ``[B * Nkv, D, T]`` and values ``[B * Nkv, T, D]`` of B slots.
+
+    Slices, one after another: a CPU gathers number by number.
+    """
+    size = slots.shape[0]
+
+    def copied(all_: jax.Array) -> jax.Array:
+        slices = [lax.dynamic_slice_in_dim(all_, slots[b] * num_kv, num_kv, 0) for b in range(size)]
+        return slices[0] if size == 1 else jnp.concatenate(slices)
+
+    keys, values = cache
+    return copied(keys), copied(values)
 
 
 def write_cache(
@@ -201,6 +220,7 @@ def _write_cache(
     cache: LayerCache, new: LayerCache, start: jax.Array, pages: Array | None
 ) -> LayerCache:
     """Returns the cache with new rows; see `write_cache`."""
+    # [1, S] -> [B, S]: the position of each new row, then its place in memory
     index = jnp.arange(new[0].shape[1], dtype=jnp.int32)[None, :]
     blocks, rows = _places(cache[0], start[:, None] + index, pages)
     return write_rows(cache, *new, rows, blocks)
@@ -215,10 +235,11 @@ def _move_rows(
     # [B, J]: where each entry is, and where it goes. What is not moved goes nowhere.
     source = _places(keys, start[:, None] + path, pages)
     target = _places(keys, jnp.where(path < 0, -1, start[:, None] + index), pages)
+    # [B, J, Nkv, D]
     key, value = _get(cache, *source, num_kv)
     # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
     # for which it copies the whole cache.
-    key, value, keys, values = jax.lax.optimization_barrier((key, value, keys, values))
+    key, value, keys, values = lax.optimization_barrier((key, value, keys, values))
     return _set((keys, values), *target, key, value, mode="drop", is_unique=pages is None)
 
 
@@ -260,6 +281,7 @@ def _places(
     What is not in the cache is past the end: in a request at a row of its own, or in no page.
     """
     room = room_of(keys, pages)
+    # [B, S]
     is_inside = (position >= 0) & (position < room)
     if pages is None:
         index = jnp.arange(position.shape[1], dtype=jnp.int32)[None, :]

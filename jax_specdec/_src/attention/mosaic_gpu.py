@@ -8,7 +8,8 @@ second, small launch.
 
 Keys and values may lie in pages. A tile, or each part of it that is in one page, is a rectangle of
 the pool ``[P * page, Nkv * D]``; a request without a table has one page of T positions. From then
-on all is as for keys ``[B * Nkv, D, T]``, and so are the bits.
+on all is as for keys ``[B * Nkv, D, T]``, and so are the bits. Rows of some slots alone read the
+heads of keys of these, where they lie.
 
 The bits of a row depend on the row, on what it sees and on the shape of the call alone, not on
 `start`: where splits begin and which positions share a tile is fixed, every tile is masked by the
@@ -68,7 +69,7 @@ class Shape(NamedTuple):
     static: AttentionStatic
     has_words: bool  # whether `visible` is given
     page: int | None  # positions of a page, or T; None where keys are [B * Nkv, D, T]
-    num_pages: int  # of the pool
+    num_pages: int  # of the pool, or slots of the cache
 
     @property
     def row_blocks(self) -> int:
@@ -115,9 +116,17 @@ def attend(
     batch_size, num_new, num_heads, head_dim = arrays.query.shape
     keys = arrays.keys
     values = arrays.values
+    # T, and Nkv heads of keys for each request; a pool is read as a matrix.
     room = room_of(keys, arrays.pages)
     table = () if arrays.pages is None else (arrays.pages,)
-    if keys.ndim == 3:
+    num_pages = keys.shape[0]
+    if arrays.slots is not None:
+        assert static.num_kv is not None
+        heads = batch_size * static.num_kv
+        page = None
+        num_pages //= static.num_kv
+        table = (arrays.slots[:, None],)  # a slot is a page of T positions
+    elif keys.ndim == 3:
         heads = keys.shape[0]
         page = None
     else:
@@ -145,7 +154,7 @@ def attend(
         static=static,
         has_words=arrays.visible is not None,
         page=page,
-        num_pages=arrays.keys.shape[0],
+        num_pages=num_pages,
     )
     # [B, S, Nkv, group, D] -> [B * Nkv, rows, D] -> [B * Nkv * padded, D], and at least 64 rows.
     query = arrays.query.reshape(batch_size, num_new, num_kv, group, head_dim).swapaxes(1, 2)
@@ -160,13 +169,17 @@ def attend(
         )
     # Each split has its own maximum: its product and its total are scaled to the largest of all.
     if shape.splits > 1:
-        largest, total = largest[:, :, :padded], total[:, :, :padded]
+        # [B * Nkv, splits, padded]
+        largest = largest[:, :, :padded]
+        total = total[:, :, :padded]
+        # [B * Nkv, splits, padded]: what each split counts
         weight = jnp.exp2(largest - largest.max(axis=1, keepdims=True))
         total = jnp.sum(weight * total, axis=1)  # [B * Nkv, padded]
         # A split of which a row sees nothing may have written no product.
         found = jnp.where(largest[..., None] == _LEAST, 0, found * weight[..., None])
         found = jnp.sum(found, axis=1) / total[..., None]
         found = found.astype(keys.dtype)[:, None]
+    # [B * Nkv, 1, padded, D] -> [B, Nkv, S, group, D] -> [B, S, N, D]
     found = found[:, 0, :rows].reshape(batch_size, num_kv, num_new, group, head_dim)
     return found.swapaxes(1, 2).reshape(batch_size, num_new, num_heads, head_dim)
 
@@ -182,11 +195,13 @@ def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
       num_tiles: of T.
       blocks: how many there are for each split.
     """
+    # Splits that fill the GPU; one, if the rows of all heads do.
     wanted = BLOCKS // blocks
     if wanted < 2:
         return 0, num_tiles
     least = LEAST_TILES if wanted > 3 else 2 * LEAST_TILES
     most = max(least, -(-num_tiles // wanted))
+    # Each split is 8 / n of what lies before it, within its limits.
     bounds = [0]
     while bounds[-1] < num_tiles:
         size = min(max(least, 8 * bounds[-1] // wanted), most)
@@ -238,6 +253,7 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
         _multiply(shape, Block.of(shape, operands), operands, scratch, bool(interpret))
 
     run.__name__ = "decode_attention"
+    # Outputs: products [heads, splits, padded, D]; two numbers of each row and split.
     number = jax.ShapeDtypeStruct((heads, shape.splits, shape.row_blocks * ROWS), jnp.float32)
     out = (heads, shape.splits, shape.padded, shape.head_dim)
     return plgpu.kernel(
@@ -260,11 +276,12 @@ class Operands(NamedTuple):
     largest: Any  # [B * Nkv, splits, row_blocks * 64] float32, the largest score of each row
     total: Any  # likewise, the sum of its weights relative to that
     query: Any  # [B * Nkv * padded, D], and 64 rows at least
-    keys: Any  # [B * Nkv, D, T]; of pages [P * page, Nkv * D]
-    values: Any  # [B * Nkv, T, D]; of pages [P * page, Nkv * D]
+    keys: Any  # [B * Nkv, D, T], of slots more heads; of pages [P * page, Nkv * D]
+    values: Any  # [B * Nkv, T, D], of slots more heads; of pages [P * page, Nkv * D]
     start: Any  # [B] int32
     words: Any  # [B, 2, row_blocks * 64] int32, bits of what each row sees from start on
-    pages: Any = None  # [B, L] int32; None where each request has a page of T positions, or none
+    # [B, L] int32, or [B, 1] of slots; None where each request has a page of T positions, or none.
+    pages: Any = None
 
 
 class Scratch(NamedTuple):
@@ -286,7 +303,8 @@ class Scratch(NamedTuple):
 class Block(NamedTuple):
     """Work of a block, ``[]`` int32 each."""
 
-    head: jax.Array  # of keys, of all requests
+    head: jax.Array  # of keys, of the requests that have rows
+    source: jax.Array  # of the cache, if it has heads first: where the head's keys are
     split: jax.Array  # of the positions
     row: jax.Array  # first row
     start: jax.Array  # tokens before the new rows
@@ -301,11 +319,17 @@ class Block(NamedTuple):
     @classmethod
     def of(cls, shape: Shape, operands: Operands) -> Block:
         """Returns the work of this block."""
+        # The block's head of keys, split of the positions and rows.
         head = lax.axis_index("head")
+        request = lax.div(head, jnp.int32(shape.num_kv))
+        source = head
+        if shape.page is None and operands.pages is not None:
+            slot = jnp.clip(operands.pages[request, 0], 0, shape.num_pages - 1)
+            source = slot * shape.num_kv + lax.rem(head, jnp.int32(shape.num_kv))
         # The last splits are the longest, and begin first.
         split = (shape.splits - 1) - lax.axis_index("split")
         row = lax.axis_index("row_block") * ROWS
-        start = operands.start[lax.div(head, jnp.int32(shape.num_kv))]
+        start = operands.start[request]
         # New rows of the first and of the last row of this block.
         first_new = lax.div(row, jnp.int32(shape.group))
         last_new = jnp.minimum(lax.div(row + (ROWS - 1), jnp.int32(shape.group)), shape.num_new - 1)
@@ -319,6 +343,7 @@ class Block(NamedTuple):
         most = shape.static.num_visible if shape.has_words else last_new + 1
         end = jnp.clip(start + most, 0, shape.room)
         end_tile = lax.div(end + (TILE - 1), jnp.int32(TILE))
+        # The tiles of this split, by its place among the bounds.
         tile = jnp.int32(0)
         bound = jnp.int32(shape.bounds[1])
         for i in range(1, shape.splits):
@@ -337,6 +362,7 @@ class Block(NamedTuple):
         end_whole = jnp.clip(end_whole, first_whole, num_tiles)
         return cls(
             head=head,
+            source=source,
             split=split,
             row=row,
             start=start,
@@ -356,6 +382,7 @@ def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) 
     """
     if shape.page is None:
         return ()
+    # The request, and how tiles and pages divide into parts.
     request = lax.div(block.head, jnp.int32(shape.num_kv))
     parts = TILE // shape.part  # of a tile
     of_page = jnp.int32(shape.page // shape.part)  # parts of a page
@@ -363,10 +390,12 @@ def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) 
     first = jnp.minimum(block.tile + i, shape.room // TILE - 1) * parts
     places = []
     for part in [first + j for j in range(parts)]:
+        # Each part's page, then its first row in the pool.
         page = request
         if operands.pages is not None:
             page = jnp.clip(operands.pages[request, lax.div(part, of_page)], 0, shape.num_pages - 1)
         places.append((page * of_page + lax.rem(part, of_page)) * shape.part)
+    # After the last part that is seen, and before the first, the nearest one that is.
     for j in range(1, parts):
         places[j] = jnp.where((first + j) * shape.part < block.end, places[j], places[j - 1])
     for j in reversed(range(parts - 1)):
@@ -396,6 +425,7 @@ def _copy(
       places: of tile i, from `_places`.
       is_keys: else values.
     """
+    # The slot of shared memory that is this tile's, and its barrier.
     slot = lax.rem(jnp.int32(i), jnp.int32(STAGES))
     source = operands.keys if is_keys else operands.values
     target = (scratch.keys if is_keys else scratch.values).at[slot]
@@ -406,8 +436,9 @@ def _copy(
         if shape.page is None:
             positions = pl.ds((block.tile + i) * TILE, TILE)
             index = (slice(None), positions) if is_keys else (positions, slice(None))
-            plgpu.copy_gmem_to_smem(source.at[block.head, *index], target, came)
+            plgpu.copy_gmem_to_smem(source.at[block.source, *index], target, came)
             return
+        # [page part, D]: the head's columns of the pool
         columns = lax.rem(block.head, jnp.int32(shape.num_kv)) * shape.head_dim
         for j, place in enumerate(places):
             rows = source.at[pl.ds(place, shape.part), pl.ds(columns, shape.head_dim)]
@@ -431,6 +462,7 @@ def _multiply(
         copy(i, places[i], is_keys=True)
         copy(i, places[i], is_keys=False)
     if shape.has_words:
+        # [2, 64]: bits of what the block's rows see
         request = lax.div(block.head, jnp.int32(shape.num_kv))
         source = operands.words.at[request, :, pl.ds(block.row, ROWS)]
         plgpu.copy_gmem_to_smem(source, scratch.words, scratch.words_came)
@@ -480,6 +512,7 @@ def _multiply(
         new_largest = jnp.maximum(largest, scores.max(axis=1))
         scale = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
+        # [64], then [64, D]: the new tile is added.
         total = total * scale + weights.sum(axis=1)
         found = [part * lax.broadcast_in_dim(scale, part.shape, [0]) for part in found]
         weights = weights.astype(scratch.values.dtype)
@@ -518,6 +551,7 @@ def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, pla
 
     if shape.splits > 1:
         own = pl.ds(block.row, ROWS)
+        # Each split's maximum and sum of a row, for XLA to join.
         for source, out in ((scratch.largest, operands.largest), (scratch.total, operands.total)):
             plgpu.copy_smem_to_gmem(source, out.at[block.head, block.split, own])
     plgpu.wait_smem_to_gmem(0)
@@ -535,12 +569,14 @@ def _poisoned(
     # 0 times a value is NaN where that is not finite: these sums are [64, TILE] of 0 or NaN.
     parts = [values.at[:, columns] for columns in shape.columns]  # [TILE, D or half of it]
     for part in parts:
+        # [64, D] x [D, TILE]
         zeros = plgpu.layout_cast(jnp.full((ROWS, part.shape[1]), 0, jnp.float32), layout)
         zeros = zeros.astype(part.dtype)
         scores = _add_product(scores, zeros, part.transpose((1, 0)), interpreted)
     # Then the values themselves become 0, whole positions at a time.
     is_bad = []
     for part in parts:
+        # [TILE]: 1 where a number of the position is not finite
         number = _numbers(part)
         is_bad.append(jnp.where(number - number == 0, 0.0, 1.0).max(axis=1))
         if len(parts) > 1:  # or the compiler keeps both in registers, where there is no room
@@ -573,6 +609,7 @@ def _seen(shape: Shape, block: Block, scratch: Scratch, i: jax.Array) -> jax.Arr
         bit = lax.shift_right_logical(jnp.where(new < 32, low, high), new & 31) & 1
         seen = (new < 0) | ((new < shape.static.num_visible) & (bit == 1))
     else:
+        # A chain: up to the row itself.
         seen = new <= row
     if shape.static.window is not None:
         seen = seen & (new > (0 if shape.has_words else row) - shape.static.window)

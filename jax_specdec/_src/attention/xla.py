@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
-from jax_specdec._src.attention.cache import heads_first
+from jax_specdec._src.attention.cache import heads_first, of_slots
 
 
 class _Laid(NamedTuple):
@@ -29,6 +29,7 @@ class _Laid(NamedTuple):
 
     def scores(self, static: AttentionStatic) -> jax.Array:
         """Returns ``[B * Nkv, S * group, T]`` float32, of all positions."""
+        # [rows, D] x [D, T], summed in float32
         products = jnp.matmul(self.query, self.keys, preferred_element_type=jnp.float32)
         scores = products * static.scale
         cap = static.softcap
@@ -36,6 +37,7 @@ class _Laid(NamedTuple):
 
     def read(self, scores: jax.Array, values: jax.Array) -> jax.Array:
         """Returns ``[B * Nkv, S * group, D]``: values weighted by what is seen of scores."""
+        # [.., T] x [T, D]: weights in the dtype of the values, as the kernel has them
         weights = jax.nn.softmax(jnp.where(self.seen, scores, -jnp.inf), axis=-1)
         return jnp.matmul(weights.astype(values.dtype), values)
 
@@ -57,6 +59,7 @@ def _attend(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array:
         poisoned = jnp.where(is_bad[:, None, :], jnp.nan, scores)
         return laid.read(poisoned, jnp.where(is_bad[:, :, None], 0, laid.values))
 
+    # First as if all values were finite: most caches are.
     found = laid.read(scores, laid.values)
     if not static.finite_cache:
         found = lax.cond(jnp.isfinite(found).all(), lambda: found, read_apart)
@@ -76,6 +79,7 @@ def _attend_apart(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array
     A product's derivative multiplies keys, too, by 0 where a position is not seen.
     """
     laid = _laid(arrays, static)
+    # [B * Nkv, T]: positions with a number that is not finite; a row that sees one becomes NaN
     is_bad = ~(jnp.isfinite(laid.keys).all(axis=1) & jnp.isfinite(laid.values).all(axis=2))
     keys = jnp.where(is_bad[:, None, :], 0, laid.keys)
     values = jnp.where(is_bad[:, :, None], 0, laid.values)
@@ -86,6 +90,9 @@ def _attend_apart(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array
 
 def _laid(arrays: AttentionArrays, static: AttentionStatic) -> _Laid:
     keys, values = heads_first(arrays.keys, arrays.values, arrays.pages)
+    if arrays.slots is not None:
+        assert static.num_kv is not None
+        keys, values = of_slots((keys, values), arrays.slots, static.num_kv)
     batch_size, num_rows, num_heads, head_dim = arrays.query.shape
     num_kv = keys.shape[0] // batch_size
     room = keys.shape[2]
@@ -103,6 +110,7 @@ def _of_heads(found: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns ``[B, S, N, D]``, of ``[B * Nkv, S * group, D]``."""
     batch_size, num_rows, num_heads, head_dim = shape
     num_kv = found.shape[0] // batch_size
+    # [B, Nkv, S, group, D] -> [B, S, Nkv, group, D] -> [B, S, N, D]
     split = (batch_size, num_kv, num_rows, num_heads // num_kv, head_dim)
     return found.reshape(split).swapaxes(1, 2).reshape(shape)
 
@@ -111,6 +119,7 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
     """Returns ``[B, S, T]`` bool, which positions each row sees."""
     num_rows = arrays.query.shape[1]
     visible = arrays.visible
+    # [1, 1, T], [1, S, 1] and [B, 1, 1]
     position = jnp.arange(room, dtype=jnp.int32)[None, None, :]
     row = jnp.arange(num_rows, dtype=jnp.int32)[None, :, None]
     start = arrays.start[:, None, None]
@@ -119,12 +128,15 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
     else:
         new = position - start  # [B, 1, T], which bit is for the position
         is_new = (new >= 0) & (new < static.num_visible)
-        low, high = visible[:, :, :1], visible[:, :, 1:]  # [B, S, 1]
+        low = visible[:, :, :1]  # [B, S, 1], as the next
+        high = visible[:, :, 1:]
+        # [B, S, T]: the bit of each position, in the row's first or second word
         word = jnp.where(new < 32, low, high)
         bit = (word >> (new & 31).astype(jnp.uint32)) & 1
         seen = (new < 0) | (is_new & (bit == 1))
     if static.window is None:
         return seen
+    # [B, S or 1, 1]: the position that the window ends at
     newest = start + row if visible is None else start
     if arrays.depth is not None:
         return seen & ((position > newest + arrays.depth[:, :, None] - static.window) | is_new)

@@ -49,7 +49,7 @@ def validate(
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> None:
-    """Raise for any input that `rejection_sample` would answer with a status, or would ignore.
+    """Raises for any input that `rejection_sample` would answer with a status, or would ignore.
 
     Reads every array on the host, also rows of logits, which a call outside of `jax.jit` does not
     check: use it in tests and while you bring up a new serving loop, not on the hot path. Rows of
@@ -131,6 +131,7 @@ def _check_finite(name: str, values: np.ndarray, at: np.ndarray) -> None:
 def _check_distribution(distribution: DraftDistribution, owned: Owned, size: int) -> None:
     """Checks the rows of active requests' drafts."""
     path = "drafts.distribution"
+    # The rows that drafts of active requests point to.
     visited = check_stored(distribution, owned, size)
     # Column j is id j, so that columns from `size` on are padding, unless the ids are listed.
     columns = size if distribution.ids is None else None
@@ -140,6 +141,7 @@ def _check_distribution(distribution: DraftDistribution, owned: Owned, size: int
         check_probs(values, visited)
         return
     if distribution.threshold is not None:
+        # [R]: NaN would leave out nothing, and say nothing
         threshold = np.asarray(distribution.threshold)
         is_number = ~np.isnan(threshold)
         check_entries(f"{path}.threshold[{{}}]", threshold, is_number, "be a number", visited)
@@ -148,7 +150,9 @@ def _check_distribution(distribution: DraftDistribution, owned: Owned, size: int
     if distribution.row_max is not None:
         _check_finite(f"{path}.row_max[{{}}]", np.asarray(distribution.row_max), visited)
     if distribution.log_normalizer is not None:
-        normalizer, most = np.asarray(distribution.log_normalizer), MAX_LOG_NORMALIZER
-        holds, must = abs(normalizer) < most, f"be in (-{most:g}, {most:g})"
+        normalizer = np.asarray(distribution.log_normalizer)
+        most = MAX_LOG_NORMALIZER
+        holds = abs(normalizer) < most
+        must = f"be in (-{most:g}, {most:g})"
         hint = "make it relative to the maximum of the row, and give row_max"
         check_entries(f"{path}.log_normalizer[{{}}]", normalizer, holds, must, visited, hint)

@@ -86,8 +86,11 @@ def check_requests(arrays: CallArrays, positions: np.ndarray | None, static: Sta
     Raises:
       ValueError: as `validate`.
     """
-    drafts, size, k = arrays.drafts, static.size, static.config.num_speculative_tokens
-    cu, ids = np.asarray(drafts.cu_num_draft_tokens), np.asarray(drafts.token_ids)
+    drafts = arrays.drafts
+    size = static.size
+    k = static.config.num_speculative_tokens
+    cu = np.asarray(drafts.cu_num_draft_tokens)
+    ids = np.asarray(drafts.token_ids)
     batch = len(cu) - 1
     # Inactive slots may hold anything.
     is_active = np.ones(batch, bool) if arrays.active is None else np.asarray(arrays.active)
@@ -112,13 +115,15 @@ def check_requests(arrays: CallArrays, positions: np.ndarray | None, static: Sta
     # Drafts: [N], the owner of each, and which of them belong to active requests.
     owner = np.repeat(np.arange(batch), counts)
     drafted = np.flatnonzero(is_active[owner])
-    holds, must = (ids >= -1) & (ids < size), f"be in [0, {size}), or -1 for no proposal"
+    holds = (ids >= -1) & (ids < size)
+    must = f"be in [0, {size}), or -1 for no proposal"
     check_entries("drafts.token_ids[{}]", ids, holds, must, drafted)
     if drafts.parents is not None:
         _check_trees(drafts, owner, drafted[ids[drafted] >= 0])
     if arrays.bonus_token_ids is not None:
         values = np.asarray(arrays.bonus_token_ids)
-        holds, must = (values >= 0) & (values < size), f"be in [0, {size})"
+        holds = (values >= 0) & (values < size)
+        must = f"be in [0, {size})"
         check_entries("bonus_token_ids[{}]", values, holds, must, slots)
     return Owned(slots, owner, drafted)
 
@@ -132,6 +137,7 @@ def _check_trees(drafts: Drafts, owner: np.ndarray, proposed: np.ndarray) -> Non
     must = "be a node before it, from 0 to the number of its request's drafts before it"
     check_entries("drafts.parents[{}]", parents, holds, must, proposed)
     ids = np.asarray(drafts.token_ids)
+    # [3, n]: two drafts of one request that follow one node with one id are one column
     siblings = np.stack([owner[proposed], parents[proposed], ids[proposed]])
     first = np.unique(siblings, axis=1, return_index=True)[1]
     is_first = np.ones(len(ids), bool)
@@ -150,15 +156,19 @@ def check_stored(distribution: DraftDistribution, owned: Owned, size: int) -> np
       ValueError: as `validate`.
     """
     drafted = owned.drafted
+    # Drafts of requests whose rows are stored, and the rows that they point to.
     if distribution.valid is not None:
         drafted = drafted[np.asarray(distribution.valid)[owned.owner[drafted]]]
     rows = np.arange(len(owned.owner)) if distribution.rows is None else distribution.rows
-    rows, count = np.asarray(rows), len(storage_of(distribution))
-    holds, must = (rows >= 0) & (rows < count), f"be in [0, R) = [0, {count})"
+    rows = np.asarray(rows)
+    count = len(storage_of(distribution))
+    holds = (rows >= 0) & (rows < count)
+    must = f"be in [0, R) = [0, {count})"
     check_entries(f"{_PATH}.rows[{{}}]", rows, holds, must, drafted)
     visited = np.unique(rows[drafted])
     if distribution.ids is not None and distribution.ids.ndim == 2:
         ids = np.asarray(distribution.ids)
+        # [R]: whether a list has an id twice, or one out of range
         listed = np.sort(ids, axis=1)
         is_wrong = (listed[:, :-1] == listed[:, 1:]).any(axis=1)
         is_wrong |= (listed[:, 0] < 0) | (listed[:, -1] >= size)
@@ -173,7 +183,8 @@ def check_probs(probs: np.ndarray, visited: np.ndarray) -> None:
     Raises:
       ValueError: one is not.
     """
-    least, total = probs.min(axis=1), probs.sum(axis=1, dtype=np.float64)
+    least = probs.min(axis=1)
+    total = probs.sum(axis=1, dtype=np.float64)
     check_entries(f"{_PATH}.probs[{{}}].min()", least, least >= 0, "be at least 0", visited)
     is_one = abs(total - 1) <= _LARGEST_EXCESS
     check_entries(f"{_PATH}.probs[{{}}].sum()", total, is_one, "be 1", visited)

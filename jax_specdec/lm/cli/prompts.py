@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.cli.options import Decoding
 from jax_specdec.lm.models.fields import shown
 
 _MAX_BYTES = 2**24
@@ -15,7 +15,7 @@ class InputError(Exception):
     """Something is wrong with files or options; the message is one line for the user."""
 
 
-def read_prompts(options: Options) -> list[str]:
+def read_prompts(options: Decoding) -> list[str]:
     """Returns the prompts of a command line in its order: arguments, then files.
 
     Raises:

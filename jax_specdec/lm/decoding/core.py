@@ -25,7 +25,13 @@ from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
 from jax_specdec.lm.decoding.weights import put
-from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal, with_fewer_drafts
+from jax_specdec.lm.drafting.drafter import (
+    DraftContext,
+    Drafter,
+    NoDrafter,
+    Proposal,
+    with_fewer_drafts,
+)
 from jax_specdec.lm.drafting.tree import with_chains
 from jax_specdec.lm.models.protocol import (
     Cache,
@@ -35,7 +41,9 @@ from jax_specdec.lm.models.protocol import (
     Rows,
     Wants,
     apply_groups,
+    put_cache,
     run_in_slots,
+    take_cache,
 )
 
 _Arrays = TypeVar("_Arrays")  # a pytree
@@ -60,6 +68,7 @@ PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
     num_features="[B] int32",
     draft_parents="[B, K] int32",
     num_offered="[B] int32",
+    slots="[R] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
@@ -83,6 +92,8 @@ class DecodeState:
         and `verify`, and None for chains.
       num_offered: ``[B]`` int32, the most drafts that `draft` might have made for each request; 0
         but between `draft` and `verify`.
+      slots: ``[R]`` int32, the requests that `draft` was called for, whose drafts and what belongs
+        to these have R rows. Only between `draft` and `verify`, and None for all B in their order.
 
     Example: see `Engine`.
     """
@@ -98,10 +109,17 @@ class DecodeState:
     num_features: jax.Array | None = None
     draft_rates: DraftRates | None = None
     draft_parents: jax.Array | None = None
+    slots: jax.Array | None = None
+
+    @property
+    def running(self) -> Batch:
+        """The R requests that drafts are made for, or all B."""
+        return take_slots(self.batch, self.slots)
 
     def without_drafts(self, requests: jax.Array) -> DecodeState:
         """Returns the state without the drafts of some requests, ``[B]`` bool, nor their store."""
-        ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
+        drafted = take_slots(requests, self.slots)[:, None]
+        ids = jnp.where(drafted, PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
         store = None if self.store is None else self.store.evict(requests)
         return dataclasses.replace(self, draft_token_ids=ids, store=store)
 
@@ -115,8 +133,25 @@ class DecodeState:
         """Returns the state in which the trees of some requests, ``[B]`` bool, are chains."""
         if self.draft_parents is None:
             return self
+        requests = take_slots(requests, self.slots)
         ids, parents = with_chains(self.draft_token_ids, self.draft_parents, requests)
         return dataclasses.replace(self, draft_token_ids=ids, draft_parents=parents)
+
+
+def take_slots(arrays: _Arrays, slots: jax.Array | None) -> _Arrays:
+    """Returns what arrays ``[B, ...]`` hold of some requests, ``[R]`` int32; None for all."""
+    if slots is None:
+        return arrays
+    found: _Arrays = jax.tree.map(lambda x: x.at[slots].get(mode="clip"), arrays)
+    return found
+
+
+def put_slots(arrays: _Arrays, some: _Arrays, slots: jax.Array | None) -> _Arrays:
+    """Returns arrays ``[B, ...]`` in which `some`, ``[R, ...]``, stand in the place of slots."""
+    if slots is None:
+        return some
+    found: _Arrays = jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), arrays, some)
+    return found
 
 
 class Caches(NamedTuple):
@@ -289,15 +324,23 @@ class Decoder:
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
-        rows = Rows(prompts.token_ids, prompts.start)
         following = None if features is None else next_token_ids
+        serves = self.drafter.serves
 
-        def read(own: Cache) -> tuple[Cache, None]:
-            return self.drafter.prefill(draft_params, rows, own, features, following), None
+        def read(rows: Rows, cache: Cache) -> Cache:
+            return self.drafter.prefill(draft_params, rows, cache, features, following)
 
-        length = state.batch.token_ids.shape[1]
-        axis = self.drafter.serves.batch_axis
-        draft_cache, _ = run_in_slots(self.drafter, axis, state.draft_cache, prompts, length, read)
+        if serves.slots:
+            return dataclasses.replace(state, draft_cache=read(prompts, state.draft_cache))
+        alone = prompts._replace(slots=None)
+        draft_cache, _ = run_in_slots(
+            self.drafter,
+            serves.batch_axis,
+            state.draft_cache,
+            prompts,
+            state.batch.token_ids.shape[1],
+            lambda own: (read(alone, own), None),
+        )
         return dataclasses.replace(state, draft_cache=draft_cache)
 
     def first_features(
@@ -313,37 +356,43 @@ class Decoder:
         params: Params,
         draft_params: Params,
         state: DecodeState,
-        *,
-        num_drafts: int | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """Drafts and verifies: at least one token for every request that is not done."""
-        return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
+        return self.verify(params, self.draft(draft_params, state))
 
     def draft(
-        self, draft_params: Params, state: DecodeState, *, num_drafts: int | None = None
+        self,
+        draft_params: Params,
+        state: DecodeState,
+        *,
+        num_drafts: int | None = None,
+        slots: jax.Array | None = None,
     ) -> DecodeState:
         """Does the first half of `step`; see `Engine.draft`."""
+        state = dataclasses.replace(state, slots=slots)
+        batch = state.running
         wanted = self.num_drafts if num_drafts is None else num_drafts
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
-            return self._with_rows(state, state.draft_token_ids[:, :0])
+            return self._with_rows(state, batch, take_slots(state.draft_token_ids[:, :0], slots))
         # A drafter with a memory reads the newest tokens even where no draft is wanted.
         size = max(wanted, 1)
         config = self.config
         if size < self.num_drafts:
             config = with_fewer_drafts(self.config, size)
-        reads_cache = self.drafter.serves.reads_target_cache
+        features, num_features = take_slots((state.features, state.num_features), slots)
         context = dataclasses.replace(
-            state.batch.context(config),
-            features=state.features,
-            num_features=state.num_features,
-            target_cache=state.target_cache if reads_cache else None,
+            batch.context(config),
+            features=features,
+            num_features=num_features,
             most_unread=self.num_drafts + 1,
         )
-        returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)
-        _check_proposal(self.drafter, returned, state, size)
-        proposal, draft_cache = returned
-        most = self._most_drafts(state.batch)
+        if self.drafter.serves.reads_target_cache:
+            context = dataclasses.replace(
+                context, target_cache=state.target_cache, target_slots=slots
+            )
+        proposal, draft_cache = self._propose(draft_params, context, state)
+        most = self._most_drafts(batch)
         # [B, K]: drafts past a request's own limit become none
         is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < most[:, None]
         ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
@@ -352,14 +401,44 @@ class Decoder:
             draft_cache=draft_cache,
             num_offered=jnp.minimum(most, wanted),
             store=proposal.store,
-            features=None,
-            num_features=None,
         )
+        if slots is None:  # of the other slots there are features still
+            state = dataclasses.replace(state, features=None, num_features=None)
         if proposal.parents is not None and wanted:
             state = dataclasses.replace(state, draft_parents=proposal.parents[:, :wanted])
-        return self._with_rows(state.without_drafts(most == 0), ids)
+        if state.store is not None:
+            evicted = put_slots(jnp.zeros_like(state.batch.done), most == 0, slots)
+            state = dataclasses.replace(state, store=state.store.evict(evicted))
+        return self._with_rows(state, batch, ids)
 
-    def _with_rows(self, state: DecodeState, ids: jax.Array) -> DecodeState:
+    def _propose(
+        self, draft_params: Params, context: DraftContext, state: DecodeState
+    ) -> tuple[Proposal, Cache]:
+        """Returns what the drafter proposes, with the store of all slots, and its whole cache.
+
+        Raises:
+          TypeError, ValueError: the drafter returned something that breaks its contract.
+        """
+        store = state.store
+        cache = state.draft_cache
+        slots = state.slots
+        serves = self.drafter.serves
+        if slots is None:
+            return _proposed(self.drafter, draft_params, context, cache, store)
+        own_store = None if store is None else store.empty(slots.shape[0])
+        if serves.slots:
+            context = dataclasses.replace(context, slots=slots)
+            proposal, cache = _proposed(self.drafter, draft_params, context, cache, own_store)
+        else:
+            like = jax.eval_shape(lambda: self.drafter.init_cache(*context.token_ids.shape))
+            own = take_cache(cache, like, slots, serves.batch_axis)
+            proposal, own = _proposed(self.drafter, draft_params, context, own, own_store)
+            cache = put_cache(cache, own, slots, serves.batch_axis)
+        if store is None or proposal.store is None:
+            return proposal, cache
+        return proposal._replace(store=store.put(proposal.store, slots)), cache
+
+    def _with_rows(self, state: DecodeState, batch: Batch, ids: jax.Array) -> DecodeState:
         """Returns the state with drafts ``[B, n]``; ``[B, K]`` if all passes have as many rows.
 
         A text that is read again has its own next tokens as drafts. The target then says them
@@ -368,7 +447,6 @@ class Decoder:
         if self.exact:
             missing = self.num_drafts - ids.shape[1]
             ids = jnp.pad(ids, ((0, 0), (0, missing)), constant_values=PLACEHOLDER_TOKEN_ID)
-        batch = state.batch
         if batch.known_lengths is not None:
             # [B, K]: the tokens after the newest one, as far as they are known
             place = batch.lengths[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
@@ -403,12 +481,12 @@ class Decoder:
         Raises:
           ValueError: the state holds features that the drafter has not read.
         """
-        if state.features is not None:
+        if state.features is not None and state.slots is None:
             raise ValueError(
                 f"state must come from draft, because {type(self.drafter).__name__} reads the "
                 "features of every target pass, but it holds some that were not read"
             )
-        batch = state.batch
+        batch = state.running
         ids = state.draft_token_ids
         start = batch.lengths - 1
         # [B, K+1]: the newest token, which the target has not run, and the drafts
@@ -419,7 +497,7 @@ class Decoder:
         if self.exact:
             # [B, K+1] -> [B, S]: rows that are not read
             tokens = jnp.pad(tokens, ((0, 0), (0, self.num_rows - num_rows)))
-        groups = [Rows(tokens, start, tree=tree), *prompts]
+        groups = [Rows(tokens, start, state.slots, tree), *prompts]
         length = batch.token_ids.shape[1]
         # Only for a batch of one, or with a draft budget, whose widths depend on the load.
         # Otherwise the last bits of float32 sums would depend on a request's neighbours.
@@ -445,30 +523,37 @@ class Decoder:
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """Checks the drafts by what `score` says, and appends: the second half of `verify`."""
-        repeats = state.batch.repeats
+        slots = state.slots
+        batch = state.running
+        repeats = batch.repeats
         is_forced = repeats if is_forced is None else is_forced | repeats
         drafts = self.proposals(state, is_forced)
         verdict = self.verdict(state, drafts, scored.logits, token_bitmask)
-        batch, record = append(state.batch, verdict.output, verdict.num_proposed, verdict.logprobs)
+        batch, record = append(batch, verdict.output, verdict.num_proposed, verdict.logprobs)
         state = self.learned(state, drafts, verdict.output, record, is_forced)
         state = self.committed(state, scored.features, verdict.output.path, record.num_kept)
-        nothing = jnp.full((batch.done.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
+        done = state.batch.done
+        nothing = jnp.full((done.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
         state = dataclasses.replace(
             state,
-            batch=batch,
+            batch=put_slots(state.batch, batch, slots),
             draft_token_ids=nothing,
             draft_parents=None,
-            num_offered=jnp.zeros_like(state.num_offered),
+            num_offered=jnp.zeros(done.shape, jnp.int32),
+            slots=None,
         )
-        return state, record
+        return state, _of_all_slots(record, slots, done.shape[0])
 
     def proposals(self, state: DecodeState, is_forced: jax.Array) -> Drafts:
         """Returns the drafts of a state, with what each was drawn from; forced ones without."""
         drafts = Drafts.from_dense(state.draft_token_ids, parents=state.draft_parents)
         if state.store is None:
             return drafts
+        slots = state.slots
+        batch = state.running
+        is_forced = put_slots(jnp.zeros_like(state.batch.done), is_forced, slots)
         return state.store.evict(is_forced).attach(
-            drafts, positions=state.batch.lengths, sampling=state.batch.options.sampling
+            drafts, positions=batch.lengths, sampling=batch.options.sampling, slots=slots
         )
 
     def verdict(
@@ -482,7 +567,7 @@ class Decoder:
           logits: ``[B, S, V]``, of each request's newest token and drafts.
           token_bitmask: as for `Engine.verify`.
         """
-        batch = state.batch
+        batch = state.running
         context = batch.context(self.config)
         sharding = self.model.serves.sharding
         # [B, S, V] -> [B S, V]
@@ -534,14 +619,20 @@ class Decoder:
           path: ``[B, P]`` int32, the nodes that were accepted; None for chains.
           num_kept: ``[B]`` int32, tokens that were appended.
         """
+        slots = state.slots
         if path is not None:
             start = state.batch.lengths - 1
-            cache = self.model.commit(state.target_cache, start, path)
+            # [R, P] -> [B, P]: no path of the other slots
+            none = jnp.full((*start.shape, path.shape[1]), -1, jnp.int32)
+            every = put_slots(none, path, slots)
+            cache = self.model.commit(state.target_cache, start, every)
             state = dataclasses.replace(state, target_cache=cache)
         if features is None:
             return state
         kept = _kept_features(features, path, num_kept, self.most_accepted + 1)
-        return dataclasses.replace(state, features=kept, num_features=num_kept)
+        before = state.features, state.num_features
+        values, number = put_slots(before, (kept, num_kept), slots)
+        return dataclasses.replace(state, features=values, num_features=number)
 
     def learned(
         self,
@@ -560,7 +651,7 @@ class Decoder:
           record: of the step.
           is_forced: ``[B]`` bool, requests whose drafts no drafter made: nothing is learned of it.
         """
-        batch = state.batch
+        batch = state.running
         has_own_drafts = (output.num_emitted > 0) & ~is_forced
         is_new = (~batch.repeats).astype(jnp.int32)
         counters = state.counters.update(
@@ -694,15 +785,42 @@ def _with_fewer_tokens(
     return short, jax.tree.map(lambda x: x[:, :most], found)
 
 
-def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_drafts: int) -> None:
-    """Checks what `drafter.propose` returned for the cache and the store of `state`."""
+def _of_all_slots(record: StepRecord, slots: jax.Array | None, num_slots: int) -> StepRecord:
+    """Returns the record of all slots, of that of some: the others have kept nothing."""
+    if slots is None:
+        return record
+    nothing = jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape[1:]), x.dtype), record)
+    found = put_slots(nothing, record, slots)
+    # [S, K+1]
+    offset = jnp.arange(found.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    is_kept = offset < found.num_kept[:, None]
+    return dataclasses.replace(
+        found,
+        token_ids=jnp.where(is_kept, found.token_ids, PLACEHOLDER_TOKEN_ID),
+        logprobs=None if found.logprobs is None else found.logprobs.where(is_kept),
+    )
+
+
+def _proposed(
+    drafter: Drafter,
+    draft_params: Params,
+    context: DraftContext,
+    cache: Cache,
+    store: DraftStore | None,
+) -> tuple[Proposal, Cache]:
+    """Returns what `drafter.propose` returns, checked.
+
+    Raises:
+      TypeError, ValueError: it breaks its contract.
+    """
+    returned: Any = drafter.propose(draft_params, context, cache, store)
     name = f"{type(drafter).__name__}.propose"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     must = "be a Proposal and a cache"
     require(is_pair, f"what {name} returns", must, returned, error=TypeError)
-    proposal, cache = returned
+    proposal, new_cache = returned
     check_type(f"the proposal of {name}", proposal, Proposal)
-    sizes = {"B": state.batch.lengths.shape[0], "K": num_drafts}
+    sizes = {"B": context.lengths.shape[0], "K": context.config.num_speculative_tokens}
     check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
     is_tree = proposal.parents is not None
     must = "be there if and only if it has a tree_depth"
@@ -710,7 +828,7 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
     require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
     if is_tree:
         check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)
-    pairs = ("store", state.store, proposal.store), ("cache", state.draft_cache, cache)
+    pairs = ("store", store, proposal.store), ("cache", cache, new_cache)
     for what, given, new in pairs:
         given, new = (
             jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
@@ -721,6 +839,7 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
                 f"{name} must return the {what} with the layout it was given, {given!r:.300}, but "
                 f"it returned {new!r:.300}"
             )
+    return proposal, new_cache
 
 
 def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.logits.grammar import ForcedDrafts
 from jax_specdec.lm.decoding import programs
+from jax_specdec.lm.decoding.behind import Behind
 from jax_specdec.lm.decoding.bookkeeping import HostState, ServedRequest, StepAhead, StepResult
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
@@ -20,6 +22,20 @@ from jax_specdec.lm.decoding.schedule import ChunkedPrefill, Masked, Prompts, St
 from jax_specdec.lm.decoding.weights import put_like
 
 Requests = Iterable[ServedRequest]
+
+
+@functools.lru_cache(64)
+def _array_of(slots: tuple[int, ...]) -> jax.Array:
+    """Returns slots on the device: a copy takes a call longer than to dispatch a step."""
+    return jax.device_put(np.array(slots, np.int32))
+
+
+def _of_rows(drafts: ForcedDrafts, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns drafts ``[R, K]``, which are forced, and masks ``[R*(K+1), ..]`` of R slots."""
+    size, k = drafts.token_ids.shape
+    # [S*(K+1), ..] -> [S, K+1, ..] -> [R*(K+1), ..]
+    mask = drafts.token_bitmask.reshape(size, k + 1, -1)[rows]
+    return drafts.token_ids[rows], drafts.is_forced[rows], mask.reshape(-1, mask.shape[2])
 
 
 class Device:
@@ -37,7 +53,14 @@ class Device:
     def __init__(self, engine: Engine, host: HostState) -> None:
         self._engine = engine
         self.ahead: list[StepAhead] = []
+        # Where narrow steps are compiled; None: with the first call, as all other programs.
+        self.behind = Behind() if jax.default_backend() == "cpu" else None
         self.drop(host)
+
+    def close(self) -> None:
+        """Ends the thread in which programs are compiled; what needs it starts another."""
+        if self.behind is not None:
+            self.behind.close()
 
     def drop(self, host: HostState) -> None:
         """Drops all; a state of empty slots has the weights of `host`, and goes on counting."""
@@ -81,8 +104,13 @@ class Device:
         state = self._copied(step.prompts.copies, requests)
         packed = programs.pack(self._engine, step.prompts) if step.prompts.group else None
         static = dict(all_neutral=step.all_neutral, num_drafts=num_drafts)
-        args = *self.weights, state, packed
-        state, result = self._call(requests, programs.step, *args, **static)
+        args: tuple[Any, ...] = (*self.weights, state, packed)
+        own = None
+        if step.slots is not None:
+            narrow = *args, _array_of(step.slots)
+            own = self._narrow("step", len(step.slots), *narrow, **static)
+            args = args if own is None else narrow
+        state, result = self._call(requests, own or programs.step, *args, **static)
         self.prefill = step.prompts.rest
         self._add_step(step.running, state, result, num_drafts)
 
@@ -99,6 +127,21 @@ class Device:
             self._state = self._call(requests, programs.copy, self.state(requests), slots)
         return self.state(requests)
 
+    def _narrow(self, name: str, width: int, *args: Any, **static: Any) -> Any:
+        """Returns the program of a step of some slots; None while it is compiled.
+
+        Args:
+          name: of the program.
+          width: how many slots there are.
+          *args: for it.
+          **static: for it.
+        """
+        program: Any = getattr(programs, name)
+        if self.behind is None:
+            return program
+        kind = name, width, *static.values()
+        return self.behind.get(kind, program, self._engine, *args, **static)
+
     def draft(self, step: Masked, num_drafts: int) -> np.ndarray:
         """Drafts for a step; returns the drafts, ``[S, num_drafts]``, and waits for them."""
         requests = step.running.values()
@@ -110,9 +153,39 @@ class Device:
             given = state.features, state.num_features, has_grammar
             state = dataclasses.replace(state, features=None, num_features=None)
             _, draft_params = self.weights
-            self._state = self._call(requests, programs.draft, draft_params, state, *given)
+            args: tuple[Any, ...] = draft_params, state, *given
+            own = None
+            if step.slots is not None:
+                narrow = *args, _array_of(step.slots)
+                own = self._narrow_halves(len(step.slots), narrow)
+                args = args if own is None else narrow
+            self._state = self._call(requests, own or programs.draft, *args)
         with awaiting(requests):
-            return jax.device_get(self.state(requests).draft_token_ids)[:, :num_drafts]
+            state = self.state(requests)
+            ids, rows = jax.device_get((state.draft_token_ids, state.slots))
+        if rows is None:
+            return ids[:, :num_drafts]
+        found = np.full((self._engine.num_slots, num_drafts), PLACEHOLDER_TOKEN_ID, np.int32)
+        found[rows] = ids
+        return found
+
+    def _narrow_halves(self, width: int, args: Any) -> Any:
+        """Returns the first half of a masked step of some slots, if the second is there, too."""
+        if self.behind is None:
+            return None  # two programs more for a host that waits for masks
+        own = self._narrow("draft", width, *args)
+        if own is None:
+            return None
+        k = self._engine.config.num_speculative_tokens
+        num_words = -(-self._engine.model.vocab_size // 32)
+        forced = (
+            np.zeros((width, k), np.int32),
+            np.zeros((width,), bool),
+            np.zeros((width * (k + 1), num_words), np.uint32),
+        )
+        params, _ = self.weights
+        is_there = self._narrow("verify", width, params, own.returned, *forced) is not None
+        return own if is_there else None
 
     def verify(
         self,
@@ -132,13 +205,24 @@ class Device:
         requests = step.running.values()
         state = self.state(requests)
         params, draft_params = self.weights
-        mask = drafts.token_bitmask
+        program: Any = programs.verify
+        args: tuple[Any, ...]
         if drafts.token_ids.shape[1]:
-            forced = drafts.token_ids, drafts.is_forced, mask
-            state, result = self._call(requests, programs.verify, params, state, *forced)
+            rows = None if state.slots is None else jax.device_get(state.slots)
+            forced = drafts.token_ids, drafts.is_forced, drafts.token_bitmask
+            if rows is not None:
+                forced = _of_rows(drafts, rows)
+                program = self._narrow("verify", len(rows), params, state, *forced)
+            args = params, state, *forced
         else:
-            args = params, draft_params, state, mask
-            state, result = self._call(requests, programs.masked_step, *args)
+            program = programs.masked_step
+            args = params, draft_params, state, drafts.token_bitmask
+            if step.slots is not None and self.behind is not None:
+                *_, mask = _of_rows(drafts, np.array(step.slots))
+                narrow = *args[:-1], mask, _array_of(step.slots)
+                own = self._narrow("masked_step", len(step.slots), *narrow)
+                program, args = (program, args) if own is None else (own, narrow)
+        state, result = self._call(requests, program, *args)
         self._add_step(running, state, result, num_drafts)
 
     def _add_step(

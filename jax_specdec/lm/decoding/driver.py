@@ -12,7 +12,13 @@ from typing import Self, Unpack
 import jax
 import numpy as np
 
-from jax_specdec._src.base.arrays import check_choice, check_int, check_type, require
+from jax_specdec._src.base.arrays import (
+    check_choice,
+    check_increasing,
+    check_int,
+    check_type,
+    require,
+)
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.grammar import check_matchers
@@ -73,6 +79,7 @@ class EngineDriver:
       client_of: None, or a function of a request's id that returns whose it is. A free slot then
         goes to the client with the fewest, or of several of these, to the one that waits longest.
       chunk_size: the most tokens of prompts that one call reads while requests run.
+      step_widths: of how many slots a step may be; it has all where none of these is enough.
       draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
 
     Example:
@@ -106,6 +113,7 @@ class EngineDriver:
         prompts_in_steps: bool = False,
         max_retries: int = 5,
         step_costs: StepCosts | None = None,
+        step_widths: Sequence[int] | None = None,
     ) -> None:
         """Makes an idle driver.
 
@@ -130,6 +138,13 @@ class EngineDriver:
           max_retries: the most failed calls in a row after which a request goes on.
           step_costs: of steps with each number of drafts of the engine's `draft_budget`; None to
             measure them in `warm_up`. Until there are some, every step has the largest number.
+          step_widths: of how many slots a step may be, increasing, where fewer than all of the
+            engine are busy: it then costs what its requests cost. A step of another width is
+            another program, so near ties of float32 sums may be decided otherwise; so an exact
+            engine's steps have all slots, whatever is given. None for those that pay on the device,
+            from 8 slots on: 1, 2, 4, 8, 16 on CPUs, 1, 8, 32 on GPUs, up to half of the slots;
+            ``()`` for none. Steps that read prompts have all slots; elsewhere than on CPUs, so have
+            those with grammars.
 
         Raises:
           TypeError: an argument has another type, a model's weights are missing, or the drafter
@@ -137,7 +152,8 @@ class EngineDriver:
           RuntimeError: an array of the weights was deleted.
           ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
             `max_retries` below 0; the engine has no such `chunk_size`; `step_costs` are not those
-            of such an engine; weights have other shapes than the models'.
+            of such an engine; `step_widths` do not increase, or one is not below the number of
+            slots; weights have other shapes than the models'.
         """
         check_type("engine", engine, Engine)
         check_params("params", engine.model, params)
@@ -171,6 +187,14 @@ class EngineDriver:
             and engine.drafter.serves.chunks
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
+        self.step_widths = schedule.default_widths(jax.default_backend(), engine.num_slots)
+        if step_widths is not None:
+            most = engine.num_slots - 1
+            is_empty = isinstance(step_widths, Sequence) and not step_widths
+            widths = () if is_empty else check_increasing("step_widths", step_widths, 1, most)
+            self.step_widths = widths
+        if engine.exact:
+            self.step_widths = ()
         counters, draft_rates = self._new_counts()
         self.draft_choice = DraftChoice.of(
             engine.num_slots, engine.draft_budget, step_costs, draft_rates
@@ -192,8 +216,9 @@ class EngineDriver:
         return on_all_devices((counters, self.engine.new_draft_rates()), self.engine.model)
 
     def close(self) -> None:
-        """Ends the thread of the matchers; another request with a grammar would start another."""
+        """Ends the threads of matchers and programs; what needs one starts another."""
         self._matchers.close()
+        self._device.close()
 
     def __enter__(self) -> Self:
         """Returns itself."""
@@ -236,7 +261,10 @@ class EngineDriver:
     def warm_up(
         self, on_progress: Callable[[int, int], None] | None = None, *, grammars: bool = False
     ) -> None:
-        """Compiles everything now: from here on, serving compiles nothing.
+        """Compiles everything now: from here on, serving compiles nothing that it waits for.
+
+        On CPUs narrow steps (`step_widths`) are compiled in a thread, each when it is first of use;
+        until then steps have all slots. On GPUs they are compiled here, as XLA times products.
 
         With JAX's persistent compilation cache, a later start reads the programs from disk.
 
@@ -283,8 +311,12 @@ class EngineDriver:
             if self._device.ahead:
                 self._read_step()
 
+        is_behind = self._device.behind is not None
         actions = schedule.rehearsal(
-            self.engine, prompts_in_steps=self.prompts_in_steps, grammars=grammars
+            self.engine,
+            prompts_in_steps=self.prompts_in_steps,
+            grammars=grammars,
+            step_widths=() if is_behind else self.step_widths,
         )
         calls: list[Callable[[], object]]
         calls = [self._check_rows] if self.engine.exact else []
@@ -552,6 +584,7 @@ class EngineDriver:
             max_prefills=self.max_prefills,
             chunk_size=self.chunk_size,
             prompts_in_steps=self.prompts_in_steps,
+            step_widths=self.step_widths,
         )
         return schedule.plan(self.engine, settings, self._traffic, after)
 

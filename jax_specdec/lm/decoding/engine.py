@@ -22,8 +22,8 @@ from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text
-from jax_specdec.lm.decoding.options import RequestOptions
-from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
+from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
+from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.protocol import (
     CausalModel,
@@ -554,6 +554,7 @@ class Engine:
         *,
         num_drafts: int | None = None,
         all_neutral: bool = False,
+        slots: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """Drafts and verifies: at least one token for every occupied slot.
 
@@ -569,6 +570,10 @@ class Engine:
           all_neutral: static; true says that no running request asks for anything that needs
             `request_options`, and leaves out all that serves it. The tokens are the same, near
             ties of float32 sums aside.
+          slots: ``[R]`` int32 in [0, S), all different, the slots that take part; a request in
+            another waits. Such a step costs what one of an engine of R slots does: it is another
+            program, so near ties of float32 sums may be decided otherwise. Not one that
+            `requests` go into. None for all.
 
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
@@ -580,7 +585,7 @@ class Engine:
         options = state.batch.options
         if all_neutral:
             state = _with_options(state, options.neutral)
-        state = self.draft(draft_params, state, num_drafts=num_drafts)
+        state = self.draft(draft_params, state, num_drafts=num_drafts, slots=slots)
         check_params("params", self.model, params)
         self._check_target_cache(state)
         prompts = []
@@ -596,7 +601,12 @@ class Engine:
         return state, record
 
     def draft(
-        self, draft_params: Params, state: DecodeState, *, num_drafts: int | None = None
+        self,
+        draft_params: Params,
+        state: DecodeState,
+        *,
+        num_drafts: int | None = None,
+        slots: jax.Array | None = None,
     ) -> DecodeState:
         """Drafts K tokens for every occupied slot: the first half of `step`.
 
@@ -610,6 +620,7 @@ class Engine:
             `verify` then has as many rows, and one more. It must be chosen before the drafts are
             drawn. With 0, a drafter that has a cache drafts one token all the same, which is
             dropped: it reads the tokens that were emitted since.
+          slots: as for `step`; `verify` then verifies these.
 
         Raises:
           TypeError, ValueError: the drafter returned something that breaks its contract,
@@ -619,7 +630,7 @@ class Engine:
             check_int("num_drafts", num_drafts, 0, self.config.num_speculative_tokens)
         check_params("draft_params", self.drafter, draft_params)
         self._check_draft_cache(state)
-        return self.decoder.draft(draft_params, state, num_drafts=num_drafts)
+        return self.decoder.draft(draft_params, state, num_drafts=num_drafts, slots=slots)
 
     def verify(
         self,
@@ -637,7 +648,8 @@ class Engine:
           params: the target's weights.
           state: with drafts, from `draft`.
           token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
-            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`.
+            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`, and B the
+            slots that it got.
           is_forced: ``[B]`` bool, requests with drafts in ``state.draft_token_ids`` that are not
             from `draft`, as from `forced_drafts`. All their drafts are verified one-hot. This must
             not depend on what was drafted for a sampled request. None for no request.

@@ -178,14 +178,20 @@ def step(
     draft_params: Params,
     state: DecodeState,
     packed: PackedRequests | None = None,
+    slots: jax.Array | None = None,
     *,
     all_neutral: bool = False,
     num_drafts: int | None = None,
 ) -> tuple[DecodeState, StepResult]:
     """Makes a step, which may read prompts too; returns also what the host reads of it."""
-    requests = None if packed is None else packed.requests
     state, record = engine.step(
-        params, draft_params, state, requests, all_neutral=all_neutral, num_drafts=num_drafts
+        params,
+        draft_params,
+        state,
+        None if packed is None else packed.requests,
+        num_drafts=num_drafts,
+        all_neutral=all_neutral,
+        slots=slots,
     )
     return _with_result(state, record)
 
@@ -198,13 +204,14 @@ def draft(
     features: jax.Array | None,
     num_features: jax.Array | None,
     has_grammar: jax.Array,
+    slots: jax.Array | None = None,
 ) -> DecodeState:
     """Makes the first half of a step. Features end here, so they cannot be donated with the state.
 
     Requests with a grammar, ``[S]`` bool, get chains of drafts, which the host can follow.
     """
     state = dataclasses.replace(state, features=features, num_features=num_features)
-    return engine.draft(draft_params, state).with_chains(has_grammar)
+    return engine.draft(draft_params, state, slots=slots).with_chains(has_grammar)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -214,9 +221,10 @@ def masked_step(
     draft_params: Params,
     state: DecodeState,
     token_bitmask: jax.Array,
+    slots: jax.Array | None = None,
 ) -> tuple[DecodeState, StepResult]:
     """Makes a step without drafts whose rows are masked; returns also what the host reads."""
-    state = engine.draft(draft_params, state, num_drafts=0)
+    state = engine.draft(draft_params, state, num_drafts=0, slots=slots)
     return _with_result(*engine.verify(params, state, token_bitmask))
 
 

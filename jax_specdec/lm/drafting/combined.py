@@ -177,7 +177,10 @@ class FirstOf(Drafter):
     def serves(self) -> DrafterServes:
         """Declares what the head does, which always drafts, and the history of the lookup."""
         has_history = self.lookup.serves.has_history
-        return dataclasses.replace(self.head.serves, may_abstain=False, has_history=has_history)
+        # Not slots: the cache holds what was learned of each request, too.
+        return dataclasses.replace(
+            self.head.serves, may_abstain=False, has_history=has_history, slots=False
+        )
 
     def add(self, params: Params, token_ids: Integers) -> Params:
         """Returns the params with one more text in the history; see `SuffixDrafter.add`."""

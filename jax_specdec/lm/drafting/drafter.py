@@ -29,6 +29,8 @@ from jax_specdec.lm.models.protocol import Cache, Params, Rows
     active="[B] bool",
     features="[B, S, A*H]",
     num_features="[B] int32",
+    slots="[B] int32",
+    target_slots="[B] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
@@ -58,9 +60,13 @@ class DraftContext:
       target_cache: the target's cache, to be read and not returned; None unless the drafter's
         `reads_target_cache` asks for it. It holds the tokens before the newest one; what lies at
         later positions, such as of rejected drafts, is undefined.
+      target_slots: ``[B]`` int32, the requests of `target_cache` that these are; None for all, in
+        their order.
       most_unread: static, the most tokens that a sequence may have got since the last call; None
         for K + 1. They need not be what the drafter proposed: a lookup beside it or a grammar may
         have drafted them.
+      slots: ``[B]`` int32, the requests of the drafter's cache that these are, as `Rows` has them;
+        None for all, in their order. Only for a drafter that `serves` slots.
 
     Example: see `NGramDrafter`.
     """
@@ -76,7 +82,9 @@ class DraftContext:
     features: jax.Array | None = None
     num_features: jax.Array | None = None
     target_cache: Cache | None = None
+    target_slots: jax.Array | None = None
     most_unread: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    slots: jax.Array | None = None
 
     @property
     def num_unread(self) -> int:
@@ -197,6 +205,9 @@ class DrafterServes:
         belongs to a position: the token there, those before and the next one decide what it is, and
         `prefill` forgets all else. "none": a request needs an empty cache. Nobody asks a drafter
         without one.
+      slots: its `propose` and `prefill` find some requests of a larger cache by the `slots` of the
+        context and of the rows, in place; its cache then holds positions and nothing else. To
+        others the loops give the caches of these requests alone, which are copied twice.
 
     Raises:
       TypeError: `feature_layers` is no tuple of ints, or a number no int.
@@ -216,6 +227,7 @@ class DrafterServes:
     chunks: bool = True
     batch_axis: int = 0
     kept_rows: Literal["none", "prompts", "texts"] = "none"
+    slots: bool = False
 
     def __post_init__(self) -> None:
         layers = self.feature_layers
@@ -224,7 +236,7 @@ class DrafterServes:
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
         check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
-        for name in ("reads_target_cache", "may_abstain", "has_history", "chunks"):
+        for name in ("reads_target_cache", "may_abstain", "has_history", "chunks", "slots"):
             check_type(f"serves.{name}", getattr(self, name), bool)
 
 
@@ -308,7 +320,8 @@ class Drafter(abc.ABC):
 
         Args:
           params: the drafter's weights.
-          rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins.
+          rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins; for
+            some of them, if the drafter serves `slots`.
           cache: from `init_cache`, or from the call for the chunk before.
           features: ``[B, P, A*H]`` of these tokens, at the layers that `DrafterServes` names; None
             if it names none. Each token that the target has run comes once, here or in the context

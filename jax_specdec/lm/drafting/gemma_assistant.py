@@ -12,10 +12,10 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, DrafterServes, Proposal
-from jax_specdec.lm.drafting.draw import DraftRow, draft_chain
+from jax_specdec.lm.drafting.draw import Row, draft_chain, ids_of
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.models.gemma_assistant import GemmaAssistantHead
-from jax_specdec.lm.models.protocol import Cache, Params, is_loaded_model
+from jax_specdec.lm.models.protocol import Cache, Params, Rows, is_loaded_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,16 +83,15 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
         last = jnp.take_along_axis(features, row[:, None, None], axis=1)
         state = self.head.first_states(params, last)
 
-        def forward(
-            state: jax.Array, token: jax.Array, offset: jax.Array
-        ) -> tuple[DraftRow, jax.Array]:
-            found = self.head.apply(params, token[:, None], state, context.target_cache, newest)
+        def forward(state: jax.Array, token: jax.Array, offset: jax.Array) -> tuple[Row, jax.Array]:
+            rows = Rows(token[:, None], newest, context.target_slots)
+            found = self.head.apply(params, state, rows, context.target_cache)
+            # [B, 1, C] -> [B, C]: of an ordered head, known with the row
             ids = None if found.ids is None else found.ids[:, 0]
-            return DraftRow(found.logits[:, 0], ids), found.states
+            return Row(found.logits[:, 0], ids_of(ids, self.head.vocab_size)), found.states
 
         first, state = forward(state, token, jnp.int32(0))
-        size = self.head.vocab_size
-        proposal, _ = draft_chain(first, state, forward, context, store, vocab_size=size)
+        proposal, _ = draft_chain(first, state, forward, context, store)
         # A prompt of one token has no row before its newest, and so no drafts.
         is_read = (num_features > 0)[:, None]
         drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)

@@ -31,7 +31,10 @@ class HeadDrafter(Drafter, Generic[Head]):
     def serves(self) -> DrafterServes:
         """Declares the features that the head reads, and trees if there are."""
         return DrafterServes(
-            feature_layers=self.head.feature_layers, tree_depth=self.tree_depth, kept_rows="texts"
+            feature_layers=self.head.feature_layers,
+            tree_depth=self.tree_depth,
+            slots=True,
+            kept_rows="texts",
         )
 
     def check_params(self, name: str, params: Params) -> None:

@@ -248,7 +248,12 @@ class BlockHead(DraftHead):
         return pairs
 
     def write_context(
-        self, params: Weights, features: jax.Array, start: jax.Array, cache: Cache
+        self,
+        params: Weights,
+        features: jax.Array,
+        start: jax.Array,
+        cache: Cache,
+        slots: jax.Array | None = None,
     ) -> Cache:
         """Returns the cache after S consecutive positions of each request were written.
 
@@ -257,6 +262,7 @@ class BlockHead(DraftHead):
           features: as for `context`; row s of request b is at position start[b] + s.
           start: ``[B]`` int32.
           cache: from `init_cache` or a previous call.
+          slots: ``[B]`` int32, the requests of the cache, as `Rows` has them; None for all.
 
         Raises:
           ValueError: as for `context`, or the cache has fewer positions.
@@ -267,8 +273,9 @@ class BlockHead(DraftHead):
         # [B, S]
         positions = start[:, None] + jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
         pairs = self.context(params, features, positions)
+        requests = None if slots is None else slots[:, None]  # [B, 1]
         return [
-            write_rows(layer, key, value, positions)
+            write_rows(layer, key, value, positions, requests)
             for layer, (key, value) in zip(cache, pairs, strict=True)
         ]
 
@@ -367,10 +374,10 @@ class BlockHead(DraftHead):
         # W2 W1[x]: [...] -> [..., r] -> [..., Vd], or [..., C]
         before = embed_tokens(params["markov_w1"], token_ids)
         after = params["markov_w2"]
-        if isinstance(after, Int8Weight):
-            bias = matmul(before, after) if columns is None else after.columns(before, columns)
-        elif columns is None:
-            bias = jnp.einsum("vr,...r->...v", after, before)
+        if columns is None:
+            bias = matmul(before, after, outputs_first=True)
+        elif isinstance(after, Int8Weight):
+            bias = after.columns(before, columns)
         else:
             bias = jnp.einsum("...cr,...r->...c", after[columns], before)
         return bias if self.config.logit_scale == 1 else bias * self.config.logit_scale

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.attention.api import decode_attention
+from jax_specdec._src.attention.api import attend
+from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
 from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import Sizes, check_array, require
 from jax_specdec._src.base.tree import MAX_VISIBLE
@@ -149,24 +150,19 @@ class Pass(NamedTuple):
         """
         if key is not None and value is not None:
             layer = write_rows(layer, key, value, self.places, self.requests)
-        num_kv_heads = spec.num_key_value_heads
         reads = []
+        static = AttentionStatic(
+            scale=query.shape[-1] ** -0.5 if spec.scale is None else spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            finite_cache=True,  # `write_rows` keeps values so
+            num_kv=spec.num_key_value_heads,
+        )
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
             visible, depth = _seen(rows, spec.window) if block is None else (block, None)
-            read = decode_attention(
-                own,
-                _of_slots(layer[0], num_kv_heads, rows.slots),
-                _of_slots(layer[1], num_kv_heads, rows.slots),
-                rows.start,
-                visible=visible,
-                window=spec.window,
-                depth=depth,
-                softcap=spec.softcap,
-                scale=spec.scale,
-                finite_cache=True,  # `write_rows` keeps values so
-            )
-            reads.append(read)
+            arrays = AttentionArrays(own, *layer, rows.start, depth=depth, slots=rows.slots)
+            reads.append(attend(arrays, static, visible))
         if len(reads) == 1:
             return reads[0], layer
         # [G, S, N, D] of each group -> [1, M, N, D], as the query
@@ -194,16 +190,6 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
     # [G, S, ...] -> [1, G S, ...]
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in parts]
     return jnp.concatenate(rows, axis=1)
-
-
-def _of_slots(cache: jax.Array, num_kv_heads: int, slots: jax.Array | None) -> jax.Array:
-    """Returns keys ``[G N_kv, D, T]`` or values ``[G N_kv, T, D]`` of some requests; None: all."""
-    if slots is None:
-        return cache
-    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
-    each = cache.reshape(-1, num_kv_heads, *cache.shape[1:])
-    # [B, N_kv, ..] -> [G, N_kv, ..] -> [G N_kv, ..]
-    return each.at[slots].get(mode="clip").reshape(-1, *cache.shape[1:])
 
 
 def check_rows(name: str, rows: Rows, cache: Cache) -> None:

@@ -17,6 +17,7 @@ Reference: Google, 2026, Gemma 4 assistants, as `transformers` 5.24 computes the
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +25,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_specdec._src.attention.api import decode_attention
 from jax_specdec._src.base.arrays import check_array, checked_dtype, require
-from jax_specdec.lm.models.config import LayersConfig, LayerSpec, Norm, Shapes, layer_shapes
+from jax_specdec.lm.models.cache import Pass
+from jax_specdec.lm.models.config import LayersConfig, Norm, Shapes, layer_shapes
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     OwnHeads,
@@ -39,7 +40,7 @@ from jax_specdec.lm.models.layers import (
     rms_norm,
     rotations,
 )
-from jax_specdec.lm.models.protocol import Cache, Params
+from jax_specdec.lm.models.protocol import Cache, Params, Rows
 
 POSITION = 0
 """The rotary position of all drafts, counted from that of the newest token. transformers and
@@ -219,10 +220,9 @@ class GemmaAssistantHead:
     def apply(
         self,
         params: Weights,
-        token_ids: jax.Array,
         states: jax.Array,
+        rows: Rows,
         cache: Cache,
-        newest: jax.Array,
         position: int = POSITION,
     ) -> AssistantOutput:
         """Runs S drafts of each request, none of which sees another.
@@ -231,47 +231,33 @@ class GemmaAssistantHead:
 
         Args:
           params: weights of the structure and shapes of `weight_shapes`, in the compute dtype.
-          token_ids: ``[B, S]`` int32, S at most 64: the newest token, or drafts.
           states: ``[B, S, Ht]``, of `first_states`, or of the row that each was drafted from.
+          rows: the newest token, or S drafts, at most 64. `start` is n, the position of each
+            request's newest token, whatever they are: keys of the positions before it are read.
+            Where n is 0 there are none, and rows are undefined.
           cache: the target's; it is only read.
-          newest: ``[B]`` int32, n, the position of each request's newest token. Keys of positions
-            before it are read. Where n is 0 there are none, and rows are undefined.
           position: the rotary position, counted from n.
         """
         c = self.config
-        # [B] -> [B, 1]: of all drafts
-        cos_sin = rotations(c.layers, newest[:, None] + position)
+        # Each row sees what the target's row n - 1 has seen: as that row, the first of a block.
+        own = rows._replace(start=jnp.maximum(rows.start - 1, 0))
+        first_alone = np.tile(np.array([1, 0], np.uint32), (rows.token_ids.shape[1], 1))
+        read = [cache[spec.keys_of] for spec in c.layers if spec.keys_of is not None]
+        step = Pass.of([own], read, c.layers)
+
+        def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+            spec = c.layers[index]
+            return step.attend(spec, query, key, value, read[index], first_alone)[0]
+
         # x = W_pre [E[y], h]: [B, S, Ht] twice -> [B, S, H]
         scale = jnp.asarray(c.target_hidden_size**0.5, self.dtype)
-        embedded = embed_tokens(params["embed_tokens"], token_ids) * scale
+        embedded = embed_tokens(params["embed_tokens"], rows.token_ids) * scale
         x = matmul(jnp.concatenate([embedded, states], axis=2), params["pre_projection"])
-        for spec, layer, turn in zip(c.layers, params["layers"], cos_sin, strict=True):
-            assert spec.keys_of is not None
-            keys, values = cache[spec.keys_of]
-
-            def attend(
-                query: jax.Array,
-                key: OwnHeads,
-                value: OwnHeads,
-                spec: LayerSpec = spec,
-                keys: jax.Array = keys,
-                values: jax.Array = values,
-            ) -> jax.Array:
-                # Each row sees what the target's row n - 1 has seen, the first of the new ones.
-                first_alone = np.tile(np.array([1, 0], np.uint32), (query.shape[1], 1))
-                return decode_attention(
-                    query,
-                    keys,
-                    values,
-                    jnp.maximum(newest - 1, 0),
-                    visible=first_alone if query.shape[1] > 1 else None,
-                    window=spec.window,
-                    softcap=spec.softcap,
-                    scale=spec.scale,
-                    finite_cache=True,
-                )
-
-            x = decoder_layer(spec, layer, x, turn, attend)
+        # [B] -> [B, 1]: of all drafts
+        cos_sin = rotations(c.layers, rows.start[:, None] + position)
+        for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
+            one = functools.partial(attend, index)
+            x = decoder_layer(spec, layer, x, cos_sin[index], one)
         # u = norm(x): [B, S, H]
         output = rms_norm(x, params["norm"], c.norm)
         logits, ids = self._logits(params, output)

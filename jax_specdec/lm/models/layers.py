@@ -204,11 +204,8 @@ def output_logits(
       num_token_ids: logits of ids from this on are -inf; None for none.
       softcap: ``softcap * tanh(x / softcap)`` stands for each logit x; None for x.
     """
-    # [B, S, H] -> [B, S, V]. The product of einsum is faster than x @ E.T.
-    if tied and not isinstance(lm_head, Int8Weight):
-        logits = jnp.einsum("vh,bsh->bsv", lm_head, x)
-    else:
-        logits = matmul(x, lm_head)
+    # [B, S, H] -> [B, S, V]
+    logits = matmul(x, lm_head, outputs_first=tied)
     if softcap is not None:
         logits = softcap * jnp.tanh(logits / softcap)
     if num_token_ids is None:

@@ -1,0 +1,104 @@
+"""Programs that are compiled behind others: an engine goes on by wider ones until they are there.
+
+On a CPU alone. On a GPU, XLA chooses products by timing them on the device: what is compiled while
+others run is chosen badly, and stays so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+Shapes = Any
+"""A pytree of shapes in place of arrays."""
+
+
+class Compiled(NamedTuple):
+    """A program for arrays of given shapes and places.
+
+    Attributes:
+      program: a function that `jax.jit` returned; its first argument is static.
+      compiled: it, for these arrays.
+      returned: shapes of the first thing it returns, or of the only one.
+    """
+
+    program: Callable[..., Any]
+    compiled: Any
+    returned: Shapes
+
+    @classmethod
+    def of(cls, program: Any, first: Any, *shapes: Shapes, **static: Any) -> Compiled:
+        """Returns the program for arrays of these shapes."""
+        lowered = program.lower(first, *shapes, **static)
+        compiled = lowered.compile()
+
+        def placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        returned = jax.tree.map(placed, lowered.out_info, compiled.output_shardings)
+        return cls(program, compiled, returned)
+
+    def __call__(self, first: Any, *args: Any, **static: Any) -> Any:
+        """Returns what the program returns."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            return self.program(first, *args, **static)
+        return self.compiled(*args)
+
+
+class Behind:
+    """Compiles programs in a thread, one after another, each when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Hashable, Future[Compiled]] = {}
+
+    @functools.cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1)
+
+    def get(
+        self, name: Hashable, program: Any, first: Any, *args: Any, **static: Any
+    ) -> Compiled | None:
+        """Returns a program for arrays like those of `args`; None until it is compiled.
+
+        Args:
+          name: of the program for arrays of such shapes.
+          program: a function that `jax.jit` returned.
+          first: its first argument, which is static.
+          *args: its arrays.
+          **static: its other static arguments.
+
+        Raises:
+          Exception: it could not be compiled.
+        """
+        if name not in self._programs:
+            make = functools.partial(Compiled.of, program, first, *shapes_of(args), **static)
+            self._programs[name] = self._thread.submit(make)
+        found = self._programs[name]
+        return found.result() if found.done() else None
+
+    def wait(self) -> None:
+        """Waits for all that was asked for."""
+        for program in self._programs.values():
+            program.result()
+
+    def close(self) -> None:
+        """Ends the thread, after what it compiles now; another call of `get` starts another."""
+        self._programs = {name: one for name, one in self._programs.items() if one.done()}
+        self._thread.shutdown(cancel_futures=True)
+        del self._thread
+
+
+def shapes_of(arrays: Any) -> Shapes:
+    """Returns the shapes, dtypes and places of arrays, which may be deleted later."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        if isinstance(x, np.ndarray):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(shape_of, arrays)
