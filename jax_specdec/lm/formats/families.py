@@ -194,9 +194,7 @@ def gemma4_layers(raw: JsonObject, keys_of: dict[str, int] | None = None) -> lis
         keys_of = {kind: index for index, kind in enumerate(kinds[:num_own])}
         lacks = set(kinds) - keys_of.keys()
         raw.require(not lacks, "num_kv_shared_layers", "which leaves a kind of layers no keys")
-    rotations = {SLIDING: Rotation(), FULL: Rotation(rope_theta=1e6, fraction=0.25)}
-    if raw.nested("rope_parameters"):
-        rotations = {kind: _rotation(raw, kind) for kind in rotations}
+    rotations = {kind: _gemma4_rotation(raw, kind) for kind in (SLIDING, FULL)}
     layers = []
     for index, kind in enumerate(kinds):
         is_own = index < num_own
@@ -220,6 +218,20 @@ def gemma4_layers(raw: JsonObject, keys_of: dict[str, int] | None = None) -> lis
             layer = dataclasses.replace(layer, intermediate_size=size)
         layers.append(layer)
     return layers
+
+
+def _gemma4_rotation(raw: JsonObject, kind: str) -> Rotation:
+    """Returns how queries and keys turn in layers of a kind: the first pairs of full ones."""
+    turns = {"rope_type": "default", "rope_theta": 1e4}
+    part = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    raw = raw.but(rope_parameters=raw.given("rope_parameters", {SLIDING: turns, FULL: part}))
+    rope = raw.nested("rope_parameters").nested(kind)
+    if rope.get("rope_type") != "proportional":
+        return _rotation(raw, kind)
+    rope.require_one_of("factor", 1.0)
+    fraction = rope.given("partial_rotary_factor", 1.0)
+    with errors_name(rope.where):
+        return Rotation(rope_theta=rope.needed("rope_theta"), fraction=fraction)
 
 
 def _gemma4_heads(raw: JsonObject, index: int, kind: str) -> dict[str, JsonValue]:
@@ -296,11 +308,7 @@ def _rotation_of(raw: JsonObject, name: str, kind: str) -> Rotation:
     theta: JsonValue = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     key = "type" if "rope_type" not in rope else "rope_type"
     said = rope.get(key, "default")
-    names = ("default", *SCALINGS, "proportional")
-    rope.require(said in names, key, only(*names))
-    if said == "proportional":
-        rope.require_one_of("factor", 1.0)
-        return Rotation(rope_theta=theta, fraction=rope.given("partial_rotary_factor", 1.0))
+    rope.require(said in ("default", *SCALINGS), key, only("default", *SCALINGS))
     scaling = None
     if said == "default":
         for key, served in _PLAIN_ROPE.items():
