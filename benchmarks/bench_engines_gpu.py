@@ -149,8 +149,8 @@ class Ours(engine_load.Engine):
 
 
 def published(config: lm.models.DecoderConfig, **more: Any) -> dict[str, Any]:
-    """Returns a shape as the `config.json` of a published model has it."""
-    layer = config.layers[0]  # as all are
+    """Returns the shape of a Llama as the `config.json` of a published model has it."""
+    layer = config.layers[0]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

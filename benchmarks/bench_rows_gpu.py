@@ -40,11 +40,10 @@ Run = Callable[[], Any]
 
 def shapes(config: lm.models.DecoderConfig) -> list[tuple[int, int]]:
     """Returns the matrices of a layer, in the order of their use."""
-    layer = config.layers[0]
-    heads, keys, values = layer.head_sizes
-    hidden, inner = config.hidden_size, layer.intermediate_size
-    qkv = heads + keys + values
-    return [(hidden, qkv), (heads, hidden), (hidden, 2 * inner), (inner, hidden)]
+    spec = config.layers[0]
+    heads, keys, values = spec.head_sizes
+    hidden, inner = config.hidden_size, spec.intermediate_size
+    return [(hidden, heads + keys + values), (heads, hidden), (hidden, 2 * inner), (inner, hidden)]
 
 
 def layer(x: Any, matrices: Any, silu: Callable[[Any], Any]) -> Any:
@@ -77,7 +76,8 @@ def torch_products(config: lm.models.DecoderConfig, rows: int) -> Run:
     import torch
 
     make = functools.partial(torch.ones, dtype=torch.bfloat16, device="cuda")
-    matrices = [make(shape) / shape[0] for shape in shapes(config)]
+    # Transposed, as `torch.nn.Linear` has them.
+    matrices = [(make((outputs, inputs)) / inputs).t() for inputs, outputs in shapes(config)]
     x = make((rows, config.hidden_size))
 
     def run() -> Any:

@@ -12,6 +12,7 @@ import bench_gemma4_gpu
 import bench_int8_acceptance
 import bench_int8_gpu
 import bench_prefixes
+import bench_rows_gpu
 import bench_serving_gpu
 import bench_sharded_gpu
 import bench_steps_gpu
@@ -50,6 +51,7 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      [2]),
     (bench_engines_gpu, "--tiny --engines ours --ways eagle3 --batches 2 --arrivals 2 --repeats 1",
      "engines_gpu", "kind", ["batch", "arrivals"]),
+    (bench_rows_gpu, "--tiny --batches 2 --repeats 1", "rows_of_passes_gpu", "rows", [10, 2]),
     (bench_block_gpu, "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8", "block_gpu", "drafter",
      ["DSpark", "DFlash", "EAGLE-3", "model"]),
     (bench_gemma4_gpu, "--tiny --seconds 900 --batches 2 --steps 2 --repeats 2 --prompt 8",

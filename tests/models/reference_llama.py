@@ -59,10 +59,11 @@ def attention(spec: Any, layer: Any, h: np.ndarray) -> np.ndarray:
         for head in range(num_query):
             shared = head // (num_query // num_kv)
             q = rotate(query[position, head], position, theta)
-            keys = [rotate(key[t, shared], t, theta) for t in range(position + 1)]
-            scores = np.array([q @ k for k in keys]) / np.sqrt(width)
+            seen = range(max(0, position + 1 - (spec.window or len(h))), position + 1)
+            keys = [rotate(key[t, shared], t, theta) for t in seen]
+            scores = np.array([q @ k for k in keys]) * (spec.scale or width**-0.5)
             weights = np.exp(scores - scores.max())
-            out[position, head] = weights / weights.sum() @ value[: position + 1, shared]
+            out[position, head] = weights / weights.sum() @ value[seen, shared]
     return out.reshape(len(h), -1) @ layer["o_proj"]
 
 

@@ -18,11 +18,11 @@ from passes import run as run_pass
 import jax_specdec as sd
 from jax_specdec import lm
 
-from .weights import random_ids, random_weights, sizes
+from .weights import mixed, random_ids, random_weights, sizes
 
 pytestmark = pytest.mark.newest
 
-CONFIG = sizes(41, 24, 40, 3, (6, 2, 8), rope_theta=500.0)
+CONFIG = mixed(sizes(41, 24, 40, 3, (6, 2, 8), rope_theta=500.0))
 WHOLE = lm.models.Llama(CONFIG)
 B, T, K = 4, 64, 36  # node 36 has its bit in the second word
 PROMPTS = np.array([5, 1, 9, 3], np.int32)  # tokens before node 0

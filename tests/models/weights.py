@@ -46,6 +46,15 @@ def with_fields(config: Any, **fields: Any) -> Any:
     return dataclasses.replace(config, **{"layers": tuple(layers), **fields})
 
 
+def mixed(config: DecoderConfig) -> DecoderConfig:
+    """A config of three layers that differ in windows, heads of keys, and their width."""
+    first, second, third = config.layers
+    second = dataclasses.replace(second, window=4, num_key_value_heads=3, head_dim=4)
+    return dataclasses.replace(
+        config, layers=(first, second, dataclasses.replace(third, window=9, scale=0.2))
+    )
+
+
 def first_layers(loaded: Any, count: int) -> Any:
     """A loaded Llama cut to its first layers: the same code in programs that compile sooner."""
     config = loaded.model.config

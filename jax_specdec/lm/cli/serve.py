@@ -108,7 +108,9 @@ def make_driver(options: Serve, models: Models) -> lm.EngineDriver:
         # Short chunks let running requests go on sooner; `exact` reads prompts by one program.
         prefill_sizes=(64, 128, 256) if length > 256 and not options.exact else None,
         request_options=True,
-        option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
+        option_sizes=lm.OptionSizes(
+            logit_bias=MAX_BIASES, prediction=length if drafter.serves.predictions else 0
+        ),
         max_stop_tokens=max(8, len(models.text.stop_token_ids)),
         draft_budget=budget,
         logprobs=logprobs,

@@ -336,9 +336,9 @@ class Engine:
 
         Raises:
           ValueError: an id outside the vocabulary, more of something than there is room for, more
-            drafts than K, options that need `request_options` in an engine without them, or a
-            temperature above 0 where the rule is not agreement, and the engine is exact or the
-            drafter has a history.
+            drafts than K, a prediction where the drafter looks in no text, options that need
+            `request_options` in an engine without them, or a temperature above 0 where the rule is
+            not agreement, and the engine is exact or the drafter has a history.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
@@ -347,6 +347,7 @@ class Engine:
             )
         options.check(self.model.vocab_size)
         options.check_drafts(self.config.num_speculative_tokens)
+        inputs.check_prediction(self.drafter, options.prediction)
         self.option_sizes.check(options)
         if self.exact:
             check_free_text(self.config, options)

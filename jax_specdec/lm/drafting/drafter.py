@@ -31,6 +31,8 @@ from jax_specdec.lm.models.protocol import Cache, Params, Rows
     num_features="[B] int32",
     slots="[B] int32",
     target_slots="[B] int32",
+    predictions="[B, A] int32",
+    prompt_lengths="[B] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
@@ -62,6 +64,10 @@ class DraftContext:
         later positions, such as of rejected drafts, is undefined.
       target_slots: ``[B]`` int32, the requests of `target_cache` that these are; None for all, in
         their order.
+      predictions: ``[B, A]`` int32, what each request expects to be generated, then -1; None where
+        nobody expects anything. See `RequestOptions`.
+      prompt_lengths: ``[B]`` int32, where in each sequence the generated tokens begin; None if that
+        is not known.
       most_unread: static, the most tokens that a sequence may have got since the last call; None
         for K + 1. They need not be what the drafter proposed: a lookup beside it or a grammar may
         have drafted them.
@@ -83,6 +89,8 @@ class DraftContext:
     num_features: jax.Array | None = None
     target_cache: Cache | None = None
     target_slots: jax.Array | None = None
+    predictions: jax.Array | None = None
+    prompt_lengths: jax.Array | None = None
     most_unread: int | None = dataclasses.field(default=None, metadata=dict(static=True))
     slots: jax.Array | None = None
 
@@ -196,6 +204,7 @@ class DrafterServes:
       has_history: it reads what other requests generated. An `EngineDriver` calls its `add` when a
         request has ended, and an `Engine` serves only requests whose text does not depend on
         drafts.
+      predictions: it looks in what requests expect to be generated.
       chunks: its `prefill` can read a prompt in parts. Without this it works with engines that read
         prompts whole, because their `prefill_sizes` reach `max_length`.
       batch_axis: the axis of every array of its cache that holds the requests.
@@ -224,6 +233,7 @@ class DrafterServes:
     tree_depth: int = 0
     may_abstain: bool = False
     has_history: bool = False
+    predictions: bool = False
     chunks: bool = True
     batch_axis: int = 0
     kept_rows: Literal["none", "prompts", "texts"] = "none"
@@ -236,7 +246,8 @@ class DrafterServes:
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
         check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
-        for name in ("reads_target_cache", "may_abstain", "has_history", "chunks", "slots"):
+        switches = ("reads_target_cache", "may_abstain", "has_history", "predictions")
+        for name in (*switches, "chunks", "slots"):
             check_type(f"serves.{name}", getattr(self, name), bool)
 
 

@@ -205,6 +205,8 @@ class Llama:
         for index, rows in enumerate(groups):
             check_rows(f"groups[{index}]", rows, cache)
         step = Pass.of(groups, cache, specs)
+        if self.dtype.itemsize == 2:
+            step = step.with_two_rows()
         # [G, S] -> [G, S, H], or [1, M] -> [1, M, H] of several groups
         embedded = embed(params["embed_tokens"], step.token_ids)
         new_cache = list(cache)
