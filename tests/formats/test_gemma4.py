@@ -86,6 +86,27 @@ def test_the_switches_are_read() -> None:
     assert len({*scalars, 1.0}) == 5
 
 
+@pytest.mark.parametrize("name", ["edge", pytest.param("wide", marks=pytest.mark.long)])
+def test_several_devices_give_the_same_logits(name: str) -> None:
+    model, params = load(name)
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    parallel = lm.models.TensorParallelLlama(model, mesh, "tensor")
+    shares = parallel.shard_params(params)
+    parallel.check_params("params", shares)
+    ids = expected(name)["token_ids"][None]
+    run = jax.jit(functools.partial(run_pass, parallel))
+    found = run(shares, ids, jnp.zeros(1, jnp.int32), parallel.init_cache(1, 40))
+    assert error(found.logits[0, :, :NUM_TOKEN_IDS], passed(name).logits[0, :, :NUM_TOKEN_IDS]) < (
+        TOLERANCE
+    )
+    # An assistant reads the cache of one device alone.
+    rows = lm.models.Rows(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    head, own = assistant(name)
+    states = jnp.zeros((1, 1, 24))
+    with pytest.raises(ValueError, match="^the target's cache must have keys .B . Nkv, 16, T. at"):
+        head.apply(own, states, rows, found.cache)
+
+
 def copied(name: str, directory: Path) -> Path:
     return Path(shutil.copytree(HERE / name, directory / name))
 
@@ -190,6 +211,42 @@ def test_drafts_are_those_of_transformers_at_both_positions(name: str) -> None:
             assert len(columns) == (64 if name == "edge" else 320)
             state, token = found.states, draft
     assert (wanted["positions"] - length).tolist() == [0, -1]
+
+
+@functools.cache
+def first_row(dtype: str | None, *, is_int8: bool = False, copies: int = 1) -> np.ndarray:
+    """Logits by id of the first draft after four tokens, with weights as stored or in 8 bits."""
+    weights = "int8" if is_int8 else None
+    target = lm.load_huggingface(HERE / "edge", dtype, weights=weights)
+    head, params = lm.load_gemma_assistant(HERE / "edge_assistant", target)
+    params = lm.models.quantize(params) if is_int8 else params
+    head.check_params("params", params)
+    ids = np.tile(expected("edge")["token_ids"][:4], (copies, 1))
+
+    @jax.jit
+    def run(target_params: Any, params: Any) -> Any:
+        zeros = jnp.zeros(copies, jnp.int32)
+        cache = target.model.init_cache(copies, 64)
+        found = run_pass(target.model, target_params, ids, zeros, cache, (5,))
+        rows = lm.models.Rows(jnp.asarray(ids[:, 3:]), zeros + 3)
+        states = head.first_states(params, found.features[:, 2:3])
+        return head.apply(params, states, rows, found.cache)
+
+    output = run(target.params, params)
+    assert output.logits.shape == (copies, 1, 64) and output.states.dtype == target.model.dtype
+    by_id = np.full(320, np.nan)
+    by_id[np.asarray(output.ids[0, 0])] = np.asarray(output.logits[0, 0], np.float32)
+    return by_id
+
+
+@pytest.mark.parametrize("case", [dict(), dict(is_int8=True, copies=2)])
+def test_rows_in_fewer_bits_are_close(case: dict[str, Any]) -> None:
+    """A row alone, which products take twice; matrices in 8 bits in both models."""
+    whole = first_row("float32")
+    found = first_row(None, **case)
+    both = np.isfinite(whole) & np.isfinite(found)  # groups at the end may be others
+    assert both.sum() > 40
+    assert error(found[both], whole[both]) < 0.15
 
 
 def test_the_targets_own_arrays_are_shared() -> None:

@@ -95,13 +95,13 @@ def load_gemma_assistant(
         check_tensors(tensors, tensor_shapes(names, parts(shapes)), (_ORDER,))
         params, *layers = read_arrays(tensors, names, head.dtype)
         if c.num_centroids is not None:
-            ids = _read_groups(tensors, c.vocab_size).reshape(c.num_centroids, -1)
+            ids = _read_groups(tensors, c.vocab_size)
             params["target_ids"] = jnp.asarray(ids)
             matrix = params["lm_head"]
             if isinstance(matrix, Int8Weight):
                 matrix = matrix.dequantized().astype(head.dtype)
             # [H, V] -> [V, H] -> [M, V / M, H]: candidates of a group are one block of memory
-            params["lm_head"] = matrix.T[ids]
+            params["lm_head"] = matrix.T[ids].reshape(c.num_centroids, -1, c.hidden_size)
     return LoadedModel(head, {**params, "layers": layers, **target_arrays(target.params)})
 
 

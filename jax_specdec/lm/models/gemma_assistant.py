@@ -26,8 +26,8 @@ import numpy as np
 from jax import lax
 
 from jax_specdec._src.base.arrays import check_array, checked_dtype, require
-from jax_specdec.lm.models.cache import Pass
-from jax_specdec.lm.models.config import LayersConfig, Norm, Shapes, layer_shapes
+from jax_specdec.lm.models.cache import Layer, Pass
+from jax_specdec.lm.models.config import LayersConfig, LayerSpec, Norm, Shapes, layer_shapes
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     OwnHeads,
@@ -152,7 +152,7 @@ class GemmaAssistantHead:
         A dict with the target's ``embed_tokens [V, Ht]`` and ``target_norm [Ht]``,
         ``pre_projection [2 Ht, H]``, `layers`, as in `param_shapes`, ``norm [H]``,
         ``post_projection [H, Ht]``, and ``lm_head [H, V]``. An ordered head has ``centroids
-        [H, M]``, ``target_ids [M, V / M]`` int32, the ids of each group, and ``lm_head
+        [H, M]``, ``target_ids [V]`` int32, the ids of one group after another, and ``lm_head
         [M, V / M, H]``, their rows in this order.
         """
         c = self.config
@@ -166,11 +166,11 @@ class GemmaAssistantHead:
         }
         if c.num_centroids is None:
             return shapes | {"lm_head": (c.hidden_size, c.vocab_size)}
-        groups = (c.num_centroids, c.vocab_size // c.num_centroids)
+        size = c.vocab_size // c.num_centroids
         return shapes | {
             "centroids": (c.hidden_size, c.num_centroids),
-            "target_ids": groups,
-            "lm_head": (*groups, c.hidden_size),
+            "target_ids": (c.vocab_size,),
+            "lm_head": (c.num_centroids, size, c.hidden_size),
         }
 
     def check_params(self, name: str, params: Params) -> None:
@@ -193,8 +193,7 @@ class GemmaAssistantHead:
         if target_params is not None:
             params |= target_arrays(target_params)
         if c.num_centroids is not None:
-            ids = jnp.arange(c.vocab_size, dtype=jnp.int32)
-            params["target_ids"] = ids.reshape(c.num_centroids, -1)
+            params["target_ids"] = jnp.arange(c.vocab_size, dtype=jnp.int32)
         return params
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
@@ -239,11 +238,14 @@ class GemmaAssistantHead:
           position: the rotary position, counted from n.
         """
         c = self.config
+        read = [self._layer(cache, spec) for spec in c.layers]
         # Each row sees what the target's row n - 1 has seen: as that row, the first of a block.
+        num_rows = rows.token_ids.shape[1]
+        first_alone = np.tile(np.array([1, 0], np.uint32), (num_rows, 1))
         own = rows._replace(start=jnp.maximum(rows.start - 1, 0))
-        first_alone = np.tile(np.array([1, 0], np.uint32), (rows.token_ids.shape[1], 1))
-        read = [cache[spec.keys_of] for spec in c.layers if spec.keys_of is not None]
         step = Pass.of([own], read, c.layers)
+        if self.dtype.itemsize == 2:
+            step = step.with_two_rows()
 
         def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
             spec = c.layers[index]
@@ -251,7 +253,8 @@ class GemmaAssistantHead:
 
         # x = W_pre [E[y], h]: [B, S, Ht] twice -> [B, S, H]
         scale = jnp.asarray(c.target_hidden_size**0.5, self.dtype)
-        embedded = embed_tokens(params["embed_tokens"], rows.token_ids) * scale
+        embedded = embed_tokens(params["embed_tokens"], step.token_ids) * scale
+        states = jnp.broadcast_to(states, embedded.shape)
         x = matmul(jnp.concatenate([embedded, states], axis=2), params["pre_projection"])
         # [B] -> [B, 1]: of all drafts
         cos_sin = rotations(c.layers, rows.start[:, None] + position)
@@ -259,9 +262,24 @@ class GemmaAssistantHead:
             one = functools.partial(attend, index)
             x = decoder_layer(spec, layer, x, cos_sin[index], one)
         # u = norm(x): [B, S, H]
-        output = rms_norm(x, params["norm"], c.norm)
+        output = rms_norm(x[:, :num_rows], params["norm"], c.norm)
         logits, ids = self._logits(params, output)
         return AssistantOutput(logits, matmul(output, params["post_projection"]), ids)
+
+    def _layer(self, cache: Cache, spec: LayerSpec) -> Layer:
+        """Returns the keys and values of the target that a layer reads.
+
+        Raises:
+          ValueError: the cache is not that of a `Llama` that fits.
+        """
+        index = spec.keys_of
+        assert index is not None
+        fits = isinstance(cache, list) and len(cache) > index
+        fits = fits and np.shape(cache[index][0])[1:-1] == (spec.head_dim,)
+        must = f"have keys [B * Nkv, {spec.head_dim}, T] at layer {index}, as that of a Llama"
+        require(fits, "the target's cache", must, cache)
+        layer: Layer = cache[index]
+        return layer
 
     def _logits(self, params: Weights, output: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns the logits of rows ``[B, S, H]``, and the ids of candidates; see `apply`."""
@@ -274,7 +292,7 @@ class GemmaAssistantHead:
         rows = params["lm_head"][groups]
         shape = (*output.shape[:2], -1)
         logits = jnp.einsum("bscvh,bsh->bscv", rows, output).reshape(shape)
-        ids = params["target_ids"][groups].reshape(shape)
+        ids = params["target_ids"].reshape(c.num_centroids, -1)[groups].reshape(shape)
         if c.num_token_ids is not None:
             logits = jnp.where(ids < c.num_token_ids, logits, -jnp.inf)
         return logits, ids

@@ -43,6 +43,9 @@ from jax_specdec.lm.models.layers import (
 )
 from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
 
+Embed = Callable[[jax.Array, jax.Array], jax.Array]
+"""`embed(embedding, token_ids)`: rows ``[B, S, H]`` of an embedding ``[V, H]``."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Llama:
@@ -185,7 +188,7 @@ class Llama:
         groups: Sequence[Rows],
         cache: Cache,
         wants: Wants,
-        embed: Callable[[jax.Array, jax.Array], jax.Array],
+        embed: Embed,
         regularize: Regularize = unchanged,
     ) -> tuple[list[Output], Cache]:
         """Runs `apply` with another way to read embeddings, or to end a branch.
@@ -195,7 +198,7 @@ class Llama:
           groups: as for `apply`.
           cache: as for `apply`.
           wants: as for `apply`.
-          embed: `embed(embed_tokens, token_ids)` gives rows ``[B, S, H]`` of the embedding.
+          embed: how rows of embeddings are read.
           regularize: as for `run`.
         """
         specs = self.config.layers
@@ -226,7 +229,7 @@ class Llama:
             attend,
             regularize,
             layers,
-            self._layer_inputs(params, step.token_ids, embedded),
+            self._layer_inputs(params, step.token_ids, embedded, embed),
         )
         # [1, M, H] -> [G, S, H] of each group; one group is that already. Group by group, because
         # a compiler then leaves out the logits that nobody reads, as of prompts.
@@ -270,7 +273,7 @@ class Llama:
         return embedded * jnp.asarray(c.hidden_size**0.5, embedded.dtype)
 
     def _layer_inputs(
-        self, params: Weights, token_ids: jax.Array, embedded: jax.Array
+        self, params: Weights, token_ids: jax.Array, embedded: jax.Array, embed: Embed
     ) -> jax.Array | None:
         """Returns what each layer gets of each token, ``[B, S, L, P]``; None if there is nothing.
 
@@ -287,7 +290,7 @@ class Llama:
         context = (context * c.hidden_size**-0.5).reshape(shape)
         context = rms_norm(context, params["per_layer_projection_norm"], c.norm)
         # [B, S] -> [B, S, L P] -> [B, S, L, P]
-        own = embed_tokens(params["embed_tokens_per_layer"], token_ids).reshape(shape)
+        own = embed(params["embed_tokens_per_layer"], token_ids).reshape(shape)
         own = own * jnp.asarray(size**0.5, own.dtype)
         return (context + own) * 2**-0.5
 
