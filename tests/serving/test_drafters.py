@@ -142,6 +142,7 @@ def test_what_is_no_drafter_is_refused_by_name(make, message):
         (dict(tree_depth=1.5), TypeError, "tree_depth must be an int"),
         (dict(tree_depth=-1), ValueError, "tree_depth must be at least 0"),
         (dict(batch_axis=-1), ValueError, "batch_axis must be at least 0"),
+        (dict(reads_target_cache=0), TypeError, "reads_target_cache must be a bool"),
         (dict(may_abstain=1), TypeError, "may_abstain must be a bool"),
         (dict(has_history=None), TypeError, "has_history must be a bool"),
         (dict(chunks="yes"), TypeError, "chunks must be a bool"),

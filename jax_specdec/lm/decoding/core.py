@@ -387,6 +387,10 @@ class Decoder:
             num_features=num_features,
             most_unread=self.num_drafts + 1,
         )
+        if self.drafter.serves.reads_target_cache:
+            context = dataclasses.replace(
+                context, target_cache=state.target_cache, target_slots=slots
+            )
         proposal, draft_cache = self._propose(draft_params, context, state)
         most = self._most_drafts(batch)
         # [B, K]: drafts past a request's own limit become none
