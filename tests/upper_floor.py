@@ -17,6 +17,7 @@ from jax_specdec.lm.decoding import generate as generate_lib
 from jax_specdec.lm.decoding import matchers as decoding_matchers
 from jax_specdec.lm.decoding import programs, schedule, stopwatch
 from jax_specdec.lm.decoding.batch import append
+from jax_specdec.lm.decoding.behind import Compiled
 from jax_specdec.lm.decoding.core import Decoder
 from jax_specdec.lm.decoding.differences import _processed
 from jax_specdec.lm.decoding.generate import make_batch

@@ -66,6 +66,7 @@ def driver_of(
     *weights: Any,
     max_steps_ahead: int = 0,
     max_prefills: int | None = None,
+    step_widths: tuple[int, ...] = (),
     **settings: int,
 ) -> lm.EngineDriver:
     """A driver; all that happens in a step happens at once, unless asked for otherwise."""
@@ -74,6 +75,7 @@ def driver_of(
         *(weights or weights_of(engine)),
         max_steps_ahead=max_steps_ahead,
         max_prefills=max_prefills,
+        step_widths=step_widths,
         **settings,
     )
 
