@@ -101,11 +101,19 @@ def collect(updates: Sequence[lm.RequestUpdate]) -> dict[int, Finished]:
     return found
 
 
+def step(driver: lm.EngineDriver) -> list[lm.RequestUpdate]:
+    """What a step gives; the programs that it was the first to want are there for the next."""
+    updates = driver.step()
+    if driver.step_widths:
+        driver._device.behind.wait()  # type: ignore[union-attr]
+    return updates
+
+
 def run(driver: lm.EngineDriver, updates: Sequence[lm.RequestUpdate] = ()) -> dict[int, Finished]:
     """Step until nothing is left to do, after the updates so far."""
     updates = list(updates)
     while not driver.is_idle:
-        updates += driver.step()
+        updates += step(driver)
     return collect(updates)
 
 

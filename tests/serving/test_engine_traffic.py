@@ -22,6 +22,7 @@ from .engines import (
     driver_of,
     greedy_truth,
     random_request,
+    step,
 )
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
@@ -66,9 +67,7 @@ def serve(
             assert request_id == len(requests)
             requests[request_id] = request
             alive.add(request_id)
-        new = driver.step()
-        if driver.step_widths:
-            driver._device.behind.wait()  # type: ignore[union-attr]
+        new = step(driver)
         updates += new
         alive -= {update.request_id for update in new if update.finish_reason is not None}
         if alive and rng.random() < 0.1:
