@@ -18,7 +18,7 @@ from jax_specdec.lm.decoding import matchers as decoding_matchers
 from jax_specdec.lm.decoding import programs, schedule, stopwatch
 from jax_specdec.lm.decoding.batch import append
 from jax_specdec.lm.decoding.behind import Compiled
-from jax_specdec.lm.decoding.core import Decoder
+from jax_specdec.lm.decoding.core import Decoder, Drafted
 from jax_specdec.lm.decoding.differences import _processed
 from jax_specdec.lm.decoding.generate import make_batch
 from jax_specdec.lm.decoding.options import NUMBERS, PENALTIES, RequestFields, options_per_request

@@ -121,7 +121,7 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
         drafted = loop.draft(state)
         rows = np.asarray(drafted.store.logits).reshape(K, SLOTS, -1)
         lengths, token_ids = np.asarray(state.batch.lengths), np.asarray(state.batch.token_ids)
-        proposed = np.asarray(drafted.draft_token_ids)
+        proposed = np.asarray(drafted.proposal.token_ids)
         told = np.full((SLOTS, K), -1, np.int32)
         for slot, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
             assert token_ids[slot, :length].tolist() == text[:length]
@@ -141,7 +141,8 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
             right = text[length:][: max(count, 0)]
             wrong = (text + [0])[length + len(right)] + 1
             told[slot] = [*right, wrong % VOCAB, *[0] * K][:K] if count >= 0 else -1
-        drafted = dataclasses.replace(drafted, draft_token_ids=jnp.asarray(told))
+        proposal = dataclasses.replace(drafted.proposal, token_ids=jnp.asarray(told))
+        drafted = dataclasses.replace(drafted, proposal=proposal)
         state, record = loop.verify(drafted)
         record = jax.device_get(record)
         accepted = np.where(record.num_kept > 0, record.num_accepted, -1)
@@ -158,7 +159,7 @@ def check_between_chunks(loop: Loop) -> None:
         for between in (False, True)
     ]
     alone, beside = (np.asarray(state.store.logits)[3::SLOTS] for state in states)
-    assert (np.asarray(states[0].draft_token_ids)[3] >= 0).all()
+    assert (np.asarray(states[0].proposal.token_ids)[3] >= 0).all()
     np.testing.assert_array_equal(beside, alone)
 
 

@@ -523,18 +523,17 @@ class Engine:
             options=requests.options,
             known_lengths=known_lengths,
         ).with_processors(self.model.vocab_size)
-        last = features_of_last(features, lengths, rows.start)
-        batch, features, num_features = jax.tree.map(
-            lambda all_, some: all_.at[slots].set(some),
-            (state.batch, state.features, state.num_features),
-            (new, *self.decoder.first_features(*last)),
+        own = None
+        if features is not None:
+            own = self.decoder.first_features(*features_of_last(features, lengths, rows.start))
+        batch, kept = jax.tree.map(
+            lambda all_, some: all_.at[slots].set(some), (state.batch, state.features), (new, own)
         )
         each = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
         return dataclasses.replace(
             state.without_drafts((each == slots[None, :]).any(axis=1)),
             batch=batch,
-            features=features,
-            num_features=num_features,
+            features=kept,
         )
 
     def _check_target_cache(self, state: DecodeState) -> None:
@@ -650,7 +649,7 @@ class Engine:
           token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
             `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`, and B the
             slots that it got.
-          is_forced: ``[B]`` bool, requests with drafts in ``state.draft_token_ids`` that are not
+          is_forced: ``[B]`` bool, requests with drafts in `DecodeState.proposal` that are not
             from `draft`, as from `forced_drafts`. All their drafts are verified one-hot. This must
             not depend on what was drafted for a sampled request. None for no request.
 
