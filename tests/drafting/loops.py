@@ -166,15 +166,12 @@ def check_between_chunks(loop: Loop) -> None:
 def check_next_request(loop: Loop) -> None:
     """Nothing reaches the next request of a slot, not even NaN."""
     state = loop.read(loop.start(), 0, [7, 2, 3])
-    features, draft_cache = jax.tree.map(
-        lambda x: jnp.asarray(np.full(x.shape, np.nan, x.dtype)) if x.dtype == jnp.float32 else x,
-        (state.features, state.draft_cache),
+    features = state.features._replace(values=jnp.full_like(state.features.values, jnp.nan))
+    # What a request with NaN leaves in caches: their values are finite, their keys are not.
+    draft_cache, target_cache = (
+        [(jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9)) for keys, values in cache]
+        for cache in (state.draft_cache, state.target_cache)
     )
-    # What a request with NaN leaves in the target's: its values are finite, its keys are not.
-    target_cache = [
-        (jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9))
-        for keys, values in state.target_cache
-    ]
     spoiled = dataclasses.replace(
         state, features=features, draft_cache=draft_cache, target_cache=target_cache
     )

@@ -111,7 +111,8 @@ class Engine:
     Between steps, requests enter slots and leave them. All shapes are fixed, so each function is
     compiled once (`admit` once for each of `admit_shapes`). A request's tokens depend only on its
     prompt, parameters and key: not on its slot, not on its neighbours, and not on whether it left
-    its slot and came back (`admit` has the details).
+    its slot and came back (`admit` has the details), near ties of float32 sums aside where steps
+    are of some slots alone.
 
     Hashable and compared by value, so that it can be a static argument of `jax.jit`.
     `EngineDriver` is a host loop around it.
