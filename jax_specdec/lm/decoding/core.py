@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -224,26 +224,28 @@ class Verdict(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The step of `generate` and of an `Engine`: pure functions of a `DecodeState`, and settings.
+    """The step of `generate`: pure functions of a `DecodeState`, and settings.
 
-    They take `params`, the target's weights; `draft_params`, the drafter's weights; and a state,
-    which is to be donated. Hashable and compared by value, so that it can be a static argument of
-    `jax.jit`.
+    An `Engine` is one whose requests come and go. The functions take `params`, the target's
+    weights; `draft_params`, the drafter's weights; and a state, which is to be donated. Hashable
+    and compared by value, so that it can be a static argument of `jax.jit`.
 
     Attributes:
       model: the target.
       drafter: what proposes tokens; `NoDrafter` for plain decoding.
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
-      drafts_in_first_step: whether a request without output gets drafts.
       exact: every pass has as many rows of each request, whatever is drafted; see `generate`.
     """
+
+    drafts_in_first_step: ClassVar[bool] = True
+    """Whether a request without output gets drafts."""
 
     model: CausalModel
     drafter: Drafter
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
-    drafts_in_first_step: bool = True
+    _: dataclasses.KW_ONLY
     exact: bool = False
 
     @property

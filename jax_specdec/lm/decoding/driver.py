@@ -212,7 +212,7 @@ class EngineDriver:
 
     def _new_counts(self) -> tuple[AcceptanceCounters, DraftRates | None]:
         """Returns counters and rates that have seen nothing."""
-        counters = AcceptanceCounters.create(self.engine.decoder.most_accepted)
+        counters = AcceptanceCounters.create(self.engine.most_accepted)
         return on_all_devices((counters, self.engine.new_draft_rates()), self.engine.model)
 
     def close(self) -> None:
@@ -333,7 +333,7 @@ class EngineDriver:
         self._settle()  # there may be no room for two caches
         params, _ = self._device.weights
         engine = self.engine
-        check_rows(engine.decoder, params, engine.num_slots, engine.buffer_length)
+        check_rows(engine, params, engine.num_slots, engine.buffer_length)
         self._is_whole = False
 
     def _choose_chunk_size(self) -> None:

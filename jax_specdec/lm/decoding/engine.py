@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,6 @@ import numpy as np
 
 from jax_specdec._src.base import noise
 from jax_specdec._src.base.arrays import check_increasing, check_int, check_type, pytree, require
-from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.types import Status
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.logprobs import LogprobsConfig
@@ -24,9 +24,7 @@ from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text
 from jax_specdec.lm.decoding.options import RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
-from jax_specdec.lm.drafting.drafter import Drafter
 from jax_specdec.lm.models.protocol import (
-    CausalModel,
     Params,
     Rows,
     check_batch_axis,
@@ -104,7 +102,7 @@ class NewRequests:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class Engine(Decoder):
     """The static half of a serving engine: models, settings, sizes, and pure functions of a state.
 
     A step drafts for every occupied slot and verifies all drafts in one pass of the target.
@@ -186,10 +184,8 @@ class Engine:
       11
     """
 
-    model: CausalModel
-    drafter: Drafter
-    config: SpecDecodeConfig
-    logprobs: LogprobsConfig | None = None
+    drafts_in_first_step: ClassVar[bool] = False
+
     _: dataclasses.KW_ONLY
     num_slots: int
     max_length: int
@@ -199,7 +195,6 @@ class Engine:
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
     draft_budget: tuple[int, ...] | None = None
-    exact: bool = False
     reuse_prefixes: bool = False
 
     def __post_init__(self) -> None:
@@ -240,18 +235,6 @@ class Engine:
                 inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", self.chunk_size)
 
     @functools.cached_property
-    def decoder(self) -> Decoder:
-        """The step, which it shares with `generate`. A new request begins without drafts."""
-        return Decoder(
-            self.model,
-            self.drafter,
-            self.config,
-            self.logprobs,
-            drafts_in_first_step=False,
-            exact=self.exact,
-        )
-
-    @functools.cached_property
     def drafter_has_cache(self) -> bool:
         """Whether the drafter remembers anything of a text."""
         return bool(jax.tree.leaves(jax.eval_shape(lambda: self.drafter.init_cache(1, 8))))
@@ -259,7 +242,7 @@ class Engine:
     @property
     def buffer_length(self) -> int:
         """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
-        num_rows = max(self.config.num_speculative_tokens + 1, self.decoder.num_rows)
+        num_rows = max(self.config.num_speculative_tokens + 1, self.num_rows)
         return round_up(max(self.max_length + num_rows, self.longest_read))
 
     @property
@@ -413,14 +396,14 @@ class Engine:
             options=jax.tree.map(jnp.asarray, options),
             known_lengths=jnp.zeros((s,), jnp.int32) if self.exact else None,
         )
-        state = self.decoder.empty_state(params, draft_params, batch)
+        state = self.empty_state(params, draft_params, batch)
         return dataclasses.replace(state, draft_rates=self.new_draft_rates())
 
     def new_draft_rates(self) -> DraftRates | None:
         """Returns rates that have seen nothing; None without a `draft_budget`."""
         if self.draft_budget is None:
             return None
-        has_trees = self.decoder.tree_depth > 0
+        has_trees = self.tree_depth > 0
         return DraftRates.create(self.config.num_speculative_tokens, has_trees=has_trees)
 
     def admit(
@@ -456,7 +439,7 @@ class Engine:
         check_params("draft_params", self.drafter, draft_params)
         self._check_requests(requests)
         self._check_target_cache(state)
-        outputs, cache = self.decoder.run(
+        outputs, cache = self.run(
             params, [requests.rows], state.target_cache, state.batch.token_ids.shape[1]
         )
         state = dataclasses.replace(state, target_cache=cache)
@@ -495,7 +478,7 @@ class Engine:
         rows = requests.rows
         slots = jnp.asarray(requests.slots, jnp.int32)
         following = requests.following
-        state = self.decoder.draft_prompts(draft_params, state, rows, features, following)
+        state = self.draft_prompts(draft_params, state, rows, features, following)
         lengths = jnp.asarray(requests.lengths, jnp.int32)
         end = rows.start + rows.token_ids.shape[1]
         is_read = end >= lengths - 1  # a step reads the last token, as it does in every sequence
@@ -526,7 +509,7 @@ class Engine:
         ).with_processors(self.model.vocab_size)
         own = None
         if features is not None:
-            own = self.decoder.first_features(*features_of_last(features, lengths, rows.start))
+            own = self.first_features(*features_of_last(features, lengths, rows.start))
         batch, kept = jax.tree.map(
             lambda all_, some: all_.at[slots].set(some), (state.batch, state.features), (new, own)
         )
@@ -592,8 +575,8 @@ class Engine:
         if requests is not None:
             self._check_requests(requests)
             prompts.append(requests.rows)
-        state, outputs = self.decoder.score(params, state, prompts)
-        state, record = self.decoder.accept(state, outputs[0])
+        state, outputs = self.score(params, state, prompts)
+        state, record = self.accept(state, outputs[0])
         if all_neutral:
             state = _with_options(state, options)
         if requests is not None:
@@ -630,7 +613,7 @@ class Engine:
             check_int("num_drafts", num_drafts, 0, self.config.num_speculative_tokens)
         check_params("draft_params", self.drafter, draft_params)
         self._check_draft_cache(state)
-        return self.decoder.draft(draft_params, state, num_drafts=num_drafts, slots=slots)
+        return super().draft(draft_params, state, num_drafts=num_drafts, slots=slots)
 
     def verify(
         self,
@@ -663,7 +646,7 @@ class Engine:
         """
         check_params("params", self.model, params)
         self._check_target_cache(state)
-        return self.decoder.verify(params, state, token_bitmask, is_forced)
+        return super().verify(params, state, token_bitmask, is_forced)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empties slots whose requests have not ended: they emit nothing more.
