@@ -971,7 +971,7 @@ def _(right, self):
     "serving/test_repeats.py",
 )
 def _(right, self, *given, **named):
-    slots = {slot: one._replace(num_known=0) for slot, one in self.slots.items()}
+    slots = {slot: one._replace(replay=None) for slot, one in self.slots.items()}
     return right(self._replace(slots=slots), *given, **named)
 
 

@@ -353,13 +353,14 @@ def test_the_rows_that_a_request_leaves_are(
     action = schedule.plan(engine, THROUGHPUT, Traffic(waiting=[request_]))
     one = action.prompts.group[0].with_rows(request_.length)
     assert one.num_rows == rows
-    assert one.after([7] * 20, 0.0).after([8], 0.0).num_rows == later
+    assert one.with_tokens([7] * 20, 0.0).with_tokens([8], 0.0).num_rows == later
 
 
 @pytest.mark.parametrize(("admitted", "count"), [(0.0, 98), (1.0, 7)])
 def test_what_a_request_has_read_itself_is_not_reused(admitted: float, count: int) -> None:
     """Preempted in its prompt, it begins with its own rows."""
-    one = asks(0, A[:100])._replace(admitted=admitted, num_reused=7)
+    one = asks(0, A[:100])
+    one = one._replace(timing=one.timing._replace(admitted=admitted), num_reused=7)
     traffic = Traffic(waiting=[one], kept={2: of(A[:100], 99)})
     prompts = schedule.plan(WARM, LATENCY._replace(chunk_size=64), traffic).prompts
     assert (prompts.start, prompts.group[2].num_reused) == ([98], count)

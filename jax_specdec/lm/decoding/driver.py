@@ -25,7 +25,14 @@ from jax_specdec._src.logits.grammar import check_matchers
 from jax_specdec._src.logits.matchers import GrammarMatcher
 from jax_specdec._src.stats.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec.lm.decoding import inputs, schedule, stopwatch
-from jax_specdec.lm.decoding.bookkeeping import HostState, Matching, RequestUpdate, ServedRequest
+from jax_specdec.lm.decoding.bookkeeping import (
+    HostState,
+    Matching,
+    Replay,
+    RequestUpdate,
+    ServedRequest,
+    Timing,
+)
 from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
 from jax_specdec.lm.decoding.device import Device
 from jax_specdec.lm.decoding.engine import Engine
@@ -397,8 +404,8 @@ class EngineDriver:
             prompt_length=len(token_ids),
             options=own,
             matching=None if matcher is None else Matching(matcher),
-            submitted=time.perf_counter(),
-            repeats_from=len(token_ids) if self.engine.exact else None,
+            timing=Timing(submitted=time.perf_counter()),
+            replay=Replay(begin=len(token_ids)) if self.engine.exact else None,
         )
         self._num_submitted = request.request_id + 1  # first: no two requests may have one id
         self._waiting[request.request_id] = request
@@ -638,7 +645,7 @@ class EngineDriver:
     def _occupy(self, group: Mapping[int, ServedRequest]) -> None:
         """Puts requests into slots, from now on."""
         now = time.perf_counter()
-        new = {slot: one._replace(admitted=one.admitted or now) for slot, one in group.items()}
+        new = {slot: one.in_slot(now) for slot, one in group.items()}
         self._host = self._host.with_new(new)
         for one in new.values():
             self._waiting.pop(one.request_id, None)
