@@ -12,7 +12,6 @@ drafting reads; and the speed-up at the mean lengths that are published for GSM8
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -44,12 +43,12 @@ def nbytes(*trees: Any) -> int:
 
 def block_way(target: Any, params: Any, is_dspark: bool, size: int, lengths: Any) -> Way:
     c = target.config
-    depth = min(5, c.num_hidden_layers)
-    config = lm.BlockHeadConfig(
-        layer=dataclasses.replace(c, num_hidden_layers=depth),
-        draft_vocab_size=c.vocab_size,
-        feature_layers=tuple(range(c.num_hidden_layers - depth + 1, c.num_hidden_layers + 1)),
-        target_hidden_size=c.hidden_size,
+    count = len(c.layers)
+    depth = min(5, count)
+    config = lm.BlockHeadConfig.of_target(
+        c,
+        layers=c.layers[:depth],
+        feature_layers=tuple(range(count - depth + 1, count + 1)),
         block_size=size,
         mask_token_id=c.vocab_size - 1,
         sample_from_anchor=is_dspark,

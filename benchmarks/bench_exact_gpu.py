@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from llamas import LLAMA_3_8B, random_params
+from llamas import LLAMA_3_8B, cut, random_params
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -183,7 +183,7 @@ def measure_large(num_tokens: int, layers: int, num_slots: int, seconds: float) 
 
     After `seconds` no further request is begun.
     """
-    config = dataclasses.replace(LLAMA_3_8B, num_hidden_layers=layers)
+    config = cut(LLAMA_3_8B, layers)
     model = lm.models.Llama(config, jnp.dtype("bfloat16"))
     params = random_params(model, 0)
     rng = np.random.default_rng(0)

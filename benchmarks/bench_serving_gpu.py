@@ -43,21 +43,18 @@ IDENTITY = ("target", "slots", "drafter")
 K = 4
 LOAD = 0.75
 """Requests that come, of those that the first policy can serve."""
-DRAFTER = dataclasses.replace(
-    llamas.LLAMA_3_1B,
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_hidden_layers=4,
-    num_attention_heads=16,
+_LAYER = dataclasses.replace(
+    llamas.LLAMA_3_1B.layers[0], num_attention_heads=16, intermediate_size=4096
 )
+DRAFTER = dataclasses.replace(llamas.LLAMA_3_1B, hidden_size=1024, layers=(_LAYER,) * 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Tokens: of short and long prompts, of budgets, and of what one call reads."""
 
-    target: lm.models.LlamaConfig
-    drafter: lm.models.LlamaConfig
+    target: lm.models.DecoderConfig
+    drafter: lm.models.DecoderConfig
     prompt: int
     long_prompt: int
     budget: int

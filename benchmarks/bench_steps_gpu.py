@@ -36,13 +36,13 @@ K = 4
 ROUNDS = 2
 
 
-def make_head(target: lm.models.LlamaConfig, num_ids: int) -> lm.models.Eagle3Head:
-    layers = target.num_hidden_layers
-    config = lm.models.Eagle3Config(
-        layer=dataclasses.replace(target, num_hidden_layers=1),
+def make_head(target: lm.models.DecoderConfig, num_ids: int) -> lm.models.Eagle3Head:
+    layers = len(target.layers)
+    config = lm.models.Eagle3Config.of_target(
+        target,
+        layers=target.layers[:1],
         draft_vocab_size=num_ids,
         feature_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})),
-        target_hidden_size=target.hidden_size,
         own_lm_head=True,
     )
     return lm.models.Eagle3Head(config, "bfloat16")

@@ -19,7 +19,7 @@ PROGRAMS = ROOT / "build/programs"
 
 collect_ignore = [
     "formats/huggingface/make.py",  # they want torch, which no test needs
-    "formats/smollm2/make.py",
+    "formats/published/make.py",
     "models/speculators/make.py",
     "integrations/test_real_models.py",  # other projects' packages: `make test-models` names it
 ]

@@ -6,10 +6,12 @@ from typing import Any
 
 import bench_block_gpu
 import bench_compile_cpu
+import bench_engines_gpu
 import bench_forced_drafts
 import bench_int8_acceptance
 import bench_int8_gpu
 import bench_prefixes
+import bench_rows_gpu
 import bench_serving_gpu
 import bench_sharded_gpu
 import bench_steps_gpu
@@ -45,6 +47,9 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      "sharded_gpu", "kind", [*["time"] * 8, "disagreements"]),
     (bench_steps_gpu, "--tiny --batches 2 --prompts 9 --steps 4 --repeats 2", "steps_gpu", "batch",
      [2]),
+    (bench_engines_gpu, "--tiny --engines ours --ways eagle3 --batches 2 --arrivals 2 --repeats 1",
+     "engines_gpu", "kind", ["batch", "arrivals"]),
+    (bench_rows_gpu, "--tiny --batches 2 --repeats 1", "rows_of_passes_gpu", "rows", [10, 2]),
     (bench_block_gpu, "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8", "block_gpu", "drafter",
      ["DSpark", "DFlash", "EAGLE-3", "model"]),
     (bench_int8_acceptance, "--prompts 2 --max-new-tokens 8 --repeats 1", "int8_acceptance",

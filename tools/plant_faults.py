@@ -371,6 +371,25 @@ def _(right, self, params, context, cache, store):
 
 
 @fault(
+    "a prediction is taken although the text matches longer",
+    "lm.drafting.prediction:Predicted.is_as_long",
+    "drafting/test_prediction.py",
+)
+def _(right, self, num_matching):
+    return self.num_matching > 0
+
+
+@fault(
+    "a prediction stands one token behind the prompt's end",
+    "lm.decoding.batch:Batch.context",
+    "drafting/test_prediction.py",
+)
+def _(right, self, config):
+    context = right(self, config)
+    return dataclasses.replace(context, prompt_lengths=context.prompt_lengths + 1)
+
+
+@fault(
     "a drafter forgets its drafts where bad words and penalties count them",
     "lm.drafting.drafter:DraftContext.append",
     "serving/test_options.py",

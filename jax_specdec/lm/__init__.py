@@ -20,8 +20,7 @@ from jax_specdec.lm.decoding.generate import (
     generate_stream,
 )
 from jax_specdec.lm.decoding.metrics import Histogram, ServingStats
-from jax_specdec.lm.decoding.options import RequestOptions
-from jax_specdec.lm.decoding.packing import OptionSizes
+from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.decoding.stopwatch import measure_steps

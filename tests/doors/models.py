@@ -60,18 +60,15 @@ def write_draft(drafter: str, target: Path, dtype: str, directory: Path) -> str:
         return str(directory)
     loaded = lm.load_huggingface(target)
     config = loaded.model.config
-    how: dict[str, Any] = dict(
-        layer=dataclasses.replace(config, num_hidden_layers=1, qkv_bias=False, rope_scaling=None),
-        draft_vocab_size=config.vocab_size,
-        feature_layers=(0, 1, 2),
-        target_hidden_size=config.hidden_size,
-    )
+    plain = dataclasses.replace(config.layers[0], qkv_bias=False, rotation=lm.models.Rotation())
+    how: dict[str, Any] = dict(layers=(plain,), feature_layers=(0, 1, 2))
     if drafter == "eagle3":
-        head: Any = lm.models.Eagle3Head(lm.models.Eagle3Config(**how), loaded.model.dtype)
+        own: Any = lm.models.Eagle3Config.of_target(config, **how)
+        head: Any = lm.models.Eagle3Head(own, loaded.model.dtype)
         save: Any = lm.formats.save_eagle3
     else:
         how |= dict(block_size=8, mask_token_id=config.vocab_size - 1)
-        head = lm.BlockHead(lm.BlockHeadConfig(**how), loaded.model.dtype)
+        head = lm.BlockHead(lm.BlockHeadConfig.of_target(config, **how), loaded.model.dtype)
         save = lm.formats.save_block_head
     shared = {
         name: loaded.params[name] for name in ("embed_tokens", "lm_head") if name in loaded.params

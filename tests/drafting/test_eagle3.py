@@ -24,11 +24,11 @@ pytestmark = pytest.mark.newest
 LAYERS = (0, 1, 2)  # the last one is the stream that leaves the target
 IDS = [7, 2, 9, 4, 0]
 HEAD = lm.models.Eagle3Head(
-    lm.models.Eagle3Config(
-        layer=dataclasses.replace(SIZES, num_hidden_layers=1),
+    lm.models.Eagle3Config.of_target(
+        SIZES,
+        layers=SIZES.layers[:1],
         draft_vocab_size=len(IDS),
         feature_layers=LAYERS,
-        target_hidden_size=16,
         own_lm_head=True,
     )
 )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from models.weights import random_weights, sizes
+from models.weights import random_weights, sizes, with_fields
 
 from jax_specdec import lm
 
@@ -114,8 +114,8 @@ def test_configurations_of_older_writers_are_read(tmp_path: Path) -> None:
     edit_json(directory / "config.json", rope_parameters=...)
     # Left out, a value is the default of transformers.
     edit_json(directory / "config.json", rms_norm_eps=..., rope_theta=..., rope_scaling=None)
-    config = lm.load_huggingface(directory).model.config
-    assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 1e4, None)
+    layer, *_ = lm.load_huggingface(directory).model.config.layers
+    assert (layer.norm.rms_norm_eps, layer.rotation) == (1e-6, lm.models.Rotation(rope_theta=1e4))
 
 
 def test_parameters_of_positions_may_be_given_by_type_of_layer(tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_parameters_of_positions_may_be_given_by_type_of_layer(tmp_path: Path) -
     local = {"rope_theta": 123.0, "rope_type": "default"}  # of layers that are not there
     nested = {"full_attention": {**own, "rope_theta": 5e5}, "sliding_attention": local}
     edit_json(directory / "config.json", rope_parameters=nested)
-    read = lm.load_huggingface(directory).model.config
-    known = load("llama").model.config
-    assert (read.rope_theta, read.rope_scaling) == (5e5, known.rope_scaling)
+    read = lm.load_huggingface(directory).model.config.layers[0].rotation
+    known = load("llama").model.config.layers[0].rotation
+    assert read == dataclasses.replace(known, rope_theta=5e5)
 
 
 def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> None:
@@ -252,9 +252,8 @@ def test_no_more_than_one_matrix_is_held_beside_those_in_int8(
     model = lm.models.Llama(config, jnp.bfloat16)
     target = lm.formats.LoadedModel(model, random_weights(model, 0))
     head = lm.BlockHead(
-        lm.BlockHeadConfig(
-            layer=config, draft_vocab_size=256, feature_layers=(1, 2), target_hidden_size=128,
-            block_size=4, mask_token_id=0),
+        lm.BlockHeadConfig.of_target(
+            config, layers=config.layers, feature_layers=(1, 2), block_size=4, mask_token_id=0),
         jnp.bfloat16)  # fmt: skip
     lm.formats.save_checkpoint(tmp_path / "target", *target, jnp.bfloat16)
     shared = {name: target.params[name] for name in ("embed_tokens", "lm_head")}
@@ -418,8 +417,8 @@ def test_tensors_in_int8_that_do_not_fit_are_named(
 
 def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:
     model, params = load("qwen2")
-    both = lm.models.Llama(dataclasses.replace(model.config, qk_norm=True))
-    with pytest.raises(ValueError, match="both qkv_bias and qk_norm"):
+    both = lm.models.Llama(with_fields(model.config, qk_norm=True))
+    with pytest.raises(ValueError, match="config has layers that no family of checkpoints has"):
         lm.formats.save_checkpoint(tmp_path, both, params)
 
 
@@ -504,8 +503,8 @@ MISTAKES = {
     "wrong family": (config(model_type="qwen2"), "lacks the tensor model.layers.0.self_attn.q_pro"),
     "fewer layers": (config(num_hidden_layers=1), "has a tensor model.layers.1"),
     "other old scaling": (
-        config(rope_parameters=..., rope_scaling={"type": "linear", "factor": 4.0}),
-        "rope_scaling has type = 'linear', but only 'default' and 'llama3' are supported",
+        config(rope_parameters=..., rope_scaling={"type": "yarn", "factor": 4.0}),
+        "rope_scaling has type = 'yarn', but only 'default', 'linear' and 'llama3' are supported",
     ),
     "scaling of no kind": (
         config(rope_parameters=..., rope_scaling={"factor": 4.0}),

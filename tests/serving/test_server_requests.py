@@ -306,7 +306,7 @@ def test_a_schema_is_followed_or_there_is_none() -> None:
 def test_every_option_of_one_number_can_be_asked_for() -> None:
     defaults = {one.name: Parameters.model_fields[one.name].default for one in NUMBERS}
     assert defaults == {one.name: one.neutral for one in NUMBERS}
-    assert set(OPTIONS) == {*defaults, "logit_bias", "max_drafts", "cache_salt"}
+    assert {*defaults, "logit_bias", "max_drafts", "cache_salt"} == {*OPTIONS}
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)

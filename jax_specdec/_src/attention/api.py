@@ -43,11 +43,13 @@ def decode_attention(
     pages: jax.Array | np.ndarray | None = None,
     visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
+    depth: jax.Array | np.ndarray | None = None,
     softcap: float | None = None,
+    scale: float | None = None,
     finite_cache: bool = False,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
-    """Returns what S new rows of each request read of its cache: ``softmax(q k / sqrt(D)) v``.
+    """Returns what S new rows of each request read of its cache: ``softmax(scale q k) v``.
 
     B requests, S rows of each, N query heads, Nkv heads of keys and values (N / Nkv query heads
     share one), D numbers of a head, T positions of room in the cache. The keys and values of the S
@@ -84,9 +86,14 @@ def decode_attention(
         positions, as a tree is that grows by a level a call. Bits of positions from T on are not
         looked at. Each row must see a position. None for a chain.
       window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
-        with `visible`, no row sees one up to ``start[b] - window``. None for all positions.
-      softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = q k /
-        sqrt(D)``, as in Gemma 2. None for the scores as they are.
+        with `visible`, no row sees one up to ``start[b] - window``, or as `depth` says. None for
+        all positions.
+      depth: ``[B, S]`` int32, with `visible` and a window: the window of row s is counted back from
+        position ``start[b] + depth[b, s]``, that of a node of a tree in its sequence. None for 0.
+        Positions from `start[b]` on are seen as `visible` says, within the window or not.
+      softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = scale q
+        k``, as in Gemma 2. None for the scores as they are.
+      scale: multiplies products of queries and keys, in float32; None for ``1 / sqrt(D)``.
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
         check; a row that is may then make others NaN. `write_cache` keeps values so.
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
@@ -100,8 +107,8 @@ def decode_attention(
     Raises:
       TypeError: an argument of another dtype, or `start` not integers.
       ValueError: shapes that do not fit, a `start` out of the range of int32, a cache without
-        room, `visible` for more than 64 rows, a window below 1, or a soft cap that is no finite
-        number above 0.
+        room, `visible` for more than 64 rows, a window below 1, `depth` without `visible`, or a
+        soft cap or a scale that is no finite number above 0.
       NotImplementedError: "mosaic_gpu" was named and does not serve the call; the message says why.
 
     Example:
@@ -114,6 +121,7 @@ def decode_attention(
       [2.0, 2.5]
     """
     sizes: Sizes = {}
+    # Shapes and dtypes, and heads that share keys alike.
     check_array("query", query, f"[B, S, N, D] {LOGITS}", sizes)
     dtype = query.dtype
     check_cache(keys, values, pages, str(dtype), sizes)
@@ -126,6 +134,7 @@ def decode_attention(
         hint = HEADS_LAST if keys.shape[1] and num_heads % keys.shape[1] == 0 else None
     is_empty = 0 in query.shape  # it reads nothing
     require(is_empty or (num_kv and num_heads % num_kv == 0), "keys", must, keys, hint)
+    # The cache has room for the rows, which in a chain lie one after another.
     has_room = is_empty or sizes["T"]
     require(has_room, "pages" if sizes.get("L") == 0 else "keys", "have room for a position", keys)
     must = f"have at most T = {sizes['T']} rows, the positions of the cache"
@@ -136,21 +145,28 @@ def decode_attention(
         require(num_rows <= MAX_VISIBLE, "visible", must, visible)
     if window is not None:
         window = check_int("window", window, 1)
-    is_cap = isinstance(softcap, numbers.Real) and 0 < softcap < math.inf
-    require(softcap is None or is_cap, "softcap", "be a finite number above 0, or None", softcap)
+    if depth is not None:
+        check_array("depth", depth, "[B, S] int32", sizes)
+        require(visible is not None, "depth", "be None without visible", depth)
+    for name, number in (("softcap", softcap), ("scale", scale)):
+        is_above = isinstance(number, numbers.Real) and 0 < number < math.inf
+        require(number is None or is_above, name, "be a finite number above 0, or None", number)
     check_choice(
         "implementation", implementation, (None, *typing.get_args(AttentionImplementation))
     )
     if is_empty:
         return jnp.zeros(query.shape, dtype)
+    # The call, split over devices if its arrays are.
     arrays = AttentionArrays(
         query=jnp.asarray(query),
         keys=jnp.asarray(keys),
         values=jnp.asarray(values),
         start=start,
         pages=None if pages is None else jnp.asarray(pages),
+        depth=None if depth is None else jnp.asarray(depth),
     )
     static = AttentionStatic(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
         finite_cache=finite_cache,
@@ -174,8 +190,10 @@ def attend(
         static = static._replace(num_visible=_num_visible(visible, num_rows))
         each = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
         arrays = arrays._replace(visible=each)
-    if static.window is not None and static.window >= room_of(arrays.keys, arrays.pages):
+    room = room_of(arrays.keys, arrays.pages)
+    if static.window is None or static.window >= room:
         static = static._replace(window=None)  # of all positions
+        arrays = arrays._replace(depth=None)
     mesh = explicit_mesh(arrays)
     if mesh is not None and mesh.size > 1:  # no kernel is split by a partitioner
         static = static._replace(implementation=static.implementation or "xla")
@@ -190,6 +208,7 @@ def _num_visible(visible: jax.Array | np.ndarray, num_rows: int) -> int:
     """
     if not isinstance(visible, np.ndarray):
         return MAX_VISIBLE
+    # The bits that any row has: positions past the S new rows have none?
     low, high = np.bitwise_or.reduce(visible.reshape(-1, 2), axis=0)
     bits = int(low) | int(high) << 32
     return num_rows if bits >> num_rows == 0 else MAX_VISIBLE
@@ -213,11 +232,24 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
             return mosaic_gpu.attend(arrays, static)
         if is_named:
             raise NotImplementedError(f"implementation='mosaic_gpu' {why_not}")
+    if platform == "cpu" and _is_one_row(arrays):
+        # Of one row in 16 bits XLA makes no product, but a sum, for which it converts the cache: 50
+        # times as long for a large one. So each head comes twice. [B, 1, N, D] -> [B, 1, 2 N, D]
+        twice = arrays._replace(query=jnp.repeat(arrays.query, 2, axis=2))
+        return xla.attend(twice, static)[:, :, ::2]
     return xla.attend(arrays, static)
 
 
+def _is_one_row(arrays: AttentionArrays) -> bool:
+    """Whether each product is of one row in 16 bits: one new row, one query head for its keys."""
+    batch_size, num_rows, num_heads, _ = arrays.query.shape
+    heads = arrays.keys.shape[0] if arrays.keys.ndim == 3 else batch_size * arrays.keys.shape[2]
+    is_one = num_rows == 1 and batch_size * num_heads == heads
+    return is_one and arrays.query.dtype.itemsize == 2
+
+
 def _is_small(arrays: AttentionArrays) -> bool:
-    """Whether XLA takes less time, because it launches less; measured on an H100."""
+    """Returns whether XLA takes less time, because it launches less; measured on an H100."""
     if arrays.keys.ndim == 4:
         return False  # XLA moves such a cache first
     batch_size, num_rows = arrays.query.shape[:2]
@@ -229,10 +261,12 @@ def _is_small(arrays: AttentionArrays) -> bool:
 
 
 def _unserved(arrays: AttentionArrays) -> str | None:
-    """Why the kernel does not serve a call, as the end of a sentence; None if it does."""
+    """Returns why the kernel does not serve a call, the end of a sentence; None if it does."""
     query = arrays.query
     head_dim = query.shape[-1]
     room = room_of(arrays.keys, arrays.pages)
+    if arrays.depth is not None:
+        return "counts windows back from start alone, but depth is given"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, but query is {query.dtype}"
     if head_dim not in (64, 128, 256):

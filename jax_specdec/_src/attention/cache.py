@@ -49,6 +49,7 @@ def check_cache(keys: Array, values: Array, pages: Array | None, dtype: str, siz
       ValueError: an array of another shape.
     """
     hint = None
+    # New keys of a call say how many heads there are: then a pool with heads first shows.
     if np.ndim(keys) == 4 and sizes.get("Nkv") == keys.shape[1] != keys.shape[2]:
         hint = HEADS_LAST
     if pages is not None:
@@ -64,7 +65,9 @@ def check_cache(keys: Array, values: Array, pages: Array | None, dtype: str, siz
     else:
         check_array("keys", keys, f"[B*Nkv, D, T] {dtype}", sizes)
         check_array("values", values, f"[B*Nkv, T, D] {keys.dtype}", sizes)
-        heads, batch_size = keys.shape[0], sizes["B"]
+        heads = keys.shape[0]
+        batch_size = sizes["B"]
+        # Heads of all requests lie one after another: Nkv is a share of them.
         is_whole = batch_size > 0 and heads % batch_size == 0
         sizes.setdefault("Nkv", heads // batch_size if is_whole else 0)
 
@@ -219,6 +222,7 @@ def _write_cache(
     cache: LayerCache, new: LayerCache, start: jax.Array, pages: Array | None
 ) -> LayerCache:
     """Returns the cache with new rows; see `write_cache`."""
+    # [1, S] -> [B, S]: the position of each new row, then its place in memory
     index = jnp.arange(new[0].shape[1], dtype=jnp.int32)[None, :]
     blocks, rows = _places(cache[0], start[:, None] + index, pages)
     return write_rows(cache, *new, rows, blocks)
@@ -233,6 +237,7 @@ def _move_rows(
     # [B, J]: where each entry is, and where it goes. What is not moved goes nowhere.
     source = _places(keys, start[:, None] + path, pages)
     target = _places(keys, jnp.where(path < 0, -1, start[:, None] + index), pages)
+    # [B, J, Nkv, D]
     key, value = _get(cache, *source, num_kv)
     # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
     # for which it copies the whole cache.
@@ -278,6 +283,7 @@ def _places(
     What is not in the cache is past the end: in a request at a row of its own, or in no page.
     """
     room = room_of(keys, pages)
+    # [B, S]
     is_inside = (position >= 0) & (position < room)
     if pages is None:
         index = jnp.arange(position.shape[1], dtype=jnp.int32)[None, :]

@@ -116,6 +116,7 @@ def attend(
     batch_size, num_new, num_heads, head_dim = arrays.query.shape
     keys = arrays.keys
     values = arrays.values
+    # T, and Nkv heads of keys for each request; a pool is read as a matrix.
     room = room_of(keys, arrays.pages)
     table = () if arrays.pages is None else (arrays.pages,)
     num_pages = keys.shape[0]
@@ -168,13 +169,17 @@ def attend(
         )
     # Each split has its own maximum: its product and its total are scaled to the largest of all.
     if shape.splits > 1:
-        largest, total = largest[:, :, :padded], total[:, :, :padded]
+        # [B * Nkv, splits, padded]
+        largest = largest[:, :, :padded]
+        total = total[:, :, :padded]
+        # [B * Nkv, splits, padded]: what each split counts
         weight = jnp.exp2(largest - largest.max(axis=1, keepdims=True))
         total = jnp.sum(weight * total, axis=1)  # [B * Nkv, padded]
         # A split of which a row sees nothing may have written no product.
         found = jnp.where(largest[..., None] == _LEAST, 0, found * weight[..., None])
         found = jnp.sum(found, axis=1) / total[..., None]
         found = found.astype(keys.dtype)[:, None]
+    # [B * Nkv, 1, padded, D] -> [B, Nkv, S, group, D] -> [B, S, N, D]
     found = found[:, 0, :rows].reshape(batch_size, num_kv, num_new, group, head_dim)
     return found.swapaxes(1, 2).reshape(batch_size, num_new, num_heads, head_dim)
 
@@ -190,11 +195,13 @@ def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
       num_tiles: of T.
       blocks: how many there are for each split.
     """
+    # Splits that fill the GPU; one, if the rows of all heads do.
     wanted = BLOCKS // blocks
     if wanted < 2:
         return 0, num_tiles
     least = LEAST_TILES if wanted > 3 else 2 * LEAST_TILES
     most = max(least, -(-num_tiles // wanted))
+    # Each split is 8 / n of what lies before it, within its limits.
     bounds = [0]
     while bounds[-1] < num_tiles:
         size = min(max(least, 8 * bounds[-1] // wanted), most)
@@ -246,6 +253,7 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
         _multiply(shape, Block.of(shape, operands), operands, scratch, bool(interpret))
 
     run.__name__ = "decode_attention"
+    # Outputs: products [heads, splits, padded, D]; two numbers of each row and split.
     number = jax.ShapeDtypeStruct((heads, shape.splits, shape.row_blocks * ROWS), jnp.float32)
     out = (heads, shape.splits, shape.padded, shape.head_dim)
     return plgpu.kernel(
@@ -311,6 +319,7 @@ class Block(NamedTuple):
     @classmethod
     def of(cls, shape: Shape, operands: Operands) -> Block:
         """Returns the work of this block."""
+        # The block's head of keys, split of the positions and rows.
         head = lax.axis_index("head")
         request = lax.div(head, jnp.int32(shape.num_kv))
         source = head
@@ -334,6 +343,7 @@ class Block(NamedTuple):
         most = shape.static.num_visible if shape.has_words else last_new + 1
         end = jnp.clip(start + most, 0, shape.room)
         end_tile = lax.div(end + (TILE - 1), jnp.int32(TILE))
+        # The tiles of this split, by its place among the bounds.
         tile = jnp.int32(0)
         bound = jnp.int32(shape.bounds[1])
         for i in range(1, shape.splits):
@@ -372,6 +382,7 @@ def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) 
     """
     if shape.page is None:
         return ()
+    # The request, and how tiles and pages divide into parts.
     request = lax.div(block.head, jnp.int32(shape.num_kv))
     parts = TILE // shape.part  # of a tile
     of_page = jnp.int32(shape.page // shape.part)  # parts of a page
@@ -379,10 +390,12 @@ def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) 
     first = jnp.minimum(block.tile + i, shape.room // TILE - 1) * parts
     places = []
     for part in [first + j for j in range(parts)]:
+        # Each part's page, then its first row in the pool.
         page = request
         if operands.pages is not None:
             page = jnp.clip(operands.pages[request, lax.div(part, of_page)], 0, shape.num_pages - 1)
         places.append((page * of_page + lax.rem(part, of_page)) * shape.part)
+    # After the last part that is seen, and before the first, the nearest one that is.
     for j in range(1, parts):
         places[j] = jnp.where((first + j) * shape.part < block.end, places[j], places[j - 1])
     for j in reversed(range(parts - 1)):
@@ -412,6 +425,7 @@ def _copy(
       places: of tile i, from `_places`.
       is_keys: else values.
     """
+    # The slot of shared memory that is this tile's, and its barrier.
     slot = lax.rem(jnp.int32(i), jnp.int32(STAGES))
     source = operands.keys if is_keys else operands.values
     target = (scratch.keys if is_keys else scratch.values).at[slot]
@@ -424,6 +438,7 @@ def _copy(
             index = (slice(None), positions) if is_keys else (positions, slice(None))
             plgpu.copy_gmem_to_smem(source.at[block.source, *index], target, came)
             return
+        # [page part, D]: the head's columns of the pool
         columns = lax.rem(block.head, jnp.int32(shape.num_kv)) * shape.head_dim
         for j, place in enumerate(places):
             rows = source.at[pl.ds(place, shape.part), pl.ds(columns, shape.head_dim)]
@@ -447,6 +462,7 @@ def _multiply(
         copy(i, places[i], is_keys=True)
         copy(i, places[i], is_keys=False)
     if shape.has_words:
+        # [2, 64]: bits of what the block's rows see
         request = lax.div(block.head, jnp.int32(shape.num_kv))
         source = operands.words.at[request, :, pl.ds(block.row, ROWS)]
         plgpu.copy_gmem_to_smem(source, scratch.words, scratch.words_came)
@@ -484,7 +500,7 @@ def _multiply(
                 scores,
             )
         # Exponents of 2: exp(x) = 2**(x log2(e)).
-        exponents = shape.head_dim**-0.5 * math.log2(math.e)
+        exponents = shape.static.scale * math.log2(math.e)
         if shape.static.softcap is not None:
             # c tanh(x / c) = c - 2 c / (1 + exp(2 x / c)), where tanh itself would be approximate.
             cap = shape.static.softcap
@@ -496,6 +512,7 @@ def _multiply(
         new_largest = jnp.maximum(largest, scores.max(axis=1))
         scale = jnp.exp2(largest - new_largest)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(new_largest, scores.shape, [0]))
+        # [64], then [64, D]: the new tile is added.
         total = total * scale + weights.sum(axis=1)
         found = [part * lax.broadcast_in_dim(scale, part.shape, [0]) for part in found]
         weights = weights.astype(scratch.values.dtype)
@@ -534,6 +551,7 @@ def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, pla
 
     if shape.splits > 1:
         own = pl.ds(block.row, ROWS)
+        # Each split's maximum and sum of a row, for XLA to join.
         for source, out in ((scratch.largest, operands.largest), (scratch.total, operands.total)):
             plgpu.copy_smem_to_gmem(source, out.at[block.head, block.split, own])
     plgpu.wait_smem_to_gmem(0)
@@ -551,12 +569,14 @@ def _poisoned(
     # 0 times a value is NaN where that is not finite: these sums are [64, TILE] of 0 or NaN.
     parts = [values.at[:, columns] for columns in shape.columns]  # [TILE, D or half of it]
     for part in parts:
+        # [64, D] x [D, TILE]
         zeros = plgpu.layout_cast(jnp.full((ROWS, part.shape[1]), 0, jnp.float32), layout)
         zeros = zeros.astype(part.dtype)
         scores = _add_product(scores, zeros, part.transpose((1, 0)), interpreted)
     # Then the values themselves become 0, whole positions at a time.
     is_bad = []
     for part in parts:
+        # [TILE]: 1 where a number of the position is not finite
         number = _numbers(part)
         is_bad.append(jnp.where(number - number == 0, 0.0, 1.0).max(axis=1))
         if len(parts) > 1:  # or the compiler keeps both in registers, where there is no room
@@ -589,6 +609,7 @@ def _seen(shape: Shape, block: Block, scratch: Scratch, i: jax.Array) -> jax.Arr
         bit = lax.shift_right_logical(jnp.where(new < 32, low, high), new & 31) & 1
         seen = (new < 0) | ((new < shape.static.num_visible) & (bit == 1))
     else:
+        # A chain: up to the row itself.
         seen = new <= row
     if shape.static.window is not None:
         seen = seen & (new > (0 if shape.has_words else row) - shape.static.window)

@@ -27,14 +27,17 @@ class _Laid(NamedTuple):
     values: jax.Array  # [B * Nkv, T, D]
     seen: jax.Array  # [B * Nkv, S * group, T] bool
 
-    def scores(self, softcap: float | None) -> jax.Array:
+    def scores(self, static: AttentionStatic) -> jax.Array:
         """Returns ``[B * Nkv, S * group, T]`` float32, of all positions."""
+        # [rows, D] x [D, T], summed in float32
         products = jnp.matmul(self.query, self.keys, preferred_element_type=jnp.float32)
-        scores = products * (self.query.shape[2] ** -0.5)
-        return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        scores = products * static.scale
+        cap = static.softcap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
 
     def read(self, scores: jax.Array, values: jax.Array) -> jax.Array:
         """Returns ``[B * Nkv, S * group, D]``: values weighted by what is seen of scores."""
+        # [.., T] x [T, D]: weights in the dtype of the values, as the kernel has them
         weights = jax.nn.softmax(jnp.where(self.seen, scores, -jnp.inf), axis=-1)
         return jnp.matmul(weights.astype(values.dtype), values)
 
@@ -47,7 +50,7 @@ def attend(arrays: AttentionArrays, static: AttentionStatic) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array:
     laid = _laid(arrays, static)
-    scores = laid.scores(static.softcap)
+    scores = laid.scores(static)
 
     def read_apart() -> jax.Array:
         # A weight of 0 times NaN is NaN. So values that are not finite become 0, and the rows that
@@ -56,6 +59,7 @@ def _attend(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array:
         poisoned = jnp.where(is_bad[:, None, :], jnp.nan, scores)
         return laid.read(poisoned, jnp.where(is_bad[:, :, None], 0, laid.values))
 
+    # First as if all values were finite: most caches are.
     found = laid.read(scores, laid.values)
     if not static.finite_cache:
         found = lax.cond(jnp.isfinite(found).all(), lambda: found, read_apart)
@@ -75,10 +79,11 @@ def _attend_apart(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array
     A product's derivative multiplies keys, too, by 0 where a position is not seen.
     """
     laid = _laid(arrays, static)
+    # [B * Nkv, T]: positions with a number that is not finite; a row that sees one becomes NaN
     is_bad = ~(jnp.isfinite(laid.keys).all(axis=1) & jnp.isfinite(laid.values).all(axis=2))
     keys = jnp.where(is_bad[:, None, :], 0, laid.keys)
     values = jnp.where(is_bad[:, :, None], 0, laid.values)
-    scores = laid._replace(keys=keys).scores(static.softcap)
+    scores = laid._replace(keys=keys).scores(static)
     found = laid.read(jnp.where(is_bad[:, None, :], jnp.nan, scores), values)
     return _of_heads(found, arrays.query.shape)
 
@@ -105,6 +110,7 @@ def _of_heads(found: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Returns ``[B, S, N, D]``, of ``[B * Nkv, S * group, D]``."""
     batch_size, num_rows, num_heads, head_dim = shape
     num_kv = found.shape[0] // batch_size
+    # [B, Nkv, S, group, D] -> [B, S, Nkv, group, D] -> [B, S, N, D]
     split = (batch_size, num_kv, num_rows, num_heads // num_kv, head_dim)
     return found.reshape(split).swapaxes(1, 2).reshape(shape)
 
@@ -113,6 +119,7 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
     """Returns ``[B, S, T]`` bool, which positions each row sees."""
     num_rows = arrays.query.shape[1]
     visible = arrays.visible
+    # [1, 1, T], [1, S, 1] and [B, 1, 1]
     position = jnp.arange(room, dtype=jnp.int32)[None, None, :]
     row = jnp.arange(num_rows, dtype=jnp.int32)[None, :, None]
     start = arrays.start[:, None, None]
@@ -121,11 +128,16 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
     else:
         new = position - start  # [B, 1, T], which bit is for the position
         is_new = (new >= 0) & (new < static.num_visible)
-        low, high = visible[:, :, :1], visible[:, :, 1:]  # [B, S, 1]
+        low = visible[:, :, :1]  # [B, S, 1], as the next
+        high = visible[:, :, 1:]
+        # [B, S, T]: the bit of each position, in the row's first or second word
         word = jnp.where(new < 32, low, high)
         bit = (word >> (new & 31).astype(jnp.uint32)) & 1
         seen = (new < 0) | (is_new & (bit == 1))
     if static.window is None:
         return seen
+    # [B, S or 1, 1]: the position that the window ends at
     newest = start + row if visible is None else start
+    if arrays.depth is not None:
+        return seen & ((position > newest + arrays.depth[:, :, None] - static.window) | is_new)
     return seen & (position > newest - static.window)

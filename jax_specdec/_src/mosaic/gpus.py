@@ -46,6 +46,7 @@ def generation() -> Generation:
 
 def no_device() -> str | None:
     """Returns why the kernel cannot run on JAX's default device, a sentence; None if it can."""
+    # Another platform, or a generation that no kernel is compiled for.
     device = jax.devices()[0]
     if device.platform != "gpu":
         return f"{_NEEDS_GPU}JAX runs on {device.platform}"
@@ -58,6 +59,7 @@ def no_device() -> str | None:
 def not_by_default() -> str | None:
     """Returns why the kernel is not the default on JAX's device, a sentence; None if it is."""
     why_not = no_device()
+    # It could run, but none has: it must be named.
     gpu = generation()
     if why_not is None and not gpu.has_run:
         return (

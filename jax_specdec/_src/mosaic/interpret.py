@@ -16,24 +16,33 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jax_specdec._src.mosaic.threads import THREADS, WARP, WARPS, Ref, Shuffle
+from jax_specdec._src.mosaic.threads import (
+    THREADS,
+    WARP,
+    WARPS,
+    ExchangeSlot,
+    Ref,
+    RowTiles,
+    Shuffle,
+    Threads,
+)
 from jax_specdec._src.rows.tiles import TILE
 
 
 class ExchangeBarriers(NamedTuple):
     """Replaces the mbarriers of exchanges."""
 
-    cluster: tuple[Any, ...]  # the barrier of all CTAs; () if there is one
+    cluster: Any  # the barrier of all CTAs; None if there is one
     completed: Ref  # int32 ref in shared memory, how many phases of each mbarrier are complete
 
 
-class InterpretedThreads:
+class InterpretedThreads(Threads):
     """A warpgroup's operations; see `threads.Threads`. Threads are the entries of arrays."""
 
+    interpreted = True
+
     def __init__(self) -> None:
-        self.interpreted = True
-        self.index = jnp.arange(THREADS, dtype=jnp.int32)
-        self.lane = self.index & (WARP - 1)
+        super().__init__(jnp.arange(THREADS, dtype=jnp.int32))
 
     def index_anew(self) -> jax.Array:
         return self.index
@@ -65,6 +74,7 @@ class InterpretedThreads:
         return self._per_warp(lambda x: jnp.cumsum(x, axis=1), x)
 
     def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
+        # [128]: the lane that each thread reads, then its thread
         if how == "bfly":
             lane = self.lane ^ lane
         elif how == "up":
@@ -73,9 +83,6 @@ class InterpretedThreads:
 
     def scalar(self, x: jax.Array) -> jax.Array:
         return x[0]
-
-    def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        return self.scalar(self.shuffle(x, lane))
 
     # Barriers.
 
@@ -98,43 +105,34 @@ class InterpretedThreads:
     def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
         plgpu.barrier_wait(barriers.at[barrier])
 
-    def exchange(
-        self,
-        memory: Ref,
-        barriers: Any,
-        place: jax.Array,
-        barrier: jax.Array,
-        parity: jax.Array,
-        values: list[jax.Array],
-        *,
-        cluster: int,
-    ) -> None:
-        """Exchange as on a GPU, but through global memory, which the whole cluster shares."""
+    def exchange(self, slot: ExchangeSlot, values: list[jax.Array]) -> None:
+        """Exchanges as on a GPU, but through global memory, which the whole cluster shares."""
         plgpu.commit_smem()  # all wait for all: copies may now overwrite what was read
-        completed = barriers.completed[barrier]
+        barriers: ExchangeBarriers = slot.barriers
+        completed = barriers.completed[slot.barrier]
         # An mbarrier passes those that wait for the parity of the phase completed last.
-        right = (completed & 1) == parity
-        barriers.completed[barrier] = completed + 1
-        by_warp = jnp.stack([x[::WARP] for x in values], axis=1)  # of neighbours in memory
-        memory[pl.ds(place[0], by_warp.size)] = jnp.where(right, by_warp, jnp.nan).reshape(-1)
-        for of_cluster in barriers.cluster:  # one, or none
-            plgpu.barrier_arrive(of_cluster)
-            plgpu.barrier_wait(of_cluster)
+        right = (completed & 1) == slot.parity
+        barriers.completed[slot.barrier] = completed + 1
+        # [4 warps, values]: what a warp sends lies together in memory.
+        by_warp = jnp.stack([x[::WARP] for x in values], axis=1)
+        sent = jnp.where(right, by_warp, jnp.nan).reshape(-1)
+        slot.memory[pl.ds(slot.place[0], sent.size)] = sent
+        if barriers.cluster is not None:
+            plgpu.barrier_arrive(barriers.cluster)
+            plgpu.barrier_wait(barriers.cluster)
 
     # Copies.
 
     def copy_tiles(
         self,
-        matrix: Ref,
-        row: jax.Array,
-        first: jax.Array,
-        size: int,
-        count: int,
+        tiles: RowTiles,
         buffer: Ref,
         stride: int,
         barriers: Ref,
         first_barrier: jax.Array | int,
     ) -> None:
+        matrix, row, first, size, count = tiles
+
         def copy(tile: int, length: int) -> None:
             plgpu.copy_gmem_to_smem(
                 matrix.at[row, pl.ds(first + tile * TILE, length)],
@@ -144,6 +142,7 @@ class InterpretedThreads:
 
         # A copy has a static length here: that of a whole tile, or of the last one of the row.
         for tile in range(count):
+            # Entries from the tile's first one to the end of the row.
             rest = size - (first + tile * TILE)
             pl.when(rest >= TILE)(functools.partial(copy, tile, TILE))
             if size % TILE:
@@ -153,15 +152,14 @@ class InterpretedThreads:
     def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
         return 0
 
-    def prefetch_tiles(
-        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
-    ) -> None:
+    def prefetch_tiles(self, tiles: RowTiles) -> None:
         pass
 
     # Reading and writing.
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
         # The whole ref is loaded: interpret mode knows no indices that differ between threads.
+        # [128]: then widened as a GPU does
         values = ref[...][indices]
         if jnp.issubdtype(values.dtype, jnp.floating):
             return values.astype(jnp.float32)
@@ -170,6 +168,7 @@ class InterpretedThreads:
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
         @pl.when(where.any())  # the whole of it is written
         def _() -> None:
+            # A place past the end is dropped.
             place = jnp.where(where, index, ref.shape[0])
             ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
 
@@ -177,6 +176,7 @@ class InterpretedThreads:
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0
     ) -> list[jax.Array]:
         start = start + offset
+        # [128] for each of `each` entries, from a start for each thread or for all.
         if start.ndim:  # a start for each thread
             place = start + self.index * each
             return [ref[...][place + j].astype(jnp.float32) for j in range(each)]

@@ -31,7 +31,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
-from jax_specdec._src.mosaic.threads import COPIED, THREADS, WARP, WARPS, Ref, Shuffle
+from jax_specdec._src.mosaic.threads import (
+    COPIED,
+    THREADS,
+    WARP,
+    WARPS,
+    ExchangeSlot,
+    Ref,
+    RowTiles,
+    Shuffle,
+    Threads,
+)
 from jax_specdec._src.rows.threshold import in_order
 from jax_specdec._src.rows.tiles import TILE
 
@@ -49,13 +59,13 @@ _WAIT = """
 """
 
 
-class GpuThreads:
+class GpuThreads(Threads):
     """A warpgroup's operations; see `threads.Threads`."""
 
+    interpreted = False
+
     def __init__(self) -> None:
-        self.interpreted = False
-        self.index = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
-        self.lane = self.index & (WARP - 1)
+        super().__init__(plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD))
 
     def index_anew(self) -> jax.Array:
         def run() -> Any:
@@ -70,6 +80,7 @@ class GpuThreads:
     # Within a warp.
 
     def shuffle(self, x: jax.Array, lane: jax.Array | int, how: Shuffle = "idx") -> jax.Array:
+        # A register of the array's type, and one for the lane.
         letter = "f" if x.dtype == jnp.float32 else "r"
         # The lane that no thread reads past: the lowest when lanes are counted down.
         bound = 0 if how == "up" else 31
@@ -122,11 +133,6 @@ class GpuThreads:
         # The same register, which Mosaic takes for one value from here on.
         return _inline(lambda x: (x,), (), (x,), [x.dtype], shape=())[0]
 
-    def at(self, x: jax.Array, lane: jax.Array | int) -> jax.Array:
-        if x.dtype == jnp.bool_:
-            return self.at(x.astype(jnp.int32), lane) == 1  # a shuffle moves 32 bits
-        return self.scalar(self.shuffle(x, lane))
-
     # Barriers.
 
     def sync(self) -> None:
@@ -176,22 +182,13 @@ class GpuThreads:
 
         _inline(run, (barriers,), (barrier, parity))
 
-    def exchange(
-        self,
-        memory: Ref,
-        barriers: Any,
-        place: jax.Array,
-        barrier: jax.Array,
-        parity: jax.Array,
-        values: list[jax.Array],
-        *,
-        cluster: int,
-    ) -> None:
+    def exchange(self, slot: ExchangeSlot, values: list[jax.Array]) -> None:
         # A store completes on the receiver's barrier: no fence, and one round trip. A store to
         # global memory and a barrier of the cluster would take two fences and three trips.
+        # [128] each: a store sends two or four of them.
         count = len(values)
         width = min(count, 4)  # values of a store
-        num_bytes = 4 * count * cluster * WARPS  # that a CTA receives in this round
+        num_bytes = 4 * count * slot.cluster * WARPS  # that a CTA receives in this round
         registers = [f"${3 + j}" for j in range(count)]
         # Only stores are predicated. A register that is written under a predicate keeps its value
         # if that is false, so it would be occupied from the kernel's beginning on.
@@ -216,9 +213,9 @@ class GpuThreads:
                 and.b32 thread, thread, 127;
                 setp.eq.u32 first, thread, 0;
                 and.b32 lane, thread, 31;
-                setp.lt.u32 sends, lane, {cluster};
+                setp.lt.u32 sends, lane, {slot.cluster};
                 @first mbarrier.arrive.expect_tx.shared::cta.b64 _, [$1], {num_bytes};
-                and.b32 block, lane, {cluster - 1};
+                and.b32 block, lane, {slot.cluster - 1};
                 mapa.shared::cluster.u32 theirs, $0, block;
                 mapa.shared::cluster.u32 barrier, $1, block;
                 {sends}
@@ -231,26 +228,23 @@ class GpuThreads:
                 *xs,
             )
 
-        _inline(run, (memory, barriers), (place, barrier, parity, *values))
+        numbers = slot.place, slot.barrier, slot.parity, *values
+        _inline(run, (slot.memory, slot.barriers), numbers)
 
     # Copies.
 
     def copy_tiles(
         self,
-        matrix: Ref,
-        row: jax.Array,
-        first: jax.Array,
-        size: int,
-        count: int,
+        tiles: RowTiles,
         buffer: Ref,
         stride: int,
         barriers: Ref,
         first_barrier: jax.Array | int,
     ) -> None:
-        columns = matrix.shape[1]
-        bytes_each = matrix.dtype.itemsize
+        columns = tiles.matrix.shape[1]
+        bytes_each = tiles.matrix.dtype.itemsize
         # Thread i copies tile i: it says how many bytes barrier i is to wait for, and begins.
-        index, begin, length = self._tiles(first, size, count)
+        index, begin, length = self._by_thread(tiles)
 
         def run(matrix: Any, buffer: Any, barriers: Any, *args: Any) -> None:
             row, first, place, barrier, count = args
@@ -271,8 +265,8 @@ class GpuThreads:
                 count,
             )
 
-        values = row, begin, index * stride, first_barrier + index, length
-        _inline(run, (matrix, buffer, barriers), values)
+        values = tiles.row, begin, index * stride, first_barrier + index, length
+        _inline(run, (tiles.matrix, buffer, barriers), values)
 
     def copy_shift(self, matrix: Ref, row: jax.Array) -> jax.Array | int:
         columns = matrix.shape[1]
@@ -287,12 +281,10 @@ class GpuThreads:
 
         return _inline(run, (matrix,), (row,), [jnp.int32], shape=())[0]
 
-    def prefetch_tiles(
-        self, matrix: Ref, row: jax.Array, first: jax.Array, size: int, count: int
-    ) -> None:
-        columns = matrix.shape[1]
-        bytes_each = matrix.dtype.itemsize
-        _, begin, length = self._tiles(first, size, count)
+    def prefetch_tiles(self, tiles: RowTiles) -> None:
+        columns = tiles.matrix.shape[1]
+        bytes_each = tiles.matrix.dtype.itemsize
+        _, begin, length = self._by_thread(tiles)
 
         def run(matrix: Any, row: Any, first: Any, count: Any) -> None:
             begin, length = _whole_units(matrix, row, first, count, columns, bytes_each)
@@ -308,20 +300,20 @@ class GpuThreads:
                 count,
             )
 
-        _inline(run, (matrix,), (row, begin, length))
+        _inline(run, (tiles.matrix,), (tiles.row, begin, length))
 
-    def _tiles(
-        self, first: jax.Array, size: int, count: int
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _by_thread(self, tiles: RowTiles) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns each thread's tile: index, first entry, and entries, 0 or less for none."""
         index = self.index_anew()
-        begin = first + index * TILE
-        return index, begin, jnp.where(index < count, jnp.minimum(size - begin, TILE), 0)
+        begin = tiles.first + index * TILE
+        is_tile = index < tiles.num_tiles
+        return index, begin, jnp.where(is_tile, jnp.minimum(tiles.size - begin, TILE), 0)
 
     # Reading and writing.
 
     def gather(self, ref: Ref, *indices: jax.Array) -> jax.Array:
         dtype = jnp.dtype(ref.dtype)
+        # Floats of any width come as float32, words of keys as they are.
         columns = ref.shape[-1]
         widened = jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
         if dtype == jnp.uint32:
@@ -339,6 +331,7 @@ class GpuThreads:
         # A branch around the store: the address of a thread that does not store may be none.
         def run(ref: Any, index: Any, value: Any, where: Any) -> None:
             kind = _element_type(dtype)
+            # A pointer to the entry, and the value in the ref's type.
             address = _add_scaled(_address(ref), index, size)
             if value.type != kind:  # a float32 for a narrower ref
                 value = arith.truncf(kind, value)
@@ -356,6 +349,7 @@ class GpuThreads:
             start = start + offset
 
         def run(ref: Any, start: Any, thread: Any) -> Any:
+            # Entry `start`, and from there `each` entries for every thread before.
             begin = _add_scaled(_address(ref), start, size)
             begin = _add_scaled(begin, thread, each * size)
             if aligned:
@@ -416,6 +410,7 @@ def _inline(
     """
 
     def run(_: Any, *args: Any) -> Any:
+        # Refs are memrefs already; of an array each thread has one value.
         given = [a if i < len(refs) else _register(a) for i, a in enumerate(args)]
         results = fn(*given)
         if not out:
@@ -453,6 +448,7 @@ def _i64() -> Any:
 
 def _register(x: Any) -> Any:
     """Returns the one value that a thread has of an array: Mosaic keeps vectors of one."""
+    # [128] or []: one register, perhaps a vector of one.
     register = x.registers.flat[0]
     if isinstance(register.type, ir.VectorType):
         return vector.extract(register, [], ir.DenseI64ArrayAttr.get([0]))
@@ -520,6 +516,7 @@ def _whole_units(
 def _first_byte(matrix: Any, row: Any, first: Any, columns: int, size: int) -> Any:
     """Returns the address of entry `first` of a row, 64 bits: base + row * bytes + first * size."""
     text = f"{{ mad.wide.s32 $0, $2, {columns * size}, $1; mad.wide.s32 $0, $3, {size}, $0; }}"
+    # Two steps of PTX, which LLVM does not take apart.
     start = llvm.ptrtoint(_i64(), utils.memref_ptr(matrix))
     return _ptx(text, "=&l,l,r,r", start, row, first, result=_i64(), pure=True)
 
@@ -535,6 +532,7 @@ def _load(ref: Any, address: Any, dtype: Any) -> Any:
 
 def _aligned_words(ref: Any, begin: Any, size: int) -> list[Any]:
     """Returns the words of `size` bytes, from a multiple of as many bytes, or of sixteen."""
+    # A load of up to four words, then each word of it.
     per_load = min(16, size)
     kind = ir.VectorType.get((per_load // 4,), _i32())
     words = []

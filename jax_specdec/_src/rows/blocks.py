@@ -35,19 +35,23 @@ def by_blocks(function: Callable[..., Any], length: int, rows: jax.Array, *array
       *arrays: pytrees of arrays ``[n, ...]``.
     """
     size = rows.shape[0]
-    length, function = min(length, size), jax.jit(function)  # which traces it once for both uses
+    length = min(length, size)
+    function = jax.jit(function)  # traced once for both uses
     given, tree = jax.tree.flatten(arrays)
 
     def read(start: jax.Array) -> Any:
+        # [length, ...] each: a block's part of every array
         block = [lax.dynamic_slice_in_dim(x, start, length) for x in given]
         return function(*jax.tree.unflatten(tree, block))
 
+    # What a block gives says what all rows give: [n, ...] each, not read yet.
     shapes, found_tree = jax.tree.flatten(jax.eval_shape(read, jnp.uint32(0)))
     unread = [lax.full_like(x, 0, shape=(size, *x.shape[1:])) for x in shapes]
 
     def step(i: jax.Array, found: list[jax.Array]) -> list[jax.Array]:
         first = jnp.uint32(i) * length  # an int under jax.disable_jit
         start = jnp.minimum(first, size - length)  # the last one overlaps
+        # A block without a row to read is not read, and leaves what stood there.
         is_read = any_under_vmap(jnp.any(lax.dynamic_slice_in_dim(rows, start, length) >= 0))
         nothing = jax.tree.unflatten(found_tree, [x[:length] for x in unread])
         of_block = jax.tree.leaves(lax.cond(is_read, read, lambda _: nothing, start))
@@ -63,6 +67,7 @@ def take_few(tree: Any, rows: jax.Array) -> Any:
     matrices, treedef = jax.tree.flatten(tree)
     if rows.shape[0] > BLOCK:
         return jax.tree.unflatten(treedef, [x[rows] for x in matrices])
+    # [1, ...] each: a slice for every row, which no device turns into a gather
     starts = [*rows.astype(jnp.uint32)]
     found = [[lax.dynamic_slice_in_dim(x, start, 1) for start in starts] for x in matrices]
     return jax.tree.unflatten(treedef, [jnp.concatenate(x) for x in found])
@@ -70,7 +75,7 @@ def take_few(tree: Any, rows: jax.Array) -> Any:
 
 @jax.custom_batching.custom_vmap
 def any_under_vmap(condition: jax.Array) -> jax.Array:
-    """``[]`` bool: a condition; under `jax.vmap`, whether it holds for any of the mapped calls.
+    """Returns a condition ``[]`` bool; under `jax.vmap`, whether it holds for any mapped call.
 
     `jax.lax.cond` on it stays a branch. On a condition that differs between mapped calls, `vmap`
     runs both branches, and copies for each call what they close over.
@@ -85,7 +90,7 @@ def _any_of_mapped(size: int, mapped: list[bool], condition: jax.Array) -> tuple
 
 
 def entry_of(tree: Any, index: jax.Array) -> Any:
-    """``x[b, index[b]]`` of arrays ``x [B, P, ...]`` for ``index [B]`` in range.
+    """Returns ``x[b, index[b]]`` of arrays ``x [B, P, ...]`` for ``index [B]`` in range.
 
     One of few is selected: XLA fuses that with its use, and no gather.
     """
@@ -96,6 +101,7 @@ def entry_of(tree: Any, index: jax.Array) -> Any:
         if x.shape[1] > FEW:
             found.append(jnp.take_along_axis(x, which[:, None], axis=1)[:, 0])
             continue
+        # [B, ...] each: a place of the P
         entries = [lax.index_in_dim(x, p, 1, keepdims=False) for p in range(x.shape[1])]
         many = len(entries) > 1
         which = jnp.broadcast_to(which, entries[0].shape)
@@ -106,10 +112,11 @@ def entry_of(tree: Any, index: jax.Array) -> Any:
 def scatter(
     x: jax.Array, token_ids: jax.Array, added: jax.Array | None, platform: Platform
 ) -> jax.Array:
-    """Rows with ``added [M, n]`` added at ``token_ids [M, n]``, or -inf put there if it is None.
+    """Returns rows with ``added [M, n]`` added at ``token_ids [M, n]``; -inf put there for None.
 
     Ids outside the vocabulary are ignored.
     """
+    # [M, n]: ids, or the column after the last, which a scatter drops
     is_token = (token_ids >= 0) & (token_ids < x.shape[1])
     ids = jnp.where(is_token, token_ids, x.shape[1])  # dropped
     if platform == "tpu" and x.shape[0] > BLOCK:
@@ -118,6 +125,7 @@ def scatter(
 
 
 def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
+    # [M, 1] and [M, n]: a row and a column for each id
     place = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None], ids
     if added is None:
         return x.at[place].set(-jnp.inf, mode="drop", out_sharding=explicit_place(x))
@@ -125,16 +133,18 @@ def _scatter_rows(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) 
 
 
 def _scatter_blocks(x: jax.Array, ids: jax.Array, added: jax.Array | None = None) -> jax.Array:
-    """`_scatter_rows` of a few rows at a time: a TPU copies all rows that it is given to scatter.
+    """Does `_scatter_rows` a few rows at a time: a TPU copies all rows that it is given.
 
     The last block overlaps the one before; rows that are in both are skipped in the last.
     """
     size = x.shape[0]
+    # [blocks]: the first row of each; the last begins early, so that it is whole
     starts = jnp.minimum(jnp.arange(0, size, BLOCK, dtype=jnp.int32), size - BLOCK)
 
     def step(i: jax.Array, x: jax.Array) -> jax.Array:
         given = (x, ids) if added is None else (x, ids, added)
         rows, own, *more = (lax.dynamic_slice_in_dim(y, starts[i], BLOCK) for y in given)
+        # [BLOCK]: rows that no block before this one had
         is_new = starts[i] + jnp.arange(BLOCK, dtype=jnp.int32) >= i * BLOCK
         own = jnp.where(is_new[:, None], own, x.shape[1])
         return lax.dynamic_update_slice_in_dim(x, _scatter_rows(rows, own, *more), starts[i], 0)

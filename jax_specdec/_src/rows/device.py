@@ -46,6 +46,7 @@ class Device:
 
     def bits(self, words: jax.Array) -> jax.Array:
         """Returns the bits of words ``[..., n]`` as ``[..., 32 n]`` bool, perhaps with more."""
+        # [..., n] -> [..., n, 4, 1] octets -> [..., n, 4, 8] bits -> [..., 32 n]
         octets = lax.bitcast_convert_type(words, jnp.uint8)[..., None]  # lowest bits first
         places = jnp.arange(8, dtype=jnp.uint8).reshape((1,) * words.ndim + (1, 8))
         return ((octets >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
@@ -62,6 +63,7 @@ class Device:
           length: how many ids are asked for.
           fill: the entry of an id that is not listed.
         """
+        # [n, length]: the ids asked for
         asked = first[:, None] + jnp.arange(length, dtype=jnp.int32)[None, :]
         return entries_of(ids, entries, asked, fill)
 
@@ -106,6 +108,7 @@ class Cpu(Device):
     def each_row(self, function: Callable[..., Any], count: int, *arrays: Any) -> Any:
         if count == 1:
             return function(None, *arrays)
+        # [count]: the index of every row, which is also an array of the call
         index = jnp.arange(count, dtype=jnp.int32)
         return self.in_blocks(function, index, index, *arrays)
 
@@ -118,6 +121,7 @@ class Cpu(Device):
         # By n * C writes: faster on a CPU than n * length * C comparisons.
         place = ids - first[:, None]
         place = jnp.where(place < 0, length, place)  # dropped
+        # [n, length]: each listed entry goes to the place of its id
         found = jnp.full((ids.shape[0], length), fill, jnp.float32)
         these = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
         return found.at[these, place].set(entries, mode="drop")
@@ -141,6 +145,7 @@ class Tpu(Device):
         octets = jnp.stack([(words >> i) & 255 for i in range(0, 32, 8)], axis=-1)
         octets = octets.reshape(*words.shape[:-1], -1, LANES // 8).astype(jnp.bfloat16)
         to_lanes = jnp.repeat(jnp.eye(LANES // 8, dtype=jnp.bfloat16), 8, axis=1)
+        # [..., octets / 16, 128]: each lane has the octet that its bit is in
         given = jnp.dot(octets, to_lanes, preferred_element_type=jnp.float32).astype(jnp.int32)
         places = lax.broadcasted_iota(jnp.int32, given.shape, given.ndim - 1) % 8
         return ((given >> places) & 1 == 1).reshape(*words.shape[:-1], -1)
@@ -155,6 +160,7 @@ class Tpu(Device):
         # Which row it is comes first: a product with a matrix costs more than a sum.
         total = jnp.sum(both[:, 0], axis=1)
         is_first = _has_mass(total, may_have_mass)
+        # [n, L]: one row is left
         weights = jnp.where(is_first[:, None], both[:, 0], both[:, 1])
         return self.pick(weights[:, None], u)[0][:, 0], total
 
@@ -177,6 +183,7 @@ def _pick_by_sums(
 ) -> tuple[jax.Array, jax.Array]:
     """Does `Device.pick`, from the places ``index [L]`` and the cumulative sums ``[n, m, L]``."""
     size = weights.shape[2]
+    # [n, m]
     total = sums[:, :, -1]
     place = index[None, None, :]
     positive = weights > 0

@@ -115,6 +115,7 @@ def part_of(axis: str | None, width: int) -> Part:
     """Returns this device's part, `width` ids of a vocabulary that is split over `axis` or not."""
     if axis is None:
         return WHOLE
+    # This device's first id: parts of equal width lie one after another.
     return SplitPart(axis, lax.axis_index(axis) * width)
 
 
@@ -128,6 +129,7 @@ def pack(tree: Any, axes: int) -> jax.Array:
         x.astype(jnp.int32) if x.dtype == jnp.bool_ else lax.bitcast_convert_type(x, jnp.int32)
         for x in jax.tree.leaves(tree)
     ]
+    # [..., n]: the words of all arrays, one after another
     return jnp.concatenate([x.reshape(*x.shape[:axes], -1) for x in words], axis=-1)
 
 

@@ -20,6 +20,7 @@ from jax_specdec._src.rows.part import WHOLE, Part
 def bits_at(words: jax.Array, index: jax.Array, ids: jax.Array) -> jax.Array:
     """Returns whether the bit of each id is set in its row of words; ids are clipped into range."""
     ids = jnp.clip(ids, 0, words.shape[1] * 32 - 1)
+    # The word that has the bit of each id, then its bit.
     these = words.at[index, ids // 32].get(mode="clip")
     return (these >> (ids % 32).astype(words.dtype)) & 1 == 1
 
@@ -99,6 +100,7 @@ class Rows:
             (1, available),
             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
         )
+        # [1, length] and [n, available]: places of the slice, and what was read
         offset = jnp.arange(length, dtype=jnp.int32)[None, :]
         is_whole = available == length and end <= num_columns == self.size
         if not self.part.is_split and not is_whole:
@@ -106,12 +108,14 @@ class Rows:
             found = first_column[:, None] + offset - start[:, None]
             x = jnp.take_along_axis(x, jnp.clip(found, 0, available - 1), axis=1)
         is_inside = is_whole and not self.part.is_split
+        # [n, length]: the column of each id; not needed where all of them are here
         columns = None if is_inside else first_column[:, None] + offset
         return self._entries(x, index[:, None], first[:, None] + offset, columns)
 
     def whole(self, index: jax.Array | None = None) -> jax.Array:
         """Returns ``[n, width]`` entries of some rows; of all rows, in place, without an index."""
         these = self.select(index)
+        # [n, width]
         x = these.matrix[..., : self.width].astype(jnp.float32)
         if these.token_bitmask is not None:
             x = jnp.where(self._bits(these.token_bitmask, self.width), x, self.fill)
@@ -165,6 +169,7 @@ class Rows:
         count = min(count, words.shape[-1])
         word = jnp.minimum(first // 32, words.shape[-1] - count)
         words = lax.dynamic_slice_in_dim(words, word, count, axis=-1)
+        # Bits of the first word that belong to the part before are cut off.
         shift = first - 32 * word
         bits = self.device.bits(words)
         if columns % 32 == 0:  # then a part begins with a word

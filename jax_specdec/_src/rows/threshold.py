@@ -185,7 +185,8 @@ class XlaAmounts(Generic[S]):
         def masses(
             x: jax.Array, peak: jax.Array, inv_temperature: jax.Array, bounds: list[jax.Array]
         ) -> list[jax.Array]:
-            weights = jnp.exp((x - peak[:, None]) * inv_temperature[:, None])  # [n, W]
+            # [n, W]: the mass of each entry, relative to the row's peak
+            weights = jnp.exp((x - peak[:, None]) * inv_temperature[:, None])
             return [jnp.sum(jnp.where(x >= c[:, None], weights, 0.0), axis=1) for c in bounds]
 
         found: list[jax.Array] = self.rows.read(masses, self.peak, self.inv_temperature, bounds)
@@ -194,6 +195,7 @@ class XlaAmounts(Generic[S]):
     def _reached(self, sums: list[jax.Array], goal: jax.Array) -> jax.Array:
         # [candidates, n]: the sums over all parts, by one exchange
         reaches = self.part.sum(jnp.stack(sums)) >= goal[None]
+        # [n]: how many candidates reach the goal
         return jnp.sum(reaches, axis=0, dtype=jnp.int32)
 
 
@@ -201,6 +203,7 @@ def of_min_p(filter: Filter, peak: jax.Array, inv_temperature: jax.Array) -> jax
     """Returns the thresholds of min-p; -inf without one."""
     if filter.min_p is None:
         return jnp.full_like(peak, -jnp.inf)
+    # exp((x - peak) / temperature) = min_p
     return peak + jnp.log(filter.min_p) / inv_temperature
 
 
@@ -254,6 +257,7 @@ def _largest(
         def key(index: Any) -> jax.Array:
             return jnp.minimum(low + step * index, high)
 
+        # The last candidate that reaches the goal is the new lower end; the next is out.
         count, state = reached(lambda index: value(key(index)), goal, state)
         is_left = low < high
         lower = jnp.where(is_left, key(count), low)
@@ -263,6 +267,7 @@ def _largest(
         is_left = given[0] < given[1]
         return jnp.any(is_left) if is_left.ndim else is_left  # a kernel has no reductions of none
 
+    # The ends of the interval, as keys.
     start, end = (in_order(lax.bitcast_convert_type(x, jnp.int32)) >> shift for x in (low, high))
     # At most `bits` halvings. A row that is done waits for the others.
     found, _, state = lax.while_loop(goes_on, divide, (start, end, state))

@@ -58,6 +58,7 @@ def each_tile(read: Callable[[Any, int], jax.Array], width: int) -> jax.Array:
     starts = jnp.arange(whole, dtype=jnp.int32) * TILE
     found = []
     if whole:
+        # [whole, ...]: one tile after another
         found.append(lax.map(lambda start: read(start, TILE), starts))
     if cut:  # the last tile has fewer columns
         found.append(read(whole * TILE, cut)[None])
@@ -82,6 +83,7 @@ def pieces_of_tiles(width: int, num_parts: int, num_tiles_of_part: int) -> np.nd
     piece in several parts. Tiles with fewer than m pieces are filled up with the index past the
     last mass.
     """
+    # Of each tile, the places of its pieces among the masses of all parts.
     found: list[list[int]] = [[] for _ in range(num_tiles(width * num_parts))]
     for part, start in enumerate(range(0, num_parts * width, width)):
         first = start // TILE

@@ -59,7 +59,7 @@ def rejection_sample(
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> RejectionSampleOutput:
-    """Verify drafts against the target: accept a prefix of each, then emit one more token.
+    """Verifies drafts against the target: accepts a prefix of each, then emits one more token.
 
     Let ``p = softmax(float32(target_logits) / temperature)``, filtered by the min-p, top-k and
     top-p of `sampling`, and let ``q`` be the draft distribution. A draft ``x`` is accepted iff
@@ -179,7 +179,7 @@ def rejection_sample_with_noise(
     kernel_config: KernelConfig | None = None,
     sharding: VerifySharding | None = None,
 ) -> RejectionSampleOutput:
-    """`rejection_sample` with explicit noise in place of keys and positions.
+    """Verifies as `rejection_sample`, with explicit noise in place of keys and positions.
 
     For tests, for comparing with other systems, and for callers with their own generators.
     `rejection_sample` equals this with ``draw_noise(keys, positions, K)``; under the agreement
@@ -217,7 +217,7 @@ def which_implementation(
     vocab_size: int | None = None,
     kernel_config: KernelConfig | None = None,
 ) -> Implementation:
-    """Which implementation `rejection_sample` uses if none is named.
+    """Returns which implementation `rejection_sample` uses if none is named.
 
     The answer is for programs compiled for JAX's default device. For any other device it is "xla".
 
@@ -297,6 +297,7 @@ def _rejection_sample(arrays: CallArrays, *, static: Static) -> RejectionSampleO
 
 def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> RejectionSampleOutput:
     """Chooses a backend, and verifies one device's part of the arrays, or all of them."""
+    # What the rule reads, and a row at least: kernels and gathers need one.
     rule = rule_of(static.config)
     if arrays.target_logits.shape[0] == 0:  # no drafts anywhere, and the bonus given: no row
         logits = jnp.zeros((1, *arrays.target_logits.shape[1:]), arrays.target_logits.dtype)
@@ -312,6 +313,7 @@ def _verify_part(arrays: CallArrays, static: Static, platform: Platform) -> Reje
         arrays, layout = gathered_if_small(arrays, static.layout)
         static = static._replace(layout=layout)
     name = static.implementation or _default(arrays, static, platform)
+    # A named one does not fall back; the default has been chosen so that it serves the call.
     backend = BACKENDS[name].on(platform)
     why_not = backend.unserved(arrays, static)
     if why_not:

@@ -90,6 +90,7 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
     layout = resolve(settings.sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
     if arrays.randomness is not None:
         sizes["K"] = config.num_speculative_tokens
+        # Greedy requests alone draw nothing, but for synthetic acceptance.
         needs_noise = not is_greedy or config.conditional_rates is not None
         _check_noise(arrays.randomness, sizes, config, needs_noise)
         _check_counts(arrays.drafts, sizes)
@@ -97,6 +98,7 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
             arrays = dataclasses.replace(arrays, randomness=(None, arrays.randomness[1]))
     if is_greedy:
         given = arrays.sampling
+        # No temperature says that all requests are greedy, to all that is traced.
         greedy = SamplingParams(None, given.min_p, given.top_k, given.top_p)
         arrays = dataclasses.replace(arrays, sampling=greedy)
     return arrays, Static(
@@ -158,7 +160,9 @@ def _converted(arrays: CallArrays) -> CallArrays:
       TypeError: positions that are not integers.
       ValueError: an integer that int32 does not hold.
     """
-    sampling, drafts, noise = arrays.sampling, arrays.drafts, arrays.randomness
+    sampling = arrays.sampling
+    drafts = arrays.drafts
+    noise = arrays.randomness
     if isinstance(sampling, SamplingParams) and isinstance(drafts, Drafts):
         # Offsets say how many requests there are; if they are wrong, the checks will say so.
         shape: tuple[int, ...] = getattr(drafts.cu_num_draft_tokens, "shape", ())
@@ -175,10 +179,12 @@ def _check_leading_0(arrays: CallArrays) -> None:
     Raises:
       ValueError: the leading 0 is missing.
     """
-    drafts, bonus = arrays.drafts, arrays.bonus_token_ids
+    drafts = arrays.drafts
+    bonus = arrays.bonus_token_ids
     if not isinstance(drafts, Drafts):
         return
     offsets = drafts.cu_num_draft_tokens
+    # As many requests as there are bonus rows, or bonus tokens.
     rows = _length(arrays.target_logits) - _length(drafts.token_ids)
     num_requests = rows if bonus is None else _length(bonus)
     of_requests = jax.tree.leaves((arrays.sampling, arrays.randomness))
@@ -196,11 +202,13 @@ def _length(array: Any) -> int:
 def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:
     """Returns what to do, if the shape of the logits shows which mistake was made."""
     shape: tuple[int, ...] = getattr(target_logits, "shape", ())
-    batch, n = sizes["B"], sizes["N"]
+    batch = sizes["B"]
+    n = sizes["N"]
     extra = {"M": None, "N": 0, "N+B": batch}[rows]
     if len(shape) not in (2, 3) or extra is None:
         return None
-    given, wanted = shape[0] if len(shape) == 2 else shape[0] * shape[1], n + extra
+    given = shape[0] if len(shape) == 2 else shape[0] * shape[1]
+    wanted = n + extra
     if given == wanted and len(shape) == 2:
         return None
     # The rows are right, but in a dense shape; or there are none for a bonus; or K is another.
@@ -216,8 +224,11 @@ def _advice(target_logits: Any, rows: str, sizes: Sizes) -> str | None:
 
 def _check_distribution(distribution: DraftDistribution, sizes: Sizes) -> None:
     """Checks what the declarations of a distribution do not say."""
-    path, storage = "drafts.distribution", storage_of(distribution)
-    r, n, has_rows = sizes["R"], sizes["N"], distribution.rows is not None
+    path = "drafts.distribution"
+    storage = storage_of(distribution)
+    r = sizes["R"]
+    n = sizes["N"]
+    has_rows = distribution.rows is not None
     rows = "at least one row" if has_rows else f"N = {n} rows if rows is None"
     # A store may have any number of rows; without row indices, row j is draft j's.
     fits = 1 <= sizes["Vd"] <= sizes["V"] and (r > 0 or n == 0 if has_rows else r == n)
@@ -244,10 +255,12 @@ def _check_trees(arrays: CallArrays, config: SpecDecodeConfig) -> None:
     if arrays.drafts.parents is None:
         return
     name = "config.rejection_sample_method"
-    method, must = config.rejection_sample_method, "be 'agreement' for drafts with parents"
+    method = config.rejection_sample_method
+    must = "be 'agreement' for drafts with parents"
     hint = "the other rules judge chains of drafts alone"
     require(method == "agreement", name, must, method, hint, NotImplementedError)
-    bonus, must = arrays.bonus_token_ids, "be None for drafts with parents"
+    bonus = arrays.bonus_token_ids
+    must = "be None for drafts with parents"
     hint = "each node of a tree has a row, from which the last token may be drawn"
     require(bonus is None, "bonus_token_ids", must, bonus, hint, NotImplementedError)
 
@@ -287,6 +300,7 @@ def _check_counts(drafts: Drafts, sizes: Sizes) -> None:
     """
     k = sizes["K"]
     may_exceed = sizes["N"] > sizes["B"] * k > 0
+    # Read where N shows that some count is too large, and nowhere else.
     known = known_values(drafts.cu_num_draft_tokens) if may_exceed else None
     if known is not None and (np.diff(known) > k).all():
         must = f"have at most num_speculative_tokens = {k} drafts per request, as config says"

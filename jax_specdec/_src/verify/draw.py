@@ -121,7 +121,8 @@ def inverse_cdf_draw(
         lambda *x: jnp.concatenate(x), (source, chosen), (source, instead)
     )
     token_ids, is_empty = draw_in_tile(rows, source_twice, either)
-    (token_ids, another), (is_empty, _) = jnp.split(token_ids, 2), jnp.split(is_empty, 2)
+    token_ids, another = jnp.split(token_ids, 2)
+    is_empty, _ = jnp.split(is_empty, 2)
     return jnp.where(is_empty & source.uses_q, another, token_ids), chosen.bad_draft
 
 

@@ -62,6 +62,7 @@ class TreeOrder(NamedTuple):
           parents: ``[B, K]`` int32, 0 where nothing is proposed.
           token_ids: ``[B, K]`` int32, -1 where nothing is proposed.
         """
+        # [B, K+1]: parents that are no node before are put right here, and so differ
         above = nodes_above(parents)
         is_tree = jnp.all(parents == above[:, 1:], axis=1)
         # [B, K, K]: pairs of a draft and a later one that are siblings, and equal
@@ -74,18 +75,19 @@ class TreeOrder(NamedTuple):
         return cls(above, lineage(above)), is_tree
 
     def depth(self, offset: jax.Array) -> jax.Array:
-        """See `ChainOrder`."""
+        """Returns the depth of nodes ``offset [B, P]``: how many drafts lead to each."""
         return jnp.take_along_axis(depths(self.sees), offset, axis=1)
 
     def followed(self, token_ids: jax.Array, position: Position) -> Position:
-        """See `ChainOrder`: the draft is the child that was drawn, or none."""
+        """Returns the position with the child that was drawn as its draft, or without one."""
+        # [1, 1]: the token drawn from the node's row, if a child has it
         drawn = position.argmax
         is_there = jnp.any(self._is_child(token_ids, position), axis=1, keepdims=True)
         draft = jnp.where(is_there, drawn, PLACEHOLDER_TOKEN_ID)
         return position._replace(token_id=draft, proposed=is_there)
 
     def next_row(self, token_ids: jax.Array, position: Position, index: jax.Array) -> jax.Array:
-        """See `ChainOrder`: that of the child."""
+        """Returns the row of the child that was drawn."""
         return lax.argmax(self._is_child(token_ids, position)[0], 0, jnp.uint32) + 1
 
     def _is_child(self, token_ids: jax.Array, position: Position) -> jax.Array:
@@ -96,7 +98,10 @@ class TreeOrder(NamedTuple):
     def along_path(
         self, token_ids: jax.Array, positions: Position
     ) -> tuple[jax.Array, Position, jax.Array | None]:
-        """See `ChainOrder`; past its end, the last position of the path without a draft."""
+        """Returns drafts, positions and nodes in the order of the path.
+
+        Past its end stands its last position, without a draft.
+        """
         node = lax.broadcasted_iota(jnp.int32, self.above.shape, 1)
         # [B, K+1]: the token of each node, and whether it was drawn from the row of its parent
         token_of = jnp.pad(token_ids[:, :-1], ((0, 0), (1, 0)))
@@ -113,6 +118,7 @@ class TreeOrder(NamedTuple):
         is_there = following >= 0
         drafts = jnp.take_along_axis(token_of, jnp.maximum(following, 0), axis=1)
         drafts = jnp.where(is_there, drafts, PLACEHOLDER_TOKEN_ID)
+        # [B, K+1]: the row of each position; past the end of the path, that of its last node
         last = jnp.max(path, axis=1, keepdims=True)  # nodes of a path have rising numbers
         row = jnp.where(path >= 0, path, last)
         positions = positions._replace(

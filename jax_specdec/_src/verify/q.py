@@ -90,6 +90,7 @@ class Logits:
             return DraftScale(scale, bad | ~jnp.isfinite(partials.max))
         # Stored beside the row, perhaps relative to its maximum.
         assert self.given.log_normalizer is not None
+        # [n]: exp((x - peak) / temperature - log_scale) is q
         peak = zero if self.given.row_max is None else self.given.row_max[index]
         stored = Scale(peak, self.given.log_normalizer[index])
         return DraftScale(stored, bad | ~(jnp.isfinite(peak) & jnp.isfinite(stored.log_scale)))
@@ -234,6 +235,7 @@ class Mapped(Stored):
         return [self.at(index[:, None], first[:, None] + place)]
 
     def whole(self, index: jax.Array, width: int) -> list[jax.Array]:
+        # [n, size]: the entry of every id, by its column
         entries = self.storage.at(index[:, None], self.columns[None, :])
         missing = (0, 0), (0, width - entries.shape[1])
         return [jnp.pad(entries, missing, constant_values=self.storage.fill)]
@@ -282,6 +284,7 @@ class Listed(Stored):
         bad = super().are_bad(index)
         # [n, C]: in order, equal ids stand side by side.
         ids = jnp.sort(self._ids(index.reshape(-1)), axis=1)
+        # [n]: the least and the largest id show what is out of range.
         bad_list = (ids[:, 0] < 0) | (ids[:, -1] >= self.size)
         bad_list |= jnp.any(ids[:, 1:] == ids[:, :-1], axis=1)
         return bad | bad_list.reshape(index.shape)
@@ -312,8 +315,10 @@ def q_of(
     storage = storage_of(distribution)
     ids = distribution.ids
     if ids is None:
+        # Column j is id j: rows are read as target rows are.
         rows = Rows(storage, size, kind.fill, device, None, kind.thresholds, part)
         return Dense(rows, kind)
+    # Rows are read by column; which id a column is, the class knows.
     rows = Rows(storage, storage.shape[1], kind.fill, device, None, kind.thresholds)
     if ids.ndim == 1:
         return Mapped.of(rows, kind, ids, size)

@@ -57,6 +57,7 @@ def judged(
       stats: of their target rows, or of this part of them.
       sum_drafts: sums draft rows, where they must be read to be normalized.
     """
+    # [B, P]: the logit of each position's draft, if this device has it
     part = rows.part
     ids = positions.token_id
     inv = positions.inv_temperature
@@ -135,6 +136,7 @@ def _drafts_read(
 def _of_whole_rows(of_parts: DraftsRead, positions: Position, width: int) -> DraftsRead:
     """Returns what whole draft rows hold, from what each part of `width` ids does."""
     num_with_draft = of_parts.entries.shape[2]
+    # [B, D]: from what the parts found, what the row has; from the owner of an id, its entry
     partials = of_parts.partials
     if partials is not None:
         partials = Partials.of_whole(partials, positions.inv_temperature[:, :num_with_draft])
@@ -178,5 +180,6 @@ def drawn(rows: LocalRows, requests: Request, positions: Position, race: Race) -
     exponential = exponential.reshape(-1, exponential.shape[2])
     source = requests.sources(positions)._replace(proposed=nothing, uses_q=nothing)
     source = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), source)
+    # [B, P]: the token of each row; of a greedy request the argmax stays
     own = race(rows, source, exponential).reshape(shape)
     return positions._replace(argmax=jnp.where(requests.greedy[:, None], positions.argmax, own))

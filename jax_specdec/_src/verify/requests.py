@@ -193,6 +193,7 @@ class Request(NamedTuple):
           filter: ``[B]``, or None.
           noise: by which their tokens are drawn.
         """
+        # Request b owns row b, from which its token is drawn.
         row = jnp.arange(temperature.shape[0], dtype=jnp.int32)
         none = jnp.zeros_like(row)[:, None]  # [B, 1]: one position, without a draft
         return cls(
@@ -260,6 +261,7 @@ class Request(NamedTuple):
 
 def requests_of(arrays: CallArrays, k: int, draws_every_row: bool = False) -> Request:
     """Returns the requests of a call, each with the status that is known before rows are read."""
+    # The layout of the batch: which drafts and rows each request owns.
     drafts = arrays.drafts
     sampling = arrays.sampling
     has_bonus_rows = arrays.bonus_token_ids is None
@@ -347,6 +349,7 @@ def usable_normalizers(distribution: DraftDistribution | None, rows: jax.Array) 
         return None
     # A large one has lost the bits in which probabilities differ: the draft is one-hot instead.
     count = distribution.log_normalizer.shape[0]
+    # The size of each row's normalizer; rows out of range are read in range.
     size = jnp.abs(distribution.log_normalizer[jnp.clip(rows, 0, count - 1)])
     is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)
     return (rows < 0) | (rows >= count) | ~is_large

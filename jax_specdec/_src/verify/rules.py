@@ -266,6 +266,7 @@ class Block(Rule):
         one_hot = one_hot_residual_mass(weight, positions.p)
         mass = jnp.where(positions.proposed, one_hot, weight)
         mass = jnp.where(positions.uses_q, residual_masses, mass)
+        # A draft row that holds no probabilities makes its mass NaN.
         is_bad = positions.uses_q & jnp.isnan(mass) & (status == Status.OK)
         status = jnp.where(is_bad, Status.BAD_DRAFT_ROW, status)
         # Nothing is read past the first bad row.
@@ -306,6 +307,7 @@ class Synthetic(OneByOne):
         return positions.is_good & accepts(positions.uniform, positions.p, positions.q)
 
     def choose(self, requests: Request, positions: Position) -> Position:
+        # [B, K+1]: whether each draft is accepted; none is proposed at the last position
         rates = jnp.array([*self.conditional_rates, 0.0], jnp.float32)
         accepted = positions.proposed & accepts_synthetic(requests.accept, rates[None, :])
         end = first_true(~accepted)

@@ -89,6 +89,7 @@ class VerifySharding:
                     check_choice(name, axis, (*self.mesh.axis_names, None))
         given = self.vocab_axis, self.batch_axis
         names = "vocab_axis and batch_axis"
+        # Each axis once, and at least one of a mesh.
         both = [*by_name["vocab_axis"], *by_name["batch_axis"]]
         require(len({*both}) == len(both), names, "differ", given)
         require(self.mesh is None or both, names, "not both be None", given)
@@ -211,6 +212,7 @@ def place_of(matrix: Any) -> tuple[Any, Any, Any]:
     sharding = jax.typeof(matrix).sharding if is_traced else getattr(matrix, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None, None, None
+    # A spec may leave out axes at the end.
     rows, columns = (*sharding.spec, None, None)[:2]
     return sharding.mesh, _single(rows), _single(columns)
 
@@ -348,6 +350,7 @@ def over_parts(
         """Calls it with offsets and draft rows counted from the first of this device."""
         if batch is None:
             return function(arrays)
+        # The requests and drafts of this device, counted from its own first.
         me = lax.axis_index(batch)
         drafts = arrays.drafts
         cu = drafts.cu_num_draft_tokens
@@ -382,6 +385,7 @@ def gathered_if_small(arrays: CallArrays, layout: ArrayLayout) -> tuple[CallArra
     if lax.axis_size(axis) * sum(x.nbytes for x in matrices) > MOST_GATHERED:
         return arrays, layout
 
+    # [M, V / devices] -> [M, V], and draft rows likewise; lists and numbers are whole already
     def gathered(x: jax.Array) -> jax.Array:
         if x.ndim < 2:
             return x
@@ -426,6 +430,7 @@ def without_vma(function: Callable[[Any], Any], arrays: Any, vocab_axis: str | N
     varying: set[str] = set()
     for x in jax.tree.leaves(arrays):
         varying |= jax.typeof(x).manual_axis_type.varying
+    # By those alone: an inner call over no axis sees arrays that do not vary.
     axes = tuple(sorted(varying - {vocab_axis}))
     if not axes:
         return function(arrays)

@@ -109,7 +109,7 @@ class Device:
         state = self._copied(step.prompts.copies, requests)
         packed = programs.pack(self._engine, step.prompts) if step.prompts.group else None
         static = dict(all_neutral=step.all_neutral, num_drafts=num_drafts)
-        args: tuple[Any, ...] = *self.weights, state, packed
+        args: tuple[Any, ...] = (*self.weights, state, packed)
         own = None
         if step.slots is not None:
             narrow = *args, _array_of(step.slots)

@@ -22,8 +22,8 @@ from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
 from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text
-from jax_specdec.lm.decoding.options import RequestOptions
-from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
+from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
+from jax_specdec.lm.decoding.packing import BatchOptions
 from jax_specdec.lm.models.protocol import (
     Params,
     Rows,
@@ -320,9 +320,9 @@ class Engine(Decoder):
 
         Raises:
           ValueError: an id outside the vocabulary, more of something than there is room for, more
-            drafts than K, options that need `request_options` in an engine without them, or a
-            temperature above 0 where the rule is not agreement, and the engine is exact or the
-            drafter has a history.
+            drafts than K, a prediction where the drafter looks in no text, options that need
+            `request_options` in an engine without them, or a temperature above 0 where the rule is
+            not agreement, and the engine is exact or the drafter has a history.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
@@ -331,6 +331,7 @@ class Engine(Decoder):
             )
         options.check(self.model.vocab_size)
         options.check_drafts(self.config.num_speculative_tokens)
+        inputs.check_prediction(self.drafter, options.prediction)
         self.option_sizes.check(options)
         if self.exact:
             check_free_text(self.config, options)

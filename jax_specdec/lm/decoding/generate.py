@@ -285,6 +285,7 @@ def _prepare(
     if not isinstance(drafter, NoDrafter):
         for one in asked:
             one.check_drafts(config.num_speculative_tokens)
+            inputs.check_prediction(drafter, one.prediction)
         inputs.check_trees(model, drafter, config)
         if all(one.max_drafts == 0 for one in asked):
             drafter = NoDrafter()  # nobody wants a draft

@@ -77,6 +77,18 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
     check_runs_trees("model", model)
 
 
+def check_prediction(drafter: Drafter, prediction: Sequence[int] | None) -> None:
+    """Checks that a drafter can use what a request expects to be generated.
+
+    Raises:
+      ValueError: it does not look in texts.
+    """
+    must = f"be None with {type(drafter).__name__}, which looks in no text"
+    is_used = prediction is None or drafter.serves.predictions
+    hint = "NGramDrafter, SuffixDrafter and FirstOf do"
+    require(is_used, "prediction", must, prediction, hint)
+
+
 def check_keeps_rows(model: CausalModel, drafter: Drafter, length: int, *, has_cache: bool) -> None:
     """Checks that a request may begin with what another has left in both caches.
 

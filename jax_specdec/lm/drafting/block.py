@@ -150,7 +150,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     ) -> Proposal:
         """Returns a chain of drafts, from rows ``[B, K, Vd]`` of a block."""
         head = self.head
-        size = head.config.layer.vocab_size
+        size = head.config.vocab_size
         has_bias = head.config.markov_rank is not None
         ids = params.get("target_ids")
         columns: jax.Array | None = None
@@ -181,7 +181,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     ) -> Proposal:
         """Returns a tree of K drafts, from rows ``[B, D, Vd]`` of a block."""
         head = self.head
-        size = head.config.layer.vocab_size
+        size = head.config.vocab_size
         has_bias = head.config.markov_rank is not None
         num_candidates = self.num_candidates
         num_nodes = context.config.num_speculative_tokens

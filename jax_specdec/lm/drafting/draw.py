@@ -18,6 +18,159 @@ from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 Carry = TypeVar("Carry")
 
 
+# Which target ids the columns of a drafter's rows stand for.
+
+
+@dataclasses.dataclass(frozen=True)
+class Ids:
+    """All ids in their order: column ``j`` is id ``j``.
+
+    Attributes:
+      vocab_size: V, greater than any of the ids; not read where columns are ids.
+    """
+
+    vocab_size: int
+
+    @property
+    def columns(self) -> jax.Array | None:
+        """The id of each column, ``[Vd]`` or ``[N, Vd]`` int32; None where they are all ids."""
+        return None
+
+    def of_draft(self, offset: jax.Array) -> Ids:
+        """Returns the ids of the rows ``[B, Vd]`` of one draft."""
+        return self
+
+    def of_rows(self) -> Ids:
+        """Returns the ids of the rows ``[K * B, Vd]`` of all drafts, in the order of a store."""
+        return self
+
+    def at(self, columns: jax.Array) -> Ids:
+        """Returns the ids of some columns ``[N, C]`` of each row."""
+        return _ListedIds(self.vocab_size, columns)
+
+    def on_target(self, logits: jax.Array) -> jax.Array:
+        """Returns ``[N, V]`` of ``[N, Vd]``: each logit at its target id, -inf at the others."""
+        return logits
+
+    def of_target(self, rows: jax.Array) -> jax.Array:
+        """Returns the columns ``[N, Vd]`` of rows ``[N, V]``."""
+        return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class _MappedIds(Ids):
+    """A list of ids that all rows share.
+
+    Attributes:
+      ids: ``[Vd]`` int32.
+    """
+
+    ids: jax.Array
+
+    @property
+    def columns(self) -> jax.Array:
+        return self.ids
+
+    def at(self, columns: jax.Array) -> Ids:
+        return _ListedIds(self.vocab_size, self.ids[columns])
+
+    def on_target(self, logits: jax.Array) -> jax.Array:
+        rows = jnp.full((logits.shape[0], self.vocab_size), -jnp.inf, logits.dtype)
+        return rows.at[:, self.ids].set(logits)
+
+    def of_target(self, rows: jax.Array) -> jax.Array:
+        return rows[:, self.ids]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ListedIds(Ids):
+    """A list of ids for each row.
+
+    Attributes:
+      ids: ``[B, K, C]`` int32, of the rows of K drafts; ``[N, C]`` of N rows.
+    """
+
+    ids: jax.Array
+
+    @property
+    def columns(self) -> jax.Array:
+        return self.ids
+
+    def of_draft(self, offset: jax.Array) -> Ids:
+        # [B, K, C] -> [B, C]
+        of_draft = lax.dynamic_index_in_dim(self.ids, offset, axis=1, keepdims=False)
+        return _ListedIds(self.vocab_size, of_draft)
+
+    def of_rows(self) -> Ids:
+        return _ListedIds(self.vocab_size, _by_draft(self.ids))
+
+    def at(self, columns: jax.Array) -> Ids:
+        return _ListedIds(self.vocab_size, jnp.take_along_axis(self.ids, columns, axis=1))
+
+    def on_target(self, logits: jax.Array) -> jax.Array:
+        rows = jnp.full((logits.shape[0], self.vocab_size), -jnp.inf, logits.dtype)
+        return jnp.put_along_axis(rows, self.ids, logits, axis=1, inplace=False)
+
+    def of_target(self, rows: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(rows, self.ids, axis=1)
+
+
+def ids_of(ids: jax.Array | None, vocab_size: int) -> Ids:
+    """Returns what the columns of rows stand for, as `draft_chain` takes it."""
+    if ids is None:
+        return Ids(vocab_size)
+    return _MappedIds(vocab_size, ids) if ids.ndim == 1 else _ListedIds(vocab_size, ids)
+
+
+# Drawing.
+
+
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Draws the drafts of a step, a row of each request at a time, and stores the rows.
+
+    Attributes:
+      context: of the step.
+      store: of the rows so far, which are in its dtype; None if no draft distribution is read.
+      now: the context after the drafts so far, which processors count; None without processors.
+      ids: what the columns of all rows stand for.
+      num_candidates: drawn from so many of the likeliest ids only, of which the store has rows.
+      sharding: how rows are split.
+    """
+
+    context: DraftContext
+    store: DraftStore | None
+    now: DraftContext | None
+    ids: Ids
+    num_candidates: int | None = None
+    sharding: VerifySharding | None = None
+
+    def row(self, logits: jax.Array, offset: jax.Array) -> tuple[jax.Array, Draws]:
+        """Returns a draft of each request from its row, and the draws after it.
+
+        Args:
+          logits: ``[B, Vd]``.
+          offset: ``[]`` int32, the draft's place in the step.
+        """
+        ids = self.ids.of_draft(offset)
+        sharding = self.sharding
+        if self.now is not None:
+            # [B, Vd] -> [B, V] -> [B, Vd]: processors know target ids
+            logits = ids.of_target(self.now.process_logits(ids.on_target(logits)))
+        if self.store is not None:
+            # Rounded before anything is drawn, so that q is what is stored.
+            logits = logits.astype(self.store.logits.dtype)
+            if self.num_candidates is not None:
+                # [B, Vd] -> [B, C], which are on every device
+                logits, best = lax.top_k(logits, self.num_candidates)
+                ids = ids.at(best)
+                sharding = None
+        drawn, store = _draw(logits, ids, self.context, self.store, offset, offset, sharding)
+        # Penalties and bad words count the draft; nothing else looks at it.
+        now = None if self.now is None else self.now.append(drawn)
+        return drawn, dataclasses.replace(self, store=store, now=now)
+
+
 def draft_chain(
     logits: jax.Array,
     carry: Carry,
@@ -48,51 +201,22 @@ def draft_chain(
     Returns:
       The proposal, and the last carry.
     """
+    now = None if context.processors is None else context
+    draws = Draws(context, store, now, ids_of(ids, vocab_size), num_candidates, sharding)
 
-    def draw(
-        logits: jax.Array, offset: jax.Array, store: DraftStore | None, now: DraftContext | None
-    ) -> tuple[jax.Array, DraftStore | None, DraftContext | None]:
-        """Returns a draft of each request, the store, and the context after the draft."""
-        columns = ids
-        split = sharding
-        if ids is not None and ids.ndim == 3:
-            # [B, K, C] -> [B, C]
-            columns = lax.dynamic_index_in_dim(ids, offset, axis=1, keepdims=False)
-        if now is not None:
-            logits = _process(logits, now, columns, vocab_size)
-        if store is not None:
-            # Rounded before anything is drawn, so that q is what is stored.
-            logits = logits.astype(store.logits.dtype)
-            if num_candidates is not None:
-                # [B, Vd] -> [B, C], and the ids of these columns
-                logits, best = lax.top_k(logits, num_candidates)
-                columns = best if columns is None else columns[best]
-                split = None  # the candidates of a row are on every device
-        drawn, store = _draw(
-            logits,
-            context,
-            store,
-            offset=offset,
-            place=offset,
-            columns=columns,
-            vocab_size=vocab_size,
-            sharding=split,
-        )
-        # Penalties and bad words count the drafts; nothing else looks at them.
-        return drawn, store, None if now is None else now.append(drawn)
-
+    # What is the same in all turns, such as a list of ids, is not carried from one to the next.
     def step(
         state: tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], offset: jax.Array
     ) -> tuple[tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], jax.Array]:
         last, carry, store, now = state
         logits, carry = forward(carry, last, offset)
-        drawn, store, now = draw(logits, offset, store, now)
-        return (drawn, carry, store, now), drawn
+        drawn, after = dataclasses.replace(draws, store=store, now=now).row(logits, offset)
+        return (drawn, carry, after.store, after.now), drawn
 
-    now = None if context.processors is None else context
-    first, store, now = draw(logits, jnp.int32(0), store, now)
+    first, after = draws.row(logits, jnp.int32(0))
     offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)
-    (_, carry, store, _), rest = lax.scan(step, (first, carry, store, now), offsets)
+    start = (first, carry, after.store, after.now)
+    (_, carry, store, _), rest = lax.scan(step, start, offsets)
     # [B] and [K - 1, B] -> [B, K]
     drafts = jnp.moveaxis(jnp.concatenate([first[None], rest]), 0, 1)
     return Proposal(drafts, store), carry
@@ -119,10 +243,6 @@ def draft_at_once(
     """
     batch_size, count, _ = logits.shape
 
-    def by_draft(x: jax.Array) -> jax.Array:
-        # [B, K, n] -> [K * B, n]: in the order of a store
-        return jnp.swapaxes(x, 0, 1).reshape(count * batch_size, x.shape[2])
-
     def repeated(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x] * count)
 
@@ -133,9 +253,8 @@ def draft_at_once(
             temperature=store.temperature.reshape(shape),
         )
 
-    rows = by_draft(logits)
-    if ids is not None and ids.ndim == 3:
-        ids = by_draft(ids)
+    rows = _by_draft(logits)
+    own_ids = ids_of(ids, vocab_size).of_rows()
     if store is not None:
         rows = rows.astype(store.logits.dtype)
         # One write of one draft for each of K * B slots, in place of K writes.
@@ -144,51 +263,49 @@ def draft_at_once(
     sampling = jax.tree.map(repeated, context.sampling)
     keys = repeated(context.keys)
     lengths = repeated(context.lengths)
-    drawn, store = _draw(
-        rows,
-        dataclasses.replace(context, sampling=sampling, keys=keys, lengths=lengths),
-        store,
-        offset=jnp.repeat(jnp.arange(count, dtype=jnp.int32), batch_size),
-        place=jnp.int32(0),
-        columns=ids,
-        vocab_size=vocab_size,
-        sharding=None,
-    )
+    each = dataclasses.replace(context, sampling=sampling, keys=keys, lengths=lengths)
+    # [K * B]: the draft that each row is of
+    offset = jnp.repeat(jnp.arange(count, dtype=jnp.int32), batch_size)
+    drawn, store = _draw(rows, own_ids, each, store, offset, jnp.int32(0), None)
     if store is not None:
         store = with_slots(store, count, batch_size)
     # [K * B] -> [B, K]
     return Proposal(drawn.reshape(count, batch_size).T, store)
 
 
+def _by_draft(x: jax.Array) -> jax.Array:
+    """Returns ``[K * B, n]`` of ``[B, K, n]``: in the order of a store."""
+    batch_size, count, size = x.shape
+    return jnp.swapaxes(x, 0, 1).reshape(count * batch_size, size)
+
+
 def _draw(
     logits: jax.Array,
+    ids: Ids,
     context: DraftContext,
     store: DraftStore | None,
-    *,
     offset: jax.Array,
     place: jax.Array,
-    columns: jax.Array | None,
-    vocab_size: int,
     sharding: VerifySharding | None,
 ) -> tuple[jax.Array, DraftStore | None]:
-    """Returns a draft from each row, and the store with the rows.
+    """Returns a draft ``[N]`` from each row, and the store with the rows.
 
     Args:
       logits: ``[N, Vd]``, in the stored dtype.
+      ids: what their columns stand for.
       context: of the step; its parameters, keys and lengths are those of N requests.
       store: to write to, or None.
       offset: ``[]`` or ``[N]`` int32, of the drafts in the step.
       place: ``[]`` int32, the draft of the store that the rows are written as.
-      columns: ``[Vd]`` or ``[N, Vd]`` int32, the target ids of the columns, or None.
-      vocab_size: greater than any of these.
       sharding: how rows are split.
     """
     config = context.config
     is_sampled = config.draft_sample_method == "probabilistic"
-    if columns is not None and is_sampled and config.rejection_sample_method == "agreement":
+    shares_noise = is_sampled and config.rejection_sample_method == "agreement"
+    if shares_noise and ids.columns is not None:
         # [N, Vd] -> [N, V]: the target draws in tiles of its ids, and this shares its noise
-        logits = on_target_ids(logits, columns, vocab_size)
-        columns = None
+        logits = ids.on_target(logits)
+        ids = Ids(ids.vocab_size)
         sharding = None
     drawn = sample_draft_tokens(
         logits,
@@ -198,42 +315,15 @@ def _draw(
         offset=offset,
         config=config,
         sharding=sharding,
-        ids=columns,
+        ids=ids.columns,
     )
     if store is not None and drawn.log_normalizer is not None:
         store = store.write(
             place,
             logits,
             drawn,
-            ids=columns if store.has_own_ids else None,
+            ids=ids.columns if store.has_own_ids else None,
             positions=context.lengths,
             sampling=context.sampling,
         )
     return drawn.token_ids, store
-
-
-def _process(
-    logits: jax.Array, now: DraftContext, columns: jax.Array | None, vocab_size: int
-) -> jax.Array:
-    """Returns a drafter's rows ``[B, Vd]`` after the processors, which know target ids."""
-    if columns is None:
-        return now.process_logits(logits)
-    # [B, Vd] -> [B, V] -> [B, Vd]
-    rows = now.process_logits(on_target_ids(logits, columns, vocab_size))
-    if columns.ndim == 1:
-        return rows[:, columns]
-    return jnp.take_along_axis(rows, columns, axis=1)
-
-
-def on_target_ids(logits: jax.Array, columns: jax.Array, vocab_size: int) -> jax.Array:
-    """Returns ``[N, V]`` of ``[N, Vd]``: each logit at its target id, -inf at the others.
-
-    Args:
-      logits: ``[N, Vd]``.
-      columns: ``[Vd]`` or ``[N, Vd]`` int32, the target ids of the columns.
-      vocab_size: V.
-    """
-    rows = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
-    if columns.ndim == 1:
-        return rows.at[:, columns].set(logits)
-    return jnp.put_along_axis(rows, columns, logits, axis=1, inplace=False)

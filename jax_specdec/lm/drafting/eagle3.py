@@ -196,7 +196,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             context,
             store,
             ids=params.get("target_ids"),
-            vocab_size=self.head.config.layer.vocab_size,
+            vocab_size=self.head.config.vocab_size,
         )
         return proposal, cache
 
@@ -214,7 +214,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         is overwritten by the next call, or not seen.
         """
         num_nodes = context.config.num_speculative_tokens
-        size = self.head.config.layer.vocab_size
+        size = self.head.config.vocab_size
         depth = min(self.tree_depth, num_nodes)
         # The last level is not run, and `visible` has a bit for each node that is.
         width = min(_WIDTH, num_nodes, size, MAX_VISIBLE // max(depth - 1, 1))

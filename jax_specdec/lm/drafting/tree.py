@@ -25,7 +25,7 @@ from jax_specdec._src.base.sampling import SamplingParams, inverse_temperature
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, TILE
 from jax_specdec._src.drafts.sample import sample_by_races
 from jax_specdec.lm.drafting.drafter import DraftContext
-from jax_specdec.lm.drafting.draw import on_target_ids
+from jax_specdec.lm.drafting.draw import ids_of
 
 SPREAD = 1.0
 """Scale of the noise that logits of a drafter and of the target differ by."""
@@ -219,7 +219,7 @@ def likeliest(
 
     if ids is not None:
         # [B, R, Vd] -> [B, R, V]: processors know target ids, and races are run in tiles of them
-        rows = on_target_ids(flat(logits), ids, vocab_size)
+        rows = ids_of(ids, vocab_size).on_target(flat(logits))
         logits = rows.reshape(batch_size, num_rows, vocab_size)
     if context.processors is not None:
         logits = jax.vmap(context.process_logits, in_axes=1, out_axes=1)(logits)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import reprlib
+import typing
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -40,7 +41,7 @@ def is_token_id(value: object) -> TypeGuard[int]:
 
 
 def check_fields(config: Any) -> None:
-    """Checks the fields of a dataclass that are annotated `int`, `float` or `bool`.
+    """Checks the fields of a dataclass that are annotated `int`, `float` or `bool`, or None beside.
 
     A whole number in a field of `float` becomes one: as an integer, JAX might not hold it.
 
@@ -52,12 +53,17 @@ def check_fields(config: Any) -> None:
         value = getattr(config, field.name)
         if (rule := _broken_rule(field.type, value)) is not None:
             refuse(ValueError, field.name, f"be {rule}", value)
-        if field.type is float:  # the dataclass is frozen
+        if field.type is float or (field.type == float | None and value is not None):
+            # the dataclass is frozen
             object.__setattr__(config, field.name, float(value))
 
 
-def _broken_rule(kind: object, value: object) -> str | None:
+def _broken_rule(kind: Any, value: object) -> str | None:
     """Returns what a value of a field must be and is not; None where it may be what it is."""
+    if type(None) in typing.get_args(kind):  # `int | None`
+        given, *_ = typing.get_args(kind)
+        rule = None if value is None else _broken_rule(given, value)
+        return None if rule is None else f"{rule} or None"
     if kind is int:
         if type(value) is not int or value < 1:
             return "a positive integer"

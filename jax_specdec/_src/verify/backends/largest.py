@@ -26,8 +26,11 @@ from jax_specdec._src.rows.tiles import TILE
 ALL_ENTRIES = "all_entries"
 """The scope of the operations that search all entries of rows."""
 
-_LISTS, _DEPTH = 3, 5
-"""Lists of each lane, and how long they are. Of entries that lie at random, the 50 largest do not
+_LISTS = 3
+"""Lists of each lane."""
+
+_DEPTH = 5
+"""Entries of each list. Of entries that lie at random, the 50 largest do not
 fit in 1 of 10,000 rows, the 100 largest in 1 of 300."""
 
 PLACES = [slice(i * LANES, (i + 1) * LANES) for i in range(_LISTS * _DEPTH)]
@@ -52,6 +55,7 @@ class Largest(NamedTuple):
         """Returns them with their bound, from the lists ``[n, L]``."""
         # What is not listed is at most the last entry of the list that passed it over.
         last = [entries[:, place] for place in PLACES[_DEPTH - 1 :: _DEPTH]]
+        # [n, 128] -> [n]
         bound = jnp.max(functools.reduce(jnp.maximum, last), axis=1)
         return cls(entries, bound.astype(jnp.float32), mass)
 
@@ -73,7 +77,8 @@ def _sort_in(
             x = load(chunk)
             # Each rank keeps the larger one, and hands the smaller one down.
             for i, rank in enumerate(ranks):
-                ranks[i], x = jnp.maximum(rank, x), jnp.minimum(rank, x)
+                ranks[i] = jnp.maximum(rank, x)
+                x = jnp.minimum(rank, x)
         lists[of_list] = ranks
     return lists
 
@@ -87,6 +92,7 @@ def lists_of(matrix: jax.Array, width: int) -> jax.Array:
         missing = -count % LANES
         if missing:
             tile = jnp.pad(tile, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+        # [n, 128] each
         chunks = jnp.split(tile, tile.shape[1] // LANES, axis=1)
         found = [x.astype(jnp.float32) for x in lists]
         found = _sort_in(found, lambda i: chunks[i].astype(jnp.float32), len(chunks))

@@ -66,13 +66,14 @@ class Tiles(Gather):
     ) -> TargetStatistics:
         if not self._by_tile(rows, requests):
             return super().of_chosen_rows(rows, requests, positions)
+        # [B]: the row of each request; -1 where none is read
         wanted = requests.is_ok & (positions.offset[:, 0] < requests.num_rows)
         index = jnp.where(wanted, positions.row[:, 0], -1)
         found = self._tile_by_tile(rows, requests, index, requests.inv_temperature)
         return jax.tree.map(lambda x: x[:, None], found)
 
     def _by_tile(self, rows: LocalRows, requests: Request) -> bool:
-        """Whether rows can be read as `by_tile` does: without a filter."""
+        """Returns whether rows can be read as `by_tile` does: without a filter."""
         target = rows.target
         whole_tiles = not (target.part.is_split and rows.keeps_sums)  # an edge may cut a tile
         return whole_tiles and requests.filter is None and target.token_bitmask is None
@@ -97,6 +98,7 @@ class Tiles(Gather):
         index = jnp.minimum(positions.row, num_rows - 1)
         if num_rows * positions.row.size > MANY_PAIRS:
             return jax.tree.map(lambda x: x[index], of_rows)
+        # [M, B * P]: which row each position has
         is_row = jnp.arange(num_rows, dtype=jnp.int32)[:, None] == index.reshape(1, -1)
 
         def of_positions(x: jax.Array) -> jax.Array:
@@ -144,6 +146,7 @@ class Tiles(Gather):
 
         def read(start: Any, length: int) -> jax.Array:
             """Returns ``[3, n]``: maximum, place of it, and sum of a tile of each row."""
+            # [n, length]: in vector memory
             tile = columns(rows, index, start, length)
             peak = self.peak(tile, None)
 
@@ -157,6 +160,7 @@ class Tiles(Gather):
         # [T, n] each
         peaks, places, sums = jnp.moveaxis(tiles.each_tile(read, rows.width), 1, 0)
         starts = jnp.arange(peaks.shape[0], dtype=jnp.int32) * TILE
+        # [T, n]: the id of the largest entry of each tile, then the lowest of the largest tiles
         argmaxes = starts[:, None] + places.astype(jnp.int32)
         argmaxes = argmaxes + rows.part.first_id if rows.part.is_split else argmaxes
         peak = jnp.max(peaks, axis=0)
@@ -244,12 +248,12 @@ class Tiles(Gather):
         return draw.Residuals(known, None, jnp.sum(residual, axis=2))
 
     def _sums_apart(self, rows: LocalRows, source: Source) -> bool:
-        """Whether the masses of sources that use q are summed without those of ``p``."""
+        """Returns whether the masses of sources that use q are summed without those of ``p``."""
         knows_p = source.p_masses is not None
         return knows_p and not rows.q.is_one_hot and self.reads_tiles(rows)
 
     def reads_tiles(self, rows: LocalRows) -> bool:
-        """Whether many rows are read by tiles of all rows, as a TPU reads them best."""
+        """Returns whether many rows are read by tiles of all rows, as a TPU reads them best."""
         target = rows.target
         # A tile of the target's columns must be one of the draft rows', without a bitmask.
         is_whole = not target.part.is_split and target.token_bitmask is None
@@ -260,6 +264,7 @@ class Tiles(Gather):
 
     def residual_masses(self, rows: LocalRows, source: Source) -> jax.Array:
         """Returns ``[n, num_tiles]``: the masses of sources that use q, 0 of others."""
+        # As if all used q: what is summed for the others is not read.
         of_q = source._replace(uses_q=jnp.ones_like(source.uses_q))
         return lax.cond(
             any_under_vmap(jnp.any(source.uses_q & (source.row >= 0))),
@@ -286,6 +291,7 @@ class Tiles(Gather):
         def read(start: Any, length: int) -> jax.Array:
             """Returns ``[1 or 2, n]``, the sums of columns that all rows have in vector memory."""
             ids = start + jnp.arange(length, dtype=jnp.int32)[None, :]
+            # [n, length]: the same ids of the target row and of the draft row
             entries = [columns(rows.target, source.row, start, length).whole()]
             if isinstance(rows.q, Stored):
                 storage = columns(rows.q.storage, source.draft_row, start, length)

@@ -59,7 +59,7 @@ class BlockRuleWalk:
         self.target = walk.target
 
     def run(self, round: jax.Array) -> None:
-        """Walk, draw the last token, write the output."""
+        """Walks, draws the last token, writes the output."""
         # Rows are read in order, and the best prefix so far is kept with what is needed to draw.
         state = lax.while_loop(lambda state: state.going == 1, self.step, self.start(round))
         ok = state.status == OK
@@ -103,7 +103,7 @@ class BlockRuleWalk:
         )
 
     def step(self, state: BlockRuleState) -> BlockRuleState:
-        """Look at one position: does the prefix before it pass, and what is its draft's weight?"""
+        """Looks at one position: does the prefix before it pass, and what is its draft's weight?"""
         walk = self.walk
         request = self.request
         drafted = self.drafted
@@ -114,11 +114,13 @@ class BlockRuleWalk:
         if self.plan.has_draft_rows and not self.plan.sums_draft_rows:
             pl.when(drafted.has_q(position))(lambda: drafted.loads.prefetch(position))
         result, round = walk.visit(position, state.round)
+        # p and q of the draft at this position.
         p_by_lane, q_by_lane = drafted.probabilities(result.target, result.draft)
         p = self.threads.at(p_by_lane, position)
         q = self.threads.at(q_by_lane, position)
 
         # S, the mass of (weight * p - q)+; of a one-hot draft without reading the row again.
+        # For such a draft no masses are summed, and those that stand here are not drawn by.
         masses = state.kept.masses
         mass = rules.one_hot_residual_mass(weight, p)
         status = result.status
@@ -148,6 +150,7 @@ class BlockRuleWalk:
         kept = jax.tree.map(lambda new, old: jnp.where(passes, new, old), now, state.kept)
 
         # With its draft, and if that was the last one, does the whole pass?
+        # The weight goes on to the next position, and 0 ends the walk.
         following_weight = rules.joint_weight(weight, p, q)
         ok = status == OK
         proposed = request.is_proposed(position + 1)
@@ -170,8 +173,9 @@ class BlockRuleWalk:
         )
 
     def recover(self, state: BlockRuleState) -> None:
-        """Draw from the residual after the longest prefix that passed."""
+        """Draws from the residual after the longest prefix that passed."""
         target = self.target
+        # The row after the longest prefix, which is the one drawn from.
         kept = state.kept
         row = self.request.first_row + kept.length
 

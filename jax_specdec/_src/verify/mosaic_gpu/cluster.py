@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.mosaic.threads import WARP, WARPS, Ref, Threads
+from jax_specdec._src.mosaic.threads import WARP, WARPS, ExchangeSlot, Ref, Threads
 from jax_specdec._src.verify.mosaic_gpu.plan import SLOTS, SharedMemory
 
 Count = TypeVar("Count", int, jax.Array)
@@ -116,6 +116,7 @@ class Cluster:
         # Computed anew: nothing made of it is kept in registers while rows are read.
         thread = threads.index_anew()
         padding = [threads.filled(0.0)] * (stride - len(masses))
+        # Each warp sends its part of every tile of its slice.
         slot = self._exchange(round, [*masses, *padding], thread)
         # The slot is [CTAs, 4 warps, stride], with the tiles of a CTA's slice along the last axis.
         count = slices.row_tiles
@@ -134,19 +135,21 @@ class Cluster:
         return Masses(of_tiles=nothing, sums=nothing, total=jnp.float32(0))
 
     def _exchange(self, round: jax.Array, values: list[jax.Array], thread: jax.Array) -> Ref:
-        """Store `values`, wait for those of all warps, and return the slot that has them."""
+        """Stores `values`, waits for those of all warps, and returns the slot that has them."""
         slot = slot_of(round)
         memory: Ref = self.slots.at[slot]
         # A slot has a place for each warp of the cluster, in order.
         warp = self.cta * WARPS + lax.div(thread, WARP)
         self.threads.exchange(
-            memory,
-            self.barriers,
-            warp * len(values),
-            slot,
-            parity_of(round),
+            ExchangeSlot(
+                memory=memory,
+                barriers=self.barriers,
+                place=warp * len(values),
+                barrier=slot,
+                parity=parity_of(round),
+                cluster=self.memory.slices.cluster,
+            ),
             values,
-            cluster=self.memory.slices.cluster,
         )
         return memory
 
@@ -220,6 +223,7 @@ class Warpgroups:
         # Two flags, used alternately: the last one may still be read by others.
         thread = self.threads.index
         slot = slot_of(self.rows_before(position))
+        # One thread of each warpgroup writes its flag, and all warpgroups wait.
         flag = jnp.zeros_like(thread) + ends.astype(jnp.int32)
         place = jnp.zeros_like(thread) + slot
         self.threads.scatter(self.flags.at[self.index], place, flag, thread == 0)
@@ -238,6 +242,7 @@ def _by_lane(thread: jax.Array, count: int) -> list[jax.Array]:
 
 def sums_by_lane(threads: Threads, masses: list[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
     """Returns inclusive sums over the lanes of a warp, one array after another, and their total."""
+    # [128] for each 32 places: sums within an array, then plus the arrays before.
     sums = [threads.warp_scan(mass) for mass in masses]
     total = threads.shuffle(sums[0], WARP - 1)  # the last lane has the sum of all
     for i, inclusive in enumerate(sums[1:], start=1):

@@ -22,15 +22,14 @@ from jax_specdec._src.base.types import MAX_LOG_NORMALIZER
 from jax_specdec._src.mosaic.threads import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster
 from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, Listed, MappedSlice
-from jax_specdec._src.verify.mosaic_gpu.request import (
-    DraftOperands,
-    KernelRequest,
-    MapOperands,
-    NoNumbers,
-    RelativeRowNumbers,
-    RowNumbers,
+from jax_specdec._src.verify.mosaic_gpu.request import KernelRequest, RowNumbers
+from jax_specdec._src.verify.mosaic_gpu.rows import (
+    Below,
+    DraftSlice,
+    NoDraftRows,
+    TargetSlice,
+    limits_of,
 )
-from jax_specdec._src.verify.mosaic_gpu.rows import Below, DraftSlice, NoDraftRows, TargetSlice
 from jax_specdec._src.verify.mosaic_gpu.statistics import (
     LOG2E,
     Exponent,
@@ -46,10 +45,6 @@ _ENTRIES = 8
 
 DraftRows = DraftSlice | Candidates | NoDraftRows
 """A CTA's slice of draft rows; a `MappedSlice` is a `DraftSlice`."""
-
-Numbers = NoNumbers | RowNumbers[jax.Array] | RelativeRowNumbers[jax.Array]
-"""What is stored beside the draft row of each lane's draft, ``[128]`` float32 each."""
-
 
 # From a draft to its q.
 
@@ -90,7 +85,8 @@ class StoredQ(NamedTuple):
     """Drafts whose rows have a stored log-normalizer."""
 
     q: jax.Array  # [128] float32
-    numbers: RowNumbers[jax.Array] | RelativeRowNumbers[jax.Array]  # what is stored
+    log_normalizer: jax.Array  # [128] float32, of each draft's row
+    row_max: jax.Array | None  # [128] float32, what it is relative to; None: to nothing
 
     def by_lane(self, row: Normalizer, factor: jax.Array) -> jax.Array:
         """Returns q of every lane; the row of the position that is visited is not needed."""
@@ -100,10 +96,11 @@ class StoredQ(NamedTuple):
         self, threads: Threads, position: jax.Array, row: Normalizer, factor: jax.Array
     ) -> Probability:
         """Returns what turns the entries of a position's draft row into probabilities."""
-        log = threads.at(self.numbers.log_normalizer, position)
-        if isinstance(self.numbers, RowNumbers):
+        # []: the numbers of the position's row, from its lane
+        log = threads.at(self.log_normalizer, position)
+        if self.row_max is None:
             return Exponent(factor=factor, shift=log * LOG2E)
-        peak = threads.at(self.numbers.row_max, position)
+        peak = threads.at(self.row_max, position)
         return RelativeExponent(factor=factor, shift=log * LOG2E, peak=peak)
 
 
@@ -144,7 +141,7 @@ class DraftLoads:
         where rows hold candidates, or there are no rows.
       lists: the first lists, if rows hold candidates.
       limits: what hides entries of the draft row.
-      numbers: what is stored beside it.
+      numbers: what is stored beside it, ``[128]`` float32 each.
     """
 
     def __init__(self, request: KernelRequest, target: TargetSlice, draft: DraftRows):
@@ -156,6 +153,7 @@ class DraftLoads:
         # One entry of each position's target row, from global memory, whether or not the row will
         # be visited. It is what masses of that row are relative to.
         self.place = jnp.where(request.proposed, request.token_ids, 0)
+        # [128]: lane i has the row of position i
         row = jnp.where(request.lane < request.num_rows, request.first_row + request.lane, 0)
         self.logit = target.entry(row, self.place)
         self.uses_q = request.proposed & request.has_stored_q & ~request.greedy
@@ -163,8 +161,9 @@ class DraftLoads:
         self.entry = list[jax.Array]()
         self.lists = list[Listed]()
         self.limits: tuple[Below, ...] = ()
-        self.numbers: Numbers = NoNumbers()
-        if not isinstance(operands, DraftOperands):
+        self.numbers = RowNumbers[jax.Array]()
+        # Without rows, every draft is one-hot and nothing else is loaded.
+        if operands is None:
             return
         # A row out of range is read somewhere; `DraftedTokens` finds it bad.
         self.draft_row = jnp.clip(request.draft_rows, 0, plan.num_draft_rows - 1)
@@ -178,17 +177,18 @@ class DraftLoads:
             case DraftSlice():
                 column = jnp.minimum(self.place, plan.draft_size - 1)
                 self.entry = [draft.entry(self.draft_row, column)]
-        self.limits = operands.thresholds.limits(threads, self.draft_row)
+        # [128] each: what is stored beside each draft's row
+        self.limits = limits_of(operands.thresholds, threads, self.draft_row)
         self.numbers = jax.tree.map(
             lambda ref: threads.gather(ref, self.draft_row), operands.numbers
         )
 
     def prefetch(self, position: jax.Array) -> None:
-        """Begin to fetch the draft row of a position into the L2 cache."""
+        """Begins to fetch the draft row of a position into the L2 cache."""
         self.draft.prefetch(self.request.threads.at(self.draft_row, position))
 
     def load_lists(self, draft: Candidates, first: jax.Array | int, count: int) -> list[Listed]:
-        """Begin to load the lists of positions from `first` on; undefined past the last one."""
+        """Begins to load the lists of positions from `first` on; undefined past the last one."""
         # Each list is loaded by all lanes of a warp: the row of its position is a scalar.
         places = [jnp.minimum(first + i, WARP - 1) for i in range(count)]
         return [draft.load(self.request.threads.at(self.draft_row, place)) for place in places]
@@ -215,14 +215,15 @@ class DraftedTokens:
         self.bad = request.lane < 0  # none
         self.q: TokenQ = GivenQ(request.threads.filled(1.0))
         operands = request.operands.draft
-        if not isinstance(operands, DraftOperands):
+        if operands is None:
             return
+        # A row out of range is bad, whatever was read in its place.
         num_rows = request.plan.num_draft_rows
         is_outside = (request.draft_rows < 0) | (request.draft_rows >= num_rows)
-        numbers = loads.numbers
-        if not isinstance(numbers, NoNumbers):
+        log_normalizer, row_max = loads.numbers
+        if log_normalizer is not None:
             # By a normalizer as large as this q would not be exact: the draft is one-hot.
-            size = jnp.abs(numbers.log_normalizer)
+            size = jnp.abs(log_normalizer)
             is_large = (size >= MAX_LOG_NORMALIZER) & (size < jnp.inf)
             self.uses_q = self.uses_q & (is_outside | ~is_large)
         self.bad = self.uses_q & is_outside
@@ -233,29 +234,27 @@ class DraftedTokens:
             self.bad = self.bad | (self.uses_q & is_bad)
         else:
             entry = loads.entry[0]
-            if isinstance(loads.draft, MappedSlice) and isinstance(operands.listing, MapOperands):
+            if isinstance(loads.draft, MappedSlice) and operands.bad is not None:
                 entry = loads.draft.entry_in(loads.draft_row, entry)  # it was a column
-                self.bad = self.bad | (self.uses_q & (operands.listing.bad[0] != 0))
+                self.bad = self.bad | (self.uses_q & (operands.bad[0] != 0))
             self.q = self._q_of(entry)
         # What is stored and not finite, of a row that is used.
-        if isinstance(numbers, RelativeRowNumbers):
-            self.bad = self.bad | (self.uses_q & ~is_finite(numbers.row_max))
-        if not isinstance(numbers, NoNumbers):
-            self.bad = self.bad | (self.uses_q & ~is_finite(numbers.log_normalizer))
+        for number in (row_max, log_normalizer):
+            if number is not None:
+                self.bad = self.bad | (self.uses_q & ~is_finite(number))
 
     def _q_of(self, entry: jax.Array) -> TokenQ:
         """Returns what gives q, from each draft's entry in its row."""
         loads = self.loads
         if self.request.plan.entries == "probs":
             return GivenQ(entry)
-        numbers = loads.numbers
-        if isinstance(numbers, NoNumbers):
+        log_normalizer, row_max = loads.numbers
+        if log_normalizer is None:
             return SummedQ(entry)
-        relative = entry
-        if isinstance(numbers, RelativeRowNumbers):
-            relative = entry - numbers.row_max
-        log = relative * self.request.inv_temperature - numbers.log_normalizer  # natural
-        return StoredQ(jnp.exp2(log * LOG2E), numbers)
+        # log q, first natural and then to base two
+        relative = entry if row_max is None else entry - row_max
+        log = relative * self.request.inv_temperature - log_normalizer  # natural
+        return StoredQ(jnp.exp2(log * LOG2E), log_normalizer, row_max)
 
     def probability_at(self, position: jax.Array, row: Normalizer) -> Probability:
         """Returns what turns entries of the draft row of a position into ``q``.
@@ -275,6 +274,7 @@ class DraftedTokens:
         p = jnp.exp2((logit - target.peak) * request.factor) / target.total
         if plan.has_filter:
             p = jnp.where(logit >= target.threshold, p, 0.0)
+        # q is 0 past the ids that the drafter could draw, and 1 of a one-hot draft.
         q = self.q.by_lane(draft, request.factor)
         if plan.has_draft_rows:
             q = jnp.where(self.loads.place < plan.draft_size, q, 0.0)
@@ -283,7 +283,7 @@ class DraftedTokens:
 
     def has_q(self, position: jax.Array) -> jax.Array:
         """Returns whether a draft of a sampled request has a draft distribution: else one-hot."""
-        if isinstance(self.loads.numbers, NoNumbers):
+        if self.loads.numbers.log_normalizer is None:
             return self.request.has_stored_q  # of all its drafts, or of none
         return self.request.threads.at(self.uses_q, position)
 
@@ -302,6 +302,7 @@ def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Arra
     def search(first: jax.Array | int, lists: list[Listed], found: Any) -> list[jax.Array]:
         # Each warp looks for one draft after another, and the draft's lane keeps what is found.
         for i, listed in enumerate(lists):
+            # [128]: true in the lane of this draft
             here = request.lane == first + i
             token_id = threads.at(loads.place, jnp.minimum(first + i, WARP - 1))
             of_row = [draft.entry_of(listed, token_id), draft.is_bad(listed)]
@@ -327,16 +328,13 @@ def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Arra
     if request.plan.entries == "probs":
         return GivenQ(entry), is_bad
     # [128] by lane: what the mass of each row is relative to, and log2 of that mass.
-    match loads.numbers:
-        case NoNumbers():
-            peak = found[2]
-            log = found[3]
-        case RowNumbers():
-            peak = threads.filled(0.0)
-            log = loads.numbers.log_normalizer * LOG2E
-        case RelativeRowNumbers():
-            peak = loads.numbers.row_max
-            log = loads.numbers.log_normalizer * LOG2E
+    log_normalizer, row_max = loads.numbers
+    if log_normalizer is None:
+        _, _, peak, log = found
+    else:
+        peak = threads.filled(0.0) if row_max is None else row_max
+        log = log_normalizer * LOG2E
+    # [128]: q of each draft; what gives q of other ids is kept beside it
     q = RelativeExponent(factor=request.factor, shift=log, peak=peak).of(entry)
     return ListedQ(q, log, peak), is_bad | ~is_finite(peak)
 

@@ -88,6 +88,7 @@ class Draw:
         self.residual: NoResidual | RowResidual | ListedResidual = NoResidual(work)
         if isinstance(work.draft, NoDraftRows):
             return
+        # What turns entries of the draft row into q, and the residual by it.
         draft_row = threads.at(loads.draft_row, position)
         q = work.drafted.probability_at(position, result.draft)
         if isinstance(work.draft, Candidates):
@@ -97,7 +98,7 @@ class Draw:
             self.residual = RowResidual(work, self.row, draft_row, weighted, work.draft, q)
 
     def run(self, round: jax.Array) -> None:
-        """Sum the tiles' weights, draw and write."""
+        """Sums the tiles' weights, draws and writes."""
         # Masses by p, if the row was read for them: then nothing is left to sum, unless the token
         # is drawn from the residual.
         masses = self.result.p_masses
@@ -108,7 +109,7 @@ class Draw:
         self.finish(TileWeights(tries, self.from_residual, masses, round))
 
     def finish(self, weights: TileWeights) -> None:
-        """Sum by ``p`` if nothing was summed, or nothing had weight; draw and write."""
+        """Sums by ``p`` if nothing was summed, or nothing had weight; draws and writes."""
         # Where the draft was one-hot, p without it: its logit becomes -inf in shared memory.
         pl.when(self._is_without_token)(lambda: self._set_logit(self.threads.filled(-jnp.inf)))
 
@@ -133,7 +134,7 @@ class Draw:
         return self.rejected & ~self.from_residual
 
     def _set_logit(self, value: jax.Array) -> None:
-        """Write the rejected token's logit in the row in shared memory."""
+        """Writes the rejected token's logit in the row in shared memory."""
         # By one thread of the CTA that has it; the others of its warpgroup wait to read it.
         place, _, is_here = self.target.place_of(self.row, self.token_id)
         where = jnp.zeros_like(self.threads.index) + place
@@ -146,6 +147,7 @@ class Draw:
         pl.when((weights.tries == 1) & self._is_without_token)(
             lambda: self._set_logit(self.threads.filled(0.0) + self.logit)
         )
+        # Each warp's part of every tile, then of all warps the sum.
         mine = tile_masses(self.target, self.row, None, self.p.of_chunk)
         masses, round = self.cluster.gather_masses(weights.round, mine)
         return TileWeights(weights.tries + 1, jnp.bool_(False), masses, round)
@@ -153,7 +155,7 @@ class Draw:
     # Picking.
 
     def _pick(self, weights: TileWeights) -> None:
-        """Pick the tile, then the token in it, by the CTA that has the tile."""
+        """Picks the tile, then the token in it, by the CTA that has the tile."""
         # Every warp of the cluster finds the same tile; `place` is its index in this CTA's slice.
         tile = self._place_in(weights.masses, 0)[0]
         place = tile - self.cluster.cta * self.target.per_slice
@@ -184,7 +186,7 @@ class Draw:
         return threads.scalar(first_past(threads, masses.of_tiles, masses.sums, past)), past
 
     def _pick_in_tile(self, tile: jax.Array, chunks: list[Chunk]) -> None:
-        """Pick a warp's part of a chunk, then one of its threads, then one of the thread's ids.
+        """Picks a warp's part of a chunk, then one of its threads, then one of the thread's ids.
 
         Ids are in the order of chunks, then warps, then threads, then those of a thread: so a part
         is a run of ids, and the sums before it are those before its first id.
@@ -358,6 +360,7 @@ class ListedResidual:
         # The row without them: their entries are -inf, until all have read.
         threads.scatter(target.buffer, where, threads.filled(-jnp.inf), is_here)
         threads.sync()
+        # The masses of what is left, then the entries come back.
         masses = tile_masses(target, self.row, None, self.weighted.of_chunk)
         threads.sync()
         threads.scatter(target.buffer, where, entries, is_here)

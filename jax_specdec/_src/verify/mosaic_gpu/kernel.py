@@ -40,7 +40,7 @@ def verify_request(
     cluster: Cluster,
     warpgroups: OneWarpgroup | Warpgroups,
 ) -> None:
-    """The kernel: what each warpgroup does for one request.
+    """Verifies one request by a warpgroup.
 
     What is loaded and copied, and when, is decided here. Each load begins as early as its address
     is known, and what does not need it comes between.

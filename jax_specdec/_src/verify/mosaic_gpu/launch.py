@@ -36,18 +36,11 @@ from jax_specdec._src.verify.mosaic_gpu.plan import (
     is_aligned,
 )
 from jax_specdec._src.verify.mosaic_gpu.request import (
-    ById,
-    CandidateOperands,
-    DraftingNoise,
     DraftOperands,
     GivenNoise,
     KeyNoise,
-    MapOperands,
-    NoNumbers,
-    OneHotOperands,
     Operands,
     Outputs,
-    RelativeRowNumbers,
     RowNumbers,
     SampledRow,
     Verdict,
@@ -57,9 +50,7 @@ from jax_specdec._src.verify.mosaic_gpu.rows import (
     Forbidden,
     Limit,
     NoDraftRows,
-    NoThresholds,
     TargetSlice,
-    Thresholds,
     words_of,
 )
 from jax_specdec._src.verify.requests import CallArrays
@@ -77,7 +68,7 @@ def verify(
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> RejectionSampleOutput:
-    """Verify a batch in one launch, for a call that `support.unsupported` does not object to.
+    """Verifies a batch in one launch, for a call that `support.unsupported` does not object to.
 
     Args:
       arrays: of the call, with M at least 1. The distribution is None or has at least one row.
@@ -93,6 +84,7 @@ def verify(
     Raises:
       NotImplementedError: a cluster of one CTA on a GPU.
     """
+    # Static: how the batch is cut, and what a CTA holds.
     num_requests = arrays.num_requests
     plan = Plan.of(
         arrays.target_logits,
@@ -113,6 +105,7 @@ def verify(
         token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
         numbers=Verdict[Any](num_accepted=number, num_emitted=number, status=number),
     )
+    # [B * (K+1)] -> [B, K+1]
     found = _run(plan, _operands_of(arrays, size), outputs, interpret)
     verdict: Any = found.numbers
     return RejectionSampleOutput(
@@ -131,7 +124,7 @@ def sample(
     config: KernelConfig | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Sample one token from each row, as `Gather.sample`: a verification without drafts, K = 0.
+    """Samples one token from each row, as `Gather.sample`: a verification without drafts, K = 0.
 
     Its outputs are a token and what the kernel knows of its row, instead of a status. From a row
     that holds NaN or infinity it "samples" id 0; its maximum shows it.
@@ -146,6 +139,7 @@ def sample(
     Returns:
       What `Gather.sample` returns.
     """
+    # K = 0: each request owns one row, the bonus row.
     batch, size = logits.shape
     has_filter = Filter.of(sampling) is not None
     plan = Plan.of(
@@ -166,8 +160,10 @@ def sample(
         token_ids=_no_tokens(),
         temperature=sampling.temperature,
         offsets=None,
-        noise=DraftingNoise(uniforms),
-        draft=OneHotOperands(),
+        noise=GivenNoise(None, uniforms),
+        draft=None,
+        row_of_draft=None,
+        valid=None,
         bonus=None,
         active=None,
         bitmask=None,
@@ -177,28 +173,30 @@ def sample(
     outputs = Outputs[Any](
         token_ids=jax.ShapeDtypeStruct((batch,), jnp.int32),
         numbers=SampledRow[Any](
-            log_normalizer=number, row_max=number, threshold=(number,) if has_filter else ()
+            log_normalizer=number, row_max=number, threshold=number if has_filter else None
         ),
     )
+    # [B] each: a token, and what normalizes the row it was drawn from
     found = _run(plan, operands, outputs, interpret)
     row: Any = found.numbers
-    return found.token_ids, row.log_normalizer, row.row_max, next(iter(row.threshold), None)
+    return found.token_ids, row.log_normalizer, row.row_max, row.threshold
 
 
 def _run(
     plan: Plan, operands: Operands[jax.Array], outputs: Outputs[Any], interpret: Any
 ) -> Outputs[Any]:
-    """Launch `verify_request` for every request."""
+    """Launches `verify_request` for every request."""
     num_requests = operands.temperature.shape[0]
     memory = plan.memory
     if memory.slices.cluster == 1 and not interpret:
         raise NotImplementedError("max_cluster=1 is for interpret mode: on a GPU it is at least 2")
     # In interpret mode, CTAs exchange through global memory, of each cluster.
-    shared: tuple[Any, ...] = ()
+    shared: Any = None
     scratch: GpuScratch[Any] | InterpretScratch[Any]
     if interpret:
+        # [B, warpgroups, 2, floats of a slot]
         shape = (num_requests, memory.warpgroups, SLOTS, memory.slot)
-        shared = (jax.ShapeDtypeStruct(shape, jnp.float32),)
+        shared = jax.ShapeDtypeStruct(shape, jnp.float32)
         scratch = InterpretScratch.of(plan, operands.target.dtype)
     else:
         scratch = GpuScratch.of(plan, operands.target.dtype)
@@ -206,7 +204,7 @@ def _run(
     # What each warpgroup does for one request: it takes up what it has, then verifies.
     def verify_drafts(place: Place, operands: Operands[Ref], out: Any, scratch: Any) -> None:
         outputs, shared = out
-        own = scratch.of_warpgroup(plan, place, *shared)
+        own = scratch.of_warpgroup(plan, place, shared)
         first = place.cta * memory.slices.ids
         # Its slice of every row begins at the same id.
         limits: tuple[Limit, ...] = ()
@@ -277,13 +275,23 @@ def _operands_of(arrays: CallArrays, size: int) -> Operands[jax.Array]:
         keys, positions = randomness
         words = jnp.zeros((*none.shape, 2), jnp.uint32) if keys is None else key_words(keys)
         noise = KeyNoise(words, none if positions is None else positions)
+    # What the draft distribution has, for all drafts and for each.
+    distribution = drafts.distribution
+    draft = row_of_draft = valid = None
+    if distribution is not None:
+        draft = _draft_of(distribution, size)
+        row_of_draft = distribution.rows
+        valid = distribution.valid
+    # Greedy requests alone come without a temperature.
     return Operands(
         target=arrays.target_logits,
         token_ids=drafts.token_ids if drafts.token_ids.shape[0] else _no_tokens(),
         temperature=none.astype(jnp.float32) if arrays.is_greedy else sampling.temperature,
         offsets=drafts.cu_num_draft_tokens,
         noise=noise,
-        draft=_draft_of(drafts.distribution, size),
+        draft=draft,
+        row_of_draft=row_of_draft,
+        valid=valid,
         bonus=arrays.bonus_token_ids,
         active=arrays.active,
         bitmask=jax.tree.map(words_of, arrays.token_bitmask),
@@ -291,37 +299,27 @@ def _operands_of(arrays: CallArrays, size: int) -> Operands[jax.Array]:
     )
 
 
-def _draft_of(
-    distribution: DraftDistribution | None, size: int
-) -> OneHotOperands | DraftOperands[jax.Array]:
+def _draft_of(distribution: DraftDistribution, size: int) -> DraftOperands[jax.Array]:
     """Returns the arrays that a draft distribution has."""
-    if distribution is None:
-        return OneHotOperands()
     # Which ids the columns stand for. A map is turned round once for the whole batch.
     ids = distribution.ids
-    listing: ById | MapOperands[jax.Array] | CandidateOperands[jax.Array] = ById()
-    if ids is not None and ids.ndim == 2:
-        listing = CandidateOperands(ids)
-    elif ids is not None:
+    columns = bad = None
+    if ids is not None and ids.ndim == 1:
         columns, bad = columns_of_map(ids, size)
-        listing = MapOperands(columns, bad)
+        ids = None
     # What the drafter stored beside each row.
-    numbers: NoNumbers | RowNumbers[jax.Array] | RelativeRowNumbers[jax.Array] = NoNumbers()
-    thresholds: Thresholds | NoThresholds = NoThresholds()
+    numbers = RowNumbers[jax.Array]()
+    thresholds = None
     if isinstance(distribution, DraftLogits):
-        if distribution.log_normalizer is not None:
-            numbers = RowNumbers(distribution.log_normalizer)
-            if distribution.row_max is not None:
-                numbers = RelativeRowNumbers(distribution.log_normalizer, distribution.row_max)
-        if distribution.threshold is not None:
-            thresholds = Thresholds(distribution.threshold)
+        numbers = RowNumbers(distribution.log_normalizer, distribution.row_max)
+        thresholds = distribution.threshold
     return DraftOperands(
         matrix=storage_of(distribution),
-        listing=listing,
+        columns=columns,
+        bad=bad,
+        ids=ids,
         numbers=numbers,
         thresholds=thresholds,
-        row_of_draft=distribution.rows,
-        valid=distribution.valid,
     )
 
 
@@ -331,23 +329,21 @@ def _no_tokens() -> jax.Array:
 
 
 def draft_rows_of(
-    plan: Plan,
-    threads: Threads,
-    operands: OneHotOperands | DraftOperands[Ref],
-    first: jax.Array,
+    plan: Plan, threads: Threads, operands: DraftOperands[Ref] | None, first: jax.Array
 ) -> DraftRows:
     """Returns a CTA's slice of draft rows, from id `first` on."""
-    if not isinstance(operands, DraftOperands):
+    if operands is None:
         return NoDraftRows()
     memory = plan.memory
+    # Rows of candidates are read whole, other rows by the slices of target rows.
     matrix = operands.matrix
     # The probability of an id that the drafter could not draw is 0: fill is its entry.
     fill = 0.0 if plan.entries == "probs" else -jnp.inf
-    if isinstance(operands.listing, CandidateOperands):
+    if operands.ids is not None:
         return Candidates(
             threads=threads,
             matrix=matrix,
-            ids=operands.listing.ids,
+            ids=operands.ids,
             first=first,
             size=plan.size,
             fill=fill,
@@ -370,13 +366,13 @@ def draft_rows_of(
     )
     # Whether a thread may load `each` entries of a row at once.
     aligned = is_aligned(matrix) and width >= memory.each
-    if isinstance(operands.listing, ById):
+    if operands.columns is None:
         return DraftSlice(size=plan.size, draft_size=plan.draft_size, aligned=aligned, **common)
     return MappedSlice(
         size=plan.size,
         draft_size=plan.size,
         aligned=False,  # entries of ids in order lie anywhere
-        columns=operands.listing.columns,
+        columns=operands.columns,
         storage=DraftSlice(size=width, draft_size=width, aligned=aligned, **common),
         **common,
     )
@@ -402,7 +398,7 @@ class GpuScratch(NamedTuple, Generic[X]):
 
     tiles: X  # of the target's dtype [warpgroups, entries of a slice]
     floats: X  # float32 [warpgroups, scratch]
-    flags: tuple[X, ...]  # int32 [warpgroups, 2]; () if there is one warpgroup
+    flags: X | None  # int32 [warpgroups, 2]; None if there is one warpgroup
     slots: X  # float32 [warpgroups, 2, floats of a slot]
     barriers: X  # mbarriers, int32 [warpgroups, two of each]: of slots, then of tiles
 
@@ -410,18 +406,19 @@ class GpuScratch(NamedTuple, Generic[X]):
     def of(cls, plan: Plan, target_dtype: Any) -> GpuScratch[Any]:
         """Returns what a plan asks for."""
         memory = plan.memory
+        # Memory for each warpgroup, and one barrier for every slot and tile.
         count = memory.warpgroups
         smem = plgpu.SMEM
         return GpuScratch[Any](
             tiles=smem((count, memory.slices.tiles * memory.stride), target_dtype),
             floats=smem((count, memory.scratch), jnp.float32),
-            flags=(smem((count, SLOTS), jnp.int32),) if count > 1 else (),
+            flags=smem((count, SLOTS), jnp.int32) if count > 1 else None,
             slots=smem((count, SLOTS, memory.slot), jnp.float32),
             barriers=smem((count, 2 * memory.barriers), jnp.int32),  # 64 bits each
         )
 
-    def of_warpgroup(self, plan: Plan, place: Place) -> OfWarpgroup:
-        """Returns what a warpgroup has of it."""
+    def of_warpgroup(self, plan: Plan, place: Place, shared: None) -> OfWarpgroup:
+        """Returns what a warpgroup has of it; a cluster shares nothing else."""
         refs: GpuScratch[Any] = self
         # Barriers of the two slots come first, then those of tiles.
         barriers = refs.barriers.at[place.warpgroup]
@@ -432,7 +429,7 @@ class GpuScratch(NamedTuple, Generic[X]):
             barriers=barriers,
             tile_barriers=barriers,
             first_barrier=SLOTS,
-            warpgroups=_warpgroups_of(plan, place, self.flags, barrier=()),
+            warpgroups=_warpgroups_of(plan, place, self.flags, None),
         )
 
 
@@ -441,11 +438,11 @@ class InterpretScratch(NamedTuple, Generic[X]):
 
     tiles: X  # as there, and so are the next two
     floats: X  # see there
-    flags: tuple[X, ...]  # see there
+    flags: X | None  # see there
     tile_barriers: X  # barriers of all warpgroups' tiles
     completed: X  # int32 [warpgroups, 2], phases of the slots' barriers
-    of_cluster: tuple[X, ...]  # the barrier of all CTAs; () if there is one
-    of_cta: tuple[X, ...]  # that of all warpgroups; likewise
+    of_cluster: X | None  # the barrier of all CTAs; None if there is one
+    of_cta: X | None  # that of all warpgroups; likewise
 
     @classmethod
     def of(cls, plan: Plan, target_dtype: Any) -> InterpretScratch[Any]:
@@ -454,18 +451,17 @@ class InterpretScratch(NamedTuple, Generic[X]):
         count = memory.warpgroups
         smem = plgpu.SMEM
         # Arrivals of all CTAs, one barrier for each of their warpgroups.
-        of_cluster: tuple[Any, ...] = ()
+        of_cluster = None
         if memory.slices.cluster > 1:
-            barrier = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=count)
-            of_cluster = (barrier,)
+            of_cluster = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=count)
         return InterpretScratch[Any](
             tiles=smem((count, memory.slices.tiles * memory.stride), target_dtype),
             floats=smem((count, memory.scratch), jnp.float32),
-            flags=(smem((count, SLOTS), jnp.int32),) if count > 1 else (),
+            flags=smem((count, SLOTS), jnp.int32) if count > 1 else None,
             tile_barriers=plgpu.Barrier(num_barriers=count * memory.slices.tiles),
             completed=smem((count, SLOTS), jnp.int32),
             of_cluster=of_cluster,
-            of_cta=(plgpu.Barrier(num_arrivals=count),) if count > 1 else (),
+            of_cta=plgpu.Barrier(num_arrivals=count) if count > 1 else None,
         )
 
     def of_warpgroup(self, plan: Plan, place: Place, shared: Ref) -> OfWarpgroup:
@@ -473,9 +469,10 @@ class InterpretScratch(NamedTuple, Generic[X]):
         refs: InterpretScratch[Any] = self
         # A CTA cannot store in another's shared memory here: all of a cluster share its slots.
         slots = shared.at[place.cluster]
+        # Phases are counted from 0, by this warpgroup.
         completed = refs.completed.at[place.warpgroup]
         completed[...] = jnp.zeros((SLOTS,), jnp.int32)  # shared memory begins with rubbish
-        of_cluster = tuple([x.at[place.warpgroup] for x in refs.of_cluster])
+        of_cluster = None if refs.of_cluster is None else refs.of_cluster.at[place.warpgroup]
         return OfWarpgroup(
             tiles=refs.tiles.at[place.warpgroup],
             floats=refs.floats.at[place.warpgroup],
@@ -483,21 +480,19 @@ class InterpretScratch(NamedTuple, Generic[X]):
             barriers=ExchangeBarriers(of_cluster, completed),
             tile_barriers=refs.tile_barriers,
             first_barrier=place.warpgroup * plan.memory.slices.tiles,
-            warpgroups=_warpgroups_of(plan, place, self.flags, *self.of_cta),
+            warpgroups=_warpgroups_of(plan, place, self.flags, self.of_cta),
         )
 
 
-def _warpgroups_of(
-    plan: Plan, place: Place, flags: tuple[Any, ...], barrier: Any = ()
-) -> OneWarpgroup | Warpgroups:
-    """Returns the warpgroups of a CTA."""
+def _warpgroups_of(plan: Plan, place: Place, flags: Any, barrier: Any) -> OneWarpgroup | Warpgroups:
+    """Returns the warpgroups of a CTA; with one there are no flags and no barrier."""
     if plan.memory.warpgroups == 1:
         return OneWarpgroup(place.warpgroup)
     return Warpgroups(
         threads=place.threads,
         count=plan.memory.warpgroups,
         index=place.warpgroup,
-        flags=flags[0],
+        flags=flags,
         barrier=barrier,
     )
 
@@ -525,7 +520,7 @@ def launch(
     warpgroups: int,
     interpret: Any,
 ) -> Any:
-    """Run a kernel.
+    """Runs a kernel.
 
     Args:
       body: takes a `Place`, then refs in the structures of `operands`, `out` and `scratch`.
@@ -555,6 +550,7 @@ def launch(
         warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else jnp.int32(0)
         index = lax.axis_index("cluster")
         threads = InterpretedThreads() if interpret else GpuThreads()
+        # Refs come back in the structures that they were given in.
         given, outputs, own = jax.tree.unflatten(structure, refs)
         body(Place(index, cta, warpgroup, threads), given, outputs, own)
 

@@ -17,7 +17,7 @@ from jax_specdec._src.mosaic.threads import THREADS, WARP, Ref, Threads
 from jax_specdec._src.rows.tiles import TILE, num_tiles
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.plan import MAX_MAPPED
-from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, NoThresholds, Thresholds
+from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, limits_of
 from jax_specdec._src.verify.mosaic_gpu.statistics import Given, Probability, base_of
 
 NOT_LISTED = MAX_MAPPED
@@ -61,7 +61,7 @@ class MappedSlice(DraftSlice):
         return self.storage
 
     def prefetch(self, row: jax.Array) -> None:
-        """Begin to fetch the slice of a row into the L2 cache."""
+        """Begins to fetch the slice of a row into the L2 cache."""
         self.storage.prefetch(row)
 
     def column(self, token_id: jax.Array) -> jax.Array:
@@ -72,6 +72,7 @@ class MappedSlice(DraftSlice):
 
     def entry_in(self, row: jax.Array, column: jax.Array) -> jax.Array:
         """Returns the entry in one column per thread; `fill` for an id that is not listed."""
+        # [128]: a column past the last reads the last, and gives `fill`.
         last = self.matrix.shape[1] - 1
         entry = self.entry(row, jnp.minimum(column, last))
         return jnp.where(column <= last, entry, self.fill)
@@ -79,7 +80,7 @@ class MappedSlice(DraftSlice):
     def _words(
         self, row: jax.Array, tile: jax.Array, piece: jax.Array | int, *, is_full: bool
     ) -> list[list[jax.Array]]:
-        """Load the chunks of a piece as entries: first the columns of their ids, then those."""
+        """Loads the chunks of a piece as entries: first the columns of their ids, then those."""
         threads = self.threads
         first = self._first(tile, piece)
         last = self.matrix.shape[1] - 1
@@ -121,18 +122,18 @@ class Candidates:
     fill: float  # the entry of an id that is not listed
     each: int  # consecutive ids per thread of a target row
     sums: bool  # whether a row must be summed to normalize it
-    thresholds: Thresholds | NoThresholds  # of the rows
+    thresholds: Ref | None  # ref [R] float32; see `rows.limits_of`
     # From an entry of a row to its probability. Only that of the row that is drawn from is needed,
     # and set there; until then, it stands for none.
     q: Probability = Given()
 
     def prefetch(self, row: jax.Array) -> None:
-        """Do nothing: a row is small, and was loaded when the drafted token was looked for."""
+        """Does nothing: a row is small, and was loaded when the drafted token was looked for."""
 
     # A row as it is listed.
 
     def load(self, row: jax.Array) -> Listed:
-        """Begin to load a row, by each warp."""
+        """Begins to load a row, by each warp."""
         ids = list[jax.Array]()
         entries = list[jax.Array]()
         for column in self._columns():
@@ -148,8 +149,9 @@ class Candidates:
         inside = jnp.minimum(column, last)
         ids = self.threads.gather(self.ids, row, inside)
         entries = [self.threads.gather(self.matrix, row, inside)]
-        for limit in self.thresholds.limits(self.threads, row):
+        for limit in limits_of(self.thresholds, self.threads, row):
             entries = limit.cut(self.threads, row, ids, entries)
+        # Lanes past the last candidate have none.
         is_there = column <= last
         # -1 - column: negative, and another one in each column.
         ids = jnp.where(is_there, ids, -1 - column)
@@ -188,6 +190,7 @@ class Candidates:
 
     def peak_and_log(self, listed: Listed, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns the largest entry, and log2 of the mass relative to it."""
+        # [128], the same in all threads of a warp
         peak = self.threads.warp_max(tree_max(listed.entries))
         base = base_of(peak)
         weights = [jnp.exp2((x - base) * factor) for x in listed.entries]
@@ -208,6 +211,7 @@ class Candidates:
         """
         threads = self.threads
         listed = self.load(row)
+        # [128] each: where in the tile each candidate lies, if it does, and its q
         places = [ids - (self.first + tile * TILE) for ids in listed.ids]
         q = [self.q.of(entries) for entries in listed.entries]
         own = threads.index * self.each

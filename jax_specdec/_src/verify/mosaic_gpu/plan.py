@@ -63,6 +63,7 @@ def default_config(
       num_cores: multiprocessors of the device.
       draft_size: bytes of a draft entry.
     """
+    # Few requests: a row over the whole device. Many: over the CTAs that have work.
     is_large = num_cores >= _CORES_OF_LARGE
     ctas = num_requests * MAX_CLUSTER
     is_few = ctas <= _FREE_CTAS_PER_CORE * num_cores
@@ -152,6 +153,7 @@ class DraftLayout(NamedTuple):
         """Returns that of a draft distribution; `NO_DRAFT` for None."""
         if distribution is None:
             return NO_DRAFT
+        # What rows hold, then which ids their columns stand for.
         entries: Entries = "probs"
         if isinstance(distribution, DraftLogits):
             entries = "logits" if distribution.log_normalizer is None else "normalized"
@@ -213,6 +215,7 @@ class SharedMemory(NamedTuple):
           most_rows: rows of a request that can be read at once.
           is_plain: see `Plan`.
         """
+        # Bytes of an entry, and how many CTAs share a row.
         target_size = target_logits.dtype.itemsize
         in_order = draft.ids == "in order"  # else draft rows are not read in the tiles of a row
         draft_size = draft.entry_size if in_order else 0
@@ -231,6 +234,7 @@ class SharedMemory(NamedTuple):
             each = 4 if 4 in (target_size, draft_size) else 8
             if is_plain and in_order:
                 tiles_at_once = power_of_two(min(config.tiles_at_once, slices.tiles))
+        # A warpgroup for each row at once, with its own memory: the slice, then two slots.
         warpgroups = min(config.rows_at_once, most_rows)
         masses_per_warp = -(-slices.tiles // 4) * 4  # a store sends four
         slot = slices.warps * masses_per_warp

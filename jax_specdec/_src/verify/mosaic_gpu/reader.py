@@ -216,7 +216,7 @@ class NoDraftRow:
     """Stands for the draft row of a position where none is read to normalize it."""
 
     def prefetch(self) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
     def mass(self) -> tuple[jax.Array, ...]:
         """Returns nothing."""
@@ -250,13 +250,14 @@ class DraftRow:
     base: jax.Array  # [] float32, what its mass is relative to
 
     def prefetch(self) -> None:
-        """Begin to fetch it into the L2 cache."""
+        """Begins to fetch it into the L2 cache."""
         pl.when(self.is_used)(lambda: self.slice.prefetch(self.row))
 
     def mass(self) -> tuple[jax.Array, ...]:
         """Returns anything, and each warp's mass."""
         filled = self.work.request.threads.filled
         factor = self.work.request.factor
+        # [128] each: what a row that is not read stands for
         nothing = filled(0.0), filled(1.0)
         return lax.cond(
             self.is_used,
@@ -290,6 +291,7 @@ class DraftRow:
 
     def confirms(self, usable: jax.Array, row: Normalizer) -> jax.Array:
         """Returns whether `usable`, and its mass too if it counts."""
+        # A row that is not read confirms everything.
         is_usable = statistics.is_usable(row.total, row.peak, self.work.request.factor)
         return usable & (~self.is_used | is_usable)
 
@@ -361,7 +363,7 @@ class RowFilter:
         self.peak = peak
 
     def run(self, round: jax.Array) -> tuple[Normalizer, jax.Array]:
-        """Hide what is filtered out.
+        """Hides what is filtered out.
 
         Returns:
           What normalizes the rest, and the next round.
@@ -399,6 +401,7 @@ class RowFilter:
         def add(_: jax.Array, entries: list[jax.Array], total: jax.Array) -> jax.Array:
             return total + tree_sum([jnp.where(x >= least, 1.0, 0.0) for x in entries])
 
+        # []: how many entries of the row reach it
         found, round = self.everywhere(add, round)
         return (found >= goal.astype(jnp.float32)).astype(jnp.int32), round
 

@@ -24,7 +24,6 @@ from jax_specdec._src.base.sampling import Filter, SamplingParams
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Status
 from jax_specdec._src.mosaic.threads import WARP, Ref, Threads
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
-from jax_specdec._src.verify.mosaic_gpu.rows import NoThresholds, Thresholds
 from jax_specdec._src.verify.mosaic_gpu.statistics import LARGEST, LOG2E, Normalizer, is_finite
 
 _GROUPS = 8
@@ -32,20 +31,14 @@ _GROUPS = 8
 
 X = TypeVar("X")
 
-# What a call gives the kernel: arrays, or refs of them in global memory. The order of the fields is
-# that of the kernel's parameters.
+# What a call gives the kernel: arrays, or refs of them in global memory. What a call does not have
+# is None: it has no leaf, and takes no parameter. Fields are in the order of the parameters.
 
 
 class GivenNoise(NamedTuple, Generic[X]):
     """Uniforms that the caller gives."""
 
-    accept: X  # [B, K] float32
-    recover: X  # [B, 2] float32
-
-
-class DraftingNoise(NamedTuple, Generic[X]):
-    """Uniforms to sample a draft with: none is to be accepted, for K is 0."""
-
+    accept: X | None  # [B, K] float32; None if drafts are sampled: K is 0
     recover: X  # [B, 2] float32
 
 
@@ -56,61 +49,25 @@ class KeyNoise(NamedTuple, Generic[X]):
     positions: X  # [B] int32
 
 
-class ById(NamedTuple):
-    """Draft rows have a column for each id, in the order of ids."""
-
-
-class MapOperands(NamedTuple, Generic[X]):
-    """A map of ids that all draft rows share."""
-
-    columns: X  # [1, W] int32; see `lists.columns_of_map`
-    bad: X  # [1] int32, 1 if the map lists an id twice or one that is out of range
-
-
-class CandidateOperands(NamedTuple, Generic[X]):
-    """Ids that each draft row lists."""
-
-    ids: X  # [R, C] int32
-
-
-class NoNumbers(NamedTuple):
-    """Nothing is stored beside draft rows."""
-
-
 class RowNumbers(NamedTuple, Generic[X]):
-    """Numbers that the drafter stored beside rows of logits."""
+    """Numbers that the drafter stored beside rows of logits, ``[R]`` float32 each."""
 
-    log_normalizer: X  # [R] float32, natural logarithm
-
-
-class RelativeRowNumbers(NamedTuple, Generic[X]):
-    """Numbers that the drafter stored beside rows of logits, relative to their maximum."""
-
-    log_normalizer: X  # [R] float32, natural logarithm, relative to `row_max`
-    row_max: X  # [R] float32
-
-
-class OneHotOperands(NamedTuple):
-    """Stands for the draft distribution where a call has none."""
-
-    @property
-    def row_of_draft(self) -> None:
-        """Returns None: see `DraftOperands`."""
-
-    @property
-    def valid(self) -> None:
-        """Returns None: see `DraftOperands`."""
+    log_normalizer: X | None = None  # natural logarithm; None: rows are summed, or hold q itself
+    row_max: X | None = None  # what it is relative to; None: to nothing
 
 
 class DraftOperands(NamedTuple, Generic[X]):
     """The draft distribution of a call."""
 
     matrix: X  # [R, Vd] probabilities or logits
-    listing: ById | MapOperands[X] | CandidateOperands[X]  # which ids its columns stand for
-    numbers: NoNumbers | RowNumbers[X] | RelativeRowNumbers[X]  # what is stored beside each row
-    thresholds: Thresholds | NoThresholds  # [R] float32, or none
-    row_of_draft: X | None  # [N] int32; None: draft n has row n
-    valid: X | None  # [B] bool, whether the request's rows are stored; None: all are
+    # Which ids its columns stand for: of a map that all rows share, [1, W] int32 (see
+    # `lists.columns_of_map`) and [1] int32, 1 if it lists an id twice or one out of range; of lists
+    # that rows have, [R, C] int32. None of these: column j is id j.
+    columns: X | None
+    bad: X | None
+    ids: X | None
+    numbers: RowNumbers[X]  # what is stored beside each row
+    thresholds: X | None  # [R] float32, the least entry that a filter kept; None: it kept all
 
 
 class Operands(NamedTuple, Generic[X]):
@@ -119,10 +76,11 @@ class Operands(NamedTuple, Generic[X]):
     target: X  # [M, V] target logits
     token_ids: X  # [N] int32, at least one
     temperature: X  # [B] float32
-    # [B+1] int32; None if drafts are sampled: there are no drafts and K is 0.
-    offsets: X | None
-    noise: GivenNoise[X] | DraftingNoise[X] | KeyNoise[X]  # uniforms, or what to draw them from
-    draft: OneHotOperands | DraftOperands[X]  # the draft distribution
+    offsets: X | None  # [B+1] int32; None if drafts are sampled: there are no drafts
+    noise: GivenNoise[X] | KeyNoise[X]  # uniforms, or what to draw them from
+    draft: DraftOperands[X] | None  # the draft distribution; None: every draft is one-hot
+    row_of_draft: X | None  # [N] int32; None: draft n has row n of the distribution
+    valid: X | None  # [B] bool, whether the request's rows are stored; None: all are
     bonus: X | None  # [B] int32, bonus tokens; None if requests own bonus rows
     active: X | None  # [B] bool; None: all are
     bitmask: X | None  # [M, words] int32; None: all ids are allowed
@@ -145,8 +103,7 @@ class SampledRow(NamedTuple, Generic[X]):
 
     log_normalizer: X  # relative to `row_max`
     row_max: X  # its maximum
-    # One array, below which its filter keeps no entry; without a filter none.
-    threshold: tuple[X, ...]
+    threshold: X | None  # below which its filter keeps no entry; None without a filter
 
 
 class Outputs(NamedTuple, Generic[X]):
@@ -167,7 +124,7 @@ class RequestLoads:
     end: jax.Array  # [] int32
     sampling: SamplingParams  # [] each
     # The refs of given uniforms, or two words [] of the key and the position [].
-    noise: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
+    noise: GivenNoise[Ref] | LoadedKey
     active: jax.Array | None  # [] int32; None: it is
     valid: jax.Array | None  # [] int32; None: its draft rows are stored, if there are any
     before: list[OffsetsBefore]  # offsets of up to 256 requests before it, by lane
@@ -191,9 +148,7 @@ class RequestLoads:
         # Where its drafts begin is not known yet. If all requests before have K, it is here.
         guess = jnp.minimum(index * plan.k + lane, operands.token_ids.shape[0] - 1)
         token_ids = threads.gather(operands.token_ids, guess)
-        draft_rows = jax.tree.map(
-            lambda ref: threads.gather(ref, guess), operands.draft.row_of_draft
-        )
+        draft_rows = jax.tree.map(lambda ref: threads.gather(ref, guess), operands.row_of_draft)
         # Groups of 32 requests before this one, whose offsets are loaded at once; if there are more
         # requests, `_reached` loads the others later.
         start = jnp.int32(0)
@@ -207,7 +162,7 @@ class RequestLoads:
         temperature = operands.temperature[index]
         limits = jax.tree.map(lambda ref: ref[index], operands.filter)
         # Given uniforms are loaded later, by `uniforms`; a key now, since hashing it takes a while.
-        source: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
+        source: GivenNoise[Ref] | LoadedKey
         if isinstance(operands.noise, KeyNoise):
             keys = operands.noise.keys
             words = keys[index, 0], keys[index, 1]
@@ -223,7 +178,7 @@ class RequestLoads:
             sampling=SamplingParams(temperature, **limits._asdict()),
             noise=source,
             active=jax.tree.map(flag, operands.active),
-            valid=jax.tree.map(flag, operands.draft.valid),
+            valid=jax.tree.map(flag, operands.valid),
             before=[
                 OffsetsBefore.begin(threads, operands.offsets, index, i) for i in range(num_before)
             ],
@@ -279,7 +234,7 @@ class KernelRequest:
     filter: Filter  # its min-p, top-k and top-p, None for those that the call does not have
     is_filtered: jax.Array  # [] bool, whether its filter may leave out anything
     # Given uniforms, or what to draw them from.
-    noise: GivenNoise[Ref] | DraftingNoise[Ref] | LoadedKey
+    noise: GivenNoise[Ref] | LoadedKey
     token_ids: jax.Array  # [128] int32 by lane, -1 for lanes without a draft
     proposed: jax.Array  # [128] bool by lane, whether the id is in range
     draft_rows: jax.Array  # [128] int32 by lane
@@ -320,6 +275,7 @@ class KernelRequest:
             status = jnp.where(loads.active == 0, jnp.int32(Status.INACTIVE), status)
 
         # How it samples. All numbers are [], the same in all threads.
+        # Temperature 0 is greedy; q is read of requests whose rows are stored.
         greedy = sampling.temperature == 0
         has_stored_q = jnp.bool_(plan.has_draft_rows)
         if loads.valid is not None:
@@ -340,9 +296,10 @@ class KernelRequest:
             lambda: (loads.token_ids, loads.draft_rows),
             lambda: (
                 threads.gather(operands.token_ids, place),
-                jax.tree.map(lambda ref: threads.gather(ref, place), operands.draft.row_of_draft),
+                jax.tree.map(lambda ref: threads.gather(ref, place), operands.row_of_draft),
             ),
         )
+        # Lanes past the last draft have none.
         token_ids = jnp.where(is_draft, token_ids, -1)
         return cls(
             plan=plan,
@@ -381,6 +338,7 @@ class KernelRequest:
         if isinstance(self.noise, LoadedKey):
             # Threefry gives two words: the draft of lane i is accepted by the first word of place
             # i; the token is recovered with both words of one place.
+            # [128]: the stream and the place of each lane's uniform
             stream = jnp.where(recovers, int(noise.Stream.RECOVER), int(noise.Stream.ACCEPT))
             place = noise.counter_of(stream, jnp.where(recovers, 0, lane).astype(jnp.uint32))
             position = self.noise.position + jnp.zeros_like(lane)
@@ -389,7 +347,7 @@ class KernelRequest:
         # Loaded: each lane one of K, or one of two.
         threads = self.threads
         row = self.index + jnp.zeros_like(lane)
-        if isinstance(self.noise, DraftingNoise):
+        if self.noise.accept is None:
             return threads.gather(self.noise.recover, row, jnp.clip(lane - k, 0, 1))
         accept = threads.gather(self.noise.accept, row, jnp.minimum(lane, k - 1))
         recover = threads.gather(self.noise.recover, row, jnp.clip(lane - k, 0, 1))
@@ -408,7 +366,7 @@ class KernelRequest:
         status: jax.Array,
         is_writer: jax.Array,
     ) -> None:
-        """Write the accepted drafts and one more token, or no tokens if the status is not OK.
+        """Writes the accepted drafts and one more token, or no tokens if the status is not OK.
 
         A draft that is sampled must be an id: it is 0 if the status is not OK.
 
@@ -429,6 +387,7 @@ class KernelRequest:
         self.threads.scatter(self.outputs.token_ids, place, token_ids, is_place)
         numbers = self.outputs.numbers
         if isinstance(numbers, Verdict):
+            # []: a request whose status is not OK emits nothing
             accepted = jnp.where(ok, num_accepted, 0)
             emitted = jnp.where(ok, num_accepted + 1, 0)
             self._write_number(numbers.num_accepted, accepted, is_writer)
@@ -436,7 +395,7 @@ class KernelRequest:
             self._write_number(numbers.status, status, is_writer)
 
     def write_row(self, row: Normalizer, is_writer: jax.Array) -> None:
-        """Write what the row of a draft amounts to; nothing in a verification.
+        """Writes what the row of a draft amounts to; nothing in a verification.
 
         Args:
           row: relative to its maximum.
@@ -450,11 +409,11 @@ class KernelRequest:
         row_max = jnp.where(row.peak != row.peak, jnp.inf, row.peak)
         self._write_number(numbers.log_normalizer, log_normalizer, is_writer)
         self._write_number(numbers.row_max, row_max, is_writer)
-        for threshold in numbers.threshold:
-            self._write_number(threshold, row.threshold, is_writer)
+        if numbers.threshold is not None:
+            self._write_number(numbers.threshold, row.threshold, is_writer)
 
     def _write_number(self, ref: Ref, value: jax.Array, is_writer: jax.Array) -> None:
-        """Write a number ``[]`` of this request, by one thread."""
+        """Writes a number ``[]`` of this request, by one thread."""
         # A scatter takes arrays [128]; lane 0 of the warp that writes stores.
         everywhere = jnp.zeros_like(self.lane)
         once = is_writer & (self.lane == 0)

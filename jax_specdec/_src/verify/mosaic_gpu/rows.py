@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jax_specdec._src.mosaic.threads import COPIED, THREADS, Ref, Threads
+from jax_specdec._src.mosaic.threads import COPIED, THREADS, Ref, RowTiles, Threads
 from jax_specdec._src.rows.tiles import TILE
 
 PIECES = 2
@@ -81,6 +81,7 @@ class Forbidden(NamedTuple):
         self, target: TargetSlice, row: jax.Array, tile: jax.Array, chunk: int, entries: Chunk
     ) -> list[jax.Array]:
         """Returns which ids the bitmask forbids."""
+        # [128]: the bit of a thread's first id is the lowest
         bits = _bits(target.threads, self.words, row, target.ids(tile) + chunk * target.chunk)
         return [(bits & (1 << j)) == 0 for j in range(len(entries))]
 
@@ -105,22 +106,16 @@ def words_of(token_bitmask: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(token_bitmask, jnp.int32)
 
 
-class Thresholds(NamedTuple):
-    """Thresholds of draft rows, which the drafter's filter left behind."""
+def limits_of(thresholds: Ref | None, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
+    """Returns what hides entries of the draft row that each thread reads.
 
-    of_rows: Ref  # ref [R] float32, the least entry of each row that was kept
-
-    def limits(self, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
-        """Returns what hides entries of the row that each thread reads."""
-        return (Below(threads.gather(self.of_rows, row)),)
-
-
-class NoThresholds(NamedTuple):
-    """Stands for thresholds where draft rows have none."""
-
-    def limits(self, threads: Threads, row: jax.Array) -> tuple[Below, ...]:
-        """Returns that nothing is hidden."""
-        return ()
+    Args:
+      thresholds: ref ``[R]`` float32, the least entry that the drafter's filter kept; None: it kept
+        all of them.
+      threads: the operations of the warpgroup.
+      row: ``[128]`` int32.
+    """
+    return () if thresholds is None else (Below(threads.gather(thresholds, row)),)
 
 
 # Slices.
@@ -179,22 +174,13 @@ class TargetSlice(RowSlice):
     # Copying.
 
     def copy(self, row: jax.Array) -> None:
-        """Begin to copy the slice of a row. All threads must have read what it replaces."""
+        """Begins to copy the slice of a row. All threads must have read what it replaces."""
         # Nothing says here that they have: an exchange comes between, which waits for all warps.
-        self.threads.copy_tiles(
-            self.matrix,
-            row,
-            self.first,
-            self.size,
-            self.per_slice,
-            self.buffer,
-            self.stride,
-            self.barriers,
-            self.first_barrier,
-        )
+        tiles = RowTiles(self.matrix, row, self.first, self.size, self.per_slice)
+        self.threads.copy_tiles(tiles, self.buffer, self.stride, self.barriers, self.first_barrier)
 
     def fill_end(self) -> None:
-        """Fill the end of the last tile, which no copy reaches; once, before the first row."""
+        """Fills the end of the last tile, which no copy reaches; once, before the first row."""
         if self._fills_once:
             # Only the CTA that has the row's last tile writes, and only if that is not full.
             last = self.count() - 1
@@ -210,7 +196,7 @@ class TargetSlice(RowSlice):
         return ends_with_a_unit and self.stride == TILE and not self.threads.interpreted
 
     def ready(self, row: jax.Array, tile: jax.Array, rows_before: jax.Array) -> None:
-        """Wait for a tile, then write -inf over what is hidden and over padding.
+        """Waits for a tile, then writes -inf over what is hidden and over padding.
 
         Args:
           row: ``[]`` int32.
@@ -227,16 +213,16 @@ class TargetSlice(RowSlice):
             pl.when(count < TILE)(lambda: self._fill(count, row, tile))
 
     def copy_again(self, row: jax.Array, rows_before: jax.Array) -> None:
-        """Copy the whole slice of a row, and wait for it."""
+        """Copies the whole slice of a row, and waits for it."""
         self.copy(row)
         self.for_all(lambda tile: self.ready(row, tile, rows_before))
 
     def for_all(self, do: Callable[[jax.Array], None]) -> None:
-        """Call `do` for every tile of the slice."""
+        """Calls `do` for every tile of the slice."""
         lax.fori_loop(0, self.count(), lambda tile, _: do(tile), None)
 
     def hide(self, limit: Limit, row: jax.Array, tile: jax.Array) -> None:
-        """Write -inf over the entries of a tile that a limit hides.
+        """Writes -inf over the entries of a tile that a limit hides.
 
         Each thread writes to entries that no other thread reads, so nobody has to wait.
         """
@@ -252,7 +238,7 @@ class TargetSlice(RowSlice):
         self.threads.fence_copies()
 
     def _fill(self, count: jax.Array, row: jax.Array, tile: jax.Array) -> None:
-        """Write -inf over the entries of a tile past `count`."""
+        """Writes -inf over the entries of a tile past `count`."""
         threads = self.threads
         begin = self.begin(row, tile)
 
@@ -305,6 +291,7 @@ class TargetSlice(RowSlice):
 
         Where it is not, the place is that of the slice's first id.
         """
+        # [128]: where in the slice the id is, if it is there
         offset = token_id - self.first
         is_here = (offset >= 0) & (offset < self.per_slice * TILE)
         offset = jnp.where(is_here, offset, 0)
@@ -352,7 +339,7 @@ class DraftSlice(RowSlice):
     fill: float  # the entry of an id that the drafter could not draw
     aligned: bool  # whether every row begins at a multiple of sixteen bytes
     at_once: int  # `together` for aligned rows
-    thresholds: Thresholds | NoThresholds  # of the rows
+    thresholds: Ref | None  # ref [R] float32; see `limits_of`
 
     @property
     def by_column(self) -> DraftSlice:
@@ -374,8 +361,9 @@ class DraftSlice(RowSlice):
         return self.at_once if self._is_whole else 1
 
     def prefetch(self, row: jax.Array) -> None:
-        """Begin to fetch the slice of a row into the L2 cache."""
-        self.threads.prefetch_tiles(self.matrix, row, self.first, self.draft_size, self.per_slice)
+        """Begins to fetch the slice of a row into the L2 cache."""
+        tiles = RowTiles(self.matrix, row, self.first, self.draft_size, self.per_slice)
+        self.threads.prefetch_tiles(tiles)
 
     def fold(
         self, row: jax.Array, rows_before: jax.Array | None, step: TileStep, state: Any
@@ -423,6 +411,7 @@ class DraftSlice(RowSlice):
 
             return lax.fori_loop(0, PIECES, run, state)
 
+        # Whole groups, then the tiles at the end.
         state = lax.fori_loop(0, lax.div(full + count - 1, count), by_group, state)
         return lax.fori_loop(full, self.count(), by_piece, state)
 
@@ -445,7 +434,7 @@ class DraftSlice(RowSlice):
     def _words(
         self, row: jax.Array, tile: jax.Array, piece: jax.Array | int, *, is_full: bool
     ) -> list[list[jax.Array]]:
-        """Load the chunks of a piece: as words, or as entries if rows are not aligned.
+        """Loads the chunks of a piece: as words, or as entries if rows are not aligned.
 
         Two or four bytes of a word are turned into numbers later, by `_numbers`: until then they
         take half of the registers, and a thread waits for all loads once.
@@ -496,14 +485,14 @@ class DraftSlice(RowSlice):
                 ]
                 for i, chunk in zip(self._offsets, chunks, strict=True)
             ]
-        for limit in self.thresholds.limits(self.threads, row):
+        for limit in limits_of(self.thresholds, self.threads, row):
             chunks = [limit.cut(self.threads, row, first, chunk) for chunk in chunks]
         return chunks
 
     def entry(self, row: jax.Array, token_id: jax.Array) -> jax.Array:
         """Returns one entry per thread; -inf if it is below the threshold."""
         entries = [self.threads.gather(self.matrix, row, token_id)]
-        for limit in self.thresholds.limits(self.threads, row):
+        for limit in limits_of(self.thresholds, self.threads, row):
             entries = limit.cut(self.threads, row, token_id, entries)
         return entries[0]
 
@@ -512,7 +501,7 @@ class NoDraftRows(NamedTuple):
     """Stands for draft rows where a call has none: every draft is one-hot."""
 
     def prefetch(self, row: jax.Array) -> None:
-        """Do nothing."""
+        """Does nothing."""
 
 
 def _whole_tiles(ids: jax.Array, most: int) -> jax.Array:

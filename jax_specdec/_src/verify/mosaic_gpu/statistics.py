@@ -245,6 +245,7 @@ def max_and_sum(
         peak, total = state
         entries = tiles.of_tile(row, tile)
         larger = functools.reduce(jnp.maximum, entries, peak)
+        # The mass of this tile by the larger maximum, and what was summed so far with it.
         base = base_of(larger)
         mass = tree_sum([jnp.exp2((x - base) * factor) for x in entries])
         return larger, total * decay(base_of(peak), base, factor) + mass

@@ -30,6 +30,7 @@ def rule_unsupported(rule: Rule) -> str | None:
     """Returns why the kernel cannot serve a rule, a sentence; None if it can."""
     if rule.kernel_walk is not None:
         return None
+    # The rules that have a walk in the kernel.
     served = ", ".join(x.name for x in RULES if x.kernel_walk is not None)
     return (
         f"implementation='mosaic_gpu' serves the rules {served}, but rejection_sample_method is "
@@ -77,6 +78,7 @@ def unsupported(
         config=config,
         most_rows=k + 1,
     )
+    # Whose dtypes the message names.
     arrays = [target_logits] if distribution is None else [target_logits, storage_of(distribution)]
     return _too_large(shared, arrays)
 
@@ -84,6 +86,7 @@ def unsupported(
 def _too_large(shared: SharedMemory, arrays: list[jax.Array]) -> str | None:
     """Returns why the device has too little room for a launch, a sentence; None if it has."""
     generation = gpus.generation()
+    # More CTAs than a cluster may have, or more memory than a CTA has.
     ctas = shared.slices.cluster
     if ctas > generation.max_cluster:
         return (

@@ -27,7 +27,7 @@ OK = int(Status.OK)
 
 
 def copy_row(request: KernelRequest, target: TargetSlice, position: jax.Array) -> None:
-    """Begin to copy the target row of a position, if there is one."""
+    """Begins to copy the target row of a position, if there is one."""
     pl.when(position < request.num_rows)(lambda: target.copy(request.first_row + position))
 
 
@@ -64,7 +64,7 @@ class Walk:
         self.nothing = PositionResult.nothing(work.cluster)
 
     def walk_and_emit(self, round: jax.Array) -> None:
-        """Visit positions in order until one is not accepted, and emit from that.
+        """Visits positions in order until one is not accepted, and emits from that.
 
         Each warpgroup of the CTA has its own: n of them visit n positions at once.
         """
@@ -141,7 +141,7 @@ class Walk:
         return result._replace(accepted=kept.astype(jnp.int32), status=status), round
 
     def emit(self, num_accepted: jax.Array, result: PositionResult, round: jax.Array) -> None:
-        """Write the accepted tokens, then one drawn from the row that was read last."""
+        """Writes the accepted tokens, then one drawn from the row that was read last."""
         request = self.request
         visited = num_accepted < request.num_rows  # else the bonus token is given
         draws = visited & (result.status == OK) & ~request.greedy
