@@ -28,8 +28,9 @@ from jax import lax
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState
+from jax_specdec.lm.decoding.core import PLAIN, Decoder
 from jax_specdec.lm.decoding.generate import make_batch
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.drafting.drafter import NoDrafter
 
 K = 4

@@ -33,7 +33,7 @@ from jax_specdec.lm.decoding.bookkeeping import (
     ServedRequest,
     Timing,
 )
-from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
+from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.device import Device
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.exact import check_rows
@@ -42,6 +42,7 @@ from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic, Wait
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.decoding.weights import Weights, check_are_there, check_replaces, put, replaced
 from jax_specdec.lm.models.protocol import Params, check_params

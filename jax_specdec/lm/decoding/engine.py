@@ -20,10 +20,11 @@ from jax_specdec._src.logits.logprobs import LogprobsConfig
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
-from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
+from jax_specdec.lm.decoding.core import Decoder, features_of_last
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text
 from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
 from jax_specdec.lm.decoding.packing import BatchOptions
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.models.protocol import (
     Params,
     Rows,

@@ -14,9 +14,9 @@ from jax import lax
 
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding.bookkeeping import StepResult
-from jax_specdec.lm.decoding.core import DecodeState, Drafted, Features
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
 from jax_specdec.lm.decoding.schedule import Prompts
+from jax_specdec.lm.decoding.state import DecodeState, Drafted, Features
 from jax_specdec.lm.models.protocol import Cache, HasCache, Params, put_cache, take_cache
 
 release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
