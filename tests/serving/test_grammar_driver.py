@@ -24,6 +24,7 @@ from .engines import (
     compilations,
     greedy_truth,
     run,
+    step,
     weights_of,
 )
 from .grammars import Follows, of_digits
@@ -54,12 +55,13 @@ def driver(**settings: Any) -> lm.EngineDriver:
 
 
 @pytest.mark.parametrize(
-    "max_steps_ahead", [0, *(pytest.param(n, marks=pytest.mark.newest) for n in (1, 3))]
+    ("max_steps_ahead", "step_widths"),
+    [(0, ()), *(pytest.param(*x, marks=pytest.mark.newest) for x in ((1, (1, 2)), (3, ())))],
 )
 def test_requests_with_and_without_grammars_get_what_plain_python_gives(
-    max_steps_ahead: int,
+    max_steps_ahead: int, step_widths: tuple[int, ...]
 ) -> None:
-    served = driver(max_steps_ahead=max_steps_ahead)
+    served = driver(max_steps_ahead=max_steps_ahead, step_widths=step_widths)
     rng, truths, updates = np.random.default_rng(0), {}, []
     for i in range(12):
         prompt = rng.integers(0, VOCAB, int(rng.integers(1, 9))).tolist()
@@ -71,10 +73,11 @@ def test_requests_with_and_without_grammars_get_what_plain_python_gives(
             request_id = served.submit(**asked, matcher=Cycle())
             truths[request_id] = constrained_truth(prompt, asked["max_new_tokens"])
         for _ in range(i % 4):
-            updates += served.step()
+            updates += step(served)
         if i % 5 == 4:
             served.preempt(request_id)
     found = run(served, updates)
+    served.close()
     assert {i: one.token_ids for i, one in found.items()} == truths
     assert served.stats().num_accepted_tokens > 0
 

@@ -25,8 +25,15 @@ from jax_specdec._src.logits.grammar import check_matchers
 from jax_specdec._src.logits.matchers import GrammarMatcher
 from jax_specdec._src.stats.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec.lm.decoding import inputs, schedule, stopwatch
-from jax_specdec.lm.decoding.bookkeeping import HostState, Matching, RequestUpdate, ServedRequest
-from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
+from jax_specdec.lm.decoding.bookkeeping import (
+    HostState,
+    Matching,
+    Replay,
+    RequestUpdate,
+    ServedRequest,
+    Timing,
+)
+from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.device import Device, Rehearsal
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.exact import check_rows
@@ -35,6 +42,7 @@ from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic, Wait
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.decoding.weights import Weights, check_are_there, check_replaces, put, replaced
 from jax_specdec.lm.models.protocol import Params, check_params
@@ -215,7 +223,7 @@ class EngineDriver:
 
     def _new_counts(self) -> tuple[AcceptanceCounters, DraftRates | None]:
         """Returns counters and rates that have seen nothing."""
-        counters = AcceptanceCounters.create(self.engine.decoder.most_accepted)
+        counters = AcceptanceCounters.create(self.engine.most_accepted)
         return on_all_devices((counters, self.engine.new_draft_rates()), self.engine.model)
 
     def close(self) -> None:
@@ -394,7 +402,7 @@ class EngineDriver:
         self._settle()  # there may be no room for two caches
         params, _ = self._device.weights
         engine = self.engine
-        check_rows(engine.decoder, params, engine.num_slots, engine.buffer_length)
+        check_rows(engine, params, engine.num_slots, engine.buffer_length)
         self._is_whole = False
 
     def _choose_chunk_size(self) -> None:
@@ -458,8 +466,8 @@ class EngineDriver:
             prompt_length=len(token_ids),
             options=own,
             matching=None if matcher is None else Matching(matcher),
-            submitted=time.perf_counter(),
-            repeats_from=len(token_ids) if self.engine.exact else None,
+            timing=Timing(submitted=time.perf_counter()),
+            replay=Replay(begin=len(token_ids)) if self.engine.exact else None,
         )
         self._num_submitted = request.request_id + 1  # first: no two requests may have one id
         self._waiting[request.request_id] = request
@@ -716,7 +724,7 @@ class EngineDriver:
     def _occupy(self, group: Mapping[int, ServedRequest]) -> None:
         """Puts requests into slots, from now on."""
         now = time.perf_counter()
-        new = {slot: one._replace(admitted=one.admitted or now) for slot, one in group.items()}
+        new = {slot: one.in_slot(now) for slot, one in group.items()}
         self._host = self._host.with_new(new)
         for one in new.values():
             self._waiting.pop(one.request_id, None)

@@ -365,7 +365,7 @@ def _next_group(
             if is_alone or num_rows * size > most:
                 num_rows = 1
         # Of one that was preempted in its prompt, what it has read itself does not count.
-        reused = min(place.start, one.num_reused) if one.admitted else place.start
+        reused = min(place.start, one.num_reused) if one.timing.admitted else place.start
         one = one._replace(most_rows=_most_rows(engine, one), num_reused=reused)
         rows[place.slot] = one.with_rows(place.start).rows
         coming[place.slot] = one.with_rows(one.length).rows
