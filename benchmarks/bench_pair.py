@@ -17,6 +17,7 @@ decoding per process.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import pathlib
 import time
@@ -41,6 +42,8 @@ PLAIN_WAY, WIDE_PLAIN, DRAFT, NGRAM, SUFFIX, BOTH = WAYS = (
 )  # fmt: skip
 KINDS = real_model_prompts.KINDS
 K = 4
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "real_pair.md"
+BEGIN, END = "<!-- tables: benchmarks/bench_pair.py -->\n", "<!-- end of tables -->\n"
 
 
 class Plan(NamedTuple):
@@ -369,6 +372,7 @@ def rows_of_all(
                     "k": k,
                     "step_drafts": step_drafts(way, k, options.plans[batch]),
                     "temperature": temperature,
+                    "alone": options.alone,
                     "seconds": seconds,
                     "tokens": [one.tokens for one in answers],
                     "passes": [one.passes for one in answers],
@@ -396,31 +400,144 @@ def decode(text: TargetText, token_ids: list[int]) -> str:
     return text.stream().decode(token_ids, final=True)
 
 
-def per_pass(tokens: Sequence[int], passes: Sequence[int]) -> tuple[float, float]:
-    """Returns tokens per pass of all texts, and the standard error over texts.
+# What the results say
+
+
+def per_pass(row: dict[str, Any], kind: str | None = None) -> tuple[float, float]:
+    """Returns tokens per pass over all texts of a kind, and its standard error.
 
     That of a ratio of sums, `R = sum(t) / sum(p)`: the spread of `t - R p` from text to text.
     """
+    tokens, passes = (of_kind(row, name, kind) for name in ("tokens", "passes"))
     ratio, count = sum(tokens) / sum(passes), len(tokens)
     squares = sum((t - ratio * p) ** 2 for t, p in zip(tokens, passes, strict=True))
-    error = math.sqrt(squares * count / max(count - 1, 1)) / sum(passes)
-    return ratio, error
+    return ratio, math.sqrt(squares * count / max(count - 1, 1)) / sum(passes)
 
 
-def speed(row: dict[str, Any], some: slice = slice(None)) -> float:
+def of_kind(row: dict[str, Any], name: str, kind: str | None) -> list[Any]:
+    """Returns a list of a row for the texts of a kind; for all of them if it is None.
+
+    Prompts are in the order of kinds, `alone` of each, and then again.
+    """
+    names, alone = [*KINDS], row["alone"]
+    values = enumerate(row[name])
+    return [x for i, x in values if kind in (None, names[i // alone % len(names)])]
+
+
+def speed(row: dict[str, Any], kind: str | None = None) -> float:
     """Returns tokens a second: of one slot while texts are decoded, of several from end to end."""
     if row["batch"] == 1:
-        return sum(row["tokens"][some]) / sum(row["decoding"][some])
+        return sum(of_kind(row, "tokens", kind)) / sum(of_kind(row, "decoding", kind))
     return (sum(row["tokens"]) + len(row["tokens"])) / row["seconds"]
 
 
 def summary(row: dict[str, Any]) -> str:
-    ratio, error = per_pass(row["tokens"], row["passes"])
+    ratio, error = per_pass(row)
     return (
         f"{row['engine']}, {row['way']}, B = {row['batch']}, K = {row['k']}, T = "
         f"{row['temperature']:g}: {speed(row):.0f} tokens/s, {ratio:.2f} +- {error:.2f} a pass, "
         f"same texts {row.get('same_texts', math.nan):.2f}"
     )
+
+
+class Found:
+    """The rows of a file of results, by what was measured."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._rows = {tuple(row[key] for key in IDENTITY): row for row in document["rows"]}
+
+    def row(
+        self, way: str, temperature: float, batch: int = 1, k: int = K, engine: str = "ours"
+    ) -> dict[str, Any] | None:
+        number = {PLAIN_WAY: None, WIDE_PLAIN: 0}.get(way, k)
+        return self._rows.get((engine, way, batch, number, temperature))
+
+    def plain_speed(self, temperature: float, batch: int, kind: str | None = None) -> float:
+        """Returns that of the faster plain way: a pass of one row is not always the faster one."""
+        rows = (self.row(way, temperature, batch) for way in (PLAIN_WAY, WIDE_PLAIN))
+        return max((speed(row, kind) for row in rows if row), default=math.nan)
+
+    def gain(self, row: dict[str, Any] | None, kind: str | None = None) -> str:
+        """Returns "speed-up (tokens per pass)" of a row."""
+        if row is None:
+            return "-"
+        plain = self.plain_speed(row["temperature"], row["batch"], kind)
+        return f"{speed(row, kind) / plain:.2f} ({per_pass(row, kind)[0]:.2f})"
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields the lines of a table, without those that have nothing in them."""
+    kept = [line for line in lines if set(line[1:]) != {"-"}]
+    if kept:
+        yield f"| | {' | '.join(columns)} |"
+        yield f"| --- |{' ---: |' * len(columns)}"
+        yield from (f"| {' | '.join(line)} |" for line in kept)
+        yield ""
+
+
+def first_screen(document: dict[str, Any]) -> list[str]:
+    """Returns the table of README.md: what the draft model gains for one request, by kind."""
+    found = Found(document)
+    lines = []
+    for temperature in (0, 0.8):
+        row = found.row(DRAFT, temperature)
+        cells = [found.gain(row, kind) for kind in (*KINDS, None)]
+        lines.append([f"temperature {temperature:g}", *cells])
+    return [*table([*KINDS, "all"], lines)]
+
+
+def shown(document: dict[str, Any]) -> Iterator[str]:
+    """Yields the tables of docs/real_pair.md."""
+    found = Found(document)
+    for temperature in (0, 0.8):
+        yield f"One request at a time, T = {temperature:g}, K = {K}:"
+        yield ""
+        kinds = [*KINDS, None]
+        plain = [f"{found.plain_speed(temperature, 1, kind):.0f} tokens/s" for kind in kinds]
+        lines = [["plain", *plain]]
+        for way in (DRAFT, NGRAM, SUFFIX, BOTH):
+            row = found.row(way, temperature)
+            lines.append([way, *(found.gain(row, kind) for kind in kinds)])
+        yield from table([*KINDS, "all"], lines)
+    yield "Tokens per pass, with the standard error over texts, by the number of drafts:"
+    yield ""
+    numbers = sorted({k for plan in PLANS.values() for k in plan.drafts})
+    lines = []
+    for temperature, way in itertools.product((0, 0.8), (DRAFT, NGRAM, SUFFIX, BOTH)):
+        kinds = [*KINDS, None] if way == DRAFT else [None]
+        for kind in kinds:
+            name = f"{way}, {kind or 'all'}, T = {temperature:g}"
+            rows = [found.row(way, temperature, 8, k) for k in numbers]
+            lines.append([name, *(spread(row, kind) for row in rows)])
+    yield from table([f"K = {k}" for k in numbers], lines)
+    yield "Several requests at a time, with the reading of their prompts:"
+    yield ""
+    cases = [*itertools.product((8, 32), (0, 0.8))]
+    lines = [["plain", *(f"{found.plain_speed(t, b):.0f} tokens/s" for b, t in cases)]]
+    for way, k in itertools.product((DRAFT, NGRAM, SUFFIX, BOTH), (K, 8)):
+        cells = [found.gain(found.row(way, t, b, k)) for b, t in cases]
+        lines.append([f"{way}, K = {k}", *cells])
+    yield from table([f"B = {b}, T = {t:g}" for b, t in cases], lines)
+    yield f"Tokens a second and (tokens per pass) of whole engines, K = {K}:"
+    yield ""
+    cases = [*itertools.product((1, 8, 32), (0, 0.8))]
+    lines = []
+    for way, engine in itertools.product((PLAIN_WAY, DRAFT, NGRAM), ENGINES):
+        rows = [found.row(way, t, b, engine=engine) for b, t in cases]
+        cells = [f"{speed(row):.0f} ({per_pass(row)[0]:.2f})" if row else "-" for row in rows]
+        lines.append([f"{engine}, {way}", *cells])
+    yield from table([f"B = {b}, T = {t:g}" for b, t in cases], lines)
+
+
+def spread(row: dict[str, Any] | None, kind: str | None) -> str:
+    return "-" if row is None else "{:.2f} \u00b1 {:.2f}".format(*per_pass(row, kind))
+
+
+def drawn(page: str, document: dict[str, Any]) -> str:
+    """Returns a page with the tables of a file of results in their place."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "".join([before, BEGIN, "\n", "\n".join(shown(document)), END, after])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -436,7 +553,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     add("--alone", type=int, default=8, help="prompts of each kind")
     add("--new-tokens", type=int, default=96)
+    add("--tables", type=pathlib.Path, metavar="FILE", help="write the page of a file of results")
     options = parser.parse_args(arguments)
+    if options.tables:
+        document = measure.load(options.tables)
+        PAGE.write_text(drawn(PAGE.read_text("utf-8"), document), "utf-8")
+        print(*first_screen(document), sep="\n")
+        return 0
     plans = TINY if options.tiny else PLANS
     if options.tiny:
         options.alone, options.new_tokens = 1, min(options.new_tokens, 12)

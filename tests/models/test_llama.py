@@ -141,14 +141,18 @@ def test_a_pass_of_one_row_copies_no_weight_and_no_cache() -> None:
     params = random_weights(model, 1)
     cache = jax.device_put(model.init_cache(1, 512))
     ids, start = np.array([[3]], np.int32), np.array([300], np.int32)
-    program = jax.jit(run_pass, static_argnums=0).lower(model, params, ids, start, cache).compile()
+    run = jax.jit(run_pass, static_argnums=(0, 5))
+    program = run.lower(model, params, ids, start, cache, (0, 2)).compile()
     read = sum(x.nbytes for x in jax.tree.leaves((params, cache)))
     assert program.memory_analysis().temp_size_in_bytes < read / 10
     text = [3, 5, 7, 11]
     expected = reference_llama.forward(config, jax.tree.map(np.float32, params), text)
     for position, token_id in enumerate(text):
         at_position = np.array([position], np.int32)
-        logits, cache, _ = program(params, np.array([[token_id]], np.int32), at_position, cache)
+        ids = np.array([[token_id]], np.int32)
+        logits, cache, features = program(params, ids, at_position, cache)
+        assert (logits.shape, features.shape) == ((1, 1, 512), (1, 1, 256))
+        np.testing.assert_array_equal(features[0, 0, :128], params["embed_tokens"][token_id])
         np.testing.assert_allclose(logits[0, 0], expected[position], rtol=0.1, atol=0.1)
 
 

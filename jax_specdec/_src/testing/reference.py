@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from jax_specdec._src.base.types import (
     PLACEHOLDER_TOKEN_ID,
-    DraftDistribution,
     DraftLogits,
     Drafts,
     Noise,
@@ -77,7 +77,7 @@ def rejection_sample(
     vocab_size: int | None = None,
     token_bitmask: npt.ArrayLike | None = None,
 ) -> ReferenceOutput:
-    """Verify the drafts of each request with explicit noise.
+    """Verifies the drafts of each request with explicit noise.
 
     With ``p = softmax(target row / temperature)`` and ``q`` the draft distribution, the standard
     rule keeps draft ``x`` iff ``u * q(x) < p(x)``; the first draft not kept is replaced by a
@@ -135,25 +135,26 @@ def rejection_sample(
     if method == "synthetic" and conditional_rates is None:
         raise ValueError("method 'synthetic' needs conditional_rates")
 
-    target = _mask(np.asarray(target_logits, dtype=np.float64), token_bitmask)
-    if vocab_size is not None:
-        target = target[:, :vocab_size]
+    # [M, V]: a slice to None is all of an axis
+    target = _mask(np.asarray(target_logits, dtype=np.float64), token_bitmask)[:, :vocab_size]
     ids = np.asarray(drafts.token_ids)
     offsets = np.asarray(drafts.cu_num_draft_tokens)
-    accept = np.asarray(noise.accept, dtype=np.float64)
-    temperatures = np.asarray(temperature, dtype=np.float64)
-    filters = {
-        name: np.full(len(temperatures), default) if values is None else np.asarray(values)
-        for name, values, default in [
-            ("min_p", min_p, 0.0),
-            ("top_k", top_k, 0),
-            ("top_p", top_p, 1.0),
-        ]
-    }
-    bonus = None if bonus_token_ids is None else np.asarray(bonus_token_ids)
-    draft_rows = _Drafts(drafts.distribution, target.shape[1])
     num_requests = len(offsets) - 1
+    # [B] each: what was left out, as what it stands for
+    temperatures = np.asarray(temperature, dtype=np.float64)
+    min_ps = _given(min_p, 0.0, num_requests)
+    top_ks = _given(top_k, 0, num_requests)
+    top_ps = _given(top_p, 1.0, num_requests)
+    is_active = _given(active, True, num_requests)
+    has_bonus_rows = bonus_token_ids is None
+    bonus = _given(bonus_token_ids, PLACEHOLDER_TOKEN_ID, num_requests)
+    # [B, K] uniforms, and what tokens are drawn by
+    accept = np.asarray(noise.accept, dtype=np.float64)
+    is_race = isinstance(noise, RaceNoise)
+    draws = np.asarray(noise.exponential if isinstance(noise, RaceNoise) else noise.recover)
+    draft_rows = _drafts_of(drafts, num_requests, target.shape[1])
 
+    # [B, K+1] and [B]: of a request that emits nothing this is all
     token_ids = np.full((num_requests, num_speculative_tokens + 1), PLACEHOLDER_TOKEN_ID, np.int32)
     num_accepted = np.zeros(num_requests, np.int32)
     num_emitted = np.zeros(num_requests, np.int32)
@@ -163,40 +164,51 @@ def rejection_sample(
 
     reached = 0  # where the drafts of the requests before end
     for b in range(num_requests):
-        start, count = int(offsets[b]), int(offsets[b + 1]) - int(offsets[b])
+        # Its drafts lie within the axis, and after those of the requests before.
+        start = int(offsets[b])
+        count = int(offsets[b + 1]) - start
         in_bounds = 0 <= count <= num_speculative_tokens and 0 <= start <= len(ids) - count
-        in_bounds, is_after = in_bounds and (b > 0 or start == 0), start >= reached
-        reached = max(reached, start + count) if in_bounds else reached
-        if active is not None and not np.asarray(active)[b]:
+        in_bounds = in_bounds and (b > 0 or start == 0)
+        is_after = start >= reached
+        if in_bounds:
+            reached = max(reached, start + count)
+        # An empty slot is no error, whatever else it holds.
+        if not is_active[b]:
             status[b] = Status.INACTIVE
             continue
         if (
             not (0 <= temperatures[b] < math.inf)
-            or not (0 <= filters["min_p"][b] <= 1 and filters["top_k"][b] >= -1)
-            or not (0 < filters["top_p"][b] <= 1)
+            or not (0 <= min_ps[b] <= 1 and top_ks[b] >= -1)
+            or not (0 < top_ps[b] <= 1)
             or not (in_bounds and is_after)
-            or not _is_tree(drafts, start, count)
         ):
             status[b] = Status.BAD_INPUT
             continue
+        draft_ids = [int(x) for x in ids[start : start + count]]
+        parents = _parents(drafts, start, count)
+        if not _is_tree(parents, draft_ids):
+            status[b] = Status.BAD_INPUT
+            continue
 
-        first_row = start if bonus is not None else start + b
+        # Each request before it that owns a bonus row moves its rows by one.
+        first_row = start + b * has_bonus_rows
         request = _Request(
             temperature=float(temperatures[b]),
-            min_p=float(filters["min_p"][b]),
-            top_k=int(filters["top_k"][b]),
-            top_p=float(filters["top_p"][b]),
-            draft_ids=[int(x) for x in ids[start : start + count]],
-            parents=_parents(drafts, start, count),
-            target_rows=target[first_row : first_row + count + (bonus is None)],
+            min_p=float(min_ps[b]),
+            top_k=int(top_ks[b]),
+            top_p=float(top_ps[b]),
+            draft_ids=draft_ids,
+            parents=parents,
+            target_rows=target[first_row : first_row + count + has_bonus_rows],
             drafts=draft_rows,
             first_draft=start,
             one_hot=[draft_rows.is_one_hot(b, n) for n in range(start, start + count)],
             accept=[float(u) for u in accept[b, :count]],
-            recover=None if isinstance(noise, RaceNoise) else np.asarray(noise.recover)[b],
-            exponential=np.asarray(noise.exponential)[b] if isinstance(noise, RaceNoise) else None,
-            bonus_token_id=None if bonus is None else int(bonus[b]),
+            draws=draws[b],
+            is_race=is_race,
+            bonus_token_id=int(bonus[b]),
         )
+        # Which drafts are kept, by the rule, and the token after them.
         nodes = [*range(1, count + 1)]  # that may be kept, in order
         try:
             if drafts.parents is not None:
@@ -226,23 +238,26 @@ def rejection_sample(
     return ReferenceOutput(token_ids, num_accepted, num_emitted, status, path, margin)
 
 
+def _given(values: npt.ArrayLike | None, default: float, size: int) -> npt.NDArray[Any]:
+    """Returns values ``[size]``; the default for each if there are none."""
+    return np.full(size, default) if values is None else np.asarray(values)
+
+
 def _parents(drafts: Drafts, start: int, count: int) -> list[int]:
-    """The node that each draft of a request follows: of a chain, the draft before it."""
+    """Returns the node that each draft of a request follows: of a chain, the draft before it."""
     if drafts.parents is None:
         return [*range(count)]
     return [int(x) for x in np.asarray(drafts.parents)[start : start + count]]
 
 
-def _is_tree(drafts: Drafts, start: int, count: int) -> bool:
-    """Whether each draft that is proposed follows an earlier node, and no two siblings are equal.
+def _is_tree(parents: list[int], ids: list[int]) -> bool:
+    """Returns whether each proposed draft follows an earlier node, and no siblings are equal.
 
-    True of drafts without parents.
+    True of a chain.
     """
-    if drafts.parents is None:
-        return True
-    parents = _parents(drafts, start, count)
-    ids = [int(x) for x in np.asarray(drafts.token_ids)[start : start + count]]
-    proposed = [(i, parents[i], ids[i]) for i in range(count) if ids[i] >= 0]
+    nodes = enumerate(zip(parents, ids, strict=True))
+    proposed = [(i, parent, x) for i, (parent, x) in nodes if x >= 0]
+    # Of a tree each child of a node is another token.
     siblings = [(parent, x) for _, parent, x in proposed]
     follow = all(0 <= parent <= i for i, parent, _ in proposed)
     return follow and len({*siblings}) == len(siblings)
@@ -252,7 +267,7 @@ def _is_tree(drafts: Drafts, start: int, count: int) -> bool:
 
 
 def _greedy(request: _Request) -> tuple[int, int]:
-    """Keep drafts while they equal the argmax; the first argmax that differs follows."""
+    """Keeps drafts while they equal the argmax; the first argmax that differs follows."""
     for i, x in enumerate(request.draft_ids):
         best = request.target_argmax(i)
         if x != best:
@@ -261,11 +276,12 @@ def _greedy(request: _Request) -> tuple[int, int]:
 
 
 def _standard(request: _Request) -> tuple[int, int]:
-    """Keep x while ``u * q(x) < p(x)``; a sample of ``max(p - q, 0)`` replaces the first other."""
+    """Keeps x while ``u * q(x) < p(x)``; a sample of ``max(p - q, 0)`` follows."""
     for i, x in enumerate(request.draft_ids):
         p = request.target_probs(i)
         if not request.is_proposal(x):
             return i, request.sample(p)
+        # Strict: a token of p = 0 is never kept, one of p = q always.
         q_x = request.draft_prob(i)
         kept = request.less(0.0, q_x) and request.less(request.accept[i] * q_x, p[x])
         if not kept:
@@ -274,10 +290,13 @@ def _standard(request: _Request) -> tuple[int, int]:
 
 
 def _block(request: _Request) -> tuple[int, int]:
-    """Keep the longest prefix that passes; a sample of ``max(w p - q, 0)`` follows it."""
+    """Keeps the longest prefix that passes; a sample of ``max(w p - q, 0)`` follows it."""
     ids = request.draft_ids
+    # No draft after one out of range is looked at.
     n = next((i for i, x in enumerate(ids) if not request.is_proposal(x)), len(ids))
-    weight, mass = [1.0], []  # of the prefixes of 0, 1, ... drafts
+    # Of the prefixes of 0, 1, ... drafts: joint weight, and residual mass.
+    weight = [1.0]
+    mass = []
     for i, x in enumerate(ids[:n]):
         p = request.target_probs(i)
         mass.append(float(request.left(p, i, weight[i]).sum()))
@@ -288,8 +307,10 @@ def _block(request: _Request) -> tuple[int, int]:
     else:
         mass.append(weight[n])
     kept = len(mass) - 1
+    # From the longest prefix down; the empty one always passes.
     while kept > 0 and not request.passes(kept, weight[kept], mass[kept]):
         kept -= 1
+    # The token after it: a bonus, or a sample of p or of the residual at the first draft not kept.
     if kept == len(ids):
         return kept, request.bonus()
     p = request.target_probs(kept)
@@ -297,9 +318,10 @@ def _block(request: _Request) -> tuple[int, int]:
 
 
 def _agreement(request: _Request) -> tuple[int, int]:
-    """Keep x while it is what p draws in two races, with the noise of its position."""
-    count, num_rows = len(request.draft_ids), len(request.target_rows)
-    for i in range(num_rows):
+    """Keeps x while it is what p draws in two races, with the noise of its position."""
+    count = len(request.draft_ids)
+    for i in range(len(request.target_rows)):
+        # The target's own token, by the noise of its position.
         own = request.two_races(i, i)
         if i == count or own != request.draft_ids[i]:
             return i, own
@@ -307,16 +329,18 @@ def _agreement(request: _Request) -> tuple[int, int]:
 
 
 def _tree(request: _Request) -> tuple[list[int], int]:
-    """Go from node 0 to the child that is the row's own token, while there is one.
+    """Goes from node 0 to the child that is the row's own token, while there is one.
 
     Returns the nodes after node 0, and the own token of the last of them.
     """
     nodes = [0]
     while True:
-        node, depth = nodes[-1], len(nodes) - 1
+        node = nodes[-1]
+        depth = len(nodes) - 1
         is_greedy = request.temperature == 0
         own = request.target_argmax(node) if is_greedy else request.two_races(node, depth)
         drafts = enumerate(zip(request.parents, request.draft_ids, strict=True), 1)
+        # There is one at most: siblings differ.
         children = [i for i, draft in drafts if draft == (node, own)]
         if not children:
             return nodes[1:], own
@@ -324,7 +348,7 @@ def _tree(request: _Request) -> tuple[list[int], int]:
 
 
 def _synthetic(request: _Request, conditional_rates: Sequence[float]) -> tuple[int, int]:
-    """Keep draft i while ``u < conditional_rates[i]``, whatever the logits say."""
+    """Keeps draft i while ``u < conditional_rates[i]``, whatever the logits say."""
     for i, x in enumerate(request.draft_ids):
         proposed = request.is_proposal(x)
         if proposed and request.less(request.accept[i], float(conditional_rates[i])):
@@ -361,58 +385,68 @@ class _Request:
     first_draft: int  # index of draft 0 on the flattened axis
     one_hot: list[bool]  # of each draft
     accept: list[float]
-    recover: Array | None  # u_tile, u_token
-    exponential: Array | None  # [V]; [K+1, T+L] under the agreement rule
-    bonus_token_id: int | None
+    # What a token is drawn by: two uniforms, for its tile and for it; of a race, exponentials [V],
+    # or [K+1, T+L] under the agreement rule.
+    draws: Array
+    is_race: bool
+    bonus_token_id: int  # given where no row is left for it
     margin: float = math.inf
 
     def is_proposal(self, x: int) -> bool:
+        """Returns whether an id is in the vocabulary."""
         return 0 <= x < self.target_rows.shape[1]
 
     def less(self, a: float, b: float) -> bool:
-        """``a < b`` for numbers that are not negative. Its margin is recorded."""
+        """Returns ``a < b`` for numbers that are not negative. Its margin is recorded."""
         if b > 0:  # nothing is below 0: that is exact in every precision
             self.record(abs(a - b) / max(abs(a), abs(b), _FLOOR))
         return a < b
 
     def record(self, margin: float) -> None:
+        """Keeps the margin of a comparison if it is the closest so far."""
         self.margin = min(self.margin, float(margin))
 
     def target_row(self, i: int) -> Array:
+        """Returns row i; ends the request if it has no finite maximum."""
         row = self.target_rows[i]
         if not math.isfinite(row.max()):  # NaN, +inf, or nothing but -inf
             raise _BadRow(Status.BAD_TARGET_ROW)
         return row
 
     def target_argmax(self, i: int) -> int:
-        return int(np.argmax(self.target_row(i)))  # the lowest id of the largest
+        """Returns the lowest id of the largest entry of row i."""
+        return int(np.argmax(self.target_row(i)))
 
     def target_probs(self, i: int) -> Array:
+        """Returns ``p`` of row i, ``[V]``: filtered, then a softmax at its temperature."""
         row, margin = _filter_row(
             self.target_row(i), self.temperature, self.min_p, self.top_k, self.top_p
         )
         self.record(margin)
+        # [V]: exp of differences from the maximum, none above 1
         weights = np.exp((row - row.max()) / self.temperature)
         return weights / weights.sum()
 
     def draft_prob(self, i: int) -> float:
-        """q(x) of draft i."""
+        """Returns q(x) of draft i."""
         if self.one_hot[i]:
             return 1.0
         n = self.first_draft + i
         return self.drafts.prob(n, self.draft_ids[i], self.temperature)
 
     def left(self, p: Array, i: int, weight: float) -> Array:
-        """The residual weights ``max(w p - q, 0)`` at draft i."""
+        """Returns the residual weights ``max(w p - q, 0)`` at draft i."""
+        # q = 1 at the draft, and 0 elsewhere.
         if self.one_hot[i]:
             weights = weight * p
             weights[self.draft_ids[i]] = 0.0
             return weights
+        # [V]
         q = self.drafts.probs(self.first_draft + i, self.temperature)
         return np.maximum(weight * p - q, 0.0)
 
     def residual(self, p: Array, i: int, weight: float = 1.0) -> Array:
-        """The weights to replace draft i by: the residual, or p if nothing is left of it."""
+        """Returns the weights to replace draft i by: the residual, or p if nothing is left."""
         weights = self.left(p, i, weight)
         if weights.sum() > 0 and not self.one_hot[i]:
             # If next to nothing is left, w p and q are equal but for rounding.
@@ -420,13 +454,14 @@ class _Request:
         return weights if weights.sum() > 0 else p
 
     def recovered(self, p: Array, i: int, weight: float = 1.0) -> int:
-        """The id that replaces draft i."""
+        """Returns the id that replaces draft i."""
+        # With listed ids the mass of a tile may be a difference, which rounds in proportion to the
+        # row.
         lists_ids = not self.one_hot[i] and self.drafts.lists_candidates
-        # If so, the mass of a tile may be a difference, which rounds in proportion to the row.
         return self.sample(self.residual(p, i, weight), weight if lists_ids else None)
 
     def passes(self, i: int, weight: float, mass: float) -> bool:
-        """Whether the first i drafts pass the block rule: ``u < S / (S + 1 - w)``.
+        """Returns whether the first i drafts pass the block rule: ``u < S / (S + 1 - w)``.
 
         S and ``1 - w`` are differences, which round in proportion to w, a product of i factors.
         """
@@ -435,43 +470,48 @@ class _Request:
         return short < mass
 
     def bonus(self) -> int:
-        if self.bonus_token_id is not None:
-            return self.bonus_token_id
+        """Returns the token after all drafts: from the row after them, or as it was given."""
         last = len(self.draft_ids)
+        if last == len(self.target_rows):
+            return self.bonus_token_id
         if self.temperature == 0:
             return self.target_argmax(last)
         return self.sample(self.target_probs(last))
 
     def two_races(self, row: int, position: int) -> int:
-        """An id of a row's p: a tile by its mass, then an id of it, by the noise of a position."""
-        assert self.exponential is not None
-        p, noise = self.target_probs(row), self.exponential[position]
+        """Returns an id of a row's p: a tile by its mass, then an id of it, each by a race."""
+        # [V], and [T+L]: the noise of the position, first of tiles, then of the ids of one
+        p = self.target_probs(row)
+        noise = self.draws[position]
+        # [L]: shared by the tiles, of which the last may be shorter
         of_ids = noise[-min(TILE, len(noise) - 1) :]
         tiles = [p[first : first + TILE] for first in range(0, len(p), TILE)]
         t = self.race(np.array([tile.sum() for tile in tiles]), noise[: len(tiles)])
         return t * TILE + self.race(tiles[t], of_ids[: len(tiles[t])])
 
     def sample(self, weights: Array, row_mass: float | None = None) -> int:
-        """An id, with probability in proportion to its weight.
+        """Returns an id, with probability in proportion to its weight.
 
         The margin of the choice of a tile is relative to `row_mass`; None for the sum of weights.
         """
-        if self.exponential is not None:
-            return self.race(weights, self.exponential[: len(weights)])
-        assert self.recover is not None
-        u_tile, u_token = self.recover
+        if self.is_race:
+            return self.race(weights, self.draws[: len(weights)])
+        # The first uniform picks a tile by its mass, the second an id of it.
+        u_tile, u_token = self.draws
         tiles = [weights[first : first + TILE] for first in range(0, len(weights), TILE)]
         t = self.pick(np.array([tile.sum() for tile in tiles]), u_tile, row_mass)
         return t * TILE + self.pick(tiles[t], u_token)
 
     def pick(self, weights: Array, u: float, scale: float | None = None) -> int:
-        """The least index of positive weight whose inclusive sum exceeds ``u * total``."""
+        """Returns the least index of positive weight whose inclusive sum exceeds ``u * total``."""
         sums = np.cumsum(weights)
         total = sums[-1]
         scale = total if scale is None else scale
+        # The first past the share of the total that u is; rounding may leave none.
         positive = np.flatnonzero(weights > 0)
         above = positive[sums[positive] > u * total]
         chosen = above[0] if above.size else positive[-1]
+        # How near its sum, and the sum before it, are to that share.
         if chosen != positive[0]:
             self.record((u * total - sums[chosen - 1]) / scale)
         if chosen != positive[-1]:
@@ -479,115 +519,155 @@ class _Request:
         return int(chosen)
 
     def race(self, weights: Array, exponential: Array) -> int:
-        """The id of the largest ``weight / exponential``, the lowest among equals."""
+        """Returns the id of the largest ``weight / exponential``, the lowest among equals."""
         with np.errstate(divide="ignore", invalid="ignore"):
             scores = np.where(weights > 0, weights / exponential, 0.0)
         chosen = int(np.argmax(scores))
+        # The second best is the closest comparison.
         others = np.delete(scores, chosen)
         if others.size:
             self.less(float(others.max()), float(scores[chosen]))
         return chosen
 
 
+@dataclasses.dataclass(frozen=True)
 class _Drafts:
-    """The draft distributions of the flattened drafts."""
+    """Draft rows that hold q itself, and which of them each draft has.
 
-    def __init__(self, distribution: DraftDistribution | None, vocab_size: int):
-        self.vocab_size = vocab_size
-        self.has_logits = isinstance(distribution, DraftLogits)
-        self.storage: Array | None = None  # [R, Vd]
-        self.rows = self.valid = self.threshold = self.ids = None
-        self.log_normalizer = self.row_max = None
-        if distribution is None:
-            return
-        if isinstance(distribution, DraftLogits):
-            storage = distribution.logits
-            if distribution.log_normalizer is not None:
-                self.log_normalizer = np.asarray(distribution.log_normalizer, dtype=np.float64)
-                self.row_max = np.zeros_like(self.log_normalizer)
-            if distribution.row_max is not None:
-                self.row_max = np.asarray(distribution.row_max, dtype=np.float64)
-            if distribution.threshold is not None:
-                self.threshold = np.asarray(distribution.threshold, dtype=np.float64)
-        else:
-            storage = distribution.probs
-        self.storage = np.asarray(storage, dtype=np.float64)
-        if distribution.ids is None:
-            self.storage = self.storage[:, :vocab_size]
-        else:
-            self.ids = np.asarray(distribution.ids)
-        self.rows = None if distribution.rows is None else np.asarray(distribution.rows)
-        self.valid = None if distribution.valid is None else np.asarray(distribution.valid)
+    Attributes:
+      storage: ``[R, Vd]``; no rows if the call has no draft distribution.
+      ids: ``[Vd]``, the ids of the columns; or ``[R, C]``, those of each row.
+      rows: ``[N]``, the row of each draft.
+      is_stored: ``[B]``, whether the rows of a request's drafts are there.
+      vocab_size: V.
+    """
+
+    storage: Array
+    ids: npt.NDArray[Any]
+    rows: npt.NDArray[Any]
+    is_stored: npt.NDArray[Any]
+    vocab_size: int
 
     @property
     def lists_candidates(self) -> bool:
         """Whether each row lists ids of its own."""
-        return self.ids is not None and self.ids.ndim == 2
+        return self.ids.ndim == 2
 
     def is_one_hot(self, b: int, n: int) -> bool:
-        """Whether draft n, of request b, has no q."""
-        if self.storage is None or (self.valid is not None and not self.valid[b]):
-            return True
-        r = n if self.rows is None else int(self.rows[n])
-        if self.log_normalizer is None or not 0 <= r < len(self.storage):
-            return False
-        return _LARGE <= abs(self.log_normalizer[r]) < math.inf
+        """Returns whether draft n, of request b, has no q."""
+        return not self.is_stored[b]
 
     def prob(self, n: int, x: int, temperature: float) -> float:
-        """q(x) of draft n; 0 if the drafter's row does not have x."""
-        q, ids = self._row(n, temperature), self._ids(n)
-        q_x = q[ids == x]
+        """Returns q(x) of draft n; 0 if the drafter's row does not have x."""
+        row = self.of_row(self._index(n), temperature)
+        # [0 or 1]: the entry of x, if the row has it
+        q_x = row[self._ids(n) == x]
         return float(_checked(q_x)[0]) if q_x.size else 0.0
 
     def probs(self, n: int, temperature: float) -> Array:
-        """q of draft n, ``[V]``."""
+        """Returns q of draft n, ``[V]``."""
         q = np.zeros(self.vocab_size)
-        row, ids = self._row(n, temperature), self._ids(n)
-        q[ids] = _checked(row)
+        row = self.of_row(self._index(n), temperature)
+        q[self._ids(n)] = _checked(row)
         return q
 
-    def _ids(self, n: int) -> npt.NDArray[np.int64]:
-        """The ids that the entries of draft n's row stand for: in range, and each listed once."""
-        assert self.storage is not None
-        if self.ids is None:
-            return np.arange(self.storage.shape[1])
-        ids = self.ids if self.ids.ndim == 1 else self.ids[self._index(n)]
+    def of_row(self, r: int, temperature: float) -> Array:
+        """Returns q over the ids of row r, ``[Vd]``, before the entries are checked."""
+        return self.storage[r]
+
+    def _ids(self, n: int) -> npt.NDArray[Any]:
+        """Returns the ids of draft n's row: in range, and each listed once."""
+        ids = self.ids[self._index(n)] if self.lists_candidates else self.ids
         if ids.min() < 0 or ids.max() >= self.vocab_size or len(np.unique(ids)) < len(ids):
             raise _BadRow(Status.BAD_DRAFT_ROW)
         return ids
 
     def _index(self, n: int) -> int:
-        """Which row of the storage is draft n's."""
-        assert self.storage is not None
-        r = n if self.rows is None else int(self.rows[n])
+        """Returns which row of the storage is draft n's."""
+        r = int(self.rows[n])
         if not 0 <= r < len(self.storage):
             raise _BadRow(Status.BAD_DRAFT_ROW)
         return r
 
-    def _row(self, n: int, temperature: float) -> Array:
-        """q of draft n over the ids of its row, before the entries are checked."""
-        assert self.storage is not None
-        r = self._index(n)
+
+@dataclasses.dataclass(frozen=True)
+class _SummedDrafts(_Drafts):
+    """Draft rows of logits, whose softmax over their ids is q.
+
+    Attributes:
+      threshold: ``[R]``, entries below it have no q.
+    """
+
+    threshold: Array
+
+    def of_row(self, r: int, temperature: float) -> Array:
+        row = self.kept(r)
+        if not math.isfinite(row.max()):
+            raise _BadRow(Status.BAD_DRAFT_ROW)
+        weights = np.exp((row - row.max()) / temperature)
+        return weights / weights.sum()
+
+    def kept(self, r: int) -> Array:
+        """Returns row r, -inf where its filter left out an entry."""
+        if math.isnan(self.threshold[r]):
+            raise _BadRow(Status.BAD_DRAFT_ROW)
         row = self.storage[r]
-        if not self.has_logits:
-            return row
-        if self.threshold is not None:
-            if math.isnan(self.threshold[r]):
-                raise _BadRow(Status.BAD_DRAFT_ROW)
-            row = np.where(row < self.threshold[r], -math.inf, row)
-        if self.log_normalizer is None:
-            if not math.isfinite(row.max()):
-                raise _BadRow(Status.BAD_DRAFT_ROW)
-            weights = np.exp((row - row.max()) / temperature)
-            return weights / weights.sum()
-        assert self.row_max is not None
+        return np.where(row < self.threshold[r], -math.inf, row)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NormalizedDrafts(_SummedDrafts):
+    """Draft rows of logits, with what normalizes them.
+
+    Attributes:
+      log_normalizer: ``[R]``.
+      row_max: ``[R]``, what it is relative to.
+    """
+
+    log_normalizer: Array
+    row_max: Array
+
+    def is_one_hot(self, b: int, n: int) -> bool:
+        """Returns whether draft n has no q; as by a normalizer that is too large to be exact."""
+        r = int(self.rows[n])
+        is_large = 0 <= r < len(self.storage) and (_LARGE <= abs(self.log_normalizer[r]) < math.inf)
+        return super().is_one_hot(b, n) or is_large
+
+    def of_row(self, r: int, temperature: float) -> Array:
+        row = self.kept(r)
         if not (math.isfinite(self.log_normalizer[r]) and math.isfinite(self.row_max[r])):
             raise _BadRow(Status.BAD_DRAFT_ROW)
         with np.errstate(over="ignore", invalid="ignore"):
             return np.exp((row - self.row_max[r]) / temperature - self.log_normalizer[r])
 
 
+def _drafts_of(drafts: Drafts, num_requests: int, vocab_size: int) -> _Drafts:
+    """Returns the draft rows of a call, with what was left out as what it stands for."""
+    q = drafts.distribution
+    own_rows = np.arange(len(drafts.token_ids))
+    if q is None:
+        none = np.zeros(num_requests, bool)
+        return _Drafts(np.zeros((0, 0)), own_rows, own_rows, none, vocab_size)
+    storage = np.asarray(q.logits if isinstance(q, DraftLogits) else q.probs, dtype=np.float64)
+    # Columns past the vocabulary are padding, unless their ids are listed.
+    if q.ids is None:
+        storage = storage[:, :vocab_size]
+    ids = np.arange(storage.shape[1]) if q.ids is None else np.asarray(q.ids)
+    rows = own_rows if q.rows is None else np.asarray(q.rows)
+    common = storage, ids, rows, _given(q.valid, True, num_requests), vocab_size
+    if not isinstance(q, DraftLogits):
+        return _Drafts(*common)
+    # [R] each, of rows of logits
+    threshold = _given(q.threshold, -math.inf, len(storage))
+    if q.log_normalizer is None:
+        return _SummedDrafts(*common, threshold)
+    log_normalizer = np.asarray(q.log_normalizer, dtype=np.float64)
+    row_max = _given(q.row_max, 0.0, len(storage))
+    return _NormalizedDrafts(*common, threshold, log_normalizer, row_max)
+
+
 def _checked(q: Array) -> Array:
+    """Returns q; ends the request if one is negative or not finite."""
     if not np.all((q >= 0) & np.isfinite(q)):  # NaN compares false
         raise _BadRow(Status.BAD_DRAFT_ROW)
     return q
@@ -597,9 +677,10 @@ def _checked(q: Array) -> Array:
 
 
 def _mask(logits: Array, token_bitmask: npt.ArrayLike | None) -> Array:
-    """Logits ``[M, V]``, with -inf if bit ``id % 32`` of the row's word ``id // 32`` is not set."""
+    """Returns logits ``[M, V]``, -inf if bit ``id % 32`` of the row's word ``id // 32`` is 0."""
     if token_bitmask is None:
         return logits
+    # [M, V]: the word of each id, in each row
     ids = np.arange(logits.shape[1])
     words = np.asarray(token_bitmask).astype(np.int64)[:, ids // 32]
     return np.where(words >> ids % 32 & 1, logits, -np.inf)
@@ -608,28 +689,35 @@ def _mask(logits: Array, token_bitmask: npt.ArrayLike | None) -> Array:
 def _filter_row(
     row: Array, temperature: float, min_p: float, top_k: int, top_p: float
 ) -> tuple[Array, float]:
-    """The row with -inf for what is left out, and the margin of the closest comparison.
+    """Returns the row with -inf for what is left out, and the margin of the closest comparison.
 
     Each step keeps all entries that are not below a threshold.
     """
-    peak, margin = float(row.max()), math.inf
+    peak = float(row.max())
+    margin = math.inf
 
-    if 0 < min_p < 1:  # p < min_p * max(p)
+    # Min-p: p < min_p * max(p) is a bound of logits.
+    if 0 < min_p < 1:
         depth = temperature * math.log(min_p)
+        # The margin is relative to the numbers compared; the peak itself always stays.
         below = row[(row < peak) & (row > -math.inf)]
         margin = np.min(np.abs(below - (peak + depth)) / (abs(peak) - depth), initial=margin)
         row = np.where(row < peak + depth, -math.inf, row)
     elif min_p == 1:
         row = np.where(row < peak, -math.inf, row)
 
+    # Top-k: the k-th largest entry, and what equals it.
     if 0 < top_k < len(row):
         row = np.where(row < np.sort(row)[-top_k], -math.inf, row)
 
+    # Top-p: the largest entries in order, and the mass up to the last of equal ones.
     if top_p < 1:
         entries = np.sort(row)[::-1]
         mass = np.cumsum(np.exp((entries - peak) / temperature))
         last_of_ties = np.append(entries[1:] < entries[:-1], True)
-        entries, mass = entries[last_of_ties], mass[last_of_ties]
+        entries = entries[last_of_ties]
+        mass = mass[last_of_ties]
+        # The first of them with the wanted share of the mass is the threshold.
         goal = top_p * mass[-1]
         margin = np.min(np.abs(mass[:-1] - goal) / np.maximum(mass[:-1], goal), initial=margin)
         row = np.where(row < entries[mass >= goal][0], -math.inf, row)
@@ -667,28 +755,30 @@ def decode_attention(
       softcap: c tanh(x / c) stands for each score x; None for the scores.
       scale: None for 1 / sqrt(D).
     """
+    # [B, S, N, D], [B * Nkv, D, T] and [B * Nkv, T, D]
     q, k, v = (np.asarray(x, np.float64) for x in (query, keys, values))
     batch_size, num_rows, num_heads, head_dim = q.shape
-    num_kv, room = len(k) // batch_size, k.shape[2]
-    words = None if visible is None else np.asarray(visible)
+    num_kv = len(k) // batch_size
+    room = k.shape[2]
+    width = math.inf if window is None else window
     read = np.zeros(q.shape)
     for b, s in np.ndindex(batch_size, num_rows):
-        first, seen = int(np.asarray(start)[b]), []
-        for t in range(room):
-            j = t - first
-            newest = s if words is None else 0
-            if depth is not None:
-                newest = int(np.asarray(depth)[b, s])
-            is_exempt = depth is not None and j >= 0
-            if window is not None and j <= newest - window and not is_exempt:
-                continue
-            if words is None:
-                is_seen = j <= s
-            else:
-                is_seen = j < 0 or (j < 64 and int(words[b, s, j // 32]) >> j % 32 & 1 == 1)
-            if is_seen:
-                seen.append(t)
+        # [T]: positions, counted from the first new row
+        new = np.arange(room) - np.asarray(start)[b]
+        if visible is None:
+            newest = s
+            is_seen = new <= s
+        else:
+            newest = 0 if depth is None else int(np.asarray(depth)[b, s])
+            place = np.clip(new, 0, 63)
+            bits = np.asarray(visible)[b, s][place // 32] >> place % 32 & 1
+            is_seen = (new < 0) | ((new < 64) & (bits == 1))
+        # With depths, bits alone say which of the new rows are seen.
+        is_exempt = (depth is not None) & (new >= 0)
+        seen = np.flatnonzero(is_seen & ((new > newest - width) | is_exempt))
+        # [D] of each head: a softmax over what is seen, of the keys that it shares
         for head in range(num_heads):
+            # Consecutive query heads share a head of keys.
             own = b * num_kv + head * num_kv // num_heads
             scores = q[b, s, head] @ k[own][:, seen]
             scores *= head_dim**-0.5 if scale is None else scale

@@ -7,29 +7,19 @@ import numpy as np
 
 from jax_specdec._src.base.arrays import (
     as_positions,
-    check_entries,
     check_outside_jit,
     check_positions,
-    require,
 )
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.noise import check_keys
 from jax_specdec._src.base.sampling import SamplingParams
-from jax_specdec._src.base.types import (
-    MAX_LOG_NORMALIZER,
-    Array,
-    DraftDistribution,
-    DraftProbs,
-    Drafts,
-    Integers,
-)
-from jax_specdec._src.rows.rows import storage_of
+from jax_specdec._src.base.types import Array, Drafts, Integers
 from jax_specdec._src.verify.api import check_implementation
 from jax_specdec._src.verify.call import Implementation, Settings, checked
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.sharding import VerifySharding
-from jax_specdec._src.verify.values import Owned, check_probs, check_requests, check_stored
+from jax_specdec._src.verify.values import check_values
 
 
 def validate(
@@ -102,57 +92,4 @@ def validate(
     at = None if positions is None else np.asarray(as_positions(positions))
     if at is not None:
         check_positions(at, {"B": batch})
-    owned = check_requests(arrays, at, static)
-
-    # Target rows that active requests own: one for each draft, and the bonus row.
-    rows = owned.drafted
-    if bonus_token_ids is None:
-        ends = np.asarray(drafts.cu_num_draft_tokens)[1:]
-        rows = np.concatenate([rows + owned.owner[rows], ends[owned.slots] + owned.slots])
-    least = rows.max(initial=-1) + 1
-    must = f"have the {least} rows that active requests own"
-    require(least <= len(target_logits), "target_logits", must, target_logits)
-    # What is left of each row, if its mask is applied, must have a largest entry.
-    size = static.size
-    logits = np.asarray(target_logits, np.float32)[:, :size]
-    if token_bitmask is not None:
-        words = np.asarray(token_bitmask)[:, np.arange(size) // 32]
-        logits = np.where(words >> (np.arange(size) % 32).astype(words.dtype) & 1, logits, -np.inf)
-    _check_finite("target_logits[{}].max()", logits.max(axis=1), rows)
-    if drafts.distribution is not None:
-        _check_distribution(drafts.distribution, owned, size)
-
-
-def _check_finite(name: str, values: np.ndarray, at: np.ndarray) -> None:
-    """Checks the values at some places."""
-    check_entries(name, values, np.isfinite(values), "be finite", at)
-
-
-def _check_distribution(distribution: DraftDistribution, owned: Owned, size: int) -> None:
-    """Checks the rows of active requests' drafts."""
-    path = "drafts.distribution"
-    # The rows that drafts of active requests point to.
-    visited = check_stored(distribution, owned, size)
-    # Column j is id j, so that columns from `size` on are padding, unless the ids are listed.
-    columns = size if distribution.ids is None else None
-    values = np.asarray(storage_of(distribution), np.float32)[:, :columns]
-    # Probabilities must be such; of logits, what is stored beside them must belong to them.
-    if isinstance(distribution, DraftProbs):
-        check_probs(values, visited)
-        return
-    if distribution.threshold is not None:
-        # [R]: NaN would leave out nothing, and say nothing
-        threshold = np.asarray(distribution.threshold)
-        is_number = ~np.isnan(threshold)
-        check_entries(f"{path}.threshold[{{}}]", threshold, is_number, "be a number", visited)
-        values = np.where(values < threshold[:, None], -np.inf, values)
-    _check_finite(f"{path}.logits[{{}}].max()", values.max(axis=1), visited)
-    if distribution.row_max is not None:
-        _check_finite(f"{path}.row_max[{{}}]", np.asarray(distribution.row_max), visited)
-    if distribution.log_normalizer is not None:
-        normalizer = np.asarray(distribution.log_normalizer)
-        most = MAX_LOG_NORMALIZER
-        holds = abs(normalizer) < most
-        must = f"be in (-{most:g}, {most:g})"
-        hint = "make it relative to the maximum of the row, and give row_max"
-        check_entries(f"{path}.log_normalizer[{{}}]", normalizer, holds, must, visited, hint)
+    check_values(arrays, at, static, everything=True)

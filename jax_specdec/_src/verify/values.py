@@ -10,7 +10,12 @@ import numpy as np
 
 from jax_specdec._src.base.arrays import check_entries, check_listed, require
 from jax_specdec._src.base.sampling import SAMPLING_PARAMETERS
-from jax_specdec._src.base.types import DraftDistribution, Drafts
+from jax_specdec._src.base.types import (
+    MAX_LOG_NORMALIZER,
+    DraftDistribution,
+    DraftLogits,
+    Drafts,
+)
 from jax_specdec._src.rows.rows import storage_of
 from jax_specdec._src.verify.call import NO_LEADING_0, Static
 from jax_specdec._src.verify.requests import CallArrays
@@ -64,20 +69,51 @@ def check_known(arrays: CallArrays, static: Static) -> None:
         return
     # One transfer, for which an accelerator is waited for once.
     drafts, positions, sampling, bonus, active, small = jax.device_get(read)
+    if distribution is not None:
+        drafts = dataclasses.replace(
+            drafts, distribution=dataclasses.replace(distribution, **small)
+        )
     host = CallArrays.given(arrays.target_logits, drafts, None, sampling, bonus, active)
-    owned = check_requests(host, positions, static)
+    check_values(host, positions, static, everything=False)
+
+
+def check_values(
+    arrays: CallArrays, positions: np.ndarray | None, static: Static, *, everything: bool
+) -> None:
+    """Checks the values of a call, on the host.
+
+    Args:
+      arrays: of the call, without noise.
+      positions: ``[B]``, or None.
+      static: its static side.
+      everything: whether what models compute is checked too, and stored arrays of any size.
+
+    Raises:
+      ValueError: as `validate`.
+    """
+    owned = _check_requests(arrays, positions, static)
+    if everything:
+        _check_target(arrays, owned, static.size)
+    distribution = arrays.drafts.distribution
     if distribution is None:
         return
-    # Without lists of ids that are too long to be read.
-    known = dataclasses.replace(distribution, **{"ids": None} | small)
-    visited = check_stored(known, owned, static.size)
-    if "probs" in small:
-        probs = small["probs"][:, : static.size if distribution.ids is None else None]
-        is_computed = np.isfinite(probs).all(axis=1)
-        check_probs(probs, visited[is_computed[visited]])
+    most = np.inf if everything else MOST_NUMBERS
+    visited = _check_stored(distribution, owned, static.size, most)
+    # Column j is id j, so that columns from `size` on are padding, unless the ids are listed.
+    columns = static.size if distribution.ids is None else None
+    storage = storage_of(distribution)
+    if isinstance(distribution, DraftLogits):
+        if everything:
+            _check_logits(distribution, np.asarray(storage, np.float32)[:, :columns], visited)
+    elif storage.size <= most:
+        probs = np.asarray(storage, np.float32)[:, :columns]
+        if not everything:
+            # A row that is not finite was computed: its status answers for it.
+            visited = visited[np.isfinite(probs).all(axis=1)[visited]]
+        _check_probs(probs, visited)
 
 
-def check_requests(arrays: CallArrays, positions: np.ndarray | None, static: Static) -> Owned:
+def _check_requests(arrays: CallArrays, positions: np.ndarray | None, static: Static) -> Owned:
     """Checks what callers write for each request and draft.
 
     Returns:
@@ -146,8 +182,31 @@ def _check_trees(drafts: Drafts, owner: np.ndarray, proposed: np.ndarray) -> Non
     check_entries("drafts.token_ids[{}]", ids, is_first, must, proposed)
 
 
-def check_stored(distribution: DraftDistribution, owned: Owned, size: int) -> np.ndarray:
+def _check_target(arrays: CallArrays, owned: Owned, size: int) -> None:
+    """Checks the target rows that active requests own: one for each draft, and the bonus row."""
+    logits = arrays.target_logits
+    rows = owned.drafted
+    if arrays.bonus_token_ids is None:
+        ends = np.asarray(arrays.drafts.cu_num_draft_tokens)[1:]
+        rows = np.concatenate([rows + owned.owner[rows], ends[owned.slots] + owned.slots])
+    least = rows.max(initial=-1) + 1
+    must = f"have the {least} rows that active requests own"
+    require(least <= len(logits), "target_logits", must, logits)
+    # What is left of each row, if its mask is applied, must have a largest entry.
+    entries = np.asarray(logits, np.float32)[:, :size]
+    if arrays.token_bitmask is not None:
+        words = np.asarray(arrays.token_bitmask)[:, np.arange(size) // 32]
+        allowed = words >> (np.arange(size) % 32).astype(words.dtype) & 1
+        entries = np.where(allowed, entries, -np.inf)
+    _check_finite("target_logits[{}].max()", entries.max(axis=1), rows)
+
+
+def _check_stored(
+    distribution: DraftDistribution, owned: Owned, size: int, most: float
+) -> np.ndarray:
     """Checks row indices, and the lists of ids of the rows that drafts point to.
+
+    Lists of more than `most` numbers are not read.
 
     Returns:
       Those rows. What is wrong with another one matters to nobody.
@@ -166,8 +225,9 @@ def check_stored(distribution: DraftDistribution, owned: Owned, size: int) -> np
     must = f"be in [0, R) = [0, {count})"
     check_entries(f"{_PATH}.rows[{{}}]", rows, holds, must, drafted)
     visited = np.unique(rows[drafted])
-    if distribution.ids is not None and distribution.ids.ndim == 2:
-        ids = np.asarray(distribution.ids)
+    given = distribution.ids
+    if given is not None and given.ndim == 2 and given.size <= most:
+        ids = np.asarray(given)
         # [R]: whether a list has an id twice, or one out of range
         listed = np.sort(ids, axis=1)
         is_wrong = (listed[:, :-1] == listed[:, 1:]).any(axis=1)
@@ -177,12 +237,33 @@ def check_stored(distribution: DraftDistribution, owned: Owned, size: int) -> np
     return visited
 
 
-def check_probs(probs: np.ndarray, visited: np.ndarray) -> None:
-    """Checks that rows of stored probabilities are such.
+def _check_logits(distribution: DraftLogits, logits: np.ndarray, visited: np.ndarray) -> None:
+    """Checks rows of stored logits, and that what is stored beside them belongs to them."""
+    if distribution.threshold is not None:
+        # [R]: NaN would leave out nothing, and say nothing
+        threshold = np.asarray(distribution.threshold)
+        is_number = ~np.isnan(threshold)
+        check_entries(f"{_PATH}.threshold[{{}}]", threshold, is_number, "be a number", visited)
+        logits = np.where(logits < threshold[:, None], -np.inf, logits)
+    _check_finite(f"{_PATH}.logits[{{}}].max()", logits.max(axis=1), visited)
+    if distribution.row_max is not None:
+        _check_finite(f"{_PATH}.row_max[{{}}]", np.asarray(distribution.row_max), visited)
+    if distribution.log_normalizer is not None:
+        normalizer = np.asarray(distribution.log_normalizer)
+        most = MAX_LOG_NORMALIZER
+        holds = abs(normalizer) < most
+        must = f"be in (-{most:g}, {most:g})"
+        hint = "make it relative to the maximum of the row, and give row_max"
+        check_entries(f"{_PATH}.log_normalizer[{{}}]", normalizer, holds, must, visited, hint)
 
-    Raises:
-      ValueError: one is not.
-    """
+
+def _check_finite(name: str, values: np.ndarray, at: np.ndarray) -> None:
+    """Checks that the values at some places are finite."""
+    check_entries(name, values, np.isfinite(values), "be finite", at)
+
+
+def _check_probs(probs: np.ndarray, visited: np.ndarray) -> None:
+    """Checks that rows of stored probabilities are such."""
     least = probs.min(axis=1)
     total = probs.sum(axis=1, dtype=np.float64)
     check_entries(f"{_PATH}.probs[{{}}].min()", least, least >= 0, "be at least 0", visited)

@@ -11,25 +11,36 @@ from jax_specdec import lm
 from jax_specdec._src.base.arrays import renamed, require
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Decoding, Options, Serve
-from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.cli.prompts import InputError, read_file
 from jax_specdec.lm.drafters import SUFFIX_PREFIX
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
 from jax_specdec.lm.loading import Models, TargetText, load_models, read_target_text
 from jax_specdec.lm.models.fields import shown
 
 
-def load(options: Decoding, prompts: Sequence[str] = ()) -> tuple[Models, list[list[int]], int]:
-    """Reads what the options name; returns it, the ids of each prompt, and a budget that fits.
+def load(
+    options: Decoding, prompts: Sequence[str] = ()
+) -> tuple[Models, list[list[int]], list[int] | None, int]:
+    """Reads what the options name; returns it, ids of each prompt and of the prediction, a budget.
 
     Raises:
-      InputError: a file is missing or wrong, a text would be too long, a drafter has no such K, or
-        no token in common with the target.
+      InputError: a file is missing or wrong, a text would be too long, or a drafter has no such K,
+        no token in common with the target, or no use for a prediction.
     """
     with _input_errors():
         text = read_target_text(options.target)
         # Before the weights, which take long to read.
         token_ids, budget = _requests(options, prompts, text)
-        return _load(options, text), token_ids, budget
+        prediction = None
+        if options.prediction is not None:
+            expected = read_file(options.prediction, "the prediction")
+            prediction = text.encode(expected, add_special_tokens=False)
+        models = _load(options, text)
+        for name, draft in models.drafters.items():
+            is_used = prediction is None or draft.drafter.serves.predictions
+            must = "look in texts for --prediction, as ngram, suffix and suffix+ do"
+            require(is_used, "--draft", must, name)
+        return models, token_ids, prediction, budget
 
 
 def load_served(options: Serve) -> Models:

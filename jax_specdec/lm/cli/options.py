@@ -161,6 +161,12 @@ class _Requests:
         action="store_true",
         help="put each prompt, as a user's message, into the chat template of --target",
     )
+    prediction: str | None = option(
+        "--prediction",
+        metavar="FILE",
+        help="""a UTF-8 file that holds what each text is expected to be, or to be near, such as a
+            file before an edit: a lookup takes drafts from it""",
+    )
     request: RequestOptions = options(
         *(
             _described(

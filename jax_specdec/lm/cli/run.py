@@ -251,6 +251,7 @@ class Session:
     options: Decoding
     models: Models
     prompts: list[list[int]]
+    prediction: list[int] | None
     max_new_tokens: int
 
     def begin(self, say: Callable[[str], None]) -> Stream:
@@ -348,6 +349,7 @@ class Session:
         return dataclasses.replace(
             self.options.request,
             temperature=temperature,
+            prediction=self.prediction,
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=self.models.text.stop_token_ids if stops else (),
         )

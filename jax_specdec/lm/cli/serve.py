@@ -50,7 +50,7 @@ def serve(options: Serve) -> None:
                     f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s"
                 )
 
-        driver.warm_up(on_progress, grammars=True)
+        driver.warm_up(on_progress, grammars=True, behind=True)
         default = "jax-specdec" if options.target is None else options.target.resolve().name
         # Answers are UTF-8, but what the system names a file or an argument need not be.
         name = (options.model_name or default).encode(errors="backslashreplace").decode()
@@ -108,7 +108,9 @@ def make_driver(options: Serve, models: Models) -> lm.EngineDriver:
         # Short chunks let running requests go on sooner; `exact` reads prompts by one program.
         prefill_sizes=(64, 128, 256) if length > 256 and not options.exact else None,
         request_options=True,
-        option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
+        option_sizes=lm.OptionSizes(
+            logit_bias=MAX_BIASES, prediction=length if drafter.serves.predictions else 0
+        ),
         max_stop_tokens=max(8, len(models.text.stop_token_ids)),
         draft_budget=budget,
         logprobs=logprobs,

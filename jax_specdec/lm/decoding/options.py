@@ -228,6 +228,9 @@ class RequestOptions:
       max_drafts: at most K, the most drafts that are verified in a step; 0 for none, which is
         plain decoding. None for K. It changes neither greedy text nor that of the agreement rule,
         and other text only to another sample of the same distribution.
+      prediction: token ids that the output is expected to be, or to be near: a file before an edit,
+        say. A drafter that looks in texts (`NGramDrafter`, `SuffixDrafter`, `FirstOf`) takes drafts
+        from it; others refuse it. It changes texts as little as `max_drafts` does. None for none.
       cache_salt: only requests with the same one share what was read of their prompts, see
         `Engine.reuse_prefixes`: otherwise the time to a first token shows whether somebody else
         asked for the same text. It changes no text.
@@ -257,6 +260,7 @@ class RequestOptions:
     bad_words: Sequence[Sequence[int]] | None = _row(None, _words, by_clients=False)
     min_tokens: int = _number("min_tokens")
     max_drafts: int | None = _row(None, _up_to(_MAX_INT32), everywhere=True)
+    prediction: Sequence[int] | None = _row(None, _token_ids, by_clients=False)
     cache_salt: str | None = _row(None, _text, everywhere=True)
 
     def __post_init__(self) -> None:
@@ -272,7 +276,7 @@ class RequestOptions:
         Raises:
           ValueError: an id outside the vocabulary, or `min_tokens` above the budget.
         """
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "prediction"):
             inputs.check_range(name, list(getattr(self, name) or ()), vocab_size)
         for i, word in enumerate(self.bad_words or ()):
             inputs.check_range(f"bad_words[{i}]", word, vocab_size)
@@ -334,6 +338,7 @@ class RequestFields(TypedDict, total=False):
     bad_words: Sequence[Sequence[int]] | None
     min_tokens: int
     max_drafts: int | None
+    prediction: Sequence[int] | None
     cache_salt: str | None
 
 
@@ -378,10 +383,11 @@ class OptionSizes:
       logit_bias: C, tokens that have a bias.
       bad_words: W, bad words.
       bad_word_length: L, tokens of a bad word.
+      prediction: A, tokens of a prediction; 0 where no request may have one.
 
     Raises:
       TypeError: a size is not an integer.
-      ValueError: a size is less than 1.
+      ValueError: a size is less than 1, or `prediction` less than 0.
 
     Example:
       >>> OptionSizes(logit_bias=300).bad_words
@@ -391,10 +397,11 @@ class OptionSizes:
     logit_bias: int = 64
     bad_words: int = 16
     bad_word_length: int = 8
+    prediction: int = 0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            check_int(field.name, getattr(self, field.name))
+            check_int(field.name, getattr(self, field.name), 0 if field.default == 0 else 1)
 
     @classmethod
     def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
@@ -421,7 +428,10 @@ def _sizes(options: RequestOptions) -> dict[str, int]:
     words = options.bad_words or ()
     longest = max(map(len, words), default=0)
     return dict(
-        logit_bias=len(options.logit_bias or ()), bad_words=len(words), bad_word_length=longest
+        logit_bias=len(options.logit_bias or ()),
+        bad_words=len(words),
+        bad_word_length=longest,
+        prediction=len(options.prediction or ()),
     )
 
 

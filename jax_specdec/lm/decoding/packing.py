@@ -31,6 +31,7 @@ from jax_specdec.lm.decoding.options import (
     sampling=(SamplingParams,),
     changes_rows="[B] bool",
     processors=(LogitsProcessors,),
+    predictions="[B, A] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
@@ -45,6 +46,7 @@ class BatchOptions:
       changes_rows: ``[B]`` bool, whether a request asks for any of `processors`.
       processors: what changes logits, as it was packed, or, in a step, up to date with the
         sequences.
+      predictions: ``[B, A]`` int32, what requests expect to be generated; -1 is none.
     """
 
     prompt_lengths: jax.Array
@@ -54,6 +56,7 @@ class BatchOptions:
     sampling: SamplingParams
     changes_rows: jax.Array | None = None
     processors: LogitsProcessors | None = None
+    predictions: jax.Array | None = None
 
     @classmethod
     def create(
@@ -103,6 +106,12 @@ class BatchOptions:
             for field, (names, pack) in PACKING.items()
             if keep_neutral or not served.isdisjoint(names)
         }
+        predictions = None
+        if sizes.prediction and (keep_neutral or "prediction" in served):
+            # [B, A]: -1 after the last token of each
+            predictions = np.full((len(options), sizes.prediction), PLACEHOLDER_TOKEN_ID, np.int32)
+            for row, one in zip(predictions, options, strict=True):
+                row[: len(one.prediction or ())] = one.prediction or ()
         changes_rows = np.array([bool(names & CHANGE_ROWS) for names in asked])
         return cls(
             prompt_lengths=on_host(lengths),
@@ -112,10 +121,13 @@ class BatchOptions:
             sampling=SamplingParams(**sampling),
             changes_rows=on_host(changes_rows) if packed else None,
             processors=LogitsProcessors(**packed) if packed else None,
+            predictions=None if predictions is None else on_host(predictions),
         )
 
     @property
     def neutral(self) -> BatchOptions:
         """The options without all that only an `Engine` with `request_options` serves."""
         sampling = SamplingParams(self.sampling.temperature)
-        return dataclasses.replace(self, sampling=sampling, changes_rows=None, processors=None)
+        return dataclasses.replace(
+            self, sampling=sampling, changes_rows=None, processors=None, predictions=None
+        )

@@ -175,11 +175,14 @@ class FirstOf(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """Declares what the head does, which always drafts, and the history of the lookup."""
-        has_history = self.lookup.serves.has_history
-        # Not slots: the cache holds what was learned of each request, too.
+        """Declares what the head does, which always drafts, and in what the lookup looks."""
+        lookup = self.lookup.serves
         return dataclasses.replace(
-            self.head.serves, may_abstain=False, has_history=has_history, slots=False
+            self.head.serves,
+            may_abstain=False,
+            has_history=lookup.has_history,
+            predictions=lookup.predictions,
+            slots=False,  # the cache holds what was learned of each request, too
         )
 
     def add(self, params: Params, token_ids: Integers) -> Params:

@@ -76,18 +76,28 @@ class Part(Object):
     text: str
 
 
+_CONTENT = Annotated[
+    str | Annotated[list[Part], Field(fail_fast=True)],
+    AfterValidator(lambda x: x if isinstance(x, str) else "".join(part.text for part in x)),
+    _stated("a string, or a list of parts of type text, each with a text"),
+]
+
+
 class Message(Object):
     """A message of a conversation, such as an answer of this server."""
 
     neutral = {"annotations": [[]], "refusal": [""], "tool_calls": [[]]}
 
     role: Literal["developer", "system", "user", "assistant"]
-    content: Annotated[
-        str | Annotated[list[Part], Field(fail_fast=True)],
-        AfterValidator(lambda x: x if isinstance(x, str) else "".join(part.text for part in x)),
-        _stated("a string, or a list of parts of type text, each with a text"),
-    ]
+    content: _CONTENT
     name: str | None = None
+
+
+class Prediction(Object):
+    """What the text is expected to be, or to be near, such as a file before an edit."""
+
+    type: Literal["content"]
+    content: _CONTENT
 
 
 class JsonSchema(Object):
@@ -216,6 +226,7 @@ class Parameters(Object):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat = ResponseFormat(type="text")
+    prediction: Prediction | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -273,6 +284,7 @@ class TextParameters(Parameters):
 Given = ChatParameters | TextParameters
 _INNER: dict[str, type[Object]] = {
     "stream_options": StreamOptions,
+    "prediction": Prediction,
     "response_format": ResponseFormat,
     "response_format.json_schema": JsonSchema,
 }
@@ -366,6 +378,11 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     loop = asyncio.get_running_loop()
     budget = given.max_completion_tokens or given.max_tokens
     seed = secrets.randbits(32) if given.seed in (None, -1) else given.seed
+    prediction: list[int] = []
+    if given.prediction is not None:
+        text = given.prediction.content
+        assert isinstance(text, str)  # parts were joined
+        prediction = await loop.run_in_executor(words.threads, words.encode_text, text)
     choices: list[Choice] = []
     streams: list[lm.TextStream] = []
     num_prompt_tokens = 0
@@ -388,6 +405,7 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
         for _ in own:
             options = lm.RequestOptions(
                 **given.options,
+                prediction=prediction[: engine.max_length] or None,  # no text is longer
                 max_new_tokens=budget or room,
                 stop_token_ids=words.stop_token_ids,
                 # Far apart: clients count their own seeds up, and no two texts may share noise.

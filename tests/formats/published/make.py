@@ -13,6 +13,7 @@ each row of their logits in float32 about 256 (every V // 256th), the largest an
 the text of the continuation; and its margins, the largest logit less the second.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ def pieces_of(path: str) -> tuple[Callable[[str], list[int]], Callable[[list[int
     trainer, normalizer = made.trainer_spec, made.normalizer_spec
     trainer.model_type, trainer.byte_fallback, trainer.vocab_size = 2, True, len(tokens)
     trainer.pad_id, trainer.eos_id, trainer.bos_id, trainer.unk_id = 0, 1, 2, 3
+    trainer.pad_piece, trainer.eos_piece, trainer.bos_piece = "<pad>", "<eos>", "<bos>"
     normalizer.name, normalizer.add_dummy_prefix = "identity", False
     normalizer.remove_extra_whitespaces = False
     found = sentencepiece.SentencePieceProcessor(model_proto=made.SerializeToString())
@@ -65,18 +67,15 @@ def main(name: str, path: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=file, dtype=torch.float32
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
-
-    def encode(text: str) -> list[int]:
-        return tokenizer(text)["input_ids"]
-
-    def decode(token_ids: list[int]) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=True)
-
+    texts = dict(TEXTS)
     if model.config.model_type == "gemma3_text":
         encode, decode = pieces_of(path)
-    texts = dict(TEXTS)
-    if tokenizer.chat_template:
+    else:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=file)
+        encode, decode = (
+            tokenizer.encode,
+            functools.partial(tokenizer.decode, skip_special_tokens=True),
+        )
         texts["chat"] = tokenizer.apply_chat_template(
             CONVERSATION, tokenize=False, add_generation_prompt=True
         )
