@@ -11,6 +11,7 @@ import bench_forced_drafts
 import bench_gemma4_gpu
 import bench_int8_acceptance
 import bench_int8_gpu
+import bench_pair
 import bench_prefixes
 import bench_rows_gpu
 import bench_serving_gpu
@@ -62,6 +63,7 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      ["bfloat16", "int8"]),
     (bench_forced_drafts, "--draft ngram --requests 2 --repeats 1", "forced_drafts", "temperature",
      [0, 0.8]),
+    (bench_pair, "--tiny --temperatures 0 --batches 1", "pair_cpu", "same_texts", [1.0] * 3),
     (bench_prefixes, "--size tiny --repeats 1 --out prefixes.json", "prefixes", "kind",
      ["conversation", "prefix", "prefix", "system prompt", "system prompt"]),
 ]
