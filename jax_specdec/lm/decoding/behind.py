@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 Shapes = Any
 """A pytree of shapes in place of arrays."""
@@ -97,8 +96,7 @@ def shapes_of(arrays: Any) -> Shapes:
     """Returns the shapes, dtypes and places of arrays, which may be deleted later."""
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(x, np.ndarray):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        has_place = isinstance(x, jax.Array) and x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if has_place else None)
 
     return jax.tree.map(shape_of, arrays)
