@@ -86,9 +86,9 @@ class Behind:
             program.result()
 
     def close(self) -> None:
-        """Ends the thread, after what it compiles now; another call of `get` starts another."""
+        """Ends the thread, without waiting for what it compiles now; `get` starts another."""
         self._programs = {name: one for name, one in self._programs.items() if one.done()}
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         del self._thread
 
 
