@@ -7,6 +7,7 @@ others run is chosen badly, and stays so.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -64,26 +65,30 @@ class Behind:
     ) -> Compiled | None:
         """Returns a program for arrays like those of `args`; None until it is compiled.
 
+        Also None if it cannot be, which is a warning: whoever asks goes on without it.
+
         Args:
           name: of the program for arrays of such shapes.
           program: a function that `jax.jit` returned.
           first: its first argument, which is static.
           *args: its arrays.
           **static: its other static arguments.
-
-        Raises:
-          Exception: it could not be compiled.
         """
         if name not in self._programs:
             make = functools.partial(Compiled.of, program, first, *shapes_of(args), **static)
             self._programs[name] = self._thread.submit(make)
         found = self._programs[name]
+        error = found.exception() if found.done() else None
+        if error is not None:
+            self._programs[name] = Future()  # which is never done
+            warnings.warn(f"{name} cannot be compiled: {error}", stacklevel=2)
+            return None
         return found.result() if found.done() else None
 
     def wait(self) -> None:
         """Waits for all that was asked for."""
-        for program in self._programs.values():
-            program.result()
+        if self._programs:
+            self._thread.submit(int).result()
 
     def close(self) -> None:
         """Ends the thread, without waiting for what it compiles now; `get` starts another."""
