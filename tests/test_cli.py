@@ -794,7 +794,10 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --method=synthetic --acceptance-rates=.5,.6,0,0", "--acceptance-rates[1] must"),
         ("generate --method=synthetic --acceptance-rates=1,1", "--acceptance-rates must"),
         ("generate --acceptance-rates=a,b", "must be numbers separated by commas"),
-        ("generate --target=. --draft=model", "must be DIR, eagle3:DIR, block:DIR, ngram, suffix"),
+        (
+            "generate --target=. --draft=model",
+            "must be DIR, eagle3:DIR, block:DIR, gemma:DIR, ngram",
+        ),
         ("generate --draft=eagle3:", "--draft eagle3: must be followed by the directory of a head"),
         (
             "generate --draft=oracle",
