@@ -224,10 +224,5 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
 
 def test_the_tables_of_a_pair_are_those_of_its_results():
     page = bench_pair.PAGE.read_text("utf-8")
-    readme = bench_pair.PAGE.parents[1].joinpath("README.md").read_text("utf-8")
     for path in measure.RESULTS.glob("pair_gpu.json"):
-        document = json.loads(path.read_text("utf-8"))
-        assert bench_pair.drawn(page, document) == page
-        if path.name in readme:
-            lines = [line.strip() for line in readme.splitlines()]
-            assert [line for line in bench_pair.first_screen(document) if line not in lines] == []
+        assert bench_pair.drawn(page, json.loads(path.read_text("utf-8"))) == page
