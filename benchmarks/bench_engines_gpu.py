@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import gc
 import importlib.metadata
 import itertools
 import math
@@ -33,6 +34,7 @@ import pathlib
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +82,9 @@ class Shapes:
 
 
 TINY = Shapes(llamas.TINY, llamas.TINY, 32, engine_load.Sizes(8, 4, 12, 64))
+
+
+Rows = Iterator[dict[str, Any]]
 
 
 class Ours(engine_load.Engine):
@@ -234,55 +239,75 @@ def make_engine(name: str, way: str, options: argparse.Namespace) -> engine_load
     return {"vLLM": make_vllm, "transformers": make_transformers}[name](way, shapes, options)
 
 
-def rows_of(name: str, way: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measures an engine; its rows, each when it is there."""
-    clock = measure.Clock(options.deadline - time.perf_counter())
-    sizes = (TINY if options.tiny else Shapes()).sizes
-    engine = make_engine(name, way, options)
-    clock.say(f"{name}, {way}: made")
-    for batch in options.batches:
-        cell = f"{name}, {way}, B = {batch}"
-        if batch > engine.most_requests or clock.is_late(cell):
-            continue
-        slots = options.slots if name == "ours" and options.slots else batch
-        about = {"engine": name, "way": way, "batch": batch, "slots": slots}
-        begin = time.perf_counter()
-        engine.resize(batch)
-        requests = sizes.requests(batch, seed=batch)
-        engine.serve(requests)  # compiles, and is not counted
-        ready = time.perf_counter() - begin
-        runs = [engine_load.batch_figures(engine.serve(requests)) for _ in range(options.repeats)]
-        median = jax.tree.map(lambda *samples: measure.median(samples), *runs)
-        yield {"kind": "batch", **about, "ready_s": ready, **median, "samples": runs}
-        clock.say(f"{cell}: {cell_text(median)}")
-        if batch not in options.arrivals or slots != batch or not engine.has_arrivals:
-            continue
-        requests = sizes.requests((WAITING + 1) * batch, seed=batch + 1)
-        bears = engine_load.saturated_tokens(engine.serve(requests), batch)
-        rate = LOAD * bears / sizes.mean
-        due = engine_load.poisson(len(requests), rate, seed=batch + 2)
-        found = engine_load.arrival_figures(engine.serve(requests, due), due, requests)
-        saturated = {"saturated": bears, "requests_per_second": rate}
-        yield {"kind": "arrivals", **about, **saturated, **found}
-        clock.say(f"{cell}: saturated {bears:.0f} tokens/s, arrivals measured")
+def batch_rows(
+    engine: engine_load.Engine, requests: list[engine_load.Request], batch: int, repeats: int
+) -> Rows:
+    """Yields a row of requests that come at once."""
+    begin = time.perf_counter()
+    engine.resize(batch)
+    engine.serve(requests)  # compiles, and is not counted
+    ready = time.perf_counter() - begin
+    logs = [engine.serve(requests) for _ in range(repeats)]
+    runs = [engine_load.batch_figures(log) for log in logs]
+    median = jax.tree.map(lambda *samples: measure.median(samples), *runs)
+    samples = [
+        {**run, "steps_ms": engine_load.step_ms(log)} for run, log in zip(runs, logs, strict=True)
+    ]
+    yield {"kind": "batch", "ready_s": ready, **median, "samples": samples}
 
 
-def cell_text(figures: dict[str, Any]) -> str:
-    steady, with_ends = (figures[key]["tokens_per_second"] for key in ("steady", "with_ends"))
-    return (
-        f"steady {steady:.0f} tokens/s, a step {figures['steady']['step_ms']:.2f} ms of "
-        f"{figures['steady']['emitted']:.2f} tokens, with ends {with_ends:.0f}"
-    )
+def arrival_rows(
+    engine: engine_load.Engine, requests: list[engine_load.Request], batch: int, mean: float
+) -> Rows:
+    """Yields a row of requests that come at random times, after it was found how many can."""
+    bears = engine_load.saturated_tokens(engine.serve(requests), batch)
+    rate = LOAD * bears / mean
+    due = engine_load.poisson(len(requests), rate, seed=batch + 2)
+    found = engine_load.arrival_figures(engine.serve(requests, due), due, requests)
+    yield {"kind": "arrivals", "saturated": bears, "requests_per_second": rate, **found}
 
 
 def measure_part(
     send: multiprocessing.connection.Connection, name: str, way: str, options: argparse.Namespace
 ) -> None:
-    """Measures an engine in this process, and sends each of its rows."""
+    """Measures an engine in this process, and sends each of its rows; exits with 1 if one fails."""
     os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
-    for row in rows_of(name, way, options):
-        send.send(row)
+    clock = measure.Clock(options.deadline - time.perf_counter())
+    sizes = (TINY if options.tiny else Shapes()).sizes
+    engine = make_engine(name, way, options)
+    clock.say(f"{name}, {way}: made")
+    gc.collect()
+    gc.freeze()  # as vLLM does
+    status = 0
+    for batch in options.batches:
+        cell = f"{name}, {way}, B = {batch}"
+        if batch > engine.most_requests or clock.is_late(cell):
+            continue
+        slots = options.slots if name == "ours" and options.slots else batch
+        requests = sizes.requests(batch, seed=batch)
+        parts = [batch_rows(engine, requests, batch, options.repeats)]
+        if batch in options.arrivals and slots == batch and engine.has_arrivals:
+            requests = sizes.requests((WAITING + 1) * batch, seed=batch + 1)
+            parts.append(arrival_rows(engine, requests, batch, sizes.mean))
+        try:
+            for row in itertools.chain.from_iterable(parts):
+                send.send({"engine": name, "way": way, "batch": batch, "slots": slots, **row})
+                clock.say(f"{cell}: {in_words(row)}")
+        except Exception:  # one must not cost the others
+            clock.say(f"{cell}: FAILED\n{traceback.format_exc(limit=-4)}")
+            status = 1
     send.close()
+    sys.exit(status)
+
+
+def in_words(row: dict[str, Any]) -> str:
+    if row["kind"] == "arrivals":
+        return f"bears {row['saturated']:.0f} tokens/s, arrivals measured"
+    steady, with_ends = row["steady"], row["with_ends"]
+    return (
+        f"steady {steady['tokens_per_second']:.0f} tokens/s, a step {steady['step_ms']:.2f} ms of "
+        f"{steady['emitted']:.2f} tokens, with ends {with_ends['tokens_per_second']:.0f}"
+    )
 
 
 def run_part(
@@ -401,6 +426,8 @@ def section(document: dict[str, Any]) -> Iterator[str]:
 def versions(options: argparse.Namespace) -> dict[str, str | None]:
     """Returns the versions of what the other engines need; None of what is not there."""
     found: dict[str, str | None] = {"vLLM": options.vllm and vllm_engine.version(options.vllm)}
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    found[name] = os.environ.get(name, vllm_engine.ENVIRONMENT[name])
     for name in ("torch", "transformers", "triton"):
         try:
             found[name] = importlib.metadata.version(name)
@@ -430,6 +457,8 @@ def main(command_line: list[str] | None = None) -> int:
     if clock is None:
         return 0
     options.deadline = time.perf_counter() + options.seconds
+    # What XLA has found out about a product in one process, others need not.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp())
     about = versions(options)
     absent = [name for name in options.engines if name != "ours" and about[name] is None]
     if absent:

@@ -175,6 +175,13 @@ def batch_figures(log: Log) -> dict[str, Any]:
     }
 
 
+def step_ms(log: Log) -> list[float]:
+    """Returns the milliseconds of each step after all requests had their first token."""
+    begin = max(firsts(log).values())
+    times = [seconds for seconds, _ in log if seconds >= begin]
+    return (np.diff(times) * 1e3).round(3).tolist()
+
+
 def saturated_tokens(log: Log, batch: int) -> float:
     """Returns tokens a second while all `batch` places were taken and others waited for one."""
     begun = sorted(firsts(log).values())
