@@ -28,8 +28,9 @@ from jax import lax
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState
+from jax_specdec.lm.decoding.core import PLAIN, Decoder
 from jax_specdec.lm.decoding.generate import make_batch
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.drafting.drafter import NoDrafter
 
 K = 4
@@ -55,9 +56,8 @@ def loop(decoder: Decoder, kind: str, params: Any, draft_params: Any, state: Any
         state, total = carry
         if kind == "draft":
             new = decoder.draft(draft_params, state)
-            names = ("features", "num_features", "draft_parents")
-            given: Any = {name: getattr(state, name) for name in names}
-            return dataclasses.replace(new, **given), total + new.draft_token_ids[:, -1]
+            total += new.proposal.token_ids[:, -1]
+            return dataclasses.replace(new, features=state.features, proposal=None), total
         state, record = decoder.step(params, draft_params, state)
         return state, total + record.num_emitted
 

@@ -8,6 +8,7 @@ import bench_block_gpu
 import bench_compile_cpu
 import bench_engines_gpu
 import bench_forced_drafts
+import bench_gemma4_gpu
 import bench_int8_acceptance
 import bench_int8_gpu
 import bench_prefixes
@@ -19,6 +20,7 @@ import bench_trees
 import bench_trees_gpu
 import bench_verify_gpu
 import bench_verify_tpu
+import gemmas
 import jax
 import llamas
 import measure
@@ -52,6 +54,8 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
     (bench_rows_gpu, "--tiny --batches 2 --repeats 1", "rows_of_passes_gpu", "rows", [10, 2]),
     (bench_block_gpu, "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8", "block_gpu", "drafter",
      ["DSpark", "DFlash", "EAGLE-3", "model"]),
+    (bench_gemma4_gpu, "--tiny --seconds 900 --batches 2 --steps 2 --repeats 2 --prompt 8",
+     "gemma4_gpu", "target", ["E4B", "31B"]),
     (bench_int8_acceptance, "--prompts 2 --max-new-tokens 8 --repeats 1", "int8_acceptance",
      "weights", ["bfloat16", "int8"] * 4),
     (bench_int8_gpu, "--tiny --batches --lengths 8 --repeats 2", "int8_gpu", "weights",
@@ -96,7 +100,12 @@ def test_tokens_that_differ_fail(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("config", "billions"), [(llamas.LLAMA_3_8B, 8.03), (llamas.LLAMA_3_1B, 1.24)]
+    ("config", "billions"),
+    [
+        (llamas.LLAMA_3_8B, 8.03),
+        (llamas.LLAMA_3_1B, 1.24),
+        (gemmas.GEMMA_4_31B, 30.70),
+    ],
 )
 def test_random_weights_have_the_sizes_of_the_models(config, billions):
     shapes = jax.eval_shape(lm.models.Llama(config).init_params, jax.random.key(0))

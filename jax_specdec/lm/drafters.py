@@ -172,6 +172,14 @@ def _read_block(given: Given, directory: str) -> Load:
     return load
 
 
+def _read_gemma_assistant(given: Given, directory: str) -> Load:
+    def load(target: Loaded) -> Draft:
+        head = lm.load_gemma_assistant(directory, target)
+        return given.draft(lm.GemmaAssistantDrafter(head.model), head.params)
+
+    return load
+
+
 def _check_is_there(directory: str) -> None:
     """Raises a FileNotFoundError if what is to be a directory is the name of an embedded head."""
     if not Path(directory).exists() and any(directory == x.name for x in DRAFTERS if x.of_others):
@@ -215,6 +223,7 @@ DRAFTERS = (
     Kind(_DIR, "a checkpoint", _read_draft_model, for_embedded=False),
     Kind(f"eagle3:{_DIR}", "an EAGLE-3 head", _read_eagle3, has_trees=True),
     Kind(f"block:{_DIR}", "a DFlash or DSpark head", _read_block, has_trees=True),
+    Kind(f"gemma:{_DIR}", "a Gemma 4 assistant", _read_gemma_assistant, for_embedded=False),
     Kind("ngram", "a lookup in the text so far", _read_ngram, has_weights=False),
     Kind("suffix", "one with counts", _read_suffix, has_trees=True, has_weights=False),
     Kind("model", "the embedded draft model", _read_embedded_model, for_checkpoints=False),

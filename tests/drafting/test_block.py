@@ -259,15 +259,17 @@ def test_drafts_at_once_are_those_one_after_another(method: str, kind: str) -> N
         listed, own = (ids, False) if kind == "a map" else (None, kind == "candidates")
         store = sd.DraftStore.create(batch, K, size, ids=listed, own_ids=own)
 
+    columns = drafting_draw.ids_of(ids, 9)
+
     @jax.jit
     def one_after_another(logits: jax.Array) -> lm.Proposal:
-        def forward(carry: Any, last: jax.Array, offset: jax.Array) -> Any:
-            return logits[:, offset], carry
+        def forward(carry: Any, last: jax.Array, offset: Any) -> Any:
+            return drafting_draw.Row(logits[:, offset], columns.of_draft(offset)), carry
 
-        given = dict(ids=ids, vocab_size=9)
-        return drafting_draw.draft_chain(logits[:, 0], (), forward, context, store, **given)[0]
+        first, _ = forward((), context.lengths, 0)
+        return drafting_draw.draft_chain(first, (), forward, context, store)[0]
 
-    found = drafting_draw.draft_at_once(logits, context, store, ids=ids, vocab_size=9)
+    found = drafting_draw.draft_at_once(logits, context, store, columns)
     wanted = one_after_another(logits)
     jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-6), found, wanted)
     assert len(np.unique(found.token_ids)) > 3

@@ -13,7 +13,7 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
-from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
+from jax_specdec.lm.drafting.draw import Row, draft_at_once, draft_chain, ids_of
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Children, best_nodes, grow, likeliest, with_bias
 from jax_specdec.lm.models.block import BlockHead
@@ -158,22 +158,23 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             # [B, K, Vd] -> [B, K, C], and the columns and ids of these
             logits, columns = lax.top_k(logits, self.num_candidates)
             ids = columns if ids is None else ids[columns]
+        of_columns = ids_of(ids, size)
 
-        def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
+        def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[Row, None]:
             # [B, Vd]: what the draft before adds is known only now
             row = logits[:, offset]
             if has_bias:
                 own = None if columns is None else columns[:, offset]
                 row = row + head.bias(params, last, own)
-            return row, carry
+            return Row(row, of_columns.of_draft(offset)), carry
 
         # At once, unless rows depend on drafts, or the store has more of them than this step.
         num_rows = logits.shape[1]
         is_partial = store is not None and len(store.positions) > num_rows
         if not (has_bias or is_partial or context.processors is not None):
-            return draft_at_once(logits, context, store, ids=ids, vocab_size=size)
+            return draft_at_once(logits, context, store, of_columns)
         first, _ = forward(None, newest, jnp.int32(0))
-        proposal, _ = draft_chain(first, None, forward, context, store, ids=ids, vocab_size=size)
+        proposal, _ = draft_chain(first, None, forward, context, store)
         return proposal
 
     def _tree(

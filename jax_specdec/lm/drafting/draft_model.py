@@ -24,7 +24,7 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
-from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.drafting.draw import Row, draft_chain, ids_of
 from jax_specdec.lm.models.protocol import (
     Cache,
     CausalModel,
@@ -195,31 +195,30 @@ class ModelDrafter(Drafter):
           cache: the model's.
           store: as for `propose`.
         """
+        known = self._target_ids
+        ids = ids_of(None, 0)
+        if known is not None:
+            ids = ids_of(jnp.asarray(known), int(known.max()) + 1)
 
-        def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Cache]:
+        def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[Row, Cache]:
             # [B, 1]: the last draft, at position n + offset, with n that of the newest token
             token_ids = self._own_ids(params, last)[:, None]
             rows = Rows(token_ids, lengths + offset - 1, recent.slots)
             if lengths.shape[0] > 1:
                 logits, cache = self._read(params, rows, cache)
-                return logits[:, 0], cache
-            read: tuple[jax.Array, Cache] = traced_for_platform(
-                _read_alone, (params, rows, cache), self
-            )
-            return read
+                return Row(logits[:, 0], ids), cache
+            alone, cache = traced_for_platform(_read_alone, (params, rows, cache), self)
+            return Row(alone, ids), cache
 
         logits, cache = self._read(params, recent, cache)
         # [B, W, Vd] -> [B, Vd]: the row of the newest token
         newest = (lengths - 1 - recent.start)[:, None, None]
-        ids = self._target_ids
         return draft_chain(
-            jnp.take_along_axis(logits, newest, axis=1)[:, 0],
+            Row(jnp.take_along_axis(logits, newest, axis=1)[:, 0], ids),
             cache,
             forward,
             context,
             store,
-            ids=None if ids is None else jnp.asarray(ids),
-            vocab_size=0 if ids is None else int(ids.max()) + 1,
             num_candidates=self.num_candidates,
             sharding=self.model.serves.sharding,
         )

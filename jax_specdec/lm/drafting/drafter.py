@@ -30,6 +30,7 @@ from jax_specdec.lm.models.protocol import Cache, Params, Rows
     features="[B, S, A*H]",
     num_features="[B] int32",
     slots="[B] int32",
+    target_slots="[B] int32",
     predictions="[B, A] int32",
     prompt_lengths="[B] int32",
 )
@@ -58,6 +59,11 @@ class DraftContext:
         1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
         After a `prefill` there is one row, of those that it got (none for a prompt of one token,
         or one that is not read to its end).
+      target_cache: the target's cache, to be read and not returned; None unless the drafter's
+        `reads_target_cache` asks for it. It holds the tokens before the newest one; what lies at
+        later positions, such as of rejected drafts, is undefined.
+      target_slots: ``[B]`` int32, the requests of `target_cache` that these are; None for all, in
+        their order.
       predictions: ``[B, A]`` int32, what each request expects to be generated, then -1; None where
         nobody expects anything. See `RequestOptions`.
       prompt_lengths: ``[B]`` int32, where in each sequence the generated tokens begin; None if that
@@ -81,6 +87,8 @@ class DraftContext:
     active: jax.Array | None = None
     features: jax.Array | None = None
     num_features: jax.Array | None = None
+    target_cache: Cache | None = None
+    target_slots: jax.Array | None = None
     predictions: jax.Array | None = None
     prompt_lengths: jax.Array | None = None
     most_unread: int | None = dataclasses.field(default=None, metadata=dict(static=True))
@@ -186,6 +194,7 @@ class DrafterServes:
     Attributes:
       feature_layers: the target's layers whose features it reads, as `Wants` has them; none for
         most drafters, and then nothing is computed.
+      reads_target_cache: it reads `DraftContext.target_cache`, and so knows the target's class.
       tree_depth: the most drafts of a path through the trees that it proposes, which then have
         `parents`; 0 for chains. Trees are verified by the agreement rule, for models that run them.
       may_abstain: it often proposes nothing. On CPUs, `generate` of one request, and an `Engine`
@@ -220,6 +229,7 @@ class DrafterServes:
     """
 
     feature_layers: tuple[int, ...] = ()
+    reads_target_cache: bool = False
     tree_depth: int = 0
     may_abstain: bool = False
     has_history: bool = False
@@ -236,7 +246,8 @@ class DrafterServes:
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
         check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
-        for name in ("may_abstain", "has_history", "predictions", "chunks", "slots"):
+        switches = ("reads_target_cache", "may_abstain", "has_history", "predictions")
+        for name in (*switches, "chunks", "slots"):
             check_type(f"serves.{name}", getattr(self, name), bool)
 
 

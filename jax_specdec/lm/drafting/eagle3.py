@@ -15,7 +15,7 @@ from jax_specdec._src.base.tree import MAX_VISIBLE, TreeRows, node_bits
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
-from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.drafting.draw import Row, draft_chain, ids_of
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, likeliest
 from jax_specdec.lm.models.eagle3 import Eagle3Head
@@ -178,26 +178,20 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
     ) -> tuple[Proposal, Cache]:
         """Returns a chain of drafts and the cache, from what `_extend` returns."""
         longest = context.token_ids.shape[1]
+        ids = ids_of(params.get("target_ids"), self.head.config.vocab_size)
 
         def forward(
             carry: tuple[jax.Array, Cache], last: jax.Array, offset: jax.Array
-        ) -> tuple[jax.Array, tuple[jax.Array, Cache]]:
+        ) -> tuple[Row, tuple[jax.Array, Cache]]:
             state, cache = carry
             # [B, 1]: row n - 1 + offset, inside the cache, reads its own state and the last draft
             start = jnp.minimum(context.lengths - 2 + offset, longest - 1)
             rows = Rows(last[:, None], start, context.slots)
             logits, state, cache = self.head.apply(params, state, rows, cache)
-            return logits[:, 0], (state, cache)
+            return Row(logits[:, 0], ids), (state, cache)
 
-        proposal, (_, cache) = draft_chain(
-            logits[:, 0],
-            (state, cache),
-            forward,
-            context,
-            store,
-            ids=params.get("target_ids"),
-            vocab_size=self.head.config.vocab_size,
-        )
+        first = Row(logits[:, 0], ids)
+        proposal, (_, cache) = draft_chain(first, (state, cache), forward, context, store)
         return proposal, cache
 
     def _tree(

@@ -36,6 +36,10 @@ LAYER_TENSORS = {
     "gate_up_proj": [f"mlp.{x}_proj.weight" for x in ("gate", "up")],
     "down_proj": ["mlp.down_proj.weight"],
     "post_feedforward_layernorm": ["post_feedforward_layernorm.weight"],
+    "per_layer_input_gate": ["per_layer_input_gate.weight"],
+    "per_layer_projection": ["per_layer_projection.weight"],
+    "post_per_layer_input_norm": ["post_per_layer_input_norm.weight"],
+    "layer_scalar": ["layer_scalar"],
     "hidden_norm": ["hidden_norm.weight"],  # of an EAGLE-3 head
 }
 """The tensors that make up each array of a layer, in the order in which they are fused; their names
@@ -115,13 +119,7 @@ def _gemma(
     raw.require_one_of("hidden_activation", "gelu_pytorch_tanh")
     raw.require_one_of("use_bidirectional_attention", False)
     raw = raw.or_else(tie_word_embeddings=True)
-    count = _num_layers(raw)
-    require(type(period) is int and period > 0, "sliding_window_pattern", "be above 0", period)
-    usual = [SLIDING if (index + 1) % period else FULL for index in range(count)]
-    kinds = raw.given("layer_types", usual)
-    are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
-    rule = f"but it must be a list of {SLIDING!r} and {FULL!r}, one for each layer"
-    raw.require(are_kinds and len(kinds) == count, "layer_types", rule)
+    kinds = _kinds(raw, period)
     scalar = raw.given("query_pre_attn_scalar", 256)
     is_number = type(scalar) in (int, float) and scalar > 0
     raw.require(is_number, "query_pre_attn_scalar", "but it must be a number above 0")
@@ -141,6 +139,114 @@ def _gemma(
     softcap = raw.get("final_logit_softcapping")
     own = _decoder(raw, [layers[kind] for kind in kinds])
     return dataclasses.replace(own, scales_embedding=True, logit_softcap=softcap)
+
+
+def _kinds(raw: JsonObject, period: JsonValue) -> list[str]:
+    """Returns the kind of each layer, sliding or full; every `period`-th is full by default."""
+    count = _num_layers(raw)
+    require(type(period) is int and period > 0, "sliding_window_pattern", "be above 0", period)
+    usual = [SLIDING if (index + 1) % period else FULL for index in range(count)]
+    kinds: JsonValue = raw.given("layer_types", usual)
+    are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
+    rule = f"but it must be a list of {SLIDING!r} and {FULL!r}, one for each layer"
+    raw.require(are_kinds and len(kinds) == count, "layer_types", rule)
+    return list(kinds)
+
+
+def _gemma4(raw: JsonObject) -> DecoderConfig:
+    """Returns a config of layers of two head dims; the last may read the keys of earlier ones."""
+    if "text_config" in raw:
+        raw = raw.nested("text_config")
+    layers = gemma4_layers(raw)
+    if layers[0].per_layer_input is not None:
+        size = raw.given("vocab_size_per_layer_input", 262144)
+        raw.require(size == raw.get("vocab_size"), "vocab_size_per_layer_input", "not vocab_size")
+    own = _decoder(raw.or_else(tie_word_embeddings=True, max_position_embeddings=131072), layers)
+    softcap = raw.get("final_logit_softcapping")
+    return dataclasses.replace(own, scales_embedding=True, logit_softcap=softcap)
+
+
+def gemma4_layers(raw: JsonObject, keys_of: dict[str, int] | None = None) -> list[LayerSpec]:
+    """Returns the layers of a Gemma 4 decoder, or of an assistant to one.
+
+    Args:
+      raw: the object of text.
+      keys_of: of an assistant, the target's layer that layers of a kind read; None for a decoder.
+
+    Raises:
+      ValueError: a value is out of range or not supported.
+    """
+    raw.require_one_of("hidden_activation", "gelu_pytorch_tanh")
+    raw.require_one_of("use_bidirectional_attention", "vision")  # of images, which are not read
+    raw.require_one_of("use_double_wide_mlp", False, True)
+    why = "but a mixture of experts, as of Gemma 4 26B-A4B, is not supported"
+    raw.require(not raw.given("enable_moe_block", False), "enable_moe_block", why)
+    raw = raw.or_else(num_attention_heads=8, num_key_value_heads=4, head_dim=256)
+    raw = raw.or_else(sliding_window=512, hidden_size_per_layer_input=256)
+    kinds = _kinds(raw, 6)
+    kinds[-1] = FULL  # whatever the file says
+    num_shared = raw.given("num_kv_shared_layers", 0)
+    most = len(kinds) if keys_of is not None else len(kinds) - 1
+    is_count = type(num_shared) is int and 0 <= num_shared <= most
+    raw.require(is_count, "num_kv_shared_layers", f"but it must be in [0, {most}]")
+    num_own = len(kinds) - num_shared
+    if keys_of is None:
+        keys_of = {kind: index for index, kind in enumerate(kinds[:num_own])}
+        lacks = set(kinds) - keys_of.keys()
+        raw.require(not lacks, "num_kv_shared_layers", "which leaves a kind of layers no keys")
+    rotations = {kind: _gemma4_rotation(raw, kind) for kind in (SLIDING, FULL)}
+    layers = []
+    for index, kind in enumerate(kinds):
+        is_own = index < num_own
+        layer = _layer(
+            raw.but(**_gemma4_heads(raw, index, kind)),
+            rotation=rotations[kind],
+            window=raw["sliding_window"] if kind == SLIDING else None,
+            scale=1.0,
+            norm=_norm(raw, in_float32=True),
+            norms="around",
+            activation="gelu_tanh",
+            qk_norm=True,
+            v_norm=True,
+            value_is_key=kind == FULL and raw.given("attention_k_eq_v", False),
+            keys_of=None if is_own else keys_of[kind],
+            per_layer_input=raw["hidden_size_per_layer_input"] or None,
+            has_scalar=True,
+        )
+        if raw.get("use_double_wide_mlp") and not is_own:
+            size = 2 * layer.intermediate_size
+            layer = dataclasses.replace(layer, intermediate_size=size)
+        layers.append(layer)
+    return layers
+
+
+def _gemma4_rotation(raw: JsonObject, kind: str) -> Rotation:
+    """Returns how queries and keys turn in layers of a kind: the first pairs of full ones."""
+    turns = {"rope_type": "default", "rope_theta": 1e4}
+    part = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    raw = raw.but(rope_parameters=raw.given("rope_parameters", {SLIDING: turns, FULL: part}))
+    rope = raw.nested("rope_parameters").nested(kind)
+    if rope.get("rope_type") != "proportional":
+        return _rotation(raw, kind)
+    rope.require_one_of("factor", 1.0)
+    fraction = rope.given("partial_rotary_factor", 1.0)
+    with errors_name(rope.where):
+        return Rotation(rope_theta=rope.needed("rope_theta"), fraction=fraction)
+
+
+def _gemma4_heads(raw: JsonObject, index: int, kind: str) -> dict[str, JsonValue]:
+    """Returns the keys of sizes of heads that a layer has of its own."""
+    by_layer = raw.nested("per_layer_config")  # of transformers 5.24 and later
+    if by_layer:
+        own = by_layer.nested(str(index))
+        known = ("head_dim", "num_key_value_heads")
+        by_layer.require(own.keys() <= {*known}, str(index), only(*known))
+        return own
+    if kind == SLIDING:
+        return {}
+    sizes = {"head_dim": raw.given("global_head_dim", 512)}
+    heads = raw.get("num_global_key_value_heads") if raw.get("attention_k_eq_v") else None
+    return sizes if heads is None else sizes | {"num_key_value_heads": heads}
 
 
 def _decoder(raw: JsonObject, layers: list[LayerSpec]) -> DecoderConfig:
@@ -238,5 +344,7 @@ FAMILIES = {
     "gemma2": Family(_gemma2, "Gemma2ForCausalLM", _GEMMA2),
     "gemma3_text": Family(_gemma3, "Gemma3ForCausalLM", _GEMMA),
     "gemma3": Family(_gemma3, "Gemma3ForConditionalGeneration", _GEMMA),
+    "gemma4_text": Family(_gemma4, "Gemma4ForCausalLM", _GEMMA2),
+    "gemma4_unified_text": Family(_gemma4, "Gemma4UnifiedForCausalLM", _GEMMA2),
 }
 """By `model_type`."""

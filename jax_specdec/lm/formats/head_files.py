@@ -59,10 +59,7 @@ def load_head(
     `own` is its kind in words; `read_config` reads the config of its `kind`; names of tensors are
     read without a `prefix`. Raises as `load_eagle3` does.
     """
-    is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
-    must = "be a LoadedModel of a Llama"
-    hint = "pass what load_huggingface returned, model and params in one"
-    require(is_target, "target", must, target, hint, TypeError)
+    check_target(target)
     directory = path_of(directory)
     raw = read_json(directory / CONFIG_FILE)
     check_kind(own, raw)
@@ -87,6 +84,18 @@ def load_head(
         rows = jax.tree.map(lambda x: x[params["target_ids"]], rows)
         params["lm_head"] = rows if is_int8(rows) else rows.T
     return LoadedModel(kind(shared, head.dtype), params)
+
+
+def check_target(target: object) -> None:
+    """Checks that a head can be read for a target.
+
+    Raises:
+      TypeError: it is not a loaded `Llama`.
+    """
+    is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
+    must = "be a LoadedModel of a Llama"
+    hint = "pass what load_huggingface returned, model and params in one"
+    require(is_target, "target", must, target, hint, TypeError)
 
 
 def save_head(

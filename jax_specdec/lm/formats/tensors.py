@@ -27,8 +27,10 @@ WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
-_BY_ID = ("embed_tokens", "markov_w1", "markov_w2")
+_BY_ID = ("embed_tokens", "embed_tokens_per_layer", "markov_w1", "markov_w2")
 """Arrays that have a row for each id here, as in the file; others are transposed."""
+_OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
+"""Arrays whose tensors have a row for each id of the vocabulary."""
 _ROWS = 1024
 """Rows of a large matrix that are in memory at once, where two of them are compared."""
 
@@ -116,7 +118,14 @@ def open_tensors(directory: Path, config: DecoderConfig) -> Iterator[Tensors]:
         if _LM_HEAD in tensors.stored:  # some writers store it though it is tied
             config = dataclasses.replace(config, tie_word_embeddings=False)
         shapes = parts(param_shapes(config))
-        check_tensors(tensors, tensor_shapes(decoder_tensors(config), shapes))
+        # Some writers store keys and values of layers that read those of others.
+        unread = [
+            f"model.layers.{index}.self_attn.{name}.weight"
+            for index, spec in enumerate(config.layers)
+            if spec.keys_of is not None
+            for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+        ]
+        check_tensors(tensors, tensor_shapes(decoder_tensors(config), shapes), unread)
         yield tensors
 
 
@@ -304,7 +313,7 @@ def read_arrays(
             return jax.device_put(tensor).astype(dtype)
 
     def fused(array: str, stored: list[str]) -> jax.Array | Int8Weight:
-        size = vocab_size if array in ("embed_tokens", "lm_head") else None
+        size = vocab_size if array in _OF_VOCABULARY else None
         in_int8 = [name for name in stored if tensors.form(name)[1] == "I8"]
         if in_int8 and in_int8 != stored:
             other = next(name for name in stored if name not in in_int8)
@@ -354,15 +363,18 @@ def tensor_shapes(
 def decoder_tensors(config: DecoderConfig) -> Iterator[Names]:
     """Yields the names of each of the `parts` of a `Llama`."""
     own, *layers = parts(param_shapes(config))
-    names = {"embed_tokens": [EMBEDDING], "norm": ["model.norm.weight"], "lm_head": [_LM_HEAD]}
-    yield Names({array: names[array] for array in own if array in names})
+    names = {array: [f"model.{array}.weight"] for array in own if array != "layers"}
+    yield Names(names | {"lm_head": [_LM_HEAD]} if "lm_head" in own else names)
     for index, (spec, arrays) in enumerate(zip(config.layers, layers, strict=True)):
         yield layer_tensors(spec, arrays, f"model.layers.{index}")
 
 
 def layer_tensors(spec: LayerSpec, arrays: Collection[str], prefix: str) -> Names:
     """Returns which tensors make up the arrays of a layer, whose names begin with a prefix."""
-    tensors = {array: [f"{prefix}.{x}" for x in LAYER_TENSORS[array]] for array in arrays}
     heads = spec.head_sizes
+    tensors = {array: [f"{prefix}.{x}" for x in LAYER_TENSORS[array]] for array in arrays}
+    for array in ("qkv_proj", "qkv_bias"):
+        if array in tensors:  # queries alone, or without values
+            tensors[array] = tensors[array][: len(heads)]
     gate_up = [spec.intermediate_size] * 2
     return Names(tensors, {"qkv_proj": heads, "qkv_bias": heads, "gate_up_proj": gate_up})

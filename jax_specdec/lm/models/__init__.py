@@ -11,6 +11,7 @@ from jax_specdec.lm.models.config import (
     Rotation,
 )
 from jax_specdec.lm.models.eagle3 import Eagle3Config, Eagle3Head
+from jax_specdec.lm.models.gemma_assistant import GemmaAssistantConfig, GemmaAssistantHead
 from jax_specdec.lm.models.int8 import Int8Weight, quantize
 from jax_specdec.lm.models.llama import Llama
 from jax_specdec.lm.models.plain import PlainModel
@@ -23,6 +24,8 @@ __all__ = [
     "DecoderConfig",
     "Eagle3Config",
     "Eagle3Head",
+    "GemmaAssistantConfig",
+    "GemmaAssistantHead",
     "Int8Weight",
     "LayerSpec",
     "LinearScaling",

@@ -27,12 +27,16 @@ def empty_cache(
 ) -> list[Layer]:
     """Returns a cache of layers for B = batch_size requests of at most T = max_length positions.
 
+    Layers that read the keys of others have none.
+
     In 16 bits T is rounded up to a multiple of 64, as the kernel of attention takes it.
     """
     if dtype.itemsize == 2:
         max_length = -(-max_length // 64) * 64
     cache = []
     for spec in layers:
+        if spec.keys_of is not None:
+            continue
         heads = batch_size * spec.num_key_value_heads
         keys = jnp.zeros((heads, spec.head_dim, max_length), dtype)  # [B N_kv, D, T]
         values = jnp.zeros((heads, max_length, spec.head_dim), dtype)  # [B N_kv, T, D]
@@ -136,8 +140,8 @@ class Pass(NamedTuple):
         self,
         spec: LayerSpec,
         query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        key: jax.Array | None,
+        value: jax.Array | None,
         layer: Layer,
         block: np.ndarray | None = None,
     ) -> tuple[jax.Array, Layer]:
@@ -150,17 +154,19 @@ class Pass(NamedTuple):
         Args:
           spec: what the layer is.
           query: ``[G, S, N, D]``, or ``[1, M, N, D]`` of several groups.
-          key: ``[G, S, N_kv, D]``, or ``[1, M, N_kv, D]``.
+          key: ``[G, S, N_kv, D]``, or ``[1, M, N_kv, D]``; None if the layer is that of others,
+            who have written it.
           value: as `key`.
           layer: changed in place if it is donated.
           block: ``[S, 2]`` uint32, which of the S rows each one sees, if they are a block, whose
             window is counted from its first row.
         """
-        # [1, 2, N_kv, D] -> [1, 1, N_kv, D] of a row that comes twice; others are as they were.
-        num_rows = self.places.shape[1]
-        layer = write_rows(
-            layer, key[:, :num_rows], value[:, :num_rows], self.places, self.requests
-        )
+        if key is not None and value is not None:
+            # [1, 2, N_kv, D] -> [1, 1, N_kv, D] of a row that comes twice; others are as they were.
+            num_rows = self.places.shape[1]
+            layer = write_rows(
+                layer, key[:, :num_rows], value[:, :num_rows], self.places, self.requests
+            )
         reads = []
         static = AttentionStatic(
             scale=query.shape[-1] ** -0.5 if spec.scale is None else spec.scale,

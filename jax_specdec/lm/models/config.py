@@ -92,9 +92,11 @@ class Rotation:
     Attributes:
       rope_theta: base of the wavelengths.
       scaling: how frequencies are scaled; None if they are not.
+      fraction: of the pairs, from the first one on, that turn; the others stay, as in Gemma 4.
 
     Raises:
-      ValueError: `rope_theta` is not a number of at least 1 that float32 holds.
+      ValueError: `rope_theta` is not a number of at least 1 that float32 holds, or `fraction` not
+        one above 0 and at most 1.
 
     Example:
       >>> Rotation(rope_theta=100.0).frequencies(4).tolist()
@@ -103,15 +105,18 @@ class Rotation:
 
     rope_theta: float = 10000.0
     scaling: LinearScaling | RopeScaling | None = None
+    fraction: float = 1.0
 
     def __post_init__(self) -> None:
         check_fields(self)
+        require(self.fraction <= 1, "fraction", "be at most 1", self.fraction)
         # Otherwise the slowest wavelength would be the shortest.
         require(self.rope_theta >= 1, "rope_theta", "be at least 1", self.rope_theta)
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Returns the radians per position of the pairs ``[D/2]``; float64."""
         plain = self.rope_theta ** (-np.arange(0, head_dim, 2) / head_dim)  # theta^(-2i/D)
+        plain[int(self.fraction * head_dim // 2) :] = 0
         return plain if self.scaling is None else self.scaling.scaled(plain)
 
 
@@ -155,6 +160,13 @@ class LayerSpec:
       qkv_bias: queries, keys and values have biases, as in Qwen2.
       o_bias: the output of attention has a bias.
       qk_norm: queries and keys pass an RMSNorm over each head before rotation, as in Qwen3.
+      v_norm: values pass an RMSNorm over each head, without a weight, as in Gemma 4.
+      value_is_key: values are the keys before norm and rotation, without a matrix of their own.
+      keys_of: the earlier layer whose keys and values are read, in place of own ones, of the same
+        heads and head dim; of a head, the layer of its target. None for own ones.
+      per_layer_input: P, width of what the layer gets of each token beside the residual stream, as
+        in Gemma 4's E2B and E4B; None for nothing.
+      has_scalar: the residual stream is multiplied by a number at the end of the layer.
 
     Raises:
       ValueError: a size is not a positive integer below 2**31, a number is not positive or not one
@@ -178,6 +190,11 @@ class LayerSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    v_norm: bool = False
+    value_is_key: bool = False
+    keys_of: int | None = dataclasses.field(default=None, metadata=dict(least=0))
+    per_layer_input: int | None = None
+    has_scalar: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -192,10 +209,16 @@ class LayerSpec:
         require(self.head_dim % 2 == 0, "head_dim", "be even", self.head_dim)
 
     @property
-    def head_sizes(self) -> tuple[int, int, int]:
-        """Widths of all query heads, all key heads and all value heads: N D, N_kv D, N_kv D."""
+    def head_sizes(self) -> tuple[int, ...]:
+        """Widths of all query heads, all key heads and all value heads: N D, N_kv D, N_kv D.
+
+        Those that the layer computes with matrices of its own, of the three.
+        """
+        query = self.num_attention_heads * self.head_dim
         keys = self.num_key_value_heads * self.head_dim
-        return self.num_attention_heads * self.head_dim, keys, keys
+        if self.keys_of is not None:
+            return (query,)
+        return (query, keys) if self.value_is_key else (query, keys, keys)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,7 +265,9 @@ class DecoderConfig(LayersConfig):
       max_position_embeddings: longest context seen in training; information only.
 
     Raises:
-      ValueError: a size is not a positive integer below 2**31, or sizes do not fit together.
+      ValueError: a size is not a positive integer below 2**31, or sizes do not fit together; layers
+        with the keys of others are not the last, or those have other heads or none; some have
+        inputs of their own and others none.
       TypeError: there are no layers.
 
     Example:
@@ -257,6 +282,32 @@ class DecoderConfig(LayersConfig):
     logit_softcap: float | None = None
     max_position_embeddings: int = 2048
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        inputs = {spec.per_layer_input for spec in self.layers}
+        require(len(inputs) == 1, "layers", "all have the same per_layer_input", inputs)
+        own = [spec for spec in self.layers if spec.keys_of is None]
+        for index, spec in enumerate(self.layers):
+            name = f"layers[{index}].keys_of"
+            source = spec.keys_of
+            is_last = (source is None) == (index < len(own))
+            require(is_last, name, f"be None in the first {len(own)} layers alone", source)
+            if source is not None:
+                must = f"be one of the first {len(own)} layers, of the same heads"
+                fits = source < len(own) and same_heads(spec, own[source])
+                require(fits, name, must, source)
+
+    @property
+    def per_layer_input(self) -> int | None:
+        """P, width of what each layer gets of a token; None for nothing."""
+        return self.layers[0].per_layer_input
+
+
+def same_heads(one: LayerSpec, other: LayerSpec) -> bool:
+    """Returns whether the keys and values of two layers have the same shapes."""
+    heads = one.num_key_value_heads, one.head_dim
+    return heads == (other.num_key_value_heads, other.head_dim)
+
 
 def layer_shapes(spec: LayerSpec, hidden_size: int) -> Shapes:
     """Returns the params of a layer, with a shape in place of each array.
@@ -267,7 +318,9 @@ def layer_shapes(spec: LayerSpec, hidden_size: int) -> Shapes:
     norms around them, ``input_layernorm``, ``post_attention_layernorm``,
     ``pre_feedforward_layernorm`` and ``post_feedforward_layernorm``. With `qkv_bias` also
     ``qkv_bias [(N + 2 N_kv) D]``, with `o_bias` ``o_bias [H]``, with `qk_norm` ``q_norm [D]`` and
-    ``k_norm [D]``.
+    ``k_norm [D]``. Heads that the layer does not compute are not among these. With
+    `per_layer_input` ``per_layer_input_gate [H, P]``, ``per_layer_projection [P, H]`` and
+    ``post_per_layer_input_norm [H]``; with `has_scalar` ``layer_scalar [1]``.
     """
     heads = sum(spec.head_sizes)  # (N + 2 N_kv) D
     shapes: Shapes = {
@@ -286,7 +339,15 @@ def layer_shapes(spec: LayerSpec, hidden_size: int) -> Shapes:
     if spec.o_bias:
         shapes["o_bias"] = (hidden_size,)
     if spec.qk_norm:
-        shapes |= {"q_norm": (spec.head_dim,), "k_norm": (spec.head_dim,)}
+        shapes["q_norm"] = (spec.head_dim,)
+    if spec.qk_norm and spec.keys_of is None:
+        shapes["k_norm"] = (spec.head_dim,)
+    if (size := spec.per_layer_input) is not None:
+        shapes["per_layer_input_gate"] = (hidden_size, size)
+        shapes["per_layer_projection"] = (size, hidden_size)
+        shapes["post_per_layer_input_norm"] = (hidden_size,)
+    if spec.has_scalar:
+        shapes["layer_scalar"] = (1,)
     return shapes
 
 
@@ -294,7 +355,9 @@ def param_shapes(config: DecoderConfig) -> Shapes:
     """Returns the params pytree of a config, with a shape in place of each array.
 
     A dict with ``embed_tokens [V, H]``, ``norm [H]``, ``lm_head [H, V]`` (absent if tied), and
-    `layers`, a list of one dict per layer, as `layer_shapes` says.
+    `layers`, a list of one dict per layer, as `layer_shapes` says. With `per_layer_input`
+    ``embed_tokens_per_layer [V, L P]``, ``per_layer_model_projection [H, L P]`` and
+    ``per_layer_projection_norm [P]``.
     """
     c = config
     shapes = {
@@ -302,6 +365,11 @@ def param_shapes(config: DecoderConfig) -> Shapes:
         "layers": [layer_shapes(spec, c.hidden_size) for spec in c.layers],
         "norm": (c.hidden_size,),
     }
+    if c.per_layer_input is not None:
+        width = len(c.layers) * c.per_layer_input
+        shapes["embed_tokens_per_layer"] = (c.vocab_size, width)
+        shapes["per_layer_model_projection"] = (c.hidden_size, width)
+        shapes["per_layer_projection_norm"] = (c.per_layer_input,)
     if not c.tie_word_embeddings:
         shapes["lm_head"] = (c.hidden_size, c.vocab_size)
     return shapes

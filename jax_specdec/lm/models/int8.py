@@ -24,8 +24,8 @@ from jax_specdec._src.base.arrays import require
 from jax_specdec.lm.models.int8_matmul import int8_matmul
 from jax_specdec.lm.models.protocol import Params, is_loaded_model
 
-NOT_PRODUCTS = ("embed_tokens", "markov_w1", "confidence_proj")
-"""Matrices that stay: rows of the first two are looked up, the last has one column."""
+NOT_PRODUCTS = ("embed_tokens", "embed_tokens_per_layer", "markov_w1", "confidence_proj")
+"""Matrices that stay: rows of the first three are looked up, the last has one column."""
 MOST = 127
 """The largest integer; -128 is not used, so that the scale is the same for both signs."""
 

@@ -24,11 +24,14 @@ LayerWeights = dict[str, Any]
 Weights = dict[str, Any]
 """The params of a decoder or head: arrays, and the weights of its layers; see `param_shapes`."""
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+OwnHeads = Any
+"""Keys or values of the new tokens, an array; None where a layer reads those of another."""
+
+Attend = Callable[[jax.Array, OwnHeads, OwnHeads], jax.Array]
 """`attend(query, key, value)`: what the heads of a layer read. query ``[B, S, N, D]``, key and
 value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
 
-LayerAttend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+LayerAttend = Callable[[int, jax.Array, OwnHeads, OwnHeads], jax.Array]
 """An `Attend` of several layers: the index of the layer comes first."""
 
 Regularize = Callable[[jax.Array], jax.Array]
@@ -54,6 +57,7 @@ def decoder_layer(
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
     regularize: Regularize = unchanged,
+    layer_input: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the residual stream ``[B, S, H]`` after one more layer.
 
@@ -64,6 +68,7 @@ def decoder_layer(
       cos_sin: as for `self_attention`.
       attend: as for `self_attention`.
       regularize: applied to what each half of the layer computes, before any norm after it.
+      layer_input: ``[B, S, P]``, what the layer gets of each token; None for a layer without.
     """
 
     def normed(name: str, rows: jax.Array) -> jax.Array:
@@ -82,7 +87,13 @@ def decoder_layer(
     branch = regularize(feed_forward(spec, layer, h))
     if spec.norms == "around":
         branch = normed("post_feedforward_layernorm", branch)
-    return x + branch
+    x = x + branch
+    if layer_input is not None:
+        # x = x + norm(W (gelu(W_gate x) p)): [B, S, H] -> [B, S, P] -> [B, S, H]
+        gate = ACTIVATIONS[spec.activation](matmul(x, layer["per_layer_input_gate"]))
+        branch = matmul(gate * layer_input, layer["per_layer_projection"])
+        x = x + normed("post_per_layer_input_norm", branch)
+    return x * layer["layer_scalar"][None, None, :] if spec.has_scalar else x
 
 
 def self_attention(
@@ -112,8 +123,11 @@ def self_attention(
 
 def rotated_heads(
     spec: LayerSpec, layer: LayerWeights, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`."""
+) -> tuple[jax.Array, OwnHeads, OwnHeads]:
+    """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`.
+
+    Key and value are None where the layer has those of another.
+    """
     batch_size, length = h.shape[:2]
     num_query = spec.num_attention_heads
     num_kv = spec.num_key_value_heads
@@ -121,14 +135,22 @@ def rotated_heads(
     heads = matmul(h, layer["qkv_proj"])
     if spec.qkv_bias:
         heads = heads + layer["qkv_bias"][None, None, :]
-    # -> [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads
-    heads = heads.reshape(batch_size, length, num_query + 2 * num_kv, spec.head_dim)
-    query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
+    # -> [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads, as far as there are
+    heads = heads.reshape(batch_size, length, -1, spec.head_dim)
+    query = heads[:, :, :num_query]
     if spec.qk_norm:
         # over D, before the rotation
         query = rms_norm(query, layer["q_norm"], spec.norm)
+    query = rotate(query, cos_sin)
+    if spec.keys_of is not None:
+        return query, None, None
+    key = heads[:, :, num_query : num_query + num_kv]
+    value = heads[:, :, -num_kv:]  # the keys, if these are all
+    if spec.v_norm:
+        value = rms_norm(value, None, spec.norm)
+    if spec.qk_norm:
         key = rms_norm(key, layer["k_norm"], spec.norm)
-    return rotate(query, cos_sin), rotate(key, cos_sin), value
+    return query, rotate(key, cos_sin), value
 
 
 def rotations(
@@ -197,10 +219,15 @@ def embed_tokens(embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
     return embedding.at[token_ids].get(mode="clip")
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
-    """Returns weight * x / sqrt(mean(x^2) + eps), the mean over the last axis, in float32."""
+def rms_norm(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:
+    """Returns weight * x / sqrt(mean(x^2) + eps), the mean over the last axis, in float32.
+
+    Without a weight, it is 1.
+    """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm.rms_norm_eps)
+    if weight is None:
+        return y.astype(x.dtype)
     if not norm.in_float32:
         # It is rounded before it is scaled, as in `transformers`.
         y = y.astype(x.dtype)
@@ -229,8 +256,9 @@ def random_weights(
             # True is 1, False is 0
             arrays.append(jnp.full(shape, is_one and not name.endswith("bias"), dtype))
             continue
-        # An embedding is [V, H], every other matrix [in, out].
-        fan_in = shape[1] if name == "embed_tokens" else shape[0]
+        # An embedding is [V, H], the rows of groups of ids [M, V / M, H]; all others [in, out].
+        is_by_id = name.startswith("embed_tokens") or len(shape) > 2
+        fan_in = shape[-1] if is_by_id else shape[0]
         if name in ("o_proj", "down_proj"):
             fan_in *= 2 * len(layers)
         arrays.append((jax.random.normal(leaf_key, shape) * fan_in**-0.5).astype(dtype))

@@ -26,8 +26,10 @@ from jax_specdec._src.attention.cache import move_rows
 from jax_specdec._src.base.arrays import check_array, check_increasing, check_type, checked_dtype
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows, empty_cache
 from jax_specdec.lm.models.config import DecoderConfig, Shapes, param_shapes
+from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     LayerAttend,
+    OwnHeads,
     Regularize,
     Weights,
     check_weights,
@@ -40,6 +42,9 @@ from jax_specdec.lm.models.layers import (
     unchanged,
 )
 from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
+
+Embed = Callable[[jax.Array, jax.Array], jax.Array]
+"""`embed(embedding, token_ids)`: rows ``[B, S, H]`` of an embedding ``[V, H]``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +188,7 @@ class Llama:
         groups: Sequence[Rows],
         cache: Cache,
         wants: Wants,
-        embed: Callable[[jax.Array, jax.Array], jax.Array],
+        embed: Embed,
         regularize: Regularize = unchanged,
     ) -> tuple[list[Output], Cache]:
         """Runs `apply` with another way to read embeddings, or to end a branch.
@@ -193,7 +198,7 @@ class Llama:
           groups: as for `apply`.
           cache: as for `apply`.
           wants: as for `apply`.
-          embed: `embed(embed_tokens, token_ids)` gives rows ``[B, S, H]`` of the embedding.
+          embed: how rows of embeddings are read.
           regularize: as for `run`.
         """
         specs = self.config.layers
@@ -209,12 +214,23 @@ class Llama:
         embedded = embed(params["embed_tokens"], step.token_ids)
         new_cache = list(cache)
 
-        def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            read, new_cache[layer] = step.attend(specs[layer], query, key, value, cache[layer])
+        def attend(layer: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+            spec = specs[layer]
+            # A layer without keys of its own reads those that an earlier one has just written.
+            owner = layer if spec.keys_of is None else spec.keys_of
+            read, new_cache[owner] = step.attend(spec, query, key, value, new_cache[owner])
             return read
 
         # Rotary angles follow positions in the sequence; `attend` goes by places in the cache.
-        x, features = self._layers(params, embedded, step.positions, attend, regularize, layers)
+        x, features = self._layers(
+            params,
+            embedded,
+            step.positions,
+            attend,
+            regularize,
+            layers,
+            self._layer_inputs(params, step.token_ids, embedded, embed),
+        )
         # [1, M, H] -> [G, S, H] of each group; one group is that already. Group by group, because
         # a compiler then leaves out the logits that nobody reads, as of prompts.
         logits = [self._logits(params, own) for own in step.split(x)]
@@ -244,8 +260,39 @@ class Llama:
         Returns:
           Logits ``[B, S, V]`` and features ``[B, S, A H]``, or None, in the compute dtype.
         """
-        x, features = self._layers(params, embedded, positions, attend, regularize, feature_layers)
+        x, features = self._layers(
+            params, embedded, positions, attend, regularize, feature_layers, None
+        )
         return self._logits(params, x), features
+
+    def _scaled(self, embedded: jax.Array) -> jax.Array:
+        """Returns the residual stream ``[B, S, H]`` before the first layer."""
+        c = self.config
+        if not c.scales_embedding:
+            return embedded
+        return embedded * jnp.asarray(c.hidden_size**0.5, embedded.dtype)
+
+    def _layer_inputs(
+        self, params: Weights, token_ids: jax.Array, embedded: jax.Array, embed: Embed
+    ) -> jax.Array | None:
+        """Returns what each layer gets of each token, ``[B, S, L, P]``; None if there is nothing.
+
+        It is (norm(W x / sqrt(H)) + sqrt(P) e) / sqrt(2) of the scaled embedding x and the token's
+        row e of a second embedding.
+        """
+        c = self.config
+        size = c.per_layer_input
+        if size is None:
+            return None
+        shape = (*token_ids.shape, len(c.layers), size)
+        # [B, S, H] -> [B, S, L P] -> [B, S, L, P]
+        context = matmul(self._scaled(embedded), params["per_layer_model_projection"])
+        context = (context * c.hidden_size**-0.5).reshape(shape)
+        context = rms_norm(context, params["per_layer_projection_norm"], c.norm)
+        # [B, S] -> [B, S, L P] -> [B, S, L, P]
+        own = embed(params["embed_tokens_per_layer"], token_ids).reshape(shape)
+        own = own * jnp.asarray(size**0.5, own.dtype)
+        return (context + own) * 2**-0.5
 
     def _layers(
         self,
@@ -255,17 +302,17 @@ class Llama:
         attend: LayerAttend,
         regularize: Regularize,
         feature_layers: tuple[int, ...],
+        layer_inputs: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the stream ``[B, S, H]`` that leaves the last layer, and features; see `run`."""
         c = self.config
-        if c.scales_embedding:
-            embedded = embedded * jnp.asarray(c.hidden_size**0.5, embedded.dtype)
         cos_sin = rotations(c.layers, positions)
         # L + 1 times [B, S, H]: what enters each layer, and what leaves the last one
-        streams = [embedded]
+        streams = [self._scaled(embedded)]
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
             one = functools.partial(attend, index)
-            x = decoder_layer(spec, layer, streams[-1], cos_sin[index], one, regularize)
+            own = None if layer_inputs is None else layer_inputs[:, :, index]
+            x = decoder_layer(spec, layer, streams[-1], cos_sin[index], one, regularize, own)
             # Without it, XLA joins the end of a layer with what follows, features or not, and
             # rounds one and the other differently.
             streams.append(jax.lax.optimization_barrier(x))

@@ -273,7 +273,7 @@ class TensorParallelLlama:
             return self._heads(self._spec(path), x, device)
         if name == "o_proj":
             return self._head_rows(self._spec(path), x, device)
-        if name in ("embed_tokens", "down_proj"):
+        if name in ("embed_tokens", "embed_tokens_per_layer", "down_proj"):
             return _slice(x, device, n)  # [V, H] by ids, [I, H] by feed-forward columns
         if name == "lm_head":
             return _slice(x.T, device, n).T  # [H, V] by ids
