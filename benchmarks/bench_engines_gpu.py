@@ -88,18 +88,26 @@ Rows = Iterator[dict[str, Any]]
 
 
 class Ours(engine_load.Engine):
-    """`EngineDriver`, two steps ahead; an engine of `slots` slots, or of as many as can run."""
+    """`EngineDriver`, two steps ahead, of an engine of so many slots."""
 
-    def __init__(self, way: str, shapes: Shapes, slots: int | None) -> None:
-        self._sizes, self._slots = shapes.sizes, slots
+    def __init__(self, way: str, shapes: Shapes, slots: int) -> None:
         self._model = lm.models.Llama(shapes.target, "bfloat16")
         self._params = llamas.random_params(self._model, 0)
         lm_head = self._params["lm_head"]  # [H, V]
         self._params["lm_head"] = lm_head.at[:, : engine_load.ALPHABET].multiply(SHARPNESS)
         self._draft_params: Any = None
-        self._config = PLAIN if way == "plain" else sd.SpecDecodeConfig(**SYNTHETIC)
-        self._drafter = self._make_drafter(way, shapes)
-        self._driver: lm.EngineDriver | None = None
+        drafter = self._make_drafter(way, shapes)
+        engine = lm.Engine(
+            self._model,
+            drafter,
+            PLAIN if way == "plain" else sd.SpecDecodeConfig(**SYNTHETIC),
+            num_slots=slots,
+            max_length=shapes.sizes.max_length,
+            prefill_sizes=(shapes.sizes.prompt,),
+        )
+        weights = self._params, self._draft_params
+        # Prompts are read as they come, as vLLM does, and not one before each step.
+        self._driver = lm.EngineDriver(engine, *weights, max_steps_ahead=2, max_prefills=None)
         self._numbers: dict[int, int] = {}
 
     def _make_drafter(self, way: str, shapes: Shapes) -> lm.Drafter:
@@ -116,21 +124,6 @@ class Ours(engine_load.Engine):
         self._draft_params = jax.jit(head.init_params)(jax.random.key(2), self._params)
         self._draft_params["embed_tokens"] = self._params["embed_tokens"]  # one array, as loaded
         return lm.Eagle3Drafter(head)
-
-    def resize(self, batch: int) -> None:
-        self._driver = None  # there may be no room for two states
-        jax.clear_caches()
-        engine = lm.Engine(
-            self._model,
-            self._drafter,
-            self._config,
-            num_slots=self._slots or batch,
-            max_length=self._sizes.max_length,
-            prefill_sizes=(self._sizes.prompt,),
-        )
-        weights = self._params, self._draft_params
-        # Prompts are read as they come, as vLLM does, and not one before each step.
-        self._driver = lm.EngineDriver(engine, *weights, max_steps_ahead=2, max_prefills=None)
 
     def submit(self, number: int, request: engine_load.Request) -> None:
         request_id = self._driver.submit(
@@ -195,7 +188,7 @@ def make_vllm(way: str, shapes: Shapes, options: argparse.Namespace) -> engine_l
     method = {"draft": "draft_model", "ngram": "ngram_gpu"}.get(way, way)
     engine = vllm_engine.VllmEngine(
         vllm_engine.model_folder(folder / "target", published(shapes.target)),
-        batch=max(options.batches),
+        batch=options.slots,
         max_length=shapes.sizes.max_length,
         temperature=TEMPERATURE,
         speculative=None if way == "plain" else {**SYNTHETIC, "method": method, **drafter},
@@ -240,11 +233,11 @@ def make_engine(name: str, way: str, options: argparse.Namespace) -> engine_load
 
 
 def batch_rows(
-    engine: engine_load.Engine, requests: list[engine_load.Request], batch: int, repeats: int
+    engine: engine_load.Engine, requests: list[engine_load.Request], repeats: int
 ) -> Rows:
     """Yields a row of requests that come at once."""
     begin = time.perf_counter()
-    engine.resize(batch)
+    engine.prepare()
     engine.serve(requests)  # compiles, and is not counted
     ready = time.perf_counter() - begin
     logs = [engine.serve(requests) for _ in range(repeats)]
@@ -283,15 +276,15 @@ def measure_part(
         cell = f"{name}, {way}, B = {batch}"
         if batch > engine.most_requests or clock.is_late(cell):
             continue
-        slots = options.slots if name == "ours" and options.slots else batch
         requests = sizes.requests(batch, seed=batch)
-        parts = [batch_rows(engine, requests, batch, options.repeats)]
-        if batch in options.arrivals and slots == batch and engine.has_arrivals:
+        parts = [batch_rows(engine, requests, options.repeats)]
+        if batch == options.slots and engine.has_arrivals and not options.no_arrivals:
             requests = sizes.requests((WAITING + 1) * batch, seed=batch + 1)
             parts.append(arrival_rows(engine, requests, batch, sizes.mean))
         try:
             for row in itertools.chain.from_iterable(parts):
-                send.send({"engine": name, "way": way, "batch": batch, "slots": slots, **row})
+                about = {"engine": name, "way": way, "batch": batch, "slots": options.slots}
+                send.send({**about, **row})
                 clock.say(f"{cell}: {in_words(row)}")
         except Exception:  # one must not cost the others
             clock.say(f"{cell}: FAILED\n{traceback.format_exc(limit=-4)}")
@@ -337,11 +330,11 @@ def run_part(
 
 
 def by_cell(rows: list[dict[str, Any]], kind: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Returns the rows of a kind, by way and batch, then by engine."""
+    """Returns the rows of a kind, by way and batch, then by engine; of the most slots."""
     found: dict[tuple[str, int], dict[str, Any]] = collections.defaultdict(dict)
     order = sorted(
-        (row for row in rows if row["kind"] == kind and row["slots"] == row["batch"]),
-        key=lambda row: (list(plots.WHOLE).index(row["way"]), row["batch"]),
+        (row for row in rows if row["kind"] == kind),
+        key=lambda row: (list(plots.WHOLE).index(row["way"]), row["batch"], row["slots"]),
     )
     for row in order:
         found[row["way"], row["batch"]][row["engine"]] = row
@@ -442,8 +435,8 @@ def main(command_line: list[str] | None = None) -> int:
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     add("--ways", nargs="+", choices=WAYS, default=WAYS)
     add("--batches", type=int, nargs="+", default=[32, 8, 1, 64])
-    add("--arrivals", type=int, nargs="*", default=[32], help="batches that are measured so, too")
-    add("--slots", type=int, help="of our engine; as many as requests can run by default")
+    add("--slots", type=int, help="the most requests of an engine; the largest batch by default")
+    add("--no-arrivals", action="store_true", help="which come for as many requests as slots")
     add("--vllm", type=pathlib.Path, metavar="DIR", help="has vLLM; see docs/engines.md")
     add("--show", action="store_true", help="print what the file of results has, in Markdown")
     options = parser.parse_args(command_line)
@@ -456,6 +449,7 @@ def main(command_line: list[str] | None = None) -> int:
     clock = measure.begin(options)
     if clock is None:
         return 0
+    options.slots = options.slots or max(options.batches)
     options.deadline = time.perf_counter() + options.seconds
     # What XLA has found out about a product in one process, others need not.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp())

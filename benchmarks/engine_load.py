@@ -64,9 +64,8 @@ class Engine(abc.ABC):
     has_arrivals = True
     most_requests: float = math.inf
 
-    @abc.abstractmethod
-    def resize(self, batch: int) -> None:
-        """From now on, while nobody runs, serves at most so many requests at a time."""
+    def prepare(self) -> None:  # noqa: B027
+        """Is called before requests are served that are more or fewer than those before."""
 
     @abc.abstractmethod
     def submit(self, number: int, request: Request) -> None:

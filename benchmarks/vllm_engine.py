@@ -152,6 +152,7 @@ class VllmEngine(engine_load.Engine):
         )
 
     def resize(self, batch: int) -> None:
+        """From now on, while nobody runs, serves at most so many requests at a time."""
         # vLLM's own scheduler decides who waits; if it is in another process, the number stays.
         client = self.llm.llm_engine.engine_core
         if hasattr(client, "engine_core"):

@@ -77,9 +77,6 @@ class Scripted(engine_load.Engine):
     def __init__(self):
         self.left, self.submitted = {}, []
 
-    def resize(self, batch):
-        raise NotImplementedError
-
     def submit(self, number, request):
         self.submitted.append(number)
         self.left[number] = request.budget
@@ -132,7 +129,7 @@ def test_the_table_divides_ours_by_vllms():
         batch_row("ours", "plain", 8, 150.0, 45.0),
         batch_row("ours", "eagle3", 8, 1500.0, 1200.0),
         batch_row("transformers", "draft", 1, 5.0, 5.0, step_ms=100.0),
-        {**batch_row("ours", "plain", 8, 7.0, 7.0), "slots": 32},  # another engine
+        {**batch_row("ours", "plain", 8, 7.0, 7.0), "slots": 4},  # of a smaller engine
         {"kind": "arrivals", "engine": "ours", "way": "plain", "batch": 8, "slots": 8},
     ]
     table = bench.cells(rows)
