@@ -794,7 +794,7 @@ def _(right, cache, slots, num_kv):
 @fault(
     "what some slots draft from is stored as what others do",
     "_src.drafts.store:DraftStore.put",
-    "serving/test_drafters.py",
+    "drafting/test_store.py",
 )
 def _(right, self, some, slots):
     return right(self, some, slots[::-1])

@@ -147,6 +147,7 @@ def test_what_is_no_drafter_is_refused_by_name(make, message):
         (dict(may_abstain=1), TypeError, "may_abstain must be a bool"),
         (dict(has_history=None), TypeError, "has_history must be a bool"),
         (dict(chunks="yes"), TypeError, "chunks must be a bool"),
+        (dict(slots=1), TypeError, "slots must be a bool"),
     ],
 )
 def test_what_no_drafter_can_declare_is_refused(declared, error, message):
