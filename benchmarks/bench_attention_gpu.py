@@ -77,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--paged", action="store_true", help="compare kernels of others over pages")
     parser.add_argument("--flashinfer", type=pathlib.Path, help="folder of its modules")
     options = parser.parse_args(arguments)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 1
-    clock = measure.Clock(options.seconds)
     bandwidth = 3e12 if options.tiny else measure.copy_bandwidth()
     name, identity, parts = "attention_gpu", "", (_passes, _layers)
     if options.layouts:

@@ -426,10 +426,10 @@ def main(command_line: list[str] | None = None) -> int:
         return 0
     # The engines need the memory, and this process has none of them.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
     options.deadline = time.perf_counter() + options.seconds
-    clock = measure.Clock(options.seconds)
     about = versions(options)
     absent = [name for name in options.engines if name != "ours" and about[name] is None]
     if absent:

@@ -8,7 +8,7 @@ the agreement rule at temperature 0.8, with a draft model, n-grams and an EAGLE-
 compared with that of `generate_plain` in the same process: the ids, and the bits of their
 log-probabilities. Then an exact engine of 8 slots serves the pieces in a random order, preempting
 requests now and then; its texts are compared with those that it makes without drafts, in order.
-Cells run side by side, each in a process of its own.
+Cells run one after another, each in a process of its own.
 
 With `--large`, so many greedy tokens and so many sampled ones under the agreement rule of a model
 of the shape of Llama 3 8B with 16 layers and random weights, bfloat16, from one exact engine of 128

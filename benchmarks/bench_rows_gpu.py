@@ -106,9 +106,9 @@ def calls(compiled: Any, *arguments: Any) -> Run:
 
 
 def measure_rows(
-    config: lm.models.DecoderConfig, batch: int, each: int, options: Any, bandwidth: float
-) -> dict[str, Any]:
-    """Returns milliseconds of the parts of a pass over `each` rows of each of `batch` requests."""
+    config: lm.models.DecoderConfig, bandwidth: float, options: Any, batch: int, each: int
+) -> list[dict[str, Any]]:
+    """Returns a row, milliseconds of a pass over `each` rows of each of `batch` requests."""
     rows = batch * each
     keys = jax.random.split(jax.random.key(0), 8)
     random = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
@@ -142,7 +142,7 @@ def measure_rows(
     ms = {name: measure.median(samples[name]) / each * 1e3 for name, (_, each) in ways.items()}
     ms["attention"] *= layers
     size = layers * sum(a * b for a, b in shapes(config))
-    return {
+    row = {
         "batch": batch,
         "each": each,
         "rows": rows,
@@ -151,6 +151,7 @@ def measure_rows(
         "arithmetic_ms": 2 * size * rows / PEAK * 1e3,
         "samples": samples,
     }
+    return [row]
 
 
 def main(command_line: list[str] | None = None) -> int:
@@ -159,27 +160,28 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--each", type=int, nargs="+", default=[5, 1], help="rows of each request")
     options = parser.parse_args(command_line)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
-    clock = measure.Clock(options.seconds)
     config = llamas.TINY if options.tiny else llamas.LLAMA_3_8B
     bandwidth = 3e12 if options.tiny else measure.copy_bandwidth()
     results = measure.Results(
         "rows_of_passes_gpu", ("batch", "each"), options.output, copy_bytes_per_second=bandwidth
     )
-    for each, batch in itertools.product(options.each, options.batches):
-        if clock.is_late(f"{batch} x {each} rows"):
-            continue
-        results.add([measure_rows(config, batch, each, options, bandwidth)])
-        clock.say(f"{batch} x {each} rows: measured")
-    cells = [
+    measured = functools.partial(measure_rows, config, bandwidth, options)
+    cells = {
+        f"{batch} x {each} rows": (batch, each)
+        for each, batch in itertools.product(options.each, options.batches)
+    }
+    status = measure.measure_cells(results, clock, measured, cells)
+    shown = [
         {"B": row["batch"], "rows": row["rows"]}
         | {name: f"{ms:.2f}" for name, ms in row["ms"].items()}
         | {"bytes": f"{row['bytes_ms']:.2f}", "arithmetic": f"{row['arithmetic_ms']:.2f}"}
         for row in sorted(results.rows, key=lambda row: row["rows"])
     ]
-    measure.show("ms of the parts of a pass, by its rows", cells)
-    return 0
+    measure.show("ms of the parts of a pass, by its rows", shown)
+    return status
 
 
 if __name__ == "__main__":

@@ -143,6 +143,27 @@ def test_the_tables_of_a_real_model_are_those_of_its_results() -> None:
     assert len(rows) > 80 and [row for row in rows if row not in shown] == []
 
 
+def test_a_cell_that_fails_or_comes_too_late_costs_no_other(tmp_path, capsys):
+    results = measure.Results("cells", folder=tmp_path)
+    clock = measure.Clock()
+
+    def measured(size, also):
+        if size == 2:
+            raise ValueError("two")
+        if size == 3:
+            clock._seconds = 0.0  # nothing is begun from now on
+        return [{"size": size, "also": also}]
+
+    cells = {f"B = {size}": (size, "x") for size in (1, 2, 3, 4)}
+    assert measure.measure_cells(results, clock, measured, cells) == 1
+    rows = json.loads((tmp_path / "cells.json").read_text())["rows"]
+    assert [(row["size"], row["also"]) for row in rows] == [(1, "x"), (3, "x")]
+    said = capsys.readouterr().out
+    assert "B = 1: measured" in said and "left out: B = 4" in said
+    assert "B = 2: FAILED" in said and "ValueError: two" in said
+    assert measure.measure_cells(results, measure.Clock(), measured, {"B = 1": (1, "y")}) == 0
+
+
 def pair_row(rng: np.random.Generator, way: str, **fields: Any) -> dict[str, Any]:
     """A row of `bench_pair.py`: each prompt once, made up numbers."""
     passes = rng.integers(10, 60, size=40)

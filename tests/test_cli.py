@@ -145,6 +145,17 @@ def test_tokens_without_drafts_are_plain_and_no_bonus(capsys: pytest.CaptureFixt
     assert found["tokens_per_target_pass"] == found["num_tokens"] / (found["num_verifications"])
 
 
+def test_a_file_is_what_the_text_is_expected_to_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "expected").write_text(TINY_TEXT)
+    main(["generate", TINY_PROMPT, *TINY, "--json", "--prediction", str(tmp_path / "expected")])
+    found = json.loads(capsys.readouterr().out)
+    assert found["requests"][0]["text"] == TINY_TEXT
+    # Without it nothing is drafted: 24. The model did not write the tokens that its text has.
+    assert found["num_target_passes"] <= 16 and found["num_accepted_tokens"] >= 8
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_text_that_drafts_made_late_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_slow: bool
@@ -447,6 +458,10 @@ def test_a_pipe_is_read_where_no_prompt_is_given(stdin: io.BytesIO) -> None:
         (["--prompt-file", "."], b"", ". cannot be read: Is a directory"),
         (["--prompt-file", "/dev/null"], b"", "must not be empty, but /dev/null holds nothing"),
         (["--prompt-file", "/dev/zero"], b"", "/dev/zero must hold at most 16777216 bytes, but"),
+        (["x", "--draft=ngram", "--prediction=no"], b"", "no cannot be read: No such file"),
+        (["x", "--draft=ngram", "--prediction=-"], b"\n", "the prediction must not be empty, but"),
+        (["-", "--prediction=-"], b"a", "standard input (-) can be read once, but is asked for tw"),
+        (["x", "--prediction=-"], b"a", "--draft must look in texts for --prediction, as ngram, s"),
         (["--prompt-file", "a\0b"], b"", "cannot be read: embedded null byte"),
     ],
     ids=str,

@@ -76,5 +76,5 @@ def test_a_server_chooses_how_many_drafts_of_its_trees_pay() -> None:
     options = parse(["serve", "--draft=eagle3", "--tree=12", "-k=4", *sizes], "1")
     engine = make_driver(options, load_served(options)).engine
     assert engine.draft_budget == (0, 4, 5, 11)
-    assert engine.decoder.tree_depth == 4
+    assert engine.tree_depth == 4
     assert engine.config.num_speculative_tokens == 11

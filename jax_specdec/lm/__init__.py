@@ -9,7 +9,6 @@ import jax_specdec
 from jax_specdec._src.base.config import did_you_mean
 from jax_specdec.lm import formats, models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
-from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
 from jax_specdec.lm.decoding.driver import EngineDriver
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
@@ -22,6 +21,7 @@ from jax_specdec.lm.decoding.generate import (
 from jax_specdec.lm.decoding.metrics import Histogram, ServingStats
 from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.decoding.stopwatch import measure_steps
 from jax_specdec.lm.decoding.text import generate_text

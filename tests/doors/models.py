@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import shutil
 from pathlib import Path
@@ -19,7 +18,7 @@ from upper_floor import loading
 from jax_specdec import lm
 
 TEMPLATES = Path(__file__).parents[1] / "text/chat_templates"
-CHAT = {"llama": "llama3.1", "qwen2": "qwen2.5", "qwen3": "qwen3"}
+CHAT = {"llama": "llama3.1", "qwen2": "qwen2.5", "qwen3": "qwen3", "gemma3": "gemma3"}
 """By model, the template of the published models of its kind."""
 NUM_SURE = 12
 """Tokens that are compared, at most."""
@@ -60,7 +59,14 @@ def write_draft(drafter: str, target: Path, dtype: str, directory: Path) -> str:
         return str(directory)
     loaded = lm.load_huggingface(target)
     config = loaded.model.config
-    plain = dataclasses.replace(config.layers[0], qkv_bias=False, rotation=lm.models.Rotation())
+    first = config.layers[0]
+    plain = lm.models.LayerSpec(
+        num_attention_heads=first.num_attention_heads,
+        num_key_value_heads=first.num_key_value_heads,
+        head_dim=first.head_dim,
+        intermediate_size=first.intermediate_size,
+        qk_norm=first.qk_norm,
+    )
     how: dict[str, Any] = dict(layers=(plain,), feature_layers=(0, 1, 2))
     if drafter == "eagle3":
         own: Any = lm.models.Eagle3Config.of_target(config, **how)

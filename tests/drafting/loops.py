@@ -126,7 +126,7 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
         if drafted.store.has_own_ids:
             columns = np.asarray(drafted.store.ids).reshape(rows.shape)
         lengths, token_ids = np.asarray(state.batch.lengths), np.asarray(state.batch.token_ids)
-        proposed = np.asarray(drafted.draft_token_ids)
+        proposed = np.asarray(drafted.proposal.token_ids)
         told = np.full((SLOTS, K), -1, np.int32)
         for slot, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
             assert token_ids[slot, :length].tolist() == text[:length]
@@ -149,7 +149,8 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
             right = text[length:][: max(count, 0)]
             wrong = (text + [0])[length + len(right)] + 1
             told[slot] = [*right, wrong % VOCAB, *[0] * K][:K] if count >= 0 else -1
-        drafted = dataclasses.replace(drafted, draft_token_ids=jnp.asarray(told))
+        proposal = dataclasses.replace(drafted.proposal, token_ids=jnp.asarray(told))
+        drafted = dataclasses.replace(drafted, proposal=proposal)
         state, record = loop.verify(drafted)
         record = jax.device_get(record)
         accepted = np.where(record.num_kept > 0, record.num_accepted, -1)
@@ -166,22 +167,19 @@ def check_between_chunks(loop: Loop) -> None:
         for between in (False, True)
     ]
     alone, beside = (np.asarray(state.store.logits)[3::SLOTS] for state in states)
-    assert (np.asarray(states[0].draft_token_ids)[3] >= 0).all()
+    assert (np.asarray(states[0].proposal.token_ids)[3] >= 0).all()
     np.testing.assert_array_equal(beside, alone)
 
 
 def check_next_request(loop: Loop) -> None:
     """Nothing reaches the next request of a slot, not even NaN."""
     state = loop.read(loop.start(), 0, [7, 2, 3])
-    features, draft_cache = jax.tree.map(
-        lambda x: jnp.asarray(np.full(x.shape, np.nan, x.dtype)) if x.dtype == jnp.float32 else x,
-        (state.features, state.draft_cache),
+    features = state.features._replace(values=jnp.full_like(state.features.values, jnp.nan))
+    # What a request with NaN leaves in caches: their values are finite, their keys are not.
+    draft_cache, target_cache = (
+        [(jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9)) for keys, values in cache]
+        for cache in (state.draft_cache, state.target_cache)
     )
-    # What a request with NaN leaves in the target's: its values are finite, its keys are not.
-    target_cache = [
-        (jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9))
-        for keys, values in state.target_cache
-    ]
     spoiled = dataclasses.replace(
         state, features=features, draft_cache=draft_cache, target_cache=target_cache
     )

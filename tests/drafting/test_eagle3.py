@@ -100,7 +100,7 @@ def test_without_features_a_step_is_that_of_a_plain_model(drafter) -> None:
     def program(model: lm.models.CausalModel) -> str:
         engine = dataclasses.replace(ENGINE, model=model, drafter=drafter)
         state = jax.eval_shape(functools.partial(engine.init_state, PARAMS))
-        assert state.features is None and state.num_features is None
+        assert state.features is None
         return str(jax.make_jaxpr(functools.partial(engine.step, PARAMS, PARAMS))(state))
 
     assert program(TARGET) == program(Pair(TARGET))

@@ -14,15 +14,20 @@ from passes import run as run_pass
 
 from jax_specdec import lm
 
-from .weights import random_ids, random_weights, sizes, with_fields
+from .weights import mixed, random_ids, random_weights, sizes, with_fields
 
 CONFIG = sizes(64, 24, 40, 1, (8, 8, 8))
+SIX = sizes(64, 24, 40, 3, (6, 6, 8))
 B, T, S = 2, 16, 7
 
 # Sizes, devices, and how many groups the heads are split into.
 CASES = {
     "everything divides": (dict(layers=CONFIG.layers * 2), 8, 8),
     "fewer key heads than devices": (dict(num_key_value_heads=2, tie_word_embeddings=True), 4, 4),
+    "layers that differ": (
+        dict(norms="around", scales_embedding=True, logit_softcap=3.0, layers=mixed(SIX).layers),
+        *(3, 3),
+    ),
     "int8": (dict(num_key_value_heads=2, tie_word_embeddings=True), 8, 8),
 }
 
@@ -50,8 +55,11 @@ def two_calls(model: lm.models.CausalModel, params: Any) -> list[np.ndarray]:
     return [np.asarray(first), np.asarray(features), np.asarray(second)[:, :-1]]
 
 
+LONG = ("everything divides", "fewer key heads than devices")
+
+
 @pytest.mark.parametrize(
-    "case", [x if x == "int8" else pytest.param(x, marks=pytest.mark.long) for x in CASES]
+    "case", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in CASES]
 )
 def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
     changes, n, groups = CASES[case]
@@ -60,7 +68,7 @@ def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
     if case == "int8":
         params = lm.models.quantize(params)
     parallel = lm.models.TensorParallelLlama(model, mesh_of(n), "tensor")
-    assert parallel.num_head_groups(model.config.layers[0]) == groups
+    assert {parallel.num_head_groups(spec) for spec in model.config.layers} == {groups}
     assert parallel.vocab_size == -(-model.vocab_size // n) * n
     found = two_calls(parallel, parallel.shard_params(params))
     wanted = two_calls(model, params)

@@ -36,7 +36,8 @@ def with_fields(config: Any, **fields: Any) -> Any:
             fields[field] = kind(**{name: fields.pop(name)})
     names = {field.name for field in dataclasses.fields(LayerSpec)}
     of_layers = {name: fields.pop(name) for name in names & fields.keys()}
-    layers = [dataclasses.replace(spec, **of_layers) for spec in config.layers]
+    given = fields.pop("layers", config.layers)
+    layers = [dataclasses.replace(spec, **of_layers) for spec in given]
     if "windows" in fields:
         windows = fields.pop("windows")
         layers = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -181,40 +182,88 @@ EAGLE3, BLOCK = test_eagle3.ENGINE, block_heads.ENGINE
 AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
 
 
+DRAFTERS: dict[str, tuple[lm.Drafter, Callable[[], Any]]] = {
+    "n-grams": (lm.NGramDrafter(), lambda: None),
+    "history": (SUFFIX, SUFFIX.init_params),
+    "model": (MODEL, lambda: engines.weights_of(engines.LLAMA)[1]),
+    "listed": (LISTED, lambda: engines.weights_of(engines.LLAMA)[1]),
+    "pieces": (
+        PIECES,
+        lambda: lm.RetokenizedParams(
+            engines.weights_of(engines.LLAMA)[1], jnp.arange(6, dtype=jnp.int32)[:, None]
+        ),
+    ),
+    "EAGLE-3": (EAGLE3.drafter, lambda: test_eagle3.weights_of(EAGLE3)[1]),
+    "block": (BLOCK.drafter, lambda: block_heads.weights_of(BLOCK)[1]),
+    "lookup and head": (
+        lm.FirstOf(SUFFIX, EAGLE3.drafter),
+        lambda: pair(test_eagle3.weights_of(EAGLE3)[1]),
+    ),
+    "lookup and model": (
+        lm.FirstOf(SUFFIX, MODEL),
+        lambda: pair(engines.weights_of(engines.LLAMA)[1]),
+    ),
+    "tree": (
+        dataclasses.replace(EAGLE3.drafter, tree_depth=2),
+        lambda: test_eagle3.weights_of(EAGLE3)[1],
+    ),
+}
+
+
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    ("drafter", "params_of"),
-    [
-        (lm.NGramDrafter(), lambda: None),
-        (SUFFIX, SUFFIX.init_params),
-        (MODEL, lambda: engines.weights_of(engines.LLAMA)[1]),
-        (LISTED, lambda: engines.weights_of(engines.LLAMA)[1]),
-        (
-            PIECES,
-            lambda: lm.RetokenizedParams(
-                engines.weights_of(engines.LLAMA)[1], jnp.arange(6, dtype=jnp.int32)[:, None]
-            ),
-        ),
-        (EAGLE3.drafter, lambda: test_eagle3.weights_of(EAGLE3)[1]),
-        (BLOCK.drafter, lambda: block_heads.weights_of(BLOCK)[1]),
-        (lm.FirstOf(SUFFIX, EAGLE3.drafter), lambda: pair(test_eagle3.weights_of(EAGLE3)[1])),
-        (lm.FirstOf(SUFFIX, MODEL), lambda: pair(engines.weights_of(engines.LLAMA)[1])),
-        (
-            dataclasses.replace(EAGLE3.drafter, tree_depth=2),
-            lambda: test_eagle3.weights_of(EAGLE3)[1],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("drafter", "params_of"), DRAFTERS.values(), ids=DRAFTERS)
 def test_a_new_state_can_be_donated_whole_and_leaves_the_weights(drafter, params_of):
     """No two of its arrays are one buffer, and none is one of the weights."""
-    is_tree = drafter.serves.tree_depth > 0
-    config = AGREEMENT if is_tree or drafter == SUFFIX else engines.CONFIG
-    engine = dataclasses.replace(engines.LLAMA, drafter=drafter, config=config, draft_budget=(0, 2))
+    engine = engine_of(drafter, draft_budget=(0, 2))
     weights = params_of(), engines.weights_of(engines.LLAMA)[0]
     state = engine.init_state(*weights)
     jax.block_until_ready(jax.jit(lambda x: x, donate_argnums=0)(state))
     assert all(x.is_deleted() for x in jax.tree.leaves(state))
     assert not any(x.is_deleted() for x in jax.tree.leaves(weights))
+
+
+# Steps of some slots
+
+
+def engine_of(drafter: lm.Drafter, **fields: Any) -> lm.Engine:
+    needs_agreement = drafter.serves.tree_depth or drafter.serves.has_history
+    config = AGREEMENT if needs_agreement else engines.CONFIG
+    return dataclasses.replace(engines.LLAMA, drafter=drafter, config=config, **fields)
+
+
+FEW = ("model", "EAGLE-3", "lookup and head")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "name", [x if x in FEW else pytest.param(x, marks=pytest.mark.long) for x in DRAFTERS]
+)
+def test_steps_of_some_slots_are_together_a_step_of_all(name):
+    """Records, sequences, features, caches and stores; two pairs of slots, in any order."""
+    drafter, params_of = DRAFTERS[name]
+    engine, params = engine_of(drafter), (engines.weights_of(engines.LLAMA)[0], params_of())
+    driver = engines.driver_of(engine, *params)
+    for slot in range(engines.SLOTS):
+        prompt, sampled = [1 + slot, 3, slot, 3, 1 + slot, 3], 0.9 * (slot % 2)
+        driver.submit(prompt[slot:], max_new_tokens=20, temperature=sampled)
+    for _ in range(3):
+        driver.step()
+    step = jax.jit(engine.step)
+    wanted, whole = step(*params, driver.state)
+    some, first = step(*params, driver.state, slots=jnp.array([2, 0]))
+    found, last = step(*params, some, slots=jnp.array([1, 3]))
+    assert (np.asarray(first.num_kept)[[1, 3]] == 0).all() and (first.token_ids[1] == -1).all()
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    for slot, record in ((0, first), (1, last), (2, first), (3, last)):
+        jax.tree.map(lambda x, y, slot=slot: compare(x[slot], y[slot]), record, whole)
+    keys = found.batch.keys, wanted.batch.keys
+    assert (jax.random.key_data(keys[0]) == jax.random.key_data(keys[1])).all()
+    found, wanted = (
+        jax.tree.leaves(dataclasses.replace(x, batch=dataclasses.replace(x.batch, keys=None)))
+        for x in (found, wanted)
+    )
+    for x, y in zip(found, wanted, strict=True):
+        compare(x, y)
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def fault_read_as_prompt(patch: pytest.MonkeyPatch) -> None:
 
     def submitted(self: lm.EngineDriver, *prompt: Any, **asked: Any) -> int:
         i = submit(self, *prompt, **asked)
-        self._waiting[i] = self._waiting[i]._replace(repeats_from=None)
+        self._waiting[i] = self._waiting[i]._replace(replay=None)
         return i
 
     patch.setattr(lm.EngineDriver, "submit", submitted)

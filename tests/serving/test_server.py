@@ -347,6 +347,23 @@ def test_a_request_limits_its_drafts(running: Running) -> None:
     assert len(texts) == 1
 
 
+def test_a_prediction_is_drafted_and_its_usage_counted(running: Running) -> None:
+    def predicting(content: str, **fields: Any) -> Any:
+        prediction = {"type": "content", "content": content}
+        return greedy(running, max_tokens=10, extra_body={"prediction": prediction}, **fields)
+
+    truth = greedy(running, max_tokens=10)
+    assert truth.usage.completion_tokens_details is None
+    right, wrong = (predicting(x) for x in (truth.choices[0].text, "no such text"))
+    assert right.choices[0].text == wrong.choices[0].text == truth.choices[0].text
+    details, other = (x.usage.completion_tokens_details for x in (right, wrong))
+    # The first token has no drafts, and of each later step, two of three are drafts.
+    assert details.accepted_prediction_tokens >= 6 > other.accepted_prediction_tokens
+    assert details.rejected_prediction_tokens <= 2
+    *_, end = predicting("x", stream=True, stream_options={"include_usage": True})
+    assert end.usage.completion_tokens_details is not None
+
+
 def test_a_missing_budget_is_what_fits(running: Running) -> None:
     answer = greedy(running, max_tokens=None)
     found = answer.usage.completion_tokens

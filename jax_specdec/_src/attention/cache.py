@@ -101,6 +101,8 @@ def of_slots(cache: LayerCache, slots: jax.Array, num_kv: int) -> LayerCache:
 
     Slices, one after another: a CPU gathers number by number.
     """
+    # Without the barrier XLA for CPUs lays the whole cache out as the product of one slot wants it.
+    cache = lax.optimization_barrier(cache)
     size = slots.shape[0]
 
     def copied(all_: jax.Array) -> jax.Array:

@@ -176,15 +176,17 @@ def rejection_sample(
         if not is_active[b]:
             status[b] = Status.INACTIVE
             continue
-        draft_ids = [int(x) for x in ids[start : start + count]]
-        parents = _parents(drafts, start, count)
         if (
             not (0 <= temperatures[b] < math.inf)
             or not (0 <= min_ps[b] <= 1 and top_ks[b] >= -1)
             or not (0 < top_ps[b] <= 1)
             or not (in_bounds and is_after)
-            or not _is_tree(parents, draft_ids)
         ):
+            status[b] = Status.BAD_INPUT
+            continue
+        draft_ids = [int(x) for x in ids[start : start + count]]
+        parents = _parents(drafts, start, count)
+        if not _is_tree(parents, draft_ids):
             status[b] = Status.BAD_INPUT
             continue
 

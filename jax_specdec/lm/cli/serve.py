@@ -50,7 +50,7 @@ def serve(options: Serve) -> None:
                     f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s"
                 )
 
-        driver.warm_up(on_progress, grammars=True)
+        driver.warm_up(on_progress, grammars=True, behind=True)
         default = "jax-specdec" if options.target is None else options.target.resolve().name
         # Answers are UTF-8, but what the system names a file or an argument need not be.
         name = (options.model_name or default).encode(errors="backslashreplace").decode()

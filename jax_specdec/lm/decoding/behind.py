@@ -1,4 +1,4 @@
-"""Programs that are compiled behind others: an engine goes on by wider ones until they are there.
+"""Programs that are compiled behind others: an engine goes on without them until they are there.
 
 On a CPU alone. On a GPU, XLA chooses products by timing them on the device: what is compiled while
 others run is chosen badly, and stays so.
@@ -6,8 +6,10 @@ others run is chosen badly, and stays so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -55,6 +57,8 @@ class Behind:
 
     def __init__(self) -> None:
         self._programs: dict[Hashable, Future[Compiled]] = {}
+        self._later: list[tuple[str, Callable[[], object]]] = []  # by what it is for
+        self._lock = threading.Lock()  # of `_later`
 
     @functools.cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -81,13 +85,51 @@ class Behind:
         found = self._programs[name]
         return found.result() if found.done() else None
 
+    def compile_later(self, calls: Iterable[tuple[str, Callable[[], object]]]) -> None:
+        """Makes calls that compile, one after another, each after all that `get` has asked for.
+
+        Args:
+          calls: each after the kind of requests that it is for.
+        """
+        self._later = [*calls]
+        self._thread.submit(self._compile_next, self._thread)
+
+    def _compile_next(self, thread: ThreadPoolExecutor) -> None:
+        """Makes the first of the calls, and lets the next come after what was asked for by then."""
+        with self._lock:
+            found = self._later[:1]
+        for _, call in found:
+            # Whoever needs what cannot be compiled calls it, and gets the error.
+            with contextlib.suppress(Exception):
+                call()
+        with self._lock:
+            self._later = [one for one in self._later if one not in found]
+            if self._later:
+                thread.submit(self._compile_next, thread)
+
+    @property
+    def lacking(self) -> set[str]:
+        """The kinds of which something is still to be compiled."""
+        with self._lock:
+            return {kind for kind, _ in self._later}
+
+    def put_first(self, kinds: Collection[str]) -> None:
+        """Lets what is for some kinds be compiled before what is for others."""
+        with self._lock:
+            # The first of all is being compiled.
+            self._later[1:] = sorted(self._later[1:], key=lambda one: one[0] not in kinds)
+
     def wait(self) -> None:
         """Waits for all that was asked for."""
         for program in self._programs.values():
             program.result()
+        while self._later:
+            self._thread.submit(int).result()
 
     def close(self) -> None:
         """Ends the thread, after what it compiles now; another call of `get` starts another."""
+        with self._lock:
+            self._later = []
         self._programs = {name: one for name, one in self._programs.items() if one.done()}
         self._thread.shutdown(cancel_futures=True)
         del self._thread

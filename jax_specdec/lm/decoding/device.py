@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
@@ -15,10 +16,11 @@ from jax_specdec._src.logits.grammar import ForcedDrafts
 from jax_specdec.lm.decoding import programs
 from jax_specdec.lm.decoding.behind import Behind
 from jax_specdec.lm.decoding.bookkeeping import HostState, ServedRequest, StepAhead, StepResult
-from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
+from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.schedule import ChunkedPrefill, Masked, Prompts, Step
+from jax_specdec.lm.decoding.state import DecodeState, Drafted
 from jax_specdec.lm.decoding.weights import put_like
 
 Requests = Iterable[ServedRequest]
@@ -30,8 +32,12 @@ def _array_of(slots: tuple[int, ...]) -> jax.Array:
     return jax.device_put(np.array(slots, np.int32))
 
 
-def _of_rows(drafts: ForcedDrafts, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns drafts ``[R, K]``, which are forced, and masks ``[R*(K+1), ..]`` of R slots."""
+def _of_rows(
+    drafts: ForcedDrafts, rows: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns drafts ``[R, K]``, which are forced, and masks ``[R*(K+1), ..]``, of R slots."""
+    if rows is None:
+        return drafts.token_ids, drafts.is_forced, drafts.token_bitmask
     size, k = drafts.token_ids.shape
     # [S*(K+1), ..] -> [S, K+1, ..] -> [R*(K+1), ..]
     mask = drafts.token_bitmask.reshape(size, k + 1, -1)[rows]
@@ -65,6 +71,7 @@ class Device:
     def drop(self, host: HostState) -> None:
         """Drops all; a state of empty slots has the weights of `host`, and goes on counting."""
         self._state: DecodeState | None = None
+        self._drafted: Drafted | None = None  # between the halves of a masked step
         self._take(host)
         self.prefill: ChunkedPrefill | None = None
         self.ahead.clear()
@@ -144,29 +151,26 @@ class Device:
 
     def draft(self, step: Masked, num_drafts: int) -> np.ndarray:
         """Drafts for a step; returns the drafts, ``[S, num_drafts]``, and waits for them."""
+        num_slots = self._engine.num_slots
+        found = np.full((num_slots, num_drafts), PLACEHOLDER_TOKEN_ID, np.int32)
+        if not num_drafts:
+            return found
         requests = step.running.values()
         state = self.state(requests)
-        if num_drafts:
-            matched = [slot for slot, one in step.running.items() if one.matching is not None]
-            has_grammar = np.isin(np.arange(self._engine.num_slots), matched)  # [S]
-            # Features are given by themselves: they end with the call, and cannot be donated.
-            given = state.features, state.num_features, has_grammar
-            state = dataclasses.replace(state, features=None, num_features=None)
-            _, draft_params = self.weights
-            args: tuple[Any, ...] = draft_params, state, *given
-            own = None
-            if step.slots is not None:
-                narrow = *args, _array_of(step.slots)
-                own = self._narrow_halves(len(step.slots), narrow)
-                args = args if own is None else narrow
-            self._state = self._call(requests, own or programs.draft, *args)
+        matched = [slot for slot, one in step.running.items() if one.matching is not None]
+        has_grammar = np.isin(np.arange(num_slots), matched)  # [S]
+        _, draft_params = self.weights
+        without = dataclasses.replace(state, features=None)
+        args: tuple[Any, ...] = draft_params, without, state.features, has_grammar
+        own = None
+        if step.slots is not None:
+            narrow = *args, _array_of(step.slots)
+            own = self._narrow_halves(len(step.slots), narrow)
+            args = args if own is None else narrow
+        self._state, self._drafted = self._call(requests, own or programs.draft, *args)
         with awaiting(requests):
-            state = self.state(requests)
-            ids, rows = jax.device_get((state.draft_token_ids, state.slots))
-        if rows is None:
-            return ids[:, :num_drafts]
-        found = np.full((self._engine.num_slots, num_drafts), PLACEHOLDER_TOKEN_ID, np.int32)
-        found[rows] = ids
+            ids, rows = jax.device_get((self._drafted.token_ids, self._drafted.slots))
+        found[slice(None) if rows is None else rows] = ids
         return found
 
     def _narrow_halves(self, width: int, args: Any) -> Any:
@@ -184,7 +188,7 @@ class Device:
             np.zeros((width * (k + 1), num_words), np.uint32),
         )
         params, _ = self.weights
-        is_there = self._narrow("verify", width, params, own.returned, *forced) is not None
+        is_there = self._narrow("verify", width, params, *own.returned, *forced) is not None
         return own if is_there else None
 
     def verify(
@@ -208,12 +212,11 @@ class Device:
         program: Any = programs.verify
         args: tuple[Any, ...]
         if drafts.token_ids.shape[1]:
-            rows = None if state.slots is None else jax.device_get(state.slots)
-            forced = drafts.token_ids, drafts.is_forced, drafts.token_bitmask
-            if rows is not None:
-                forced = _of_rows(drafts, rows)
-                program = self._narrow("verify", len(rows), params, state, *forced)
-            args = params, state, *forced
+            drafted = self._drafted
+            assert drafted is not None
+            args = params, state, drafted, *_of_rows(drafts, jax.device_get(drafted.slots))
+            if drafted.slots is not None:
+                program = self._narrow("verify", drafted.slots.shape[0], *args)
         else:
             program = programs.masked_step
             args = params, draft_params, state, drafts.token_bitmask
@@ -274,3 +277,54 @@ class Device:
                     ) from error
             jax.eval_shape(program, *args)  # raises what is wrong with the program
             raise FailedCall(error, requests) from error
+
+
+class Rehearsal(Device):
+    """A device that compiles what it is called for, and runs nothing: its arrays are shapes.
+
+    The programs are then there for a `Device` of the same engine, which calls them by `jax.jit`.
+    """
+
+    def __init__(self, engine: Engine, host: HostState, state: DecodeState) -> None:
+        super().__init__(engine, host)
+        self.behind = None
+        self.weights = jax.tree.map(_without_values, self.weights)
+        self._state = jax.tree.map(_without_values, state)
+
+    def _call(
+        self, requests: Requests, function: Callable[..., Any], *args: Any, **named: Any
+    ) -> Any:
+        del requests
+        program: Any = function
+        lowered = program.lower(self._engine, *args, **named)
+        lowered.compile()
+        return jax.tree.map(_without_values, lowered.out_info)
+
+    def _add_step(
+        self,
+        running: Mapping[int, ServedRequest],
+        state: DecodeState,
+        result: StepResult,
+        num_drafts: int | None,
+    ) -> None:
+        del running, result, num_drafts
+        self._state = state
+
+    def masked_step(self, step: Masked) -> None:
+        """Compiles a step whose rows are masked: both halves, or all of one without drafts."""
+        num_slots = self._engine.num_slots
+        num_drafts = max(step.limits.values()) and self._engine.config.num_speculative_tokens
+        num_words = -(-self._engine.model.vocab_size // 32)
+        drafts = ForcedDrafts(
+            token_ids=self.draft(step, num_drafts),
+            is_forced=np.zeros((num_slots,), bool),
+            token_bitmask=np.zeros((num_slots * (num_drafts + 1), num_words), np.uint32),
+        )
+        self.verify(step, drafts, {}, num_drafts)
+
+
+def _without_values(x: Any) -> Any:
+    """Returns an array of zeros in place of another, in no memory; a shape in place of keys."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return np.broadcast_to(np.zeros((), x.dtype), x.shape)

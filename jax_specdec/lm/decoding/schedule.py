@@ -25,6 +25,9 @@ _FEWEST_SLOTS = 8
 _LEAST_REUSED = 32
 """The fewest tokens of a prompt that are worth finding: no call that reads some has fewer."""
 
+KINDS = "options", "long prompts", "grammars"
+"""What requests may be that need programs of their own."""
+
 
 class ChunkedPrefill(NamedTuple):
     """A long prompt that is read chunk by chunk, and the slot that is kept for its request."""
@@ -97,6 +100,7 @@ class Settings(NamedTuple):
     max_steps_ahead: int = 1
     max_prefills: int | None = 1
     chunk_size: int = 64
+    largest: int | None = None  # the most tokens of a call while nobody runs; None: the engine's
     prompts_in_steps: bool = False
     step_widths: Sequence[int] = ()  # below the number of slots, increasing
 
@@ -230,7 +234,7 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
             return next_step(engine, settings, traffic, prompts)
     if left > 0 or not traffic.running:
         # While nobody runs, nobody waits for a large call.
-        most = settings.chunk_size if traffic.running else engine.chunk_size
+        most = settings.chunk_size if traffic.running else settings.largest or engine.chunk_size
         prompts = next_prompts(engine, traffic, most, usual=settings.chunk_size)
         if prompts.group:
             return Read(prompts, left - 1)
@@ -361,7 +365,7 @@ def _next_group(
             if is_alone or num_rows * size > most:
                 num_rows = 1
         # Of one that was preempted in its prompt, what it has read itself does not count.
-        reused = min(place.start, one.num_reused) if one.admitted else place.start
+        reused = min(place.start, one.num_reused) if one.timing.admitted else place.start
         one = one._replace(most_rows=_most_rows(engine, one), num_reused=reused)
         rows[place.slot] = one.with_rows(place.start).rows
         coming[place.slot] = one.with_rows(one.length).rows
@@ -488,3 +492,35 @@ def rehearsal(
         most = engine.most_drafts(RequestOptions())
         actions += [Masked({}, {nowhere: n}) for n in sorted({0, min(1, most)})]
     return actions
+
+
+def served_later(engine: Engine, action: Action) -> str | None:
+    """Returns which of `KINDS` an action of `rehearsal` is for; None for any request.
+
+    Args:
+      engine: whose program it is, with `request_options`.
+      action: what is rehearsed.
+    """
+    match action:
+        case Read(prompts):
+            # Any prompt is read in calls of the least size, of one request each.
+            is_least = len(prompts.group) == 1 and prompts.size == engine.chunk_sizes[0]
+            return None if is_least else "long prompts"
+        case Step(prompts=prompts, all_neutral=all_neutral):
+            return None if prompts.group or all_neutral else "options"
+        case Masked():
+            return "grammars"
+    return None
+
+
+def needs(engine: Engine, request: ServedRequest) -> set[str]:
+    """Returns which of `KINDS` a request is, but for the length of its prompt."""
+    found = set()
+    if not request.options.is_neutral:
+        found.add("options")
+    # Without drafts, a step that is for all requests serves those, too: see `next_step`.
+    if not engine.most_drafts(request.options) and 0 not in (engine.draft_budget or ()):
+        found.add("options")
+    if request.matching is not None:
+        found.add("grammars")
+    return found

@@ -54,6 +54,7 @@ def pieces_of(path: str) -> tuple[Callable[[str], list[int]], Callable[[list[int
     trainer, normalizer = made.trainer_spec, made.normalizer_spec
     trainer.model_type, trainer.byte_fallback, trainer.vocab_size = 2, True, len(tokens)
     trainer.pad_id, trainer.eos_id, trainer.bos_id, trainer.unk_id = 0, 1, 2, 3
+    trainer.pad_piece, trainer.eos_piece, trainer.bos_piece = "<pad>", "<eos>", "<bos>"
     normalizer.name, normalizer.add_dummy_prefix = "identity", False
     normalizer.remove_extra_whitespaces = False
     found = sentencepiece.SentencePieceProcessor(model_proto=made.SerializeToString())
