@@ -22,6 +22,7 @@ collect_ignore = [
     "formats/huggingface/make.py",
     "formats/published/make.py",
     "models/speculators/make.py",
+    "integrations/test_families.py",
     "integrations/test_real_models.py",  # other projects' packages: `make test-models` names it
 ]
 

@@ -130,6 +130,22 @@ def test_parameters_of_positions_may_be_given_by_type_of_layer(tmp_path: Path) -
     assert read == dataclasses.replace(known, rope_theta=5e5)
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_file_with_images_is_read(tmp_path: Path, prefix: str) -> None:
+    directory = copy("gemma3", tmp_path / "gemma3")
+    text = json.loads((directory / "config.json").read_text())
+    raw = {"model_type": "gemma3", "text_config": text}
+    (directory / "config.json").write_text(json.dumps(raw))
+    path = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    renamed = {name.replace("model.", prefix, 1): x for name, x in tensors.items()}
+    others = {"model.vision_tower.x": np.ones(3), "multi_modal_projector.y": np.ones(2)}
+    safetensors.numpy.save_file(renamed | others, path)
+    found = lm.load_huggingface(directory, jnp.float32)
+    assert found.model == load("gemma3").model
+    jax.tree.map(np.testing.assert_array_equal, found.params, load("gemma3").params)
+
+
 def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> None:
     directory = copy("qwen2", tmp_path / "qwen2")
     table = safetensors.numpy.load_file(directory / "model.safetensors")[
