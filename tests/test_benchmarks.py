@@ -168,19 +168,20 @@ def pair_row(rng: np.random.Generator, way: str, **fields: Any) -> dict[str, Any
     """A row of `bench_pair.py`: each prompt once, made up numbers."""
     passes = rng.integers(10, 60, size=40)
     row = {"engine": "ours", "way": way, "batch": 1, "k": 4, "temperature": 0, "alone": 8}
-    return row | {
+    row |= {
         "seconds": 9.0,
         "tokens": (passes * rng.uniform(1, 3, size=40)).astype(int).tolist(),
         "passes": passes.tolist(),
         "decoding": rng.uniform(0.1, 0.2, size=40).tolist(),
         **fields,
     }
+    return row | {"tokens_per_second": bench_pair.rates(row)}
 
 
 def test_tokens_per_pass_of_a_pair_are_a_ratio_of_sums_with_its_error():
     row = pair_row(np.random.default_rng(0), "draft")
     tokens, passes = (np.array(row[name], float) for name in ("tokens", "passes"))
-    for kind, some in ((None, slice(0, 40)), ("code", slice(8, 16))):
+    for kind, some in (("all", slice(0, 40)), ("code", slice(8, 16))):
         ratio, error = bench_pair.per_pass(row, kind)
         t, p = tokens[some], passes[some]
         assert ratio == pytest.approx(t.sum() / p.sum())
@@ -199,7 +200,8 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
     wide = pair_row(rng, "plain, K + 1 rows", k=0, decoding=[0.4] * 40, tokens=plain["tokens"])
     draft = pair_row(rng, "draft")
     many = [pair_row(rng, way, batch=8, k=k) for way, k in (("plain", None), ("draft", 4))]
-    document = {"rows": [plain, wide, draft, *many]}
+    runs = [{"date": "2026-11-28T20:00:00", "device": "gpu: NVIDIA H100 80GB HBM3"}]
+    document = {"rows": [plain, wide, draft, *many], "runs": runs}
     gain, tokens_per_pass = (
         sum(draft["tokens"][8:16])
         / sum(draft["decoding"][8:16])
@@ -210,6 +212,7 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
     (line,) = [line for line in bench_pair.first_screen(document) if "temperature 0 |" in line]
     assert line.split(" | ")[2] == cell
     lines = [*bench_pair.shown(document)]
+    assert lines[0].startswith("Measured on an [H100, 2026-11-28](")
     (line,) = [line for line in lines if line.startswith("| draft | ")]
     assert line.split(" | ")[2] == cell
     # Of several slots, all tokens by all seconds, each text's first one included.

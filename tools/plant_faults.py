@@ -360,6 +360,43 @@ def _(right, self):
 
 
 @fault(
+    "a prompt that is being read is read again by a step for others",
+    "lm.drafting.drafter:DraftContext.runs",
+    "serving/test_drafters.py",
+)
+def _(right, self):
+    return jnp.ones(self.lengths.shape, bool)
+
+
+@fault(
+    "drafts are drawn from the rows of other requests",
+    "lm.drafting.draw:Draws.row",
+    "serving/test_drafters.py",
+)
+def _(right, self, logits, offset):
+    return right(self, jnp.roll(logits, 1, axis=0), offset)
+
+
+@fault(
+    "drafts are drawn by the noise of the first slot",
+    "lm.drafting.draw:_draw",
+    "serving/test_drafters.py",
+)
+def _(right, logits, ids, context, *args):
+    first = jnp.zeros(context.lengths.shape, jnp.int32)
+    return right(logits, ids, dataclasses.replace(context, keys=context.keys[first]), *args)
+
+
+@fault(
+    "ids of a drafter are one column late",
+    "lm.drafting.draw:ids_of",
+    "drafting/test_draft_model.py drafting/test_eagle3.py drafting/test_lists.py",
+)
+def _(right, ids, vocab_size):
+    return right(None if ids is None else jnp.roll(ids, 1, axis=-1), vocab_size)
+
+
+@fault(
     "drafts by lookup are verified with the rows of the head",
     "lm.drafting.combined:FirstOf.propose",
     "serving/test_combined.py",
@@ -794,7 +831,7 @@ def _(right, cache, slots, num_kv):
 @fault(
     "what some slots draft from is stored as what others do",
     "_src.drafts.store:DraftStore.put",
-    "serving/test_drafters.py",
+    "drafting/test_store.py",
 )
 def _(right, self, some, slots):
     return right(self, some, slots[::-1])
