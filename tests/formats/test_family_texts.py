@@ -17,6 +17,7 @@ from .checkpoints import CHECKPOINTS, NUM_TOKEN_IDS, logits_of
 
 pytestmark = [pytest.mark.newest, pytest.mark.long]
 
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 NEW, ROOM = 16, 48
 PROMPT = np.tile(random_ids((10,), NUM_TOKEN_IDS), 3)  # repeats, longer than windows
 TREES = lm.SuffixDrafter(tree_depth=4)
@@ -43,9 +44,12 @@ def drafted(model: Any, params: Any, drafter: Any, draft_params: Any = None) -> 
     return output.completions[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "name",
+    [*(f"huggingface/{x}" for x in FAMILIES), "gemma4/edge", "gemma4/wide"],
+)
 def test_texts_are_those_of_plain_decoding(name: str) -> None:
-    model, params = lm.load_huggingface(CHECKPOINTS / name, jnp.float32)
+    model, params = lm.load_huggingface(CHECKPOINTS.parent / name, jnp.float32)
     wanted = plain(model, params)
     assert drafted(model, params, lm.NGramDrafter()) == wanted
     assert drafted(model, params, TREES) == wanted
@@ -61,6 +65,7 @@ def test_texts_are_those_of_plain_decoding(name: str) -> None:
 
     lean = lm.models.quantize(params)
     assert drafted(model, lean, lm.NGramDrafter()) == plain(model, lean)
-    found, wanted = (np.asarray(logits_of(model, x, PROMPT)) for x in (lean, params))
-    error = np.abs(found - wanted)[:, :NUM_TOKEN_IDS]
-    assert 0 < error.max() < 0.1 * np.abs(wanted[:, :NUM_TOKEN_IDS]).max()
+    found, known = (
+        np.asarray(logits_of(model, x, PROMPT))[:, :NUM_TOKEN_IDS] for x in (lean, params)
+    )
+    assert 0 < np.abs(found - known).max() < 0.1 * np.abs(known).max()
