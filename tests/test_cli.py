@@ -824,7 +824,7 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --model a", "unrecognized arguments: --model; did you mean '--target'?"),
         ("serve a --max_model_len=9", "--max_model_len=9; did you mean '--max-length'?"),
         ("serve a --enable-prefix-caching", "; prompts that begin alike are read once by default"),
-        ("serve a --no-enable-prefix-caching", "; did you mean '--reuse-prefixes off'?"),
+        ("serve a --no-enable-prefix-caching", "; did you mean '--prefix-caching off'?"),
         ("serve a -tp 2", "arguments: -tp 2; a command runs on one device; in the library, Tensor"),
         (
             "serve a --api-key",
