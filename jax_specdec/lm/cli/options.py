@@ -485,8 +485,8 @@ class Serve(_OneDrafter, _Models):
         help="""change no bit of a text: it is that of plain decoding with --exact and the same K.
             The rule is then agreement""",
     )
-    reuse_prefixes: str = option(
-        "--reuse-prefixes",
+    prefix_caching: str = option(
+        "--prefix-caching",
         default="on",
         shown="on",
         choices=("on", "off"),
