@@ -60,7 +60,7 @@ test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
 
 test-models: .venv-models/installed  ## models of other projects, from their own packages, with tiny random weights
 	@echo "test-models: models of other projects"
-	@.venv-models/bin/python -m pytest -q $(PYTEST_ARGS) tests/integrations/test_real_models.py
+	@.venv-models/bin/python -m pytest -q $(PYTEST_ARGS) tests/integrations/test_real_models.py tests/integrations/test_families.py
 
 check: .venv-test/installed  ## lint and type-check
 	@echo "check: ruff, mypy"

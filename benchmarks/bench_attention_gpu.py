@@ -77,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--paged", action="store_true", help="compare kernels of others over pages")
     parser.add_argument("--flashinfer", type=pathlib.Path, help="folder of its modules")
     options = parser.parse_args(arguments)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 1
-    clock = measure.Clock(options.seconds)
     bandwidth = 3e12 if options.tiny else measure.copy_bandwidth()
     name, identity, parts = "attention_gpu", "", (_passes, _layers)
     if options.layouts:
@@ -351,7 +351,7 @@ def _passes(options: Any, clock: measure.Clock, bandwidth: float) -> Rows:
                     if is_counted:
                         samples[name].append(time.perf_counter() - begin)
         ms = {k: round(measure.median(v) / PASSES_AT_ONCE * 1e3, 2) for k, v in samples.items()}
-        of_cache = 2 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        of_cache = 2 * sum(sum(spec.head_sizes[1:]) for spec in config.layers)  # in 16 bits
         bytes_ = bytes_of_weights + batch * (used + PASS_ROWS) * of_cache
         cell = {"batch": batch, "room": room, "used": used, "rows": PASS_ROWS}
         cell |= {"bytes ms": round(bytes_ / bandwidth * 1e3, 2), **ms}

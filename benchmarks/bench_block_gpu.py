@@ -12,7 +12,7 @@ drafting reads; and the speed-up at the mean lengths that are published for GSM8
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -44,12 +44,12 @@ def nbytes(*trees: Any) -> int:
 
 def block_way(target: Any, params: Any, is_dspark: bool, size: int, lengths: Any) -> Way:
     c = target.config
-    depth = min(5, c.num_hidden_layers)
-    config = lm.BlockHeadConfig(
-        layer=dataclasses.replace(c, num_hidden_layers=depth),
-        draft_vocab_size=c.vocab_size,
-        feature_layers=tuple(range(c.num_hidden_layers - depth + 1, c.num_hidden_layers + 1)),
-        target_hidden_size=c.hidden_size,
+    count = len(c.layers)
+    depth = min(5, count)
+    config = lm.BlockHeadConfig.of_target(
+        c,
+        layers=c.layers[:depth],
+        feature_layers=tuple(range(count - depth + 1, count + 1)),
         block_size=size,
         mask_token_id=c.vocab_size - 1,
         sample_from_anchor=is_dspark,
@@ -84,7 +84,7 @@ def make_ways(target: Any, params: Any, is_tiny: bool) -> dict[str, Way]:
 
 
 def measure_batch(
-    target: Any, params: Any, ways: dict[str, Way], size: int, options: Any
+    target: Any, params: Any, ways: dict[str, Way], options: Any, size: int
 ) -> list[dict[str, Any]]:
     """A row for each drafter."""
     runs: dict[str, Any] = {"plain": (Decoder(target, NoDrafter(), PLAIN), "step", params, None)}
@@ -141,22 +141,20 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=32, help="per run")
     parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")
     options = parser.parse_args(command_line)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
-    clock = measure.Clock(options.seconds)
     target = lm.models.Llama(llamas.TINY if options.tiny else llamas.QWEN3_8B, "bfloat16")
     params = llamas.random_params(target, 0)
     ways = make_ways(target, params, options.tiny)
     bandwidth = None if options.tiny else measure.copy_bandwidth()
     names = ("batch", "drafter")
     results = measure.Results("block_gpu", names, options.output, copy_bytes_per_second=bandwidth)
-    for size in options.batches:
-        if clock.is_late(f"B = {size}"):
-            continue
-        results.add(measure_batch(target, params, ways, size, options))
-        clock.say(f"B = {size}: measured")
+    measured = functools.partial(measure_batch, target, params, ways, options)
+    cells = {f"B = {size}": (size,) for size in options.batches}
+    status = measure.measure_cells(results, clock, measured, cells)
     show(results.rows, bandwidth)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ the agreement rule at temperature 0.8, with a draft model, n-grams and an EAGLE-
 compared with that of `generate_plain` in the same process: the ids, and the bits of their
 log-probabilities. Then an exact engine of 8 slots serves the pieces in a random order, preempting
 requests now and then; its texts are compared with those that it makes without drafts, in order.
-Cells run side by side, each in a process of its own.
+Cells run one after another, each in a process of its own.
 
 With `--large`, so many greedy tokens and so many sampled ones under the agreement rule of a model
 of the shape of Llama 3 8B with 16 layers and random weights, bfloat16, from one exact engine of 128
@@ -33,7 +33,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from llamas import LLAMA_3_8B, random_params
+from llamas import LLAMA_3_8B, cut, random_params
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -183,7 +183,7 @@ def measure_large(num_tokens: int, layers: int, num_slots: int, seconds: float) 
 
     After `seconds` no further request is begun.
     """
-    config = dataclasses.replace(LLAMA_3_8B, num_hidden_layers=layers)
+    config = cut(LLAMA_3_8B, layers)
     model = lm.models.Llama(config, jnp.dtype("bfloat16"))
     params = random_params(model, 0)
     rng = np.random.default_rng(0)

@@ -27,8 +27,8 @@ from unittest import mock
 import measure
 
 from jax_specdec import lm
-from jax_specdec.lm.cli.models import load
-from jax_specdec.lm.cli.options import parse
+from jax_specdec.lm.cli.models import load_served
+from jax_specdec.lm.cli.parsing import parse
 from jax_specdec.lm.cli.serve import make_driver
 from jax_specdec.lm.decoding import matchers
 from jax_specdec.lm.loading import TargetText
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
         given = ["--target", options.target] if options.target else []
         given += ["--draft", draft, "-k", str(K), "--num-slots", str(SLOTS), "--max-logprobs", "0"]
         serve = parse(["serve", *given, "--max-length", "256"], "0")
-        models, _ = load(serve)
+        models = load_served(serve)
         driver = make_driver(serve, models)
         driver.warm_up(grammars=True)
         serving = Serving(driver, models.text)

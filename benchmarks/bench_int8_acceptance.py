@@ -4,7 +4,7 @@
 
 The drafters of the embedded target, on functions of held-out files as one batch; all weights are
 those in the files (bfloat16), and in the second of each two rows the drafter's are quantized. And a
-published model (`tools/make_smollm2.py`) beside itself with int8 weights, on these functions: the
+published model (`tools/make_model.py`) beside itself with int8 weights, on these functions: the
 mean of ``sum(min(p, q))`` over the tokens is how often a draft of the one would be accepted by the
 other. All in float32, on any device.
 """

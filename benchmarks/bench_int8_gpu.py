@@ -77,7 +77,7 @@ def bytes_read(params: Any, k: int) -> int:
 
 
 def step_rows(
-    target: Any, params: tuple[Any, Any], drafts: dict[str, Drafts], size: int, options: Any
+    target: Any, params: tuple[Any, Any], drafts: dict[str, Drafts], options: Any, size: int
 ) -> list[dict[str, Any]]:
     """A row for each drafter, and none, with each kind of weights."""
     ways: dict[tuple[str, str], Any] = {}
@@ -115,7 +115,7 @@ def step_rows(
 
 
 def prompt_rows(
-    target: Any, params: tuple[Any, Any], length: int, options: Any
+    target: Any, params: tuple[Any, Any], options: Any, length: int
 ) -> list[dict[str, Any]]:
     """A row for each kind of weights: a pass over one prompt that writes its cache."""
 
@@ -195,9 +195,9 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")
     parser.add_argument("--lengths", type=int, nargs="*", default=[512, 2048], help="of prompts")
     options = parser.parse_args(command_line)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
-    clock = measure.Clock(options.seconds)
     target = lm.models.Llama(llamas.TINY if options.tiny else llamas.LLAMA_3_8B, "bfloat16")
     own = llamas.random_params(target, 0)
     params = own, lm.models.quantize(own)
@@ -205,18 +205,16 @@ def main(command_line: list[str] | None = None) -> int:
     clock.say("weights are there:", f"{nbytes(params, [x.params for x in drafts.values()]):,} B")
     identity = ("kind", "batch", "drafter", "weights", "tokens")
     results = measure.Results("int8_gpu", identity, options.output)
+    measured = {
+        "step": functools.partial(step_rows, target, params, drafts, options),
+        "prompt": functools.partial(prompt_rows, target, params, options),
+    }
     first, rest = options.batches[:1], options.batches[1:]
-    cells = [("step", size) for size in first] + [("prompt", length) for length in options.lengths]
-    for kind, size in cells + [("step", size) for size in rest]:
-        if clock.is_late(kind, size):
-            continue
-        if kind == "step":
-            results.add(step_rows(target, params, drafts, size, options))
-        else:
-            results.add(prompt_rows(target, params, size, options))
-        clock.say(kind, size, "measured")
+    order = [("step", first), ("prompt", options.lengths), ("step", rest)]
+    cells = {f"{kind} {size}": (kind, size) for kind, sizes in order for size in sizes}
+    status = measure.measure_cells(results, clock, lambda kind, size: measured[kind](size), cells)
     show(results.rows)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from jax_specdec import lm
 class Size(NamedTuple):
     """A target, and tokens: of a conversation, a system prompt, prefixes, and answers."""
 
-    target: lm.models.LlamaConfig
+    target: lm.models.DecoderConfig
     dtype: str
     num_ids: int  # of the head
     slots: int
@@ -49,14 +49,14 @@ class Size(NamedTuple):
     prefill_sizes: tuple[int, ...]
 
 
-SMOLLM2_135M = dataclasses.replace(
-    llamas.LLAMA_3_1B,
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
+_LAYER = dataclasses.replace(
+    llamas.LLAMA_3_1B.layers[0],
     num_attention_heads=9,
     num_key_value_heads=3,
+    intermediate_size=1536,
+)
+SMOLLM2_135M = dataclasses.replace(
+    llamas.LLAMA_3_1B, vocab_size=49152, hidden_size=576, layers=(_LAYER,) * 30
 )
 PREFIXES = (32, 64, 128, 256, 512, 1024, 2048)
 SIZES = {

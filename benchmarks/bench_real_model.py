@@ -1,6 +1,6 @@
 """What each drafter gains with a published model and heads that were trained for it, on real text.
 
-    python tools/make_smollm2.py smollm2
+    python tools/make_model.py smollm2-135m smollm2
     python benchmarks/bench_real_model.py --target smollm2 --heads training/heads
 
 Names of heads there hold `eagle3`, `dflash` or `dspark`. The prompts are of five kinds
@@ -44,7 +44,7 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.cli.run import Run
 from jax_specdec.lm.decoding import generate
-from jax_specdec.lm.loading import HEAD_PREFIXES, Models, TargetText, load_models, read_target_text
+from jax_specdec.lm.loading import Models, TargetText, load_models, read_target_text
 
 TEMPERATURES = (0.0, 0.8)
 LONGEST_PROMPT = 288
@@ -75,13 +75,12 @@ def make_ways(heads: pathlib.Path, options: argparse.Namespace) -> dict[str, Way
     """All ways of decoding but the plain one, by the names that the table has."""
     k = options.k
     ways = {name: Way(name, k) for name in ("ngram", "suffix")}
-    eagle3, block = HEAD_PREFIXES
     found = {}
     for kind in ("eagle3", "dflash", "dspark"):
         for folder in sorted(heads.glob(f"*{kind}*")):
             is_eagle3 = kind == "eagle3"
             directory = next(folder.rglob("config.json")).parent
-            draft = f"{eagle3 if is_eagle3 else block}{directory}"
+            draft = f"{'eagle3' if is_eagle3 else 'block'}:{directory}"
             name = folder.name[folder.name.index(kind) :]
             found[name] = Way(draft, k if is_eagle3 else options.block_k)
     ways |= found

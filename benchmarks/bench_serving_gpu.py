@@ -21,10 +21,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from unittest import mock
@@ -43,21 +43,18 @@ IDENTITY = ("target", "slots", "drafter")
 K = 4
 LOAD = 0.75
 """Requests that come, of those that the first policy can serve."""
-DRAFTER = dataclasses.replace(
-    llamas.LLAMA_3_1B,
-    hidden_size=1024,
-    intermediate_size=4096,
-    num_hidden_layers=4,
-    num_attention_heads=16,
+_LAYER = dataclasses.replace(
+    llamas.LLAMA_3_1B.layers[0], num_attention_heads=16, intermediate_size=4096
 )
+DRAFTER = dataclasses.replace(llamas.LLAMA_3_1B, hidden_size=1024, layers=(_LAYER,) * 4)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
     """Tokens: of short and long prompts, of budgets, and of what one call reads."""
 
-    target: lm.models.LlamaConfig
-    drafter: lm.models.LlamaConfig
+    target: lm.models.DecoderConfig
+    drafter: lm.models.DecoderConfig
     prompt: int
     long_prompt: int
     budget: int
@@ -102,7 +99,9 @@ class Case:
         weights = self.params, self.draft_params
         return lm.EngineDriver(self.engine, *weights, **dataclasses.asdict(policy))
 
-    def compile(self) -> float:
+    @functools.cached_property
+    def compile_seconds(self) -> float:
+        """Compiles everything, once."""
         begin = time.perf_counter()
         self.driver(Policy(self.engine.chunk_size, prompts_in_steps=True)).warm_up()
         return time.perf_counter() - begin
@@ -295,8 +294,10 @@ def _counted(name: str) -> Callable[..., Any]:
     return call
 
 
+@counting_reads()
 def measure_arrivals(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each policy: first all are saturated, then requests come at the same times."""
+    print(f"       compiled in {case.compile_seconds:.0f} s")
     policies, costs = {}, {in_steps: case.costs(in_steps) for in_steps in (False, True)}
     for in_steps, found in costs.items():
         each = ", ".join(f"{size} tokens {ms:.2f}" for size, ms in found["prompt_ms"].items())
@@ -333,14 +334,16 @@ def measure_arrivals(case: Case, options: argparse.Namespace) -> list[dict[str, 
     ]
 
 
-def measure_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def measure_case(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row of steps with all slots busy."""
+    print(f"       compiled in {case.compile_seconds:.0f} s")
     bare, busy = [case.bare(options.steps)], []
     for _ in range(options.repeats):
         busy.append(case.busy(options.steps))
         bare.append(case.bare(options.steps))
     bare_ms = measure.median([one["ms"] for one in bare[1:]])
     full = {key: measure.median([one[key] for one in busy]) for key in busy[0]}
-    return {
+    row = {
         "target": case.target,
         "slots": case.slots,
         "drafter": case.drafter,
@@ -349,6 +352,7 @@ def measure_case(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         "host_share": 1 - bare_ms / full["ms"],
         "samples": {"bare": bare, "full": busy},
     }
+    return [row]
 
 
 def cells(row: dict[str, Any]) -> dict[str, Any]:
@@ -402,9 +406,9 @@ def main(command_line: list[str] | None = None) -> int:
     add("--target", choices=("1B", "8B"), default="1B", help="its shape")
     add("--piece", type=int, help="tokens of a prompt that one call reads; 128, and 32 if tiny")
     options = parser.parse_args(command_line)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
-    clock = measure.Clock(options.seconds)
     sizes = SMALL if options.tiny else LARGE
     if options.target == "8B":
         sizes = dataclasses.replace(sizes, target=llamas.LLAMA_3_8B)
@@ -427,28 +431,19 @@ def main(command_line: list[str] | None = None) -> int:
     about = dict(sizes=dataclasses.asdict(sizes), k=K)
     results = measure.Results("serving_gpu", IDENTITY, options.output, **about)
     arrivals = measure.Results("arrivals_gpu", (*IDENTITY, "policy"), options.output, **about)
-    for case in cases:
-        name = f"{case.slots} slots, {case.drafter}"
-        if clock.is_late(name):
-            continue
-        try:
-            clock.say(f"{name}: compiled in {case.compile():.0f} s")
-            if options.only != "arrivals":
-                results.add([measure_case(case, options)])
-            if options.only != "full":
-                with counting_reads():
-                    arrivals.add(measure_arrivals(case, options))
-        except Exception:  # one must not cost the others
-            clock.say(f"{name}: {traceback.format_exc(limit=-3)}")
-            continue
-        clock.say(f"{name}: measured")
+    halves = {"full": (results, measure_case), "arrivals": (arrivals, measure_arrivals)}
+    status = 0
+    for case, (half, (found, measured)) in itertools.product(cases, halves.items()):
+        if options.only in (None, half):
+            cell = {f"{case.slots} slots, {case.drafter}, {half}": (case, options)}
+            status |= measure.measure_cells(found, clock, measured, cell)
     title = "Milliseconds of a step; host share with all slots busy"
     measure.show(title, list(map(cells, sorted(results.rows, key=_slots))))
     title = (
         "Milliseconds of a step and to the first token while requests arrive; tokens/s saturated"
     )
     measure.show(title, list(map(arrival_cells, sorted(arrivals.rows, key=_slots))), width=150)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -254,40 +254,38 @@ def main(command_line: list[str] | None = None) -> int:
     add("--draws", type=int, default=20, help="batches compared; 0 for none")
     add("--inputs", type=int, default=2, help="different inputs; each is a call to compile")
     options = parser.parse_args(command_line)
-    devices = jax.devices()[: options.devices]
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
+    devices = jax.devices()[: options.devices]
     if not options.tiny and len(devices) < 2:
         print("nothing to measure, it takes two GPUs")
         return 0
-    clock = measure.Clock(options.seconds)
     results = measure.Results("sharded_gpu", IDENTITY, options.output, devices=len(devices))
     mesh = Mesh(np.array(devices), (AXIS,))
-    shown = []
+
+    def study(case: Case) -> list[dict[str, Any]]:
+        found = Study(case, mesh, options)
+        return found.rows() + ([found.disagreements()] if len(found.once) == 2 else [])
+
+    chosen = {case.label: (case,) for case in cases(options.tiny, options.batches)}
     with mock.patch.object(sharding, "MOST_GATHERED", 0):  # nothing is gathered by "split"
-        for case in cases(options.tiny, options.batches):
-            if clock.is_late(case.label):
-                continue
-            study = Study(case, mesh, options)
-            rows = study.rows()
-            shown += [
-                {
-                    "B": case.batch,
-                    "way": row["way"],
-                    "us a call": f"{row['call_us']:.1f}",
-                    "emitted": f"{row['emitted_per_request']:.2f}",
-                }
-                for row in rows
-            ]
-            if len(study.once) == 2:
-                rows.append(study.disagreements())
-            results.add(rows)
-            clock.say(f"{case.label}: measured")
+        status = measure.measure_cells(results, clock, study, chosen)
+    shown = [
+        {
+            "B": row["batch"],
+            "way": row["way"],
+            "us a call": f"{row['call_us']:.1f}",
+            "emitted": f"{row['emitted_per_request']:.2f}",
+        }
+        for row in results.rows
+        if row["kind"] == "time"
+    ]
     measure.show(f"{len(devices)} x {results.run['device']}", shown)
     bad = [row for row in results.rows if not row.get("ok", True)]
     for row in bad:
         print(f"FAILED: B = {row['batch']}: margins {row['margins']}")
-    return 1 if bad or not shown else 0
+    return 1 if bad or not shown else status
 
 
 if __name__ == "__main__":

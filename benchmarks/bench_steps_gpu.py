@@ -28,21 +28,22 @@ from jax import lax
 
 import jax_specdec as sd
 from jax_specdec import lm
-from jax_specdec.lm.decoding.core import PLAIN, Decoder, DecodeState
+from jax_specdec.lm.decoding.core import PLAIN, Decoder
 from jax_specdec.lm.decoding.generate import make_batch
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.drafting.drafter import NoDrafter
 
 K = 4
 ROUNDS = 2
 
 
-def make_head(target: lm.models.LlamaConfig, num_ids: int) -> lm.models.Eagle3Head:
-    layers = target.num_hidden_layers
-    config = lm.models.Eagle3Config(
-        layer=dataclasses.replace(target, num_hidden_layers=1),
+def make_head(target: lm.models.DecoderConfig, num_ids: int) -> lm.models.Eagle3Head:
+    layers = len(target.layers)
+    config = lm.models.Eagle3Config.of_target(
+        target,
+        layers=target.layers[:1],
         draft_vocab_size=num_ids,
         feature_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})),
-        target_hidden_size=target.hidden_size,
         own_lm_head=True,
     )
     return lm.models.Eagle3Head(config, "bfloat16")
@@ -55,9 +56,8 @@ def loop(decoder: Decoder, kind: str, params: Any, draft_params: Any, state: Any
         state, total = carry
         if kind == "draft":
             new = decoder.draft(draft_params, state)
-            names = ("features", "num_features", "draft_parents")
-            given: Any = {name: getattr(state, name) for name in names}
-            return dataclasses.replace(new, **given), total + new.draft_token_ids[:, -1]
+            total += new.proposal.token_ids[:, -1]
+            return dataclasses.replace(new, features=state.features, proposal=None), total
         state, record = decoder.step(params, draft_params, state)
         return state, total + record.num_emitted
 
@@ -121,9 +121,9 @@ def bytes_of(params: Any) -> int:
 
 
 def measure_cell(
-    target: Any, drafters: dict[str, tuple[Any, Any]], size: int, prompt: int, options: Any
-) -> dict[str, Any]:
-    """Milliseconds of a step and of drafting, by drafter, for texts of `prompt` tokens."""
+    target: Any, drafters: dict[str, tuple[Any, Any]], options: Any, size: int, prompt: int
+) -> list[dict[str, Any]]:
+    """A row: milliseconds of a step and of drafting, by drafter, for texts of `prompt` tokens."""
     model, params = target
     config = sd.SpecDecodeConfig(num_speculative_tokens=K)
     ways: dict[str, Way] = {"plain": (Decoder(model, NoDrafter(), PLAIN), "step", params, None)}
@@ -134,7 +134,7 @@ def measure_cell(
     cache = jax.eval_shape(lambda: model.init_cache(size, 64))
     plain_bytes = sum(x.nbytes for x in jax.tree.leaves(params)) - params["embed_tokens"].nbytes
     plain_bytes += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) // 64 * prompt
-    return {
+    row = {
         "batch": size,
         "prompt": prompt,
         "k": K,
@@ -144,6 +144,7 @@ def measure_cell(
         "plain_bytes": plain_bytes,
         "samples": samples,
     }
+    return [row]
 
 
 def show(rows: list[dict[str, Any]], bandwidth: float | None) -> None:
@@ -175,9 +176,9 @@ def main(command_line: list[str] | None = None) -> int:
     lengths = "tokens of each text before the first step"
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4096], help=lengths)
     options = parser.parse_args(command_line)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
-    clock = measure.Clock(options.seconds)
     shapes = (llamas.TINY,) * 2 if options.tiny else (llamas.LLAMA_3_8B, llamas.LLAMA_3_1B)
     target, draft = (lm.models.Llama(shape, "bfloat16") for shape in shapes)
     params, draft_params = (llamas.random_params(m, seed) for seed, m in enumerate((target, draft)))
@@ -193,13 +194,14 @@ def main(command_line: list[str] | None = None) -> int:
     results = measure.Results(
         "steps_gpu", ("batch", "prompt"), options.output, copy_bytes_per_second=bandwidth
     )
-    for prompt, size in itertools.product(options.prompts, options.batches):
-        if clock.is_late(f"B = {size}, {prompt} tokens"):
-            continue
-        results.add([measure_cell((target, params), drafters, size, prompt, options)])
-        clock.say(f"B = {size}, {prompt} tokens: measured")
+    measured = functools.partial(measure_cell, (target, params), drafters, options)
+    cells = {
+        f"B = {size}, {prompt} tokens": (size, prompt)
+        for prompt, size in itertools.product(options.prompts, options.batches)
+    }
+    status = measure.measure_cells(results, clock, measured, cells)
     show(results.rows, bandwidth)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ what is left is the pass, the walk and the commit. Speed-ups are for the tokens 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import llamas
@@ -35,7 +36,7 @@ def config_of(num_drafts: int) -> sd.SpecDecodeConfig:
 
 
 def measure_batch(
-    target: Any, params: Any, way: Any, size: int, options: Any
+    target: Any, params: Any, way: Any, options: Any, size: int
 ) -> list[dict[str, Any]]:
     """A row for the chain, and for each number of nodes."""
     plain = dataclasses.replace(PLAIN, rejection_sample_method="agreement")
@@ -113,20 +114,18 @@ def main(command_line: list[str] | None = None) -> int:
     add("--steps", type=int, default=32, help="per run")
     add("--prompt", type=int, default=128, help="tokens before the first step")
     options = parser.parse_args(command_line)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
-    clock = measure.Clock(options.seconds)
     target = lm.models.Llama(llamas.TINY if options.tiny else llamas.QWEN3_8B, "bfloat16")
     params = llamas.random_params(target, 0)
     way = block_way(target, params, True, 3 if options.tiny else 7, ())
     results = measure.Results("trees_gpu", ("batch", "nodes", "candidates"), options.output)
-    for size in options.batches:
-        if clock.is_late(f"B = {size}"):
-            continue
-        results.add(measure_batch(target, params, way, size, options))
-        clock.say(f"B = {size}: measured")
+    measured = functools.partial(measure_batch, target, params, way, options)
+    cells = {f"B = {size}": (size,) for size in options.batches}
+    status = measure.measure_cells(results, clock, measured, cells)
     show(results.rows)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

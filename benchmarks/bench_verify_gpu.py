@@ -15,7 +15,6 @@ hide behind a sweep, so a cold figure is what memory costs, the other what launc
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 import traceback
@@ -225,10 +224,10 @@ def main(command_line: list[str] | None = None) -> int:
     add("--kernel-config", type=kernel_config, help="such as max_cluster=4,rows_at_once=2")
     add("--name", default="verify_gpu", help="of the result file")
     options = parser.parse_args(command_line)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
     on_gpu = jax.default_backend() == "gpu"
-    clock = measure.Clock(options.seconds)
     about = {"copy_bytes_per_second": measure.copy_bandwidth()} if on_gpu else {}
     results = measure.Results(options.name, IDENTITY, options.output, **about)
     clock.say(results.run["device"], about)
@@ -241,26 +240,26 @@ def main(command_line: list[str] | None = None) -> int:
     swept = [c for c in swept if options.draws and chosen(c, "disagreements: ")]
     if not {"mosaic_gpu", "xla"} <= set(options.implementations):
         swept = []
-    for case in cases:
-        if clock.is_late(case.label):
-            continue
-        jobs, profile = compile_jobs(case, options), on_gpu and options.kernels
-        new = _quietly(measure_case, jobs, options.repeats, profile) or []
-        results.add(new)
-        for row in new:
+
+    def timed(case: Case) -> list[dict[str, Any]]:
+        rows = measure_case(
+            compile_jobs(case, options), options.repeats, on_gpu and options.kernels
+        )
+        for row in rows:
             shown = cells(row, about.get("copy_bytes_per_second"))
             clock.say(*(f"{name} {cell}," for name, cell in shown.items()))
-    backends = ("xla", "mosaic_gpu" if on_gpu else "xla")
-    sweep = functools.partial(
-        disagreements.sweep, backends=backends, kernel_config=options.kernel_config
-    )
-    for case in swept:
-        if clock.is_late("disagreements:", case.label):
-            continue
-        if (found := _quietly(sweep, case, options.draws)) is not None:
-            results.add([found])
-            clock.say({k: v for k, v in found.items() if k != "kind"})
+        return rows
 
+    def disagreed(case: Case) -> list[dict[str, Any]]:
+        backends = ("xla", "mosaic_gpu" if on_gpu else "xla")
+        config = options.kernel_config
+        row = disagreements.sweep(case, options.draws, backends=backends, kernel_config=config)
+        clock.say({k: v for k, v in row.items() if k != "kind"})
+        return [row]
+
+    status = measure.measure_cells(results, clock, timed, {c.label: (c,) for c in cases})
+    sweeps = {f"disagreements: {case.label}": (case,) for case in swept}
+    status |= measure.measure_cells(results, clock, disagreed, sweeps)
     document = results.document
     if not document["rows"]:
         print("nothing was measured")
@@ -278,15 +277,7 @@ def main(command_line: list[str] | None = None) -> int:
     bad = [r for r in document["rows"] if r["kind"] == "disagreements" and not r["ok"]]
     for row in bad:
         print(f"FAILED: backends differ by more than rounding: {row['name']}: {row['margins']}")
-    return 1 if bad else 0
-
-
-def _quietly(function: Any, *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except Exception:
-        print(traceback.format_exc(limit=-2), flush=True)
-        return None
+    return 1 if bad else status
 
 
 if __name__ == "__main__":

@@ -428,7 +428,8 @@ def main(command_line: list[str] | None = None) -> int:
     add("--draws", type=int, default=4096, help="verifications compared per case; 0 for none")
     options = parser.parse_args(command_line)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
     if options.vllm_files is None:  # as in `make bench`
         print("nothing to measure, --vllm-files names no folder")
@@ -451,7 +452,6 @@ def main(command_line: list[str] | None = None) -> int:
     results.run["command"] = command
     options.device = torch.device("cuda" if options.on_gpu else "cpu")
     module = vllm_sampler.load(options.vllm_files)
-    clock = measure.Clock(options.seconds)
     vocabulary = 300 if options.tiny else verify_cases.V
     cases = [
         Case(verify_cases.STANDARD, batch, vocabulary=vocabulary, temperature=temperature)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, runs in turn, medians, kernel times, tables, result files.
+"""What the benchmarks share: options, cells, runs in turn, medians, kernel times, tables, files.
 
 Two things on a GPU make every ratio to a plain step wrong, and plain decoding suffers most:
 
@@ -22,6 +22,7 @@ import re
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,12 +56,12 @@ def gpu_parser(doc: str | None, repeats: int, seconds: float) -> argparse.Argume
     return result
 
 
-def lacks_gpu(options: argparse.Namespace) -> bool:
-    """Whether there is nothing to measure; then it says so."""
-    lacks = jax.default_backend() != "gpu" and not options.tiny
-    if lacks:
+def begin(options: argparse.Namespace) -> Clock | None:
+    """Returns the clock of a benchmark of a GPU; None, and says so, if there is no GPU."""
+    if jax.default_backend() != "gpu" and not options.tiny:
         print(f"nothing to measure, JAX runs on {jax.default_backend()}")
-    return lacks
+        return None
+    return Clock(options.seconds)
 
 
 class Clock:
@@ -285,3 +286,35 @@ class Results:
         """Save some more rows of this run."""
         self.rows += rows
         write(self.path, self.document)
+
+
+def measure_cells(
+    results: Results,
+    clock: Clock,
+    measured: Callable[..., Sequence[dict[str, Any]]],
+    cells: Mapping[str, Sequence[Any]],
+) -> int:
+    """Measures one cell after another, and saves the rows of each when they are there.
+
+    A cell that would begin too late is left out, and one that fails costs no other.
+
+    Args:
+      results: to which rows are added.
+      clock: says what has happened.
+      measured: returns the rows of a cell.
+      cells: the arguments of `measured` for each cell, by what the cell is called.
+
+    Returns:
+      The exit status: 1 if a cell failed.
+    """
+    status = 0
+    for name, arguments in cells.items():
+        if clock.is_late(name):
+            continue
+        try:
+            results.add(measured(*arguments))
+            clock.say(f"{name}: measured")
+        except Exception:
+            clock.say(f"{name}: FAILED\n{traceback.format_exc(limit=-3)}")
+            status = 1
+    return status

@@ -298,6 +298,39 @@ def steps_by_weights(document: dict[str, Any]) -> Figure | None:
     return figure
 
 
+WHOLE = {
+    "plain": "nothing",
+    "eagle3": "an EAGLE-3 head",
+    "draft": "a draft model",
+    "ngram": "n-grams",
+}
+WHOLE_STYLE = {
+    "ours": STYLE["mosaic_gpu"],
+    "vLLM": STYLE["xla"],
+    "transformers": STYLE["plain"],
+}
+
+
+def whole_engines(document: dict[str, Any]) -> Figure | None:
+    """Tokens a second of whole engines over B, a panel for each way to draft."""
+    rows = [r for r in document["rows"] if r.get("kind") == "batch" and r["slots"] == r["batch"]]
+    if not rows:
+        return None
+    figure, panels = _panels([way for way in WHOLE if any(r["way"] == way for r in rows)])
+    for way, ax in panels.items():
+        for name, style in WHOLE_STYLE.items():
+            mine = [r for r in rows if (r["way"], r["engine"]) == (way, name)]
+            mine.sort(key=lambda r: r["batch"])
+            for part, line in (("steady", "-"), ("with_ends", "--")):
+                rates = [(r["batch"], r[part]["tokens_per_second"]) for r in mine]
+                if rates and not (name == "transformers" and way != "plain"):
+                    label = f"{name}, {part.replace('_', ' ')}"
+                    ax.plot(*zip(*rates, strict=True), label=label, **style | {"linestyle": line})
+        _finish_over_batch(ax, f"drafts by {WHOLE[way]}", rows)
+        ax.set_ylabel("tokens per second")
+    return figure
+
+
 FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "time": time_against_batch,
     "rate": rate_against_bytes,
@@ -308,6 +341,7 @@ FIGURES: dict[str, Callable[[dict[str, Any]], Figure | None]] = {
     "tokens": tokens_against_length,
     "speed": speed_against_nodes,
     "weights": steps_by_weights,
+    "tokens_per_second": whole_engines,
 }
 
 

@@ -219,9 +219,9 @@ from jax.sharding import SingleDeviceSharding
 from jax_specdec import lm
 
 where = SingleDeviceSharding(devices_of("h200")[0])
-config = lm.models.LlamaConfig(
-    vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2,
-    num_attention_heads=8, num_key_value_heads=8, head_dim=128)
+layer = lm.models.LayerSpec(
+    num_attention_heads=8, num_key_value_heads=8, head_dim=128, intermediate_size=8)
+config = lm.models.DecoderConfig(vocab_size=8, hidden_size=8, layers=(layer,) * 2)
 model = lm.models.Llama(config, jnp.bfloat16)
 shapes = jax.eval_shape(lambda: (
     model.init_cache(4, 4096), jnp.zeros((4,), jnp.int32), jnp.zeros((4, 8), jnp.int32)))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from jax import export
 from lower_floor import Range, arrays, check_array, check_tree, described, pytree, sampling
-from upper_floor import PENALTIES
+from upper_floor import NUMBERS
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -125,12 +125,12 @@ def test_a_refusal_is_one_sentence(
 
 
 def test_a_value_is_described_in_one_short_line() -> None:
-    short = [np.float32(0.1), jnp.zeros(2), "a\nb", lm.models.LlamaConfig]
+    short = [np.float32(0.1), jnp.zeros(2), "a\nb", lm.models.LayerSpec]
     assert [described(value) for value in short] == [
         "0.1",
         "an array [2] of float32",
         r"'a\nb'",
-        "<class 'jax_specdec.lm.models.llama_config.LlamaConfig'>",
+        "<class 'jax_specdec.lm.models.config.LayerSpec'>",
     ]
     assert described(list(range(100))) == str(list(range(100)))[:80]
     assert described(sd.SpecDecodeConfig(num_speculative_tokens=1)) == "a SpecDecodeConfig"
@@ -286,5 +286,5 @@ def test_the_table_is_what_classes_and_options_have() -> None:
     assert [one.name for one in sampling.SAMPLING_PARAMETERS] == fields
     default = lm.RequestOptions()
     assert default.temperature == 0.0
-    for one in (*sampling.FILTERS, *PENALTIES):
+    for one in NUMBERS[1:]:
         assert getattr(default, one.name) == one.neutral and one.range.holds(one.neutral)

@@ -3,8 +3,10 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import bench_decode_cpu
+import bench_pair
 import bench_real_model
 import chain
 import inputs
@@ -139,3 +141,93 @@ def test_the_tables_of_a_real_model_are_those_of_its_results() -> None:
         results = json.loads(path.read_text("utf-8"))
         shown |= {*"\n".join(bench_real_model.shown(results)).splitlines()}
     assert len(rows) > 80 and [row for row in rows if row not in shown] == []
+
+
+def test_a_cell_that_fails_or_comes_too_late_costs_no_other(tmp_path, capsys):
+    results = measure.Results("cells", folder=tmp_path)
+    clock = measure.Clock()
+
+    def measured(size, also):
+        if size == 2:
+            raise ValueError("two")
+        if size == 3:
+            clock._seconds = 0.0  # nothing is begun from now on
+        return [{"size": size, "also": also}]
+
+    cells = {f"B = {size}": (size, "x") for size in (1, 2, 3, 4)}
+    assert measure.measure_cells(results, clock, measured, cells) == 1
+    rows = json.loads((tmp_path / "cells.json").read_text())["rows"]
+    assert [(row["size"], row["also"]) for row in rows] == [(1, "x"), (3, "x")]
+    said = capsys.readouterr().out
+    assert "B = 1: measured" in said and "left out: B = 4" in said
+    assert "B = 2: FAILED" in said and "ValueError: two" in said
+    assert measure.measure_cells(results, measure.Clock(), measured, {"B = 1": (1, "y")}) == 0
+
+
+def pair_row(rng: np.random.Generator, way: str, **fields: Any) -> dict[str, Any]:
+    """A row of `bench_pair.py`: each prompt once, made up numbers."""
+    passes = rng.integers(10, 60, size=40)
+    row = {"engine": "ours", "way": way, "batch": 1, "k": 4, "temperature": 0, "alone": 8}
+    row |= {
+        "seconds": 9.0,
+        "tokens": (passes * rng.uniform(1, 3, size=40)).astype(int).tolist(),
+        "passes": passes.tolist(),
+        "decoding": rng.uniform(0.1, 0.2, size=40).tolist(),
+        **fields,
+    }
+    return row | {"tokens_per_second": bench_pair.rates(row)}
+
+
+def test_tokens_per_pass_of_a_pair_are_a_ratio_of_sums_with_its_error():
+    row = pair_row(np.random.default_rng(0), "draft")
+    tokens, passes = (np.array(row[name], float) for name in ("tokens", "passes"))
+    for kind, some in (("all", slice(0, 40)), ("code", slice(8, 16))):
+        ratio, error = bench_pair.per_pass(row, kind)
+        t, p = tokens[some], passes[some]
+        assert ratio == pytest.approx(t.sum() / p.sum())
+        # The jackknife: the ratio without each text in turn.
+        n = len(t)
+        without = (t.sum() - t) / (p.sum() - p)
+        jackknife = np.sqrt((n - 1) / n * np.square(without - without.mean()).sum())
+        assert error == pytest.approx(jackknife, rel=0.1)
+    again = row | {name: row[name] * 4 for name in ("tokens", "passes")}
+    assert bench_pair.per_pass(again, "JSON")[0] == bench_pair.per_pass(row, "JSON")[0]
+
+
+def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
+    rng = np.random.default_rng(1)
+    plain = pair_row(rng, "plain", k=None, decoding=[0.5] * 40)
+    wide = pair_row(rng, "plain, K + 1 rows", k=0, decoding=[0.4] * 40, tokens=plain["tokens"])
+    draft = pair_row(rng, "draft")
+    many = [pair_row(rng, way, batch=8, k=k) for way, k in (("plain", None), ("draft", 4))]
+    runs = [{"date": "2026-11-28T20:00:00", "device": "gpu: NVIDIA H100 80GB HBM3"}]
+    document = {"rows": [plain, wide, draft, *many], "runs": runs}
+    gain, tokens_per_pass = (
+        sum(draft["tokens"][8:16])
+        / sum(draft["decoding"][8:16])
+        / (sum(wide["tokens"][8:16]) / 3.2),
+        sum(draft["tokens"][8:16]) / sum(draft["passes"][8:16]),
+    )
+    cell = f"{gain:.2f} ({tokens_per_pass:.2f})"
+    (line,) = [line for line in bench_pair.first_screen(document) if "temperature 0 |" in line]
+    assert line.split(" | ")[2] == cell
+    lines = [*bench_pair.shown(document)]
+    assert lines[0].startswith("Measured on an [H100, 2026-11-28](")
+    (line,) = [line for line in lines if line.startswith("| draft | ")]
+    assert line.split(" | ")[2] == cell
+    # Of several slots, all tokens by all seconds, each text's first one included.
+    rates = [(sum(row["tokens"]) + 40) / 9 for row in many]
+    assert f"| plain | {rates[0]:.0f} tokens/s |" in "\n".join(lines)
+    assert f"| draft, K = 4 | {rates[1] / rates[0]:.2f} (" in "\n".join(lines)
+    assert not any("suffix" in line for line in lines)  # what was not measured has no line
+
+
+def test_the_tables_of_a_pair_are_those_of_its_results():
+    page = bench_pair.PAGE.read_text("utf-8")
+    readme = bench_pair.PAGE.parents[1].joinpath("README.md").read_text("utf-8")
+    for path in measure.RESULTS.glob("pair_gpu.json"):
+        document = json.loads(path.read_text("utf-8"))
+        assert bench_pair.drawn(page, document) == page
+        if path.name in readme:
+            lines = [line.strip() for line in readme.splitlines()]
+            assert [line for line in bench_pair.first_screen(document) if line not in lines] == []

@@ -21,11 +21,20 @@ import pytest
 from formats.checkpoints import CHECKPOINTS, copy, edit_json, edit_tensors, expected
 from jax.experimental.compilation_cache import compilation_cache
 from safetensors.numpy import load_file
-from upper_floor import cli_options as options_lib
+from upper_floor import (
+    OTHER_NAMES,
+    drafters,
+    generate_lib,
+    load_models,
+    load_served,
+    loading,
+    make_driver,
+    printable,
+)
 from upper_floor import cli_prompts as prompts_lib
 from upper_floor import cli_run as run_lib
 from upper_floor import cli_terminal as terminal
-from upper_floor import generate_lib, load_models, loading, make_driver, printable
+from upper_floor import parse as parse_line
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -136,6 +145,17 @@ def test_tokens_without_drafts_are_plain_and_no_bonus(capsys: pytest.CaptureFixt
     assert found["tokens_per_target_pass"] == found["num_tokens"] / (found["num_verifications"])
 
 
+def test_a_file_is_what_the_text_is_expected_to_be(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "expected").write_text(TINY_TEXT)
+    main(["generate", TINY_PROMPT, *TINY, "--json", "--prediction", str(tmp_path / "expected")])
+    found = json.loads(capsys.readouterr().out)
+    assert found["requests"][0]["text"] == TINY_TEXT
+    # Without it nothing is drafted: 24. The model did not write the tokens that its text has.
+    assert found["num_target_passes"] <= 16 and found["num_accepted_tokens"] >= 8
+
+
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_a_text_that_drafts_made_late_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_slow: bool
@@ -185,7 +205,7 @@ def test_a_server_drafts_where_it_pays_if_no_text_depends_on_it(
     arguments: str, method: str, budget: tuple[int, ...], is_fixed: bool
 ) -> None:
     options = parse("serve", *arguments.split())
-    driver = make_driver(options, load_models(options)[0])
+    driver = make_driver(options, load_served(options))
     engine, choice = driver.engine, driver.draft_choice
     assert (engine.config.rejection_sample_method, engine.draft_budget) == (method, budget)
     assert choice is not None and choice.is_fixed == is_fixed
@@ -195,10 +215,10 @@ def test_a_server_drafts_where_it_pays_if_no_text_depends_on_it(
 def test_steps_of_a_server_read_prompts_if_asked_for() -> None:
     options = parse("serve", "--prompts-in-steps", "--chunk-size=128", "--plain-messages")
     assert options.plain_messages
-    driver = make_driver(options, load_models(options)[0])
+    driver = make_driver(options, load_served(options))
     assert (driver.prompts_in_steps, driver.chunk_size) == (True, 128)
     options = parse("serve", "--exact")
-    driver = make_driver(options, load_models(options)[0])
+    driver = make_driver(options, load_served(options))
     assert driver.engine.exact and driver.engine.config.rejection_sample_method == "agreement"
     assert driver.draft_choice is None  # it always drafts: a step without drafts costs as much
 
@@ -438,6 +458,10 @@ def test_a_pipe_is_read_where_no_prompt_is_given(stdin: io.BytesIO) -> None:
         (["--prompt-file", "."], b"", ". cannot be read: Is a directory"),
         (["--prompt-file", "/dev/null"], b"", "must not be empty, but /dev/null holds nothing"),
         (["--prompt-file", "/dev/zero"], b"", "/dev/zero must hold at most 16777216 bytes, but"),
+        (["x", "--draft=ngram", "--prediction=no"], b"", "no cannot be read: No such file"),
+        (["x", "--draft=ngram", "--prediction=-"], b"\n", "the prediction must not be empty, but"),
+        (["-", "--prediction=-"], b"a", "standard input (-) can be read once, but is asked for tw"),
+        (["x", "--prediction=-"], b"a", "--draft must look in texts for --prediction, as ngram, s"),
         (["--prompt-file", "a\0b"], b"", "cannot be read: embedded null byte"),
     ],
     ids=str,
@@ -665,8 +689,8 @@ def test_where_no_folder_can_be_made_programs_are_compiled(
 # Options
 
 
-def parse(*arguments: str) -> options_lib.Options:
-    return options_lib.parse(arguments, "0")
+def parse(*arguments: str) -> Any:
+    return parse_line(arguments, "0")
 
 
 def test_a_request_has_the_options_of_the_command_line() -> None:
@@ -726,6 +750,20 @@ def test_every_drafter_drafts_as_many_tokens_by_default() -> None:
         assert parse("generate", "text", *arguments).config.num_speculative_tokens == 4
 
 
+def test_a_row_of_the_table_is_all_that_a_drafter_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two files: the drafter's own, and `lm/drafters.py`."""
+
+    def read(given: drafters.Given, directory: str) -> drafters.Load:
+        return lambda target: drafters.Draft(lm.NGramDrafter(1, int(directory)))
+
+    row = drafters.Kind("short:DIR", "a lookup of short matches", read, has_weights=False)
+    monkeypatch.setattr(drafters, "DRAFTERS", (*drafters.DRAFTERS, row))
+    models, *_ = load_models(parse("generate", "x", "--draft=short:3"))
+    assert models.drafters["short:3"].drafter == lm.NGramDrafter(1, 3)
+    assert parse("serve", "--draft=short:3").config.rejection_sample_method == "agreement"
+    assert "a lookup of short matches (short:DIR)" in drafters.described()
+
+
 def test_a_rule_is_chosen_on_the_command_line() -> None:
     for method in ("block", "agreement"):
         config = parse("generate", PROMPT, "--method", method).config
@@ -756,14 +794,20 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("generate --method=synthetic --acceptance-rates=.5,.6,0,0", "--acceptance-rates[1] must"),
         ("generate --method=synthetic --acceptance-rates=1,1", "--acceptance-rates must"),
         ("generate --acceptance-rates=a,b", "must be numbers separated by commas"),
-        ("generate --target=. --draft=model", "must be DIR, eagle3:DIR, block:DIR, ngram, suffix"),
+        (
+            "generate --target=. --draft=model",
+            "must be DIR, eagle3:DIR, block:DIR, gemma:DIR, ngram",
+        ),
         ("generate --draft=eagle3:", "--draft eagle3: must be followed by the directory of a head"),
-        ("generate --draft=oracle", "must be model, ngram, suffix, eagle3, dflash, dspark, none"),
+        (
+            "generate --draft=oracle",
+            "must be eagle3:DIR, block:DIR, ngram, suffix, model, eagle3, dflash, dspark or none",
+        ),
         ("generate --draft=suffix+ngram", "--draft suffix+ must be followed by a head or a model"),
         ("generate --draft=suffix+none", "--draft suffix+ must be followed by a head or a model"),
         ("generate x --draft=none --compare", "--draft none is plain decoding, which is compared"),
         ("bench x --draft=none", "--draft none is plain decoding, which is compared anyway"),
-        ("generate x -k0 --tree=8", "--tree needs --draft suffix"),
+        ("generate x -k0 --tree=8", "--tree needs --draft eagle3:DIR"),
         ("generate x --exact --draft=eagle3 --tree=8", "--exact cannot be given with --tree"),
         ("serve --exact --prompts-in-steps", "--exact cannot be given with --prompts-in-steps"),
         ("serve --exact --method=block", "--exact needs --method agreement, but it is 'block'"),
@@ -848,7 +892,7 @@ def test_names_of_others_lead_to_options_that_there_are(
     option = r"--[a-z][-a-z0-9]*"
     own = {*re.findall(option, capsys.readouterr().out), "--local-dir"}
     rows = []
-    for ours, names in itertools.groupby(options_lib.OTHER_NAMES, options_lib.OTHER_NAMES.get):
+    for ours, names in itertools.groupby(OTHER_NAMES, OTHER_NAMES.get):
         assert set(re.findall(option, ours)) <= own
         # Options are code: all of an option with its value, and those in a sentence.
         options = r"(^--.*|`.*?`|(?<!\S)-[-a-z]+)"

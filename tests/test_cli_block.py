@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from models.weights import random_weights
-from upper_floor import InputError, load_models, parse
+from upper_floor import cli_prompts, load_models, load_served, parse
 
 from jax_specdec import lm
 
@@ -17,11 +17,10 @@ def folder(tmp_path: Path) -> Path:
     """A head of random weights for the embedded target, with a block of 5."""
     model, params = lm.load_embedded_pair()[0]
     head = lm.BlockHead(
-        lm.BlockHeadConfig(
-            layer=dataclasses.replace(model.config, num_hidden_layers=1, qk_norm=True),
-            draft_vocab_size=model.vocab_size,
+        lm.BlockHeadConfig.of_target(
+            model.config,
+            layers=(dataclasses.replace(model.config.layers[0], qk_norm=True),),
             feature_layers=(2, 4, 5),
-            target_hidden_size=model.config.hidden_size,
             block_size=5,
             mask_token_id=255,
             sample_from_anchor=True,
@@ -37,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_is_read_as_a_head_of_the_target(command: str, folder: Path) -> None:
     name, prompts = f"block:{folder}", [] if command == "serve" else ["x"]
     options = parse([command, *prompts, "--draft", name, "-k", "5"], "1")
-    models, *_ = load_models(options, prompts)
+    models = load_served(options) if command == "serve" else load_models(options, prompts)[0]
     drafter, params = models.drafters[name]
     assert isinstance(drafter, lm.BlockDrafter) and drafter.head.config.markov_rank == 2
     assert params["embed_tokens"] is models.target.params["embed_tokens"]
@@ -46,7 +45,7 @@ def test_a_folder_is_read_as_a_head_of_the_target(command: str, folder: Path) ->
 def test_more_drafts_than_the_block_has_are_named(folder: Path) -> None:
     options = parse(["generate", "x", "-k6", "--draft", f"block:{folder}"], "1")
     says = "--num-speculative-tokens must be at most 5 with --draft block:.*, but it is 6"
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(cli_prompts.InputError, match=says):
         load_models(options, ["x"])
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 from models.weights import random_weights
-from upper_floor import InputError, load_models, parse
+from upper_floor import cli_prompts, load_models, parse
 
 from jax_specdec import lm
 
@@ -17,11 +16,8 @@ def folder(tmp_path: Path) -> Path:
     """A head of random weights for the embedded target."""
     model, params = lm.load_embedded_pair()[0]
     head = lm.models.Eagle3Head(
-        lm.models.Eagle3Config(
-            layer=dataclasses.replace(model.config, num_hidden_layers=1),
-            draft_vocab_size=model.vocab_size,
-            feature_layers=(2, 4, 5),
-            target_hidden_size=model.config.hidden_size,
+        lm.models.Eagle3Config.of_target(
+            model.config, layers=model.config.layers[:1], feature_layers=(2, 4, 5)
         )
     )
     weights = random_weights(head, 0) | {"embed_tokens": params["embed_tokens"]}
@@ -49,5 +45,5 @@ def test_the_embedded_target_has_two_heads() -> None:
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     options = parse(["generate", "x", "--draft", f"eagle3:{tmp_path / 'none'}"], "1")
-    with pytest.raises(InputError, match="none does not exist"):
+    with pytest.raises(cli_prompts.InputError, match="none does not exist"):
         load_models(options, ["x"])

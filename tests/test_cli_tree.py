@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from upper_floor import InputError, load_models, make_driver, parse
+from upper_floor import cli_prompts, load_models, load_served, make_driver, parse
 
 from jax_specdec import lm
 from jax_specdec.__main__ import main
@@ -32,7 +32,7 @@ def test_a_tree_needs_the_rule_of_agreement_and_takes_it_by_itself() -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--draft ngram --tree 8", "--tree needs --draft suffix, eagle3, .*, but it is 'ngram'"),
+        ("--draft ngram --tree 8", "--tree needs --draft eagle3:DIR, .*, but it is 'ngram'"),
         ("--draft suffix+eagle3 --tree 8", "--tree needs --draft .* it is 'suffix\\+eagle3'"),
         ("--tree 8", "--tree needs --draft .* it is 'model'"),
         ("--draft eagle3 --tree 8 --method block", "--tree needs --method agreement, .*'block'"),
@@ -55,7 +55,7 @@ def test_what_has_no_trees_is_named(
 def test_a_depth_that_a_drafter_does_not_have_is_named(name: str) -> None:
     options = parse(["generate", "x", "--draft", name, "--tree", "64", "-k", "60"], "1")
     says = "--num-speculative-tokens must be in .*, but it is 60, with --tree"
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(cli_prompts.InputError, match=says):
         load_models(options, ["x"])
 
 
@@ -74,7 +74,7 @@ def test_text_with_trees_is_the_targets(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_server_chooses_how_many_drafts_of_its_trees_pay() -> None:
     sizes = ["--num-slots=2", "--max-length=96"]
     options = parse(["serve", "--draft=eagle3", "--tree=12", "-k=4", *sizes], "1")
-    engine = make_driver(options, load_models(options)[0]).engine
+    engine = make_driver(options, load_served(options)).engine
     assert engine.draft_budget == (0, 4, 5, 11)
-    assert engine.decoder.tree_depth == 4
+    assert engine.tree_depth == 4
     assert engine.config.num_speculative_tokens == 11

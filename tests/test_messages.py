@@ -238,7 +238,9 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "option_sizes must be an OptionSizes, but it is 3": lambda: lm.Engine(
             target().model, lm.NGramDrafter(), CONFIG, num_slots=1, max_length=8, option_sizes=3
         ),
-        "config must be a LlamaConfig, but it is a LoadedModel": lambda: lm.models.Llama(target()),
+        "config must be a DecoderConfig, but it is a LoadedModel": (
+            lambda: lm.models.Llama(target())
+        ),
         "function must be a function, but it is 3": lambda: lm.models.PlainModel(3, 3),
         "new_cache must be a function, but it is 3": lambda: lm.models.PlainModel(3, max, 3),
         "vocab_size must be an int, but it is <built-in function max>": (

@@ -2,26 +2,27 @@
 
 # ruff: noqa: F401
 
-from jax_specdec.lm import loading
+from jax_specdec.lm import drafters, loading
 from jax_specdec.lm import terminal as cli_terminal
-from jax_specdec.lm.cli import options as cli_options
 from jax_specdec.lm.cli import process as cli_process
 from jax_specdec.lm.cli import prompts as cli_prompts
 from jax_specdec.lm.cli import run as cli_run
 from jax_specdec.lm.cli import serve as cli_serve
 from jax_specdec.lm.cli.models import load as load_models
-from jax_specdec.lm.cli.options import parse
-from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.cli.models import load_served
+from jax_specdec.lm.cli.other_names import OTHER_NAMES
+from jax_specdec.lm.cli.parsing import parse
 from jax_specdec.lm.cli.serve import make_driver
+from jax_specdec.lm.decoding import device, programs, schedule, stopwatch
 from jax_specdec.lm.decoding import generate as generate_lib
 from jax_specdec.lm.decoding import matchers as decoding_matchers
-from jax_specdec.lm.decoding import programs, schedule, stopwatch
 from jax_specdec.lm.decoding.batch import append
 from jax_specdec.lm.decoding.core import Decoder
 from jax_specdec.lm.decoding.differences import _processed
 from jax_specdec.lm.decoding.generate import make_batch
-from jax_specdec.lm.decoding.options import NUMBERS, PENALTIES, RequestFields, options_per_request
-from jax_specdec.lm.decoding.packing import PACKING, BatchOptions
+from jax_specdec.lm.decoding.options import NUMBERS, PACKING, RequestFields, options_per_request
+from jax_specdec.lm.decoding.packing import BatchOptions
+from jax_specdec.lm.decoding.state import Drafted
 from jax_specdec.lm.drafting import draw as drafting_draw
 from jax_specdec.lm.drafting import tree as drafting_tree
 from jax_specdec.lm.drafting.suffix import Lookup

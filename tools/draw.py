@@ -33,7 +33,8 @@ PACKAGE = ROOT / "jax_specdec"
 UPPER = {  # of each unit of the upper floor: what stands below its name
     "cli": "generate, bench, serve",
     "server": "OpenAI's API",
-    "loading": "targets, drafters",
+    "loading": "what --target names",
+    "drafters": "what --draft names",
     "lm": "the public names",
     "decoding": "the step and its loops",
     "drafting": "what proposes tokens",

@@ -408,6 +408,25 @@ def _(right, self, params, context, cache, store):
 
 
 @fault(
+    "a prediction is taken although the text matches longer",
+    "lm.drafting.prediction:Predicted.is_as_long",
+    "drafting/test_prediction.py",
+)
+def _(right, self, num_matching):
+    return self.num_matching > 0
+
+
+@fault(
+    "a prediction stands one token behind the prompt's end",
+    "lm.decoding.batch:Batch.context",
+    "drafting/test_prediction.py",
+)
+def _(right, self, config):
+    context = right(self, config)
+    return dataclasses.replace(context, prompt_lengths=context.prompt_lengths + 1)
+
+
+@fault(
     "a drafter forgets its drafts where bad words and penalties count them",
     "lm.drafting.drafter:DraftContext.append",
     "serving/test_options.py",
@@ -792,6 +811,43 @@ def _(right, layer, key, value, places, requests=None):
 
 
 @fault(
+    "rows of some slots are put where the first slots are",
+    "lm.decoding.core:put_slots",
+    "serving/test_drafters.py",
+)
+def _(right, arrays, some, slots):
+    return right(arrays, some, None if slots is None else jnp.arange(len(slots)))
+
+
+@fault(
+    "rows of some slots read the cache of the first slots",
+    "_src.attention.xla:of_slots",
+    "attention/test_attention.py",
+)
+def _(right, cache, slots, num_kv):
+    return right(cache, jnp.arange(len(slots), dtype=jnp.int32), num_kv)
+
+
+@fault(
+    "what some slots draft from is stored as what others do",
+    "_src.drafts.store:DraftStore.put",
+    "drafting/test_store.py",
+)
+def _(right, self, some, slots):
+    return right(self, some, slots[::-1])
+
+
+@fault(
+    "a step has rows for fewer slots than run",
+    "lm.decoding.schedule:narrow_slots",
+    "serving/test_schedule.py",
+)
+def _(right, num_slots, widths, running):
+    found = right(num_slots, widths, running)
+    return found if found is None else found[: max(1, len(found) - 1)]
+
+
+@fault(
     "a slot keeps the cache of the request before",
     "lm.models.protocol:put_cache",
     "serving/test_engine.py",
@@ -883,8 +939,9 @@ def _(right, engine, state, slots):
     "serving/test_prefixes.py",
 )
 def _(right, engine, state, slots):
-    kept = jax.tree.map(jnp.array, state.num_features)
-    return dataclasses.replace(right(engine, state, slots), num_features=kept)
+    lengths = jnp.array(state.features.lengths)  # the state is donated
+    state = right(engine, state, slots)
+    return dataclasses.replace(state, features=state.features._replace(lengths=lengths))
 
 
 @fault(
@@ -970,7 +1027,7 @@ def _(right, self):
     "serving/test_repeats.py",
 )
 def _(right, self, *given, **named):
-    slots = {slot: one._replace(num_known=0) for slot, one in self.slots.items()}
+    slots = {slot: one._replace(replay=None) for slot, one in self.slots.items()}
     return right(self._replace(slots=slots), *given, **named)
 
 
@@ -1081,6 +1138,63 @@ def _(right, directory):
 )
 def _(right, directory, has_prefix):
     return None
+
+
+# Layers
+
+
+@fault(
+    "windows of a tree count back from its first node",
+    "lm.models.cache:_seen",
+    "models/test_tree_pass.py",
+)
+def _(right, rows, window):
+    return rows.visible, None
+
+
+@fault(
+    "a window is not looked at",
+    "lm.models.cache:Pass.attend",
+    "models/test_llama.py",
+)
+def _(right, step, spec, *args):
+    return right(step, dataclasses.replace(spec, window=None), *args)
+
+
+@fault(
+    "every layer divides by the root of its head's width",
+    "lm.models.cache:Pass.attend",
+    "models/test_llama.py",
+)
+def _(right, step, spec, *args):
+    return right(step, dataclasses.replace(spec, scale=None), *args)
+
+
+@fault(
+    "1 is not added to the weight of a norm",
+    "lm.models.layers:rms_norm",
+    "formats/test_huggingface.py",
+)
+def _(right, x, weight, norm):
+    return right(x, weight, dataclasses.replace(norm, adds_one=False))
+
+
+@fault(
+    "all layers turn as the last one",
+    "lm.models.layers:rotations",
+    "formats/test_huggingface.py",
+)
+def _(right, layers, positions):
+    return right(layers[-1:] * len(layers), positions)
+
+
+@fault(
+    "heads of all layers are split as the first one's",
+    "lm.models.tensor_parallel:TensorParallelLlama._spec",
+    "models/test_tensor_parallel.py",
+)
+def _(right, model, path):
+    return model.model.config.layers[0]
 
 
 def found_for(name: str) -> tuple[Any, str, Any]:

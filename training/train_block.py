@@ -52,17 +52,11 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.models.layers import Attend, random_weights
 
-LAYERS = lm.models.LlamaConfig(
-    vocab_size=256,
-    hidden_size=256,
-    intermediate_size=192,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    tie_word_embeddings=True,
-    max_position_embeddings=1024,
-    qk_norm=True,
+LAYER = lm.models.LayerSpec(
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=192, qk_norm=True
+)
+LAYERS = lm.models.DecoderConfig(
+    vocab_size=256, hidden_size=256, layers=(LAYER,) * 2, tie_word_embeddings=True
 )
 FEATURE_LAYERS = (2, 4, 6)
 MASK = 255  # a byte that no text has
@@ -80,7 +74,7 @@ def make_head(
     kind: str,
     block_size: int,
     dtype: Any = jnp.float32,
-    layer: lm.models.LlamaConfig = LAYERS,
+    decoder: lm.models.DecoderConfig = LAYERS,
     feature_layers: tuple[int, ...] = FEATURE_LAYERS,
     mask: int = MASK,
     markov_rank: int = MARKOV_RANK,
@@ -91,11 +85,10 @@ def make_head(
     with the bias of a Markov head and a confidence.
     """
     is_dspark = kind == "dspark"
-    config = lm.BlockHeadConfig(
-        layer=layer,
-        draft_vocab_size=layer.vocab_size,
+    config = lm.BlockHeadConfig.of_target(
+        decoder,
+        layers=decoder.layers,
         feature_layers=feature_layers,
-        target_hidden_size=layer.hidden_size,
         block_size=block_size,
         mask_token_id=mask,
         sample_from_anchor=is_dspark,
@@ -112,26 +105,26 @@ def head_for(kind: str, target: Target, args: argparse.Namespace) -> lm.BlockHea
         return make_head(kind, args.block_size, target.model.dtype, markov_rank=args.markov_rank)
     c = target.model.config
     layer = dataclasses.replace(
-        c,
-        num_hidden_layers=args.num_layers,
-        intermediate_size=args.intermediate_size or c.intermediate_size,
+        c.layers[0],
+        intermediate_size=args.intermediate_size or c.layers[0].intermediate_size,
         qkv_bias=False,
         qk_norm=True,
     )
-    layers = tuple(args.layers or (2, c.num_hidden_layers // 2, c.num_hidden_layers - 3))
+    decoder = dataclasses.replace(c, layers=(layer,) * args.num_layers)
+    layers = tuple(args.layers or (2, len(c.layers) // 2, len(c.layers) - 3))
     # A special token that no text has, if the last one is not the end of texts.
     tokenizer = lm.load_tokenizer(args.target)
     unused = set(tokenizer.special_tokens) - {*tokenizer.stop_token_ids}
     mask = max(unused, default=c.vocab_size - 1) if args.mask_id is None else args.mask_id
     return make_head(
-        kind, args.block_size, target.model.dtype, layer, layers, mask, args.markov_rank
+        kind, args.block_size, target.model.dtype, decoder, layers, mask, args.markov_rank
     )
 
 
 def first_params(head: lm.BlockHead, key: jax.Array) -> Params:
     """Random weights in float32, without those that are the target's."""
     shapes = {k: v for k, v in head.weight_shapes.items() if k not in ("embed_tokens", "lm_head")}
-    params = random_weights(shapes, key, jnp.float32, head.config.layer.num_hidden_layers)
+    params = random_weights(shapes, key, jnp.float32, head.config.layers)
     if "markov_w2" in params:  # [V, r], multiplied from the right: r is what each logit sums
         size, rank = params["markov_w2"].shape
         params["markov_w2"] = params["markov_w2"] * (size / rank) ** 0.5

@@ -286,7 +286,7 @@ def logits_of(head: lm.models.Eagle3Head, params: Params, states: jax.Array) -> 
     """Logits `[B, S, Vd]` of the states `[B, S, H]` that a step of drafting hands to the next."""
     c = head.config
     if not c.norm_output:
-        states = rms_norm(states, params["norm"], c.layer.rms_norm_eps)
+        states = rms_norm(states, params["norm"], c.norm)
     return head_logits(c, params, states)
 
 
@@ -386,18 +386,17 @@ def make_head(
     are None.
     """
     c = target.model.config
-    count = c.num_hidden_layers
+    first = c.layers[0]
+    count = len(c.layers)
+    layer = dataclasses.replace(
+        first, qkv_bias=False, intermediate_size=intermediate_size or first.intermediate_size
+    )
     head = lm.models.Eagle3Head(
-        lm.models.Eagle3Config(
-            layer=dataclasses.replace(
-                c,
-                num_hidden_layers=1,
-                qkv_bias=False,
-                intermediate_size=intermediate_size or c.intermediate_size,
-            ),
+        lm.models.Eagle3Config.of_target(
+            c,
+            layers=(layer,),
             draft_vocab_size=size,
             feature_layers=layers or (2, count // 2, count - 3),
-            target_hidden_size=c.hidden_size,
             own_lm_head=size < c.vocab_size,
         ),
         target.model.dtype,

@@ -7,6 +7,7 @@ On a GPU the compute dtype is bfloat16, on a CPU float32; master weights are flo
 """
 
 import argparse
+import dataclasses
 import json
 import platform
 import time
@@ -22,27 +23,23 @@ import optax
 import stdlib_text
 
 from jax_specdec.lm.formats.checkpoint import load_huggingface, save_checkpoint
-from jax_specdec.lm.models.llama import Llama, LlamaConfig
+from jax_specdec.lm.formats.config_json import config_json, parse_config
+from jax_specdec.lm.formats.files import JsonObject
+from jax_specdec.lm.models.config import DecoderConfig, LayerSpec
+from jax_specdec.lm.models.llama import Llama
 
-TARGET = LlamaConfig(
+LAYER = LayerSpec(num_attention_heads=4, num_key_value_heads=2, head_dim=64, intermediate_size=608)
+TARGET = DecoderConfig(
     vocab_size=256,
     hidden_size=256,
-    intermediate_size=608,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
+    layers=(LAYER,) * 8,
     tie_word_embeddings=True,
     max_position_embeddings=1024,
 )
-DRAFT = LlamaConfig(
+DRAFT = DecoderConfig(
     vocab_size=256,
     hidden_size=128,
-    intermediate_size=512,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
+    layers=(dataclasses.replace(LAYER, head_dim=32, intermediate_size=512),) * 2,
     tie_word_embeddings=True,
     max_position_embeddings=1024,
 )
@@ -136,7 +133,7 @@ def full_logits(
 
     `dropout` is the share of the residual stream's inputs that is dropped, at random by `key`.
     """
-    keys = iter(jax.random.split(key, 2 * model.config.num_hidden_layers + 1) if dropout else ())
+    keys = iter(jax.random.split(key, 2 * len(model.config.layers) + 1) if dropout else ())
 
     def drop(branch: jax.Array) -> jax.Array:
         if not dropout:
@@ -346,7 +343,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, help="of the residual branches")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--evaluate-every", type=int, default=5, help=f"in chunks of {CHUNK} steps")
-    parser.add_argument("--config", type=json.loads, default={}, help="JSON, changes to the sizes")
+    parser.add_argument("--config", type=json.loads, default={}, help="JSON, of config.json")
     args = parser.parse_args()
     if args.model == "draft" and not args.teacher:
         parser.error("draft needs --teacher, the directory of a trained target")
@@ -362,7 +359,8 @@ def main() -> None:
     device = jax.devices()[0]
     dtype = jnp.bfloat16 if device.platform == "gpu" else jnp.float32
     base = TARGET if args.model == "target" else DRAFT
-    model = Llama(LlamaConfig(**{**vars(base), **args.config}), dtype)
+    raw = config_json(base, "float32") | args.config
+    model = Llama(parse_config(JsonObject(raw, "--config")), dtype)
     teacher = load_huggingface(args.teacher, dtype) if args.teacher else None
     text = stdlib_text.read_text(args.stdlib)
     sizes = {name: sum(len(source) for _, source in getattr(text, name)) for name in text._fields}

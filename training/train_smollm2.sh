@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains four heads of SmolLM2-135M-Instruct (or of the chat model in TARGET) on text that it writes.
 #
-#     python tools/make_smollm2.py build/smollm2
+#     python tools/make_model.py smollm2-135m build/smollm2
 #     training/train_smollm2.sh build/smollm2 build/heads [SECONDS [OPTION...]]
 #
 # All GPUs write text for a quarter of the time, then each trains one head or several. SECONDS bounds

@@ -9,7 +9,6 @@ import jax_specdec
 from jax_specdec._src.base.config import did_you_mean
 from jax_specdec.lm import formats, models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
-from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
 from jax_specdec.lm.decoding.driver import EngineDriver
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
@@ -20,9 +19,9 @@ from jax_specdec.lm.decoding.generate import (
     generate_stream,
 )
 from jax_specdec.lm.decoding.metrics import Histogram, ServingStats
-from jax_specdec.lm.decoding.options import RequestOptions
-from jax_specdec.lm.decoding.packing import OptionSizes
+from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
 from jax_specdec.lm.decoding.prometheus import PrometheusExporter
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.decoding.stopwatch import measure_steps
 from jax_specdec.lm.decoding.text import generate_text
@@ -31,11 +30,13 @@ from jax_specdec.lm.drafting.combined import FirstOf
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.eagle3 import Eagle3Drafter
+from jax_specdec.lm.drafting.gemma_assistant import GemmaAssistantDrafter
 from jax_specdec.lm.drafting.ngram import NGramDrafter
 from jax_specdec.lm.drafting.retokenized import RetokenizedParams, RetokenizingDrafter, retokenize
 from jax_specdec.lm.drafting.suffix import SuffixDrafter
 from jax_specdec.lm.formats.checkpoint import load_huggingface
 from jax_specdec.lm.formats.embedded import load_embedded_head, load_embedded_pair
+from jax_specdec.lm.formats.gemma_assistant import load_gemma_assistant
 from jax_specdec.lm.formats.heads import load_block_head, load_eagle3
 from jax_specdec.lm.models.block import BlockHead, BlockHeadConfig
 from jax_specdec.lm.text.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
@@ -55,6 +56,7 @@ __all__ = [
     "Engine",
     "EngineDriver",
     "FirstOf",
+    "GemmaAssistantDrafter",
     "GenerateOutput",
     "GreedyDifference",
     "Histogram",
@@ -85,6 +87,7 @@ __all__ = [
     "load_eagle3",
     "load_embedded_head",
     "load_embedded_pair",
+    "load_gemma_assistant",
     "load_huggingface",
     "load_tokenizer",
     "measure_steps",

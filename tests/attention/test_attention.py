@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lower_floor import attention_gpu as mosaic_gpu
 from lower_floor import attention_xla as xla
+from models.weights import sizes
 from passes import run as run_pass
 from verify.interpret_mode import interpret_gpu_params
 
@@ -56,7 +57,7 @@ ON_GPU: dict[str, tuple[Any, ...]] = CASES | {
 }
 
 
-FINITE = xla.AttentionStatic(finite_cache=True, num_visible=5)
+FINITE = xla.AttentionStatic(scale=64**-0.5, finite_cache=True, num_visible=5)
 
 
 def words_of(bits: np.ndarray) -> np.ndarray:
@@ -103,7 +104,7 @@ def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any,
         for positions in unseen:
             keys[own, :, positions], values[own, positions] = np.nan, np.inf
     seen = 64 if kind == "level" else count
-    static = xla.AttentionStatic(window, SOFTCAPS.get(case), not poisoned, seen)
+    static = xla.AttentionStatic(dim**-0.5, window, SOFTCAPS.get(case), not poisoned, seen)
     return xla.AttentionArrays(query, keys, values, first, visible), wanted, static
 
 
@@ -135,6 +136,46 @@ def test_the_interpreted_kernel_is_the_oracle(name: str) -> None:
 @pytest.mark.parametrize("name", ON_GPU)
 def test_the_kernel_is_the_oracle_on_a_gpu(name: str, dtype: Any) -> None:
     check(ON_GPU[name], dtype, mosaic_gpu.attend, bounds=ON_GPU[name][-1])
+
+
+def slots_are_read_in_place(name: str, attend: Any, **settings: Any) -> None:
+    """A request of a cache of twice as many slots, the others NaN, has the bits of a whole cache.
+
+    Slots come in another order than requests, and the last request has none: it is undefined.
+    """
+    arrays, _, static = made(ON_GPU[name], B16, poisoned=False)
+    batch, num_kv = ON_GPU[name][0], ON_GPU[name][2]
+    slots = np.arange(1, 2 * batch, 2, dtype=np.int32)[::-1]
+    run = functools.partial(attend, static=static._replace(num_kv=num_kv), **settings)
+    places = (slots[:, None] * num_kv + np.arange(num_kv)).ravel()
+    cache = []
+    for own in (arrays.keys, arrays.values):
+        every = np.full((2 * len(own), *own.shape[1:]), np.nan, own.dtype)
+        every[places] = own
+        cache.append(every)
+    slots = np.array([*slots[:-1], 2 * batch], np.int32) if batch > 1 else slots
+    of_slots = arrays._replace(keys=cache[0], values=cache[1], slots=slots)
+    found, wanted = (np.asarray(jax.jit(run)(x)) for x in (of_slots, arrays))
+    read = slice(0, max(1, batch - 1))
+    assert found[read].tobytes() == wanted[read].tobytes()
+
+
+def test_slots_are_read_by_xla() -> None:
+    slots_are_read_in_place("lengths that differ", xla.attend)
+
+
+@pytest.mark.long
+@pytest.mark.newest
+def test_slots_are_read_by_the_interpreted_kernel() -> None:
+    settings: dict[str, Any] = {"interpret": interpret_gpu_params(), "bounds": (0, 2, 3)}
+    slots_are_read_in_place("a tree, split", mosaic_gpu.attend, **settings)
+    slots_are_read_in_place("a chain", mosaic_gpu.attend, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_slots_are_read_by_the_kernel_on_a_gpu(name: str) -> None:
+    slots_are_read_in_place(name, mosaic_gpu.attend, bounds=ON_GPU[name][-1])
 
 
 @pytest.mark.gpu
@@ -229,7 +270,7 @@ def nan_in_a_new_row_is_for_those_who_see_it(attend: Any) -> None:
 
 def test_nan_in_a_new_row_is_for_those_who_see_it() -> None:
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(xla.attend, static=xla.AttentionStatic())
+        functools.partial(xla.attend, static=xla.AttentionStatic(64**-0.5))
     )
 
 
@@ -238,21 +279,21 @@ def test_nan_in_a_new_row_is_for_those_who_see_it() -> None:
 def test_the_kernel_keeps_nan_to_those_who_see_it() -> None:
     settings: dict[str, Any] = {"interpret": interpret_gpu_params()}
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(mosaic_gpu.attend, static=xla.AttentionStatic(), **settings)
+        functools.partial(mosaic_gpu.attend, static=xla.AttentionStatic(64**-0.5), **settings)
     )
 
 
 @pytest.mark.gpu
 def test_the_kernel_keeps_nan_to_those_who_see_it_on_a_gpu() -> None:
     nan_in_a_new_row_is_for_those_who_see_it(
-        functools.partial(mosaic_gpu.attend, static=xla.AttentionStatic())
+        functools.partial(mosaic_gpu.attend, static=xla.AttentionStatic(64**-0.5))
     )
 
 
 @pytest.mark.parametrize("name", ["a level of a tree", "a tree, split"])
 def test_bits_mean_the_same_whether_they_are_constants_or_not(name: str) -> None:
     """Constants that name the new rows alone let the kernel end with these."""
-    (query, keys, values, start, visible, _), wanted, static = made(CASES[name], np.float32)
+    (query, keys, values, start, visible, *_), wanted, static = made(CASES[name], np.float32)
     given = query, keys, values, start
     capped = functools.partial(sd.decode_attention, softcap=static.softcap)
     for attend in (
@@ -263,18 +304,20 @@ def test_bits_mean_the_same_whether_they_are_constants_or_not(name: str) -> None
         np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
 
 
+def test_windows_of_a_tree_count_back_from_each_node_and_scores_have_a_scale() -> None:
+    (query, keys, values, start, visible, *_), _, _ = made(CASES["a tree, split"], np.float32)
+    depth = np.bitwise_count(visible).sum(axis=2, dtype=np.int32) - 1
+    given = query, keys, values, start
+    how: dict[str, Any] = {"visible": visible, "depth": depth, "window": 9, "scale": 0.3}
+    assert depth.max() >= 3
+    found = np.asarray(jax.jit(functools.partial(sd.decode_attention, **how))(*given), np.float64)
+    wanted = sd.testing.reference.decode_attention(*given, **how)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+
+
 def test_a_slot_that_had_nan_is_clean_for_the_next_request() -> None:
     """Its cache still holds what a request wrote whose logits had become NaN."""
-    config = lm.models.LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    model = lm.models.Llama(config)
+    model = lm.models.Llama(sizes(32, 16, 16, 2, (2, 1, 8)))
     params = model.init_params(jax.random.key(0))
     broken = {**params, "embed_tokens": params["embed_tokens"].at[7].set(jnp.inf)}
     apply, start = jax.jit(functools.partial(run_pass, model)), jnp.zeros((1,), jnp.int32)
@@ -340,6 +383,9 @@ GOOD: dict[str, Any] = {
         ({"window": 0}, ValueError, "window must be .*1"),
         ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0"),
         ({"softcap": "50"}, ValueError, "softcap must be a finite number above 0"),
+        ({"scale": -1}, ValueError, "scale must be a finite number above 0"),
+        ({"depth": np.zeros((2, 3), np.int32)}, ValueError, "depth must be None without visible"),
+        ({"depth": np.zeros((2,), np.int32)}, ValueError, r"depth must be an array \[B, S\]"),
         ({"implementation": "triton"}, ValueError, "implementation must be .*mosaic_gpu"),
         ({"implementation": "mosaic_gpu"}, NotImplementedError, "takes bfloat16 and float16"),
     ],

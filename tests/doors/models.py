@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import shutil
 from pathlib import Path
@@ -19,7 +18,7 @@ from upper_floor import loading
 from jax_specdec import lm
 
 TEMPLATES = Path(__file__).parents[1] / "text/chat_templates"
-CHAT = {"llama": "llama3.1", "qwen2": "qwen2.5", "qwen3": "qwen3"}
+CHAT = {"llama": "llama3.1", "qwen2": "qwen2.5", "qwen3": "qwen3", "gemma3": "gemma3"}
 """By model, the template of the published models of its kind."""
 NUM_SURE = 12
 """Tokens that are compared, at most."""
@@ -60,18 +59,22 @@ def write_draft(drafter: str, target: Path, dtype: str, directory: Path) -> str:
         return str(directory)
     loaded = lm.load_huggingface(target)
     config = loaded.model.config
-    how: dict[str, Any] = dict(
-        layer=dataclasses.replace(config, num_hidden_layers=1, qkv_bias=False, rope_scaling=None),
-        draft_vocab_size=config.vocab_size,
-        feature_layers=(0, 1, 2),
-        target_hidden_size=config.hidden_size,
+    first = config.layers[0]
+    plain = lm.models.LayerSpec(
+        num_attention_heads=first.num_attention_heads,
+        num_key_value_heads=first.num_key_value_heads,
+        head_dim=first.head_dim,
+        intermediate_size=first.intermediate_size,
+        qk_norm=first.qk_norm,
     )
+    how: dict[str, Any] = dict(layers=(plain,), feature_layers=(0, 1, 2))
     if drafter == "eagle3":
-        head: Any = lm.models.Eagle3Head(lm.models.Eagle3Config(**how), loaded.model.dtype)
+        own: Any = lm.models.Eagle3Config.of_target(config, **how)
+        head: Any = lm.models.Eagle3Head(own, loaded.model.dtype)
         save: Any = lm.formats.save_eagle3
     else:
         how |= dict(block_size=8, mask_token_id=config.vocab_size - 1)
-        head = lm.BlockHead(lm.BlockHeadConfig(**how), loaded.model.dtype)
+        head = lm.BlockHead(lm.BlockHeadConfig.of_target(config, **how), loaded.model.dtype)
         save = lm.formats.save_block_head
     shared = {
         name: loaded.params[name] for name in ("embed_tokens", "lm_head") if name in loaded.params

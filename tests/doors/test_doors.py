@@ -33,6 +33,8 @@ TABLE = """
     serve                float32   qwen2    none
     serve                bfloat16  qwen3    suffix
     serve                float32   qwen3    eagle3
+    serve --exact        bfloat16  gemma3   -
+    serve                float32   gemma3   draft
     serve                float32   package  -
     serve --exact        float32   package  -
     generate             float32   llama    suffix
@@ -43,6 +45,9 @@ TABLE = """
     generate             bfloat16  qwen3    draft
     generate             bfloat16  qwen3    block
     generate --chat      float32   qwen3    none
+    generate             bfloat16  gemma3   other
+    generate --chat      float32   gemma3   none
+    generate --compare   bfloat16  gemma3   suffix
     generate --compare   float32   package  -
     generate             float32   package  none
     generate             float32   package  suffix
@@ -52,6 +57,7 @@ TABLE = """
     bench -k 4           float32   llama    draft block
     bench -k 4           bfloat16  qwen2    suffix eagle3 other
     bench                bfloat16  qwen3    -
+    bench -k 4           bfloat16  gemma3   eagle3 block
     bench -k 4           float32   package  -
 """
 
@@ -82,7 +88,7 @@ def door_of(line: str) -> Door:
 
 
 DOORS = [door_of(line) for line in TABLE.strip().splitlines()]
-CHECKPOINTS = ("llama", "qwen2", "qwen3")
+CHECKPOINTS = ("llama", "qwen2", "qwen3", "gemma3")
 DRAFTERS = ("none", "ngram", "suffix", "draft", "other", "eagle3", "block")
 OF_PACKAGE = ("none", "ngram", "suffix", "model", "eagle3", "dflash", "dspark")
 

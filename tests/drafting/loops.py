@@ -26,25 +26,27 @@ BUDGET = 12
 
 
 OnePass = Callable[[np.ndarray, int, np.ndarray], Any]
-"""Rows ``[K, Vd]`` that drafts after the first `length` tokens of a text are drawn from."""
+"""Rows ``[K, Vd]`` that drafts after the first `length` tokens of a text are drawn from; of a
+drafter whose rows list their own ids, of all of these."""
 
 
 class Loop:
     """An engine whose requests come, leave and come back, each part compiled once."""
 
-    def __init__(self, drafter: Any, params: Any) -> None:
+    def __init__(self, drafter: Any, params: Any, target: Any = (TARGET, PARAMS)) -> None:
+        model, self.target_params = target
         self.params = params
         self.engine = lm.Engine(
-            TARGET, drafter, CONFIG, num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(CHUNK,)
+            model, drafter, CONFIG, num_slots=SLOTS, max_length=LONGEST, prefill_sizes=(CHUNK,)
         )
-        self.admit = jax.jit(functools.partial(self.engine.admit, PARAMS, params))
+        self.admit = jax.jit(functools.partial(self.engine.admit, self.target_params, params))
         draft = functools.partial(self.engine.draft, params)
         self.draft = jax.jit(draft, static_argnames="num_drafts")
-        self.verify = jax.jit(functools.partial(self.engine.verify, PARAMS))
+        self.verify = jax.jit(functools.partial(self.engine.verify, self.target_params))
 
     def start(self) -> lm.DecodeState:
         """Empty slots."""
-        return self.engine.init_state(self.params, PARAMS)
+        return self.engine.init_state(self.params, self.target_params)
 
     def read(
         self, state: lm.DecodeState, slot: int, text: list[int], *, drafts_between: bool = False
@@ -73,12 +75,12 @@ class Loop:
         return state
 
 
-@functools.cache
-def greedy() -> list[list[int]]:
+def greedy(loop: Loop) -> list[list[int]]:
     """Whole texts of plain decoding, each token from a pass over all before it."""
+    model, params = loop.engine.model, loop.target_params
     texts, start = [[*prompt] for prompt in PROMPTS], jnp.zeros(len(PROMPTS), jnp.int32)
-    cache = TARGET.init_cache(len(PROMPTS), LONGEST)
-    score = jax.jit(lambda ids: run_pass(TARGET, PARAMS, ids, start, cache).logits.argmax(axis=2))
+    cache = model.init_cache(len(PROMPTS), LONGEST)
+    score = jax.jit(lambda ids: run_pass(model, params, ids, start, cache).logits.argmax(axis=2))
     for _ in range(BUDGET):
         best = score(np.array([np.resize(text, LONGEST) for text in texts], np.int32))
         for text, row in zip(texts, best.tolist(), strict=True):
@@ -92,10 +94,10 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
     Args:
       loop: of a drafter.
       one_pass: that the rows must agree with.
-      ids: target ids of the columns.
+      ids: target ids of the columns; all ids, where rows list their own.
       plain_step: a step that has no drafts.
     """
-    texts, rng = greedy(), np.random.default_rng(0)
+    texts, rng = greedy(loop), np.random.default_rng(0)
     state = loop.start()
     for slot, prompt in enumerate(PROMPTS):
         state = loop.read(state, slot, prompt)
@@ -108,8 +110,11 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
             continue
         drafted = loop.draft(state)
         rows = np.asarray(drafted.store.logits).reshape(K, SLOTS, -1)
+        columns = np.broadcast_to(np.array(ids), (K, SLOTS, len(ids)))
+        if drafted.store.has_own_ids:
+            columns = np.asarray(drafted.store.ids).reshape(rows.shape)
         lengths, token_ids = np.asarray(state.batch.lengths), np.asarray(state.batch.token_ids)
-        proposed = np.asarray(drafted.draft_token_ids)
+        proposed = np.asarray(drafted.proposal.token_ids)
         told = np.full((SLOTS, K), -1, np.int32)
         for slot, (text, length) in enumerate(zip(texts, lengths.tolist(), strict=True)):
             assert token_ids[slot, :length].tolist() == text[:length]
@@ -117,10 +122,13 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
             if length == len(text) or length == 1:  # done, or no row that has a next token
                 assert (found < 0).all()
                 continue
-            drawn = np.array([ids[i] for i in rows[:, slot].argmax(axis=1)], np.int32)
+            best = rows[:, slot].argmax(axis=1)
+            drawn = columns[np.arange(K), slot, best].astype(np.int32)
             assert found.tolist() == drawn.tolist()
             padded = np.resize(text, LONGEST).astype(np.int32)
-            expected = one_pass(padded, np.int32(length), drawn)
+            expected = np.asarray(one_pass(padded, np.int32(length), drawn))
+            if drafted.store.has_own_ids:
+                expected = np.take_along_axis(expected, columns[:, slot], axis=1)
             np.testing.assert_allclose(rows[:, slot], expected, rtol=2e-4, atol=2e-4)
             if accepted[slot] >= 0:
                 compared[accepted[slot]] += 1
@@ -129,7 +137,8 @@ def check(loop: Loop, one_pass: OnePass, ids: list[int], *, plain_step: int = -1
             right = text[length:][: max(count, 0)]
             wrong = (text + [0])[length + len(right)] + 1
             told[slot] = [*right, wrong % VOCAB, *[0] * K][:K] if count >= 0 else -1
-        drafted = dataclasses.replace(drafted, draft_token_ids=jnp.asarray(told))
+        proposal = dataclasses.replace(drafted.proposal, token_ids=jnp.asarray(told))
+        drafted = dataclasses.replace(drafted, proposal=proposal)
         state, record = loop.verify(drafted)
         record = jax.device_get(record)
         accepted = np.where(record.num_kept > 0, record.num_accepted, -1)
@@ -146,22 +155,19 @@ def check_between_chunks(loop: Loop) -> None:
         for between in (False, True)
     ]
     alone, beside = (np.asarray(state.store.logits)[3::SLOTS] for state in states)
-    assert (np.asarray(states[0].draft_token_ids)[3] >= 0).all()
+    assert (np.asarray(states[0].proposal.token_ids)[3] >= 0).all()
     np.testing.assert_array_equal(beside, alone)
 
 
 def check_next_request(loop: Loop) -> None:
     """Nothing reaches the next request of a slot, not even NaN."""
     state = loop.read(loop.start(), 0, [7, 2, 3])
-    features, draft_cache = jax.tree.map(
-        lambda x: jnp.asarray(np.full(x.shape, np.nan, x.dtype)) if x.dtype == jnp.float32 else x,
-        (state.features, state.draft_cache),
+    features = state.features._replace(values=jnp.full_like(state.features.values, jnp.nan))
+    # What a request with NaN leaves in caches: their values are finite, their keys are not.
+    draft_cache, target_cache = (
+        [(jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9)) for keys, values in cache]
+        for cache in (state.draft_cache, state.target_cache)
     )
-    # What a request with NaN leaves in the target's: its values are finite, its keys are not.
-    target_cache = [
-        (jnp.full_like(keys, jnp.nan), jnp.full_like(values, 1e9))
-        for keys, values in state.target_cache
-    ]
     spoiled = dataclasses.replace(
         state, features=features, draft_cache=draft_cache, target_cache=target_cache
     )

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from models import reference_block, reference_llama
-from models.weights import random_weights, sizes
+from models.weights import random_weights, sizes, with_fields
 from serving.chi_square import CONTROL, assert_distributed, p_value
 from upper_floor import drafting_draw
 
@@ -27,17 +27,15 @@ pytestmark = pytest.mark.newest
 IDS = [7, 2, 9, 4, 0]
 LAYERS = (0, 1, 2)
 HEAD = lm.BlockHead(
-    lm.BlockHeadConfig(
-        layer=dataclasses.replace(SIZES, qk_norm=True),
+    lm.BlockHeadConfig.of_target(
+        SIZES,
+        layers=with_fields(SIZES, qk_norm=True, windows=(5, None)).layers,
         draft_vocab_size=len(IDS),
         feature_layers=LAYERS,
-        target_hidden_size=16,
         own_lm_head=True,
         block_size=5,  # more than K: the whole block is run
         mask_token_id=VOCAB - 1,
         sample_from_anchor=True,
-        sliding_window=4,
-        sliding_layers=(0,),
         markov_rank=3,
         enable_confidence_head=True,
         confidence_head_with_markov=True,
@@ -83,7 +81,7 @@ def test_the_cache_has_room_for_a_block_after_the_last_token() -> None:
 SIZE = 4
 TINY = sizes(SIZE, 8, 12, 1, (2, 1, 4), qk_norm=True, rope_theta=2.0)
 KINDS: dict[str, tuple[dict[str, Any], int | None]] = {
-    "DFlash": ({"sliding_window": 9, "sliding_layers": (0,)}, None),
+    "DFlash": ({"window": 10}, None),
     "DSpark": ({"sample_from_anchor": True, "markov_rank": 3}, None),
     "candidates": ({"sample_from_anchor": True, "markov_rank": 3}, 2),
     "map": ({"markov_rank": 3, "draft_vocab_size": 3, "own_lm_head": True}, None),
@@ -143,20 +141,16 @@ class Drawn:
 def head_of(kind: str) -> tuple[lm.BlockHead, Any, int | None]:
     """A head, its weights, and how many candidates its drafter has."""
     changes, num_candidates = KINDS[kind]
-    config = lm.BlockHeadConfig(
-        **dict(
-            layer=TINY,
-            draft_vocab_size=SIZE,
-            feature_layers=(0, 1),
-            target_hidden_size=8,
-            block_size=4,
-            mask_token_id=3,
-            enable_confidence_head=True,
-            confidence_head_with_markov="markov_rank" in changes,
-        )
-        | changes
+    plain = lm.BlockHeadConfig.of_target(
+        TINY,
+        TINY.layers,
+        feature_layers=(0, 1),
+        block_size=4,
+        mask_token_id=3,
+        enable_confidence_head=True,
     )
-    head = lm.BlockHead(config)
+    with_markov = "markov_rank" in changes
+    head = lm.BlockHead(with_fields(plain, confidence_head_with_markov=with_markov, **changes))
     # Rows that differ, none of them sharp.
     params = random_weights(head, 3, 2.0)
     scales = {"embed_tokens": 0.1, "lm_head": 0.3, "markov_w2": 0.5}
@@ -265,15 +259,17 @@ def test_drafts_at_once_are_those_one_after_another(method: str, kind: str) -> N
         listed, own = (ids, False) if kind == "a map" else (None, kind == "candidates")
         store = sd.DraftStore.create(batch, K, size, ids=listed, own_ids=own)
 
+    columns = drafting_draw.ids_of(ids, 9)
+
     @jax.jit
     def one_after_another(logits: jax.Array) -> lm.Proposal:
-        def forward(carry: Any, last: jax.Array, offset: jax.Array) -> Any:
-            return logits[:, offset], carry
+        def forward(carry: Any, last: jax.Array, offset: Any) -> Any:
+            return drafting_draw.Row(logits[:, offset], columns.of_draft(offset)), carry
 
-        given = dict(ids=ids, vocab_size=9)
-        return drafting_draw.draft_chain(logits[:, 0], (), forward, context, store, **given)[0]
+        first, _ = forward((), context.lengths, 0)
+        return drafting_draw.draft_chain(first, (), forward, context, store)[0]
 
-    found = drafting_draw.draft_at_once(logits, context, store, ids=ids, vocab_size=9)
+    found = drafting_draw.draft_at_once(logits, context, store, columns)
     wanted = one_after_another(logits)
     jax.tree.map(lambda *x: np.testing.assert_allclose(*x, rtol=1e-6), found, wanted)
     assert len(np.unique(found.token_ids)) > 3

@@ -24,11 +24,11 @@ pytestmark = pytest.mark.newest
 LAYERS = (0, 1, 2)  # the last one is the stream that leaves the target
 IDS = [7, 2, 9, 4, 0]
 HEAD = lm.models.Eagle3Head(
-    lm.models.Eagle3Config(
-        layer=dataclasses.replace(SIZES, num_hidden_layers=1),
+    lm.models.Eagle3Config.of_target(
+        SIZES,
+        layers=SIZES.layers[:1],
         draft_vocab_size=len(IDS),
         feature_layers=LAYERS,
-        target_hidden_size=16,
         own_lm_head=True,
     )
 )
@@ -100,7 +100,7 @@ def test_without_features_a_step_is_that_of_a_plain_model(drafter) -> None:
     def program(model: lm.models.CausalModel) -> str:
         engine = dataclasses.replace(ENGINE, model=model, drafter=drafter)
         state = jax.eval_shape(functools.partial(engine.init_state, PARAMS))
-        assert state.features is None and state.num_features is None
+        assert state.features is None
         return str(jax.make_jaxpr(functools.partial(engine.step, PARAMS, PARAMS))(state))
 
     assert program(TARGET) == program(Pair(TARGET))

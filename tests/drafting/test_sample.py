@@ -231,9 +231,10 @@ def test_by_agreement_the_target_as_drafter_is_always_right():
 
     def drawn_by_map() -> jax.Array:
         rows = jnp.asarray(logits)[:, :, permuted]
-        given: Any = dict(ids=permuted, vocab_size=vocab)
-        chain = rows[:, 0], None, lambda *at: (rows[:, at[2]], None), context, None
-        return drafting_draw.draft_chain(*chain, **given)[0].token_ids
+        ids = drafting_draw.ids_of(permuted, vocab)
+        first, second = (drafting_draw.Row(rows[:, j], ids) for j in range(k))
+        chain = first, None, lambda *at: (second, None), context, None
+        return drafting_draw.draft_chain(*chain)[0].token_ids
 
     drawn = [
         sd.sample_draft_tokens(logits[:, j], offset=j, config=agreement, **common).token_ids

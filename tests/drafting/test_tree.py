@@ -176,12 +176,13 @@ def likeliest_and_chain(
     offsets = jnp.arange(ROWS, dtype=jnp.int32)
     found = drafting_tree.likeliest(logits, offsets, context, count, ids=ids, vocab_size=vocab_size)
 
-    def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
-        return logits[:, offset], None
+    columns = drafting_draw.ids_of(ids, vocab_size)
 
-    chain, _ = drafting_draw.draft_chain(
-        logits[:, 0], None, forward, context, None, ids=ids, vocab_size=vocab_size
-    )
+    def forward(carry: None, last: jax.Array, offset: Any) -> tuple[Any, None]:
+        return drafting_draw.Row(logits[:, offset], columns), None
+
+    first, _ = forward(None, context.lengths, 0)
+    chain, _ = drafting_draw.draft_chain(first, None, forward, context, None)
     return found, chain.token_ids
 
 

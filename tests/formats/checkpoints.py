@@ -13,7 +13,7 @@ import safetensors.numpy
 from passes import run as run_pass
 
 CHECKPOINTS = Path(__file__).parent / "huggingface"
-NAMES = ("llama", "qwen2", "qwen2_draft", "qwen3")
+NAMES = ("llama", "qwen2", "qwen2_draft", "qwen3", "gemma2", "gemma3")
 NUM_TOKEN_IDS = 283  # of the tokenizer that all of them share
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

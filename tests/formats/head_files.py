@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from models import test_block, test_eagle3
-from models.weights import random_weights
+from models.weights import random_weights, with_fields
 
 from jax_specdec import lm
 
@@ -28,13 +28,16 @@ Written = tuple[Path, lm.formats.LoadedModel, lm.formats.LoadedModel]
 def target_for(config: Any, num_layers: int = 8) -> lm.formats.LoadedModel:
     """A target that a head of this config fits; weights come with the head's."""
     layer = dataclasses.replace(
-        config.layer,
-        num_hidden_layers=num_layers,
-        hidden_size=config.target_hidden_size,
-        qkv_bias=False,
-        qk_norm=False,
+        config.layers[0], qkv_bias=False, o_bias=False, qk_norm=False, window=None
     )
-    model = lm.models.Llama(layer)
+    own = lm.models.DecoderConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.target_hidden_size,
+        layers=(layer,) * num_layers,
+        tie_word_embeddings=config.tie_word_embeddings,
+        num_token_ids=config.num_token_ids,
+    )
+    model = lm.models.Llama(own)
     return lm.formats.LoadedModel(model, random_weights(model, 3))
 
 
@@ -44,7 +47,7 @@ def head_for(head: Any, target: lm.formats.LoadedModel) -> lm.formats.LoadedMode
     if not config.own_embedding:
         mine["embed_tokens"] = theirs["embed_tokens"]
     if not config.own_lm_head:
-        is_tied = config.layer.tie_word_embeddings
+        is_tied = config.tie_word_embeddings
         mine["lm_head"] = theirs["embed_tokens" if is_tied else "lm_head"]
     if "target_ids" in mine:
         mine["target_ids"] = jnp.array([0, 3, 4, 9, 11, 12, 20, 21, 30, 33, 38, 39], jnp.int32)
@@ -52,7 +55,7 @@ def head_for(head: Any, target: lm.formats.LoadedModel) -> lm.formats.LoadedMode
 
 
 def write_eagle3(directory: Path, **changes: Any) -> Written:
-    config = dataclasses.replace(test_eagle3.CONFIG, **changes)
+    config = with_fields(test_eagle3.CONFIG, **changes)
     target = target_for(config)
     head = head_for(lm.models.Eagle3Head(config), target)
     lm.formats.save_eagle3(directory, *head, target_name="tiny")
@@ -60,7 +63,7 @@ def write_eagle3(directory: Path, **changes: Any) -> Written:
 
 
 def write_block(directory: Path, **changes: Any) -> Written:
-    config = dataclasses.replace(test_block.CONFIG, **changes)
+    config = with_fields(test_block.CONFIG, **changes)
     target = target_for(config)
     head = head_for(lm.BlockHead(config), target)
     lm.formats.save_block_head(directory, *head)

@@ -1,6 +1,5 @@
 """Reading and writing heads that draft a block: three layouts and every option."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from models.test_block import CONFIG, DSPARK, OPTIONS
+from models.test_block import DSPARK, OPTIONS
 
 from jax_specdec import lm
 
@@ -58,7 +57,7 @@ def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
     assert ("lm_head.weight" in stored) == config.own_lm_head
 
 
-WINDOW = {"sliding_window": 3, "sliding_layers": (0, 1)}
+WINDOW = {"window": 4}
 SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}
 
 
@@ -67,7 +66,7 @@ SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}
     [
         ({}, {}),
         ({"feature_layers": (0, 8)}, {}),  # the embedding's output, and what leaves the last layer
-        ({"layer": dataclasses.replace(CONFIG.layer, tie_word_embeddings=True)}, {}),
+        ({"tie_word_embeddings": True}, {}),
         (
             {**WINDOW, "sliding_window_non_causal": True, "feature_layers": (2, 6)},
             {"dflash_config": SWA | {"target_layer_ids": [1, 5]}},
@@ -77,13 +76,13 @@ SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}
             {"dflash_config": SWA | {"target_layer_ids": [1, 5]}, "sliding_window": 9},
         ),
         (
-            {"sliding_window": 3, "sliding_layers": (1,)},
+            {"windows": (None, 4)},
             {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 3},
         ),
         ({}, {"use_sliding_window": True, "max_window_layers": 2, "sliding_window": 3}),
         (WINDOW, {"layer_types": ["sliding_attention"] * 2}),
         (
-            {"sliding_window": 3, "sliding_layers": (1,)},
+            {"windows": (None, 4)},
             {"layer_types": ["full_attention", "sliding_attention"]},
         ),
         (

@@ -87,9 +87,9 @@ def test_configurations_of_other_writers_are_read(saved: Path) -> None:
         rope_theta=...,
         rope_parameters={"rope_type": "default", "rope_theta": 77.0},
     )
-    assert load_huggingface(saved).model.config.rope_theta == 77.0
+    assert load_huggingface(saved).model.config.layers[0].rotation.rope_theta == 77.0
     edit_json(saved / "config.json", head_dim=..., some_key_of_the_future=1, rope_scaling=None)
-    assert load_huggingface(saved).model.config.head_dim == 4
+    assert load_huggingface(saved).model.config.layers[0].head_dim == 4
     edit_json(saved / "config.json", num_key_value_heads=...)
     with pytest.raises(ValueError, match="k_proj.weight of shape .4, 12., .* says .12, 12."):
         load_huggingface(saved)

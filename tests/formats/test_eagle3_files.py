@@ -1,6 +1,5 @@
 """Reading and writing EAGLE-3 heads: three layouts and every option."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from models.test_eagle3 import LAYER, NARROW, OPTIONS
+from models.test_eagle3 import NARROW, OPTIONS
 
 from jax_specdec import lm
 
@@ -37,7 +36,7 @@ def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
     if not config.own_embedding:
         assert params["embed_tokens"] is target.params["embed_tokens"]
     if not config.own_lm_head:
-        name = "embed_tokens" if config.layer.tie_word_embeddings else "lm_head"
+        name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
         assert params["lm_head"] is target.params[name]
     stored = json.loads((tmp_path / FILE).read_text())
     assert stored["speculators_config"]["verifier"]["name_or_path"] == "tiny"
@@ -91,8 +90,7 @@ def test_weights_are_stored_as_asked_and_read_as_the_targets(tmp_path: Path) -> 
 @pytest.mark.parametrize("in_int8", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_list_without_rows_has_the_targets(tied: bool, in_int8: bool, tmp_path: Path) -> None:
-    layer = dataclasses.replace(LAYER, tie_word_embeddings=tied)
-    _, target, head = write_eagle3(tmp_path, **NARROW, layer=layer)
+    _, target, head = write_eagle3(tmp_path, **NARROW, tie_word_embeddings=tied)
     edit_tensors(tmp_path / WEIGHTS, **{"lm_head.weight": ...})
     if in_int8:
         target = target._replace(params=lm.models.quantize(target.params))

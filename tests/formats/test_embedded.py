@@ -1,6 +1,5 @@
 """The pair that ships with the package: small enough, and as good as documented."""
 
-import dataclasses
 import hashlib
 import importlib.resources
 import json
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import scipy.special
+from models.weights import sizes
 from upper_floor import BYTE_VOCAB_SIZE
 
 from jax_specdec import lm
@@ -117,16 +117,11 @@ def test_a_head_in_int8_shares_what_its_target_has_in_int8(
 
 
 def test_a_head_that_stores_the_output_matrix_shares_it_in_int8(tmp_path: Path) -> None:
-    config = lm.models.LlamaConfig(
-        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8)  # fmt: skip
+    config = sizes(40, 16, 24, 4, (2, 1, 8))
     model = lm.models.Llama(config)
     params = model.init_params(jax.random.key(0))
-    layer = dataclasses.replace(config, num_hidden_layers=1)
     head = lm.models.Eagle3Head(
-        lm.models.Eagle3Config(
-            layer=layer, draft_vocab_size=40, feature_layers=(1, 2), target_hidden_size=16
-        )
+        lm.models.Eagle3Config.of_target(config, layers=config.layers[:1], feature_layers=(1, 2))
     )
     lm.formats.save_eagle3(tmp_path, head, head.init_params(jax.random.key(1), params))
     # The integers of a matrix twice as large are the same, and its scales are not.

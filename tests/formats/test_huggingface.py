@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from models.weights import random_weights, sizes
+from models.weights import random_weights, sizes, with_fields
 
 from jax_specdec import lm
 
@@ -114,8 +114,8 @@ def test_configurations_of_older_writers_are_read(tmp_path: Path) -> None:
     edit_json(directory / "config.json", rope_parameters=...)
     # Left out, a value is the default of transformers.
     edit_json(directory / "config.json", rms_norm_eps=..., rope_theta=..., rope_scaling=None)
-    config = lm.load_huggingface(directory).model.config
-    assert (config.rms_norm_eps, config.rope_theta, config.rope_scaling) == (1e-6, 1e4, None)
+    layer, *_ = lm.load_huggingface(directory).model.config.layers
+    assert (layer.norm.rms_norm_eps, layer.rotation) == (1e-6, lm.models.Rotation(rope_theta=1e4))
 
 
 def test_parameters_of_positions_may_be_given_by_type_of_layer(tmp_path: Path) -> None:
@@ -125,9 +125,25 @@ def test_parameters_of_positions_may_be_given_by_type_of_layer(tmp_path: Path) -
     local = {"rope_theta": 123.0, "rope_type": "default"}  # of layers that are not there
     nested = {"full_attention": {**own, "rope_theta": 5e5}, "sliding_attention": local}
     edit_json(directory / "config.json", rope_parameters=nested)
-    read = lm.load_huggingface(directory).model.config
-    known = load("llama").model.config
-    assert (read.rope_theta, read.rope_scaling) == (5e5, known.rope_scaling)
+    read = lm.load_huggingface(directory).model.config.layers[0].rotation
+    known = load("llama").model.config.layers[0].rotation
+    assert read == dataclasses.replace(known, rope_theta=5e5)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_file_with_images_is_read(tmp_path: Path, prefix: str) -> None:
+    directory = copy("gemma3", tmp_path / "gemma3")
+    text = json.loads((directory / "config.json").read_text())
+    raw = {"model_type": "gemma3", "text_config": text}
+    (directory / "config.json").write_text(json.dumps(raw))
+    path = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    renamed = {name.replace("model.", prefix, 1): x for name, x in tensors.items()}
+    others = {"model.vision_tower.x": np.ones(3), "multi_modal_projector.y": np.ones(2)}
+    safetensors.numpy.save_file(renamed | others, path)
+    found = lm.load_huggingface(directory, jnp.float32)
+    assert found.model == load("gemma3").model
+    jax.tree.map(np.testing.assert_array_equal, found.params, load("gemma3").params)
 
 
 def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> None:
@@ -252,9 +268,8 @@ def test_no_more_than_one_matrix_is_held_beside_those_in_int8(
     model = lm.models.Llama(config, jnp.bfloat16)
     target = lm.formats.LoadedModel(model, random_weights(model, 0))
     head = lm.BlockHead(
-        lm.BlockHeadConfig(
-            layer=config, draft_vocab_size=256, feature_layers=(1, 2), target_hidden_size=128,
-            block_size=4, mask_token_id=0),
+        lm.BlockHeadConfig.of_target(
+            config, layers=config.layers, feature_layers=(1, 2), block_size=4, mask_token_id=0),
         jnp.bfloat16)  # fmt: skip
     lm.formats.save_checkpoint(tmp_path / "target", *target, jnp.bfloat16)
     shared = {name: target.params[name] for name in ("embed_tokens", "lm_head")}
@@ -416,10 +431,54 @@ def test_tensors_in_int8_that_do_not_fit_are_named(
         lm.load_huggingface(path.parent)
 
 
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_layers_that_differ_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    model, params = load(name)
+    lm.formats.save_checkpoint(tmp_path, model, params)
+    again = lm.load_huggingface(tmp_path)
+    assert dataclasses.replace(again.model.config, num_token_ids=NUM_TOKEN_IDS) == model.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+
+
+def test_files_of_gemma_say_by_what_default_a_layer_slides(tmp_path: Path) -> None:
+    directory = copy("gemma3", tmp_path / "gemma3")
+    path = directory / "config.json"
+    older = {"rope_theta": 1e3, "rope_local_base_freq": 100.0}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    edit_json(path, rope_parameters=..., rope_scaling=scaling, **older)
+    assert lm.load_huggingface(directory).model.config.layers == load("gemma3").model.config.layers
+    edit_json(path, layer_types=..., num_hidden_layers=2)
+    assert [x.window for x in lm.load_huggingface(directory).model.config.layers] == [6, 6]
+    edit_json(path, sliding_window_pattern=2)
+    assert [x.window for x in lm.load_huggingface(directory).model.config.layers] == [6, None]
+
+
+OF_GEMMA: dict[str, tuple[dict[str, Any], str]] = {
+    "no window": ({"sliding_window": None}, "sliding_window = None, but sliding layers need"),
+    "a kind": ({"layer_types": ["chunked_attention"] * 2}, "layer_types = .*one for each layer"),
+    "too few kinds": ({"layer_types": ["full_attention"]}, "layer_types = .*one for each layer"),
+    "no period": ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive"),
+    "scale": ({"query_pre_attn_scalar": "a"}, "query_pre_attn_scalar = 'a', but it must be"),
+    "activation": ({"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh' is supported"),
+    "both ways": ({"use_bidirectional_attention": True}, "only False is supported"),
+    "cap": ({"final_logit_softcapping": 30.0}, "which is not supported"),
+    "rotation": ({"rope_parameters": {"full_attention": {}}}, "lacks sliding_attention in it"),
+}
+
+
+@pytest.mark.parametrize("mistake", OF_GEMMA)
+def test_what_a_file_of_gemma_cannot_say_is_named(mistake: str, tmp_path: Path) -> None:
+    changes, says = OF_GEMMA[mistake]
+    directory = copy("gemma3", tmp_path / "gemma3")
+    edit_json(directory / "config.json", **changes)
+    with pytest.raises(ValueError, match=says):
+        lm.load_huggingface(directory)
+
+
 def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:
     model, params = load("qwen2")
-    both = lm.models.Llama(dataclasses.replace(model.config, qk_norm=True))
-    with pytest.raises(ValueError, match="both qkv_bias and qk_norm"):
+    both = lm.models.Llama(with_fields(model.config, qk_norm=True))
+    with pytest.raises(ValueError, match="config has layers that no family of checkpoints has"):
         lm.formats.save_checkpoint(tmp_path, both, params)
 
 
@@ -504,8 +563,8 @@ MISTAKES = {
     "wrong family": (config(model_type="qwen2"), "lacks the tensor model.layers.0.self_attn.q_pro"),
     "fewer layers": (config(num_hidden_layers=1), "has a tensor model.layers.1"),
     "other old scaling": (
-        config(rope_parameters=..., rope_scaling={"type": "linear", "factor": 4.0}),
-        "rope_scaling has type = 'linear', but only 'default' and 'llama3' are supported",
+        config(rope_parameters=..., rope_scaling={"type": "yarn", "factor": 4.0}),
+        "rope_scaling has type = 'yarn', but only 'default', 'linear' and 'llama3' are supported",
     ),
     "scaling of no kind": (
         config(rope_parameters=..., rope_scaling={"factor": 4.0}),

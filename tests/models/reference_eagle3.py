@@ -9,7 +9,7 @@ from .reference_llama import attention, feed_forward, float64, norm
 
 def project(config: Any, params: Any, features: np.ndarray) -> np.ndarray:
     """fc of features `[S, A * H_target]`, after the norms that come before it."""
-    g, eps = float64(features), config.layer.rms_norm_eps
+    g, eps = float64(features), config.norm.rms_norm_eps
     if config.norm_before_fc:
         g = norm(g, float64(params["input_norm"]), eps)
     if config.fc_norm:
@@ -23,16 +23,17 @@ def forward(
     config: Any, params: Any, states: np.ndarray, next_ids: list[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits `[S, Vd]` and feedback `[S, H]` of positions 0 to S - 1."""
-    c, eps = config.layer, config.layer.rms_norm_eps
+    eps = config.norm.rms_norm_eps
     layer = {name: float64(weight) for name, weight in params["layer"].items()}
     embedded = norm(float64(params["embed_tokens"])[next_ids], layer["input_layernorm"], eps)
     normed = norm(states, layer["hidden_norm"], eps)
     h = normed if config.norm_before_residual else states
-    h = h + attention(c, layer, np.concatenate([embedded, normed], 1)) + layer.get("o_bias", 0)
+    h = h + attention(config.layers[0], layer, np.concatenate([embedded, normed], 1))
+    h = h + layer.get("o_bias", 0)
     u = norm(h, layer["post_attention_layernorm"], eps)
     h = h + feed_forward(layer, u)
     output = norm(h, float64(params["norm"]), eps)
     lm_head = float64(params["lm_head"])
-    is_embedding = c.tie_word_embeddings and not config.own_lm_head
+    is_embedding = config.tie_word_embeddings and not config.own_lm_head
     logits = output @ (lm_head.T if is_embedding else lm_head) * config.logit_scale
     return logits, output if config.norm_output else h

@@ -1,6 +1,5 @@
 """DFlash and DSpark heads against NumPy, with every option, and against `speculators`."""
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ import pytest
 from jax_specdec import lm
 
 from . import reference_block as reference
-from .weights import dequantized, random_weights, sizes
+from .weights import dequantized, random_weights, sizes, with_fields
 
 SPECULATORS = Path(__file__).parent / "speculators"
-LAYER = sizes(40, 16, 24, 2, (4, 2, 6), qk_norm=True)
-CONFIG = lm.BlockHeadConfig(
-    layer=LAYER,
-    draft_vocab_size=40,
+TARGET = sizes(40, 16, 24, 4, (4, 2, 6), qk_norm=True)
+CONFIG = lm.BlockHeadConfig.of_target(
+    TARGET,
+    layers=TARGET.layers[:2],
     feature_layers=(1, 2, 4),
-    target_hidden_size=16,
     block_size=5,
     mask_token_id=39,
 )
@@ -37,33 +35,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DSpark": DSPARK,
     "anchor first without a bias": {"sample_from_anchor": True},
     "bias and confidence after the anchor": {"markov_rank": 2, "enable_confidence_head": True},
-    "a window": {"sliding_window": 3, "sliding_layers": (1,)},
+    "a window": {"windows": (None, 4)},
     "a window in which the block sees itself": {
-        "sliding_window": 2,
-        "sliding_layers": (0, 1),
+        "window": 3,
         "sliding_window_non_causal": True,
     },
     "a block of one": {"sample_from_anchor": True, "block_size": 1},
-    "tied output": {"layer": dataclasses.replace(LAYER, tie_word_embeddings=True)},
-    "no norms of heads": {"layer": dataclasses.replace(LAYER, qk_norm=False, rope_theta=1e6)},
+    "tied output": {"tie_word_embeddings": True},
+    "no norms of heads": {"qk_norm": False, "rope_theta": 1e6},
     "list of ids": NARROW,
     "all together": {
         **NARROW,
         **DSPARK,
-        "layer": dataclasses.replace(LAYER, qkv_bias=True, tie_word_embeddings=True),
+        "qkv_bias": True,
+        "tie_word_embeddings": True,
         "feature_layers": (0, 8),
         "target_hidden_size": 10,
         "own_embedding": True,
-        "o_proj_bias": True,
+        "o_bias": True,
         "logit_scale": 2.0,
-        "sliding_window": 4,
-        "sliding_layers": (0,),
+        "windows": (5, None),
     },
 }
 
 
 def head_of(**changes: Any) -> lm.BlockHead:
-    return lm.BlockHead(dataclasses.replace(CONFIG, **changes))
+    return lm.BlockHead(with_fields(CONFIG, **changes))
 
 
 def random_params(head: lm.BlockHead, seed: int = 0) -> dict[str, Any]:
@@ -166,7 +163,7 @@ def test_a_block_is_that_of_speculators(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.newest
 def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it() -> None:
-    head = head_of(**DSPARK, sliding_window=3, sliding_layers=(1,))
+    head = head_of(**DSPARK, windows=(None, 4))
     params, rng = random_params(head), np.random.default_rng(2)
     features = rng.normal(size=(2, 12, head.num_features)).astype(np.float32)
     newest, start = np.array([3, 5], np.int32), np.array([9, 4], np.int32)
@@ -200,7 +197,7 @@ def test_a_block_is_the_same_however_its_context_came_and_whatever_lies_after_it
 
 
 def test_ids_that_are_no_tokens_are_never_drafted_but_may_be_the_mask() -> None:
-    head = head_of(layer=dataclasses.replace(LAYER, num_token_ids=33))
+    head = head_of(num_token_ids=33)
     params, zero = random_params(head), np.zeros(1, np.int32)
     found = jax.jit(run_block, static_argnums=0)(head, params, zero, zero, head.init_cache(1, 4))
     logits = np.asarray(found.logits)
@@ -210,7 +207,7 @@ def test_ids_that_are_no_tokens_are_never_drafted_but_may_be_the_mask() -> None:
 @pytest.mark.long
 @pytest.mark.newest
 def test_params_share_what_is_the_targets() -> None:
-    target = lm.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
+    target = lm.models.Llama(TARGET)
     weights = random_weights(target, 0)
     shared = head_of().init_params(jax.random.key(1), weights)
     assert shared["embed_tokens"] is weights["embed_tokens"]
@@ -234,12 +231,7 @@ def test_a_head_is_compared_by_value() -> None:
         ({"block_size": 0, "sample_from_anchor": True}, "block_size must be a positive integer"),
         ({"mask_token_id": 40}, r"mask_token_id must be an id in \[0, 40\)"),
         ({"mask_token_id": None}, "mask_token_id must be an id"),
-        ({"sliding_window": 3}, "sliding_window must be there if and only if layers slide"),
-        ({"sliding_layers": (0,)}, "sliding_window must be there if and only if"),
-        ({"sliding_window": 0, "sliding_layers": (0,)}, "sliding_window must be a positive"),
-        ({"sliding_window": 3, "sliding_layers": (0, 2)}, r"sliding_layers must be ids in \[0, 2"),
-        ({"sliding_window": 3, "sliding_layers": (1, 0)}, "sliding_layers must be ids"),
-        ({"sliding_window": 3, "sliding_layers": [0]}, "sliding_layers must be ids"),
+        ({"window": 0}, "window must be a positive integer or None"),
         ({"markov_rank": 0}, "markov_rank must be a positive integer"),
         ({"confidence_head_with_markov": True}, "confidence_head_with_markov must be false"),
         ({"feature_layers": (2, 1)}, "feature_layers must be"),

@@ -13,11 +13,11 @@ import jax_specdec as sd
 from jax_specdec import lm
 
 from . import reference_eagle3 as reference
-from .weights import dequantized, random_ids, random_weights, sizes
+from .weights import dequantized, random_ids, random_weights, sizes, with_fields
 
-LAYER = sizes(40, 16, 24, 1, (4, 2, 6))
-CONFIG = lm.models.Eagle3Config(
-    layer=LAYER, draft_vocab_size=40, feature_layers=(1, 2, 4), target_hidden_size=16
+TARGET = sizes(40, 16, 24, 4, (4, 2, 6))
+CONFIG = lm.models.Eagle3Config.of_target(
+    TARGET, layers=TARGET.layers[:1], feature_layers=(1, 2, 4)
 )
 NARROW = {"draft_vocab_size": 12, "own_lm_head": True}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -26,9 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norms of chunks": {"fc_norm": True},
     "norm before the residual": {"norm_before_residual": True},
     "normed feedback": {"norm_output": True},
-    "tied output": {"layer": dataclasses.replace(LAYER, tie_word_embeddings=True)},
-    "Qwen3": {"layer": dataclasses.replace(LAYER, qk_norm=True, rope_theta=1e6)},
-    "biases": {"layer": dataclasses.replace(LAYER, qkv_bias=True), "o_proj_bias": True},
+    "tied output": {"tie_word_embeddings": True},
+    "Qwen3": {"qk_norm": True, "rope_theta": 1e6},
+    "biases": {"qkv_bias": True, "o_bias": True},
     "scaled logits": {"logit_scale": 0.25},
     "list of ids": NARROW,
     "one wide feature layer": {
@@ -39,14 +39,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "all together": {
         **NARROW,
-        "layer": dataclasses.replace(LAYER, qkv_bias=True, qk_norm=True, tie_word_embeddings=True),
+        "qkv_bias": True,
+        "qk_norm": True,
+        "tie_word_embeddings": True,
         "feature_layers": (0, 1, 2, 3, 8),
         "target_hidden_size": 10,
         "own_embedding": True,
         "fc_norm": True,
         "norm_before_residual": True,
         "norm_output": True,
-        "o_proj_bias": True,
+        "o_bias": True,
         "logit_scale": 2.0,
     },
 }
@@ -182,8 +184,7 @@ def test_levels_of_a_tree_are_numpy_on_each_path() -> None:
 
 
 def test_ids_that_are_no_tokens_are_never_drafted() -> None:
-    layer = dataclasses.replace(LAYER, num_token_ids=33)
-    head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, layer=layer))
+    head = lm.models.Eagle3Head(dataclasses.replace(CONFIG, num_token_ids=33))
     params = random_weights(head, 0)
     states, ids = np.ones((1, 1, 16), np.float32), np.zeros((1, 1), np.int32)
     start = np.zeros(1, np.int32)
@@ -195,12 +196,12 @@ def test_ids_that_are_no_tokens_are_never_drafted() -> None:
 
 @pytest.mark.newest
 def test_params_share_what_is_the_targets() -> None:
-    target = lm.models.Llama(dataclasses.replace(LAYER, num_hidden_layers=4))
+    target = lm.models.Llama(TARGET)
     weights = random_weights(target, 0)
     shared = lm.models.Eagle3Head(CONFIG).init_params(jax.random.key(1), weights)
     assert shared["embed_tokens"] is weights["embed_tokens"]
     assert shared["lm_head"] is weights["lm_head"]
-    tied = dataclasses.replace(CONFIG, layer=dataclasses.replace(LAYER, tie_word_embeddings=True))
+    tied = dataclasses.replace(CONFIG, tie_word_embeddings=True)
     shared = lm.models.Eagle3Head(tied).init_params(jax.random.key(1), weights)
     assert shared["lm_head"] is weights["embed_tokens"]
     own = dataclasses.replace(CONFIG, own_embedding=True, **NARROW)
@@ -232,14 +233,15 @@ def test_a_head_is_compared_by_value() -> None:
         ({"feature_layers": [1, 2]}, "feature_layers must be"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
         ({"target_hidden_size": 20}, "target_hidden_size must be"),
-        ({"layer": dataclasses.replace(LAYER, num_hidden_layers=2)}, "num_hidden_layers must be 1"),
+        ({"layers": TARGET.layers[:2]}, "num_hidden_layers must be 1"),
+        ({"norms": "around"}, "layers must have norms before their halves alone"),
         ({"norm_output": 1}, "norm_output must be true or false"),
         ({"logit_scale": 0.0}, "logit_scale must be a positive number"),
     ],
 )
 def test_what_a_config_cannot_have_is_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        dataclasses.replace(CONFIG, **changes)
+        with_fields(CONFIG, **changes)
 
 
 def test_a_head_computes_in_floating_point() -> None:

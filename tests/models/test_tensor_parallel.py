@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from typing import Any
@@ -15,15 +14,20 @@ from passes import run as run_pass
 
 from jax_specdec import lm
 
-from .weights import random_ids, random_weights, sizes
+from .weights import mixed, random_ids, random_weights, sizes, with_fields
 
 CONFIG = sizes(64, 24, 40, 1, (8, 8, 8))
+SIX = sizes(64, 24, 40, 3, (6, 6, 8))
 B, T, S = 2, 16, 7
 
 # Sizes, devices, and how many groups the heads are split into.
 CASES = {
-    "everything divides": (dict(num_hidden_layers=2), 8, 8),
+    "everything divides": (dict(layers=CONFIG.layers * 2), 8, 8),
     "fewer key heads than devices": (dict(num_key_value_heads=2, tie_word_embeddings=True), 4, 4),
+    "layers that differ": (
+        dict(norms="around", scales_embedding=True, logit_softcap=3.0, layers=mixed(SIX).layers),
+        *(3, 3),
+    ),
     "int8": (dict(num_key_value_heads=2, tie_word_embeddings=True), 8, 8),
 }
 
@@ -51,17 +55,20 @@ def two_calls(model: lm.models.CausalModel, params: Any) -> list[np.ndarray]:
     return [np.asarray(first), np.asarray(features), np.asarray(second)[:, :-1]]
 
 
+LONG = ("everything divides", "fewer key heads than devices")
+
+
 @pytest.mark.parametrize(
-    "case", [x if x == "int8" else pytest.param(x, marks=pytest.mark.long) for x in CASES]
+    "case", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in CASES]
 )
 def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
     changes, n, groups = CASES[case]
-    model = lm.models.Llama(dataclasses.replace(CONFIG, **changes))
+    model = lm.models.Llama(with_fields(CONFIG, **changes))
     params = random_weights(model, 1, moved=0.5)
     if case == "int8":
         params = lm.models.quantize(params)
     parallel = lm.models.TensorParallelLlama(model, mesh_of(n), "tensor")
-    assert parallel.num_head_groups == groups
+    assert {parallel.num_head_groups(spec) for spec in model.config.layers} == {groups}
     assert parallel.vocab_size == -(-model.vocab_size // n) * n
     found = two_calls(parallel, parallel.shard_params(params))
     wanted = two_calls(model, params)
@@ -92,7 +99,7 @@ def test_a_device_holds_an_nth_and_only_sums_are_moved() -> None:
         r"= (\S+) (all-\w+|collective-\w+|reduce-scatter|ragged\S+)(?:-start)?\(", text
     )
     # The embedding and both halves of each layer, one [B, S, H] each.
-    assert len(moved) == 1 + 2 * CONFIG.num_hidden_layers
+    assert len(moved) == 1 + 2 * len(CONFIG.layers)
     shape = f"f32[{B},{S},{CONFIG.hidden_size}]"
     assert all(kind == "all-reduce" and what.startswith(shape) for what, kind in moved), moved
 
@@ -102,9 +109,9 @@ def test_a_device_holds_an_nth_and_only_sums_are_moved() -> None:
     [(3, 1, 4, 1), (14, 2, 8, 2), (28, 4, 8, 4), (32, 8, 8, 8), (12, 6, 8, 2), (12, 3, 4, 1)],
 )
 def test_heads_are_split_over_the_most_groups_that_divide(num_heads, num_kv, n, groups) -> None:
-    config = dataclasses.replace(CONFIG, num_attention_heads=num_heads, num_key_value_heads=num_kv)
+    config = with_fields(CONFIG, num_attention_heads=num_heads, num_key_value_heads=num_kv)
     model = lm.models.TensorParallelLlama(lm.models.Llama(config), mesh_of(n), "tensor")
-    assert model.num_head_groups == groups
+    assert model.num_head_groups(*config.layers) == groups
 
 
 def test_bfloat16_stays_bfloat16() -> None:

@@ -27,16 +27,16 @@ def plain_block(
     head: lm.BlockHead, params: Any, embedding: Any, features: Any, token: int, n: int
 ) -> np.ndarray:
     """States `[S, H]` of the block of one anchor, in float64, row by row."""
-    c, size = head.config.layer, head.config.block_size
+    c, size = head.config.layers[0], head.config.block_size
     to64 = functools.partial(np.asarray, dtype=np.float64)
     params, embedding, features = jax.tree.map(to64, (params, embedding, features))
 
     def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.rms_norm_eps) * weight
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + c.norm.rms_norm_eps) * weight
 
     def turn(x: np.ndarray, position: int) -> np.ndarray:
         half = c.head_dim // 2
-        angle = position * c.rope_theta ** (-np.arange(half) / half)
+        angle = position * c.rotation.rope_theta ** (-np.arange(half) / half)
         first, second = x[..., :half], x[..., half:]
         turned = first * np.cos(angle) - second * np.sin(angle)
         return np.concatenate([turned, second * np.cos(angle) + first * np.sin(angle)], -1)
@@ -112,7 +112,7 @@ def test_a_head_of_another_target_learns_what_is_wanted_and_is_read_again(tmp_pa
     assert 0 < record["results"]["own text at temperature 1"]["acceptance"][0] < 1
     target = lm.load_huggingface(CHECKPOINTS / "llama", jnp.float32)
     head, params = lm.load_block_head(tmp_path / "dspark", target)
-    assert head.config.layer.num_hidden_layers == 1 and head.config.markov_rank == 3
+    assert len(head.config.layers) == 1 and head.config.markov_rank == 3
     assert head.config.mask_token_id in lm.load_tokenizer(CHECKPOINTS / "llama").special_tokens
     assert params["lm_head"] is target.params["lm_head"]
     # Where nothing is wanted, nothing is learned.

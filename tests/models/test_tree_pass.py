@@ -18,11 +18,11 @@ from passes import run as run_pass
 import jax_specdec as sd
 from jax_specdec import lm
 
-from .weights import random_ids, random_weights, sizes
+from .weights import mixed, random_ids, random_weights, sizes
 
 pytestmark = pytest.mark.newest
 
-CONFIG = sizes(41, 24, 40, 3, (6, 2, 8), rope_theta=500.0)
+CONFIG = mixed(sizes(41, 24, 40, 3, (6, 2, 8), rope_theta=500.0))
 WHOLE = lm.models.Llama(CONFIG)
 B, T, K = 4, 64, 36  # node 36 has its bit in the second word
 PROMPTS = np.array([5, 1, 9, 3], np.int32)  # tokens before node 0
@@ -235,8 +235,8 @@ def test_a_path_is_kept_in_place() -> None:
     cache = jax.eval_shape(lambda: WHOLE.init_cache(B, 8192))
     given = cache, np.zeros(B, np.int32), np.zeros((B, 8), np.int32)
     compiled = jax.jit(WHOLE.commit, donate_argnums=0).lower(*given).compile()
-    one = B * CONFIG.num_key_value_heads * CONFIG.head_dim * 4  # bytes of a token's keys
-    most = 4 * CONFIG.num_hidden_layers * 8 * one
+    one = B * CONFIG.layers[0].head_sizes[1] * 4  # bytes of a token's keys
+    most = 4 * len(CONFIG.layers) * 8 * one
     assert compiled.memory_analysis().temp_size_in_bytes < most
 
 

@@ -8,28 +8,58 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_specdec.lm.models import Int8Weight, LlamaConfig
+from jax_specdec.lm.models import DecoderConfig, Int8Weight, LayerSpec, Norm, Rotation
 
 
 def sizes(
     vocab: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], **fields: Any
-) -> LlamaConfig:
+) -> DecoderConfig:
     """Sizes of a Llama; `heads` are its query heads, its heads of keys, and their width."""
-    return LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
+    layer = LayerSpec(
         num_attention_heads=heads[0],
         num_key_value_heads=heads[1],
         head_dim=heads[2],
-        **fields,
+        intermediate_size=inner,
+    )
+    config = DecoderConfig(vocab_size=vocab, hidden_size=hidden, layers=(layer,) * layers)
+    return with_fields(config, **fields)
+
+
+def with_fields(config: Any, **fields: Any) -> Any:
+    """A config of a decoder or head with other fields, those of a layer in all of its layers.
+
+    `windows` has one of each layer; `rope_theta` and `rms_norm_eps` are fields of fields.
+    """
+    inner = {"rope_theta": ("rotation", Rotation), "rms_norm_eps": ("norm", Norm)}
+    for name, (field, kind) in inner.items():
+        if name in fields:
+            fields[field] = kind(**{name: fields.pop(name)})
+    names = {field.name for field in dataclasses.fields(LayerSpec)}
+    of_layers = {name: fields.pop(name) for name in names & fields.keys()}
+    given = fields.pop("layers", config.layers)
+    layers = [dataclasses.replace(spec, **of_layers) for spec in given]
+    if "windows" in fields:
+        windows = fields.pop("windows")
+        layers = [
+            dataclasses.replace(spec, window=window)
+            for spec, window in zip(layers, windows, strict=True)
+        ]
+    return dataclasses.replace(config, **{"layers": tuple(layers), **fields})
+
+
+def mixed(config: DecoderConfig) -> DecoderConfig:
+    """A config of three layers that differ in windows, heads of keys, and their width."""
+    first, second, third = config.layers
+    second = dataclasses.replace(second, window=4, num_key_value_heads=3, head_dim=4)
+    return dataclasses.replace(
+        config, layers=(first, second, dataclasses.replace(third, window=9, scale=0.2))
     )
 
 
 def first_layers(loaded: Any, count: int) -> Any:
     """A loaded Llama cut to its first layers: the same code in programs that compile sooner."""
-    config = dataclasses.replace(loaded.model.config, num_hidden_layers=count)
+    config = loaded.model.config
+    config = dataclasses.replace(config, layers=config.layers[:count])
     model = dataclasses.replace(loaded.model, config=config)
     params = loaded.params | {"layers": loaded.params["layers"][:count]}
     return loaded._replace(model=model, params=params)

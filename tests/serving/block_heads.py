@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from models.weights import random_weights
+from models.weights import random_weights, with_fields
 
 from jax_specdec import lm
 
@@ -23,19 +23,17 @@ DSPARK: dict[str, Any] = {
 }
 
 
-def head_of(hidden_size: int, **fields: Any) -> lm.BlockHead:
-    layer = dataclasses.replace(engines.llama(16).config, hidden_size=hidden_size, qk_norm=True)
+def head_of(hidden_size: int, window: int | None = None, **fields: Any) -> lm.BlockHead:
+    target = dataclasses.replace(engines.llama(16).config, hidden_size=hidden_size)
+    target = with_fields(target, qk_norm=True, window=window)
     plain: dict[str, Any] = {
-        "layer": layer,
-        "draft_vocab_size": engines.VOCAB,
         "feature_layers": (0, 1),
-        "target_hidden_size": hidden_size,
         "own_embedding": True,
         "own_lm_head": True,
         "block_size": 4,
         "mask_token_id": 2,
     }
-    return lm.BlockHead(lm.BlockHeadConfig(**plain | fields))
+    return lm.BlockHead(lm.BlockHeadConfig.of_target(target, target.layers, **plain | fields))
 
 
 def head_params(head: lm.BlockHead, ids: list[int]) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def head_params(head: lm.BlockHead, ids: list[int]) -> dict[str, Any]:
 
 # Engines
 
-HEAD = head_of(16, **DSPARK, draft_vocab_size=len(IDS), sliding_window=5, sliding_layers=(0,))
+HEAD = head_of(16, **DSPARK, draft_vocab_size=len(IDS), window=6)
 ENGINE = dataclasses.replace(engines.LLAMA, drafter=lm.BlockDrafter(HEAD), max_prefill_requests=2)
 
 

@@ -66,6 +66,7 @@ def driver_of(
     *weights: Any,
     max_steps_ahead: int = 0,
     max_prefills: int | None = None,
+    step_widths: tuple[int, ...] = (),
     **settings: int,
 ) -> lm.EngineDriver:
     """A driver; all that happens in a step happens at once, unless asked for otherwise."""
@@ -74,6 +75,7 @@ def driver_of(
         *(weights or weights_of(engine)),
         max_steps_ahead=max_steps_ahead,
         max_prefills=max_prefills,
+        step_widths=step_widths,
         **settings,
     )
 
@@ -99,11 +101,19 @@ def collect(updates: Sequence[lm.RequestUpdate]) -> dict[int, Finished]:
     return found
 
 
+def step(driver: lm.EngineDriver) -> list[lm.RequestUpdate]:
+    """What a step gives; the programs that it was the first to want are there for the next."""
+    updates = driver.step()
+    if driver.step_widths:
+        driver._device.behind.wait()  # type: ignore[union-attr]
+    return updates
+
+
 def run(driver: lm.EngineDriver, updates: Sequence[lm.RequestUpdate] = ()) -> dict[int, Finished]:
     """Step until nothing is left to do, after the updates so far."""
     updates = list(updates)
     while not driver.is_idle:
-        updates += driver.step()
+        updates += step(driver)
     return collect(updates)
 
 

@@ -144,9 +144,11 @@ def test_what_is_no_drafter_is_refused_by_name(make, message):
         (dict(tree_depth=1.5), TypeError, "tree_depth must be an int"),
         (dict(tree_depth=-1), ValueError, "tree_depth must be at least 0"),
         (dict(batch_axis=-1), ValueError, "batch_axis must be at least 0"),
+        (dict(reads_target_cache=0), TypeError, "reads_target_cache must be a bool"),
         (dict(may_abstain=1), TypeError, "may_abstain must be a bool"),
         (dict(has_history=None), TypeError, "has_history must be a bool"),
         (dict(chunks="yes"), TypeError, "chunks must be a bool"),
+        (dict(slots=1), TypeError, "slots must be a bool"),
     ],
 )
 def test_what_no_drafter_can_declare_is_refused(declared, error, message):
@@ -225,8 +227,13 @@ LONGER = [[1, 4, 1, 4, 1, 0, 2] * 2, [3] * 9, [2, 5, 0] * 4, [4, 1, 5, 5, 0, 3, 
 
 
 def config_of(drafter: lm.Drafter) -> sd.SpecDecodeConfig:
-    needs_agreement = drafter.serves.tree_depth > 0 or drafter == SUFFIX
+    needs_agreement = drafter.serves.tree_depth or drafter.serves.has_history
     return AGREEMENT if needs_agreement else engines.CONFIG
+
+
+def engine_of(drafter: lm.Drafter, **fields: Any) -> lm.Engine:
+    config = config_of(drafter)
+    return dataclasses.replace(engines.LLAMA, drafter=drafter, config=config, **fields)
 
 
 @functools.cache
@@ -319,9 +326,7 @@ class TestEveryDrafter:
     def test_a_new_state_can_be_donated_whole_and_leaves_the_weights(self, name):
         """No two of its arrays are one buffer, and none is one of the weights."""
         drafter, params_of = DRAFTERS[name]
-        engine = dataclasses.replace(
-            engines.LLAMA, drafter=drafter, config=config_of(drafter), draft_budget=(0, 2)
-        )
+        engine = engine_of(drafter, draft_budget=(0, 2))
         weights = params_of(), engines.weights_of(engines.LLAMA)[0]
         state = engine.init_state(*weights)
         jax.block_until_ready(jax.jit(lambda x: x, donate_argnums=0)(state))
@@ -356,6 +361,44 @@ class TestEveryDrafter:
             kept = read(name, LONGER, kept, start=engines.PIECE)
             found.append(propose(context_of(name, LONGER), kept, written)[0])
         jax.tree.map(np.testing.assert_array_equal, *found)  # the rows of the store, too
+
+
+# Steps of some slots
+
+
+FEW = ("model", "eagle3", "suffix, then eagle3")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "name", [x if x in FEW else pytest.param(x, marks=pytest.mark.long) for x in DRAFTERS]
+)
+def test_steps_of_some_slots_are_together_a_step_of_all(name):
+    """Records, sequences, features, caches and stores; two pairs of slots, in any order."""
+    drafter, params_of = DRAFTERS[name]
+    engine, params = engine_of(drafter), (engines.weights_of(engines.LLAMA)[0], params_of())
+    driver = engines.driver_of(engine, *params)
+    for slot in range(engines.SLOTS):
+        prompt, sampled = [1 + slot, 3, slot, 3, 1 + slot, 3], 0.9 * (slot % 2)
+        driver.submit(prompt[slot:], max_new_tokens=20, temperature=sampled)
+    for _ in range(3):
+        driver.step()
+    step = jax.jit(engine.step)
+    wanted, whole = step(*params, driver.state)
+    some, first = step(*params, driver.state, slots=jnp.array([2, 0]))
+    found, last = step(*params, some, slots=jnp.array([1, 3]))
+    assert (np.asarray(first.num_kept)[[1, 3]] == 0).all() and (first.token_ids[1] == -1).all()
+    compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    for slot, record in ((0, first), (1, last), (2, first), (3, last)):
+        jax.tree.map(lambda x, y, slot=slot: compare(x[slot], y[slot]), record, whole)
+    keys = found.batch.keys, wanted.batch.keys
+    assert (jax.random.key_data(keys[0]) == jax.random.key_data(keys[1])).all()
+    found, wanted = (
+        jax.tree.leaves(dataclasses.replace(x, batch=dataclasses.replace(x.batch, keys=None)))
+        for x in (found, wanted)
+    )
+    for x, y in zip(found, wanted, strict=True):
+        compare(x, y)
 
 
 @pytest.mark.parametrize(

@@ -26,11 +26,12 @@ VOCAB = engines.VOCAB
 
 
 def head_of(hidden_size: int, layers: tuple[int, ...], ids: list[int]) -> lm.models.Eagle3Head:
-    config = lm.models.Eagle3Config(
-        layer=dataclasses.replace(engines.llama(16).config, hidden_size=hidden_size),
+    target = dataclasses.replace(engines.llama(16).config, hidden_size=hidden_size)
+    config = lm.models.Eagle3Config.of_target(
+        target,
+        layers=target.layers,
         draft_vocab_size=len(ids),
         feature_layers=layers,
-        target_hidden_size=hidden_size,
         own_embedding=True,
         own_lm_head=True,
     )

@@ -223,9 +223,9 @@ def drafted(seed: int = 0) -> lm.DecodeState:
         )
     for _ in range(3):
         driver.step()
-    assert (np.asarray(driver.state.draft_token_ids) == -1).all()
+    assert driver.state.proposal is None
     state = draft(TABLES[1], driver.state)
-    assert (np.asarray(state.draft_token_ids) >= 0).all()
+    assert (np.asarray(state.proposal.token_ids) >= 0).all()
     return state
 
 
@@ -238,7 +238,7 @@ def fallbacks(state: lm.DecodeState) -> int:
 def has_drafts(state: lm.DecodeState) -> list[bool]:
     """Of each slot, whether it has a draft or a row of one."""
     has_row = (state.store.positions >= 0).any(axis=0)
-    return ((state.draft_token_ids >= 0).any(axis=1) | has_row).tolist()
+    return ((state.proposal.token_ids >= 0).any(axis=1) | has_row).tolist()
 
 
 def assert_same_tokens(state: lm.DecodeState, other: lm.DecodeState, slots: list[int]) -> None:
@@ -256,10 +256,10 @@ def test_after_a_step_without_drafts_old_rows_are_unused():
     for seed in range(10):
         state = drafted(seed)
         moved, _ = verify(TABLES[0], state)
-        assert (np.asarray(moved.draft_token_ids) == -1).all()
+        assert moved.proposal is None
         assert verify(TABLES[0], moved)[1].num_emitted.tolist() == [1] * SLOTS
         # Even if someone kept the drafts: their rows are of another position.
-        kept = dataclasses.replace(moved, draft_token_ids=state.draft_token_ids)
+        kept = dataclasses.replace(moved, proposal=state.proposal)
         evicted = dataclasses.replace(kept, store=kept.store.evict(jnp.ones((SLOTS,), bool)))
         assert fallbacks(kept) == fallbacks(evicted) == SLOTS - 1
         # Were the position not checked, the old rows would be used, and show in the tokens.
@@ -287,11 +287,12 @@ def test_a_slot_given_to_another_request_has_no_drafts():
     )
     after = admit(*TABLES, state, newcomer)
     assert has_drafts(after) == [True, True, False, True]
-    kept = dataclasses.replace(after, draft_token_ids=state.draft_token_ids)
+    kept = dataclasses.replace(after, proposal=state.proposal)
     assert fallbacks(kept) == 1
     # Its neighbours' drafts stand as they stood.
     for slot in (0, 1, 3):
-        assert (after.draft_token_ids[slot] == state.draft_token_ids[slot]).all()
+        ids = after.proposal.token_ids, state.proposal.token_ids
+        assert (ids[0][slot] == ids[1][slot]).all()
         assert (after.store.positions[:, slot] == state.store.positions[:, slot]).all()
     assert (after.store.logits == state.store.logits).all()
     assert_same_tokens(state, after, [0, 1, 3])
@@ -307,7 +308,7 @@ def test_an_empty_slot_holds_no_drafts():
     state = draft(TABLES[1], driver.state)
     assert state.batch.done.tolist() == [True, False, True, True]
     assert ((state.store.positions >= 0).all(axis=0) == ~state.batch.done).all()
-    assert ((state.draft_token_ids >= 0).all(axis=1) == ~state.batch.done).all()
+    assert ((state.proposal.token_ids >= 0).all(axis=1) == ~state.batch.done).all()
 
 
 def test_a_new_request_has_no_drafts_in_its_first_step():

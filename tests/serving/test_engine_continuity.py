@@ -264,7 +264,7 @@ def test_a_request_gets_the_drafts_that_it_would_have_had(length: int) -> None:
         rows = jax.tree.map(lambda x: x.reshape(K, ENGINE.num_slots, -1)[:, 0], state.store)
         held = int(state.batch.lengths[0])
         return [
-            state.draft_token_ids[0],
+            state.proposal.token_ids[0],
             rows,
             state.batch.token_ids[0, :held],
             state.batch.lengths[0],
@@ -275,13 +275,13 @@ def test_a_request_gets_the_drafts_that_it_would_have_had(length: int) -> None:
 
     first = driver.step()
     assert len(first[0].token_ids) == 1
-    before, neighbour = of_slot_0(), drafted(driver).draft_token_ids[1]
+    before, neighbour = of_slot_0(), drafted(driver).proposal.token_ids[1]
     assert (before[0] >= 0).all() and (before[1].positions == length + 1).all()
     assert driver.preempt(request_id)
-    assert (drafted(driver).draft_token_ids[0] == -1).all()
+    assert (drafted(driver).proposal.token_ids[0] == -1).all()
     driver._admit_queued()  # what `step` begins with
     jax.tree.map(np.testing.assert_array_equal, of_slot_0(), before)
-    np.testing.assert_array_equal(drafted(driver).draft_token_ids[1], neighbour)
+    np.testing.assert_array_equal(drafted(driver).proposal.token_ids[1], neighbour)
 
 
 def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
@@ -291,7 +291,7 @@ def test_a_request_that_has_emitted_nothing_comes_back_without_drafts() -> None:
     assert driver.preempt(request_id)
     driver._admit_queued()
     state = drafted(driver)
-    assert (state.draft_token_ids == -1).all()
+    assert (state.proposal.token_ids == -1).all()
     assert (state.store.positions == -1).all()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -21,6 +22,7 @@ from .engines import (
     driver_of,
     greedy_truth,
     random_request,
+    step,
 )
 
 pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("engines")]
@@ -44,7 +46,7 @@ def by_itself(engine: lm.Engine, seed: int, index: int) -> Finished:
 
 
 def serve(
-    engine: lm.Engine, count: int, *, seed: int, preempt: float = 0.0
+    engine: lm.Engine, count: int, *, seed: int, preempt: float = 0.0, **settings: Any
 ) -> tuple[dict[int, dict[str, Any]], dict[int, Finished], set[int], lm.EngineDriver]:
     """`count` requests at random times; after each step some are cancelled or preempted.
 
@@ -52,7 +54,7 @@ def serve(
       The requests, what became of them, those that were cancelled, and the driver.
     """
     rng = np.random.default_rng(seed)
-    driver = driver_of(engine, max_steps_ahead=1, max_prefills=1)
+    driver = driver_of(engine, max_steps_ahead=1, max_prefills=1, **settings)
     requests: dict[int, dict[str, Any]] = {}
     cancelled: set[int] = set()
     updates: list[lm.RequestUpdate] = []
@@ -65,7 +67,7 @@ def serve(
             assert request_id == len(requests)
             requests[request_id] = request
             alive.add(request_id)
-        new = driver.step()
+        new = step(driver)
         updates += new
         alive -= {update.request_id for update in new if update.finish_reason is not None}
         if alive and rng.random() < 0.1:
@@ -91,6 +93,60 @@ def assert_complete(request: dict[str, Any], got: Finished) -> None:
         assert got.finish_reason == "stop" and stops == [len(got.token_ids) - 1]
     else:
         assert got.finish_reason == "length" and len(got.token_ids) == request["max_new_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "count"), [(TABLE, 60), pytest.param(LLAMA, 60, marks=pytest.mark.long)]
+)
+def test_steps_of_some_slots_change_no_token(
+    engine: lm.Engine, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that come, go and leave, in steps of one, two and all of four slots."""
+    made: list[int] = []
+    device: Any = type(idle(engine)._device)
+    narrow = device._narrow
+
+    def counted(self: Any, name: str, width: int, *args: Any, **static: Any) -> Any:
+        program = narrow(self, name, width, *args, **static)
+        if program is not None:
+            made.append(width)
+        return program
+
+    monkeypatch.setattr(device, "_narrow", counted)
+    requests, found, cancelled, driver = serve(
+        engine, count, seed=1, preempt=0.3, step_widths=(1, 2)
+    )
+    driver.close()
+    for request_id in requests.keys() - cancelled:
+        expected = by_itself(engine, 1, request_id)
+        assert found[request_id].token_ids == expected.token_ids
+        counts = [
+            [(u.num_proposed, u.num_accepted) for u in x.updates]
+            for x in (found[request_id], expected)
+        ]
+        assert counts[0] == counts[1]
+    num_steps = driver.serving_stats().num_steps
+    assert made.count(1) > 3 and made.count(2) > 5
+    assert len(made) < 0.9 * num_steps
+
+
+def test_what_cannot_be_compiled_behind_is_a_warning() -> None:
+    behind: Any = driver_of(TABLE)._device.behind
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def broken(size: int, x: jax.Array) -> jax.Array:
+        raise ValueError(f"x must not be {list(x.shape)}")
+
+    def asked() -> Any:
+        return behind.get("broken", broken, 1, np.zeros(2, np.float32))
+
+    assert asked() is None
+    behind.wait()
+    with pytest.warns(UserWarning, match=r"^broken cannot be compiled: x must not be \[2\]"):
+        assert asked() is None
+    behind.wait()
+    assert asked() is None
+    behind.close()
 
 
 @pytest.mark.long

@@ -24,11 +24,8 @@ DRAFTER = lm.ModelDrafter(DRAFT)
 MESH = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
 SPREAD = lm.models.TensorParallelLlama(MODEL, MESH, "tensor")
 HEAD = lm.models.Eagle3Head(
-    lm.models.Eagle3Config(
-        layer=MODEL.config,
-        draft_vocab_size=MODEL.vocab_size,
-        feature_layers=(0, 1),
-        target_hidden_size=16,
+    lm.models.Eagle3Config.of_target(
+        MODEL.config, layers=MODEL.config.layers, feature_layers=(0, 1)
     )
 )
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.weights import first_layers, of_features
+from models.weights import first_layers, of_features, sizes
 from upper_floor import Decoder
 
 import jax_specdec as sd
@@ -57,16 +57,7 @@ Text = tuple[list[int], bytes]
 @functools.cache
 def tiny(dtype: str) -> tuple[lm.CausalModel, Any]:
     """A model in whose norms an unpadded pass over 5 rows is not exact, with AVX-512."""
-    config = lm.models.LlamaConfig(
-        vocab_size=128,
-        hidden_size=192,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    model = lm.models.Llama(config, jnp.dtype(dtype))
+    model = lm.models.Llama(sizes(128, 192, 32, 1, (2, 1, 8)), jnp.dtype(dtype))
     return model, jax.jit(model.init_params)(jax.random.key(0))
 
 
@@ -297,7 +288,7 @@ def fault_read_as_prompt(patch: pytest.MonkeyPatch) -> None:
 
     def submitted(self: lm.EngineDriver, *prompt: Any, **asked: Any) -> int:
         i = submit(self, *prompt, **asked)
-        self._waiting[i] = self._waiting[i]._replace(repeats_from=None)
+        self._waiting[i] = self._waiting[i]._replace(replay=None)
         return i
 
     patch.setattr(lm.EngineDriver, "submit", submitted)

@@ -10,12 +10,23 @@ from typing import Any
 import llguidance
 import numpy as np
 import pytest
+from upper_floor import device
 
 import jax_specdec as sd
 from jax_specdec import lm
 
 from . import tiny
-from .engines import TABLE, TARGET, VOCAB, greedy_truth, run, weights_of
+from .engines import (
+    EVERYTHING,
+    TABLE,
+    TARGET,
+    VOCAB,
+    compilations,
+    greedy_truth,
+    run,
+    step,
+    weights_of,
+)
 from .grammars import Follows, of_digits
 
 pytestmark = pytest.mark.xdist_group("engines")
@@ -44,12 +55,13 @@ def driver(**settings: Any) -> lm.EngineDriver:
 
 
 @pytest.mark.parametrize(
-    "max_steps_ahead", [0, *(pytest.param(n, marks=pytest.mark.newest) for n in (1, 3))]
+    ("max_steps_ahead", "step_widths"),
+    [(0, ()), *(pytest.param(*x, marks=pytest.mark.newest) for x in ((1, (1, 2)), (3, ())))],
 )
 def test_requests_with_and_without_grammars_get_what_plain_python_gives(
-    max_steps_ahead: int,
+    max_steps_ahead: int, step_widths: tuple[int, ...]
 ) -> None:
-    served = driver(max_steps_ahead=max_steps_ahead)
+    served = driver(max_steps_ahead=max_steps_ahead, step_widths=step_widths)
     rng, truths, updates = np.random.default_rng(0), {}, []
     for i in range(12):
         prompt = rng.integers(0, VOCAB, int(rng.integers(1, 9))).tolist()
@@ -61,10 +73,11 @@ def test_requests_with_and_without_grammars_get_what_plain_python_gives(
             request_id = served.submit(**asked, matcher=Cycle())
             truths[request_id] = constrained_truth(prompt, asked["max_new_tokens"])
         for _ in range(i % 4):
-            updates += served.step()
+            updates += step(served)
         if i % 5 == 4:
             served.preempt(request_id)
     found = run(served, updates)
+    served.close()
     assert {i: one.token_ids for i, one in found.items()} == truths
     assert served.stats().num_accepted_tokens > 0
 
@@ -223,3 +236,50 @@ def test_warming_up_for_grammars_compiles_two_more_programs_and_leaves_nothing()
     assert totals[1] == totals[0] + 2  # with drafts and without
     assert served.is_idle and served.stats().num_tokens == 0
     served.warm_up(grammars=True)
+
+
+def test_who_needs_what_is_compiled_behind_waits_and_nobody_else_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits = threading.Event()
+    compile_one = device.Rehearsal._call
+
+    def compile_later(*args: Any, **named: Any) -> Any:
+        assert waits.wait(100)
+        return compile_one(*args, **named)
+
+    monkeypatch.setattr(device.Rehearsal, "_call", compile_later)
+    weights = weights_of(EVERYTHING)
+    prompt = [1, 2, 3]
+    asked: dict[str, dict[str, Any]] = {
+        "options": dict(prompt=prompt, max_new_tokens=9, frequency_penalty=0.5),
+        "a grammar": dict(prompt=prompt, max_new_tokens=9, matcher=Cycle()),
+        "a prompt in pieces": dict(prompt=prompt * 3, max_new_tokens=9),
+        "no drafts": dict(prompt=prompt, max_new_tokens=9, max_drafts=0),
+    }
+    with lm.EngineDriver(EVERYTHING, *weights) as served:
+        progress: list[int] = []
+        served.warm_up(lambda done, _: progress.append(done), grammars=True, behind=True)
+        assert progress[-1] == 3  # a prompt, a step, and `release`
+        ids = {name: served.submit(**own) for name, own in asked.items()}
+        updates: list[lm.RequestUpdate] = []
+        while served.num_queued > 3 or served.num_running:
+            updates += served.step()
+        ended = {update.request_id for update in updates if update.finish_reason is not None}
+        assert ended == {ids["a prompt in pieces"]}
+        waits.set()
+        found = run(served, updates)
+        texts = {name: found[ids[name]].token_ids for name in asked}
+        truths = {name: greedy_truth(own) for name, own in asked.items()}
+        assert texts["a grammar"] == constrained_truth(prompt, 9)
+        assert texts["a prompt in pieces"] == truths["a prompt in pieces"]
+        assert texts["no drafts"] == truths["no drafts"] != texts["options"]
+        while served._lacking:
+            served.step()
+        again = lm.EngineDriver(EVERYTHING, *weights)
+        with compilations() as names:
+            served.warm_up(grammars=True)
+            again.submit(**asked["options"])
+            ((_, one),) = run(again).items()
+        assert one.token_ids == texts["options"]
+        assert names == []

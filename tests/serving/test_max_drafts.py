@@ -49,7 +49,7 @@ def test_a_limit_is_the_same_on_the_host_and_on_the_device() -> None:
     batch = dataclasses.replace(
         empty, lengths=jnp.full((4,), 5), done=jnp.zeros((4,), bool), options=arrays
     )
-    assert np.minimum(engine.decoder._most_drafts(batch), K).tolist() == [K, 0, 1, 2]
+    assert np.minimum(engine._most_drafts(batch), K).tolist() == [K, 0, 1, 2]
     assert [engine.most_drafts(one) for one in options] == [K, 0, 1, 2]
     without = dataclasses.replace(engine, draft_budget=(0,))
     assert [without.most_drafts(one) for one in options] == [0] * 4

@@ -167,9 +167,9 @@ def test_a_slot_that_is_copied_to_is_as_long_as_the_other_and_has_no_features() 
     driver = driver_of("EAGLE-3")
     driver.submit(BEGIN, max_new_tokens=20)
     driver.step()
-    assert driver.state.num_features[0] > 0
+    assert driver.state.features.lengths[0] > 0
     copied = programs.copy(driver.engine, driver.state, np.array([1, 0], np.int32))
-    assert (copied.num_features[0], copied.batch.lengths[0]) == (0, 1)
+    assert (copied.features.lengths[0], copied.batch.lengths[0]) == (0, 1)
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ ChunkedPrefill, Read, Step, Traffic = (
 LATENCY = schedule.Settings(max_steps_ahead=1, max_prefills=1, chunk_size=SMALL)
 THROUGHPUT = LATENCY._replace(max_prefills=None, chunk_size=LARGE)
 WITHIN = LATENCY._replace(chunk_size=LARGE, prompts_in_steps=True)
+NARROW, EVEN = LATENCY._replace(step_widths=(1, 2)), LATENCY._replace(step_widths=(2,))
 
 
 def request(
@@ -47,11 +48,11 @@ def said(action: schedule.Action) -> tuple[Any, ...]:
     match action:
         case schedule.Wait():
             return ()
-        case schedule.Masked(running, limits):
-            return ids(running), "masked", [*limits.values()]
-        case Step(running, prompts, all_neutral, num_drafts, limits):
+        case schedule.Masked(running, limits, slots):
+            return ids(running), "masked", [*limits.values()], *([slots] if slots else [])
+        case Step(running, prompts, all_neutral, num_drafts, limits, slots):
             program = "neutral" if all_neutral else "any"
-            step = ids(running), program, [*limits] or num_drafts
+            step = ids(running), program, [*limits] or num_drafts, *([slots] if slots else [])
         case Read(prompts):
             pass
     if not prompts.group:
@@ -132,6 +133,23 @@ PLANS: dict[str, tuple[schedule.Settings, dict[str, Any], tuple[Any, ...]]] = {
     "somebody may": (
         LATENCY, dict(slots={0: R[0], 1: DRAFTLESS}) | BUDGET, ([0, 11], "neutral", [K, 0])),
     "a grammar": (LATENCY, dict(slots={0: R[0], 1: GRAMMAR}), ([0, 17], "masked", [K, K])),
+    # Of which slots.
+    "one": (NARROW, dict(slots={2: R[0]}), ([0], "neutral", [K], (2,))),
+    "two": (NARROW, dict(slots={3: R[1], 0: R[0]}), ([1, 0], "neutral", [K, K], (0, 3))),
+    "one, and an empty one": (EVEN, dict(slots={2: R[0]}), ([0], "neutral", [K], (0, 2))),
+    "one, and one that is read": (
+        EVEN, dict(slots={0: R[0], 1: LONG}, prefill=CHUNKED, left=0),
+        ([0], "neutral", [K], (0, 1))),
+    "all, as three are busy": (
+        NARROW, dict(slots={0: R[0], 1: R[1], 3: R[2]}), ([0, 1, 2], "neutral", [K] * 3)),
+    "one, with options": (NARROW, dict(slots={1: ASKS}), ([12], "any", [K], (1,))),
+    "one, with a grammar": (NARROW, dict(slots={1: GRAMMAR}), ([17], "masked", [K], (1,))),
+    "all, as it has a prompt": (
+        WITHIN._replace(step_widths=(1, 2)), dict(slots=RUNS, waiting=R[1:2]),
+        ([0], "any", None, *FIRST)),
+    "all, as nobody may draft": (NARROW, dict(slots={1: DRAFTLESS}), ([11], "any", 0)),
+    "one, of a budget": (
+        NARROW, dict(slots={1: DRAFTLESS}) | BUDGET, ([11], "neutral", 0, (1,))),
     # What follows a call that has read prompts, where `left` more may.
     "its step": (LATENCY, dict(slots=RUNS, waiting=R[1:2], left=0), ([0], "neutral", [K])),
     "another call": (LATENCY, dict(slots=RUNS, waiting=R[1:2], left=1), FIRST),
@@ -152,6 +170,30 @@ def test_a_plan_is(settings: schedule.Settings, known: dict[str, Any], expected:
     traffic = Traffic(**{name: x for name, x in known.items() if name in Traffic._fields})
     after = Read(schedule.Prompts({}, (), 0, None), known["left"]) if "left" in known else None
     assert said(schedule.plan(engine, settings, traffic, after)) == expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "num_slots", "widths"),
+    [
+        ("cpu", 7, ()), ("cpu", 8, (1, 2, 4)), ("cpu", 31, (1, 2, 4, 8)),
+        ("gpu", 8, (1,)), ("gpu", 32, (1, 8)), ("gpu", 64, (1, 8, 32)), ("tpu", 64, ()),
+    ],
+)  # fmt: skip
+def test_widths_that_pay_are(platform: str, num_slots: int, widths: tuple[int, ...]) -> None:
+    assert schedule.default_widths(platform, num_slots) == widths
+
+
+def test_there_is_a_program_for_each_step_of_some_slots() -> None:
+    """Of what `next_step` gives slots to, but for grammars: those are compiled behind alone."""
+    for engine in (ENGINE, BUDGET["engine"], FIXED["engine"]):
+        given = dict(prompts_in_steps=True, grammars=True, step_widths=(1, 2))
+        steps = [x for x in schedule.rehearsal(engine, **given) if isinstance(x, Step) and x.slots]
+        kinds = [(x.all_neutral, x.num_drafts, len(x.slots)) for x in steps]
+        neutral = {False, engine.request_options}
+        budget = engine.draft_budget or (None,)
+        assert sorted(map(str, kinds)) == sorted(
+            str(kind) for kind in itertools.product(neutral, budget, (1, 2))
+        )
 
 
 def test_beside_a_call_that_reads_what_has_failed_nothing_is_read() -> None:
@@ -311,13 +353,14 @@ def test_the_rows_that_a_request_leaves_are(
     action = schedule.plan(engine, THROUGHPUT, Traffic(waiting=[request_]))
     one = action.prompts.group[0].with_rows(request_.length)
     assert one.num_rows == rows
-    assert one.after([7] * 20, 0.0).after([8], 0.0).num_rows == later
+    assert one.with_tokens([7] * 20, 0.0).with_tokens([8], 0.0).num_rows == later
 
 
 @pytest.mark.parametrize(("admitted", "count"), [(0.0, 98), (1.0, 7)])
 def test_what_a_request_has_read_itself_is_not_reused(admitted: float, count: int) -> None:
     """Preempted in its prompt, it begins with its own rows."""
-    one = asks(0, A[:100])._replace(admitted=admitted, num_reused=7)
+    one = asks(0, A[:100])
+    one = one._replace(timing=one.timing._replace(admitted=admitted), num_reused=7)
     traffic = Traffic(waiting=[one], kept={2: of(A[:100], 99)})
     prompts = schedule.plan(WARM, LATENCY._replace(chunk_size=64), traffic).prompts
     assert (prompts.start, prompts.group[2].num_reused) == ([98], count)

@@ -37,15 +37,15 @@ from scipy import special
 from upper_floor import (
     Connection,
     EngineFailed,
-    InputError,
     Limits,
     Server,
+    cli_prompts,
     close_stuck,
-    load_models,
+    load_served,
     make_driver,
+    parse,
     programs,
 )
-from upper_floor import cli_options as options_lib
 from upper_floor import cli_process as process
 from upper_floor import cli_serve as serve_lib
 from upper_floor import cli_terminal as terminal
@@ -146,8 +146,8 @@ class Site:
     def __init__(self, directory: Path) -> None:
         self.arguments = ["--target", str(directory), "--max-length", str(LENGTH), "-k", "2"]
         self.arguments += ["--max-queue", str(QUEUE), "--max-logprobs", str(TOP)]
-        self.options = options_lib.parse(["serve", *self.arguments], "0")
-        self.models, *_ = load_models(self.options)
+        self.options = parse(["serve", *self.arguments], "0")
+        self.models = load_served(self.options)
         self.tokenizer = self.models.text.tokenizer
         make_driver(self.options, self.models).warm_up(grammars=True)
         self._apply = jax.jit(run_pass, static_argnums=0)
@@ -345,6 +345,23 @@ def test_a_request_limits_its_drafts(running: Running) -> None:
         assert (proposed() > before).tolist() == is_offered
         texts.add(answer.choices[0].text)
     assert len(texts) == 1
+
+
+def test_a_prediction_is_drafted_and_its_usage_counted(running: Running) -> None:
+    def predicting(content: str, **fields: Any) -> Any:
+        prediction = {"type": "content", "content": content}
+        return greedy(running, max_tokens=10, extra_body={"prediction": prediction}, **fields)
+
+    truth = greedy(running, max_tokens=10)
+    assert truth.usage.completion_tokens_details is None
+    right, wrong = (predicting(x) for x in (truth.choices[0].text, "no such text"))
+    assert right.choices[0].text == wrong.choices[0].text == truth.choices[0].text
+    details, other = (x.usage.completion_tokens_details for x in (right, wrong))
+    # The first token has no drafts, and of each later step, two of three are drafts.
+    assert details.accepted_prediction_tokens >= 6 > other.accepted_prediction_tokens
+    assert details.rejected_prediction_tokens <= 2
+    *_, end = predicting("x", stream=True, stream_options={"include_usage": True})
+    assert end.usage.completion_tokens_details is not None
 
 
 def test_a_missing_budget_is_what_fits(running: Running) -> None:
@@ -1189,12 +1206,12 @@ def test_a_server_that_is_stopped_before_it_runs_ends_at_once(site: Site) -> Non
 
 
 def test_an_address_is_had_by_one_server_from_its_start() -> None:
-    wanted = options_lib.parse(["serve", "--port", "0"], "0")
+    wanted = parse(["serve", "--port", "0"], "0")
     first, is_local = serve_lib._bind(wanted, None)
     with first, socket.create_connection(first.getsockname()):  # waits to be served
         port = first.getsockname()[1]
         message = f"--host 127.0.0.1 --port {port} cannot be listened on: Address already in use"
-        with pytest.raises(InputError, match=message):
+        with pytest.raises(cli_prompts.InputError, match=message):
             serve_lib._bind(dataclasses.replace(wanted, port=port), None)
     assert is_local
     again, _ = serve_lib._bind(dataclasses.replace(wanted, port=port), None)
@@ -1275,7 +1292,7 @@ def test_the_page_shows_how_to_write_a_server(site: Site) -> None:
 def test_a_key_comes_from_a_file_or_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = options_lib.parse(["serve"], "0")
+    wanted = parse(["serve"], "0")
     monkeypatch.delenv("JAX_SPECDEC_API_KEY", raising=False)
     assert serve_lib._read_key(wanted) is None
     monkeypatch.setenv("JAX_SPECDEC_API_KEY", "from-variable")

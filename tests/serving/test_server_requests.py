@@ -51,6 +51,9 @@ class Words:
     def encode_chat(self, messages: Any, thinks: bool) -> list[int]:
         return self.encode(messages if thinks else (messages, "without thinking"))
 
+    def encode_text(self, text: str) -> list[int]:
+        return [*range(len(text))]
+
     def stream(self, prompt: list[int]) -> None:
         return None
 
@@ -195,6 +198,18 @@ NAMED: list[tuple[dict[str, Any], str, str]] = [
         "stream_options.include_acceptance",
         "unknown parameter: 'stream_options.include_acceptance'; did you mean 'include_acceptance'",
     ),
+    (
+        {"prediction": {"type": "text", "content": "x"}},
+        "prediction.type",
+        "prediction.type must be 'content', but it is 'text'",
+    ),
+    ({"prediction": {"type": "content"}}, "prediction.content", "prediction.content is required"),
+    (
+        {"prediction": {"type": "content", "content": [{"type": "image"}]}},
+        "prediction.content",
+        "prediction.content must be a string, or a list of parts of type text, each with a text",
+    ),
+    ({"prediction": "x"}, "prediction", "prediction must be an object"),
     ({"json_schema": {}}, "json_schema", "unknown parameter: 'json_schema'; did you mean 'respon"),
     ({"prompt": "x"}, "prompt", "unknown parameter: 'prompt'; it is a parameter of /v1/completion"),
     ({"temprature": 0}, "temprature", "unknown parameter: 'temprature'; did you mean 'temperatur"),
@@ -295,6 +310,19 @@ def test_texts_have_the_tokens_that_a_tokenizer_adds() -> None:
     assert refused(add_special_tokens=False).param == "add_special_tokens"
 
 
+def test_a_prediction_is_a_text_or_parts_and_no_longer_than_texts_are() -> None:
+    def predicted(content: Any) -> Any:
+        found, _ = read(True, n=2, prediction={"type": "content", "content": content})
+        first, second = (choice["options"].prediction for choice in found.choices)
+        assert first == second
+        return first
+
+    parts = [{"type": "text", "text": "ab"}, {"type": "text", "text": "c"}]
+    assert predicted("abc") == predicted(parts) == (0, 1, 2)
+    assert predicted("") is None and predicted([]) is None
+    assert predicted(100 * "x") == (*range(ENGINE.max_length),)
+
+
 def test_a_schema_is_followed_or_there_is_none() -> None:
     schema = {"type": "integer"}
     form = {"type": "json_schema", "json_schema": {"name": "x", "strict": None, "schema": schema}}
@@ -306,7 +334,7 @@ def test_a_schema_is_followed_or_there_is_none() -> None:
 def test_every_option_of_one_number_can_be_asked_for() -> None:
     defaults = {one.name: Parameters.model_fields[one.name].default for one in NUMBERS}
     assert defaults == {one.name: one.neutral for one in NUMBERS}
-    assert set(OPTIONS) == {*defaults, "logit_bias", "max_drafts", "cache_salt"}
+    assert {*defaults, "logit_bias", "max_drafts", "cache_salt"} == {*OPTIONS}
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from passes import run as run_pass
+from upper_floor import Drafted
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -315,8 +316,10 @@ def test_a_verification_alone_is_a_plain_step_or_one_of_chains() -> None:
     driver.step()
     state, text = driver.state, plain().completions[3]
     verify = jax.jit(ENGINE.verify)
-    token_ids = state.draft_token_ids.at[0].set(jnp.array(text[1 : 1 + NODES]))
-    chains = dataclasses.replace(state, draft_token_ids=token_ids)
+    nothing = jnp.zeros((engines.SLOTS,), jnp.int32)
+    token_ids = jnp.full((engines.SLOTS, NODES), -1, jnp.int32)
+    token_ids = token_ids.at[0].set(jnp.array(text[1 : 1 + NODES]))
+    chains = dataclasses.replace(state, proposal=Drafted(token_ids, nothing))
     for one, count in ((state, 1), (chains, DEPTH + 1)):
         after, record = verify(engines.TABLES[0], one)
         assert record.token_ids[0, :count].tolist() == text[1 : 1 + count]
@@ -327,16 +330,15 @@ def test_a_verification_alone_is_a_plain_step_or_one_of_chains() -> None:
 def test_first_paths() -> None:
     parents = jnp.array([[0, 0, 2, 1, 4, 3], [0, 0, 2, 1, 4, 3], [0, 0, 2, 1, 4, 3]])
     ids = jnp.array([[9, 1, 2, 3, 4, 5], [-1, 1, 2, -1, -1, 5], [9, 1, 2, 3, 4, 5]])
-    state = jax.eval_shape(ENGINE.init_state)
-    state = dataclasses.replace(state, draft_token_ids=ids, draft_parents=parents)
-    state = state.with_chains(jnp.array([True, True, False]))
-    assert state.draft_token_ids.tolist() == [
+    drafted = Drafted(ids, jnp.zeros((3,), jnp.int32), parents)
+    drafted = drafted.with_chains(jnp.array([True, True, False]))
+    assert drafted.token_ids.tolist() == [
         [9, 3, 4, -1, -1, -1],
         [1, 2, 5, -1, -1, -1],
         [*ids[2]],
     ]
-    assert state.draft_parents.tolist() == [[0, 1, 2, 3, 4, 5]] * 2 + [[*parents[2]]]
-    assert state.are_chains.tolist() == [True, True, False]
+    assert drafted.parents.tolist() == [[0, 1, 2, 3, 4, 5]] * 2 + [[*parents[2]]]
+    assert drafted.are_chains.tolist() == [True, True, False]
 
 
 # Caches and features of a real model
@@ -398,7 +400,7 @@ def test_caches_and_features_are_those_of_a_pass_over_the_text() -> None:
     assert driver.stats().accepted_per_position[DEPTH - 1] > 0
     # The newest features are with the state until the next step drafts from them.
     state = driver.state
-    features, number = state.features, state.num_features
+    features, number = state.features
     kept = Reading().written(
         state.draft_cache, state.batch.lengths - 1 - number, features, number[:, None]
     )

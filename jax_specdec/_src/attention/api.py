@@ -43,11 +43,13 @@ def decode_attention(
     pages: jax.Array | np.ndarray | None = None,
     visible: jax.Array | np.ndarray | None = None,
     window: int | None = None,
+    depth: jax.Array | np.ndarray | None = None,
     softcap: float | None = None,
+    scale: float | None = None,
     finite_cache: bool = False,
     implementation: AttentionImplementation | None = None,
 ) -> jax.Array:
-    """Returns what S new rows of each request read of its cache: ``softmax(q k / sqrt(D)) v``.
+    """Returns what S new rows of each request read of its cache: ``softmax(scale q k) v``.
 
     B requests, S rows of each, N query heads, Nkv heads of keys and values (N / Nkv query heads
     share one), D numbers of a head, T positions of room in the cache. The keys and values of the S
@@ -84,9 +86,14 @@ def decode_attention(
         positions, as a tree is that grows by a level a call. Bits of positions from T on are not
         looked at. Each row must see a position. None for a chain.
       window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
-        with `visible`, no row sees one up to ``start[b] - window``. None for all positions.
-      softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = q k /
-        sqrt(D)``, as in Gemma 2. None for the scores as they are.
+        with `visible`, no row sees one up to ``start[b] - window``, or as `depth` says. None for
+        all positions.
+      depth: ``[B, S]`` int32, with `visible` and a window: the window of row s is counted back from
+        position ``start[b] + depth[b, s]``, that of a node of a tree in its sequence. None for 0.
+        Positions from `start[b]` on are seen as `visible` says, within the window or not.
+      softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = scale q
+        k``, as in Gemma 2. None for the scores as they are.
+      scale: multiplies products of queries and keys, in float32; None for ``1 / sqrt(D)``.
       finite_cache: a promise that no entry of `values` is NaN or infinite, which spares XLA a
         check; a row that is may then make others NaN. `write_cache` keeps values so.
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
@@ -100,8 +107,8 @@ def decode_attention(
     Raises:
       TypeError: an argument of another dtype, or `start` not integers.
       ValueError: shapes that do not fit, a `start` out of the range of int32, a cache without
-        room, `visible` for more than 64 rows, a window below 1, or a soft cap that is no finite
-        number above 0.
+        room, `visible` for more than 64 rows, a window below 1, `depth` without `visible`, or a
+        soft cap or a scale that is no finite number above 0.
       NotImplementedError: "mosaic_gpu" was named and does not serve the call; the message says why.
 
     Example:
@@ -132,19 +139,18 @@ def decode_attention(
     require(has_room, "pages" if sizes.get("L") == 0 else "keys", "have room for a position", keys)
     must = f"have at most T = {sizes['T']} rows, the positions of the cache"
     require(is_empty or visible is not None or num_rows <= sizes["T"], "query", must, query)
-    num_visible = MAX_VISIBLE
     if visible is not None:
-        # Bits of a tree or a block, [S, 2] or [B, S, 2] -> [B, S, 2].
         check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
         must = f"be None for more than {MAX_VISIBLE} rows"
         require(num_rows <= MAX_VISIBLE, "visible", must, visible)
-        num_visible = _num_visible(visible, num_rows)
-        visible = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
-    # A window as long as the cache is none.
-    if window is not None and check_int("window", window, 1) >= sizes["T"]:
-        window = None  # of all positions
-    is_cap = isinstance(softcap, numbers.Real) and 0 < softcap < math.inf
-    require(softcap is None or is_cap, "softcap", "be a finite number above 0, or None", softcap)
+    if window is not None:
+        window = check_int("window", window, 1)
+    if depth is not None:
+        check_array("depth", depth, "[B, S] int32", sizes)
+        require(visible is not None, "depth", "be None without visible", depth)
+    for name, number in (("softcap", softcap), ("scale", scale)):
+        is_above = isinstance(number, numbers.Real) and 0 < number < math.inf
+        require(number is None or is_above, name, "be a finite number above 0, or None", number)
     check_choice(
         "implementation", implementation, (None, *typing.get_args(AttentionImplementation))
     )
@@ -156,19 +162,41 @@ def decode_attention(
         keys=jnp.asarray(keys),
         values=jnp.asarray(values),
         start=start,
-        visible=visible,
         pages=None if pages is None else jnp.asarray(pages),
+        depth=None if depth is None else jnp.asarray(depth),
     )
     static = AttentionStatic(
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
         window=window,
         softcap=softcap,
         finite_cache=finite_cache,
-        num_visible=num_visible,
         implementation=implementation,
     )
+    return attend(arrays, static, visible)
+
+
+def attend(
+    arrays: AttentionArrays, static: AttentionStatic, visible: jax.Array | np.ndarray | None
+) -> jax.Array:
+    """Returns what `decode_attention` does, of arrays that need no checks.
+
+    Args:
+      arrays: without `visible`.
+      static: without `num_visible`.
+      visible: as for `decode_attention`.
+    """
+    batch_size, num_rows = arrays.query.shape[:2]
+    if visible is not None:
+        static = static._replace(num_visible=_num_visible(visible, num_rows))
+        each = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
+        arrays = arrays._replace(visible=each)
+    room = room_of(arrays.keys, arrays.pages)
+    if static.window is None or static.window >= room:
+        static = static._replace(window=None)  # of all positions
+        arrays = arrays._replace(depth=None)
     mesh = explicit_mesh(arrays)
     if mesh is not None and mesh.size > 1:  # no kernel is split by a partitioner
-        static = static._replace(implementation=implementation or "xla")
+        static = static._replace(implementation=static.implementation or "xla")
     run = functools.partial(_decode_attention, static=static)
     return laid_as(arrays.query, run, arrays)
 
@@ -204,7 +232,20 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
             return mosaic_gpu.attend(arrays, static)
         if is_named:
             raise NotImplementedError(f"implementation='mosaic_gpu' {why_not}")
+    if platform == "cpu" and _is_one_row(arrays):
+        # Of one row in 16 bits XLA makes no product, but a sum, for which it converts the cache: 50
+        # times as long for a large one. So each head comes twice. [B, 1, N, D] -> [B, 1, 2 N, D]
+        twice = arrays._replace(query=jnp.repeat(arrays.query, 2, axis=2))
+        return xla.attend(twice, static)[:, :, ::2]
     return xla.attend(arrays, static)
+
+
+def _is_one_row(arrays: AttentionArrays) -> bool:
+    """Whether each product is of one row in 16 bits: one new row, one query head for its keys."""
+    batch_size, num_rows, num_heads, _ = arrays.query.shape
+    heads = arrays.keys.shape[0] if arrays.keys.ndim == 3 else batch_size * arrays.keys.shape[2]
+    is_one = num_rows == 1 and batch_size * num_heads == heads
+    return is_one and arrays.query.dtype.itemsize == 2
 
 
 def _is_small(arrays: AttentionArrays) -> bool:
@@ -224,6 +265,8 @@ def _unserved(arrays: AttentionArrays) -> str | None:
     query = arrays.query
     head_dim = query.shape[-1]
     room = room_of(arrays.keys, arrays.pages)
+    if arrays.depth is not None:
+        return "counts windows back from start alone, but depth is given"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, but query is {query.dtype}"
     if head_dim not in (64, 128, 256):

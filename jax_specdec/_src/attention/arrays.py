@@ -21,6 +21,9 @@ class AttentionArrays(NamedTuple):
       start: ``[B]`` int32.
       visible: ``[B, S, 2]`` uint32, or None for a chain.
       pages: ``[B, L]`` int32, or None where the layout is not that of pages.
+      depth: ``[B, S]`` int32, positions beyond `start` from which windows count back; or None.
+      slots: ``[B]`` int32, the requests of the cache that rows are of; None for all, in their
+        order. Of a cache with heads first alone.
     """
 
     query: jax.Array
@@ -29,21 +32,27 @@ class AttentionArrays(NamedTuple):
     start: jax.Array
     visible: jax.Array | None = None
     pages: jax.Array | None = None
+    depth: jax.Array | None = None
+    slots: jax.Array | None = None
 
 
 class AttentionStatic(NamedTuple):
     """What a call settles before it is traced.
 
     Attributes:
+      scale: multiplies the products of queries and keys.
       window: positions that a row of a chain sees, its own included; None for all.
       softcap: the bound of the scores, or None.
       finite_cache: whether no value of the cache is NaN or infinite.
       num_visible: positions from `start` on that some row may see by `visible`.
       implementation: that was named.
+      num_kv: heads of keys of a request; where there are slots, the shapes do not say it.
     """
 
+    scale: float
     window: int | None = None
     softcap: float | None = None
     finite_cache: bool = False
     num_visible: int = MAX_VISIBLE
     implementation: AttentionImplementation | None = None
+    num_kv: int | None = None

@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jax_specdec._src.base.arrays import LOGITS, Sizes, as_int32, check_array, require
 from jax_specdec._src.base.types import Integers
@@ -93,6 +94,23 @@ def heads_first(keys: jax.Array, values: jax.Array, pages: jax.Array | None) -> 
     keys = keys.transpose(0, 2, 3, 1).reshape(batch_size * num_kv, head_dim, room)
     values = values.transpose(0, 2, 1, 3).reshape(batch_size * num_kv, room, head_dim)
     return keys, values
+
+
+def of_slots(cache: LayerCache, slots: jax.Array, num_kv: int) -> LayerCache:
+    """Returns copies of keys ``[B * Nkv, D, T]`` and values ``[B * Nkv, T, D]`` of B slots.
+
+    Slices, one after another: a CPU gathers number by number.
+    """
+    # Without the barrier XLA for CPUs lays the whole cache out as the product of one slot wants it.
+    cache = lax.optimization_barrier(cache)
+    size = slots.shape[0]
+
+    def copied(all_: jax.Array) -> jax.Array:
+        slices = [lax.dynamic_slice_in_dim(all_, slots[b] * num_kv, num_kv, 0) for b in range(size)]
+        return slices[0] if size == 1 else jnp.concatenate(slices)
+
+    keys, values = cache
+    return copied(keys), copied(values)
 
 
 def write_cache(
@@ -223,7 +241,7 @@ def _move_rows(
     key, value = _get(cache, *source, num_kv)
     # All is read before anything is written. Without the barrier XLA for GPUs reads as it writes,
     # for which it copies the whole cache.
-    key, value, keys, values = jax.lax.optimization_barrier((key, value, keys, values))
+    key, value, keys, values = lax.optimization_barrier((key, value, keys, values))
     return _set((keys, values), *target, key, value, mode="drop", is_unique=pages is None)
 
 

@@ -8,7 +8,8 @@ second, small launch.
 
 Keys and values may lie in pages. A tile, or each part of it that is in one page, is a rectangle of
 the pool ``[P * page, Nkv * D]``; a request without a table has one page of T positions. From then
-on all is as for keys ``[B * Nkv, D, T]``, and so are the bits.
+on all is as for keys ``[B * Nkv, D, T]``, and so are the bits. Rows of some slots alone read the
+heads of keys of these, where they lie.
 
 The bits of a row depend on the row, on what it sees and on the shape of the call alone, not on
 `start`: where splits begin and which positions share a tile is fixed, every tile is masked by the
@@ -68,7 +69,7 @@ class Shape(NamedTuple):
     static: AttentionStatic
     has_words: bool  # whether `visible` is given
     page: int | None  # positions of a page, or T; None where keys are [B * Nkv, D, T]
-    num_pages: int  # of the pool
+    num_pages: int  # of the pool, or slots of the cache
 
     @property
     def row_blocks(self) -> int:
@@ -118,7 +119,14 @@ def attend(
     # T, and Nkv heads of keys for each request; a pool is read as a matrix.
     room = room_of(keys, arrays.pages)
     table = () if arrays.pages is None else (arrays.pages,)
-    if keys.ndim == 3:
+    num_pages = keys.shape[0]
+    if arrays.slots is not None:
+        assert static.num_kv is not None
+        heads = batch_size * static.num_kv
+        page = None
+        num_pages //= static.num_kv
+        table = (arrays.slots[:, None],)  # a slot is a page of T positions
+    elif keys.ndim == 3:
         heads = keys.shape[0]
         page = None
     else:
@@ -146,7 +154,7 @@ def attend(
         static=static,
         has_words=arrays.visible is not None,
         page=page,
-        num_pages=arrays.keys.shape[0],
+        num_pages=num_pages,
     )
     # [B, S, Nkv, group, D] -> [B * Nkv, rows, D] -> [B * Nkv * padded, D], and at least 64 rows.
     query = arrays.query.reshape(batch_size, num_new, num_kv, group, head_dim).swapaxes(1, 2)
@@ -268,11 +276,12 @@ class Operands(NamedTuple):
     largest: Any  # [B * Nkv, splits, row_blocks * 64] float32, the largest score of each row
     total: Any  # likewise, the sum of its weights relative to that
     query: Any  # [B * Nkv * padded, D], and 64 rows at least
-    keys: Any  # [B * Nkv, D, T]; of pages [P * page, Nkv * D]
-    values: Any  # [B * Nkv, T, D]; of pages [P * page, Nkv * D]
+    keys: Any  # [B * Nkv, D, T], of slots more heads; of pages [P * page, Nkv * D]
+    values: Any  # [B * Nkv, T, D], of slots more heads; of pages [P * page, Nkv * D]
     start: Any  # [B] int32
     words: Any  # [B, 2, row_blocks * 64] int32, bits of what each row sees from start on
-    pages: Any = None  # [B, L] int32; None where each request has a page of T positions, or none
+    # [B, L] int32, or [B, 1] of slots; None where each request has a page of T positions, or none.
+    pages: Any = None
 
 
 class Scratch(NamedTuple):
@@ -294,7 +303,8 @@ class Scratch(NamedTuple):
 class Block(NamedTuple):
     """Work of a block, ``[]`` int32 each."""
 
-    head: jax.Array  # of keys, of all requests
+    head: jax.Array  # of keys, of the requests that have rows
+    source: jax.Array  # of the cache, if it has heads first: where the head's keys are
     split: jax.Array  # of the positions
     row: jax.Array  # first row
     start: jax.Array  # tokens before the new rows
@@ -311,10 +321,15 @@ class Block(NamedTuple):
         """Returns the work of this block."""
         # The block's head of keys, split of the positions and rows.
         head = lax.axis_index("head")
+        request = lax.div(head, jnp.int32(shape.num_kv))
+        source = head
+        if shape.page is None and operands.pages is not None:
+            slot = jnp.clip(operands.pages[request, 0], 0, shape.num_pages - 1)
+            source = slot * shape.num_kv + lax.rem(head, jnp.int32(shape.num_kv))
         # The last splits are the longest, and begin first.
         split = (shape.splits - 1) - lax.axis_index("split")
         row = lax.axis_index("row_block") * ROWS
-        start = operands.start[lax.div(head, jnp.int32(shape.num_kv))]
+        start = operands.start[request]
         # New rows of the first and of the last row of this block.
         first_new = lax.div(row, jnp.int32(shape.group))
         last_new = jnp.minimum(lax.div(row + (ROWS - 1), jnp.int32(shape.group)), shape.num_new - 1)
@@ -347,6 +362,7 @@ class Block(NamedTuple):
         end_whole = jnp.clip(end_whole, first_whole, num_tiles)
         return cls(
             head=head,
+            source=source,
             split=split,
             row=row,
             start=start,
@@ -420,7 +436,7 @@ def _copy(
         if shape.page is None:
             positions = pl.ds((block.tile + i) * TILE, TILE)
             index = (slice(None), positions) if is_keys else (positions, slice(None))
-            plgpu.copy_gmem_to_smem(source.at[block.head, *index], target, came)
+            plgpu.copy_gmem_to_smem(source.at[block.source, *index], target, came)
             return
         # [page part, D]: the head's columns of the pool
         columns = lax.rem(block.head, jnp.int32(shape.num_kv)) * shape.head_dim
@@ -484,7 +500,7 @@ def _multiply(
                 scores,
             )
         # Exponents of 2: exp(x) = 2**(x log2(e)).
-        exponents = shape.head_dim**-0.5 * math.log2(math.e)
+        exponents = shape.static.scale * math.log2(math.e)
         if shape.static.softcap is not None:
             # c tanh(x / c) = c - 2 c / (1 + exp(2 x / c)), where tanh itself would be approximate.
             cap = shape.static.softcap

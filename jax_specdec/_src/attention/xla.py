@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
-from jax_specdec._src.attention.cache import heads_first
+from jax_specdec._src.attention.cache import heads_first, of_slots
 
 
 class _Laid(NamedTuple):
@@ -27,12 +27,13 @@ class _Laid(NamedTuple):
     values: jax.Array  # [B * Nkv, T, D]
     seen: jax.Array  # [B * Nkv, S * group, T] bool
 
-    def scores(self, softcap: float | None) -> jax.Array:
+    def scores(self, static: AttentionStatic) -> jax.Array:
         """Returns ``[B * Nkv, S * group, T]`` float32, of all positions."""
         # [rows, D] x [D, T], summed in float32
         products = jnp.matmul(self.query, self.keys, preferred_element_type=jnp.float32)
-        scores = products * (self.query.shape[2] ** -0.5)
-        return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        scores = products * static.scale
+        cap = static.softcap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
 
     def read(self, scores: jax.Array, values: jax.Array) -> jax.Array:
         """Returns ``[B * Nkv, S * group, D]``: values weighted by what is seen of scores."""
@@ -49,7 +50,7 @@ def attend(arrays: AttentionArrays, static: AttentionStatic) -> jax.Array:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _attend(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array:
     laid = _laid(arrays, static)
-    scores = laid.scores(static.softcap)
+    scores = laid.scores(static)
 
     def read_apart() -> jax.Array:
         # A weight of 0 times NaN is NaN. So values that are not finite become 0, and the rows that
@@ -82,13 +83,16 @@ def _attend_apart(static: AttentionStatic, arrays: AttentionArrays) -> jax.Array
     is_bad = ~(jnp.isfinite(laid.keys).all(axis=1) & jnp.isfinite(laid.values).all(axis=2))
     keys = jnp.where(is_bad[:, None, :], 0, laid.keys)
     values = jnp.where(is_bad[:, :, None], 0, laid.values)
-    scores = laid._replace(keys=keys).scores(static.softcap)
+    scores = laid._replace(keys=keys).scores(static)
     found = laid.read(jnp.where(is_bad[:, None, :], jnp.nan, scores), values)
     return _of_heads(found, arrays.query.shape)
 
 
 def _laid(arrays: AttentionArrays, static: AttentionStatic) -> _Laid:
     keys, values = heads_first(arrays.keys, arrays.values, arrays.pages)
+    if arrays.slots is not None:
+        assert static.num_kv is not None
+        keys, values = of_slots((keys, values), arrays.slots, static.num_kv)
     batch_size, num_rows, num_heads, head_dim = arrays.query.shape
     num_kv = keys.shape[0] // batch_size
     room = keys.shape[2]
@@ -134,4 +138,6 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
         return seen
     # [B, S or 1, 1]: the position that the window ends at
     newest = start + row if visible is None else start
+    if arrays.depth is not None:
+        return seen & ((position > newest + arrays.depth[:, :, None] - static.window) | is_new)
     return seen & (position > newest - static.window)

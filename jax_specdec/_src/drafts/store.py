@@ -247,6 +247,35 @@ class DraftStore:
             temperature=self.temperature.at[offset, column].set(temperature, mode="drop"),
         )
 
+    def empty(self, num_slots: int) -> DraftStore:
+        """Returns an empty store of other slots, with rows of the same kind."""
+        per_row, width = len(self.positions), self.logits.shape[1]
+        ids = None if self.has_own_ids else self.ids
+        return DraftStore.create(
+            num_slots, per_row, width, self.logits.dtype, ids=ids, own_ids=self.has_own_ids
+        )
+
+    def put(self, some: DraftStore, slots: jax.Array) -> DraftStore:
+        """Returns the store in which some slots, ``[R]`` int32, hold what a store of R holds.
+
+        A slot out of range holds nothing.
+        """
+        k, s = self.positions.shape
+        offset = jnp.arange(k, dtype=jnp.int32)[:, None]
+        # [K, R] -> [K*R]: the rows of the slots, or the number of rows, which is dropped
+        rows = jnp.where(self._has_slot(slots)[None, :], offset * s + slots[None, :], k * s)
+        rows = rows.reshape(-1)
+        column = jnp.where(self._has_slot(slots), slots, s)
+        names = ["logits", *ROW_NUMBERS, *(["ids"] if self.has_own_ids else [])]
+        written: dict[str, Any] = {
+            name: getattr(self, name).at[rows].set(getattr(some, name), mode="drop")
+            for name in names
+        }
+        for name in ("positions", "temperature"):
+            own = getattr(self, name)
+            written[name] = own.at[:, column].set(getattr(some, name), mode="drop")
+        return dataclasses.replace(self, **written)
+
     def evict(self, slots: jax.Array) -> DraftStore:
         """Makes the rows of some slots invalid. This writes their positions only.
 

@@ -733,14 +733,16 @@ def decode_attention(
     *,
     visible: npt.ArrayLike | None = None,
     window: int | None = None,
+    depth: npt.ArrayLike | None = None,
     softcap: float | None = None,
+    scale: float | None = None,
 ) -> Array:
     """Returns ``[B, S, N, D]`` float64, what each new row reads of its request's cache.
 
     Row s sees position t if ``t < start``, or if bit ``j = t - start`` of its 64 is set (for a
-    chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start
-    + s - window``). It reads
-    ``sum_t softmax_t(q k_t / sqrt(D)) v_t`` over the positions that it sees.
+    chain, ``j <= s``), and if ``t > start - window`` (for a chain, ``t > start + s - window``; with
+    `depth`, ``t > start + depth - window`` for ``t < start``). It reads
+    ``sum_t softmax_t(scale q k_t) v_t`` over the positions that it sees.
 
     Args:
       query: ``[B, S, N, D]``.
@@ -749,7 +751,9 @@ def decode_attention(
       start: ``[B]``.
       visible: ``[B, S, 2]`` words of 32 bits, or None for a chain.
       window: positions that a row sees, or None for all.
+      depth: ``[B, S]``, or None.
       softcap: c tanh(x / c) stands for each score x; None for the scores.
+      scale: None for 1 / sqrt(D).
     """
     # [B, S, N, D], [B * Nkv, D, T] and [B * Nkv, T, D]
     q, k, v = (np.asarray(x, np.float64) for x in (query, keys, values))
@@ -765,16 +769,19 @@ def decode_attention(
             newest = s
             is_seen = new <= s
         else:
-            newest = 0
+            newest = 0 if depth is None else int(np.asarray(depth)[b, s])
             place = np.clip(new, 0, 63)
             bits = np.asarray(visible)[b, s][place // 32] >> place % 32 & 1
             is_seen = (new < 0) | ((new < 64) & (bits == 1))
-        seen = np.flatnonzero(is_seen & (new > newest - width))
+        # With depths, bits alone say which of the new rows are seen.
+        is_exempt = (depth is not None) & (new >= 0)
+        seen = np.flatnonzero(is_seen & ((new > newest - width) | is_exempt))
         # [D] of each head: a softmax over what is seen, of the keys that it shares
         for head in range(num_heads):
             # Consecutive query heads share a head of keys.
             own = b * num_kv + head * num_kv // num_heads
-            scores = q[b, s, head] @ k[own][:, seen] / math.sqrt(head_dim)
+            scores = q[b, s, head] @ k[own][:, seen]
+            scores *= head_dim**-0.5 if scale is None else scale
             if softcap is not None:
                 scores = softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())

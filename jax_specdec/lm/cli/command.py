@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from jax_specdec import __version__
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.cache import keep_compiled_programs
-from jax_specdec.lm.cli.options import parse
+from jax_specdec.lm.cli.options import Serve
+from jax_specdec.lm.cli.parsing import parse
 from jax_specdec.lm.cli.process import run_to_end
 from jax_specdec.lm.cli.prompts import InputError, read_prompts
 from jax_specdec.lm.decoding.exact import NotExactError
@@ -29,19 +30,18 @@ def run(arguments: Sequence[str] | None) -> None:
 def _run(arguments: Sequence[str] | None) -> None:
     # Help, the version and errors of the command line need no extra; the commands do.
     options = parse(arguments, __version__)
-    serves = options.command == "serve"
     try:
-        with extra("serve" if serves else "lm"):
+        with extra("serve" if isinstance(options, Serve) else "lm"):
             import rich as rich  # for `terminal`
 
-            if serves:
+            if isinstance(options, Serve):
                 from jax_specdec.lm.cli.serve import serve
             else:
                 from jax_specdec.lm.cli.show import show
-        prompts = [] if serves else read_prompts(options)
+        prompts = [] if isinstance(options, Serve) else read_prompts(options)
         if options.compilation_cache:
             keep_compiled_programs()
-        if serves:
+        if isinstance(options, Serve):
             serve(options)
         else:
             show(options, prompts)

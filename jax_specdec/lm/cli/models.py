@@ -2,55 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import jax
 
 from jax_specdec import lm
 from jax_specdec._src.base.arrays import renamed, require
 from jax_specdec.lm import terminal
-from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Options
-from jax_specdec.lm.cli.prompts import InputError
+from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Decoding, Options, Serve
+from jax_specdec.lm.cli.prompts import InputError, read_file
+from jax_specdec.lm.drafters import SUFFIX_PREFIX
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
-from jax_specdec.lm.loading import SUFFIX_PREFIX, Models, TargetText, load_models, read_target_text
+from jax_specdec.lm.loading import Models, TargetText, load_models, read_target_text
 from jax_specdec.lm.models.fields import shown
 
 
-def load(options: Options, prompts: Sequence[str] = ()) -> tuple[Models, list[list[int]], int]:
-    """Reads what the options name; returns it, the ids of each prompt, and a budget that fits.
+def load(
+    options: Decoding, prompts: Sequence[str] = ()
+) -> tuple[Models, list[list[int]], list[int] | None, int]:
+    """Reads what the options name; returns it, ids of each prompt and of the prediction, a budget.
 
     Raises:
-      InputError: a file is missing or wrong, a text would be too long, a drafter has no such K, or
-        no token in common with the target.
+      InputError: a file is missing or wrong, a text would be too long, or a drafter has no such K,
+        no token in common with the target, or no use for a prediction.
     """
-    try:
+    with _input_errors():
         text = read_target_text(options.target)
         # Before the weights, which take long to read.
         token_ids, budget = _requests(options, prompts, text)
-        # XLA on a CPU converts a whole matrix before each product with it.
-        on_cpu = jax.default_backend() == "cpu"
-        if on_cpu and (options.weights or options.draft_weights):
-            terminal.log("Weights are not held in int8, which is slower on a CPU.")
-        models = load_models(
-            text,
-            options.drafters,
-            dtype=options.dtype,
-            weights=None if on_cpu else options.weights,
-            draft_weights=None if on_cpu else options.draft_weights,
-            history=options.history,
-        )
-        _check_drafts(options, models)
+        prediction = None
+        if options.prediction is not None:
+            expected = read_file(options.prediction, "the prediction")
+            prediction = text.encode(expected, add_special_tokens=False)
+        models = _load(options, text)
         for name, draft in models.drafters.items():
-            if isinstance(draft.alone, lm.RetokenizingDrafter):
-                shared = f"{draft.alone.ids.values.size:,} of {text.vocab_size:,} ids"
-                terminal.log(f"{name} has another tokenizer than the target: it drafts {shared}.")
+            is_used = prediction is None or draft.drafter.serves.predictions
+            must = "look in texts for --prediction, as ngram, suffix and suffix+ do"
+            require(is_used, "--draft", must, name)
+        return models, token_ids, prediction, budget
+
+
+def load_served(options: Serve) -> Models:
+    """Reads what a server's options name.
+
+    Raises:
+      InputError: as for `load`.
+    """
+    with _input_errors():
+        return _load(options, read_target_text(options.target), history=options.history)
+
+
+@contextlib.contextmanager
+def _input_errors() -> Iterator[None]:
+    """Makes an `InputError` of what is raised where a file is missing or wrong."""
+    try:
+        yield
     except (ImportError, OSError, ValueError) as error:
         raise InputError(" ".join(str(error).split())) from error
-    return models, token_ids, budget
+
+
+def _load(options: Options, text: TargetText, *, history: int = 0) -> Models:
+    """Reads the weights, and checks that every drafter has every K."""
+    # XLA on a CPU converts a whole matrix before each product with it.
+    on_cpu = jax.default_backend() == "cpu"
+    if on_cpu and (options.weights or options.draft_weights):
+        terminal.log("Weights are not held in int8, which is slower on a CPU.")
+    models = load_models(
+        text,
+        options.drafters,
+        dtype=options.dtype,
+        weights=None if on_cpu else options.weights,
+        draft_weights=None if on_cpu else options.draft_weights,
+        history=history,
+    )
+    _check_drafts(options, models)
+    for name, draft in models.drafters.items():
+        if isinstance(draft.alone, lm.RetokenizingDrafter):
+            shared = f"{draft.alone.ids.values.size:,} of {text.vocab_size:,} ids"
+            terminal.log(f"{name} has another tokenizer than the target: it drafts {shared}.")
+    return models
 
 
 def _requests(
-    options: Options, texts: Sequence[str], text: TargetText
+    options: Decoding, texts: Sequence[str], text: TargetText
 ) -> tuple[list[list[int]], int]:
     """Encodes prompts, and finds how many new tokens fit.
 

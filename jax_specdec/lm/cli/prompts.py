@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.cli.options import Decoding
 from jax_specdec.lm.models.fields import shown
 
 _MAX_BYTES = 2**24
@@ -15,7 +15,7 @@ class InputError(Exception):
     """Something is wrong with files or options; the message is one line for the user."""
 
 
-def read_prompts(options: Options) -> list[str]:
+def read_prompts(options: Decoding) -> list[str]:
     """Returns the prompts of a command line in its order: arguments, then files.
 
     Raises:
@@ -26,14 +26,14 @@ def read_prompts(options: Options) -> list[str]:
             raise InputError(
                 "a prompt is needed: an argument, --prompt-file FILE, or standard input (-)"
             )
-        return [_read("-")]
-    if [*options.prompts, *options.prompt_files].count("-") > 1:
+        return [read_file("-")]
+    if [*options.prompts, *options.prompt_files, options.prediction].count("-") > 1:
         raise InputError("standard input (-) can be read once, but is asked for twice")
-    prompts = [_read(text) if text == "-" else text for text in options.prompts]
-    return prompts + [_read(name) for name in options.prompt_files]
+    prompts = [read_file(text) if text == "-" else text for text in options.prompts]
+    return prompts + [read_file(name) for name in options.prompt_files]
 
 
-def _read(name: str) -> str:
+def read_file(name: str, what: str = "the prompt") -> str:
     """Returns the text of a file, without a line break at its end; - is standard input.
 
     Raises:
@@ -45,7 +45,7 @@ def _read(name: str) -> str:
             if sys.stdin is None:
                 raise InputError("standard input is closed")
             if sys.stdin.isatty():
-                print("Type the prompt; Ctrl-D ends it.", file=sys.stderr)
+                print(f"Type {what}; Ctrl-D ends it.", file=sys.stderr)
             data = sys.stdin.buffer.read(_MAX_BYTES + 1)
         else:
             with open(name, "rb") as file:
@@ -63,5 +63,5 @@ def _read(name: str) -> str:
         raise InputError(f"{where} cannot be read: {error}") from error
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:
-        raise InputError(f"the prompt must not be empty, but {where} holds nothing")
+        raise InputError(f"{what} must not be empty, but {where} holds nothing")
     return text

@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from jax_specdec.lm import terminal
-from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.cli.options import Decoding
 from jax_specdec.lm.cli.run import Run, Session
 
 
-def table(options: Options, done: list[Run]) -> Table:
+def table(options: Decoding, done: list[Run]) -> Table:
     """Returns a row for each way of decoding; plain decoding is first at each temperature."""
     runs = f"{options.repeats} runs" if options.repeats != 1 else "1 run"
     title = f"{options.config.rejection_sample_method} verification at temperature T, {runs} each"

@@ -18,7 +18,7 @@ from jax import monitoring
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.stats.acceptance import AcceptanceStats
 from jax_specdec._src.stats.emitted import StepRecord
-from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.cli.options import Decoding
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
 from jax_specdec.lm.decoding.generate import (
     GenerateOutput,
@@ -248,9 +248,10 @@ def stacked(records: list[StepRecord]) -> StepRecord:
 class Session:
     """Models that are loaded, and the prompts and the budget of the requests to decode."""
 
-    options: Options
+    options: Decoding
     models: Models
     prompts: list[list[int]]
+    prediction: list[int] | None
     max_new_tokens: int
 
     def begin(self, say: Callable[[str], None]) -> Stream:
@@ -348,6 +349,7 @@ class Session:
         return dataclasses.replace(
             self.options.request,
             temperature=temperature,
+            prediction=self.prediction,
             max_new_tokens=self.max_new_tokens,
             stop_token_ids=self.models.text.stop_token_ids if stops else (),
         )

@@ -18,10 +18,11 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import process
-from jax_specdec.lm.cli.models import load
-from jax_specdec.lm.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Options
+from jax_specdec.lm.cli.models import load_served
+from jax_specdec.lm.cli.options import API_KEY_VARIABLE, SERVED_LENGTH, Serve
 from jax_specdec.lm.cli.prompts import InputError
-from jax_specdec.lm.loading import NO_DRAFTS, Models
+from jax_specdec.lm.drafters import NO_DRAFTS
+from jax_specdec.lm.loading import Models
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.server.app import Server
 from jax_specdec.lm.server.limits import Limits
@@ -29,7 +30,7 @@ from jax_specdec.lm.server.request import MAX_BIASES
 from jax_specdec.lm.server.worker import EngineFailed
 
 
-def serve(options: Options) -> None:
+def serve(options: Serve) -> None:
     """Loads the models, compiles every program, and serves until Ctrl-C or SIGTERM.
 
     Raises:
@@ -39,7 +40,7 @@ def serve(options: Options) -> None:
     listener, is_local = _bind(options, key)
     with listener:
         with terminal.progress("loading the models"):
-            models, *_ = load(options)
+            models = load_served(options)
         driver = make_driver(options, models)
         begin = time.monotonic()
 
@@ -49,7 +50,7 @@ def serve(options: Options) -> None:
                     f"compiled {done} of {total} programs, {time.monotonic() - begin:.1f} s"
                 )
 
-        driver.warm_up(on_progress, grammars=True)
+        driver.warm_up(on_progress, grammars=True, behind=True)
         default = "jax-specdec" if options.target is None else options.target.resolve().name
         # Answers are UTF-8, but what the system names a file or an argument need not be.
         name = (options.model_name or default).encode(errors="backslashreplace").decode()
@@ -75,7 +76,7 @@ def serve(options: Options) -> None:
                 sys.exit(1)
 
 
-def make_driver(options: Options, models: Models) -> lm.EngineDriver:
+def make_driver(options: Serve, models: Models) -> lm.EngineDriver:
     """Returns the driver for models that were loaded.
 
     Raises:
@@ -107,7 +108,9 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
         # Short chunks let running requests go on sooner; `exact` reads prompts by one program.
         prefill_sizes=(64, 128, 256) if length > 256 and not options.exact else None,
         request_options=True,
-        option_sizes=lm.OptionSizes(logit_bias=MAX_BIASES),
+        option_sizes=lm.OptionSizes(
+            logit_bias=MAX_BIASES, prediction=length if drafter.serves.predictions else 0
+        ),
         max_stop_tokens=max(8, len(models.text.stop_token_ids)),
         draft_budget=budget,
         logprobs=logprobs,
@@ -132,7 +135,7 @@ def make_driver(options: Options, models: Models) -> lm.EngineDriver:
     return driver
 
 
-def _read_key(options: Options) -> str | None:
+def _read_key(options: Serve) -> str | None:
     """Returns what clients have to send; the message of an error never has it."""
     if options.api_key_file is None:
         where = API_KEY_VARIABLE
@@ -154,7 +157,7 @@ def _read_key(options: Options) -> str | None:
     return key
 
 
-def _bind(options: Options, key: str | None) -> tuple[socket.socket, bool]:
+def _bind(options: Serve, key: str | None) -> tuple[socket.socket, bool]:
     """Returns a socket that listens, and whether its address is a loopback address.
 
     From here on no other server gets the address. Who connects waits until requests are read.

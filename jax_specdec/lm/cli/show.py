@@ -16,7 +16,7 @@ from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import report
 from jax_specdec.lm.cli.models import load
-from jax_specdec.lm.cli.options import Options
+from jax_specdec.lm.cli.options import Bench, Decoding, Generate
 from jax_specdec.lm.cli.run import Completion, Run, Session, Stream, stacked
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
@@ -71,13 +71,13 @@ class Printer:
             terminal.write(self._prompts[self._now], "dim")
 
 
-def show(options: Options, prompts: list[str]) -> None:
+def show(options: Decoding, prompts: list[str]) -> None:
     """Runs `generate` or `bench`, and prints what comes of it.
 
     Raises:
       InputError: as `load` does.
     """
-    if options.command == "bench":
+    if isinstance(options, Bench):
         _show_bench(options, prompts)
     elif options.json:
         _show_json(options, prompts)
@@ -85,7 +85,7 @@ def show(options: Options, prompts: list[str]) -> None:
         _show_text(options, prompts)
 
 
-def _show_text(options: Options, prompts: list[str]) -> None:
+def _show_text(options: Generate, prompts: list[str]) -> None:
     """Streams the texts, then prints one line of statistics, or compares with plain decoding."""
     compares = options.repeats is not None
     session, stream, preparing = _begin(options, prompts)
@@ -123,7 +123,7 @@ def _show_text(options: Options, prompts: list[str]) -> None:
     _check_runs(options, runs)
 
 
-def _show_json(options: Options, prompts: list[str]) -> None:
+def _show_json(options: Generate, prompts: list[str]) -> None:
     """Prints one JSON object with the texts, their pieces' origins and the figures."""
     session, stream, preparing = _begin(options, prompts)
     records = stacked(list(stream.steps))
@@ -154,7 +154,7 @@ def _show_json(options: Options, prompts: list[str]) -> None:
     _check_runs(options, runs)
 
 
-def _show_bench(options: Options, prompts: list[str]) -> None:
+def _show_bench(options: Bench, prompts: list[str]) -> None:
     """Runs every combination; prints a table and what follows from it, or one JSON object."""
     with terminal.progress(LOADING):
         session = Session(options, *load(options, prompts))
@@ -175,7 +175,7 @@ def _show_bench(options: Options, prompts: list[str]) -> None:
     _check_runs(options, runs)
 
 
-def _check_runs(options: Options, runs: list[Run]) -> None:
+def _check_runs(options: Decoding, runs: list[Run]) -> None:
     """Exits with code 1 if a way of decoding has failed, after one line for each."""
     failed = [run for run in runs if run.errors]
     for run in failed:
@@ -194,7 +194,7 @@ def _check_verified(texts: list[Completion]) -> None:
         sys.exit(1)
 
 
-def _begin(options: Options, prompts: list[str]) -> tuple[Session, Stream, float]:
+def _begin(options: Generate, prompts: list[str]) -> tuple[Session, Stream, float]:
     """Returns a session, its texts, and the seconds to load and to compile."""
     begin = time.perf_counter()
     with terminal.progress(LOADING) as say:

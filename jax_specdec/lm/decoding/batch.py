@@ -111,6 +111,8 @@ class Batch:
             changes_rows=changes_rows,
             processors=self.options.processors,
             active=~self.done,
+            predictions=self.options.predictions,
+            prompt_lengths=self.options.prompt_lengths,
         )
 
 

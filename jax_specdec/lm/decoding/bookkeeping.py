@@ -84,6 +84,21 @@ class KeptRows(NamedTuple):
     salt: Hashable
 
 
+class Timing(NamedTuple):
+    """When what happened to a request, by `time.perf_counter`."""
+
+    submitted: float = 0.0
+    admitted: float = 0.0  # when it got its first slot; 0 if it has had none
+    last_read: float | None = None  # when a step of it was last read
+
+
+class Replay(NamedTuple):
+    """What a request of an exact engine generates again, when it is read again, as it did."""
+
+    begin: int  # of its tokens, those that are read
+    num_known: int = 0  # those that it had when it last left its slot
+
+
 class ServedRequest(NamedTuple):
     """A request that has not ended, as it is between two steps."""
 
@@ -93,17 +108,18 @@ class ServedRequest(NamedTuple):
     length: int  # of the prompt and the new tokens: what `tokens` hold after them does not count
     options: RequestOptions
     matching: Matching | None = None
-    submitted: float = 0.0  # times are of `time.perf_counter`
-    admitted: float = 0.0  # when it got its first slot
+    timing: Timing = Timing()
     num_read: int = 0  # the most tokens of its prompt that were read in chunks
-    last_read: float | None = None  # when a step of it was last read
     num_failures: int = 0  # failed calls in a row, without a new token or a further chunk
-    # Read again, it generates again what follows so many tokens, as it did: exactly. None: nothing.
-    repeats_from: int | None = None
-    num_known: int = 0  # of its tokens, those that it had when it last left its slot
+    replay: Replay | None = None  # None: read again, it generates nothing again
     num_rows: int = 0  # of `rows`
     most_rows: int = 0  # the most of these that later requests may begin with
     num_reused: int = 0  # tokens of its prompt that were not read, before its first token
+
+    @property
+    def num_known(self) -> int:
+        """Of its tokens, those that it had when it last left its slot; 0 without a `replay`."""
+        return 0 if self.replay is None else self.replay.num_known
 
     @property
     def token_ids(self) -> list[int]:
@@ -135,6 +151,11 @@ class ServedRequest(NamedTuple):
         """The most tokens it may still get, as far as the host knows."""
         return self.prompt_length + self.options.max_new_tokens - self.length
 
+    def in_slot(self, now: float) -> ServedRequest:
+        """Returns the request in a slot, from now on if it is the first."""
+        admitted = self.timing.admitted or now
+        return self._replace(timing=self.timing._replace(admitted=admitted))
+
     def with_rows(self, end: int) -> ServedRequest:
         """Returns the request after both models have read its tokens before position `end`.
 
@@ -142,7 +163,7 @@ class ServedRequest(NamedTuple):
         """
         return self._replace(num_rows=min(end, self.length - 1, self.most_rows))
 
-    def after(self, new: list[int], read: float) -> ServedRequest:
+    def with_tokens(self, new: list[int], read: float) -> ServedRequest:
         """Returns the request after a step. This one's first `length` tokens stay.
 
         Of what the step has added, the drafter reads the last tokens in the next one only.
@@ -152,26 +173,38 @@ class ServedRequest(NamedTuple):
         if end <= self.num_known:  # they were there before, and have been delivered
             return request._replace(length=end)
         self.tokens[self.length :] = new
-        return request._replace(length=end, last_read=read, num_failures=0)
+        timing = self.timing._replace(last_read=read)
+        return request._replace(length=end, timing=timing, num_failures=0)
 
     def left(self) -> ServedRequest:
         """Returns the request after it has left its slot, to be read again from its tokens."""
-        if self.repeats_from is None:
+        if self.replay is None:
             return self
         num_known = max(self.length, self.num_known)
-        return self._replace(length=self.repeats_from, num_known=num_known)
+        replay = self.replay._replace(num_known=num_known)
+        return self._replace(length=replay.begin, replay=replay)
 
     def under_new_weights(self) -> ServedRequest:
         """Returns the request whose tokens so far are never generated again, but read."""
         length = max(self.length, self.num_known)
-        repeats_from = None if self.repeats_from is None else length
-        return self._replace(length=length, repeats_from=repeats_from, num_known=0)
+        replay = None if self.replay is None else Replay(begin=length)
+        return self._replace(length=length, replay=replay)
 
-    def update(
-        self, slot: int, numbers: list[list[int]], logprobs: TokenLogprobs | None, epoch: int
-    ) -> RequestUpdate:
-        """Returns what a step did for it; `StepResult` has the arrays, here on the host."""
-        *tokens, count, proposed, accepted, done, status = numbers[slot]
+    def after(
+        self, slot: int, numbers: list[int], logprobs: TokenLogprobs | None, now: float, epoch: int
+    ) -> tuple[ServedRequest, RequestUpdate | None]:
+        """Returns the request after a step, and what the step did for it.
+
+        None if it has only generated again what was delivered before.
+
+        Args:
+          slot: where it is.
+          numbers: of its slot, as `StepResult` has them.
+          logprobs: of all slots.
+          now: when the step was read.
+          epoch: of the weights that made the step.
+        """
+        *tokens, count, proposed, accepted, done, status = numbers
         own = None if logprobs is None else logprobs.of(slot, count)
         new = tokens[:count]
         reason: FinishReason | None = None
@@ -180,7 +213,12 @@ class ServedRequest(NamedTuple):
             reason = "stop" if stopped else "length"
             if status != Status.OK:
                 reason = "failed"
-        return RequestUpdate(
+        after = self.with_tokens(new, now)
+        if reason is None and self.length < self.num_known:
+            return after, None
+        if status != Status.OK:
+            after = after._replace(num_rows=0)  # nobody begins with what it left
+        return after, RequestUpdate(
             request_id=self.request_id,
             token_ids=new,
             finish_reason=reason,
@@ -188,7 +226,7 @@ class ServedRequest(NamedTuple):
             num_proposed=proposed,
             num_accepted=accepted,
             logprobs=own,
-            num_reused=self.num_reused if self.last_read is None else 0,
+            num_reused=self.num_reused if self.timing.last_read is None else 0,
             epoch=epoch,
         )
 
@@ -322,32 +360,29 @@ class HostState(NamedTuple):
         slots = dict(self.slots)
         left = {}
         updates = []
-        grown = []
+        grown = []  # requests as they were, and how many tokens they got
         for slot, request_id in sorted(step.request_ids.items()):
             request = slots.get(slot)
             if request is None or request.request_id != request_id:
                 continue  # it ended in an earlier step, or was cancelled
-            update = request.update(slot, rows, logprobs, self.stats.epoch)
-            after = request.after(update.token_ids, now)
-            if update.finish_reason is None:
-                slots[slot] = after
-            else:
-                del slots[slot]
-                left[slot] = after if update.status == Status.OK else after._replace(num_rows=0)
-            if request.length < request.num_known and update.finish_reason is None:
-                continue  # all was delivered before
+            slots[slot], update = request.after(slot, rows[slot], logprobs, now, self.stats.epoch)
+            if update is None:
+                continue
+            if update.finish_reason is not None:
+                left[slot] = slots.pop(slot)
             updates.append(update)
             grown.append((request, len(update.token_ids)))
-        new = [(one, n) for one, n in grown if one.last_read is None]
+        times = [(one.timing, n) for one, n in grown]
+        new = [one for one, _ in grown if one.timing.last_read is None]
         stats = self.stats.after_step(
             num_busy=len(step.request_ids),
             num_ahead=num_ahead,
             waited=waited,
-            prompt_tokens=sum(one.prompt_length for one, _ in new),
-            reused_tokens=sum(one.num_reused for one, _ in new),
-            queued=[one.admitted - one.submitted for one, _ in new],
-            first=[(now - one.submitted, 1) for one, n in new if n],
-            between=[((now - one.last_read) / n, n) for one, n in grown if one.last_read and n],
+            prompt_tokens=sum(one.prompt_length for one in new),
+            reused_tokens=sum(one.num_reused for one in new),
+            queued=[one.timing.admitted - one.timing.submitted for one in new],
+            first=[(now - one.submitted, 1) for one, n in times if n and one.last_read is None],
+            between=[((now - one.last_read) / n, n) for one, n in times if n and one.last_read],
         )
         return self._replace(
             counters=step.result.counters,

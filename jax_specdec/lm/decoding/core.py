@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +12,32 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_specdec._src.base.arrays import check_array, check_type, pytree, require
+from jax_specdec._src.base.arrays import check_array, check_type, require
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
-from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
 from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.stats.acceptance import AcceptanceCounters
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec._src.verify.api import rejection_sample
 from jax_specdec.lm.decoding.batch import Batch, append
+from jax_specdec.lm.decoding.state import (
+    DecodeState,
+    Drafted,
+    Features,
+    put_slots,
+    take_slots,
+)
 from jax_specdec.lm.decoding.weights import put
-from jax_specdec.lm.drafting.drafter import Drafter, NoDrafter, Proposal, with_fewer_drafts
-from jax_specdec.lm.drafting.tree import with_chains
+from jax_specdec.lm.drafting.drafter import (
+    DraftContext,
+    Drafter,
+    NoDrafter,
+    Proposal,
+    with_fewer_drafts,
+)
 from jax_specdec.lm.models.protocol import (
     Cache,
     CausalModel,
@@ -35,7 +46,9 @@ from jax_specdec.lm.models.protocol import (
     Rows,
     Wants,
     apply_groups,
+    put_cache,
     run_in_slots,
+    take_cache,
 )
 
 _Arrays = TypeVar("_Arrays")  # a pytree
@@ -49,74 +62,6 @@ AVX-512, and contracts in one kind alone: of S = 3, 5, 6 and 7 the last rows are
 
 PLAIN = SpecDecodeConfig(num_speculative_tokens=1)
 """The config of decoding without drafts."""
-
-
-@pytree(
-    batch=(Batch,),
-    draft_token_ids="[B, K] int32",
-    store=(DraftStore,),
-    counters=(AcceptanceCounters,),
-    features="[B, D+1, A*H]",
-    num_features="[B] int32",
-    draft_parents="[B, K] int32",
-    num_offered="[B] int32",
-)
-@dataclasses.dataclass(frozen=True)
-class DecodeState:
-    """Everything that a step reads and writes; donate it to every function that takes it.
-
-    Attributes:
-      batch: the B sequences; those that are done take part in a step and are not changed by it.
-      target_cache: the target's cache.
-      draft_cache: the drafter's cache.
-      draft_token_ids: ``[B, K]`` int32, drafts to verify; -1 for none, as between steps. Between
-        `draft` and `verify` of a step with fewer drafts, ``[B, num_drafts]``.
-      store: what drafts were drawn from; None for drafts without a distribution.
-      counters: acceptance of all verifications so far.
-      features: ``[B, D+1, A*H]``, as in `DraftContext`, with D the most drafts that a step accepts:
-        K, or the depth of trees; None if the drafter reads none. `draft` takes them, so that there
-        are none between `draft` and `verify`.
-      num_features: ``[B]`` int32, as in `DraftContext`; None without `features`.
-      draft_rates: what verifications have shown of acceptance; None unless the `Engine` has a
-        `draft_budget`.
-      draft_parents: ``[B, K]`` int32, as in `Proposal`, of `draft_token_ids`. Only between `draft`
-        and `verify`, and None for chains.
-      num_offered: ``[B]`` int32, the most drafts that `draft` might have made for each request; 0
-        but between `draft` and `verify`.
-
-    Example: see `Engine`.
-    """
-
-    batch: Batch
-    target_cache: Cache
-    draft_cache: Cache
-    draft_token_ids: jax.Array
-    num_offered: jax.Array
-    store: DraftStore | None
-    counters: AcceptanceCounters
-    features: jax.Array | None = None
-    num_features: jax.Array | None = None
-    draft_rates: DraftRates | None = None
-    draft_parents: jax.Array | None = None
-
-    def without_drafts(self, requests: jax.Array) -> DecodeState:
-        """Returns the state without the drafts of some requests, ``[B]`` bool, nor their store."""
-        ids = jnp.where(requests[:, None], PLACEHOLDER_TOKEN_ID, self.draft_token_ids)
-        store = None if self.store is None else self.store.evict(requests)
-        return dataclasses.replace(self, draft_token_ids=ids, store=store)
-
-    @property
-    def are_chains(self) -> jax.Array:
-        """``[B]`` bool, whether each draft follows the one before it; for drafts with parents."""
-        nodes = jnp.arange(self.draft_token_ids.shape[1], dtype=jnp.int32)
-        return jnp.all(self.draft_parents == nodes[None, :], axis=1)
-
-    def with_chains(self, requests: jax.Array) -> DecodeState:
-        """Returns the state in which the trees of some requests, ``[B]`` bool, are chains."""
-        if self.draft_parents is None:
-            return self
-        ids, parents = with_chains(self.draft_token_ids, self.draft_parents, requests)
-        return dataclasses.replace(self, draft_token_ids=ids, draft_parents=parents)
 
 
 class Caches(NamedTuple):
@@ -150,26 +95,28 @@ class Verdict(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """The step of `generate` and of an `Engine`: pure functions of a `DecodeState`, and settings.
+    """The step of `generate`: pure functions of a `DecodeState`, and settings.
 
-    They take `params`, the target's weights; `draft_params`, the drafter's weights; and a state,
-    which is to be donated. Hashable and compared by value, so that it can be a static argument of
-    `jax.jit`.
+    An `Engine` is one whose requests come and go. The functions take `params`, the target's
+    weights; `draft_params`, the drafter's weights; and a state, which is to be donated. Hashable
+    and compared by value, so that it can be a static argument of `jax.jit`.
 
     Attributes:
       model: the target.
       drafter: what proposes tokens; `NoDrafter` for plain decoding.
       config: how drafts are made and verified.
       logprobs: which log-probabilities a step's record has; None for none.
-      drafts_in_first_step: whether a request without output gets drafts.
       exact: every pass has as many rows of each request, whatever is drafted; see `generate`.
     """
+
+    drafts_in_first_step: ClassVar[bool] = True
+    """Whether a request without output gets drafts."""
 
     model: CausalModel
     drafter: Drafter
     config: SpecDecodeConfig
     logprobs: LogprobsConfig | None = None
-    drafts_in_first_step: bool = True
+    _: dataclasses.KW_ONLY
     exact: bool = False
 
     @property
@@ -224,18 +171,13 @@ class Decoder:
         """Returns a state after prompts were read: no drafts, all counts zero."""
         batch = batch.with_processors(self.model.vocab_size)
         size = batch.lengths.shape[0]
-        was_read = jnp.minimum(batch.lengths - 1, 1)
-        features, num_features = self.first_features(caches.features, was_read)
         return DecodeState(
             batch=batch,
             target_cache=caches.target,
             draft_cache=caches.draft,
-            draft_token_ids=jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32),
-            num_offered=jnp.zeros((size,), jnp.int32),
             store=self.drafter.init_store(draft_params, size, self.config),
             counters=AcceptanceCounters.create(self.most_accepted),
-            features=features,
-            num_features=num_features,
+            features=self.first_features(caches.features, jnp.minimum(batch.lengths - 1, 1)),
         )
 
     def empty_state(self, params: Params, draft_params: Params, batch: Batch) -> DecodeState:
@@ -253,7 +195,7 @@ class Decoder:
         ((_, features),), target = self.run(params, [rows], empty.target, length)
         following = None if features is None else zeros
         draft = self.drafter.prefill(draft_params, rows, empty.draft, features, following)
-        last, _ = features_of_last(features, batch.lengths, zeros)
+        last = None if features is None else features_of_last(features, batch.lengths, zeros)[0]
         return self.state_of(draft_params, batch, Caches(target, draft, last))
 
     def run(
@@ -289,76 +231,132 @@ class Decoder:
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
           next_token_ids: ``[R]`` int32, the token after these; any id after the last of a prompt.
         """
-        rows = Rows(prompts.token_ids, prompts.start)
         following = None if features is None else next_token_ids
+        serves = self.drafter.serves
 
-        def read(own: Cache) -> tuple[Cache, None]:
-            return self.drafter.prefill(draft_params, rows, own, features, following), None
+        def read(rows: Rows, cache: Cache) -> Cache:
+            return self.drafter.prefill(draft_params, rows, cache, features, following)
 
-        length = state.batch.token_ids.shape[1]
-        axis = self.drafter.serves.batch_axis
-        draft_cache, _ = run_in_slots(self.drafter, axis, state.draft_cache, prompts, length, read)
+        if serves.slots:
+            return dataclasses.replace(state, draft_cache=read(prompts, state.draft_cache))
+        alone = prompts._replace(slots=None)
+        draft_cache, _ = run_in_slots(
+            self.drafter,
+            serves.batch_axis,
+            state.draft_cache,
+            prompts,
+            state.batch.token_ids.shape[1],
+            lambda own: (read(alone, own), None),
+        )
         return dataclasses.replace(state, draft_cache=draft_cache)
 
-    def first_features(
-        self, features: jax.Array | None, num_features: jax.Array | None
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """Returns both fields of `DecodeState` for R prompts, from `features_of_last`."""
-        if features is None:
-            return None, None
-        return jnp.pad(features, ((0, 0), (0, self.most_accepted), (0, 0))), num_features
+    def first_features(self, last: jax.Array | None, count: jax.Array) -> Features | None:
+        """Returns the features that the first steps of R prompts read.
+
+        Args:
+          last: ``[R, 1, A*H]``, of each prompt's last token but one; None if none are read.
+          count: ``[R]`` int32, 1, or 0 where there is none.
+        """
+        if last is None:
+            return None
+        return Features(jnp.pad(last, ((0, 0), (0, self.most_accepted), (0, 0))), count)
 
     def step(
         self,
         params: Params,
         draft_params: Params,
         state: DecodeState,
-        *,
-        num_drafts: int | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """Drafts and verifies: at least one token for every request that is not done."""
-        return self.verify(params, self.draft(draft_params, state, num_drafts=num_drafts))
+        return self.verify(params, self.draft(draft_params, state))
 
     def draft(
-        self, draft_params: Params, state: DecodeState, *, num_drafts: int | None = None
+        self,
+        draft_params: Params,
+        state: DecodeState,
+        *,
+        num_drafts: int | None = None,
+        slots: jax.Array | None = None,
     ) -> DecodeState:
         """Does the first half of `step`; see `Engine.draft`."""
+        batch = take_slots(state.batch, slots)
+        size = batch.lengths.shape[0]
         wanted = self.num_drafts if num_drafts is None else num_drafts
         has_memory = state.features is not None or jax.tree.leaves(state.draft_cache)
         if not wanted and not has_memory:
-            return self._with_rows(state, state.draft_token_ids[:, :0])
+            ids = jnp.zeros((size, 0), jnp.int32)
+            drafted = Drafted(self._rows_of(batch, ids), jnp.zeros((size,), jnp.int32), None, slots)
+            return dataclasses.replace(state, proposal=drafted)
         # A drafter with a memory reads the newest tokens even where no draft is wanted.
-        size = max(wanted, 1)
         config = self.config
-        if size < self.num_drafts:
-            config = with_fewer_drafts(self.config, size)
+        if max(wanted, 1) < self.num_drafts:
+            config = with_fewer_drafts(self.config, max(wanted, 1))
+        features = take_slots(state.features, slots)
         context = dataclasses.replace(
-            state.batch.context(config),
-            features=state.features,
-            num_features=state.num_features,
+            batch.context(config),
+            features=None if features is None else features.values,
+            num_features=None if features is None else features.lengths,
             most_unread=self.num_drafts + 1,
         )
-        returned = self.drafter.propose(draft_params, context, state.draft_cache, state.store)
-        _check_proposal(self.drafter, returned, state, size)
-        proposal, draft_cache = returned
-        most = self._most_drafts(state.batch)
+        if self.drafter.serves.reads_target_cache:
+            context = dataclasses.replace(
+                context, target_cache=state.target_cache, target_slots=slots
+            )
+        proposal, draft_cache = self._propose(draft_params, context, state, slots)
+        most = self._most_drafts(batch)
         # [B, K]: drafts past a request's own limit become none
         is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < most[:, None]
         ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
-        state = dataclasses.replace(
+        parents = proposal.parents
+        drafted = Drafted(
+            token_ids=self._rows_of(batch, ids),
+            num_offered=jnp.minimum(most, wanted),
+            parents=parents[:, :wanted] if parents is not None and wanted else None,
+            slots=slots,
+        )
+        store = proposal.store
+        if store is not None:
+            store = store.evict(put_slots(jnp.zeros_like(state.batch.done), most == 0, slots))
+        return dataclasses.replace(
             state,
             draft_cache=draft_cache,
-            num_offered=jnp.minimum(most, wanted),
-            store=proposal.store,
-            features=None,
-            num_features=None,
+            store=store,
+            features=None if slots is None else state.features,
+            proposal=drafted,
         )
-        if proposal.parents is not None and wanted:
-            state = dataclasses.replace(state, draft_parents=proposal.parents[:, :wanted])
-        return self._with_rows(state.without_drafts(most == 0), ids)
 
-    def _with_rows(self, state: DecodeState, ids: jax.Array) -> DecodeState:
-        """Returns the state with drafts ``[B, n]``; ``[B, K]`` if all passes have as many rows.
+    def _propose(
+        self,
+        draft_params: Params,
+        context: DraftContext,
+        state: DecodeState,
+        slots: jax.Array | None,
+    ) -> tuple[Proposal, Cache]:
+        """Returns what the drafter proposes, with the store of all slots, and its whole cache.
+
+        Raises:
+          TypeError, ValueError: the drafter returned something that breaks its contract.
+        """
+        store = state.store
+        cache = state.draft_cache
+        serves = self.drafter.serves
+        if slots is None:
+            return _proposed(self.drafter, draft_params, context, cache, store)
+        own_store = None if store is None else store.empty(slots.shape[0])
+        if serves.slots:
+            context = dataclasses.replace(context, slots=slots)
+            proposal, cache = _proposed(self.drafter, draft_params, context, cache, own_store)
+        else:
+            like = jax.eval_shape(lambda: self.drafter.init_cache(*context.token_ids.shape))
+            own = take_cache(cache, like, slots, serves.batch_axis)
+            proposal, own = _proposed(self.drafter, draft_params, context, own, own_store)
+            cache = put_cache(cache, own, slots, serves.batch_axis)
+        if store is None or proposal.store is None:
+            return proposal, cache
+        return proposal._replace(store=store.put(proposal.store, slots)), cache
+
+    def _rows_of(self, batch: Batch, ids: jax.Array) -> jax.Array:
+        """Returns drafts ``[R, n]``; ``[R, K]`` if all passes have as many rows.
 
         A text that is read again has its own next tokens as drafts. The target then says them
         again, in passes of the shape that said them first.
@@ -366,13 +364,12 @@ class Decoder:
         if self.exact:
             missing = self.num_drafts - ids.shape[1]
             ids = jnp.pad(ids, ((0, 0), (0, missing)), constant_values=PLACEHOLDER_TOKEN_ID)
-        batch = state.batch
         if batch.known_lengths is not None:
-            # [B, K]: the tokens after the newest one, as far as they are known
+            # [R, K]: the tokens after the newest one, as far as they are known
             place = batch.lengths[:, None] + jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
             known = jnp.take_along_axis(batch.token_ids, place, axis=1, mode="clip")
             ids = jnp.where(place < batch.known_lengths[:, None], known, ids)
-        return dataclasses.replace(state, draft_token_ids=ids)
+        return ids
 
     def verify(
         self,
@@ -382,8 +379,27 @@ class Decoder:
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """Does the second half of `step`; see `Engine.verify`."""
+        state = self.with_proposal(state)
         state, (scored,) = self.score(params, state)
         return self.accept(state, scored, token_bitmask, is_forced)
+
+    def with_proposal(self, state: DecodeState) -> DecodeState:
+        """Returns the state with its drafts; with none of each request where `draft` has not run.
+
+        Raises:
+          ValueError: the state holds features that the drafter has not read.
+        """
+        if state.proposal is not None:
+            return state
+        if state.features is not None:
+            raise ValueError(
+                f"state must come from draft, because {type(self.drafter).__name__} reads the "
+                "features of every target pass, but it holds some that were not read"
+            )
+        size = state.batch.lengths.shape[0]
+        ids = jnp.full((size, self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
+        drafted = Drafted(ids, jnp.zeros((size,), jnp.int32))
+        return dataclasses.replace(state, proposal=drafted)
 
     def score(
         self, params: Params, state: DecodeState, prompts: Sequence[Rows] = ()
@@ -397,27 +413,21 @@ class Decoder:
 
         Returns:
           The state, with the cache of the pass; and the outputs of the drafts and of the prompts.
-
-        Raises:
-          ValueError: the state holds features that the drafter has not read.
         """
-        if state.features is not None:
-            raise ValueError(
-                f"state must come from draft, because {type(self.drafter).__name__} reads the "
-                "features of every target pass, but it holds some that were not read"
-            )
-        batch = state.batch
-        ids = state.draft_token_ids
+        drafted = state.proposal
+        assert drafted is not None
+        batch = state.running
+        ids = drafted.token_ids
         start = batch.lengths - 1
         # [B, K+1]: the newest token, which the target has not run, and the drafts
         newest = jnp.take_along_axis(batch.token_ids, start[:, None], axis=1)
         tokens = jnp.concatenate([newest, jnp.maximum(ids, 0)], axis=1)
-        tree = None if state.draft_parents is None else TreeRows.of(state.draft_parents)
+        tree = None if drafted.parents is None else TreeRows.of(drafted.parents)
         num_rows = tokens.shape[1]
         if self.exact:
             # [B, K+1] -> [B, S]: rows that are not read
             tokens = jnp.pad(tokens, ((0, 0), (0, self.num_rows - num_rows)))
-        groups = [Rows(tokens, start, tree=tree), *prompts]
+        groups = [Rows(tokens, start, drafted.slots, tree), *prompts]
         length = batch.token_ids.shape[1]
         # Only for a batch of one, or with a draft budget, whose widths depend on the load.
         # Otherwise the last bits of float32 sums would depend on a request's neighbours.
@@ -443,30 +453,32 @@ class Decoder:
         is_forced: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """Checks the drafts by what `score` says, and appends: the second half of `verify`."""
-        repeats = state.batch.repeats
+        slots = state.slots
+        batch = state.running
+        repeats = batch.repeats
         is_forced = repeats if is_forced is None else is_forced | repeats
         drafts = self.proposals(state, is_forced)
         verdict = self.verdict(state, drafts, scored.logits, token_bitmask)
-        batch, record = append(state.batch, verdict.output, verdict.num_proposed, verdict.logprobs)
+        batch, record = append(batch, verdict.output, verdict.num_proposed, verdict.logprobs)
         state = self.learned(state, drafts, verdict.output, record, is_forced)
         state = self.committed(state, scored.features, verdict.output.path, record.num_kept)
-        nothing = jnp.full((batch.done.shape[0], self.num_drafts), PLACEHOLDER_TOKEN_ID, jnp.int32)
-        state = dataclasses.replace(
-            state,
-            batch=batch,
-            draft_token_ids=nothing,
-            draft_parents=None,
-            num_offered=jnp.zeros_like(state.num_offered),
-        )
-        return state, record
+        num_slots = state.batch.done.shape[0]
+        batch = put_slots(state.batch, batch, slots)
+        state = dataclasses.replace(state, batch=batch, proposal=None)
+        return state, _of_all_slots(record, slots, num_slots)
 
     def proposals(self, state: DecodeState, is_forced: jax.Array) -> Drafts:
         """Returns the drafts of a state, with what each was drawn from; forced ones without."""
-        drafts = Drafts.from_dense(state.draft_token_ids, parents=state.draft_parents)
+        drafted = state.proposal
+        assert drafted is not None
+        drafts = Drafts.from_dense(drafted.token_ids, parents=drafted.parents)
         if state.store is None:
             return drafts
+        slots = drafted.slots
+        batch = state.running
+        is_forced = put_slots(jnp.zeros_like(state.batch.done), is_forced, slots)
         return state.store.evict(is_forced).attach(
-            drafts, positions=state.batch.lengths, sampling=state.batch.options.sampling
+            drafts, positions=batch.lengths, sampling=batch.options.sampling, slots=slots
         )
 
     def verdict(
@@ -480,7 +492,7 @@ class Decoder:
           logits: ``[B, S, V]``, of each request's newest token and drafts.
           token_bitmask: as for `Engine.verify`.
         """
-        batch = state.batch
+        batch = state.running
         context = batch.context(self.config)
         sharding = self.model.serves.sharding
         # [B, S, V] -> [B S, V]
@@ -511,7 +523,8 @@ class Decoder:
                 token_bitmask=token_bitmask,
                 sharding=sharding,
             )
-        num_proposed = _num_proposed(state, self.model.vocab_size)
+        assert state.proposal is not None
+        num_proposed = state.proposal.num_proposed(self.model.vocab_size)
         if self.most_accepted < self.num_drafts:
             output, found = _with_fewer_tokens(output, found, self.most_accepted + 1)
             num_proposed = jnp.minimum(num_proposed, self.most_accepted)
@@ -532,14 +545,19 @@ class Decoder:
           path: ``[B, P]`` int32, the nodes that were accepted; None for chains.
           num_kept: ``[B]`` int32, tokens that were appended.
         """
+        slots = state.slots
         if path is not None:
             start = state.batch.lengths - 1
-            cache = self.model.commit(state.target_cache, start, path)
+            # [R, P] -> [B, P]: no path of the other slots
+            none = jnp.full((*start.shape, path.shape[1]), -1, jnp.int32)
+            every = put_slots(none, path, slots)
+            cache = self.model.commit(state.target_cache, start, every)
             state = dataclasses.replace(state, target_cache=cache)
         if features is None:
             return state
         kept = _kept_features(features, path, num_kept, self.most_accepted + 1)
-        return dataclasses.replace(state, features=kept, num_features=num_kept)
+        new: Features | None = Features(kept, num_kept)
+        return dataclasses.replace(state, features=put_slots(state.features, new, slots))
 
     def learned(
         self,
@@ -558,7 +576,7 @@ class Decoder:
           record: of the step.
           is_forced: ``[B]`` bool, requests whose drafts no drafter made: nothing is learned of it.
         """
-        batch = state.batch
+        batch = state.running
         has_own_drafts = (output.num_emitted > 0) & ~is_forced
         is_new = (~batch.repeats).astype(jnp.int32)
         counters = state.counters.update(
@@ -573,7 +591,8 @@ class Decoder:
         state = dataclasses.replace(state, counters=counters)
         if state.draft_rates is None:
             return state
-        offered = jnp.where(has_own_drafts, state.num_offered, 0)
+        assert state.proposal is not None
+        offered = jnp.where(has_own_drafts, state.proposal.num_offered, 0)
         rates = state.draft_rates.update(offered, output.num_accepted, output.path)
         return dataclasses.replace(state, draft_rates=rates)
 
@@ -619,8 +638,8 @@ def _run_as_wide_as_needed(
 
 
 def features_of_last(
-    features: jax.Array | None, lengths: jax.Array, start: jax.Array
-) -> tuple[jax.Array | None, jax.Array | None]:
+    features: jax.Array, lengths: jax.Array, start: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Returns the features of the last token but one of R prompts, and how many there are.
 
     ``[R, 1, A*H]`` and ``[R]`` int32: 1, or 0 and zeros where the token is not among these, as it
@@ -631,8 +650,6 @@ def features_of_last(
       lengths: ``[R]`` int32, of the prompts.
       start: ``[R]`` int32.
     """
-    if features is None:
-        return None, None
     # [R]: the row of the last token but one, whose next token is known
     row = lengths - 2 - start
     is_here = (row >= 0) & (row < features.shape[1])
@@ -640,18 +657,6 @@ def features_of_last(
     # [R, P, A*H] -> [R, 1, A*H]
     one = jnp.take_along_axis(features, place, axis=1, mode="clip")
     return jnp.where(is_here[:, None, None], one, 0), is_here.astype(jnp.int32)
-
-
-def _num_proposed(state: DecodeState, vocab_size: int) -> jax.Array:
-    """Returns ``[B]`` int32, the drafts of each request that could be accepted."""
-    ids = state.draft_token_ids
-    in_range = ((ids >= 0) & (ids < vocab_size)).astype(jnp.int32)
-    if state.draft_parents is None:
-        # [B, K] -> [B]: those before the first that is no token
-        return jnp.cumprod(in_range, axis=1).sum(axis=1, dtype=jnp.int32)
-    # [B, K] -> [B]: those of the longest path
-    depth = TreeRows.of(state.draft_parents).depth[:, 1:]
-    return jnp.max(in_range * depth, axis=1)
 
 
 def _kept_features(
@@ -692,15 +697,42 @@ def _with_fewer_tokens(
     return short, jax.tree.map(lambda x: x[:, :most], found)
 
 
-def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_drafts: int) -> None:
-    """Checks what `drafter.propose` returned for the cache and the store of `state`."""
+def _of_all_slots(record: StepRecord, slots: jax.Array | None, num_slots: int) -> StepRecord:
+    """Returns the record of all slots, of that of some: the others have kept nothing."""
+    if slots is None:
+        return record
+    nothing = jax.tree.map(lambda x: jnp.zeros((num_slots, *x.shape[1:]), x.dtype), record)
+    found = put_slots(nothing, record, slots)
+    # [S, K+1]
+    offset = jnp.arange(found.token_ids.shape[1], dtype=jnp.int32)[None, :]
+    is_kept = offset < found.num_kept[:, None]
+    return dataclasses.replace(
+        found,
+        token_ids=jnp.where(is_kept, found.token_ids, PLACEHOLDER_TOKEN_ID),
+        logprobs=None if found.logprobs is None else found.logprobs.where(is_kept),
+    )
+
+
+def _proposed(
+    drafter: Drafter,
+    draft_params: Params,
+    context: DraftContext,
+    cache: Cache,
+    store: DraftStore | None,
+) -> tuple[Proposal, Cache]:
+    """Returns what `drafter.propose` returns, checked.
+
+    Raises:
+      TypeError, ValueError: it breaks its contract.
+    """
+    returned: Any = drafter.propose(draft_params, context, cache, store)
     name = f"{type(drafter).__name__}.propose"
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     must = "be a Proposal and a cache"
     require(is_pair, f"what {name} returns", must, returned, error=TypeError)
-    proposal, cache = returned
+    proposal, new_cache = returned
     check_type(f"the proposal of {name}", proposal, Proposal)
-    sizes = {"B": state.batch.lengths.shape[0], "K": num_drafts}
+    sizes = {"B": context.lengths.shape[0], "K": context.config.num_speculative_tokens}
     check_array(f"the token_ids of {name}", proposal.token_ids, "[B, K] int32", sizes)
     is_tree = proposal.parents is not None
     must = "be there if and only if it has a tree_depth"
@@ -708,7 +740,7 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
     require(is_tree == wanted, f"the parents of {name}", must, proposal.parents, error=TypeError)
     if is_tree:
         check_array(f"the parents of {name}", proposal.parents, "[B, K] int32", sizes)
-    pairs = ("store", state.store, proposal.store), ("cache", state.draft_cache, cache)
+    pairs = ("store", store, proposal.store), ("cache", cache, new_cache)
     for what, given, new in pairs:
         given, new = (
             jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
@@ -719,6 +751,7 @@ def _check_proposal(drafter: Drafter, returned: Any, state: DecodeState, num_dra
                 f"{name} must return the {what} with the layout it was given, {given!r:.300}, but "
                 f"it returned {new!r:.300}"
             )
+    return proposal, new_cache
 
 
 def on_all_devices(arrays: _Arrays, model: CausalModel) -> _Arrays:

@@ -6,22 +6,35 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Self, Unpack
 
 import jax
 import numpy as np
 
-from jax_specdec._src.base.arrays import check_choice, check_int, check_type, require
+from jax_specdec._src.base.arrays import (
+    check_choice,
+    check_increasing,
+    check_int,
+    check_type,
+    require,
+)
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.grammar import check_matchers
 from jax_specdec._src.logits.matchers import GrammarMatcher
 from jax_specdec._src.stats.acceptance import AcceptanceCounters, AcceptanceStats
 from jax_specdec.lm.decoding import inputs, schedule, stopwatch
-from jax_specdec.lm.decoding.bookkeeping import HostState, Matching, RequestUpdate, ServedRequest
-from jax_specdec.lm.decoding.core import DecodeState, on_all_devices
-from jax_specdec.lm.decoding.device import Device
+from jax_specdec.lm.decoding.bookkeeping import (
+    HostState,
+    Matching,
+    Replay,
+    RequestUpdate,
+    ServedRequest,
+    Timing,
+)
+from jax_specdec.lm.decoding.core import on_all_devices
+from jax_specdec.lm.decoding.device import Device, Rehearsal
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.exact import check_rows
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
@@ -29,9 +42,13 @@ from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
 from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, options_per_request
 from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic, Wait
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
 from jax_specdec.lm.decoding.weights import Weights, check_are_there, check_replaces, put, replaced
 from jax_specdec.lm.models.protocol import Params, check_params
+
+_PAUSE = 0.02
+"""Seconds between two looks whether a program that all wait for is compiled."""
 
 
 class EngineDriver:
@@ -73,6 +90,7 @@ class EngineDriver:
       client_of: None, or a function of a request's id that returns whose it is. A free slot then
         goes to the client with the fewest, or of several of these, to the one that waits longest.
       chunk_size: the most tokens of prompts that one call reads while requests run.
+      step_widths: of how many slots a step may be; it has all where none of these is enough.
       draft_choice: how many drafts the steps of an engine with a `draft_budget` have; else None.
 
     Example:
@@ -106,6 +124,7 @@ class EngineDriver:
         prompts_in_steps: bool = False,
         max_retries: int = 5,
         step_costs: StepCosts | None = None,
+        step_widths: Sequence[int] | None = None,
     ) -> None:
         """Makes an idle driver.
 
@@ -130,6 +149,13 @@ class EngineDriver:
           max_retries: the most failed calls in a row after which a request goes on.
           step_costs: of steps with each number of drafts of the engine's `draft_budget`; None to
             measure them in `warm_up`. Until there are some, every step has the largest number.
+          step_widths: of how many slots a step may be, increasing, where fewer than all of the
+            engine are busy: it then costs what its requests cost. A step of another width is
+            another program, so near ties of float32 sums may be decided otherwise; so an exact
+            engine's steps have all slots, whatever is given. None for those that pay on the device,
+            from 8 slots on: 1, 2, 4, 8, 16 on CPUs, 1, 8, 32 on GPUs, up to half of the slots;
+            ``()`` for none. Steps that read prompts have all slots; elsewhere than on CPUs, so have
+            those with grammars.
 
         Raises:
           TypeError: an argument has another type, a model's weights are missing, or the drafter
@@ -137,7 +163,8 @@ class EngineDriver:
           RuntimeError: an array of the weights was deleted.
           ValueError: `max_queue` or `max_prefills` is below 1, or `max_steps_ahead` or
             `max_retries` below 0; the engine has no such `chunk_size`; `step_costs` are not those
-            of such an engine; weights have other shapes than the models'.
+            of such an engine; `step_widths` do not increase, or one is not below the number of
+            slots; weights have other shapes than the models'.
         """
         check_type("engine", engine, Engine)
         check_params("params", engine.model, params)
@@ -171,6 +198,14 @@ class EngineDriver:
             and engine.drafter.serves.chunks
         )
         self.max_retries = check_int("max_retries", max_retries, 0)
+        self.step_widths = schedule.default_widths(jax.default_backend(), engine.num_slots)
+        if step_widths is not None:
+            most = engine.num_slots - 1
+            is_empty = isinstance(step_widths, Sequence) and not step_widths
+            widths = () if is_empty else check_increasing("step_widths", step_widths, 1, most)
+            self.step_widths = widths
+        if engine.exact:
+            self.step_widths = ()
         counters, draft_rates = self._new_counts()
         self.draft_choice = DraftChoice.of(
             engine.num_slots, engine.draft_budget, step_costs, draft_rates
@@ -188,12 +223,13 @@ class EngineDriver:
 
     def _new_counts(self) -> tuple[AcceptanceCounters, DraftRates | None]:
         """Returns counters and rates that have seen nothing."""
-        counters = AcceptanceCounters.create(self.engine.decoder.most_accepted)
+        counters = AcceptanceCounters.create(self.engine.most_accepted)
         return on_all_devices((counters, self.engine.new_draft_rates()), self.engine.model)
 
     def close(self) -> None:
-        """Ends the thread of the matchers; another request with a grammar would start another."""
+        """Ends the threads of matchers and programs; what needs one starts another."""
         self._matchers.close()
+        self._device.close()
 
     def __enter__(self) -> Self:
         """Returns itself."""
@@ -234,9 +270,16 @@ class EngineDriver:
         return not (self.num_queued or self.num_running or self._host.updates)
 
     def warm_up(
-        self, on_progress: Callable[[int, int], None] | None = None, *, grammars: bool = False
+        self,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        grammars: bool = False,
+        behind: bool = False,
     ) -> None:
-        """Compiles everything now: from here on, serving compiles nothing.
+        """Compiles everything now: from here on, serving compiles nothing that it waits for.
+
+        On CPUs narrow steps (`step_widths`) are compiled in a thread, each when it is first of use;
+        until then steps have all slots. On GPUs they are compiled here, as XLA times products.
 
         With JAX's persistent compilation cache, a later start reads the programs from disk.
 
@@ -249,6 +292,12 @@ class EngineDriver:
             an exact engine is checked by `jax_specdec.testing.row_dependence`.
           grammars: whether requests will have matchers; their steps are then compiled, too, as two
             more programs.
+          behind: on a CPU, whether what only some requests need is compiled in a thread while
+            others are served: those that ask for `request_options`, or have a matcher, wait in the
+            queue until their programs are there, which then come first. Prompts are read in calls
+            of the least of `chunk_sizes` until there are programs for more; and while others run
+            always, unless a `chunk_size` was given. An engine that is exact, or on a mesh, or a
+            drafter that reads no chunks, compiles all now.
 
         Raises:
           TypeError: `on_progress` cannot be called.
@@ -260,22 +309,77 @@ class EngineDriver:
         require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
         must = "be 0 before warm_up"
         require(not self.num_running, "num_running", must, self.num_running, error=RuntimeError)
-        calls = self._calls_of_all_programs(grammars)
+        actions = self._rehearsal(grammars)
+        later = self._take_later(actions) if behind else []
+        calls = self._calls_of_all_programs(actions)
         self._is_whole = False  # what the calls leave behind is dropped by the last one
         try:
             for done, call in enumerate([*calls, self._settle]):
                 if on_progress is not None:
                     on_progress(done, len(calls))
                 call()
-            if self.draft_choice is not None and self.draft_choice.costs is None:
+            choice = self.draft_choice
+            if choice is not None and choice.costs is None:
                 params, draft_params = self._device.weights
                 costs = stopwatch.measure_steps(self.engine, params, draft_params)
-                self.draft_choice.costs = costs
-            self._device.state([])
+                choice.costs = costs
+            state = self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
+        if later:
+            self._compile_later(later, state)
 
-    def _calls_of_all_programs(self, grammars: bool) -> list[Callable[[], object]]:
+    def _rehearsal(self, grammars: bool) -> list[Action]:
+        """Returns an action for each program that is not compiled with its first call."""
+        is_behind = self._device.behind is not None
+        return schedule.rehearsal(
+            self.engine,
+            prompts_in_steps=self.prompts_in_steps,
+            grammars=grammars,
+            step_widths=() if is_behind else self.step_widths,
+        )
+
+    def _take_later(self, actions: list[Action]) -> list[tuple[str, Action]]:
+        """Takes from actions those whose programs can wait, and returns them after their kinds."""
+        engine = self.engine
+        sharding = engine.model.serves.sharding
+        is_on_mesh = sharding is not None and sharding.mesh is not None
+        can_wait = engine.request_options and engine.drafter.serves.chunks and not engine.exact
+        if self._device.behind is None or is_on_mesh or not can_wait:
+            return []
+        kinds = [schedule.served_later(engine, one) for one in actions]
+        later = [(kind, one) for kind, one in zip(kinds, actions, strict=True) if kind is not None]
+        actions[:] = [one for kind, one in zip(kinds, actions, strict=True) if kind is None]
+        if self._chooses_chunk_size:
+            self.chunk_size = engine.chunk_sizes[0]
+            self._chooses_chunk_size = False
+        # What most requests ask for comes first.
+        return sorted(later, key=lambda one: schedule.KINDS.index(one[0]))
+
+    def _compile_later(self, later: Sequence[tuple[str, Action]], state: DecodeState) -> None:
+        """Compiles the programs of actions in a thread, for arrays like those of a state."""
+        device = Rehearsal(self.engine, self._host, state)
+
+        def compile_one(action: Action) -> None:
+            match action:
+                case Read(prompts):
+                    device.read(prompts)
+                case Step(num_drafts=num_drafts):
+                    device.step(action, num_drafts)
+                case Masked():
+                    device.masked_step(action)
+
+        assert self._device.behind is not None
+        calls = [(kind, functools.partial(compile_one, action)) for kind, action in later]
+        self._device.behind.compile_later(calls)
+
+    @property
+    def _lacking(self) -> set[str]:
+        """The kinds of requests for which programs are still to be compiled behind."""
+        behind = self._device.behind
+        return set() if behind is None else behind.lacking
+
+    def _calls_of_all_programs(self, actions: Sequence[Action]) -> list[Callable[[], object]]:
         """Returns calls for requests in slots that do not exist: nothing has to be undone."""
 
         def rehearse(action: Action) -> None:
@@ -283,9 +387,6 @@ class EngineDriver:
             if self._device.ahead:
                 self._read_step()
 
-        actions = schedule.rehearsal(
-            self.engine, prompts_in_steps=self.prompts_in_steps, grammars=grammars
-        )
         calls: list[Callable[[], object]]
         calls = [self._check_rows] if self.engine.exact else []
         calls += [functools.partial(rehearse, action) for action in actions]
@@ -301,7 +402,7 @@ class EngineDriver:
         self._settle()  # there may be no room for two caches
         params, _ = self._device.weights
         engine = self.engine
-        check_rows(engine.decoder, params, engine.num_slots, engine.buffer_length)
+        check_rows(engine, params, engine.num_slots, engine.buffer_length)
         self._is_whole = False
 
     def _choose_chunk_size(self) -> None:
@@ -365,8 +466,8 @@ class EngineDriver:
             prompt_length=len(token_ids),
             options=own,
             matching=None if matcher is None else Matching(matcher),
-            submitted=time.perf_counter(),
-            repeats_from=len(token_ids) if self.engine.exact else None,
+            timing=Timing(submitted=time.perf_counter()),
+            replay=Replay(begin=len(token_ids)) if self.engine.exact else None,
         )
         self._num_submitted = request.request_id + 1  # first: no two requests may have one id
         self._waiting[request.request_id] = request
@@ -523,6 +624,8 @@ class EngineDriver:
             if self._device.ahead and not self._host.updates:
                 self._read_step()
         host = self._host
+        if not (host.updates or host.slots) and self._waiting:
+            time.sleep(_PAUSE)  # until a program is compiled
         try:
             reasons = [update.finish_reason for update in host.updates]
             self._host = host._replace(updates=()).after_ends(reasons)
@@ -547,13 +650,29 @@ class EngineDriver:
 
     def _plan(self, after: Read | None) -> Action:
         """Returns what is to be done next."""
+        # Until programs for more are compiled, a call reads as little as it can.
+        least = self.engine.chunk_sizes[0] if "long prompts" in self._lacking else None
         settings = schedule.Settings(
             max_steps_ahead=self.max_steps_ahead,
             max_prefills=self.max_prefills,
-            chunk_size=self.chunk_size,
+            chunk_size=least or self.chunk_size,
+            largest=least,
             prompts_in_steps=self.prompts_in_steps,
+            step_widths=self.step_widths,
         )
         return schedule.plan(self.engine, settings, self._traffic, after)
+
+    @property
+    def _served_now(self) -> Collection[ServedRequest]:
+        """The requests that wait for their first slot, and whose programs are there."""
+        waiting = self._waiting.values()
+        lacking = self._lacking
+        if not lacking:
+            return waiting
+        needs = {one.request_id: schedule.needs(self.engine, one) & lacking for one in waiting}
+        assert self._device.behind is not None
+        self._device.behind.put_first(set().union(*needs.values()))
+        return [one for one in waiting if not needs[one.request_id]]
 
     @property
     def _traffic(self) -> Traffic:
@@ -561,7 +680,7 @@ class EngineDriver:
         return Traffic(
             slots=self._host.slots,
             returning=self._host.returning,
-            waiting=self._waiting.values(),
+            waiting=self._served_now,
             client_of=self.client_of,
             prefill=self._device.prefill,
             kept=self._host.kept,
@@ -605,7 +724,7 @@ class EngineDriver:
     def _occupy(self, group: Mapping[int, ServedRequest]) -> None:
         """Puts requests into slots, from now on."""
         now = time.perf_counter()
-        new = {slot: one._replace(admitted=one.admitted or now) for slot, one in group.items()}
+        new = {slot: one.in_slot(now) for slot, one in group.items()}
         self._host = self._host.with_new(new)
         for one in new.values():
             self._waiting.pop(one.request_id, None)

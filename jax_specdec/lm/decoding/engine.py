@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +14,18 @@ import numpy as np
 
 from jax_specdec._src.base import noise
 from jax_specdec._src.base.arrays import check_increasing, check_int, check_type, pytree, require
-from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.types import Status
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.logprobs import LogprobsConfig
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
-from jax_specdec.lm.decoding.core import Decoder, DecodeState, features_of_last
+from jax_specdec.lm.decoding.core import Decoder, features_of_last
 from jax_specdec.lm.decoding.exact import check_exact, check_free_text
-from jax_specdec.lm.decoding.options import RequestOptions
-from jax_specdec.lm.decoding.packing import BatchOptions, OptionSizes
-from jax_specdec.lm.drafting.drafter import Drafter
+from jax_specdec.lm.decoding.options import OptionSizes, RequestOptions
+from jax_specdec.lm.decoding.packing import BatchOptions
+from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.models.protocol import (
-    CausalModel,
     Params,
     Rows,
     check_batch_axis,
@@ -104,14 +103,15 @@ class NewRequests:
 
 
 @dataclasses.dataclass(frozen=True)
-class Engine:
+class Engine(Decoder):
     """The static half of a serving engine: models, settings, sizes, and pure functions of a state.
 
     A step drafts for every occupied slot and verifies all drafts in one pass of the target.
     Between steps, requests enter slots and leave them. All shapes are fixed, so each function is
     compiled once (`admit` once for each of `admit_shapes`). A request's tokens depend only on its
     prompt, parameters and key: not on its slot, not on its neighbours, and not on whether it left
-    its slot and came back (`admit` has the details).
+    its slot and came back (`admit` has the details), near ties of float32 sums aside where steps
+    are of some slots alone.
 
     Hashable and compared by value, so that it can be a static argument of `jax.jit`.
     `EngineDriver` is a host loop around it.
@@ -185,10 +185,8 @@ class Engine:
       11
     """
 
-    model: CausalModel
-    drafter: Drafter
-    config: SpecDecodeConfig
-    logprobs: LogprobsConfig | None = None
+    drafts_in_first_step: ClassVar[bool] = False
+
     _: dataclasses.KW_ONLY
     num_slots: int
     max_length: int
@@ -198,7 +196,6 @@ class Engine:
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
     draft_budget: tuple[int, ...] | None = None
-    exact: bool = False
     reuse_prefixes: bool = False
 
     def __post_init__(self) -> None:
@@ -239,18 +236,6 @@ class Engine:
                 inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", self.chunk_size)
 
     @functools.cached_property
-    def decoder(self) -> Decoder:
-        """The step, which it shares with `generate`. A new request begins without drafts."""
-        return Decoder(
-            self.model,
-            self.drafter,
-            self.config,
-            self.logprobs,
-            drafts_in_first_step=False,
-            exact=self.exact,
-        )
-
-    @functools.cached_property
     def drafter_has_cache(self) -> bool:
         """Whether the drafter remembers anything of a text."""
         return bool(jax.tree.leaves(jax.eval_shape(lambda: self.drafter.init_cache(1, 8))))
@@ -258,7 +243,7 @@ class Engine:
     @property
     def buffer_length(self) -> int:
         """L, positions per slot; a step writes all rows of a pass past the last one it keeps."""
-        num_rows = max(self.config.num_speculative_tokens + 1, self.decoder.num_rows)
+        num_rows = max(self.config.num_speculative_tokens + 1, self.num_rows)
         return round_up(max(self.max_length + num_rows, self.longest_read))
 
     @property
@@ -336,9 +321,9 @@ class Engine:
 
         Raises:
           ValueError: an id outside the vocabulary, more of something than there is room for, more
-            drafts than K, options that need `request_options` in an engine without them, or a
-            temperature above 0 where the rule is not agreement, and the engine is exact or the
-            drafter has a history.
+            drafts than K, a prediction where the drafter looks in no text, options that need
+            `request_options` in an engine without them, or a temperature above 0 where the rule is
+            not agreement, and the engine is exact or the drafter has a history.
         """
         if not (self.request_options or options.is_neutral):
             raise ValueError(
@@ -347,6 +332,7 @@ class Engine:
             )
         options.check(self.model.vocab_size)
         options.check_drafts(self.config.num_speculative_tokens)
+        inputs.check_prediction(self.drafter, options.prediction)
         self.option_sizes.check(options)
         if self.exact:
             check_free_text(self.config, options)
@@ -412,14 +398,14 @@ class Engine:
             options=jax.tree.map(jnp.asarray, options),
             known_lengths=jnp.zeros((s,), jnp.int32) if self.exact else None,
         )
-        state = self.decoder.empty_state(params, draft_params, batch)
+        state = self.empty_state(params, draft_params, batch)
         return dataclasses.replace(state, draft_rates=self.new_draft_rates())
 
     def new_draft_rates(self) -> DraftRates | None:
         """Returns rates that have seen nothing; None without a `draft_budget`."""
         if self.draft_budget is None:
             return None
-        has_trees = self.decoder.tree_depth > 0
+        has_trees = self.tree_depth > 0
         return DraftRates.create(self.config.num_speculative_tokens, has_trees=has_trees)
 
     def admit(
@@ -455,7 +441,7 @@ class Engine:
         check_params("draft_params", self.drafter, draft_params)
         self._check_requests(requests)
         self._check_target_cache(state)
-        outputs, cache = self.decoder.run(
+        outputs, cache = self.run(
             params, [requests.rows], state.target_cache, state.batch.token_ids.shape[1]
         )
         state = dataclasses.replace(state, target_cache=cache)
@@ -494,7 +480,7 @@ class Engine:
         rows = requests.rows
         slots = jnp.asarray(requests.slots, jnp.int32)
         following = requests.following
-        state = self.decoder.draft_prompts(draft_params, state, rows, features, following)
+        state = self.draft_prompts(draft_params, state, rows, features, following)
         lengths = jnp.asarray(requests.lengths, jnp.int32)
         end = rows.start + rows.token_ids.shape[1]
         is_read = end >= lengths - 1  # a step reads the last token, as it does in every sequence
@@ -523,18 +509,17 @@ class Engine:
             options=requests.options,
             known_lengths=known_lengths,
         ).with_processors(self.model.vocab_size)
-        last = features_of_last(features, lengths, rows.start)
-        batch, features, num_features = jax.tree.map(
-            lambda all_, some: all_.at[slots].set(some),
-            (state.batch, state.features, state.num_features),
-            (new, *self.decoder.first_features(*last)),
+        own = None
+        if features is not None:
+            own = self.first_features(*features_of_last(features, lengths, rows.start))
+        batch, kept = jax.tree.map(
+            lambda all_, some: all_.at[slots].set(some), (state.batch, state.features), (new, own)
         )
         each = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
         return dataclasses.replace(
             state.without_drafts((each == slots[None, :]).any(axis=1)),
             batch=batch,
-            features=features,
-            num_features=num_features,
+            features=kept,
         )
 
     def _check_target_cache(self, state: DecodeState) -> None:
@@ -554,6 +539,7 @@ class Engine:
         *,
         num_drafts: int | None = None,
         all_neutral: bool = False,
+        slots: jax.Array | None = None,
     ) -> tuple[DecodeState, StepRecord]:
         """Drafts and verifies: at least one token for every occupied slot.
 
@@ -569,6 +555,10 @@ class Engine:
           all_neutral: static; true says that no running request asks for anything that needs
             `request_options`, and leaves out all that serves it. The tokens are the same, near
             ties of float32 sums aside.
+          slots: ``[R]`` int32 in [0, S), all different, the slots that take part; a request in
+            another waits. Such a step costs what one of an engine of R slots does: it is another
+            program, so near ties of float32 sums may be decided otherwise. Not one that
+            `requests` go into. None for all.
 
         Returns:
           The state, whose ``batch.done`` and ``batch.status`` say which requests have ended and
@@ -580,15 +570,15 @@ class Engine:
         options = state.batch.options
         if all_neutral:
             state = _with_options(state, options.neutral)
-        state = self.draft(draft_params, state, num_drafts=num_drafts)
+        state = self.draft(draft_params, state, num_drafts=num_drafts, slots=slots)
         check_params("params", self.model, params)
         self._check_target_cache(state)
         prompts = []
         if requests is not None:
             self._check_requests(requests)
             prompts.append(requests.rows)
-        state, outputs = self.decoder.score(params, state, prompts)
-        state, record = self.decoder.accept(state, outputs[0])
+        state, outputs = self.score(params, state, prompts)
+        state, record = self.accept(state, outputs[0])
         if all_neutral:
             state = _with_options(state, options)
         if requests is not None:
@@ -596,7 +586,12 @@ class Engine:
         return state, record
 
     def draft(
-        self, draft_params: Params, state: DecodeState, *, num_drafts: int | None = None
+        self,
+        draft_params: Params,
+        state: DecodeState,
+        *,
+        num_drafts: int | None = None,
+        slots: jax.Array | None = None,
     ) -> DecodeState:
         """Drafts K tokens for every occupied slot: the first half of `step`.
 
@@ -610,6 +605,7 @@ class Engine:
             `verify` then has as many rows, and one more. It must be chosen before the drafts are
             drawn. With 0, a drafter that has a cache drafts one token all the same, which is
             dropped: it reads the tokens that were emitted since.
+          slots: as for `step`; `verify` then verifies these.
 
         Raises:
           TypeError, ValueError: the drafter returned something that breaks its contract,
@@ -619,7 +615,7 @@ class Engine:
             check_int("num_drafts", num_drafts, 0, self.config.num_speculative_tokens)
         check_params("draft_params", self.drafter, draft_params)
         self._check_draft_cache(state)
-        return self.decoder.draft(draft_params, state, num_drafts=num_drafts)
+        return super().draft(draft_params, state, num_drafts=num_drafts, slots=slots)
 
     def verify(
         self,
@@ -637,8 +633,9 @@ class Engine:
           params: the target's weights.
           state: with drafts, from `draft`.
           token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
-            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`.
-          is_forced: ``[B]`` bool, requests with drafts in ``state.draft_token_ids`` that are not
+            `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`, and B the
+            slots that it got.
+          is_forced: ``[B]`` bool, requests with drafts in `DecodeState.proposal` that are not
             from `draft`, as from `forced_drafts`. All their drafts are verified one-hot. This must
             not depend on what was drafted for a sampled request. None for no request.
 
@@ -651,7 +648,7 @@ class Engine:
         """
         check_params("params", self.model, params)
         self._check_target_cache(state)
-        return self.decoder.verify(params, state, token_bitmask, is_forced)
+        return super().verify(params, state, token_bitmask, is_forced)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
         """Empties slots whose requests have not ended: they emit nothing more.

@@ -17,6 +17,7 @@ from jax_specdec._src.base.tree import MAX_VISIBLE
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
+from jax_specdec.lm.models.gemma_assistant import GemmaAssistantHead
 from jax_specdec.lm.models.protocol import CausalModel, check_runs_trees, is_loaded_model
 
 _MOST_ROUNDING = 2**16
@@ -53,9 +54,12 @@ def _hint(given: Any) -> str | None:
 
 def _wrapper(model: Any) -> str:
     """Returns the name of the drafter that a model or head is wrapped in."""
-    if isinstance(model, BlockHead):
-        return "BlockDrafter"
-    return "Eagle3Drafter" if isinstance(model, Eagle3Head) else "ModelDrafter"
+    drafters: dict[type, str] = {
+        BlockHead: "BlockDrafter",
+        Eagle3Head: "Eagle3Drafter",
+        GemmaAssistantHead: "GemmaAssistantDrafter",
+    }
+    return drafters.get(type(model), "ModelDrafter")
 
 
 def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) -> None:
@@ -75,6 +79,18 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
     require(method == "agreement", "config.rejection_sample_method", must, method, hint)
     require(k < MAX_VISIBLE, "config.num_speculative_tokens", f"be below {MAX_VISIBLE}", k, hint)
     check_runs_trees("model", model)
+
+
+def check_prediction(drafter: Drafter, prediction: Sequence[int] | None) -> None:
+    """Checks that a drafter can use what a request expects to be generated.
+
+    Raises:
+      ValueError: it does not look in texts.
+    """
+    must = f"be None with {type(drafter).__name__}, which looks in no text"
+    is_used = prediction is None or drafter.serves.predictions
+    hint = "NGramDrafter, SuffixDrafter and FirstOf do"
+    require(is_used, "prediction", must, prediction, hint)
 
 
 def check_keeps_rows(model: CausalModel, drafter: Drafter, length: int, *, has_cache: bool) -> None:

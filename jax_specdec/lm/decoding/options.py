@@ -1,24 +1,36 @@
-"""The options of a request, checked; and the table of those that are one number."""
+"""What a request may ask for, a table: how an option is checked, who has it, what it becomes."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypedDict, cast
 
+import jax
 import numpy as np
 
 from jax_specdec._src.base.arrays import Range, check_int, check_type, refuse, require
 from jax_specdec._src.base.config import did_you_mean
-from jax_specdec._src.base.sampling import SAMPLING_PARAMETERS, Parameter
+from jax_specdec._src.base.sampling import FILTERS, SAMPLING_PARAMETERS, Parameter
+from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
+from jax_specdec._src.logits.processors import (
+    AllowedTokens,
+    BadWords,
+    LogitBias,
+    MinTokens,
+    Penalties,
+    Processor,
+)
 from jax_specdec.lm.decoding import inputs
 
 # No logit overflows by any of these three, whatever occurs how often.
 _ADDED = Range(-1e20, 1e20)
 _FACTOR = Range(1e-6, 10**6)
 _BIAS = Range(-math.inf, 1e20, "(]")  # a large negative one forbids its token
+
+_MAX_INT32 = 2**31 - 1
 
 _F32 = np.float32
 PENALTIES = (
@@ -39,11 +51,149 @@ PENALTIES = (
 _MIN_TOKENS = Parameter("min_tokens", np.int32, 0, Range(0), "tokens before a stop token may come")
 NUMBERS = (*SAMPLING_PARAMETERS, *PENALTIES, _MIN_TOKENS)
 """What a request may ask for that is one number, and has a neutral one."""
+FLAGS = (*FILTERS, *PENALTIES)
+"""Those of them that options of the command line set in the same way."""
 
-_MAX_INT32 = 2**31 - 1
-_SERVED_BY_EVERY_ENGINE = (
-    "temperature", "max_new_tokens", "stop_token_ids", "seed", "max_drafts", "cache_salt"
-)  # fmt: skip
+
+# What checks an argument of some name, and returns the value as it is kept.
+
+
+def _real(range: Range, name: str, value: Any) -> float:
+    """Returns a number as devices have it, which is 0 where float32 is."""
+    number = _float32(name, value)
+    hint = "devices take it for 0" if number == 0 != value else None
+    require(range.holds(number), name, range.must, value, hint)
+    return float(value) if number else 0.0
+
+
+def _count(range: Range, name: str, value: Any) -> int:
+    """Returns a number of things; -1, of what may be negative, means 0."""
+    return max(0, _integer(int(range.low), _MAX_INT32, name, value))
+
+
+def _integer(least: int, most: int, name: str, value: Any) -> int:
+    _check_one(name, value)
+    return check_int(name, value, least, most)
+
+
+def _stops(name: str, value: Any) -> tuple[int, ...]:
+    stops = inputs.integers(name, value)
+    inputs.check_range(name, stops, 2**31)
+    return tuple(dict.fromkeys(stops))
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    return tuple(inputs.token_list(name, value, 2**31))
+
+
+def _text(name: str, value: Any) -> str:
+    check_type(name, value, str, None)
+    return str(value)
+
+
+def _float32(name: str, value: Any) -> np.float32:
+    """Returns a number, rounded to float32 as devices have it: infinite where it overflows.
+
+    Raises:
+      TypeError: it is not one number.
+    """
+    _check_one(name, value)
+    number = None
+    try:
+        if not isinstance(value, (str, bool, np.bool_)):  # which `float` would take
+            number = float(value)
+    except OverflowError:  # an integer beyond float64
+        number = -math.inf if value < 0 else math.inf
+    except (TypeError, ValueError):
+        pass  # refused below, with no other error beside it
+    if number is None:
+        refuse(TypeError, name, "be a number", value)
+    with np.errstate(over="ignore"):
+        rounded = np.float32(number)
+    # devices take what is below the least normal number for 0
+    return np.float32(0) if abs(rounded) < np.finfo(np.float32).tiny else rounded
+
+
+def _check_one(name: str, value: Any) -> None:
+    hint = f"for requests that differ, give a list, options=[RequestOptions({name}=...), ...]"
+    require(np.ndim(value) == 0, name, "be one value", value, hint, TypeError)
+
+
+def _bias(name: str, logit_bias: Mapping[int, float]) -> dict[int, float] | None:
+    """Returns biases as a dictionary of ints to floats; None for an empty one.
+
+    Raises:
+      TypeError: not a mapping of integers to numbers.
+      ValueError: a negative id, one twice, or a number that is out of range.
+    """
+    must = "be a mapping of token ids to numbers"
+    require(isinstance(logit_bias, Mapping), name, must, logit_bias, error=TypeError)
+    if not logit_bias:
+        return None
+    # keys of JSON are strings; one of more digits is no id
+    keys = [
+        int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
+        for key in logit_bias
+    ]
+    ids = inputs.token_list(name, keys, 2**31)
+    require(len(set(ids)) == len(ids), name, "name a token once", logit_bias)
+    found = {}
+    for token, value in zip(ids, logit_bias.values(), strict=True):
+        number = _float32(f"{name}[{token}]", value)
+        require(_BIAS.holds(number), f"{name}[{token}]", _BIAS.must, value)
+        found[token] = float(number)
+    return found
+
+
+def _words(name: str, bad_words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...] | None:
+    """Returns bad words as tuples; None for an empty list.
+
+    Raises:
+      TypeError: not lists of integers.
+      ValueError: a word without tokens, or a negative id.
+    """
+    are_lists = isinstance(bad_words, Iterable) and not isinstance(bad_words, (str, bytes))
+    require(are_lists, name, "be lists of token ids", bad_words, error=TypeError)
+    words = [
+        tuple(inputs.token_list(f"{name}[{i}]", word, 2**31)) for i, word in enumerate(bad_words)
+    ]
+    return tuple(words) or None
+
+
+# The table.
+
+
+class Row(NamedTuple):
+    """A row of the table of options, which the fields of `RequestOptions` are.
+
+    Attributes:
+      check: returns the value of an argument of this name as it is kept, or raises.
+      everywhere: whether every engine serves it, also one without `request_options`.
+      by_clients: whether clients of a server ask for it, under this name.
+    """
+
+    check: Callable[[str, Any], Any]
+    everywhere: bool = False
+    by_clients: bool = True
+
+
+def _row(default: Any, check: Callable[[str, Any], Any], **row: Any) -> Any:
+    """Returns a field of `RequestOptions`, with its row."""
+    # A mapping cannot be hashed.
+    has_hash = None if check is not _bias else False
+    return dataclasses.field(default=default, hash=has_hash, metadata={"row": Row(check, **row)})
+
+
+def _up_to(most: int) -> Callable[[str, Any], int]:
+    """Returns the check of an integer from 0 on."""
+    return functools.partial(_integer, 0, most)
+
+
+def _number(name: str, default: float | None = None, **row: Any) -> Any:
+    """Returns the field of one of `NUMBERS`, at its neutral value unless another is given."""
+    (one,) = (one for one in NUMBERS if one.name == name)
+    check = functools.partial(_real if one.dtype is np.float32 else _count, one.range)
+    return _row(one.neutral if default is None else default, check, **row)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +228,9 @@ class RequestOptions:
       max_drafts: at most K, the most drafts that are verified in a step; 0 for none, which is
         plain decoding. None for K. It changes neither greedy text nor that of the agreement rule,
         and other text only to another sample of the same distribution.
+      prediction: token ids that the output is expected to be, or to be near: a file before an edit,
+        say. A drafter that looks in texts (`NGramDrafter`, `SuffixDrafter`, `FirstOf`) takes drafts
+        from it; others refuse it. It changes texts as little as `max_drafts` does. None for none.
       cache_salt: only requests with the same one share what was read of their prompts, see
         `Engine.reuse_prefixes`: otherwise the time to a first token shows whether somebody else
         asked for the same text. It changes no text.
@@ -92,54 +245,30 @@ class RequestOptions:
       False
     """
 
-    temperature: float = 0.0
-    max_new_tokens: int = 128
-    stop_token_ids: Sequence[int] = ()
-    seed: int | None = None
-    min_p: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    allowed_token_ids: Sequence[int] | None = None
-    logit_bias: Mapping[int, float] | None = dataclasses.field(default=None, hash=False)
-    bad_words: Sequence[Sequence[int]] | None = None
-    min_tokens: int = 0
-    max_drafts: int | None = None
-    cache_salt: str | None = None
+    temperature: float = _number("temperature", 0.0, everywhere=True)
+    max_new_tokens: int = _row(128, _up_to(_MAX_INT32), everywhere=True, by_clients=False)
+    stop_token_ids: Sequence[int] = _row((), _stops, everywhere=True, by_clients=False)
+    seed: int | None = _row(None, _up_to(2**32 - 1), everywhere=True, by_clients=False)
+    min_p: float = _number("min_p")
+    top_k: int = _number("top_k")
+    top_p: float = _number("top_p")
+    frequency_penalty: float = _number("frequency_penalty")
+    presence_penalty: float = _number("presence_penalty")
+    repetition_penalty: float = _number("repetition_penalty")
+    allowed_token_ids: Sequence[int] | None = _row(None, _token_ids, by_clients=False)
+    logit_bias: Mapping[int, float] | None = _row(None, _bias)
+    bad_words: Sequence[Sequence[int]] | None = _row(None, _words, by_clients=False)
+    min_tokens: int = _number("min_tokens")
+    max_drafts: int | None = _row(None, _up_to(_MAX_INT32), everywhere=True)
+    prediction: Sequence[int] | None = _row(None, _token_ids, by_clients=False)
+    cache_salt: str | None = _row(None, _text, everywhere=True)
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "max_new_tokens": _integer("max_new_tokens", self.max_new_tokens, _MAX_INT32)
-        }
-        for one in NUMBERS:
-            value = getattr(self, one.name)
-            if one.dtype is np.float32:
-                number = _float32(one.name, value)
-                hint = "devices take it for 0" if number == 0 != value else None
-                require(one.range.holds(number), one.name, one.range.must, value, hint)
-                checked[one.name] = float(value) if number else 0.0
-            else:
-                count = _integer(one.name, value, _MAX_INT32, int(one.range.low))
-                checked[one.name] = max(0, count)  # -1, of what may be negative, means 0
-        if self.seed is not None:
-            checked["seed"] = _integer("seed", self.seed, 2**32 - 1)
-        if self.max_drafts is not None:
-            checked["max_drafts"] = _integer("max_drafts", self.max_drafts, _MAX_INT32)
-        check_type("cache_salt", self.cache_salt, str, None)
-        stops = inputs.integers("stop_token_ids", self.stop_token_ids)
-        inputs.check_range("stop_token_ids", stops, 2**31)
-        checked["stop_token_ids"] = tuple(dict.fromkeys(stops))
-        if self.allowed_token_ids is not None:
-            ids = inputs.token_list("allowed_token_ids", self.allowed_token_ids, 2**31)
-            checked["allowed_token_ids"] = tuple(ids)
-        if self.logit_bias is not None:
-            checked["logit_bias"] = _bias(self.logit_bias)
-        if self.bad_words is not None:
-            checked["bad_words"] = _words(self.bad_words)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        for name, row in ROWS.items():
+            value = getattr(self, name)
+            # None asks for nothing, where that is the default.
+            if value is not None or getattr(type(self), name) is not None:
+                object.__setattr__(self, name, row.check(name, value))
 
     def check(self, vocab_size: int) -> None:
         """Checks what depends on the model's vocabulary or on another field.
@@ -147,7 +276,7 @@ class RequestOptions:
         Raises:
           ValueError: an id outside the vocabulary, or `min_tokens` above the budget.
         """
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias", "prediction"):
             inputs.check_range(name, list(getattr(self, name) or ()), vocab_size)
         for i, word in enumerate(self.bad_words or ()):
             inputs.check_range(f"bad_words[{i}]", word, vocab_size)
@@ -176,9 +305,15 @@ class RequestOptions:
         return {
             field.name: value
             for field in dataclasses.fields(self)
-            if field.name not in _SERVED_BY_EVERY_ENGINE
+            if not ROWS[field.name].everywhere
             and (value := getattr(self, field.name)) != field.default
         }
+
+
+ROWS: dict[str, Row] = {
+    field.name: field.metadata["row"] for field in dataclasses.fields(RequestOptions)
+}
+"""The table of options, by the names of fields."""
 
 
 class RequestFields(TypedDict, total=False):
@@ -203,6 +338,7 @@ class RequestFields(TypedDict, total=False):
     bad_words: Sequence[Sequence[int]] | None
     min_tokens: int
     max_drafts: int | None
+    prediction: Sequence[int] | None
     cache_salt: str | None
 
 
@@ -231,75 +367,132 @@ def options_per_request(
     return [dataclasses.replace(one, **fields) if fields else one for one in options]
 
 
-def _float32(name: str, value: Any) -> np.float32:
-    """Returns a number, rounded to float32 as devices have it: infinite where it overflows.
+# What of them changes logits, as arrays of a batch.
+
+
+def on_host(array: np.ndarray) -> jax.Array:
+    """Returns a NumPy array as fields declare it: packing needs no device."""
+    return cast(jax.Array, array)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionSizes:
+    """The most that a request may ask for; an `Engine` makes its arrays before requests come.
+
+    Attributes:
+      logit_bias: C, tokens that have a bias.
+      bad_words: W, bad words.
+      bad_word_length: L, tokens of a bad word.
+      prediction: A, tokens of a prediction; 0 where no request may have one.
 
     Raises:
-      TypeError: it is not one number.
+      TypeError: a size is not an integer.
+      ValueError: a size is less than 1, or `prediction` less than 0.
+
+    Example:
+      >>> OptionSizes(logit_bias=300).bad_words
+      16
     """
-    _check_one(name, value)
-    number = None
-    try:
-        if not isinstance(value, (str, bool, np.bool_)):  # which `float` would take
-            number = float(value)
-    except OverflowError:  # an integer beyond float64
-        number = -math.inf if value < 0 else math.inf
-    except (TypeError, ValueError):
-        pass  # refused below, with no other error beside it
-    if number is None:
-        refuse(TypeError, name, "be a number", value)
-    with np.errstate(over="ignore"):
-        rounded = np.float32(number)
-    # devices take what is below the least normal number for 0
-    return np.float32(0) if abs(rounded) < np.finfo(np.float32).tiny else rounded
+
+    logit_bias: int = 64
+    bad_words: int = 16
+    bad_word_length: int = 8
+    prediction: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            check_int(field.name, getattr(self, field.name), 0 if field.default == 0 else 1)
+
+    @classmethod
+    def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
+        """Returns sizes for these options, powers of 2 so that calls share compilations."""
+        found = [_sizes(one) for one in (RequestOptions(), *options)]
+        most = {name: max(sizes[name] for sizes in found) for name in found[0]}
+        # the least power of 2 that is at least n, and at least 1
+        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in most.items()})
+
+    def check(self, options: RequestOptions) -> None:
+        """Checks that a request's options fit.
+
+        Raises:
+          ValueError: it asks for more than there is room for.
+        """
+        for name, needed in _sizes(options).items():
+            most = getattr(self, name)
+            option = "bad_words" if name == "bad_word_length" else name
+            require(needed <= most, option, f"fit option_sizes.{name} = {most}", needed)
 
 
-def _integer(name: str, value: Any, most: int, least: int = 0) -> int:
-    _check_one(name, value)
-    return check_int(name, value, least, most)
+def _sizes(options: RequestOptions) -> dict[str, int]:
+    """Returns the least of each of the `OptionSizes` that a request needs."""
+    words = options.bad_words or ()
+    longest = max(map(len, words), default=0)
+    return dict(
+        logit_bias=len(options.logit_bias or ()),
+        bad_words=len(words),
+        bad_word_length=longest,
+        prediction=len(options.prediction or ()),
+    )
 
 
-def _check_one(name: str, value: Any) -> None:
-    hint = f"for requests that differ, give a list, options=[RequestOptions({name}=...), ...]"
-    require(np.ndim(value) == 0, name, "be one value", value, hint, TypeError)
+class Asked(NamedTuple):
+    """The options of B requests, and the room there is for them.
 
-
-def _bias(logit_bias: Mapping[int, float]) -> dict[int, float] | None:
-    """Returns biases as a dictionary of ints to floats; None for an empty one.
-
-    Raises:
-      TypeError: not a mapping of integers to numbers.
-      ValueError: a negative id, one twice, or a number that is out of range.
+    Attributes:
+      options: B.
+      sizes: of the arrays; the requests fit.
+      stop_token_ids: ``[B, M]`` int32, -1 after the last of a request.
+      vocab_size: V.
     """
-    must = "be a mapping of token ids to numbers"
-    require(isinstance(logit_bias, Mapping), "logit_bias", must, logit_bias, error=TypeError)
-    if not logit_bias:
-        return None
-    # keys of JSON are strings; one of more digits is no id
-    keys = [
-        int(key) if isinstance(key, str) and key.isdecimal() and len(key) <= 10 else key
-        for key in logit_bias
-    ]
-    ids = inputs.token_list("logit_bias", keys, 2**31)
-    require(len(set(ids)) == len(ids), "logit_bias", "name a token once", logit_bias)
-    found = {}
-    for token, value in zip(ids, logit_bias.values(), strict=True):
-        number = _float32(f"logit_bias[{token}]", value)
-        require(_BIAS.holds(number), f"logit_bias[{token}]", _BIAS.must, value)
-        found[token] = float(number)
-    return found
+
+    options: Sequence[RequestOptions]
+    sizes: OptionSizes
+    stop_token_ids: jax.Array
+    vocab_size: int
 
 
-def _words(bad_words: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...] | None:
-    """Returns bad words as tuples; None for an empty list.
+def _logit_bias(asked: Asked) -> LogitBias:
+    biases = [one.logit_bias or {} for one in asked.options]
+    return LogitBias.from_mappings(biases, size=asked.sizes.logit_bias)
 
-    Raises:
-      TypeError: not lists of integers.
-      ValueError: a word without tokens, or a negative id.
-    """
-    are_lists = isinstance(bad_words, Iterable) and not isinstance(bad_words, (str, bytes))
-    require(are_lists, "bad_words", "be lists of token ids", bad_words, error=TypeError)
-    words = [
-        tuple(inputs.token_list(f"bad_words[{i}]", word, 2**31)) for i, word in enumerate(bad_words)
-    ]
-    return tuple(words) or None
+
+def _penalties(asked: Asked) -> Penalties:
+    return Penalties.pack(
+        frequency=[one.frequency_penalty for one in asked.options],
+        presence=[one.presence_penalty for one in asked.options],
+        repetition=[one.repetition_penalty for one in asked.options],
+    )
+
+
+def _bad_words(asked: Asked) -> BadWords:
+    sizes = asked.sizes
+    words = [one.bad_words or () for one in asked.options]
+    packed = BadWords.pack(words, num_words=sizes.bad_words, length=sizes.bad_word_length)
+    # [B, W, L] -> [B, L-1]: the latest tokens of each sequence, not known yet
+    recent = np.full_like(packed[:, 0, 1:], PLACEHOLDER_TOKEN_ID)
+    return BadWords(on_host(packed), on_host(recent))
+
+
+def _min_tokens(asked: Asked) -> MinTokens:
+    least = np.array([one.min_tokens for one in asked.options], np.int32)
+    return MinTokens(asked.stop_token_ids, on_host(least))
+
+
+def _allowed_tokens(asked: Asked) -> AllowedTokens:
+    allowed = [one.allowed_token_ids for one in asked.options]
+    return AllowedTokens.pack(allowed, vocab_size=asked.vocab_size)
+
+
+PACKING: dict[str, tuple[tuple[str, ...], Callable[[Asked], Processor]]] = {
+    "logit_bias": (("logit_bias",), _logit_bias),
+    "penalties": (("frequency_penalty", "presence_penalty", "repetition_penalty"), _penalties),
+    "bad_words": (("bad_words",), _bad_words),
+    "min_tokens": (("min_tokens",), _min_tokens),
+    "allowed_tokens": (("allowed_token_ids",), _allowed_tokens),
+}
+"""For each field of `LogitsProcessors`, the fields of `RequestOptions` that it serves, and what
+packs them into NumPy arrays ``[B, ...]``. What these need of the tokens of the sequences is empty
+until `Batch.with_processors`."""
+
+CHANGE_ROWS = {name for names, _ in PACKING.values() for name in names}
+"""The options that change logits."""

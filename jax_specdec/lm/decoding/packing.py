@@ -3,142 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from jax_specdec._src.base.arrays import check_int, pytree, require
+from jax_specdec._src.base.arrays import pytree
 from jax_specdec._src.base.sampling import SAMPLING_PARAMETERS, TEMPERATURE, SamplingParams
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.logits.process_logits import LogitsProcessors
-from jax_specdec._src.logits.processors import (
-    AllowedTokens,
-    BadWords,
-    LogitBias,
-    MinTokens,
-    Penalties,
-    Processor,
+from jax_specdec.lm.decoding.options import (
+    CHANGE_ROWS,
+    PACKING,
+    Asked,
+    OptionSizes,
+    RequestOptions,
+    on_host,
 )
-from jax_specdec.lm.decoding.options import RequestOptions
-
-
-@dataclasses.dataclass(frozen=True)
-class OptionSizes:
-    """The most that a request may ask for; an `Engine` makes its arrays before requests come.
-
-    Attributes:
-      logit_bias: C, tokens that have a bias.
-      bad_words: W, bad words.
-      bad_word_length: L, tokens of a bad word.
-
-    Raises:
-      TypeError: a size is not an integer.
-      ValueError: a size is less than 1.
-
-    Example:
-      >>> OptionSizes(logit_bias=300).bad_words
-      16
-    """
-
-    logit_bias: int = 64
-    bad_words: int = 16
-    bad_word_length: int = 8
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            check_int(field.name, getattr(self, field.name))
-
-    @classmethod
-    def of(cls, options: Sequence[RequestOptions]) -> OptionSizes:
-        """Returns sizes for these options, powers of 2 so that calls share compilations."""
-        found = [_sizes(one) for one in (RequestOptions(), *options)]
-        most = {name: max(sizes[name] for sizes in found) for name in found[0]}
-        # the least power of 2 that is at least n, and at least 1
-        return cls(**{name: 1 << max(0, n - 1).bit_length() for name, n in most.items()})
-
-    def check(self, options: RequestOptions) -> None:
-        """Checks that a request's options fit.
-
-        Raises:
-          ValueError: it asks for more than there is room for.
-        """
-        for name, needed in _sizes(options).items():
-            most = getattr(self, name)
-            option = "bad_words" if name == "bad_word_length" else name
-            require(needed <= most, option, f"fit option_sizes.{name} = {most}", needed)
-
-
-def _sizes(options: RequestOptions) -> dict[str, int]:
-    """Returns the least of each of the `OptionSizes` that a request needs."""
-    words = options.bad_words or ()
-    longest = max(map(len, words), default=0)
-    return dict(
-        logit_bias=len(options.logit_bias or ()), bad_words=len(words), bad_word_length=longest
-    )
-
-
-class Asked(NamedTuple):
-    """The options of B requests, and the room there is for them.
-
-    Attributes:
-      options: B.
-      sizes: of the arrays; the requests fit.
-      stop_token_ids: ``[B, M]`` int32, -1 after the last of a request.
-      vocab_size: V.
-    """
-
-    options: Sequence[RequestOptions]
-    sizes: OptionSizes
-    stop_token_ids: jax.Array
-    vocab_size: int
-
-
-def _logit_bias(asked: Asked) -> LogitBias:
-    biases = [one.logit_bias or {} for one in asked.options]
-    return LogitBias.from_mappings(biases, size=asked.sizes.logit_bias)
-
-
-def _penalties(asked: Asked) -> Penalties:
-    return Penalties.pack(
-        frequency=[one.frequency_penalty for one in asked.options],
-        presence=[one.presence_penalty for one in asked.options],
-        repetition=[one.repetition_penalty for one in asked.options],
-    )
-
-
-def _bad_words(asked: Asked) -> BadWords:
-    sizes = asked.sizes
-    words = [one.bad_words or () for one in asked.options]
-    packed = BadWords.pack(words, num_words=sizes.bad_words, length=sizes.bad_word_length)
-    # [B, W, L] -> [B, L-1]: the latest tokens of each sequence, not known yet
-    recent = np.full_like(packed[:, 0, 1:], PLACEHOLDER_TOKEN_ID)
-    return BadWords(_on_host(packed), _on_host(recent))
-
-
-def _min_tokens(asked: Asked) -> MinTokens:
-    least = np.array([one.min_tokens for one in asked.options], np.int32)
-    return MinTokens(asked.stop_token_ids, _on_host(least))
-
-
-def _allowed_tokens(asked: Asked) -> AllowedTokens:
-    allowed = [one.allowed_token_ids for one in asked.options]
-    return AllowedTokens.pack(allowed, vocab_size=asked.vocab_size)
-
-
-PACKING: dict[str, tuple[tuple[str, ...], Callable[[Asked], Processor]]] = {
-    "logit_bias": (("logit_bias",), _logit_bias),
-    "penalties": (("frequency_penalty", "presence_penalty", "repetition_penalty"), _penalties),
-    "bad_words": (("bad_words",), _bad_words),
-    "min_tokens": (("min_tokens",), _min_tokens),
-    "allowed_tokens": (("allowed_token_ids",), _allowed_tokens),
-}
-"""For each field of `LogitsProcessors`, the fields of `RequestOptions` that it serves, and what
-packs them into NumPy arrays ``[B, ...]``. What these need of the tokens of the sequences is empty
-until `Batch.with_processors`."""
-
-_CHANGE_ROWS = {name for names, _ in PACKING.values() for name in names}
 
 
 @pytree(
@@ -149,6 +31,7 @@ _CHANGE_ROWS = {name for names, _ in PACKING.values() for name in names}
     sampling=(SamplingParams,),
     changes_rows="[B] bool",
     processors=(LogitsProcessors,),
+    predictions="[B, A] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class BatchOptions:
@@ -163,6 +46,7 @@ class BatchOptions:
       changes_rows: ``[B]`` bool, whether a request asks for any of `processors`.
       processors: what changes logits, as it was packed, or, in a step, up to date with the
         sequences.
+      predictions: ``[B, A]`` int32, what requests expect to be generated; -1 is none.
     """
 
     prompt_lengths: jax.Array
@@ -172,6 +56,7 @@ class BatchOptions:
     sampling: SamplingParams
     changes_rows: jax.Array | None = None
     processors: LogitsProcessors | None = None
+    predictions: jax.Array | None = None
 
     @classmethod
     def create(
@@ -215,30 +100,34 @@ class BatchOptions:
             if keep_neutral or one is TEMPERATURE or one.name in served
         }
         sizes = OptionSizes.of(options) if sizes is None else sizes
-        given = Asked(options, sizes, _on_host(stops), vocab_size)
+        given = Asked(options, sizes, on_host(stops), vocab_size)
         packed: dict[str, Any] = {
             field: pack(given)
             for field, (names, pack) in PACKING.items()
             if keep_neutral or not served.isdisjoint(names)
         }
-        changes_rows = np.array([bool(names & _CHANGE_ROWS) for names in asked])
+        predictions = None
+        if sizes.prediction and (keep_neutral or "prediction" in served):
+            # [B, A]: -1 after the last token of each
+            predictions = np.full((len(options), sizes.prediction), PLACEHOLDER_TOKEN_ID, np.int32)
+            for row, one in zip(predictions, options, strict=True):
+                row[: len(one.prediction or ())] = one.prediction or ()
+        changes_rows = np.array([bool(names & CHANGE_ROWS) for names in asked])
         return cls(
-            prompt_lengths=_on_host(lengths),
-            max_lengths=_on_host(lengths + budgets),
+            prompt_lengths=on_host(lengths),
+            max_lengths=on_host(lengths + budgets),
             stop_token_ids=given.stop_token_ids,
-            max_drafts=_on_host(np.array(limits, np.int32)),
+            max_drafts=on_host(np.array(limits, np.int32)),
             sampling=SamplingParams(**sampling),
-            changes_rows=_on_host(changes_rows) if packed else None,
+            changes_rows=on_host(changes_rows) if packed else None,
             processors=LogitsProcessors(**packed) if packed else None,
+            predictions=None if predictions is None else on_host(predictions),
         )
 
     @property
     def neutral(self) -> BatchOptions:
         """The options without all that only an `Engine` with `request_options` serves."""
         sampling = SamplingParams(self.sampling.temperature)
-        return dataclasses.replace(self, sampling=sampling, changes_rows=None, processors=None)
-
-
-def _on_host(array: np.ndarray) -> jax.Array:
-    """Returns a NumPy array as fields declare it: packing needs no device."""
-    return cast(jax.Array, array)
+        return dataclasses.replace(
+            self, sampling=sampling, changes_rows=None, processors=None, predictions=None
+        )

@@ -14,9 +14,9 @@ from jax import lax
 
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding.bookkeeping import StepResult
-from jax_specdec.lm.decoding.core import DecodeState
 from jax_specdec.lm.decoding.engine import Engine, NewRequests
 from jax_specdec.lm.decoding.schedule import Prompts
+from jax_specdec.lm.decoding.state import DecodeState, Drafted, Features
 from jax_specdec.lm.models.protocol import Cache, HasCache, Params, put_cache, take_cache
 
 release = jax.jit(Engine.release, static_argnums=0, donate_argnames="state")
@@ -143,9 +143,9 @@ def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
         like = jax.eval_shape(lambda: owner.init_cache(1, length))
         return put_cache(cache, take_cache(cache, like, source, axis), target, axis)
 
-    num_features = state.num_features
-    if num_features is not None:
-        num_features = num_features.at[target].set(0)
+    features = state.features
+    if features is not None:
+        features = features._replace(lengths=features.lengths.at[target].set(0))
     return dataclasses.replace(
         state,
         batch=dataclasses.replace(
@@ -156,7 +156,7 @@ def copy(engine: Engine, state: DecodeState, slots: jax.Array) -> DecodeState:
         ),
         target_cache=copied(engine.model, engine.model.serves.batch_axis, state.target_cache),
         draft_cache=copied(engine.drafter, engine.drafter.serves.batch_axis, state.draft_cache),
-        num_features=num_features,
+        features=features,
     )
 
 
@@ -178,14 +178,20 @@ def step(
     draft_params: Params,
     state: DecodeState,
     packed: PackedRequests | None = None,
+    slots: jax.Array | None = None,
     *,
     all_neutral: bool = False,
     num_drafts: int | None = None,
 ) -> tuple[DecodeState, StepResult]:
     """Makes a step, which may read prompts too; returns also what the host reads of it."""
-    requests = None if packed is None else packed.requests
     state, record = engine.step(
-        params, draft_params, state, requests, all_neutral=all_neutral, num_drafts=num_drafts
+        params,
+        draft_params,
+        state,
+        None if packed is None else packed.requests,
+        num_drafts=num_drafts,
+        all_neutral=all_neutral,
+        slots=slots,
     )
     return _with_result(state, record)
 
@@ -195,16 +201,20 @@ def draft(
     engine: Engine,
     draft_params: Params,
     state: DecodeState,
-    features: jax.Array | None,
-    num_features: jax.Array | None,
+    features: Features | None,
     has_grammar: jax.Array,
-) -> DecodeState:
-    """Makes the first half of a step. Features end here, so they cannot be donated with the state.
+    slots: jax.Array | None = None,
+) -> tuple[DecodeState, Drafted]:
+    """Makes the first half of a step; returns its drafts by themselves.
 
-    Requests with a grammar, ``[S]`` bool, get chains of drafts, which the host can follow.
+    Features and drafts end in a half of a step, so they cannot be donated with the state. Requests
+    with a grammar, ``[S]`` bool, get chains of drafts, which the host can follow.
     """
-    state = dataclasses.replace(state, features=features, num_features=num_features)
-    return engine.draft(draft_params, state).with_chains(has_grammar)
+    state = dataclasses.replace(state, features=features)
+    state = engine.draft(draft_params, state, slots=slots)
+    assert state.proposal is not None
+    drafted = state.proposal.with_chains(has_grammar)
+    return dataclasses.replace(state, proposal=None), drafted
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -214,9 +224,10 @@ def masked_step(
     draft_params: Params,
     state: DecodeState,
     token_bitmask: jax.Array,
+    slots: jax.Array | None = None,
 ) -> tuple[DecodeState, StepResult]:
     """Makes a step without drafts whose rows are masked; returns also what the host reads."""
-    state = engine.draft(draft_params, state, num_drafts=0)
+    state = engine.draft(draft_params, state, num_drafts=0, slots=slots)
     return _with_result(*engine.verify(params, state, token_bitmask))
 
 
@@ -225,13 +236,14 @@ def verify(
     engine: Engine,
     params: Params,
     state: DecodeState,
+    drafted: Drafted,
     token_ids: jax.Array,
     is_forced: jax.Array,
     token_bitmask: jax.Array,
 ) -> tuple[DecodeState, StepResult]:
     """Makes the second half of a step with `ForcedDrafts`; returns also what the host reads."""
-    state = dataclasses.replace(state, draft_token_ids=token_ids)
-    if state.draft_parents is not None:
+    if drafted.parents is not None:
         # `with_chains` has changed the ranks of drafts: nothing is learned from those.
-        is_forced |= state.are_chains
+        is_forced |= drafted.are_chains
+    state = dataclasses.replace(state, proposal=dataclasses.replace(drafted, token_ids=token_ids))
     return _with_result(*engine.verify(params, state, token_bitmask, is_forced))

@@ -15,8 +15,18 @@ from jax_specdec.lm.decoding.bookkeeping import KeptRows, ServedRequest
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.options import RequestOptions
 
+STEP_WIDTHS = {"cpu": (1, 2, 4, 8, 16), "gpu": (1, 8, 32)}
+"""By device, how many requests a step may have rows for, where fewer than all slots are busy. A CPU
+computes row by row; on an H100 a step of 8 requests takes a tenth longer than one of 1."""
+
+_FEWEST_SLOTS = 8
+"""Of an engine whose steps have several widths, if nobody asks for them."""
+
 _LEAST_REUSED = 32
 """The fewest tokens of a prompt that are worth finding: no call that reads some has fewer."""
+
+KINDS = "options", "long prompts", "grammars"
+"""What requests may be that need programs of their own."""
 
 
 class ChunkedPrefill(NamedTuple):
@@ -90,7 +100,9 @@ class Settings(NamedTuple):
     max_steps_ahead: int = 1
     max_prefills: int | None = 1
     chunk_size: int = 64
+    largest: int | None = None  # the most tokens of a call while nobody runs; None: the engine's
     prompts_in_steps: bool = False
+    step_widths: Sequence[int] = ()  # below the number of slots, increasing
 
 
 class Traffic(NamedTuple):
@@ -163,6 +175,7 @@ class Step(NamedTuple):
       all_neutral: as in `Engine.step`.
       num_drafts: as in `Engine.step`; None for K, or for what a `DraftChoice` chooses.
       limits: the most drafts of each request, where a number is to be chosen.
+      slots: those that have rows, running or not; None for all.
     """
 
     running: Mapping[int, ServedRequest]
@@ -170,6 +183,7 @@ class Step(NamedTuple):
     all_neutral: bool
     num_drafts: int | None
     limits: Sequence[int] = ()
+    slots: tuple[int, ...] | None = None
 
 
 class Masked(NamedTuple):
@@ -178,10 +192,12 @@ class Masked(NamedTuple):
     Attributes:
       running: the requests that take part, by slot.
       limits: the most drafts, by slot.
+      slots: as in `Step`.
     """
 
     running: Mapping[int, ServedRequest]
     limits: Mapping[int, int]
+    slots: tuple[int, ...] | None = None
 
 
 class Wait(NamedTuple):
@@ -215,39 +231,65 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
             prompts = next_prompts(engine, traffic, most=size, usual=size)
             if any(one.num_failures for one in prompts.group.values()):
                 return Read(prompts, left=0)  # if it fails again, that concerns nobody else
-            return next_step(engine, traffic, prompts)
+            return next_step(engine, settings, traffic, prompts)
     if left > 0 or not traffic.running:
         # While nobody runs, nobody waits for a large call.
-        most = settings.chunk_size if traffic.running else engine.chunk_size
+        most = settings.chunk_size if traffic.running else settings.largest or engine.chunk_size
         prompts = next_prompts(engine, traffic, most, usual=settings.chunk_size)
         if prompts.group:
             return Read(prompts, left - 1)
     if not traffic.has_budget:
         return Wait()
-    return next_step(engine, traffic, Prompts({}, (), 0, rest=traffic.prefill))
+    return next_step(engine, settings, traffic, Prompts({}, (), 0, rest=traffic.prefill))
 
 
-def next_step(engine: Engine, traffic: Traffic, prompts: Prompts) -> Step | Masked:
+def default_widths(platform: str, num_slots: int) -> tuple[int, ...]:
+    """Returns the `step_widths` that pay on a device, for an engine of so many slots."""
+    if num_slots < _FEWEST_SLOTS:
+        return ()
+    return tuple(n for n in STEP_WIDTHS.get(platform, ()) if 2 * n <= num_slots)
+
+
+def narrow_slots(
+    num_slots: int, widths: Iterable[int], running: Collection[int]
+) -> tuple[int, ...] | None:
+    """Returns the slots that a step has rows for: as many as the least width that serves all.
+
+    Those that run and the first others, whose rows are dropped; None for all slots.
+    """
+    width = next((n for n in widths if n >= len(running)), None)
+    if width is None:
+        return None
+    others = (slot for slot in range(num_slots) if slot not in running)
+    return tuple(sorted([*running, *itertools.islice(others, width - len(running))]))
+
+
+def next_step(
+    engine: Engine, settings: Settings, traffic: Traffic, prompts: Prompts
+) -> Step | Masked:
     """Returns the step of all requests that run, by the smallest program that serves them.
 
     Args:
       engine: whose programs there are.
+      settings: of its driver.
       traffic: as it is now.
       prompts: what the step reads beside; no group for nothing.
     """
     running = traffic.running
     limits = {i: engine.most_drafts(one.options) for i, one in running.items()}
+    slots = narrow_slots(engine.num_slots, settings.step_widths, running)
     if any(one.matching is not None for one in running.values()):
-        return Masked(running, limits)
+        return Masked(running, limits, slots)
     if prompts.group:  # one program is enough for each shape of these
         return Step(running, prompts, all_neutral=False, num_drafts=full_budget(engine))
     all_neutral = engine.request_options and all(x.options.is_neutral for x in running.values())
     all_neutral &= not engine.exact  # one program, whoever is beside a request
     if not any(limits.values()):
         # One program is enough for no drafts, unless a budget has that number for both.
-        all_neutral &= 0 in (engine.draft_budget or ())
-        return Step(running, prompts, all_neutral, num_drafts=0)
-    return Step(running, prompts, all_neutral, num_drafts=None, limits=[*limits.values()])
+        is_chosen = 0 in (engine.draft_budget or ())
+        all_neutral &= is_chosen
+        return Step(running, prompts, all_neutral, 0, slots=slots if is_chosen else None)
+    return Step(running, prompts, all_neutral, None, [*limits.values()], slots)
 
 
 def next_prompts(engine: Engine, traffic: Traffic, most: int, usual: int) -> Prompts:
@@ -323,7 +365,7 @@ def _next_group(
             if is_alone or num_rows * size > most:
                 num_rows = 1
         # Of one that was preempted in its prompt, what it has read itself does not count.
-        reused = min(place.start, one.num_reused) if one.admitted else place.start
+        reused = min(place.start, one.num_reused) if one.timing.admitted else place.start
         one = one._replace(most_rows=_most_rows(engine, one), num_reused=reused)
         rows[place.slot] = one.with_rows(place.start).rows
         coming[place.slot] = one.with_rows(one.length).rows
@@ -421,13 +463,16 @@ def placeholders(num_rows: int, size: int, slot: int) -> Prompts:
     return Prompts(group, (0,) * num_rows, size, rest=None)
 
 
-def rehearsal(engine: Engine, *, prompts_in_steps: bool, grammars: bool) -> list[Action]:
+def rehearsal(
+    engine: Engine, *, prompts_in_steps: bool, grammars: bool, step_widths: Sequence[int] = ()
+) -> list[Action]:
     """Returns an action for each program there may be, for slots that do not exist.
 
     Args:
       engine: whose programs they are.
       prompts_in_steps: whether steps read prompts.
       grammars: whether requests have matchers.
+      step_widths: of narrow steps; those with masks are not among them.
     """
     nowhere = engine.num_slots
     prompts = [placeholders(num_rows, size, nowhere) for num_rows, size in engine.admit_shapes]
@@ -435,12 +480,47 @@ def rehearsal(engine: Engine, *, prompts_in_steps: bool, grammars: bool) -> list
     if engine.reuse_prefixes:
         actions.append(Read(prompts[0]._replace(copies=[(nowhere, nowhere)]), left=0))
     nothing = Prompts({}, (), 0, rest=None)
-    pairs = itertools.product({False, engine.request_options}, engine.draft_budget or (None,))
+    pairs = [*itertools.product({False, engine.request_options}, engine.draft_budget or (None,))]
     for all_neutral, num_drafts in dict.fromkeys(((False, 0), *pairs)):
         actions.append(Step({}, nothing, all_neutral, num_drafts))
+    for (all_neutral, num_drafts), width in itertools.product(pairs, step_widths):
+        slots = tuple(range(nowhere, nowhere + width))
+        actions.append(Step({}, nothing, all_neutral, num_drafts, slots=slots))
     if prompts_in_steps:
         actions += [Step({}, one, False, full_budget(engine)) for one in prompts]
     if grammars:
         most = engine.most_drafts(RequestOptions())
         actions += [Masked({}, {nowhere: n}) for n in sorted({0, min(1, most)})]
     return actions
+
+
+def served_later(engine: Engine, action: Action) -> str | None:
+    """Returns which of `KINDS` an action of `rehearsal` is for; None for any request.
+
+    Args:
+      engine: whose program it is, with `request_options`.
+      action: what is rehearsed.
+    """
+    match action:
+        case Read(prompts):
+            # Any prompt is read in calls of the least size, of one request each.
+            is_least = len(prompts.group) == 1 and prompts.size == engine.chunk_sizes[0]
+            return None if is_least else "long prompts"
+        case Step(prompts=prompts, all_neutral=all_neutral):
+            return None if prompts.group or all_neutral else "options"
+        case Masked():
+            return "grammars"
+    return None
+
+
+def needs(engine: Engine, request: ServedRequest) -> set[str]:
+    """Returns which of `KINDS` a request is, but for the length of its prompt."""
+    found = set()
+    if not request.options.is_neutral:
+        found.add("options")
+    # Without drafts, a step that is for all requests serves those, too: see `next_step`.
+    if not engine.most_drafts(request.options) and 0 not in (engine.draft_budget or ()):
+        found.add("options")
+    if request.matching is not None:
+        found.add("grammars")
+    return found

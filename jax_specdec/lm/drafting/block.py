@@ -13,7 +13,7 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
-from jax_specdec.lm.drafting.draw import draft_at_once, draft_chain
+from jax_specdec.lm.drafting.draw import Row, draft_at_once, draft_chain, ids_of
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Children, best_nodes, grow, likeliest, with_bias
 from jax_specdec.lm.models.block import BlockHead
@@ -109,7 +109,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         """
         if features is None:
             raise ValueError("prefill must get features and next_token_ids, but it got none")
-        return self.head.write_context(params, features, rows.start, cache)
+        return self.head.write_context(params, features, rows.start, cache, rows.slots)
 
     def propose(
         self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
@@ -125,10 +125,11 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         last = context.lengths - 1
         newest = jnp.take_along_axis(context.token_ids, last[:, None], axis=1)[:, 0]
         # Rows of rejected drafts lie where the block is written next.
-        cache = head.write_context(params, features, last - num_features, cache)
+        start = last - num_features
+        cache = head.write_context(params, features, start, cache, context.slots)
         # [B, n, Vd], of the first n positions of the block
         wanted = self.tree_depth or context.config.num_speculative_tokens
-        rows = Rows(newest[:, None], last)
+        rows = Rows(newest[:, None], last, context.slots)
         logits, _, cache = head.apply(params, rows, cache, wanted)
         if self.tree_depth:
             proposal = self._tree(params, logits, newest, context)
@@ -149,7 +150,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     ) -> Proposal:
         """Returns a chain of drafts, from rows ``[B, K, Vd]`` of a block."""
         head = self.head
-        size = head.config.layer.vocab_size
+        size = head.config.vocab_size
         has_bias = head.config.markov_rank is not None
         ids = params.get("target_ids")
         columns: jax.Array | None = None
@@ -157,22 +158,23 @@ class BlockDrafter(HeadDrafter[BlockHead]):
             # [B, K, Vd] -> [B, K, C], and the columns and ids of these
             logits, columns = lax.top_k(logits, self.num_candidates)
             ids = columns if ids is None else ids[columns]
+        of_columns = ids_of(ids, size)
 
-        def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, None]:
+        def forward(carry: None, last: jax.Array, offset: jax.Array) -> tuple[Row, None]:
             # [B, Vd]: what the draft before adds is known only now
             row = logits[:, offset]
             if has_bias:
                 own = None if columns is None else columns[:, offset]
                 row = row + head.bias(params, last, own)
-            return row, carry
+            return Row(row, of_columns.of_draft(offset)), carry
 
         # At once, unless rows depend on drafts, or the store has more of them than this step.
         num_rows = logits.shape[1]
         is_partial = store is not None and len(store.positions) > num_rows
         if not (has_bias or is_partial or context.processors is not None):
-            return draft_at_once(logits, context, store, ids=ids, vocab_size=size)
+            return draft_at_once(logits, context, store, of_columns)
         first, _ = forward(None, newest, jnp.int32(0))
-        proposal, _ = draft_chain(first, None, forward, context, store, ids=ids, vocab_size=size)
+        proposal, _ = draft_chain(first, None, forward, context, store)
         return proposal
 
     def _tree(
@@ -180,7 +182,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
     ) -> Proposal:
         """Returns a tree of K drafts, from rows ``[B, D, Vd]`` of a block."""
         head = self.head
-        size = head.config.layer.vocab_size
+        size = head.config.vocab_size
         has_bias = head.config.markov_rank is not None
         num_candidates = self.num_candidates
         num_nodes = context.config.num_speculative_tokens

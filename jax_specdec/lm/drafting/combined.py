@@ -175,9 +175,15 @@ class FirstOf(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """Declares what the head does, which always drafts, and the history of the lookup."""
-        has_history = self.lookup.serves.has_history
-        return dataclasses.replace(self.head.serves, may_abstain=False, has_history=has_history)
+        """Declares what the head does, which always drafts, and in what the lookup looks."""
+        lookup = self.lookup.serves
+        return dataclasses.replace(
+            self.head.serves,
+            may_abstain=False,
+            has_history=lookup.has_history,
+            predictions=lookup.predictions,
+            slots=False,  # the cache holds what was learned of each request, too
+        )
 
     def add(self, params: Params, token_ids: Integers) -> Params:
         """Returns the params with one more text in the history; see `SuffixDrafter.add`."""

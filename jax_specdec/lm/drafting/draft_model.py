@@ -24,7 +24,7 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
-from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.drafting.draw import Row, draft_chain, ids_of
 from jax_specdec.lm.models.protocol import (
     Cache,
     CausalModel,
@@ -102,7 +102,8 @@ class ModelDrafter(Drafter):
     @property
     def serves(self) -> DrafterServes:
         """Declares the axis of requests, which is that of the model's cache, and its rows."""
-        return DrafterServes(batch_axis=self.model.serves.batch_axis, kept_rows="texts")
+        model = self.model.serves
+        return DrafterServes(batch_axis=model.batch_axis, slots=model.groups, kept_rows="texts")
 
     def check_params(self, name: str, params: Params) -> None:
         """Checks the model's weights, if it says how."""
@@ -172,7 +173,8 @@ class ModelDrafter(Drafter):
         start = jnp.where(context.runs, jnp.maximum(lengths - width, 0), lengths - 1)
         place = start[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
         recent = jnp.take_along_axis(context.token_ids, place, axis=1, mode="clip")
-        return self._draft(params, Rows(recent, start), lengths, context, cache, store)
+        rows = Rows(recent, start, context.slots)
+        return self._draft(params, rows, lengths, context, cache, store)
 
     def _draft(
         self,
@@ -193,30 +195,30 @@ class ModelDrafter(Drafter):
           cache: the model's.
           store: as for `propose`.
         """
+        known = self._target_ids
+        ids = ids_of(None, 0)
+        if known is not None:
+            ids = ids_of(jnp.asarray(known), int(known.max()) + 1)
 
-        def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[jax.Array, Cache]:
+        def forward(cache: Cache, last: jax.Array, offset: jax.Array) -> tuple[Row, Cache]:
             # [B, 1]: the last draft, at position n + offset, with n that of the newest token
-            rows = Rows(self._own_ids(params, last)[:, None], lengths + offset - 1)
+            token_ids = self._own_ids(params, last)[:, None]
+            rows = Rows(token_ids, lengths + offset - 1, recent.slots)
             if lengths.shape[0] > 1:
                 logits, cache = self._read(params, rows, cache)
-                return logits[:, 0], cache
-            read: tuple[jax.Array, Cache] = traced_for_platform(
-                _read_alone, (params, rows, cache), self
-            )
-            return read
+                return Row(logits[:, 0], ids), cache
+            alone, cache = traced_for_platform(_read_alone, (params, rows, cache), self)
+            return Row(alone, ids), cache
 
         logits, cache = self._read(params, recent, cache)
         # [B, W, Vd] -> [B, Vd]: the row of the newest token
         newest = (lengths - 1 - recent.start)[:, None, None]
-        ids = self._target_ids
         return draft_chain(
-            jnp.take_along_axis(logits, newest, axis=1)[:, 0],
+            Row(jnp.take_along_axis(logits, newest, axis=1)[:, 0], ids),
             cache,
             forward,
             context,
             store,
-            ids=None if ids is None else jnp.asarray(ids),
-            vocab_size=0 if ids is None else int(ids.max()) + 1,
             num_candidates=self.num_candidates,
             sharding=self.model.serves.sharding,
         )

@@ -29,6 +29,10 @@ from jax_specdec.lm.models.protocol import Cache, Params, Rows
     active="[B] bool",
     features="[B, S, A*H]",
     num_features="[B] int32",
+    slots="[B] int32",
+    target_slots="[B] int32",
+    predictions="[B, A] int32",
+    prompt_lengths="[B] int32",
 )
 @dataclasses.dataclass(frozen=True)
 class DraftContext:
@@ -55,9 +59,20 @@ class DraftContext:
         1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
         After a `prefill` there is one row, of those that it got (none for a prompt of one token,
         or one that is not read to its end).
+      target_cache: the target's cache, to be read and not returned; None unless the drafter's
+        `reads_target_cache` asks for it. It holds the tokens before the newest one; what lies at
+        later positions, such as of rejected drafts, is undefined.
+      target_slots: ``[B]`` int32, the requests of `target_cache` that these are; None for all, in
+        their order.
+      predictions: ``[B, A]`` int32, what each request expects to be generated, then -1; None where
+        nobody expects anything. See `RequestOptions`.
+      prompt_lengths: ``[B]`` int32, where in each sequence the generated tokens begin; None if that
+        is not known.
       most_unread: static, the most tokens that a sequence may have got since the last call; None
         for K + 1. They need not be what the drafter proposed: a lookup beside it or a grammar may
         have drafted them.
+      slots: ``[B]`` int32, the requests of the drafter's cache that these are, as `Rows` has them;
+        None for all, in their order. Only for a drafter that `serves` slots.
 
     Example: see `NGramDrafter`.
     """
@@ -72,7 +87,12 @@ class DraftContext:
     active: jax.Array | None = None
     features: jax.Array | None = None
     num_features: jax.Array | None = None
+    target_cache: Cache | None = None
+    target_slots: jax.Array | None = None
+    predictions: jax.Array | None = None
+    prompt_lengths: jax.Array | None = None
     most_unread: int | None = dataclasses.field(default=None, metadata=dict(static=True))
+    slots: jax.Array | None = None
 
     @property
     def num_unread(self) -> int:
@@ -174,6 +194,7 @@ class DrafterServes:
     Attributes:
       feature_layers: the target's layers whose features it reads, as `Wants` has them; none for
         most drafters, and then nothing is computed.
+      reads_target_cache: it reads `DraftContext.target_cache`, and so knows the target's class.
       tree_depth: the most drafts of a path through the trees that it proposes, which then have
         `parents`; 0 for chains. Trees are verified by the agreement rule, for models that run them.
       may_abstain: it often proposes nothing. On CPUs, `generate` of one request, and an `Engine`
@@ -183,6 +204,7 @@ class DrafterServes:
       has_history: it reads what other requests generated. An `EngineDriver` calls its `add` when a
         request has ended, and an `Engine` serves only requests whose text does not depend on
         drafts.
+      predictions: it looks in what requests expect to be generated.
       chunks: its `prefill` can read a prompt in parts. Without this it works with engines that read
         prompts whole, because their `prefill_sizes` reach `max_length`.
       batch_axis: the axis of every array of its cache that holds the requests.
@@ -192,6 +214,9 @@ class DrafterServes:
         belongs to a position: the token there, those before and the next one decide what it is, and
         `prefill` forgets all else. "none": a request needs an empty cache. Nobody asks a drafter
         without one.
+      slots: its `propose` and `prefill` find some requests of a larger cache by the `slots` of the
+        context and of the rows, in place; its cache then holds positions and nothing else. To
+        others the loops give the caches of these requests alone, which are copied twice.
 
     Raises:
       TypeError: `feature_layers` is no tuple of ints, or a number no int.
@@ -204,12 +229,15 @@ class DrafterServes:
     """
 
     feature_layers: tuple[int, ...] = ()
+    reads_target_cache: bool = False
     tree_depth: int = 0
     may_abstain: bool = False
     has_history: bool = False
+    predictions: bool = False
     chunks: bool = True
     batch_axis: int = 0
     kept_rows: Literal["none", "prompts", "texts"] = "none"
+    slots: bool = False
 
     def __post_init__(self) -> None:
         layers = self.feature_layers
@@ -218,7 +246,8 @@ class DrafterServes:
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
         check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
-        for name in ("may_abstain", "has_history", "chunks"):
+        switches = ("reads_target_cache", "may_abstain", "has_history", "predictions")
+        for name in (*switches, "chunks", "slots"):
             check_type(f"serves.{name}", getattr(self, name), bool)
 
 
@@ -302,7 +331,8 @@ class Drafter(abc.ABC):
 
         Args:
           params: the drafter's weights.
-          rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins.
+          rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins; for
+            some of them, if the drafter serves `slots`.
           cache: from `init_cache`, or from the call for the chunk before.
           features: ``[B, P, A*H]`` of these tokens, at the layers that `DrafterServes` names; None
             if it names none. Each token that the target has run comes once, here or in the context

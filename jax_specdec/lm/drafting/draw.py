@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -116,10 +116,28 @@ class _ListedIds(Ids):
 
 
 def ids_of(ids: jax.Array | None, vocab_size: int) -> Ids:
-    """Returns what the columns of rows stand for, as `draft_chain` takes it."""
+    """Returns what the columns of rows stand for.
+
+    Args:
+      ids: ``[Vd]`` int32, the target ids of the columns of all rows; ``[N, C]`` int32, those of
+        each of N rows, or ``[B, K, C]`` of the rows of K drafts; None if column ``j`` is id ``j``.
+      vocab_size: greater than any of `ids`.
+    """
     if ids is None:
         return Ids(vocab_size)
     return _MappedIds(vocab_size, ids) if ids.ndim == 1 else _ListedIds(vocab_size, ids)
+
+
+class Row(NamedTuple):
+    """What a draft of each request is drawn from.
+
+    Attributes:
+      logits: ``[B, Vd]``.
+      ids: what the columns stand for.
+    """
+
+    logits: jax.Array
+    ids: Ids
 
 
 # Drawing.
@@ -133,7 +151,6 @@ class Draws:
       context: of the step.
       store: of the rows so far, which are in its dtype; None if no draft distribution is read.
       now: the context after the drafts so far, which processors count; None without processors.
-      ids: what the columns of all rows stand for.
       num_candidates: drawn from so many of the likeliest ids only, of which the store has rows.
       sharding: how rows are split.
     """
@@ -141,18 +158,17 @@ class Draws:
     context: DraftContext
     store: DraftStore | None
     now: DraftContext | None
-    ids: Ids
     num_candidates: int | None = None
     sharding: VerifySharding | None = None
 
-    def row(self, logits: jax.Array, offset: jax.Array) -> tuple[jax.Array, Draws]:
+    def row(self, row: Row, offset: jax.Array) -> tuple[jax.Array, Draws]:
         """Returns a draft of each request from its row, and the draws after it.
 
         Args:
-          logits: ``[B, Vd]``.
+          row: of each request.
           offset: ``[]`` int32, the draft's place in the step.
         """
-        ids = self.ids.of_draft(offset)
+        logits, ids = row
         sharding = self.sharding
         if self.now is not None:
             # [B, Vd] -> [B, V] -> [B, Vd]: processors know target ids
@@ -172,29 +188,24 @@ class Draws:
 
 
 def draft_chain(
-    logits: jax.Array,
+    row: Row,
     carry: Carry,
-    forward: Callable[[Carry, jax.Array, jax.Array], tuple[jax.Array, Carry]],
+    forward: Callable[[Carry, jax.Array, jax.Array], tuple[Row, Carry]],
     context: DraftContext,
     store: DraftStore | None,
     *,
-    ids: jax.Array | None = None,
-    vocab_size: int = 0,
     num_candidates: int | None = None,
     sharding: VerifySharding | None = None,
 ) -> tuple[Proposal, Carry]:
     """Draws K drafts of each request, each from the row that a drafter has after the one before.
 
     Args:
-      logits: ``[B, Vd]``, the rows of the first drafts.
+      row: of the first drafts.
       carry: what `forward` takes and gives, such as a cache.
       forward: `forward(carry, token_ids, offset)` gives the rows of draft `offset`, after drafts
         ``[B]``, and the new carry.
       context: of the step.
       store: to write the rows to, in its dtype; None if no draft distribution is read.
-      ids: ``[Vd]`` int32, the target ids of the columns; ``[B, K, C]`` int32, those of the rows of
-        each draft; None if column ``j`` is id ``j``.
-      vocab_size: greater than any of `ids`.
       num_candidates: draw from this many of the likeliest ids only; the store has rows of them.
       sharding: how rows are split.
 
@@ -202,18 +213,17 @@ def draft_chain(
       The proposal, and the last carry.
     """
     now = None if context.processors is None else context
-    draws = Draws(context, store, now, ids_of(ids, vocab_size), num_candidates, sharding)
+    draws = Draws(context, store, now, num_candidates, sharding)
 
-    # What is the same in all turns, such as a list of ids, is not carried from one to the next.
     def step(
         state: tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], offset: jax.Array
     ) -> tuple[tuple[jax.Array, Carry, DraftStore | None, DraftContext | None], jax.Array]:
         last, carry, store, now = state
-        logits, carry = forward(carry, last, offset)
-        drawn, after = dataclasses.replace(draws, store=store, now=now).row(logits, offset)
+        row, carry = forward(carry, last, offset)
+        drawn, after = dataclasses.replace(draws, store=store, now=now).row(row, offset)
         return (drawn, carry, after.store, after.now), drawn
 
-    first, after = draws.row(logits, jnp.int32(0))
+    first, after = draws.row(row, jnp.int32(0))
     offsets = jnp.arange(1, context.config.num_speculative_tokens, dtype=jnp.int32)
     start = (first, carry, after.store, after.now)
     (_, carry, store, _), rest = lax.scan(step, start, offsets)
@@ -226,9 +236,7 @@ def draft_at_once(
     logits: jax.Array,
     context: DraftContext,
     store: DraftStore | None,
-    *,
-    ids: jax.Array | None = None,
-    vocab_size: int = 0,
+    ids: Ids,
 ) -> Proposal:
     """Draws K drafts of each request from rows that depend on none of them.
 
@@ -238,8 +246,7 @@ def draft_at_once(
       logits: ``[B, K, Vd]``.
       context: of the step, without processors.
       store: as there, of K drafts; the rows become its own.
-      ids: as there.
-      vocab_size: as there.
+      ids: what the columns of these rows stand for.
     """
     batch_size, count, _ = logits.shape
 
@@ -254,7 +261,7 @@ def draft_at_once(
         )
 
     rows = _by_draft(logits)
-    own_ids = ids_of(ids, vocab_size).of_rows()
+    own_ids = ids.of_rows()
     if store is not None:
         rows = rows.astype(store.logits.dtype)
         # One write of one draft for each of K * B slots, in place of K writes.

@@ -15,7 +15,7 @@ from jax_specdec._src.base.tree import MAX_VISIBLE, TreeRows, node_bits
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
-from jax_specdec.lm.drafting.draw import draft_chain
+from jax_specdec.lm.drafting.draw import Row, draft_chain, ids_of
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
 from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, likeliest
 from jax_specdec.lm.models.eagle3 import Eagle3Head
@@ -125,7 +125,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         # [B, P]: row i reads the features of token i, and token i + 1
         shifted = jnp.concatenate([rows.token_ids[:, 1:], next_token_ids[:, None]], axis=1)
         states = self.head.project(params, features)
-        return self.head.apply(params, states, Rows(shifted, rows.start), cache)[2]
+        return self.head.apply(params, states, rows._replace(token_ids=shifted), cache)[2]
 
     def propose(
         self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
@@ -165,7 +165,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         states = self.head.project(params, features)
         # [B]: the only row that is about a draft is the last one
         row = jnp.maximum(num_features - 1, 0)
-        return self.head.apply(params, states, Rows(shifted, start), cache, row)
+        return self.head.apply(params, states, Rows(shifted, start, context.slots), cache, row)
 
     def _chain(
         self,
@@ -178,26 +178,20 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
     ) -> tuple[Proposal, Cache]:
         """Returns a chain of drafts and the cache, from what `_extend` returns."""
         longest = context.token_ids.shape[1]
+        ids = ids_of(params.get("target_ids"), self.head.config.vocab_size)
 
         def forward(
             carry: tuple[jax.Array, Cache], last: jax.Array, offset: jax.Array
-        ) -> tuple[jax.Array, tuple[jax.Array, Cache]]:
+        ) -> tuple[Row, tuple[jax.Array, Cache]]:
             state, cache = carry
             # [B, 1]: row n - 1 + offset, inside the cache, reads its own state and the last draft
             start = jnp.minimum(context.lengths - 2 + offset, longest - 1)
-            rows = Rows(last[:, None], start)
+            rows = Rows(last[:, None], start, context.slots)
             logits, state, cache = self.head.apply(params, state, rows, cache)
-            return logits[:, 0], (state, cache)
+            return Row(logits[:, 0], ids), (state, cache)
 
-        proposal, (_, cache) = draft_chain(
-            logits[:, 0],
-            (state, cache),
-            forward,
-            context,
-            store,
-            ids=params.get("target_ids"),
-            vocab_size=self.head.config.layer.vocab_size,
-        )
+        first = Row(logits[:, 0], ids)
+        proposal, (_, cache) = draft_chain(first, (state, cache), forward, context, store)
         return proposal, cache
 
     def _tree(
@@ -214,7 +208,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         is overwritten by the next call, or not seen.
         """
         num_nodes = context.config.num_speculative_tokens
-        size = self.head.config.layer.vocab_size
+        size = self.head.config.vocab_size
         depth = min(self.tree_depth, num_nodes)
         # The last level is not run, and `visible` has a bit for each node that is.
         width = min(_WIDTH, num_nodes, size, MAX_VISIBLE // max(depth - 1, 1))
@@ -232,6 +226,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             rows = Rows(
                 level.token_ids,
                 start=context.lengths - 1,
+                slots=context.slots,
                 tree=TreeRows(jnp.broadcast_to(offset, level.token_ids.shape), visible),
                 first_row=first_row,
             )

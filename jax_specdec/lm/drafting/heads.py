@@ -13,14 +13,15 @@ from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
+from jax_specdec.lm.models.gemma_assistant import GemmaAssistantHead
 from jax_specdec.lm.models.protocol import Cache, Params
 
-Head = TypeVar("Head", Eagle3Head, BlockHead)
+Head = TypeVar("Head", Eagle3Head, BlockHead, GemmaAssistantHead)
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadDrafter(Drafter, Generic[Head]):
-    """A `Drafter` with a head; see `Eagle3Drafter` and `BlockDrafter`."""
+    """A `Drafter` with a head; see `Eagle3Drafter`, `BlockDrafter` and `GemmaAssistantDrafter`."""
 
     head: Head
     store_dtype: Any = None
@@ -30,7 +31,10 @@ class HeadDrafter(Drafter, Generic[Head]):
     def serves(self) -> DrafterServes:
         """Declares the features that the head reads, and trees if there are."""
         return DrafterServes(
-            feature_layers=self.head.feature_layers, tree_depth=self.tree_depth, kept_rows="texts"
+            feature_layers=self.head.feature_layers,
+            tree_depth=self.tree_depth,
+            slots=True,
+            kept_rows="texts",
         )
 
     def check_params(self, name: str, params: Params) -> None:

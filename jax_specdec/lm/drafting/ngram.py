@@ -12,6 +12,7 @@ from jax_specdec._src.base.arrays import check_int
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
+from jax_specdec.lm.drafting.prediction import look_up_predictions
 from jax_specdec.lm.models.protocol import Cache, Params
 
 
@@ -23,6 +24,9 @@ class NGramDrafter(Drafter):
     occurred before, takes the latest occurrence, and proposes the K tokens that followed it. If
     fewer than K followed, the copy goes on with the tokens just proposed, so that a text which
     repeats goes on repeating.
+
+    What a request expects its text to be (`RequestOptions.prediction`) is searched too, and taken
+    where as many tokens match there, at least one.
 
     If nothing matches, nothing is proposed. On a CPU, `generate` of one request then runs the
     target over a single token. A pass over K + 1 tokens takes up to twice as long there, which
@@ -68,8 +72,8 @@ class NGramDrafter(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """Declares that often nothing matches."""
-        return DrafterServes(may_abstain=True)
+        """Declares that often nothing matches, and that predictions are looked in."""
+        return DrafterServes(may_abstain=True, predictions=True)
 
     def propose(
         self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
@@ -77,10 +81,15 @@ class NGramDrafter(Drafter):
         """Looks up; see `Drafter.propose`. All -1 where nothing matches."""
         del params, store
         lookup = functools.partial(self._lookup, k=context.config.num_speculative_tokens)
-        return Proposal(jax.vmap(lookup)(context.token_ids, context.lengths)), cache
+        token_ids, num_matching = jax.vmap(lookup)(context.token_ids, context.lengths)
+        predicted = look_up_predictions(context, self.max_ngram)
+        if predicted is not None:
+            is_predicted = predicted.is_as_long(num_matching)[:, None]
+            token_ids = jnp.where(is_predicted, predicted.token_ids, token_ids)
+        return Proposal(token_ids), cache
 
-    def _lookup(self, tokens: jax.Array, length: jax.Array, k: int) -> jax.Array:
-        """Returns the K drafts of one sequence ``[L]``."""
+    def _lookup(self, tokens: jax.Array, length: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        """Returns the K drafts of one sequence ``[L]``, and how many tokens match before them."""
         place = jnp.arange(tokens.shape[0], dtype=jnp.int32)
         # [L]: how many tokens before each place equal the last ones of the sequence, one after
         # another, and whether all that were compared so far do
@@ -100,4 +109,5 @@ class NGramDrafter(Drafter):
         period = jnp.maximum(length - source, 1)
         offset = jnp.arange(k, dtype=jnp.int32) % period
         proposed = tokens.at[source + offset].get(mode="clip")
-        return jnp.where(best >= 0, proposed, PLACEHOLDER_TOKEN_ID)
+        num_matching = jnp.where(best >= 0, best // tokens.shape[0], 0)
+        return jnp.where(best >= 0, proposed, PLACEHOLDER_TOKEN_ID), num_matching

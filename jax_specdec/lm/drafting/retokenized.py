@@ -23,7 +23,7 @@ from jax_specdec._src.base.arrays import check_int, check_type, require
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.draft_model import ModelDrafter
-from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
+from jax_specdec.lm.drafting.drafter import DraftContext, DrafterServes, Proposal
 from jax_specdec.lm.models.fields import shown
 from jax_specdec.lm.models.protocol import (
     Cache,
@@ -107,6 +107,11 @@ class RetokenizingDrafter(ModelDrafter):
         must = f"be [V, M], M at most {MOST_PIECES}, with V above all of drafter.ids"
         require(is_table, f"{name}.pieces", must, params.pieces)
         check_leaf(f"{name}.pieces", params.pieces, shape, jnp.int32)
+
+    @property
+    def serves(self) -> DrafterServes:
+        """Declares what a `ModelDrafter` does, but slots: its cache holds texts, too."""
+        return dataclasses.replace(super().serves, slots=False)
 
     def init_cache(self, batch_size: int, max_length: int) -> RetokenizedCache:
         """Returns an empty cache for L = `max_length` tokens of each request."""

@@ -15,6 +15,7 @@ from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Integers
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
+from jax_specdec.lm.drafting.prediction import Predicted, look_up_predictions
 from jax_specdec.lm.drafting.tree import Candidates, best_nodes
 from jax_specdec.lm.models.protocol import Cache, Params
 
@@ -40,6 +41,35 @@ class Lookup(NamedTuple):
     probabilities: jax.Array
     scores: jax.Array
     parents: jax.Array | None = None
+
+    def or_predicted(
+        self, predicted: Predicted, num_matching: jax.Array, tree_depth: int
+    ) -> Lookup:
+        """Returns the lookup with the drafts of predictions, where as many tokens match there.
+
+        Each is as likely as what occurred once. In a tree they are a chain.
+
+        Args:
+          predicted: for the same requests.
+          num_matching: ``[B]`` int32, tokens of the longest match of this lookup.
+          tree_depth: the most drafts of a path through a tree; 0 for chains.
+        """
+        k = self.token_ids.shape[1]
+        most = tree_depth or k
+        is_deep = jnp.arange(k, dtype=jnp.int32) >= most
+        # [B, K]: up to the depth
+        token_ids = jnp.where(is_deep[None, :], PLACEHOLDER_TOKEN_ID, predicted.token_ids)
+        probabilities = jnp.where(token_ids >= 0, jnp.float32(0.5), 0)
+        chain = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32), token_ids.shape)
+        parents = None if self.parents is None else chain
+        others = Lookup(token_ids, probabilities, probabilities.sum(axis=1), parents)
+        is_predicted = predicted.is_as_long(num_matching)
+
+        def chosen(other: jax.Array, own: jax.Array) -> jax.Array:
+            here = is_predicted[:, None] if own.ndim > 1 else is_predicted
+            return jnp.where(here, other, own)
+
+        return jax.tree.map(chosen, others, self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +99,9 @@ class SuffixDrafter(Drafter):
     overwritten; an `EngineDriver` adds what each generated when it ends or is cancelled. What a
     request drafts then depends on other requests. Its text does not if it is greedy or verified by
     agreement, so an `Engine` refuses all others.
+
+    **Predictions.** What a request expects its text to be (`RequestOptions.prediction`) is searched
+    too, and taken where as many tokens match there, at least one.
 
     Attributes:
       max_match: D. Match and draft together have at most D tokens, so a step has at most D / 2
@@ -129,9 +162,12 @@ class SuffixDrafter(Drafter):
 
     @property
     def serves(self) -> DrafterServes:
-        """Declares that often nothing matches; trees, and a history, if there are."""
+        """Declares that often nothing matches, and predictions; trees and a history, if any."""
         return DrafterServes(
-            tree_depth=self.tree_depth, may_abstain=True, has_history=self.history > 0
+            tree_depth=self.tree_depth,
+            may_abstain=True,
+            has_history=self.history > 0,
+            predictions=True,
         )
 
     def init_params(self) -> Params:
@@ -189,8 +225,12 @@ class SuffixDrafter(Drafter):
         k = context.config.num_speculative_tokens
         history = params if self.history else None
         arrays = (context.token_ids, context.lengths, history)
-        found: Lookup = traced_for_platform(_lookup, arrays, self, k)
-        return found
+        found: Lookup
+        found, num_matching = traced_for_platform(_lookup, arrays, self, k)
+        predicted = look_up_predictions(context, self.max_match - 1)
+        if predicted is None:
+            return found
+        return found.or_predicted(predicted, num_matching, self.tree_depth)
 
 
 @jax.jit
@@ -248,8 +288,8 @@ def _lookup(
     drafter: SuffixDrafter,
     k: int,
     platform: Platform,
-) -> Lookup:
-    """Returns what `SuffixDrafter.lookup` does.
+) -> tuple[Lookup, jax.Array]:
+    """Returns the lookup in texts and history, and ``[B]`` int32 its longest matches.
 
     Args:
       arrays: the texts ``[B, L]``, their lengths ``[B]``, and the history or None.
@@ -285,6 +325,7 @@ def _lookup(
         return found
 
     corpora = jax.vmap(corpora_of)(token_ids, lengths)
+    longest = jnp.max(jnp.stack([jnp.max(one.matches, axis=1) for one in corpora]), axis=0)
     size = lengths.shape[0]
     nothing = Lookup(
         jnp.full((size, k), PLACEHOLDER_TOKEN_ID, jnp.int32),
@@ -293,11 +334,11 @@ def _lookup(
         jnp.zeros((size, k), jnp.int32) if drafter.tree_depth else None,
     )
     if platform != "cpu":
-        return jax.vmap(best)(corpora)
+        return jax.vmap(best)(corpora), longest
     # Only CPUs compute nothing where nothing matches: elsewhere the host would wait to know.
     is_found = jnp.any(jnp.stack([jnp.any(corpus.matches > 0) for corpus in corpora]))
     found: Lookup = lax.cond(is_found, jax.vmap(best), lambda _: nothing, corpora)
-    return found
+    return found, longest
 
 
 def _lengths(drafter: SuffixDrafter) -> tuple[np.ndarray, np.ndarray]:

@@ -25,9 +25,8 @@ from jax_specdec.lm.formats.tensors import (
     EMBEDDING,
     WEIGHTS_FILE,
     check_finite,
-    llama_tensors,
+    decoder_tensors,
     open_tensors,
-    part_sizes,
     read_arrays,
     stores_own_head,
     unfuse,
@@ -131,7 +130,7 @@ def load_huggingface(
         kept = dataclasses.replace(config, vocab_size=size, num_token_ids=num_token_ids)
         own, *layers = read_arrays(
             tensors,
-            llama_tensors(config),
+            decoder_tensors(config),
             dtype,
             vocab_size=size,
             allow_nonfinite=allow_nonfinite,
@@ -174,7 +173,7 @@ def save_checkpoint(
     config = config_json(model.config, stored.name)
     check_weights("params", model.weight_shapes, params)
     refuse_int8(params)
-    tensors = unfuse(llama_tensors(model.config), params, part_sizes(model.config))
+    tensors = unfuse(decoder_tensors(model.config), params)
     tensors = stored_tensors(tensors, stored, allow_nonfinite=allow_nonfinite)
     write_files(directory, config, tensors)
 

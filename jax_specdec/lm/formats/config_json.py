@@ -1,29 +1,20 @@
-"""`config.json` of Hugging Face checkpoints: the Llama, Qwen2 and Qwen3 families.
+"""`config.json` of Hugging Face checkpoints: what is refused in all of them, and how it is written.
 
-Files differ by age: `transformers` 4 keeps `rope_theta` and `rope_scaling`, 5 keeps both in
-`rope_parameters`. Keys that are absent have the defaults of `transformers`.
-
-A pydantic model in place of these readers was 30 lines longer, because it repeats the fields that
-`LlamaConfig` declares and checks for callers, too, and pydantic takes 0.15 s to import.
+What a file means is up to its family, see `families`. A pydantic model in place of these readers
+was 30 lines longer, because it repeats the fields that `LayerSpec` declares and checks for callers,
+too, and pydantic takes 0.15 s to import.
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
-from typing import TypeVar
 
+from jax_specdec.lm.formats.families import FAMILIES, FULL, SCALINGS, SLIDING
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only, read_json
 from jax_specdec.lm.formats.head_kinds import check_kind
-from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling
+from jax_specdec.lm.models.config import DecoderConfig
 
 CONFIG_FILE = "config.json"
-_Made = TypeVar("_Made", LlamaConfig, RopeScaling)
-
-_FAMILIES = {
-    "llama": {"qkv_bias": False, "qk_norm": False},
-    "qwen2": {"qkv_bias": True, "qk_norm": False},
-    "qwen3": {"qkv_bias": False, "qk_norm": True},
-}
-"""What `model_type` says of the computation."""
 
 _SERVED = {
     "attention_bias": (False,),
@@ -44,16 +35,7 @@ _SERVED = {
     "scale_emb": (1.0,),
     "scale_depth": (),
 }
-"""Keys that would change the computation, and the values that do not."""
-
-_PLAIN_ROPE = {
-    "partial_rotary_factor": (1.0,),
-    "factor": (1.0,),
-    "attention_factor": (1.0,),
-    "short_factor": (),
-    "long_factor": (),
-}
-"""Likewise of rotary positions that are not scaled."""
+"""Keys that would change the computation, and the values that do not; a family may read some."""
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 """What says how weights are stored, now and in 2024."""
@@ -63,7 +45,7 @@ _INT8_FORMATS = ("int-quantized", "naive-quantized")
 """Two names of one layout."""
 
 
-def read_config(path: Path) -> LlamaConfig:
+def read_config(path: Path) -> DecoderConfig:
     """Reads a `config.json`.
 
     Raises:
@@ -77,31 +59,22 @@ def read_config(path: Path) -> LlamaConfig:
     return parse_config(raw)
 
 
-def parse_config(raw: JsonObject) -> LlamaConfig:
+def parse_config(raw: JsonObject) -> DecoderConfig:
     """Returns the sizes in the JSON object of a `config.json`; raises as `read_config` does."""
-    raw.require_one_of("model_type", *_FAMILIES)
-    family = raw.given("model_type", "llama")
-    for key, served in _SERVED.items():
-        raw.require_one_of(key, *served)
+    raw.require_one_of("model_type", *FAMILIES)
+    family = FAMILIES[raw.given("model_type", "llama")]
     _check_quantization(raw)
-    layers = raw.given("layer_types", [])
-    are_full = isinstance(layers, list) and all(layer == "full_attention" for layer in layers)
-    raw.require(are_full, "layer_types", only("full_attention"))
-    size = raw.needed("hidden_size")
-    heads = raw.needed("num_attention_heads")
-    are_whole = isinstance(size, int) and isinstance(heads, int) and heads > 0
-    quotient = size // heads if are_whole else size  # LlamaConfig refuses what is not whole
-    theta, scaling = _read_rope(raw)
-    values = {
-        "rms_norm_eps": 1e-6,
-        **raw,
-        "num_key_value_heads": raw.given("num_key_value_heads", heads),
-        "head_dim": raw.given("head_dim", 128 if family == "qwen3" else quotient),
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        **_FAMILIES[family],
-    }
-    return _made(LlamaConfig, JsonObject(values, raw.where))
+    if family.inside is not None:
+        raw = raw.nested(family.inside)
+    for key, served in _SERVED.items():
+        if key not in family.reads:
+            raw.require_one_of(key, *served)
+    if "layer_types" not in family.reads:
+        kinds = raw.given("layer_types", [])
+        are_full = isinstance(kinds, list) and all(kind == FULL for kind in kinds)
+        raw.require(are_full, "layer_types", only(FULL))
+    with errors_name(raw.where):
+        return family.config(raw)
 
 
 def _check_quantization(raw: JsonObject) -> None:
@@ -147,63 +120,59 @@ def _check_transform(name: str, transform: JsonObject) -> None:
             raise ValueError(f"{transform.where} applies {name}_{where}, {only()}.")
 
 
-def _made(kind: type[_Made], raw: JsonObject) -> _Made:
-    """Returns a dataclass of the values of its fields; those without a default must be there."""
-    fields = dataclasses.fields(kind)
-    for field in fields:
-        if field.default is dataclasses.MISSING:
-            raw.needed(field.name)
-    with errors_name(raw.where):
-        return kind(**{field.name: raw[field.name] for field in fields if field.name in raw})
-
-
-def config_json(config: LlamaConfig, dtype: str) -> dict[str, JsonValue]:
+def config_json(config: DecoderConfig, dtype: str) -> dict[str, JsonValue]:
     """Returns the JSON object of a `config.json` that `parse_config` and `transformers` read.
 
     Raises:
-      ValueError: no family has both biases and norms of queries and keys.
+      ValueError: no family has such layers.
     """
-    values = {key: x for key, x in dataclasses.asdict(config).items() if x is not None}
-    switches = {key: values.pop(key) for key in ("qkv_bias", "qk_norm")}
-    family = next((name for name, has in _FAMILIES.items() if has == switches), None)
-    if family is None:
-        raise ValueError("config has both qkv_bias and qk_norm, which no checkpoint format holds.")
-    if "rope_scaling" in values:
-        values["rope_scaling"]["rope_type"] = "llama3"
-    return {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "model_type": family,
-        "hidden_act": "silu",
-        "torch_dtype": dtype,
-        **values,
+    first = config.layers[0]
+    for name, family in FAMILIES.items():
+        said: dict[str, JsonValue] = {
+            "architectures": [family.architecture],
+            "model_type": name,
+            "hidden_act": "silu",
+            "torch_dtype": dtype,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": first.intermediate_size,
+            "num_hidden_layers": len(config.layers),
+            "num_attention_heads": first.num_attention_heads,
+            "num_key_value_heads": first.num_key_value_heads,
+            "head_dim": first.head_dim,
+            "rms_norm_eps": first.norm.rms_norm_eps,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "max_position_embeddings": config.max_position_embeddings,
+            **_written_layers(config),
+        }
+        if config.num_token_ids is not None:
+            said["num_token_ids"] = config.num_token_ids
+        with contextlib.suppress(ValueError):
+            if parse_config(JsonObject(said, CONFIG_FILE)) == config:
+                return said
+    raise ValueError("config has layers that no family of checkpoints has.")
+
+
+def _written_layers(config: DecoderConfig) -> dict[str, JsonValue]:
+    """Returns the keys that say what differs between layers, as Llama's and as Gemma's files do."""
+    by_kind = {FULL if spec.window is None else SLIDING: spec for spec in config.layers}
+    full = by_kind.get(FULL, config.layers[0])
+    said: dict[str, JsonValue] = {"rope_theta": full.rotation.rope_theta}
+    if (scaling := full.rotation.scaling) is not None:
+        kind = next(name for name, made in SCALINGS.items() if isinstance(scaling, made))
+        said["rope_scaling"] = {"rope_type": kind, **dataclasses.asdict(scaling)}
+    if full.norms == "before":
+        return said
+    sliding = by_kind.get(SLIDING, full)
+    kinds = [FULL if spec.window is None else SLIDING for spec in config.layers]
+    return said | {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": kinds,
+        "sliding_window": sliding.window,
+        "rope_local_base_freq": sliding.rotation.rope_theta,
+        # of a scale that was its power of -1/2
+        "query_pre_attn_scalar": float(f"{(full.scale or 1) ** -2:.9g}"),
+        "attn_logit_softcapping": full.softcap,
+        "final_logit_softcapping": config.logit_softcap,
     }
-
-
-def _read_rope(raw: JsonObject) -> tuple[JsonValue, RopeScaling | None]:
-    """Returns the base of the wavelengths, not checked, and how they are scaled."""
-    # transformers 5 has rope_parameters, 4 rope_scaling; 5 reads the latter where both are there.
-    names = [name for name in ("rope_parameters", "rope_scaling") if raw.nested(name)]
-    found = [_read_rope_of(raw, name) for name in names or ["rope_scaling"]]
-    same = found[0] == found[-1]
-    raw.require(same, "rope_scaling", "but rope_parameters beside it says something else")
-    return found[0]
-
-
-def _read_rope_of(raw: JsonObject, name: str) -> tuple[JsonValue, RopeScaling | None]:
-    """Returns base and scaling, as the object of one key says."""
-    rope = raw.nested(name)
-    is_flat = {"rope_type", "type", "rope_theta"} & rope.keys()
-    if not is_flat and any(isinstance(value, dict) for value in rope.values()):  # by type of layer
-        has_full = rope.get("full_attention") is not None
-        raw.require(has_full, name, "but lacks full_attention in it, the only supported layers")
-        rope = rope.nested("full_attention")
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
-    key = "type" if "rope_type" not in rope else "rope_type"
-    kind = rope.get(key, "default")
-    rope.require(kind in ("default", "llama3"), key, only("default", "llama3"))
-    if kind == "llama3":
-        rope.require_one_of("partial_rotary_factor", *_PLAIN_ROPE["partial_rotary_factor"])
-        return theta, _made(RopeScaling, rope)
-    for key, served in _PLAIN_ROPE.items():
-        rope.require_one_of(key, *served)
-    return theta, None

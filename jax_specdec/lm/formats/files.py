@@ -148,6 +148,14 @@ class JsonObject(dict[str, JsonValue]):
         value = self.get(key)
         return default if value is None else value
 
+    def or_else(self, **defaults: JsonValue) -> "JsonObject":
+        """Returns the object with values of keys that are absent; one that is null stays so."""
+        return JsonObject({**defaults, **self}, self.where)
+
+    def but(self, **values: JsonValue) -> "JsonObject":
+        """Returns the object with other values of some keys."""
+        return JsonObject({**self, **values}, self.where)
+
     def needed(self, key: str) -> JsonValue:
         """Returns the value of a key that must be there."""
         if (value := self.get(key)) is None:

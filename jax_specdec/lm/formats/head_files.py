@@ -18,23 +18,21 @@ from jax_specdec.lm.formats.head_kinds import HeadKind, check_is_head, check_kin
 from jax_specdec.lm.formats.head_layouts import LEGACY_NORMS, layer_prefix
 from jax_specdec.lm.formats.tensors import (
     Names,
-    Sizes,
     Tensors,
     check_tensors,
     layer_tensors,
     open_files,
-    part_sizes,
     parts,
     read_arrays,
     tensor_shapes,
     unfuse,
 )
+from jax_specdec.lm.models.config import DecoderConfig
 from jax_specdec.lm.models.fields import quoted, shown
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, shared_params
 from jax_specdec.lm.models.int8 import Int8Weight, is_int8, quantized
 from jax_specdec.lm.models.layers import check_weights
 from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.llama_config import LlamaConfig
 from jax_specdec.lm.models.protocol import Params
 
 _Head = TypeVar("_Head", bound=DraftHead)
@@ -53,7 +51,7 @@ def load_head(
     target: LoadedModel[Llama],
     kind: type[_Head],
     own: HeadKind,
-    read_config: Callable[[JsonObject, Tensors, LlamaConfig], HeadConfig],
+    read_config: Callable[[JsonObject, Tensors, DecoderConfig], HeadConfig],
     prefix: str = "",
 ) -> LoadedModel[_Head]:
     """Returns a head for a target, whose own arrays stand for those that are equal to them.
@@ -61,10 +59,7 @@ def load_head(
     `own` is its kind in words; `read_config` reads the config of its `kind`; names of tensors are
     read without a `prefix`. Raises as `load_eagle3` does.
     """
-    is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
-    must = "be a LoadedModel of a Llama"
-    hint = "pass what load_huggingface returned, model and params in one"
-    require(is_target, "target", must, target, hint, TypeError)
+    check_target(target)
     directory = path_of(directory)
     raw = read_json(directory / CONFIG_FILE)
     check_kind(own, raw)
@@ -73,7 +68,7 @@ def load_head(
         tensors = files.without(prefix)
         head = kind(read_config(raw, tensors, target.model.config), target.model.dtype)
         names = _tensor_names(head, tensors.stored)
-        shapes = tensor_shapes(names, parts(head.weight_shapes), _part_sizes(head.config))
+        shapes = tensor_shapes(names, parts(head.weight_shapes))
         check_tensors(tensors, shapes, ("d2t", "t2d"))
         target_ids = _read_target_ids(tensors, head.config)
         arrays, *layers = read_arrays(tensors, names, head.dtype)
@@ -83,12 +78,24 @@ def load_head(
     params |= shared_params(shared, target.params)
     if "lm_head" not in params:  # of a list of ids
         rows = target.params.get("lm_head", target.params["embed_tokens"])
-        if not (is_int8(rows) or shared.layer.tie_word_embeddings):
+        if not (is_int8(rows) or shared.tie_word_embeddings):
             rows = rows.T
         # [V, H] -> [Vd, H], and [V] -> [Vd] of the scales of int8
         rows = jax.tree.map(lambda x: x[params["target_ids"]], rows)
         params["lm_head"] = rows if is_int8(rows) else rows.T
     return LoadedModel(kind(shared, head.dtype), params)
+
+
+def check_target(target: object) -> None:
+    """Checks that a head can be read for a target.
+
+    Raises:
+      TypeError: it is not a loaded `Llama`.
+    """
+    is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
+    must = "be a LoadedModel of a Llama"
+    hint = "pass what load_huggingface returned, model and params in one"
+    require(is_target, "target", must, target, hint, TypeError)
 
 
 def save_head(
@@ -118,10 +125,17 @@ def save_head(
     if write_shared:
         whole = dataclasses.replace(c, own_embedding=True, own_lm_head=True)
         model = dataclasses.replace(model, config=whole)
-    tensors = unfuse(_tensor_names(model), arrays, _part_sizes(c))
+    tensors = unfuse(_tensor_names(model), arrays)
     tensors = stored_tensors(tensors, stored) | _target_id_tensors(c, params)
-    # Biases and norms of queries and keys are both there in a qwen3 layer with attention_bias.
-    plain = dataclasses.replace(c.layer, qkv_bias=False, tie_word_embeddings=False)
+    # Biases and norms of queries and keys are both there in a qwen3 layer with attention_bias;
+    # windows are among what only heads of some kinds have.
+    layers = [dataclasses.replace(x, qkv_bias=False, o_bias=False, window=None) for x in c.layers]
+    plain = DecoderConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        layers=tuple(layers),
+        num_token_ids=c.num_token_ids,
+    )
     config = {
         "torch_dtype": stored.name,
         "draft_vocab_size": c.draft_vocab_size,
@@ -129,7 +143,7 @@ def save_head(
         **said,
         "transformer_layer_config": {
             **config_json(plain, stored.name),
-            "attention_bias": c.layer.qkv_bias,
+            "attention_bias": c.layers[0].qkv_bias,
             "logit_scale": c.logit_scale,
             **said.get("transformer_layer_config", {}),
         },
@@ -152,29 +166,18 @@ def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[Names]:
         elsewhere.add("embed_tokens")
     if not c.own_lm_head or (stored and "lm_head.weight" not in stored):
         elsewhere.add("lm_head")
-    own: Names = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
+    own = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
     if "fc_norm" in own:
         count = len(c.feature_layers)
         is_legacy = count == len(LEGACY_NORMS) and LEGACY_NORMS[0] in stored
         usual = [f"fc_norm.{index}.weight" for index in range(count)]
         own["fc_norm"] = list(LEGACY_NORMS) if is_legacy else usual
-    names = [own]
+    names = [Names(own, {"fc_norm": [c.target_hidden_size] * len(c.feature_layers)})]
     _, *layers = parts(shapes)
-    for index, arrays in enumerate(layers):
+    for index, (spec, arrays) in enumerate(zip(c.layers, layers, strict=True)):
         prefix = layer_prefix(stored) if index == 0 else f"layers.{index}"
-        layer = layer_tensors(c.layer, prefix)
-        if "hidden_norm" in arrays:  # EAGLE-3 has one in its layer, heads of blocks outside
-            layer["hidden_norm"] = [f"{prefix}.hidden_norm.weight"]
-        if "o_bias" in arrays:
-            layer["o_bias"] = [f"{prefix}.self_attn.o_proj.bias"]
-        names.append(layer)
+        names.append(layer_tensors(spec, arrays, prefix))
     return names
-
-
-def _part_sizes(config: HeadConfig) -> Sizes:
-    """Returns how the last axis of each fused array is cut into tensors."""
-    norms = [config.target_hidden_size] * len(config.feature_layers)
-    return part_sizes(config.layer) | {"fc_norm": norms}
 
 
 def _shared_again(
@@ -183,7 +186,7 @@ def _shared_again(
     """Returns the config of a head that owns only what differs from the target's arrays."""
     dtype = target.model.dtype
     embedding = target.params["embed_tokens"]
-    lm_head = embedding.T if config.layer.tie_word_embeddings else target.params["lm_head"]
+    lm_head = embedding.T if config.tie_word_embeddings else target.params["lm_head"]
 
     def is_own(array: str, whole: jax.Array | Int8Weight) -> bool:
         if array not in params or params[array].shape != whole.shape:
@@ -208,7 +211,7 @@ def _shared_again(
 def _read_target_ids(tensors: Tensors, config: HeadConfig) -> dict[str, jax.Array]:
     """Returns ``target_ids [Vd]`` if a head has them, as d2t says and t2d, if it is there, too."""
     size = config.draft_vocab_size
-    whole = config.layer.vocab_size
+    whole = config.vocab_size
     ids = np.arange(size)  # [Vd]
     if "d2t" in tensors.stored:
         where = tensors.where("d2t")
@@ -240,6 +243,6 @@ def _target_id_tensors(config: HeadConfig, params: Params) -> dict[str, np.ndarr
     if "target_ids" not in params:
         return {}
     ids = np.asarray(params["target_ids"], np.int64)  # [Vd]
-    whole = config.layer.vocab_size
+    whole = config.vocab_size
     check_listed("params['target_ids']", ids, whole)
     return {"d2t": ids - np.arange(len(ids)), "t2d": np.isin(np.arange(whole), ids)}

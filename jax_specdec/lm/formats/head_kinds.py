@@ -22,10 +22,16 @@ class HeadKind(NamedTuple):
 
 EAGLE3 = HeadKind("an EAGLE-3 head", "load_eagle3", "eagle3:")
 BLOCK = HeadKind("a DFlash or DSpark head", "load_block_head", "block:")
+ASSISTANT = HeadKind("a Gemma 4 assistant", "load_gemma_assistant", "gemma:")
+
+ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+"""What assistants have as their `model_type`."""
 
 
 def kind_of_head(raw: JsonObject) -> HeadKind | None:
     """Returns the kind of head that a `config.json` is of, in any layout; None for none."""
+    if raw.get("model_type") in ASSISTANT_TYPES:
+        return ASSISTANT
     architectures = raw.get("architectures")
     names = architectures if isinstance(architectures, list) else []
     # "dspark", "Qwen3DSparkModel", "LlamaForCausalLMEagle3"

@@ -14,19 +14,19 @@ import dataclasses
 from collections.abc import Collection
 
 from jax_specdec.lm.formats.config_json import parse_config
+from jax_specdec.lm.formats.families import FULL, SLIDING
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only
 from jax_specdec.lm.formats.tensors import Tensors
 from jax_specdec.lm.models.block import BlockHeadConfig
+from jax_specdec.lm.models.config import DecoderConfig, LayerSpec
 from jax_specdec.lm.models.eagle3 import Eagle3Config
-from jax_specdec.lm.models.fields import MAX_INT, quoted, shown
+from jax_specdec.lm.models.fields import MAX_INT, quoted
 from jax_specdec.lm.models.heads import HeadConfig
-from jax_specdec.lm.models.llama_config import LlamaConfig
 
 LEGACY_NORMS = tuple(f"aux_norm_{place}.weight" for place in ("low", "mid", "high"))
 """Names that norms of the features of three layers have in some files."""
 
 _SPECULATORS = "speculators_model_type"
-_SLIDING = "sliding_attention"
 
 
 _LAYOUTS: dict[type[HeadConfig], dict[str, dict[str, dict[str, JsonValue]]]] = {
@@ -54,8 +54,8 @@ _LAYOUTS: dict[type[HeadConfig], dict[str, dict[str, dict[str, JsonValue]]]] = {
 """By the key that says which layout a file has, and what it says: what absent keys mean then."""
 
 _NO_KEY = (
-    "layer target_hidden_size o_proj_bias own_embedding own_lm_head "
-    "sliding_window sliding_layers sliding_window_non_causal"
+    "vocab_size hidden_size layers tie_word_embeddings num_token_ids "
+    "target_hidden_size own_embedding own_lm_head sliding_window_non_causal"
 )
 """Fields that no single key says: tensors, the target or several keys do."""
 
@@ -117,26 +117,19 @@ _SERVED: dict[str, tuple[JsonValue, ...]] = {
 }
 """Keys that would change the computation, in any object, and the values that do not."""
 
-_TARGETS = {
-    "vocab_size": "vocab_size",
-    "target_hidden_size": "hidden_size",
-    "num_target_layers": "num_hidden_layers",
-}
-"""Keys, in any object, whose value must be that of a field of the target's config."""
 
-
-def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> Eagle3Config:
+def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig) -> Eagle3Config:
     """Returns an EAGLE-3 head's config, of what `config.json` says and which tensors are there.
 
     Raises:
       ValueError: they ask for something that is not computed, or do not fit the target.
     """
     objects, absent = _opened(Eagle3Config, raw, target)
-    layer = _read_layer(objects["layer"], tensors, target)
+    layers = _read_layers(objects["layer"], tensors, target)
     raw.require_one_of("parallel_drafting", False)  # heads of blocks draft so, whatever it says
-    depth = target.num_hidden_layers
+    depth = len(target.layers)
     early_middle_late = tuple(sorted((2, depth // 2, depth - 3)))  # EAGLE's files do not say where
-    absent = absent | {"layer": layer, "feature_layers": early_middle_late}
+    absent = absent | layers | {"feature_layers": early_middle_late}
     values = _fields(Eagle3Config, objects, tensors, target, absent)
     is_clear = raw.get(_SPECULATORS) is not None or values["fc_norm"]
     if values["norm_output"] is True and not is_clear:
@@ -147,17 +140,13 @@ def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -
         return Eagle3Config(**values)
 
 
-def read_block_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) -> BlockHeadConfig:
+def read_block_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig) -> BlockHeadConfig:
     """Returns the config of a head that drafts a block, as `read_eagle3_config` does."""
     objects, absent = _opened(BlockHeadConfig, raw, target)
     # A Llama has no layers that slide: `_sliding` reads which do.
-    layer = _read_layer(objects["layer"], tensors, target, "layer_types", "use_sliding_window")
-    for index in range(layer.num_hidden_layers):  # before anything is made for each layer
-        norm = f"layers.{index}.input_layernorm.weight"
-        if norm not in tensors.stored:
-            raise ValueError(f"{shown(tensors.origin)} lacks the tensor {norm}.")
-    sliding = _sliding(objects, layer.num_hidden_layers)
-    absent = absent | {"layer": layer, **sliding, "confidence_head_with_markov": None}
+    own = _read_layers(objects["layer"], tensors, target, "layer_types", "use_sliding_window")
+    own |= _sliding(objects, own["layers"])
+    absent = absent | own | {"confidence_head_with_markov": None}
     values = _fields(BlockHeadConfig, objects, tensors, target, absent)
     if values["confidence_head_with_markov"] is None:
         values["confidence_head_with_markov"] = values["markov_rank"] not in (None, 0)
@@ -169,7 +158,7 @@ def read_block_config(raw: JsonObject, tensors: Tensors, target: LlamaConfig) ->
 
 
 def _opened(
-    kind: type[HeadConfig], raw: JsonObject, target: LlamaConfig
+    kind: type[HeadConfig], raw: JsonObject, target: DecoderConfig
 ) -> tuple[dict[str, JsonObject], dict[str, JsonValue]]:
     """Returns objects by their names in `_PLACES`, and what absent keys mean in a file's layout."""
     is_speculators = raw.get(_SPECULATORS) is not None
@@ -191,39 +180,52 @@ def _opened(
         "eagle_config": raw.nested("eagle_config"),
         "dflash_config": raw.nested("dflash_config"),
     }
+    sizes = {  # keys, in any object, whose value must be the target's
+        "vocab_size": ("vocab_size", target.vocab_size),
+        "target_hidden_size": ("hidden_size", target.hidden_size),
+        "num_target_layers": ("num_hidden_layers", len(target.layers)),
+    }
     for place in objects.values():
         for key, served in _SERVED.items():
             place.require_one_of(key, *served)
-        for key, name in _TARGETS.items():
-            size = getattr(target, name)
+        for key, (name, size) in sizes.items():
             place.require(place.given(key, size) == size, key, f"but the target's {name} is {size}")
     return objects, absent
 
 
-def _read_layer(
-    raw: JsonObject, tensors: Tensors, target: LlamaConfig, *elsewhere: str
-) -> LlamaConfig:
-    """Returns the sizes of layers, and what tensors add to them; keys `elsewhere` are not read."""
+def _read_layers(
+    raw: JsonObject, tensors: Tensors, target: DecoderConfig, *elsewhere: str
+) -> dict[str, JsonValue]:
+    """Returns layers, with what tensors add to them, and sizes; keys `elsewhere` are not read."""
     # A head may have a bias of attention without the norms of its family, which no Llama has.
     bias = raw.given("attention_bias", False)
     raw.require(isinstance(bias, bool), "attention_bias", "but it must be a boolean")
-    rest = raw | dict.fromkeys(("attention_bias", "logit_scale", *elsewhere))
-    layer = parse_config(JsonObject(rest, raw.where))
+    raw.require_one_of("model_type", "llama", "qwen2", "qwen3")
+    own = parse_config(raw.but(**dict.fromkeys(("attention_bias", "logit_scale", *elsewhere))))
     attention = f"{layer_prefix(tensors.stored)}.self_attn"
-    return dataclasses.replace(
-        layer,
-        tie_word_embeddings=target.tie_word_embeddings,
-        num_token_ids=target.num_token_ids,
-        qkv_bias=bias or f"{attention}.q_proj.bias" in tensors.stored,
-        qk_norm=layer.qk_norm or f"{attention}.q_norm.weight" in tensors.stored,
-    )
+    layers = [
+        dataclasses.replace(
+            spec,
+            qkv_bias=bias or f"{attention}.q_proj.bias" in tensors.stored,
+            o_bias=f"{attention}.o_proj.bias" in tensors.stored,
+            qk_norm=spec.qk_norm or f"{attention}.q_norm.weight" in tensors.stored,
+        )
+        for spec in own.layers
+    ]
+    return {
+        "vocab_size": target.vocab_size,
+        "hidden_size": own.hidden_size,
+        "layers": tuple(layers),
+        "tie_word_embeddings": target.tie_word_embeddings,
+        "num_token_ids": target.num_token_ids,
+    }
 
 
 def _fields(
     kind: type[HeadConfig],
     objects: dict[str, JsonObject],
     tensors: Tensors,
-    target: LlamaConfig,
+    target: DecoderConfig,
     absent: dict[str, JsonValue],
 ) -> dict[str, JsonValue]:
     """Returns what each field is, not checked: as keys say, or what it is where none does."""
@@ -231,7 +233,6 @@ def _fields(
     absent = {
         "target_hidden_size": target.hidden_size,
         "draft_vocab_size": target.vocab_size,
-        "o_proj_bias": f"{layer_prefix(names)}.self_attn.o_proj.bias" in names,
         "own_embedding": "embed_tokens.weight" in names,
         "own_lm_head": "lm_head.weight" in names,
         "norm_before_fc": "input_norm.weight" in names,
@@ -243,9 +244,9 @@ def _fields(
     for field in dataclasses.fields(kind):
         places = _PLACES.get(field.name, {field.name: None})
         default = absent.get(field.name, field.default)
-        values[field.name] = _value(objects, places, default, target.num_hidden_layers)
+        values[field.name] = _value(objects, places, default, len(target.layers))
     is_listed = values["draft_vocab_size"] != target.vocab_size
-    if is_listed and values["layer"].hidden_size == target.hidden_size:
+    if is_listed and values["hidden_size"] == target.hidden_size:
         values["own_lm_head"] = True  # if no file has it, rows of the target's
     return values
 
@@ -294,43 +295,46 @@ def _layer_ids(place: JsonObject, key: str, shift: int, num_layers: int) -> tupl
     return tuple(x + shift for x in in_order)
 
 
-def _sliding(objects: dict[str, JsonObject], depth: int) -> dict[str, JsonValue]:
-    """Returns the fields about sliding layers, which keys of several objects decide together."""
+def _sliding(objects: dict[str, JsonObject], layers: tuple[LayerSpec, ...]) -> dict[str, JsonValue]:
+    """Returns the layers, with windows, and which rows see all of the block in those.
+
+    Keys of several objects decide that together.
+    """
+    depth = len(layers)
     raw, own, layer = (objects[name] for name in ("", "dflash_config", "layer"))
     kinds = layer.given("layer_types", [])
-    are_kinds = isinstance(kinds, list) and all(x in (_SLIDING, "full_attention") for x in kinds)
-    wanted = f"but it must be a list of {_SLIDING!r} and 'full_attention', one for each layer"
-    fits = are_kinds and (len(kinds) == depth or _SLIDING not in kinds)
+    are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
+    wanted = f"but it must be a list of {SLIDING!r} and {FULL!r}, one for each layer"
+    fits = are_kinds and (len(kinds) == depth or SLIDING not in kinds)
     layer.require(fits, "layer_types", wanted)
-    layers = tuple(index for index, kind in enumerate(kinds) if kind == _SLIDING)
+    sliding = [index for index, kind in enumerate(kinds) if kind == SLIDING]
     if not kinds and layer.given("use_sliding_window", False):
         first = layer.given("max_window_layers", 28)  # the default of transformers
         must = "but it must be an integer from 0 on"
         layer.require(type(first) is int and first >= 0, "max_window_layers", must)
-        layers = tuple(range(min(first, depth), depth))
+        sliding = list(range(min(first, depth), depth))
     # Rows of sliding layers see the block up to themselves, but for z-lab's switch, by which every
     # layer slides and sees all of the block.
     non_causal = raw.given("sliding_window_non_causal", False)
-    if own.given("use_swa", False) and not layers:
-        layers = tuple(range(depth))
+    if own.given("use_swa", False) and not sliding:
+        sliding = list(range(depth))
         non_causal = True
     for place, key in ((own, "causal"), (raw, "is_causal")):
         if place.get(key) is not None:
             is_causal = place[key]
             wanted = "but full attention over a block is not causal"
-            place.require(is_causal is False or len(layers) == depth, key, wanted)
+            place.require(is_causal is False or len(sliding) == depth, key, wanted)
             non_causal = not is_causal
-    if not layers:
-        return {"sliding_window": None, "sliding_layers": (), "sliding_window_non_causal": False}
+    if not sliding:
+        return {"sliding_window_non_causal": False}
     of_layers = own.given("sliding_window", layer.get("sliding_window"))
     window = own.given("swa_window_size", of_layers)
-    is_size = type(window) is int and 0 < window <= MAX_INT
+    is_size = type(window) is int and 0 < window < MAX_INT
     layer.require(is_size, "sliding_window", "but sliding layers need a positive integer")
-    return {
-        "sliding_window": window,
-        "sliding_layers": layers,
-        "sliding_window_non_causal": non_causal,
-    }
+    windowed = list(layers)
+    for index in sliding:  # the anchor, and the positions before it
+        windowed[index] = dataclasses.replace(layers[index], window=window + 1)
+    return {"layers": tuple(windowed), "sliding_window_non_causal": non_causal}
 
 
 def layer_prefix(stored: Collection[str]) -> str:

@@ -5,8 +5,9 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_specdec._src.base.arrays import check_type
+from jax_specdec._src.base.arrays import check_type, require
 from jax_specdec.lm.formats.checkpoint import LoadedModel
+from jax_specdec.lm.formats.families import FULL, SLIDING
 from jax_specdec.lm.formats.files import JsonValue, is_there, path_of
 from jax_specdec.lm.formats.head_files import load_head, save_head
 from jax_specdec.lm.formats.head_kinds import BLOCK, EAGLE3
@@ -48,13 +49,12 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
       TypeError: `target` is not a loaded `Llama`, or `directory` not a path.
 
     Example:
-      >>> import dataclasses, jax, tempfile
+      >>> import jax, tempfile
       >>> from jax_specdec import lm
       >>> target, _ = lm.load_embedded_pair()
-      >>> layer = dataclasses.replace(target.model.config, num_hidden_layers=1)
-      >>> head = lm.models.Eagle3Head(lm.models.Eagle3Config(
-      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5),
-      ...     target_hidden_size=256))
+      >>> config = target.model.config
+      >>> head = lm.models.Eagle3Head(lm.models.Eagle3Config.of_target(
+      ...     config, layers=config.layers[:1], feature_layers=(2, 4, 5)))
       >>> params = head.init_params(jax.random.key(0), target.params)
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     lm.formats.save_eagle3(directory, head, params)
@@ -93,13 +93,13 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
         an embedding of its own, full attention that is causal.
 
     Example:
-      >>> import dataclasses, jax, tempfile
+      >>> import jax, tempfile
       >>> from jax_specdec import lm
       >>> target, _ = lm.load_embedded_pair()
-      >>> layer = dataclasses.replace(target.model.config, num_hidden_layers=1)
-      >>> head = lm.BlockHead(lm.BlockHeadConfig(
-      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=256,
-      ...     block_size=6, mask_token_id=255))
+      >>> config = target.model.config
+      >>> head = lm.BlockHead(lm.BlockHeadConfig.of_target(
+      ...     config, layers=config.layers[:1], feature_layers=(2, 4, 5), block_size=6,
+      ...     mask_token_id=255))
       >>> params = head.init_params(jax.random.key(0), target.params)
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     lm.formats.save_block_head(directory, head, params)
@@ -203,13 +203,12 @@ def save_block_head(
             "markov_rank": c.markov_rank or 0,
             "markov_head_type": "vanilla",
         }
-    kinds = ["full_attention"] * c.layer.num_hidden_layers
-    for index in c.sliding_layers:
-        kinds[index] = "sliding_attention"
+    windows = {spec.window for spec in c.layers if spec.window is not None}
+    require(len(windows) <= 1, "model", "have windows of one size", sorted(windows))
     said["transformer_layer_config"] = {
-        "layer_types": kinds,
-        "sliding_window": c.sliding_window,
-        "use_sliding_window": c.sliding_window is not None,
+        "layer_types": [FULL if spec.window is None else SLIDING for spec in c.layers],
+        "sliding_window": next((size - 1 for size in windows), None),  # without the anchor
+        "use_sliding_window": bool(windows),
     }
     k = c.max_drafts
     save_head(directory, model, params, dtype, target_name, k, said, write_shared=False)

@@ -7,8 +7,7 @@ params, those of a Llama or of a head, beside the names of the tensors that make
 
 import contextlib
 import dataclasses
-import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec.lm.extras import extra
+from jax_specdec.lm.formats.families import IMAGES, LAYER_TENSORS, TEXT_PREFIXES
 from jax_specdec.lm.formats.files import existing, instead_of, is_there, read_json
+from jax_specdec.lm.models.config import DecoderConfig, LayerSpec, Shapes, param_shapes
 from jax_specdec.lm.models.fields import quoted, reason, shown
 from jax_specdec.lm.models.int8 import NOT_PRODUCTS, Int8Weight, quantized
-from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes, param_shapes
 from jax_specdec.lm.models.protocol import Params
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
-_BY_ID = ("embed_tokens", "markov_w1", "markov_w2")
+_BY_ID = ("embed_tokens", "embed_tokens_per_layer", "markov_w1", "markov_w2")
 """Arrays that have a row for each id here, as in the file; others are transposed."""
+_OF_VOCABULARY = ("embed_tokens", "embed_tokens_per_layer", "lm_head")
+"""Arrays whose tensors have a row for each id of the vocabulary."""
 _ROWS = 1024
 """Rows of a large matrix that are in memory at once, where two of them are compared."""
 
@@ -63,14 +65,24 @@ class Tensors:
     origin: Path
     stored: dict[str, _Stored]
 
-    def without(self, prefix: str) -> "Tensors":
-        """Returns the tensors, those whose names begin with a prefix without it."""
+    def without(self, prefix: str, usual: str = "") -> "Tensors":
+        """Returns the tensors, those whose names begin with a prefix with what is usual for it."""
         stored: dict[str, _Stored] = {}
-        for old in sorted(self.stored):
-            other = stored.setdefault(old.removeprefix(prefix), self.stored[old]).name
-            if other != old:
-                raise ValueError(f"{shown(self.origin)} has both {shown(other)} and {shown(old)}.")
+        for old, one in sorted(self.stored.items()):
+            new = usual + old.removeprefix(prefix) if old.startswith(prefix) else old
+            other = stored.setdefault(new, one)
+            if other is not one:
+                both = f"{shown(other.name)} and {shown(one.name)}"
+                raise ValueError(f"{shown(self.origin)} has both {both}.")
         return Tensors(self.origin, stored)
+
+    def of_text(self) -> "Tensors":
+        """Returns the tensors of a decoder, by their names in files of text alone."""
+        kept = {x: at for x, at in self.stored.items() if not x.startswith(IMAGES)}
+        tensors = Tensors(self.origin, kept)
+        for prefix, usual in TEXT_PREFIXES.items():
+            tensors = tensors.without(prefix, usual)
+        return tensors
 
     def where(self, name: str) -> str:
         """Returns what messages call the file that holds a tensor."""
@@ -93,7 +105,7 @@ class Tensors:
 
 
 @contextlib.contextmanager
-def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
+def open_tensors(directory: Path, config: DecoderConfig) -> Iterator[Tensors]:
     """Opens the weights of a checkpoint, one file or shards, and check them against the config.
 
     Raises:
@@ -102,14 +114,19 @@ def open_tensors(directory: Path, config: LlamaConfig) -> Iterator[Tensors]:
       ValueError: a file cannot be parsed, the index names a file outside the directory, or a tensor
         is missing, unknown, or of another shape or kind than the config says.
     """
-    with open_files(directory) as tensors:
+    with open_files(directory) as files:
+        tensors = files.of_text()
         if _LM_HEAD in tensors.stored:  # some writers store it though it is tied
             config = dataclasses.replace(config, tie_word_embeddings=False)
-        # Every layer has the shapes of the first: those of all would not fit into memory if a file
-        # asks for a billion layers.
-        own, layer = parts(param_shapes(dataclasses.replace(config, num_hidden_layers=1)))
-        shapes = itertools.chain([own], itertools.repeat(layer, config.num_hidden_layers))
-        check_tensors(tensors, tensor_shapes(llama_tensors(config), shapes, part_sizes(config)))
+        shapes = parts(param_shapes(config))
+        # Some writers store keys and values of layers that read those of others.
+        unread = [
+            f"model.layers.{index}.self_attn.{name}.weight"
+            for index, spec in enumerate(config.layers)
+            if spec.keys_of is not None
+            for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+        ]
+        check_tensors(tensors, tensor_shapes(decoder_tensors(config), shapes), unread)
         yield tensors
 
 
@@ -226,7 +243,8 @@ def stores_own_head(tensors: Tensors, dtype: np.dtype) -> bool:
     """
     if _LM_HEAD not in tensors.stored:
         return False
-    pair = [tensors.stored[name].file.get_slice(name) for name in (EMBEDDING, _LM_HEAD)]
+    both = [tensors.stored[name] for name in (EMBEDDING, _LM_HEAD)]
+    pair = [stored.file.get_slice(stored.name) for stored in both]
     size = pair[0].get_shape()[0]
     for start in range(0, size, _ROWS):
         end = min(start + _ROWS, size)
@@ -254,11 +272,16 @@ def check_finite(owner: str, name: str, tensor: np.ndarray, dtype: np.dtype) -> 
             )
 
 
-Names = dict[str, list[str]]
-"""The tensors that make up each array of a dict, in the order in which they are fused."""
+class Names(NamedTuple):
+    """The tensors that make up the arrays of a dict.
 
-Sizes = dict[str, list[int]]
-"""The size of each tensor on the last axis of a fused array; arrays of one tensor are not here."""
+    Attributes:
+      tensors: of each array, in the order in which they are fused.
+      sizes: of each array of several tensors, the size of each on its last axis.
+    """
+
+    tensors: dict[str, list[str]]
+    sizes: dict[str, Sequence[int]] = {}
 
 
 def parts(tree: Params | Shapes) -> Iterator[dict[str, Any]]:
@@ -291,7 +314,7 @@ def read_arrays(
             return jax.device_put(tensor).astype(dtype)
 
     def fused(array: str, stored: list[str]) -> jax.Array | Int8Weight:
-        size = vocab_size if array in ("embed_tokens", "lm_head") else None
+        size = vocab_size if array in _OF_VOCABULARY else None
         in_int8 = [name for name in stored if tensors.form(name)[1] == "I8"]
         if in_int8 and in_int8 != stored:
             other = next(name for name in stored if name not in in_int8)
@@ -309,15 +332,17 @@ def read_arrays(
             return quantized(whole)
         return whole if array in _BY_ID else whole.T  # XLA transposes faster than NumPy
 
-    return [{array: fused(array, stored) for array, stored in part.items()} for part in names]
+    return [
+        {array: fused(array, stored) for array, stored in part.tensors.items()} for part in names
+    ]
 
 
-def unfuse(names: Iterable[Names], params: Params, sizes: Sizes) -> dict[str, np.ndarray]:
+def unfuse(names: Iterable[Names], params: Params) -> dict[str, np.ndarray]:
     """Returns the tensors ``[out, in]`` of params by name, the inverse of `read_arrays`."""
     tensors = {}
     for part, arrays in zip(names, parts(params), strict=True):
-        for array, fused in part.items():
-            ends = np.cumsum(sizes.get(array, []))[:-1]
+        for array, fused in part.tensors.items():
+            ends = np.cumsum(part.sizes.get(array, []))[:-1]
             # [in, out of all tensors] -> [in, out] of each -> [out, in]
             pieces = np.split(np.asarray(arrays[array]), ends, axis=-1)
             for name, piece in zip(fused, pieces, strict=True):
@@ -326,46 +351,31 @@ def unfuse(names: Iterable[Names], params: Params, sizes: Sizes) -> dict[str, np
 
 
 def tensor_shapes(
-    names: Iterable[Names], shapes: Iterable[Shapes], sizes: Sizes
+    names: Iterable[Names], shapes: Iterable[Shapes]
 ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yields array, name and shape ``[out, in]`` of each tensor `unfuse` makes of such shapes."""
     for part, arrays in zip(names, shapes, strict=True):
-        for array, fused in part.items():
+        for array, fused in part.tensors.items():
             *inner, last = arrays[array]
-            for name, size in zip(fused, sizes.get(array, [last]), strict=True):
+            for name, size in zip(fused, part.sizes.get(array, [last]), strict=True):
                 yield array, name, arrays[array] if array in _BY_ID else (size, *inner)
 
 
-def llama_tensors(config: LlamaConfig) -> Iterator[Names]:
-    """Yields the names of each of the `parts` of a `Llama`.
-
-    One layer at a time: a file may ask for more layers than memory holds the names of.
-    """
-    names = {"embed_tokens": [EMBEDDING], "norm": ["model.norm.weight"]}
-    yield names if config.tie_word_embeddings else names | {"lm_head": [_LM_HEAD]}
-    for index in range(config.num_hidden_layers):
-        yield layer_tensors(config, f"model.layers.{index}")
+def decoder_tensors(config: DecoderConfig) -> Iterator[Names]:
+    """Yields the names of each of the `parts` of a `Llama`."""
+    own, *layers = parts(param_shapes(config))
+    names = {array: [f"model.{array}.weight"] for array in own if array != "layers"}
+    yield Names(names | {"lm_head": [_LM_HEAD]} if "lm_head" in own else names)
+    for index, (spec, arrays) in enumerate(zip(config.layers, layers, strict=True)):
+        yield layer_tensors(spec, arrays, f"model.layers.{index}")
 
 
-def layer_tensors(config: LlamaConfig, prefix: str) -> Names:
-    """Returns which tensors make up each array of a layer of a `Llama`."""
-    names = {
-        "input_layernorm": [f"{prefix}.input_layernorm.weight"],
-        "qkv_proj": [f"{prefix}.self_attn.{x}_proj.weight" for x in "qkv"],
-        "o_proj": [f"{prefix}.self_attn.o_proj.weight"],
-        "post_attention_layernorm": [f"{prefix}.post_attention_layernorm.weight"],
-        "gate_up_proj": [f"{prefix}.mlp.{x}_proj.weight" for x in ("gate", "up")],
-        "down_proj": [f"{prefix}.mlp.down_proj.weight"],
-    }
-    if config.qkv_bias:
-        names["qkv_bias"] = [f"{prefix}.self_attn.{x}_proj.bias" for x in "qkv"]
-    if config.qk_norm:
-        names |= {f"{x}_norm": [f"{prefix}.self_attn.{x}_norm.weight"] for x in "qk"}
-    return names
-
-
-def part_sizes(config: LlamaConfig) -> Sizes:
-    """Returns the sizes of a layer of a `Llama`."""
-    keys = config.num_key_value_heads * config.head_dim
-    heads = [config.num_attention_heads * config.head_dim, keys, keys]
-    return {"qkv_proj": heads, "qkv_bias": heads, "gate_up_proj": [config.intermediate_size] * 2}
+def layer_tensors(spec: LayerSpec, arrays: Collection[str], prefix: str) -> Names:
+    """Returns which tensors make up the arrays of a layer, whose names begin with a prefix."""
+    heads = spec.head_sizes
+    tensors = {array: [f"{prefix}.{x}" for x in LAYER_TENSORS[array]] for array in arrays}
+    for array in ("qkv_proj", "qkv_bias"):
+        if array in tensors:  # queries alone, or without values
+            tensors[array] = tensors[array][: len(heads)]
+    gate_up = [spec.intermediate_size] * 2
+    return Names(tensors, {"qkv_proj": heads, "qkv_bias": heads, "gate_up_proj": gate_up})

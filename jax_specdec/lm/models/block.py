@@ -32,8 +32,9 @@ import numpy as np
 
 from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import check_array, check_int, require
-from jax_specdec._src.base.tree import MAX_VISIBLE, TreeRows
-from jax_specdec.lm.models.cache import Pass, check_length, check_rows
+from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec.lm.models.cache import Pass, check_length, check_rows, empty_cache
+from jax_specdec.lm.models.config import LayerSpec, Shapes, layer_shapes
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.int8 import Int8Weight, matmul
 from jax_specdec.lm.models.layers import (
@@ -43,10 +44,8 @@ from jax_specdec.lm.models.layers import (
     embed_tokens,
     rms_norm,
     rotated_heads,
-    rotation,
+    rotations,
 )
-from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.llama_config import Shapes, param_shapes
 from jax_specdec.lm.models.protocol import Cache, Rows
 
 
@@ -55,26 +54,25 @@ class BlockHeadConfig(HeadConfig):
     """Sizes and switches of a `BlockHead`.
 
     Attributes:
-      layer: sizes of the layers, `num_hidden_layers` of them. Its `vocab_size` is the target's V,
-        `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output
-        matrix is its embedding.
+      vocab_size: V, the target's.
+      hidden_size: H, width of the residual stream.
+      layers: one `LayerSpec` for each layer. One with a window slides: its window is counted from
+        the first row of the block, for all rows; W + 1 is the anchor, and W positions before it.
+      tie_word_embeddings: the target's output matrix is its embedding.
+      num_token_ids: the target's.
       draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
         target's ids, and the head has an output matrix of its own.
       feature_layers: ids of the target's layers before which the residual stream is read, 0-based
         and ascending; L, the number of layers, is after the last one.
       target_hidden_size: width of the target's residual stream.
-      o_proj_bias: the output of attention has a bias.
       own_embedding: the head has an embedding of its own; otherwise the target's.
       own_lm_head: the head has an output matrix of its own; otherwise the target's.
       logit_scale: multiplies the logits, and the bias with them.
       block_size: S, rows of the block, at most 64. All are run, however many drafts are wanted.
       mask_token_id: id in all rows but the first, below V. It may be one that is no token.
       sample_from_anchor: the first row gives a draft too, of the position after its own.
-      sliding_window: W: rows of sliding layers see the context from position n - W on. Both
-        this and `sliding_layers` are there, or neither is.
-      sliding_layers: which layers slide, 0-based and ascending.
-      sliding_window_non_causal: a row of a sliding layer sees the whole block, as one of the other
-        layers does; otherwise the rows up to itself.
+      sliding_window_non_causal: a row of a layer with a window sees the whole block, as one of the
+        other layers does; otherwise the rows up to itself.
       markov_rank: r, of the bias that depends on the token before; None without one.
       enable_confidence_head: the head has weights for how likely its drafts are to be accepted.
         They are read, trained and saved; nothing here drafts or verifies by them.
@@ -89,8 +87,6 @@ class BlockHeadConfig(HeadConfig):
     block_size: int
     mask_token_id: Annotated[int, "from 0 on"]
     sample_from_anchor: bool = False
-    sliding_window: int | None = None
-    sliding_layers: tuple[int, ...] = ()
     sliding_window_non_causal: bool = False
     markov_rank: int | None = None
     enable_confidence_head: bool = False
@@ -102,21 +98,9 @@ class BlockHeadConfig(HeadConfig):
         must = f"be in [{least}, {MAX_VISIBLE}]"
         require(least <= self.block_size <= MAX_VISIBLE, "block_size", must, self.block_size)
         mask = self.mask_token_id
-        most = self.layer.vocab_size
+        most = self.vocab_size
         is_id = type(mask) is int and 0 <= mask < most
         require(is_id, "mask_token_id", f"be an id in [0, {most})", mask)
-        for name in ("sliding_window", "markov_rank"):
-            value = getattr(self, name)
-            is_size = value is None or (type(value) is int and 0 < value < 2**31)
-            require(is_size, name, "be a positive integer or None", value)
-        layers = self.sliding_layers
-        number = self.layer.num_hidden_layers
-        are_ids = isinstance(layers, tuple) and all(type(i) is int for i in layers)
-        are_ids = are_ids and sorted({*layers}) == [*layers]
-        are_ids = are_ids and (not layers or 0 <= layers[0] <= layers[-1] < number)
-        require(are_ids, "sliding_layers", f"be ids in [0, {number}), ascending", layers)
-        both = (self.sliding_window is None) == (not layers)
-        require(both, "sliding_window", "be there if and only if layers slide", self.sliding_window)
         fits = self.enable_confidence_head and self.markov_rank is not None
         with_markov = self.confidence_head_with_markov
         must = "be false without a confidence head and a markov_rank"
@@ -127,20 +111,14 @@ class BlockHeadConfig(HeadConfig):
         """The most drafts of a block."""
         return self.block_size - (not self.sample_from_anchor)
 
-    def visible(self, index: int) -> np.ndarray:
+    def visible(self, spec: LayerSpec) -> np.ndarray:
         """Returns which rows of the block each row sees in a layer: ``[S, 2]`` uint32, in bits."""
         size = self.block_size
-        is_causal = index in self.sliding_layers and not self.sliding_window_non_causal
+        is_causal = spec.window is not None and not self.sliding_window_non_causal
         # Bit i of a word is row i: those up to its own, or all.
         words = [(1 << (row + 1 if is_causal else size)) - 1 for row in range(size)]
         # [S] of 64 bits -> [S, 2] of 32
         return np.array([[word & 0xFFFFFFFF, word >> 32] for word in words], np.uint32)
-
-    def window(self, index: int) -> int | None:
-        """Returns a layer's `window` of `decode_attention`; None where all positions are seen."""
-        if self.sliding_window is None or index not in self.sliding_layers:
-            return None
-        return self.sliding_window + 1  # the anchor, and the W positions before it
 
 
 def block_shapes(config: BlockHeadConfig) -> Shapes:
@@ -148,23 +126,21 @@ def block_shapes(config: BlockHeadConfig) -> Shapes:
 
     A dict with ``embed_tokens [V, H]``, ``fc [A * H_target, H]``, ``hidden_norm [H]``, ``norm
     [H]``, ``lm_head [H, Vd]`` (the target's embedding ``[V, H]`` if that is its output matrix and
-    shared), and ``layers``, as in `param_shapes`; with `o_proj_bias` also ``o_bias [H]`` in each.
+    shared), and ``layers``, as in `layer_shapes`.
     With `markov_rank` there are ``markov_w1 [V, r]`` and ``markov_w2 [Vd, r]``, with a confidence
     head ``confidence_proj [H, 1]``, or ``[H + r, 1]``, and ``confidence_bias [1]``. With Vd < V
     there is ``target_ids [Vd]`` int32, the target's id of each of the head's.
     """
-    c = config.layer
-    rank = config.markov_rank
-    layers = param_shapes(c)["layers"]
-    if config.o_proj_bias:
-        layers = [layer | {"o_bias": (c.hidden_size,)} for layer in layers]
-    shapes = common_shapes(config) | {"layers": layers, "hidden_norm": (c.hidden_size,)}
+    c = config
+    rank = c.markov_rank
+    layers = [layer_shapes(spec, c.hidden_size) for spec in c.layers]
+    shapes = common_shapes(c) | {"layers": layers, "hidden_norm": (c.hidden_size,)}
     if rank is not None:
         shapes["markov_w1"] = (c.vocab_size, rank)
-        shapes["markov_w2"] = (config.draft_vocab_size, rank)
-    if config.enable_confidence_head:
+        shapes["markov_w2"] = (c.draft_vocab_size, rank)
+    if c.enable_confidence_head:
         width = c.hidden_size
-        if rank is not None and config.confidence_head_with_markov:
+        if rank is not None and c.confidence_head_with_markov:
             width += rank
         shapes |= {"confidence_proj": (width, 1), "confidence_bias": (1,)}
     return shapes
@@ -201,13 +177,14 @@ class BlockHead(DraftHead):
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jax_specdec.lm import BlockHeadConfig
-      >>> from jax_specdec.lm.models import LlamaConfig, Rows
-      >>> layer = LlamaConfig(
-      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, qk_norm=True)
-      >>> head = BlockHead(BlockHeadConfig(
-      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4), target_hidden_size=32,
-      ...     block_size=8, mask_token_id=255, sample_from_anchor=True, markov_rank=4))
+      >>> from jax_specdec.lm.models import DecoderConfig, LayerSpec, Rows
+      >>> layer = LayerSpec(
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64,
+      ...     qk_norm=True)
+      >>> target = DecoderConfig(vocab_size=256, hidden_size=32, layers=(layer,) * 4)
+      >>> head = BlockHead(BlockHeadConfig.of_target(
+      ...     target, layers=(layer,) * 2, feature_layers=(2, 4), block_size=8, mask_token_id=255,
+      ...     sample_from_anchor=True, markov_rank=4))
       >>> params = jax.jit(head.init_params)(jax.random.key(0))
       >>> cache = head.init_cache(batch_size=1, max_length=16)
       >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
@@ -236,7 +213,7 @@ class BlockHead(DraftHead):
           max_length: T; the cache has T + S positions.
         """
         size = max_length + self.config.block_size
-        return Llama(self.config.layer, self.dtype).init_cache(batch_size, size)
+        return empty_cache(self.config.layers, self.dtype, batch_size, size)
 
     def context(
         self, params: Weights, features: jax.Array, positions: jax.Array
@@ -256,22 +233,27 @@ class BlockHead(DraftHead):
           ValueError: an argument has another shape.
           TypeError: features are not of the compute dtype, or positions not int32.
         """
-        c = self.config.layer
+        c = self.config
         sizes = {"A*H": self.num_features}
         check_array("features", features, f"[B, S, A*H] {self.dtype}", sizes)
         check_array("positions", positions, "[B, S] int32", sizes)
         # c = hidden_norm(fc(g)): [B, S, A H_target] -> [B, S, H]
-        rows = rms_norm(matmul(features, params["fc"]), params["hidden_norm"], c.rms_norm_eps)
-        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        rows = rms_norm(matmul(features, params["fc"]), params["hidden_norm"], c.norm)
+        cos_sin = rotations(c.layers, positions)
         pairs = []
-        for layer in params["layers"]:
+        for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
             # Features are only attended to: their query is not read.
-            _, key, value = rotated_heads(c, layer, rows, cos_sin)
+            _, key, value = rotated_heads(spec, layer, rows, cos_sin[index])
             pairs.append((key, value))
         return pairs
 
     def write_context(
-        self, params: Weights, features: jax.Array, start: jax.Array, cache: Cache
+        self,
+        params: Weights,
+        features: jax.Array,
+        start: jax.Array,
+        cache: Cache,
+        slots: jax.Array | None = None,
     ) -> Cache:
         """Returns the cache after S consecutive positions of each request were written.
 
@@ -280,6 +262,7 @@ class BlockHead(DraftHead):
           features: as for `context`; row s of request b is at position start[b] + s.
           start: ``[B]`` int32.
           cache: from `init_cache` or a previous call.
+          slots: ``[B]`` int32, the requests of the cache, as `Rows` has them; None for all.
 
         Raises:
           ValueError: as for `context`, or the cache has fewer positions.
@@ -290,8 +273,9 @@ class BlockHead(DraftHead):
         # [B, S]
         positions = start[:, None] + jnp.arange(features.shape[1], dtype=jnp.int32)[None, :]
         pairs = self.context(params, features, positions)
+        requests = None if slots is None else slots[:, None]  # [B, 1]
         return [
-            write_rows(layer, key, value, positions)
+            write_rows(layer, key, value, positions, requests)
             for layer, (key, value) in zip(cache, pairs, strict=True)
         ]
 
@@ -332,18 +316,13 @@ class BlockHead(DraftHead):
             constant_values=config.mask_token_id,
         )
         block = rows._replace(token_ids=ids)
-        step = Pass.of([block], cache, config.layer.num_key_value_heads)
-        depth = jnp.arange(config.block_size, dtype=jnp.int32)[None, :]
+        step = Pass.of([block], cache, config.layers)
         new_cache = list(cache)
 
         def attend(index: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            # Rows of a block see one another: a layer's bits take the place of a tree's.
-            # They are a constant of NumPy, which `TreeRows` does not declare: attention counts it.
-            visible: Any = config.visible(index)
-            seen = block._replace(tree=TreeRows(depth, visible))
-            own = step._replace(groups=(seen,))
-            read, new_cache[index] = own.attend(
-                query, key, value, cache[index], config.window(index)
+            spec = config.layers[index]
+            read, new_cache[index] = step.attend(
+                spec, query, key, value, cache[index], config.visible(spec)
             )
             return read
 
@@ -369,13 +348,14 @@ class BlockHead(DraftHead):
         Returns:
           The states h ``[B, R, H]`` of all rows; `head_logits` gives their logits.
         """
-        c = self.config.layer
+        c = self.config
         x = embedded
-        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        for index, layer in enumerate(params["layers"]):
-            x = decoder_layer(c, layer, x, cos_sin, functools.partial(attend, index))
+        cos_sin = rotations(c.layers, positions)
+        for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
+            one = functools.partial(attend, index)
+            x = decoder_layer(spec, layer, x, cos_sin[index], one)
         # h = norm(x): [B, R, H]
-        return rms_norm(x, params["norm"], c.rms_norm_eps)
+        return rms_norm(x, params["norm"], c.norm)
 
     def bias(
         self, params: Weights, token_ids: jax.Array, columns: jax.Array | None = None
@@ -394,10 +374,10 @@ class BlockHead(DraftHead):
         # W2 W1[x]: [...] -> [..., r] -> [..., Vd], or [..., C]
         before = embed_tokens(params["markov_w1"], token_ids)
         after = params["markov_w2"]
-        if isinstance(after, Int8Weight):
-            bias = matmul(before, after) if columns is None else after.columns(before, columns)
-        elif columns is None:
-            bias = jnp.einsum("vr,...r->...v", after, before)
+        if columns is None:
+            bias = matmul(before, after, outputs_first=True)
+        elif isinstance(after, Int8Weight):
+            bias = after.columns(before, columns)
         else:
             bias = jnp.einsum("...cr,...r->...c", after[columns], before)
         return bias if self.config.logit_scale == 1 else bias * self.config.logit_scale

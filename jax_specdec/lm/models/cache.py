@@ -7,14 +7,41 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from jax_specdec._src.attention.api import decode_attention
+from jax_specdec._src.attention.api import attend
+from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
 from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import Sizes, check_array, require
+from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec.lm.models.config import LayerSpec
 from jax_specdec.lm.models.protocol import Cache, Rows
 
 Layer = tuple[jax.Array, jax.Array]
 """Keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of one layer, of all requests."""
+
+
+def empty_cache(
+    layers: Sequence[LayerSpec], dtype: np.dtype, batch_size: int, max_length: int
+) -> list[Layer]:
+    """Returns a cache of layers for B = batch_size requests of at most T = max_length positions.
+
+    Layers that read the keys of others have none.
+
+    In 16 bits T is rounded up to a multiple of 64, as the kernel of attention takes it.
+    """
+    if dtype.itemsize == 2:
+        max_length = -(-max_length // 64) * 64
+    cache = []
+    for spec in layers:
+        if spec.keys_of is not None:
+            continue
+        heads = batch_size * spec.num_key_value_heads
+        keys = jnp.zeros((heads, spec.head_dim, max_length), dtype)  # [B N_kv, D, T]
+        values = jnp.zeros((heads, max_length, spec.head_dim), dtype)  # [B N_kv, T, D]
+        cache.append((keys, values))
+    return cache
 
 
 class Pass(NamedTuple):
@@ -25,10 +52,10 @@ class Pass(NamedTuple):
 
     Attributes:
       groups: what the pass runs.
-      token_ids: ``[G, S]`` or ``[1, M]`` int32.
+      token_ids: ``[G, S]`` or ``[1, M]`` int32; of `with_two_rows` ``[1, 2]``.
       positions: of the same shape, in the sequences, for rotary angles.
-      places: of the same shape, in the cache.
-      requests: of the same shape, or one that broadcasts with it: the requests of the cache. None
+      places: ``[G, S]`` or ``[1, M]`` int32, in the cache.
+      requests: of that shape, or one that broadcasts with it: the requests of the cache. None
         for one group that is all of them.
     """
 
@@ -39,7 +66,7 @@ class Pass(NamedTuple):
     requests: jax.Array | None
 
     @classmethod
-    def of(cls, groups: Sequence[Rows], cache: list[Layer], num_kv_heads: int) -> Pass:
+    def of(cls, groups: Sequence[Rows], cache: list[Layer], layers: Sequence[LayerSpec]) -> Pass:
         """Returns the pass over some groups.
 
         Where groups write one position, that of the group with `slots` stays: rows of a group of
@@ -48,10 +75,10 @@ class Pass(NamedTuple):
         Args:
           groups: one or more.
           cache: of all layers; only its shapes are read.
-          num_kv_heads: N_kv.
+          layers: what each of them is.
         """
         keys = cache[0][0]
-        num_requests = keys.shape[0] // num_kv_heads
+        num_requests = keys.shape[0] // layers[0].num_key_value_heads
         room = keys.shape[2]
         if len(groups) == 1:
             (rows,) = groups
@@ -83,10 +110,23 @@ class Pass(NamedTuple):
             requests=_side_by_side(owners),
         )
 
+    def with_two_rows(self) -> Pass:
+        """Returns the pass in which a row that is alone comes twice, and attends once.
+
+        Products in 16 bits have at least two rows (see `matmul`). To bring the second to each of
+        them is a launch on a GPU, so it is there from the start: of Llama 3 1B on an H100 a pass
+        takes 1.24 ms so, 1.29 with a second row in products alone, and 1.51 without any.
+        """
+        if self.token_ids.size > 1:
+            return self
+        # [1, 1] -> [1, 2]; `places` has one, by which the second is known.
+        ids, positions = (jnp.tile(x, (1, 2)) for x in (self.token_ids, self.positions))
+        return self._replace(token_ids=ids, positions=positions)
+
     def split(self, x: jax.Array) -> list[jax.Array]:
         """Returns ``[G, S, ...]`` for each group, of ``[G, S, ...]`` or ``[1, M, ...]``."""
         if len(self.groups) == 1:
-            return [x]
+            return [x[:, : self.places.shape[1]]]
         parts = []
         first = 0
         for rows in self.groups:
@@ -98,44 +138,68 @@ class Pass(NamedTuple):
 
     def attend(
         self,
+        spec: LayerSpec,
         query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
+        key: jax.Array | None,
+        value: jax.Array | None,
         layer: Layer,
-        window: int | None = None,
+        block: np.ndarray | None = None,
     ) -> tuple[jax.Array, Layer]:
         """Returns what all rows read of a layer, and the layer, into which they are written first.
 
-        It is softmax(q k / sqrt(D)) v over the positions up to each row's own, or as its tree and
-        the window say; see `decode_attention`. All rows are written before any is read, so that the
-        cache is changed in place.
+        It is softmax(scale q k) v over the positions up to each row's own in its sequence, within
+        the layer's window; see `decode_attention`. All rows are written before any is read, so that
+        the cache is changed in place.
 
         Args:
+          spec: what the layer is.
           query: ``[G, S, N, D]``, or ``[1, M, N, D]`` of several groups.
-          key: ``[G, S, N_kv, D]``, or ``[1, M, N_kv, D]``.
+          key: ``[G, S, N_kv, D]``, or ``[1, M, N_kv, D]``; None if the layer is that of others,
+            who have written it.
           value: as `key`.
           layer: changed in place if it is donated.
-          window: as for `decode_attention`.
+          block: ``[S, 2]`` uint32, which of the S rows each one sees, if they are a block, whose
+            window is counted from its first row.
         """
-        layer = write_rows(layer, key, value, self.places, self.requests)
-        num_kv_heads = key.shape[2]
+        if key is not None and value is not None:
+            # [1, 2, N_kv, D] -> [1, 1, N_kv, D] of a row that comes twice; others are as they were.
+            num_rows = self.places.shape[1]
+            layer = write_rows(
+                layer, key[:, :num_rows], value[:, :num_rows], self.places, self.requests
+            )
         reads = []
+        static = AttentionStatic(
+            scale=query.shape[-1] ** -0.5 if spec.scale is None else spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            finite_cache=True,  # `write_rows` keeps values so
+            num_kv=spec.num_key_value_heads,
+        )
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
-            read = decode_attention(
-                own,
-                _of_slots(layer[0], num_kv_heads, rows.slots),
-                _of_slots(layer[1], num_kv_heads, rows.slots),
-                rows.start,
-                visible=rows.visible,
-                window=window,
-                finite_cache=True,  # `write_rows` keeps values so
-            )
-            reads.append(read)
+            visible, depth = _seen(rows, spec.window) if block is None else (block, None)
+            arrays = AttentionArrays(own, *layer, rows.start, depth=depth, slots=rows.slots)
+            reads.append(attend(arrays, static, visible))
         if len(reads) == 1:
-            return reads[0], layer
+            return jnp.broadcast_to(reads[0], query.shape), layer
         # [G, S, N, D] of each group -> [1, M, N, D], as the query
         return _side_by_side(reads), layer
+
+
+def _seen(rows: Rows, window: int | None) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns `visible` and `depth` of `decode_attention` for rows of a layer with a window."""
+    if rows.tree is None or window is None:
+        return rows.visible, None
+    visible = rows.tree.visible
+    if window < MAX_VISIBLE:
+        # A node's bits are the path to it: its window are the last of them.
+        shifts = jnp.arange(32, dtype=jnp.uint32)[None, None, None, :]
+        bits = (visible[..., None] >> shifts) & 1  # [G, S, 2, 32]
+        flat = bits.reshape(*visible.shape[:2], MAX_VISIBLE)
+        to_end = lax.cumsum(flat, axis=2, reverse=True)  # [G, S, 64]: 1 at the node itself
+        kept = jnp.where(to_end <= window, flat, 0).reshape(bits.shape)
+        visible = (kept << shifts).sum(axis=3, dtype=jnp.uint32)
+    return visible, rows.tree.depth
 
 
 def _side_by_side(parts: list[jax.Array]) -> jax.Array:
@@ -143,16 +207,6 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
     # [G, S, ...] -> [1, G S, ...]
     rows = [x.reshape(1, -1, *x.shape[2:]) for x in parts]
     return jnp.concatenate(rows, axis=1)
-
-
-def _of_slots(cache: jax.Array, num_kv_heads: int, slots: jax.Array | None) -> jax.Array:
-    """Returns keys ``[G N_kv, D, T]`` or values ``[G N_kv, T, D]`` of some requests; None: all."""
-    if slots is None:
-        return cache
-    # [B N_kv, D, T] -> [B, N_kv, D, T], and values likewise
-    each = cache.reshape(-1, num_kv_heads, *cache.shape[1:])
-    # [B, N_kv, ..] -> [G, N_kv, ..] -> [G N_kv, ..]
-    return each.at[slots].get(mode="clip").reshape(-1, *cache.shape[1:])
 
 
 def check_rows(name: str, rows: Rows, cache: Cache) -> None:
@@ -190,6 +244,6 @@ def check_length(name: str, length: int, cache: Cache) -> None:
     Raises:
       ValueError: they have not: writing would drop the last tokens.
     """
-    most = jax.tree.leaves(cache)[0].shape[-1]
+    most = min(keys.shape[2] for keys, _ in cache)
     must = f"have at most {most} tokens per request, as the cache"
     require(length <= most, name, must, length)

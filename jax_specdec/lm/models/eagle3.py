@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.base.arrays import check_array, require
-from jax_specdec.lm.models.cache import Pass, check_rows
+from jax_specdec.lm.models.cache import Pass, check_rows, empty_cache
+from jax_specdec.lm.models.config import Shapes, layer_shapes
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
@@ -32,8 +33,6 @@ from jax_specdec.lm.models.layers import (
     rotation,
     self_attention,
 )
-from jax_specdec.lm.models.llama import Llama
-from jax_specdec.lm.models.llama_config import Shapes, param_shapes
 from jax_specdec.lm.models.protocol import Cache, Rows
 
 
@@ -42,9 +41,11 @@ class Eagle3Config(HeadConfig):
     """Sizes and switches of an `Eagle3Head`.
 
     Attributes:
-      layer: sizes of the one layer, with `num_hidden_layers` 1. Its `vocab_size` is the target's V,
-        `num_token_ids` the target's too; `tie_word_embeddings` says that the target's output matrix
-        is its embedding.
+      vocab_size: V, the target's.
+      hidden_size: H, width of the residual stream.
+      layers: the one layer.
+      tie_word_embeddings: the target's output matrix is its embedding.
+      num_token_ids: the target's.
       draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
         target's ids, and the head has an output matrix of its own.
       feature_layers: ids of the target's layers before which the residual stream is read, 0-based
@@ -54,7 +55,6 @@ class Eagle3Config(HeadConfig):
       fc_norm: an RMSNorm over the features of each layer before ``fc``.
       norm_before_residual: the residual stream begins with the normed x_i.
       norm_output: the next draft step gets norm(h), not h.
-      o_proj_bias: the output of attention has a bias.
       own_embedding: the head has an embedding of its own; otherwise the target's.
       own_lm_head: the head has an output matrix of its own; otherwise the target's.
       logit_scale: multiplies the logits.
@@ -72,9 +72,9 @@ class Eagle3Config(HeadConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers = self.layer.num_hidden_layers
+        count = len(self.layers)
         hint = "systems differ in what more layers of a head compute"
-        require(layers == 1, "num_hidden_layers", "be 1", layers, hint)
+        require(count == 1, "num_hidden_layers", "be 1", count, hint)
         norms = self.norm_before_fc, self.fc_norm
         require(not all(norms), "norm_before_fc and fc_norm", "not both be true", norms)
 
@@ -84,17 +84,16 @@ def head_shapes(config: Eagle3Config) -> Shapes:
 
     A dict with ``embed_tokens [V, H]``, ``fc [A * H_target, H]``, ``norm [H]``, ``lm_head [H, Vd]``
     (the target's embedding ``[V, H]`` if that is its output matrix and shared), and `layer`, as in
-    `param_shapes` with ``qkv_proj [2 H, (N + 2 N_kv) D]`` and ``hidden_norm [H]``; with
-    `o_proj_bias` also ``o_bias [H]``. With `norm_before_fc` there is `input_norm`, with `fc_norm`
-    there is `fc_norm`, both ``[A * H_target]``. With Vd < V there is ``target_ids [Vd]`` int32, the
-    target's id of each of the head's.
+    `layer_shapes` with ``qkv_proj [2 H, (N + 2 N_kv) D]`` and ``hidden_norm [H]``. With
+    `norm_before_fc` there is `input_norm`, with `fc_norm` there is `fc_norm`, both
+    ``[A * H_target]``. With Vd < V there is ``target_ids [Vd]`` int32, the target's id of each of
+    the head's.
     """
-    size = config.layer.hidden_size
-    (layer,) = param_shapes(config.layer)["layers"]
+    size = config.hidden_size
+    (spec,) = config.layers
     # It reads two normed vectors side by side: the embedding's and the features'.
-    layer |= {"qkv_proj": (2 * size, layer["qkv_proj"][1]), "hidden_norm": (size,)}
-    if config.o_proj_bias:
-        layer["o_bias"] = (size,)
+    layer = layer_shapes(spec, size)
+    layer |= {"qkv_proj": (2 * size, sum(spec.head_sizes)), "hidden_norm": (size,)}
     shapes = common_shapes(config) | {"layer": layer}
     if config.norm_before_fc:
         shapes["input_norm"] = (config.num_features,)
@@ -117,12 +116,12 @@ class Eagle3Head(DraftHead):
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jax_specdec.lm.models import Eagle3Config, LlamaConfig, Rows
-      >>> layer = LlamaConfig(
-      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8)
-      >>> head = Eagle3Head(Eagle3Config(
-      ...     layer=layer, draft_vocab_size=256, feature_layers=(2, 4, 5), target_hidden_size=32))
+      >>> from jax_specdec.lm.models import DecoderConfig, Eagle3Config, LayerSpec, Rows
+      >>> layer = LayerSpec(
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64)
+      >>> target = DecoderConfig(vocab_size=256, hidden_size=32, layers=(layer,) * 6)
+      >>> config = Eagle3Config.of_target(target, layers=(layer,), feature_layers=(2, 4, 5))
+      >>> head = Eagle3Head(config)
       >>> params = jax.jit(head.init_params)(jax.random.key(0))
       >>> cache = head.init_cache(batch_size=1, max_length=16)
       >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
@@ -146,18 +145,13 @@ class Eagle3Head(DraftHead):
     dtype: Any = jnp.dtype("float32")
 
     @property
-    def _llama(self) -> Llama:
-        """A decoder with the same cache."""
-        return Llama(self.config.layer, self.dtype)
-
-    @property
     def weight_shapes(self) -> Shapes:
         """The structure of the params, with a shape in place of each array."""
         return head_shapes(self.config)
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns an empty cache for B = batch_size requests of T = max_length positions."""
-        return self._llama.init_cache(batch_size, max_length)
+        return empty_cache(self.config.layers, self.dtype, batch_size, max_length)
 
     def project(self, params: Weights, features: jax.Array) -> jax.Array:
         """Returns the states fc(g) with which true features enter the layer.
@@ -175,15 +169,14 @@ class Eagle3Head(DraftHead):
           TypeError: features are not of the compute dtype.
         """
         c = self.config
-        eps = c.layer.rms_norm_eps
         check_array("features", features, f"[B, S, A*H] {self.dtype}", {"A*H": c.num_features})
         if c.norm_before_fc:
-            features = rms_norm(features, params["input_norm"], eps)
+            features = rms_norm(features, params["input_norm"], c.norm)
         if c.fc_norm:
             chunks = (len(c.feature_layers), c.target_hidden_size)
             # [B, S, A H_target] -> [B, S, A, H_target] and back: a mean for each layer
             split = features.reshape(*features.shape[:2], *chunks)
-            split = rms_norm(split, params["fc_norm"].reshape(chunks), eps)
+            split = rms_norm(split, params["fc_norm"].reshape(chunks), c.norm)
             features = split.reshape(features.shape)
         # [B, S, A H_target] -> [B, S, H]
         return matmul(features, params["fc"])
@@ -222,17 +215,18 @@ class Eagle3Head(DraftHead):
             has positions.
           TypeError: rows have other dtypes, or states not the compute dtype.
         """
-        c = self.config.layer
+        c = self.config
+        (spec,) = c.layers
         (layer,) = cache
         check_rows("rows", rows, cache)
-        step = Pass.of([rows], cache, c.num_key_value_heads)
+        step = Pass.of([rows], cache, c.layers)
         batch_size, length = rows.token_ids.shape
         sizes = {"B": batch_size, "S": length, "H": c.hidden_size}
         check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
 
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
             nonlocal layer
-            read, layer = step.attend(query, key, value, layer)
+            read, layer = step.attend(spec, query, key, value, layer)
             return read
 
         # [B, S] -> [B, S, H]
@@ -262,23 +256,24 @@ class Eagle3Head(DraftHead):
         Returns:
           Logits ``[B, S, Vd]``, and the feedback ``[B, S, H]``.
         """
-        config = self.config
-        c = config.layer
-        eps = c.rms_norm_eps
+        c = self.config
+        (spec,) = c.layers
         layer = params["layer"]
         # u = [norm(embed(t)), norm(x)]: [B, S, H] twice -> [B, S, 2 H]
-        normed = rms_norm(states, layer["hidden_norm"], eps)
-        h = jnp.concatenate([rms_norm(embedded, layer["input_layernorm"], eps), normed], axis=-1)
+        normed = rms_norm(states, layer["hidden_norm"], c.norm)
+        h = rms_norm(embedded, layer["input_layernorm"], c.norm)
+        h = jnp.concatenate([h, normed], axis=-1)
         # h = x + attention(u): [B, S, 2 H] -> [B, S, H]
-        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
-        branch = self_attention(c, layer, h, cos_sin, attend)
-        x = (normed if config.norm_before_residual else states) + branch
+        cos_sin = rotation(positions, spec.rotation, spec.head_dim)
+        branch = self_attention(spec, layer, h, cos_sin, attend)
+        x = (normed if c.norm_before_residual else states) + branch
         if row is not None:
             # [B, S, H] -> [B, 1, H]: all positions were written, one is asked about
             x = jnp.take_along_axis(x, row[:, None, None], axis=1)
         # h = h + mlp(norm(h))
-        x = x + feed_forward(layer, rms_norm(x, layer["post_attention_layernorm"], eps))
+        h = rms_norm(x, layer["post_attention_layernorm"], c.norm)
+        x = x + feed_forward(spec, layer, h)
         # logits = lm_head(norm(h)): [B, S, H] -> [B, S, Vd]
-        output = rms_norm(x, params["norm"], eps)
-        logits = head_logits(config, params, output)
-        return logits, output if config.norm_output else x
+        output = rms_norm(x, params["norm"], c.norm)
+        logits = head_logits(c, params, output)
+        return logits, output if c.norm_output else x

@@ -2,6 +2,7 @@
 
 import dataclasses
 import reprlib
+import typing
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -40,9 +41,11 @@ def is_token_id(value: object) -> TypeGuard[int]:
 
 
 def check_fields(config: Any) -> None:
-    """Checks the fields of a dataclass that are annotated `int`, `float` or `bool`.
+    """Checks the fields of a dataclass that are annotated `int`, `float` or `bool`, or None beside.
 
     A whole number in a field of `float` becomes one: as an integer, JAX might not hold it.
+
+    An integer may be 0 where the field's metadata has ``least=0``.
 
     Raises:
       ValueError: an integer is not positive or more than int32 holds, a number is not positive or
@@ -50,17 +53,23 @@ def check_fields(config: Any) -> None:
     """
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if (rule := _broken_rule(field.type, value)) is not None:
+        least = field.metadata.get("least", 1)
+        if (rule := _broken_rule(field.type, value, least)) is not None:
             refuse(ValueError, field.name, f"be {rule}", value)
-        if field.type is float:  # the dataclass is frozen
+        if field.type is float or (field.type == float | None and value is not None):
+            # the dataclass is frozen
             object.__setattr__(config, field.name, float(value))
 
 
-def _broken_rule(kind: object, value: object) -> str | None:
+def _broken_rule(kind: Any, value: object, least: int) -> str | None:
     """Returns what a value of a field must be and is not; None where it may be what it is."""
+    if type(None) in typing.get_args(kind):  # `int | None`
+        given, *_ = typing.get_args(kind)
+        rule = None if value is None else _broken_rule(given, value, least)
+        return None if rule is None else f"{rule} or None"
     if kind is int:
-        if type(value) is not int or value < 1:
-            return "a positive integer"
+        if type(value) is not int or value < least:
+            return "a positive integer" if least else "an integer of at least 0"
         return None if value <= MAX_INT else f"at most {MAX_INT}"
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:

@@ -2,50 +2,69 @@
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.base.arrays import checked_dtype, require
-from jax_specdec.lm.models.fields import check_fields
+from jax_specdec.lm.models.config import LayersConfig, LayerSpec, Shapes
 from jax_specdec.lm.models.int8 import is_int8
 from jax_specdec.lm.models.layers import Weights, check_weights, output_logits, random_weights
-from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes
 from jax_specdec.lm.models.protocol import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadConfig:
-    """Sizes and switches of a head; `Eagle3Config` and `BlockHeadConfig` say what they are."""
+class HeadConfig(LayersConfig):
+    """Layers and switches of a head; `Eagle3Config` and `BlockHeadConfig` say what they are."""
 
-    layer: LlamaConfig
     draft_vocab_size: int
     feature_layers: tuple[int, ...]
     target_hidden_size: int
-    o_proj_bias: bool = False
     own_embedding: bool = False
     own_lm_head: bool = False
     logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        c = self.layer
+        super().__post_init__()
+        are_before = all(spec.norms == "before" for spec in self.layers)
+        require(are_before, "layers", "have norms before their halves alone", self.layers)
         ids = self.feature_layers
         are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
         ascend = are_ids and ids and list(ids) == sorted({*ids})
         require(ascend, "feature_layers", "be different layer ids from 0 on, ascending", ids)
         # A head that scores part of the ids cannot take the target's output matrix.
         size = self.draft_vocab_size
-        most = c.vocab_size
+        most = self.vocab_size
         require(size <= most, "draft_vocab_size", f"be at most vocab_size = {most}", size)
         must = f"be true with draft_vocab_size = {size}, less than vocab_size = {most}"
         require(size == most or self.own_lm_head, "own_lm_head", must, self.own_lm_head)
         # What is the target's has the target's width.
-        fits = self.target_hidden_size == c.hidden_size
-        must = f"be hidden_size = {c.hidden_size} where the embedding or output is the target's"
+        fits = self.target_hidden_size == self.hidden_size
+        must = f"be hidden_size = {self.hidden_size} where the embedding or output is the target's"
         is_own = self.own_embedding and self.own_lm_head
         require(fits or is_own, "target_hidden_size", must, self.target_hidden_size)
+
+    @classmethod
+    def of_target(cls, target: LayersConfig, layers: tuple[LayerSpec, ...], **fields: Any) -> Self:
+        """Returns the config of a head that has the sizes of a target.
+
+        Args:
+          target: whose vocabulary and width the head has.
+          layers: of the head.
+          fields: all others, and those that differ.
+
+        Example: see `Eagle3Head`.
+        """
+        of_target: dict[str, Any] = {
+            "vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "tie_word_embeddings": target.tie_word_embeddings,
+            "num_token_ids": target.num_token_ids,
+            "draft_vocab_size": target.vocab_size,
+            "target_hidden_size": target.hidden_size,
+        }
+        return cls(layers=layers, **of_target | fields)
 
     @property
     def num_features(self) -> int:
@@ -55,7 +74,7 @@ class HeadConfig:
     @property
     def output_is_embedding(self) -> bool:
         """Whether the output matrix is the target's embedding."""
-        return self.layer.tie_word_embeddings and not self.own_lm_head
+        return self.tie_word_embeddings and not self.own_lm_head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +123,7 @@ class DraftHead(abc.ABC):
           A dict; see `weight_shapes`. `target_ids` are the first Vd.
         """
         c = self.config
-        params = random_weights(self.weight_shapes, key, self.dtype, c.layer.num_hidden_layers)
+        params = random_weights(self.weight_shapes, key, self.dtype, c.layers)
         if target_params is not None:
             params |= shared_params(c, target_params)
         if "target_ids" in params:
@@ -114,17 +133,17 @@ class DraftHead(abc.ABC):
 
 def common_shapes(config: HeadConfig) -> Shapes:
     """Returns the shapes of the arrays that every head has, beside those of its layers."""
-    c = config.layer
+    c = config
     embedding = (c.vocab_size, c.hidden_size)
-    lm_head = (c.hidden_size, config.draft_vocab_size)
+    lm_head = (c.hidden_size, c.draft_vocab_size)
     shapes: Shapes = {
-        "fc": (config.num_features, c.hidden_size),  # first: in it, other kinds of heads differ
+        "fc": (c.num_features, c.hidden_size),  # first: in it, other kinds of heads differ
         "norm": (c.hidden_size,),
         "embed_tokens": embedding,
-        "lm_head": embedding if config.output_is_embedding else lm_head,
+        "lm_head": embedding if c.output_is_embedding else lm_head,
     }
-    if config.draft_vocab_size < c.vocab_size:
-        shapes["target_ids"] = (config.draft_vocab_size,)
+    if c.draft_vocab_size < c.vocab_size:
+        shapes["target_ids"] = (c.draft_vocab_size,)
     return shapes
 
 
@@ -143,8 +162,8 @@ def shared_params(config: HeadConfig, target_params: Weights) -> Weights:
 
 def head_logits(config: HeadConfig, params: Weights, output: jax.Array) -> jax.Array:
     """Returns logits ``[B, S, Vd]`` of normed states ``[B, S, H]``, scaled."""
-    c = config.layer
     # A list of ids has no padding.
-    num_token_ids = c.num_token_ids if config.draft_vocab_size == c.vocab_size else None
+    is_all = config.draft_vocab_size == config.vocab_size
+    num_token_ids = config.num_token_ids if is_all else None
     logits = output_logits(output, params["lm_head"], config.output_is_embedding, num_token_ids)
     return logits if config.logit_scale == 1 else logits * config.logit_scale

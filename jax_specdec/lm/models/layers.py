@@ -5,7 +5,8 @@ References:
   Grattafiori et al., 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,21 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.base.arrays import refuse, require
+from jax_specdec.lm.models.config import LayerSpec, Norm, Rotation, Shapes
 from jax_specdec.lm.models.int8 import Int8Weight, has_outputs_first, is_int8, matmul
-from jax_specdec.lm.models.llama_config import LlamaConfig, RopeScaling, Shapes
 from jax_specdec.lm.models.protocol import Params, check_leaf
 
 LayerWeights = dict[str, Any]
-"""The weights of one decoder layer, arrays or `Int8Weight`s; see `param_shapes`."""
+"""The weights of one decoder layer, arrays or `Int8Weight`s; see `layer_shapes`."""
 
 Weights = dict[str, Any]
 """The params of a decoder or head: arrays, and the weights of its layers; see `param_shapes`."""
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+OwnHeads = Any
+"""Keys or values of the new tokens, an array; None where a layer reads those of another."""
+
+Attend = Callable[[jax.Array, OwnHeads, OwnHeads], jax.Array]
 """`attend(query, key, value)`: what the heads of a layer read. query ``[B, S, N, D]``, key and
 value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S, N, D]``."""
 
-LayerAttend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+LayerAttend = Callable[[int, jax.Array, OwnHeads, OwnHeads], jax.Array]
 """An `Attend` of several layers: the index of the layer comes first."""
 
 Regularize = Callable[[jax.Array], jax.Array]
@@ -39,104 +43,132 @@ def unchanged(branch: jax.Array) -> jax.Array:
     return branch
 
 
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+"""Functions of the gate, by their names in a `LayerSpec`."""
+
+
 def decoder_layer(
-    config: LlamaConfig,
+    spec: LayerSpec,
     layer: LayerWeights,
     x: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
     regularize: Regularize = unchanged,
+    layer_input: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the residual stream ``[B, S, H]`` after one more layer.
 
     Args:
-      config: as for `self_attention`.
-      layer: the layer's weights.
+      spec: what the layer is.
+      layer: its weights.
       x: ``[B, S, H]``, the residual stream before it.
       cos_sin: as for `self_attention`.
       attend: as for `self_attention`.
-      regularize: applied to what each half of the layer adds.
+      regularize: applied to what each half of the layer computes, before any norm after it.
+      layer_input: ``[B, S, P]``, what the layer gets of each token; None for a layer without.
     """
+
+    def normed(name: str, rows: jax.Array) -> jax.Array:
+        return rms_norm(rows, layer[name], spec.norm)
+
     # x = x + attention(norm(x))
-    h = rms_norm(x, layer["input_layernorm"], config.rms_norm_eps)
-    x = x + regularize(self_attention(config, layer, h, cos_sin, attend))
+    h = normed("input_layernorm", x)
+    branch = regularize(self_attention(spec, layer, h, cos_sin, attend))
+    if spec.norms == "before":
+        x = x + branch
+        h = normed("post_attention_layernorm", x)
+    else:  # x = x + norm(attention(norm(x)))
+        x = x + normed("post_attention_layernorm", branch)
+        h = normed("pre_feedforward_layernorm", x)
     # x = x + mlp(norm(x))
-    h = rms_norm(x, layer["post_attention_layernorm"], config.rms_norm_eps)
-    return x + regularize(feed_forward(layer, h))
+    branch = regularize(feed_forward(spec, layer, h))
+    if spec.norms == "around":
+        branch = normed("post_feedforward_layernorm", branch)
+    x = x + branch
+    if layer_input is not None:
+        # x = x + norm(W (gelu(W_gate x) p)): [B, S, H] -> [B, S, P] -> [B, S, H]
+        gate = ACTIVATIONS[spec.activation](matmul(x, layer["per_layer_input_gate"]))
+        branch = matmul(gate * layer_input, layer["per_layer_projection"])
+        x = x + normed("post_per_layer_input_norm", branch)
+    return x * layer["layer_scalar"][None, None, :] if spec.has_scalar else x
 
 
 def self_attention(
-    config: LlamaConfig,
+    spec: LayerSpec,
     layer: LayerWeights,
     h: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
 ) -> jax.Array:
-    """Returns what attention adds to the residual stream, ``[B, S, H]``.
+    """Returns what attention computes of normed rows, ``[B, S, H]``.
 
     Args:
-      config: heads, and the switches of queries, keys and values.
+      spec: heads, and the switches of queries, keys and values.
       layer: the layer's weights.
       h: ``[B, S, W]``, normed; W is the number of rows of ``qkv_proj``.
       cos_sin: of `rotation`, at the positions of the tokens.
       attend: what the heads read.
     """
-    query, key, value = rotated_heads(config, layer, h, cos_sin)
+    query, key, value = rotated_heads(spec, layer, h, cos_sin)
     read = attend(query, key, value)
-    batch_size, length = h.shape[:2]
     # [B, S, N, D] -> [B, S, N D] -> [B, S, H]
-    width = config.num_attention_heads * config.head_dim
-    branch = matmul(read.reshape(batch_size, length, width), layer["o_proj"])
-    if "o_bias" in layer:
+    branch = matmul(read.reshape(*h.shape[:2], spec.head_sizes[0]), layer["o_proj"])
+    if spec.o_bias:
         branch = branch + layer["o_bias"][None, None, :]
     return branch
 
 
 def rotated_heads(
-    config: LlamaConfig, layer: LayerWeights, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`."""
-    c = config
+    spec: LayerSpec, layer: LayerWeights, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, OwnHeads, OwnHeads]:
+    """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`.
+
+    Key and value are None where the layer has those of another.
+    """
     batch_size, length = h.shape[:2]
-    num_query = c.num_attention_heads
-    num_kv = c.num_key_value_heads
+    num_query = spec.num_attention_heads
+    num_kv = spec.num_key_value_heads
     # [B, S, W] -> [B, S, (N + 2 N_kv) D]: one product for all heads
     heads = matmul(h, layer["qkv_proj"])
-    if c.qkv_bias:
+    if spec.qkv_bias:
         heads = heads + layer["qkv_bias"][None, None, :]
-    # -> [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads
-    heads = heads.reshape(batch_size, length, num_query + 2 * num_kv, c.head_dim)
-    query, key, value = jnp.split(heads, [num_query, num_query + num_kv], axis=2)
-    if c.qk_norm:
+    # -> [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads, as far as there are
+    heads = heads.reshape(batch_size, length, -1, spec.head_dim)
+    query = heads[:, :, :num_query]
+    if spec.qk_norm:
         # over D, before the rotation
-        query = rms_norm(query, layer["q_norm"], c.rms_norm_eps)
-        key = rms_norm(key, layer["k_norm"], c.rms_norm_eps)
-    return rotate(query, cos_sin), rotate(key, cos_sin), value
+        query = rms_norm(query, layer["q_norm"], spec.norm)
+    query = rotate(query, cos_sin)
+    if spec.keys_of is not None:
+        return query, None, None
+    key = heads[:, :, num_query : num_query + num_kv]
+    value = heads[:, :, -num_kv:]  # the keys, if these are all
+    if spec.v_norm:
+        value = rms_norm(value, None, spec.norm)
+    if spec.qk_norm:
+        key = rms_norm(key, layer["k_norm"], spec.norm)
+    return query, rotate(key, cos_sin), value
 
 
-def rotation(
-    positions: jax.Array, head_dim: int, theta: float, scaling: RopeScaling | None
-) -> tuple[jax.Array, jax.Array]:
+def rotations(
+    layers: Sequence[LayerSpec], positions: jax.Array
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Returns the `rotation` of each layer; layers of one kind share it."""
+    kinds = {(spec.rotation, spec.head_dim): None for spec in layers}
+    found = {kind: rotation(positions, *kind) for kind in kinds}
+    return [found[spec.rotation, spec.head_dim] for spec in layers]
+
+
+def rotation(positions: jax.Array, kind: Rotation, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Returns the cos and sin of position * frequency: two ``[B, S, 1, D/2]`` float32."""
-    frequencies = _frequencies(head_dim, theta, scaling)
     # [B, S] * [D/2] -> [B, S, 1, D/2]: the same for all heads
     angles = positions[:, :, None, None].astype(jnp.float32) * jnp.asarray(
-        frequencies[None, None, None, :], jnp.float32
+        kind.frequencies(head_dim)[None, None, None, :], jnp.float32
     )
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def _frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> np.ndarray:
-    """Returns the radians per position of the pairs ``[D/2]``, scaled; float64."""
-    plain = theta ** (-np.arange(0, head_dim, 2) / head_dim)  # theta^(-2i/D)
-    if scaling is None:
-        return plain
-    # C / w: how often a pair turns in the original context.
-    turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)
-    low = scaling.low_freq_factor
-    high = scaling.high_freq_factor
-    kept = np.clip((turns - low) / (high - low), 0, 1)  # 1: fast, 0: slow
-    return plain * (kept + (1 - kept) / scaling.factor)
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -148,16 +180,20 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def feed_forward(layer: LayerWeights, h: jax.Array) -> jax.Array:
-    """Returns what SwiGLU adds to the residual stream, ``[B, S, H]``; h ``[B, S, H]`` is normed."""
+def feed_forward(spec: LayerSpec, layer: LayerWeights, h: jax.Array) -> jax.Array:
+    """Returns what a gated feed-forward layer computes of normed rows, ``[B, S, H]`` both."""
     # [B, S, H] -> [B, S, 2 I] -> [B, S, I] twice
     gate, up = jnp.split(matmul(h, layer["gate_up_proj"]), 2, axis=2)
     # silu(g) u -> [B, S, H]
-    return matmul(jax.nn.silu(gate) * up, layer["down_proj"])
+    return matmul(ACTIVATIONS[spec.activation](gate) * up, layer["down_proj"])
 
 
 def output_logits(
-    x: jax.Array, lm_head: jax.Array | Int8Weight, tied: bool, num_token_ids: int | None
+    x: jax.Array,
+    lm_head: jax.Array | Int8Weight,
+    tied: bool,
+    num_token_ids: int | None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Returns logits ``[B, S, V]`` of normed states ``[B, S, H]``.
 
@@ -166,12 +202,12 @@ def output_logits(
       lm_head: ``[H, V]``, or the embedding ``[V, H]`` if `tied`.
       tied: whether the output matrix is an embedding, if it is an array.
       num_token_ids: logits of ids from this on are -inf; None for none.
+      softcap: ``softcap * tanh(x / softcap)`` stands for each logit x; None for x.
     """
-    # [B, S, H] -> [B, S, V]. The product of einsum is faster than x @ E.T.
-    if tied and not isinstance(lm_head, Int8Weight):
-        logits = jnp.einsum("vh,bsh->bsv", lm_head, x)
-    else:
-        logits = matmul(x, lm_head)
+    # [B, S, H] -> [B, S, V]
+    logits = matmul(x, lm_head, outputs_first=tied)
+    if softcap is not None:
+        logits = softcap * jnp.tanh(logits / softcap)
     if num_token_ids is None:
         return logits
     is_token = jnp.arange(logits.shape[2], dtype=jnp.int32) < num_token_ids
@@ -183,32 +219,48 @@ def embed_tokens(embedding: jax.Array, token_ids: jax.Array) -> jax.Array:
     return embedding.at[token_ids].get(mode="clip")
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """Returns weight * x / sqrt(mean(x^2) + eps), the mean over the last axis, in float32."""
+def rms_norm(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:
+    """Returns weight * x / sqrt(mean(x^2) + eps), the mean over the last axis, in float32.
+
+    Without a weight, it is 1.
+    """
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    # It is rounded before it is scaled, as in `transformers`. The weight gets leading axes of one.
-    return jnp.expand_dims(weight, range(x.ndim - weight.ndim)) * y.astype(x.dtype)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm.rms_norm_eps)
+    if weight is None:
+        return y.astype(x.dtype)
+    if not norm.in_float32:
+        # It is rounded before it is scaled, as in `transformers`.
+        y = y.astype(x.dtype)
+    else:
+        weight = weight.astype(jnp.float32)
+    if norm.adds_one:
+        weight = 1 + weight
+    # The weight gets leading axes of one.
+    return (jnp.expand_dims(weight, range(x.ndim - weight.ndim)) * y).astype(x.dtype)
 
 
-def random_weights(shapes: Shapes, key: jax.Array, dtype: np.dtype, num_layers: int) -> Weights:
+def random_weights(
+    shapes: Shapes, key: jax.Array, dtype: np.dtype, layers: Sequence[LayerSpec]
+) -> Weights:
     """Returns random weights of the structure of `shapes`.
 
     Matrices are normal with variance 1 / fan-in, those that write to the residual stream divided
-    by a further 2 L, with L = num_layers; norms are one, biases zero.
+    by a further 2 L, with L the number of layers; norms multiply by one, biases are zero.
     """
     leaves, treedef = jax.tree.flatten_with_path(shapes, is_leaf=is_shape)
+    is_one = not layers[-1].norm.adds_one
     arrays = []
     for leaf_key, (path, shape) in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
         name = path[-1].key
         if len(shape) == 1:
-            # a norm is True, which is 1; a bias False, which is 0
-            arrays.append(jnp.full(shape, not name.endswith("bias"), dtype))
+            # True is 1, False is 0
+            arrays.append(jnp.full(shape, is_one and not name.endswith("bias"), dtype))
             continue
-        # An embedding is [V, H], every other matrix [in, out].
-        fan_in = shape[1] if name == "embed_tokens" else shape[0]
+        # An embedding is [V, H], the rows of groups of ids [M, V / M, H]; all others [in, out].
+        is_by_id = name.startswith("embed_tokens") or len(shape) > 2
+        fan_in = shape[-1] if is_by_id else shape[0]
         if name in ("o_proj", "down_proj"):
-            fan_in *= 2 * num_layers
+            fan_in *= 2 * len(layers)
         arrays.append((jax.random.normal(leaf_key, shape) * fan_in**-0.5).astype(dtype))
     return jax.tree.unflatten(treedef, arrays)
 

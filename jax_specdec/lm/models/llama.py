@@ -1,9 +1,10 @@
 """A Llama decoder in plain JAX, for one device; `tensor_parallel` spreads it over several.
 
-RMSNorm, rotary positions, grouped-query attention and SwiGLU, as the Llama checkpoints published
-on Hugging Face define them, so that those can be read (`checkpoint`); Qwen2's biases and Qwen3's
-norms of queries and keys are switches of the config. Weights are stored ``[in, out]``,
-query/key/value and gate/up fused: XLA on the CPU then reads each matrix once, in order.
+RMSNorm, rotary positions, grouped-query attention and gated feed-forward layers, as the checkpoints
+published on Hugging Face define them, so that those can be read (`checkpoint`). What a layer is, a
+`LayerSpec` says; the Qwen and Gemma families differ in those alone. Weights are stored
+``[in, out]``, query/key/value and gate/up fused: XLA on the CPU then reads each matrix once, in
+order.
 
 References:
   Touvron et al., 2023, "LLaMA: Open and Efficient Foundation Language Models",
@@ -23,9 +24,12 @@ import jax.numpy as jnp
 
 from jax_specdec._src.attention.cache import move_rows
 from jax_specdec._src.base.arrays import check_array, check_increasing, check_type, checked_dtype
-from jax_specdec.lm.models.cache import Pass, check_length, check_rows
+from jax_specdec.lm.models.cache import Pass, check_length, check_rows, empty_cache
+from jax_specdec.lm.models.config import DecoderConfig, Shapes, param_shapes
+from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     LayerAttend,
+    OwnHeads,
     Regularize,
     Weights,
     check_weights,
@@ -34,35 +38,38 @@ from jax_specdec.lm.models.layers import (
     output_logits,
     random_weights,
     rms_norm,
-    rotation,
+    rotations,
     unchanged,
 )
-from jax_specdec.lm.models.llama_config import LlamaConfig, Shapes, param_shapes
 from jax_specdec.lm.models.protocol import Cache, Output, Params, Rows, Serves, Wants
+
+Embed = Callable[[jax.Array, jax.Array], jax.Array]
+"""`embed(embedding, token_ids)`: rows ``[B, S, H]`` of an embedding ``[V, H]``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama:
-    """A Llama decoder; a `CausalModel`.
+    """A decoder of Llama's kind, whatever its layers are; a `CausalModel`.
 
     The cache is a list of one `(keys, values)` pair per layer, keys ``[B N_kv, D, T]`` and values
     ``[B N_kv, T, D]`` in the compute dtype: the layouts in which attention reads them, so that XLA
-    neither transposes nor copies a cache in a loop (if B N_kv is one, it copies).
+    neither transposes nor copies a cache in a loop (if B N_kv is one, it copies). A layer with a
+    window keeps all positions, too: rolling back stays free.
 
     Attributes:
-      config: the sizes.
+      config: what it is.
       dtype: compute dtype of matrix products, residual stream, cache and logits. Norms, rotary
         angles and the attention softmax are float32 whatever it is.
 
     Raises:
-      TypeError: `config` is no `LlamaConfig`, or `dtype` no floating dtype.
+      TypeError: `config` is no `DecoderConfig`, or `dtype` no floating dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from jax_specdec.lm.models import LlamaConfig, Rows, Wants
-      >>> model = Llama(LlamaConfig(
-      ...     vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8))
+      >>> from jax_specdec.lm.models import DecoderConfig, LayerSpec, Rows, Wants
+      >>> layer = LayerSpec(
+      ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64)
+      >>> model = Llama(DecoderConfig(vocab_size=256, hidden_size=32, layers=(layer,) * 2))
       >>> params = jax.jit(model.init_params)(jax.random.key(0))
       >>> cache = model.init_cache(batch_size=1, max_length=16)
       >>> rows = Rows(jnp.array([[104, 105, 33]]), start=jnp.array([0]))
@@ -72,11 +79,11 @@ class Llama:
       ((1, 3, 256), (1, 3, 64))
     """
 
-    config: LlamaConfig
+    config: DecoderConfig
     dtype: Any = jnp.dtype("float32")
 
     def __post_init__(self) -> None:
-        check_type("config", self.config, LlamaConfig)
+        check_type("config", self.config, DecoderConfig)
         object.__setattr__(self, "dtype", checked_dtype(self.dtype))
 
     @property
@@ -97,29 +104,19 @@ class Llama:
         """Returns random weights in the compute dtype, of the structure that `apply` takes.
 
         Matrices are normal with variance 1 / fan-in, those that write to the residual stream
-        divided by a further 2 L; norms are one, biases zero.
+        divided by a further 2 L; norms multiply by one, biases are zero.
 
         Args:
           key: a typed PRNG key.
         """
-        num_layers = self.config.num_hidden_layers
-        return random_weights(self.weight_shapes, key, self.dtype, num_layers)
+        return random_weights(self.weight_shapes, key, self.dtype, self.config.layers)
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns an empty cache for B = batch_size requests of at most T = max_length positions.
 
         In 16 bits T is rounded up to a multiple of 64, as the kernel of attention takes it.
         """
-        c = self.config
-        if self.dtype.itemsize == 2:
-            max_length = -(-max_length // 64) * 64
-        heads = batch_size * c.num_key_value_heads
-        keys = heads, c.head_dim, max_length  # [B N_kv, D, T]
-        values = heads, max_length, c.head_dim  # [B N_kv, T, D]
-        return [
-            (jnp.zeros(keys, self.dtype), jnp.zeros(values, self.dtype))
-            for _ in range(c.num_hidden_layers)
-        ]
+        return empty_cache(self.config.layers, self.dtype, batch_size, max_length)
 
     @property
     def serves(self) -> Serves:
@@ -191,7 +188,7 @@ class Llama:
         groups: Sequence[Rows],
         cache: Cache,
         wants: Wants,
-        embed: Callable[[jax.Array, jax.Array], jax.Array],
+        embed: Embed,
         regularize: Regularize = unchanged,
     ) -> tuple[list[Output], Cache]:
         """Runs `apply` with another way to read embeddings, or to end a branch.
@@ -201,25 +198,39 @@ class Llama:
           groups: as for `apply`.
           cache: as for `apply`.
           wants: as for `apply`.
-          embed: `embed(embed_tokens, token_ids)` gives rows ``[B, S, H]`` of the embedding.
+          embed: how rows of embeddings are read.
           regularize: as for `run`.
         """
+        specs = self.config.layers
         layers = wants.feature_layers
         if layers:
-            check_increasing("feature_layers", layers, 0, self.config.num_hidden_layers)
+            check_increasing("feature_layers", layers, 0, len(specs))
         for index, rows in enumerate(groups):
             check_rows(f"groups[{index}]", rows, cache)
-        step = Pass.of(groups, cache, self.config.num_key_value_heads)
+        step = Pass.of(groups, cache, specs)
+        if self.dtype.itemsize == 2:
+            step = step.with_two_rows()
         # [G, S] -> [G, S, H], or [1, M] -> [1, M, H] of several groups
         embedded = embed(params["embed_tokens"], step.token_ids)
         new_cache = list(cache)
 
-        def attend(layer: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            read, new_cache[layer] = step.attend(query, key, value, cache[layer])
+        def attend(layer: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+            spec = specs[layer]
+            # A layer without keys of its own reads those that an earlier one has just written.
+            owner = layer if spec.keys_of is None else spec.keys_of
+            read, new_cache[owner] = step.attend(spec, query, key, value, new_cache[owner])
             return read
 
         # Rotary angles follow positions in the sequence; `attend` goes by places in the cache.
-        x, features = self._layers(params, embedded, step.positions, attend, regularize, layers)
+        x, features = self._layers(
+            params,
+            embedded,
+            step.positions,
+            attend,
+            regularize,
+            layers,
+            self._layer_inputs(params, step.token_ids, embedded, embed),
+        )
         # [1, M, H] -> [G, S, H] of each group; one group is that already. Group by group, because
         # a compiler then leaves out the logits that nobody reads, as of prompts.
         logits = [self._logits(params, own) for own in step.split(x)]
@@ -249,8 +260,39 @@ class Llama:
         Returns:
           Logits ``[B, S, V]`` and features ``[B, S, A H]``, or None, in the compute dtype.
         """
-        x, features = self._layers(params, embedded, positions, attend, regularize, feature_layers)
+        x, features = self._layers(
+            params, embedded, positions, attend, regularize, feature_layers, None
+        )
         return self._logits(params, x), features
+
+    def _scaled(self, embedded: jax.Array) -> jax.Array:
+        """Returns the residual stream ``[B, S, H]`` before the first layer."""
+        c = self.config
+        if not c.scales_embedding:
+            return embedded
+        return embedded * jnp.asarray(c.hidden_size**0.5, embedded.dtype)
+
+    def _layer_inputs(
+        self, params: Weights, token_ids: jax.Array, embedded: jax.Array, embed: Embed
+    ) -> jax.Array | None:
+        """Returns what each layer gets of each token, ``[B, S, L, P]``; None if there is nothing.
+
+        It is (norm(W x / sqrt(H)) + sqrt(P) e) / sqrt(2) of the scaled embedding x and the token's
+        row e of a second embedding.
+        """
+        c = self.config
+        size = c.per_layer_input
+        if size is None:
+            return None
+        shape = (*token_ids.shape, len(c.layers), size)
+        # [B, S, H] -> [B, S, L P] -> [B, S, L, P]
+        context = matmul(self._scaled(embedded), params["per_layer_model_projection"])
+        context = (context * c.hidden_size**-0.5).reshape(shape)
+        context = rms_norm(context, params["per_layer_projection_norm"], c.norm)
+        # [B, S] -> [B, S, L P] -> [B, S, L, P]
+        own = embed(params["embed_tokens_per_layer"], token_ids).reshape(shape)
+        own = own * jnp.asarray(size**0.5, own.dtype)
+        return (context + own) * 2**-0.5
 
     def _layers(
         self,
@@ -260,15 +302,17 @@ class Llama:
         attend: LayerAttend,
         regularize: Regularize,
         feature_layers: tuple[int, ...],
+        layer_inputs: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the stream ``[B, S, H]`` that leaves the last layer, and features; see `run`."""
         c = self.config
-        cos_sin = rotation(positions, c.head_dim, c.rope_theta, c.rope_scaling)
+        cos_sin = rotations(c.layers, positions)
         # L + 1 times [B, S, H]: what enters each layer, and what leaves the last one
-        streams = [embedded]
-        for index, layer in enumerate(params["layers"]):
+        streams = [self._scaled(embedded)]
+        for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
             one = functools.partial(attend, index)
-            x = decoder_layer(c, layer, streams[-1], cos_sin, one, regularize)
+            own = None if layer_inputs is None else layer_inputs[:, :, index]
+            x = decoder_layer(spec, layer, streams[-1], cos_sin[index], one, regularize, own)
             # Without it, XLA joins the end of a layer with what follows, features or not, and
             # rounds one and the other differently.
             streams.append(jax.lax.optimization_barrier(x))
@@ -281,7 +325,7 @@ class Llama:
     def _logits(self, params: Weights, x: jax.Array) -> jax.Array:
         """Returns logits ``[B, S, V]`` of the residual stream ``[B, S, H]`` after all layers."""
         c = self.config
-        x = rms_norm(x, params["norm"], c.rms_norm_eps)
+        x = rms_norm(x, params["norm"], c.norm)
         # [H, V], or [V, H] if the embedding is the output matrix, and there is no int8 one
         lm_head = params["lm_head" if "lm_head" in params else "embed_tokens"]
-        return output_logits(x, lm_head, c.tie_word_embeddings, c.num_token_ids)
+        return output_logits(x, lm_head, c.tie_word_embeddings, c.num_token_ids, c.logit_softcap)

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import KeyPath
 
 from jax_specdec._src.verify.sharding import VerifySharding
+from jax_specdec.lm.models.config import LayerSpec
 from jax_specdec.lm.models.int8 import Int8Weight, is_int8
 from jax_specdec.lm.models.layers import Weights, check_weights, is_shape
 from jax_specdec.lm.models.llama import Llama
@@ -85,17 +86,20 @@ class TensorParallelLlama:
         """n, the devices along the axis."""
         return self.mesh.shape[self.axis]
 
-    @property
-    def num_head_groups(self) -> int:
-        """Parts that the heads are split into; n / num_head_groups devices have the same part."""
-        c = self.model.config
+    def num_head_groups(self, spec: LayerSpec) -> int:
+        """Returns how many parts a layer's heads are split into; n / parts devices have the same.
+
+        Args:
+          spec: what the layer is.
+        """
         n = self.num_devices
+        num_kv = spec.num_key_value_heads
         # A part of the query heads has whole heads of keys, or part of one, which is then repeated.
         fits = [
             groups
             for groups in range(1, n + 1)
-            if n % groups == c.num_attention_heads % groups == 0
-            and (c.num_key_value_heads % groups == 0 or groups % c.num_key_value_heads == 0)
+            if n % groups == spec.num_attention_heads % groups == 0
+            and (num_kv % groups == 0 or groups % num_kv == 0)
         ]
         return fits[-1]
 
@@ -114,17 +118,23 @@ class TensorParallelLlama:
     def _local(self) -> Llama:
         """What one device runs: a `Llama` with its share of heads, columns and ids."""
         c = self.model.config
-        n = self.num_devices
-        groups = self.num_head_groups
         config = dataclasses.replace(
             c,
-            vocab_size=-(-c.vocab_size // n),
-            num_attention_heads=c.num_attention_heads // groups,
-            num_key_value_heads=max(1, c.num_key_value_heads // groups),
-            intermediate_size=-(-c.intermediate_size // n),
+            vocab_size=-(-c.vocab_size // self.num_devices),
+            layers=tuple(map(self._local_layer, c.layers)),
             num_token_ids=None,
         )
         return Llama(config, self.model.dtype)
+
+    def _local_layer(self, spec: LayerSpec) -> LayerSpec:
+        """Returns what one device runs of a layer."""
+        groups = self.num_head_groups(spec)
+        return dataclasses.replace(
+            spec,
+            num_attention_heads=spec.num_attention_heads // groups,
+            num_key_value_heads=max(1, spec.num_key_value_heads // groups),
+            intermediate_size=-(-spec.intermediate_size // self.num_devices),
+        )
 
     def shard_params(self, params: Weights) -> Weights:
         """Returns the weights, each device's where it runs.
@@ -149,18 +159,17 @@ class TensorParallelLlama:
             return jax.make_array_from_callback(shape, sharding, read)
 
         def place_weight(path: KeyPath, x: jax.Array | Int8Weight) -> jax.Array | Int8Weight:
-            name = path[-1].key
             if not isinstance(x, Int8Weight):
                 whole = np.asarray(x)
-                return place(lambda device: self._part(name, whole, device))
+                return place(lambda device: self._part(path, whole, device))
             # [out, in] -> [in, out], of which a device's part -> [out, in]
             values = np.asarray(x.values).T
             # [out] -> [1, out]: a row of what is cut by outputs
             scale = np.asarray(x.scale)[None]
-            by_outputs = name not in ("o_proj", "down_proj")
+            by_outputs = path[-1].key not in ("o_proj", "down_proj")
             return Int8Weight(
-                place(lambda device: self._part(name, values, device).T),
-                place(lambda device: (self._part(name, scale, device) if by_outputs else scale)[0]),
+                place(lambda device: self._part(path, values, device).T),
+                place(lambda device: (self._part(path, scale, device) if by_outputs else scale)[0]),
             )
 
         return jax.tree.map_with_path(place_weight, params, is_leaf=is_int8)
@@ -256,14 +265,15 @@ class TensorParallelLlama:
             outputs = [x._replace(logits=jnp.where(is_token, x.logits, -jnp.inf)) for x in outputs]
         return outputs, jax.tree.map(lambda x: x[None], cache)
 
-    def _part(self, name: str, x: np.ndarray, device: int) -> np.ndarray:
+    def _part(self, path: KeyPath, x: np.ndarray, device: int) -> np.ndarray:
         """Returns what one device holds of a weight, which `param_shapes` describes."""
         n = self.num_devices
+        name = path[-1].key
         if name in ("qkv_proj", "qkv_bias"):
-            return self._heads(x, device)
+            return self._heads(self._spec(path), x, device)
         if name == "o_proj":
-            return self._head_rows(x, device)
-        if name in ("embed_tokens", "down_proj"):
+            return self._head_rows(self._spec(path), x, device)
+        if name in ("embed_tokens", "embed_tokens_per_layer", "down_proj"):
             return _slice(x, device, n)  # [V, H] by ids, [I, H] by feed-forward columns
         if name == "lm_head":
             return _slice(x.T, device, n).T  # [H, V] by ids
@@ -273,34 +283,39 @@ class TensorParallelLlama:
             return np.concatenate([_slice(half.T, device, n).T for half in halves], axis=1)
         return x  # norms
 
-    def _heads(self, x: np.ndarray, device: int) -> np.ndarray:
+    def _spec(self, path: KeyPath) -> LayerSpec:
+        """Returns what the layer of a weight is."""
+        _, index, _ = path  # ["layers"][index][name]
+        return self.model.config.layers[index.idx]
+
+    def _heads(self, spec: LayerSpec, x: np.ndarray, device: int) -> np.ndarray:
         """Returns query, key and value heads of the group, of ``[..., (N + 2 N_kv) D]``."""
-        c = self.model.config
-        query = self._query_heads(device)
+        num_query = spec.num_attention_heads
+        num_kv = spec.num_key_value_heads
+        query = self._query_heads(spec, device)
         # The heads of keys that the group's query heads share.
-        per_key = c.num_attention_heads // c.num_key_value_heads
+        per_key = num_query // num_kv
         keys = slice(query.start // per_key, (query.stop - 1) // per_key + 1)
         # [..., (N + 2 N_kv) D] -> [..., N + 2 N_kv, D]
-        x = x.reshape(*x.shape[:-1], -1, c.head_dim)
-        ends = [c.num_attention_heads, c.num_attention_heads + c.num_key_value_heads]
-        q, k, v = np.split(x, ends, axis=-2)
+        x = x.reshape(*x.shape[:-1], -1, spec.head_dim)
+        q, k, v = np.split(x, [num_query, num_query + num_kv], axis=-2)
         x = np.concatenate([q[..., query, :], k[..., keys, :], v[..., keys, :]], axis=-2)
         # -> [..., (N + 2 N_kv) D] of the group's heads
         return x.reshape(*x.shape[:-2], -1)
 
-    def _head_rows(self, x: np.ndarray, device: int) -> np.ndarray:
+    def _head_rows(self, spec: LayerSpec, x: np.ndarray, device: int) -> np.ndarray:
         """Returns rows of ``[N D, H]`` of the group's heads; zeros but on its first device."""
-        size = self.model.config.head_dim
-        query = self._query_heads(device)
-        rows = x[query.start * size : query.stop * size]
+        query = self._query_heads(spec, device)
+        rows = x[query.start * spec.head_dim : query.stop * spec.head_dim]
         # Branches are summed over devices: one of the group adds its heads.
-        is_first = device % (self.num_devices // self.num_head_groups) == 0
+        is_first = device % (self.num_devices // self.num_head_groups(spec)) == 0
         return rows if is_first else np.zeros_like(rows)
 
-    def _query_heads(self, device: int) -> slice:
+    def _query_heads(self, spec: LayerSpec, device: int) -> slice:
         """Returns the query heads of the device's group."""
-        group = device // (self.num_devices // self.num_head_groups)
-        size = self._local.config.num_attention_heads
+        groups = self.num_head_groups(spec)
+        group = device // (self.num_devices // groups)
+        size = spec.num_attention_heads // groups
         return slice(group * size, (group + 1) * size)
 
 

@@ -305,7 +305,7 @@ class Answer:
         n = self._given.n  # choices of a prompt, of which one may have read what others did not
         each = [self._num_reused[i : i + n] for i in range(0, len(self._num_reused), n)]
         usage["prompt_tokens_details"] = {"cached_tokens": sum(map(min, each))}
-        if self._given.include_acceptance:
+        if self._given.include_acceptance or self._given.prediction is not None:
             usage["completion_tokens_details"] = {
                 "accepted_prediction_tokens": self._num_accepted,
                 "rejected_prediction_tokens": self._num_proposed - self._num_accepted,

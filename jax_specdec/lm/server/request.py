@@ -8,7 +8,7 @@ import functools
 import json
 import secrets
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, WrapValidator
@@ -17,12 +17,12 @@ from pydantic_core import PydanticCustomError
 from jax_specdec import lm
 from jax_specdec._src.base.arrays import described, either
 from jax_specdec._src.base.config import did_you_mean
-from jax_specdec.lm.decoding.options import NUMBERS
+from jax_specdec.lm.decoding.options import ROWS
 from jax_specdec.lm.server.limits import ApiError, Choice, Json
 from jax_specdec.lm.server.vocabulary import Vocabulary
 
-# As they are called here, too.
-OPTIONS = (*(one.name for one in NUMBERS), "logit_bias", "max_drafts", "cache_salt")
+OPTIONS = tuple(name for name, row in ROWS.items() if row.by_clients)
+"""What a request may ask for that clients of this server do, by the same names."""
 MAX_BIASES = 300
 MAX_CHOICES = 16  # prompts of a request times n
 
@@ -76,18 +76,28 @@ class Part(Object):
     text: str
 
 
+_CONTENT = Annotated[
+    str | Annotated[list[Part], Field(fail_fast=True)],
+    AfterValidator(lambda x: x if isinstance(x, str) else "".join(part.text for part in x)),
+    _stated("a string, or a list of parts of type text, each with a text"),
+]
+
+
 class Message(Object):
     """A message of a conversation, such as an answer of this server."""
 
     neutral = {"annotations": [[]], "refusal": [""], "tool_calls": [[]]}
 
     role: Literal["developer", "system", "user", "assistant"]
-    content: Annotated[
-        str | Annotated[list[Part], Field(fail_fast=True)],
-        AfterValidator(lambda x: x if isinstance(x, str) else "".join(part.text for part in x)),
-        _stated("a string, or a list of parts of type text, each with a text"),
-    ]
+    content: _CONTENT
     name: str | None = None
+
+
+class Prediction(Object):
+    """What the text is expected to be, or to be near, such as a file before an edit."""
+
+    type: Literal["content"]
+    content: _CONTENT
 
 
 class JsonSchema(Object):
@@ -138,6 +148,49 @@ _STOP = Annotated[str, Field(min_length=1, max_length=256)]
 _IDS = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 
 
+# What is narrower here than for `RequestOptions`, or begins with another value.
+_OWN_KINDS: dict[str, tuple[Any, Any]] = {
+    "temperature": (float, 1.0),
+    "cache_salt": (str | None, Field(None, min_length=1)),
+    "logit_bias": (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_BIASES),
+            _stated(
+                f"an object of at most {MAX_BIASES} token ids, each with a number in [-100, 100]"
+            ),
+        ],
+        {},
+    ),
+}
+
+
+def _is_an_option(value: Any, info: ValidationInfo) -> Any:
+    """Checks a value as `RequestOptions` does, whose sentence clients get."""
+    try:
+        lm.RequestOptions(**{str(info.field_name): value})
+    except (TypeError, ValueError) as error:
+        raise PydanticCustomError("sentence", "", {"sentence": str(error)}) from error
+    return value
+
+
+_Body = TypeVar("_Body", bound=Object)
+
+
+def _with_options(body: type[_Body]) -> type[_Body]:
+    """Adds the options of a request to what a body has."""
+    types = get_type_hints(lm.RequestOptions)
+    defaults = lm.RequestOptions()
+    fields: dict[str, Any] = {}
+    for name in OPTIONS:
+        kind, default = _OWN_KINDS.get(name, (types[name], getattr(defaults, name)))
+        fields[name] = Annotated[kind, AfterValidator(_is_an_option)], default
+    return pydantic.create_model(
+        body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields
+    )
+
+
+@_with_options
 class Parameters(Object):
     """What both paths take."""
 
@@ -173,31 +226,12 @@ class Parameters(Object):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     response_format: ResponseFormat = ResponseFormat(type="text")
-    temperature: float = 1.0
-    min_p: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_tokens: int = 0
-    max_drafts: int | None = None
-    cache_salt: str | None = Field(None, min_length=1)
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100, le=100)]],
-        Field(max_length=MAX_BIASES),
-        _stated(f"an object of at most {MAX_BIASES} token ids, each with a number in [-100, 100]"),
-    ] = {}
+    prediction: Prediction | None = None
 
-    @pydantic.field_validator(*OPTIONS)
-    @classmethod
-    def _is_an_option(cls, value: Any, info: ValidationInfo) -> Any:
-        """Checks a value as `RequestOptions` does, whose sentence clients get."""
-        try:
-            lm.RequestOptions(**{str(info.field_name): value})
-        except (TypeError, ValueError) as error:
-            raise PydanticCustomError("sentence", "", {"sentence": str(error)}) from error
-        return value
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the request asks for, by the names of fields of `RequestOptions`."""
+        return {name: getattr(self, name) for name in OPTIONS}
 
 
 class ChatParameters(Parameters):
@@ -250,6 +284,7 @@ class TextParameters(Parameters):
 Given = ChatParameters | TextParameters
 _INNER: dict[str, type[Object]] = {
     "stream_options": StreamOptions,
+    "prediction": Prediction,
     "response_format": ResponseFormat,
     "response_format.json_schema": JsonSchema,
 }
@@ -317,10 +352,12 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
     if num_top and engine.logprobs and num_top > engine.logprobs.num_top:
         most = engine.logprobs.num_top
         raise ApiError(f"{given.top_name} must be at most {most} on this server", given.top_name)
-    if given.min_tokens and given.response_format.followed is not None:
+    options = given.options
+    if options["min_tokens"] and given.response_format.followed is not None:
         # At the end of the schema only a stop token is allowed.
         raise ApiError("min_tokens must not come with a response_format", "min_tokens")
-    if given.max_drafts and given.max_drafts > (most := engine.config.num_speculative_tokens):
+    max_drafts = options["max_drafts"]
+    if max_drafts and max_drafts > (most := engine.config.num_speculative_tokens):
         raise ApiError(f"max_drafts must be at most {most} on this server", "max_drafts")
     if len(given.prompts) * given.n > MAX_CHOICES:
         message = f"{given.prompt_name} and n must make at most {MAX_CHOICES} choices"
@@ -341,6 +378,11 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
     loop = asyncio.get_running_loop()
     budget = given.max_completion_tokens or given.max_tokens
     seed = secrets.randbits(32) if given.seed in (None, -1) else given.seed
+    prediction: list[int] = []
+    if given.prediction is not None:
+        text = given.prediction.content
+        assert isinstance(text, str)  # parts were joined
+        prediction = await loop.run_in_executor(words.threads, words.encode_text, text)
     choices: list[Choice] = []
     streams: list[lm.TextStream] = []
     num_prompt_tokens = 0
@@ -362,7 +404,8 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
         streams += own
         for _ in own:
             options = lm.RequestOptions(
-                **{name: getattr(given, name) for name in OPTIONS},
+                **given.options,
+                prediction=prediction[: engine.max_length] or None,  # no text is longer
                 max_new_tokens=budget or room,
                 stop_token_ids=words.stop_token_ids,
                 # Far apart: clients count their own seeds up, and no two texts may share noise.

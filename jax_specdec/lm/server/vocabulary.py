@@ -58,6 +58,10 @@ class Vocabulary:
             return prompt
         return self._text.encode(prompt)
 
+    def encode_text(self, text: str) -> list[int]:
+        """Returns the token ids of a text that has another before it."""
+        return self._text.encode(text, add_special_tokens=False)
+
     def encode_chat(self, messages: list[Json], *, thinks: bool = True) -> list[int]:
         """Returns the token ids of a conversation.
 

@@ -52,7 +52,8 @@ def randomize(model: torch.nn.Module, num_tokens: int, seed: int) -> None:
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith("norm.weight"):
-            weight.data = 1 + 0.3 * noise
+            adds_one = model.config.model_type.startswith("gemma")
+            weight.data = (not adds_one) + 0.3 * noise
         elif name.endswith("bias"):
             weight.data = 0.5 * noise
         else:
@@ -161,6 +162,32 @@ def main() -> None:
     )
     randomize(qwen3, num_tokens, seed=4)
     save("qwen3", qwen3.to(torch.bfloat16))
+
+    gemma = {
+        **shape,
+        "vocab_size": 288,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 24,
+        "max_position_embeddings": 512,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,  # a quarter of the text whose logits are kept
+        "attn_implementation": "eager",
+    }
+    rope = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+    }
+    gemma3 = transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(**gemma, rope_parameters=rope)
+    )
+    randomize(gemma3, num_tokens, seed=5)
+    save("gemma3", gemma3.to(torch.bfloat16))
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+    gemma2 = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**gemma, **caps))
+    randomize(gemma2, num_tokens, seed=6)
+    save("gemma2", gemma2.to(torch.bfloat16))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,248 @@
+"""From a command line to the options of its command, checked before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from jax_specdec._src.base.arrays import argument_of, check_int, either, renamed, require
+from jax_specdec._src.base.config import SpecDecodeConfig, did_you_mean
+from jax_specdec._src.base.sampling import TEMPERATURE
+from jax_specdec.lm import terminal
+from jax_specdec.lm.cli.options import (
+    COMMANDS,
+    DEFAULT_K,
+    Bench,
+    Options,
+    Serve,
+    flag_of,
+    options_of,
+)
+from jax_specdec.lm.cli.other_names import OTHER_NAMES
+from jax_specdec.lm.decoding.options import FLAGS, RequestOptions
+from jax_specdec.lm.drafters import (
+    NO_DRAFTS,
+    check_name,
+    is_pair,
+    kind_of,
+    names_of,
+    proposes_trees,
+)
+
+_Made = TypeVar("_Made")
+_OF_A_REQUEST = (*(one.name for one in FLAGS), "max_drafts")
+Given = dict[str, Any]
+"""What a command line gave, by the names of options; then the fields of its command."""
+
+
+def parse(arguments: Sequence[str] | None, version: str) -> Options:
+    """Returns what a command line asks for; if it is wrong, exits with code 2 and one line.
+
+    Args:
+      arguments: without the program's name; None for ``sys.argv``.
+      version: what `--version` prints.
+    """
+    parser = _Parser(prog="jax-specdec", description="Speculative decoding for JAX.")
+    parser.add_argument("--version", action="version", version=f"jax-specdec {version}")
+    parsers: dict[str | None, _Parser] = {None: parser}
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for kind in COMMANDS:
+        parsers[kind.command] = subparsers.add_parser(
+            kind.command,
+            help=kind.summary,
+            description=kind.description,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            argument_default=argparse.SUPPRESS,  # what is not given is absent
+        )
+        for one in options_of(kind):
+            one.add_to(parsers[kind.command])
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0].startswith("-") and words[0] not in parser.flags:
+        parser.error(f"{words[0]} must come after a command, as in jax-specdec generate {words[0]}")
+    found, unknown = parser.parse_known_args(words)
+    given = vars(found)
+    name = given.pop("command")
+    own = parsers[name]
+    if unknown:
+        hints = (_instead_of(one, name, parsers) for one in unknown)
+        hint = next(filter(None, hints), "")
+        own.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    if name is None:
+        parser.print_help()
+        parser.exit()
+    (kind,) = (one for one in COMMANDS if one.command == name)
+    try:
+        return _check(kind, given)
+    except (TypeError, ValueError) as error:
+        own.error(str(error))
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that reports an error in one line, and takes no abbreviations."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(allow_abbrev=False, **how)
+
+    def error(self, message: str) -> NoReturn:
+        terminal.log(f"{self.prog}: {' '.join(message.split())}")
+        sys.exit(2)
+
+    @property
+    def flags(self) -> list[str]:
+        """The names of its options."""
+        return [flag for action in self._actions for flag in action.option_strings]
+
+
+def _instead_of(unknown: str, command: str | None, parsers: Mapping[str | None, _Parser]) -> str:
+    """Returns how a message about an unknown option ends: with what to write instead, if known."""
+    name = unknown.partition("=")[0].replace("_", "-")
+    wanted = OTHER_NAMES.get(name, name)
+    if not wanted.startswith("--"):
+        return f"; {wanted}" if wanted != name else ""
+    flag = wanted.partition(" ")[0]
+    if flag in parsers[command].flags:
+        return f"; did you mean {wanted!r}?"
+    owners = [f"jax-specdec {name}" for name, parser in parsers.items() if flag in parser.flags]
+    if owners:
+        return f"; {either(owners)} has {wanted}"
+    return did_you_mean(name, parsers[command].flags)
+
+
+def _check(kind: type[Options], given: Given) -> Options:
+    """Returns the options of what was given on a command line.
+
+    Raises:
+      TypeError, ValueError: the sentence names an option of the command line.
+    """
+    for one in options_of(kind):
+        if one.ends is not None and one.name in given:
+            check_int(one.flags[-1], given[one.name], *one.ends)
+    for temperature in given.get("temperatures", ()):
+        TEMPERATURE.range.check("--temperature", temperature)
+    require(all(given.get("prompts", ())), "the prompt", "not be empty", "")
+    _check_target(given)
+    if given.get("ks") == (0,) and kind is not Bench:
+        given["drafters"] = (NO_DRAFTS,)
+        del given["ks"]  # the config of plain decoding has the default
+    _check_drafters(kind, given)
+    _choose_rule(kind, given)
+    most = _check_numbers(given)
+    if "max_drafts" in given:
+        check_int("--max-drafts", given["max_drafts"], 0, most)
+    return _made(kind, given | _fields(kind, given))
+
+
+def _check_target(given: Given) -> None:
+    """Sets the target, and checks what needs one."""
+    if "checkpoint" in given:
+        if "target" in given:
+            twice = f"{given['checkpoint']!r} and --target {str(given['target'])!r}"
+            raise ValueError(f"one target must be given, but there are two: {twice}")
+        given["target"] = Path(given["checkpoint"])
+    if given.get("chat") and "target" not in given:
+        raise ValueError("--chat needs --target, whose tokenizer has the chat template")
+    if "dtype" in given and "target" not in given:
+        raise ValueError("--dtype needs --target")
+
+
+def _check_drafters(kind: type[Options], given: Given) -> None:
+    """Sets the names of drafters, each once, and checks that the target can have them."""
+    has_target = "target" in given
+    default = ("ngram",) if has_target else ("model", "ngram") if kind is Bench else ("model",)
+    drafters = tuple(dict.fromkeys(given.get("drafters", default)))
+    given["drafters"] = drafters
+    for draft in drafters:
+        check_name(draft, has_target=has_target)
+    if given.get("history") and not all(is_pair(x) or x == "suffix" for x in drafters):
+        raise ValueError("--history needs --draft suffix, or suffix+ before a head or a model")
+    if NO_DRAFTS in drafters:
+        if kind is Bench or "repeats" in given:
+            raise ValueError(f"--draft {NO_DRAFTS} is plain decoding, which is compared anyway")
+        given["max_drafts"] = 0
+    if "draft_weights" in given and not any(kind_of(x).has_weights for x in drafters):
+        raise ValueError("--draft-weights needs a draft model or a head")
+
+
+def _choose_rule(kind: type[Options], given: Given) -> None:
+    """Sets the rule, and checks what needs another."""
+    # Drafts of lookup have no distribution: agreement accepts as many, and no text depends on them.
+    is_lookup = kind is Serve and not any(kind_of(x).has_weights for x in given["drafters"])
+    needs_agreement = "tree" in given or is_lookup or "exact" in given
+    method = "agreement" if needs_agreement else "standard"
+    method = given.setdefault("rejection_sample_method", method)
+    for name in ("tree", "prompts_in_steps"):
+        if "exact" in given and name in given:
+            raise ValueError(f"--exact cannot be given with {flag_of(name)}")
+    if "exact" in given and method != "agreement":
+        raise ValueError(f"--exact needs --method agreement, but it is {method!r}")
+
+
+def _check_numbers(given: Given) -> int:
+    """Sets the numbers of drafts, and returns the most drafts of a step.
+
+    With trees, checks that drafters propose them, the rule verifies them, and a path fits into one.
+    """
+    if "tree" not in given:
+        given["ks"] = tuple(dict.fromkeys(given.get("ks", (DEFAULT_K,))))
+        return int(given["ks"][0])
+    size = given["tree"]
+    given["ks"] = tuple(dict.fromkeys(given.get("ks", (min(DEFAULT_K, size - 1),))))
+    for draft in given["drafters"]:
+        if not proposes_trees(draft):
+            wanted = names_of(lambda one: one.has_trees)
+            raise ValueError(f"--tree needs --draft {wanted}, but it is {draft!r}")
+    method = given["rejection_sample_method"]
+    if method != "agreement":
+        raise ValueError(f"--tree needs --method agreement, but it is {method!r}")
+    for k in given["ks"]:
+        must = f"be less than --tree {size}, which counts the newest token and the drafts"
+        require(k < size, "--num-speculative-tokens", must, k)
+    return int(size) - 1
+
+
+def _fields(kind: type[Options], given: Given) -> Given:
+    """Returns the fields of a command that are not what was given."""
+    configs = tuple(_config(given, k) for k in given["ks"])
+    if kind is Serve:
+        return {"configs": configs}
+    fields = {
+        "configs": configs,
+        "request": _made(RequestOptions, {x: given[x] for x in _OF_A_REQUEST if x in given}),
+        "prompts": tuple(given.get("prompts", ())),
+        "prompt_files": tuple(given.get("prompt_files", ())),
+        "temperatures": tuple(dict.fromkeys(given["temperatures"])),
+    }
+    if given.get("chat"):
+        fields["shows_prompts"] = False
+    return fields
+
+
+def _config(given: Given, k: int) -> SpecDecodeConfig:
+    """Returns the config of one K.
+
+    Raises:
+      ValueError: a value is out of range, or rates do not go with the rule.
+    """
+    is_synthetic = given["rejection_sample_method"] == "synthetic"
+    rates = [name for name in given if name.startswith("synthetic_")]
+    if rates and not is_synthetic:
+        raise ValueError(f"{flag_of(rates[0])} needs --method synthetic")
+    if is_synthetic and len(rates) != 1:
+        raise ValueError(
+            "--method synthetic needs one of --acceptance-length and --acceptance-rates"
+        )
+    return _made(SpecDecodeConfig, given | {"num_speculative_tokens": k})
+
+
+def _made(cls: type[_Made], given: Given) -> _Made:
+    """Returns an object of those of its fields that were given; errors name options."""
+    fields: Iterable[dataclasses.Field[Any]] = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = [field.name for field in fields if field.name in given]
+    try:
+        return cls(**{name: given[name] for name in names})
+    except ValueError as error:
+        raise ValueError(renamed(error, flag_of(str(argument_of(error))))) from None

@@ -1,0 +1,149 @@
+"""Programs that are compiled behind others: an engine goes on without them until they are there.
+
+On a CPU alone. On a GPU, XLA chooses products by timing them on the device: what is compiled while
+others run is chosen badly, and stays so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+Shapes = Any
+"""A pytree of shapes in place of arrays."""
+
+
+class Compiled(NamedTuple):
+    """A program for arrays of given shapes and places.
+
+    Attributes:
+      program: a function that `jax.jit` returned; its first argument is static.
+      compiled: it, for these arrays.
+      returned: shapes of the first thing it returns, or of the only one.
+    """
+
+    program: Callable[..., Any]
+    compiled: Any
+    returned: Shapes
+
+    @classmethod
+    def of(cls, program: Any, first: Any, *shapes: Shapes, **static: Any) -> Compiled:
+        """Returns the program for arrays of these shapes."""
+        lowered = program.lower(first, *shapes, **static)
+        compiled = lowered.compile()
+
+        def placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        returned = jax.tree.map(placed, lowered.out_info, compiled.output_shardings)
+        return cls(program, compiled, returned)
+
+    def __call__(self, first: Any, *args: Any, **static: Any) -> Any:
+        """Returns what the program returns."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+            return self.program(first, *args, **static)
+        return self.compiled(*args)
+
+
+class Behind:
+    """Compiles programs in a thread, one after another, each when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._programs: dict[Hashable, Future[Compiled]] = {}
+        self._later: list[tuple[str, Callable[[], object]]] = []  # by what it is for
+        self._lock = threading.Lock()  # of `_later`
+
+    @functools.cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1)
+
+    def get(
+        self, name: Hashable, program: Any, first: Any, *args: Any, **static: Any
+    ) -> Compiled | None:
+        """Returns a program for arrays like those of `args`; None until it is compiled.
+
+        Also None if it cannot be, which is a warning: whoever asks goes on without it.
+
+        Args:
+          name: of the program for arrays of such shapes.
+          program: a function that `jax.jit` returned.
+          first: its first argument, which is static.
+          *args: its arrays.
+          **static: its other static arguments.
+        """
+        if name not in self._programs:
+            make = functools.partial(Compiled.of, program, first, *shapes_of(args), **static)
+            self._programs[name] = self._thread.submit(make)
+        found = self._programs[name]
+        error = found.exception() if found.done() else None
+        if error is not None:
+            self._programs[name] = Future()  # which is never done
+            warnings.warn(f"{name} cannot be compiled: {error}", stacklevel=2)
+            return None
+        return found.result() if found.done() else None
+
+    def compile_later(self, calls: Iterable[tuple[str, Callable[[], object]]]) -> None:
+        """Makes calls that compile, one after another, each after all that `get` has asked for.
+
+        Args:
+          calls: each after the kind of requests that it is for.
+        """
+        self._later = [*calls]
+        self._thread.submit(self._compile_next, self._thread)
+
+    def _compile_next(self, thread: ThreadPoolExecutor) -> None:
+        """Makes the first of the calls, and lets the next come after what was asked for by then."""
+        with self._lock:
+            found = self._later[:1]
+        for _, call in found:
+            # Whoever needs what cannot be compiled calls it, and gets the error.
+            with contextlib.suppress(Exception):
+                call()
+        with self._lock:
+            self._later = [one for one in self._later if one not in found]
+            if self._later:
+                thread.submit(self._compile_next, thread)
+
+    @property
+    def lacking(self) -> set[str]:
+        """The kinds of which something is still to be compiled."""
+        with self._lock:
+            return {kind for kind, _ in self._later}
+
+    def put_first(self, kinds: Collection[str]) -> None:
+        """Lets what is for some kinds be compiled before what is for others."""
+        with self._lock:
+            # The first of all is being compiled.
+            self._later[1:] = sorted(self._later[1:], key=lambda one: one[0] not in kinds)
+
+    def wait(self) -> None:
+        """Waits for all that was asked for."""
+        if self._programs:
+            self._thread.submit(int).result()
+        while self._later:  # each of them lets the next come after what was asked for by then
+            self._thread.submit(int).result()
+
+    def close(self) -> None:
+        """Ends the thread, without waiting for what it compiles now; `get` starts another."""
+        with self._lock:
+            self._later = []
+        self._programs = {name: one for name, one in self._programs.items() if one.done()}
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        del self._thread
+
+
+def shapes_of(arrays: Any) -> Shapes:
+    """Returns the shapes, dtypes and places of arrays, which may be deleted later."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        has_place = isinstance(x, jax.Array) and x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if has_place else None)
+
+    return jax.tree.map(shape_of, arrays)

@@ -1,0 +1,317 @@
+"""What `--draft` names: a table of drafters, and how each is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from jax_specdec import SpecDecodeConfig, lm
+from jax_specdec._src.base.arrays import either, require
+from jax_specdec.lm.formats.config_json import CONFIG_FILE, read_config
+from jax_specdec.lm.models.protocol import Params
+
+NO_DRAFTS = "none"
+"""Instead of a drafter: plain decoding."""
+SUFFIX_PREFIX = "suffix+"
+"""What stands before a drafter that has a lookup beside it."""
+TREE_CANDIDATES = 64
+"""Ids of each row of a block that a tree of a head with a Markov bias is chosen from."""
+
+Loaded = lm.formats.LoadedModel[lm.models.Llama]
+
+
+class Draft(NamedTuple):
+    """A drafter and its weights."""
+
+    drafter: lm.Drafter
+    params: Params | None = None
+
+    @property
+    def most_drafts(self) -> int | None:
+        """The most drafts of a step, or of a path of its tree; None where the drafter sets none."""
+        drafter = self.alone
+        return drafter.head.config.max_drafts if isinstance(drafter, lm.BlockDrafter) else None
+
+    @property
+    def alone(self) -> lm.Drafter:
+        """The drafter without the lookup beside it."""
+        return self.drafter.head if isinstance(self.drafter, lm.FirstOf) else self.drafter
+
+    def beside(self, lookup: Draft) -> Draft:
+        """Returns the drafter with a lookup beside it."""
+        assert isinstance(lookup.drafter, lm.SuffixDrafter)
+        return Draft(lm.FirstOf(lookup.drafter, self.drafter), (lookup.params, self.params))
+
+    def drafting(
+        self, config: SpecDecodeConfig, num_nodes: int | None
+    ) -> tuple[lm.Drafter, SpecDecodeConfig]:
+        """Returns the drafter and the config of a step.
+
+        Args:
+          config: for chains. Its K is the depth of trees.
+          num_nodes: of each tree, the newest token among them; None for chains.
+
+        Raises:
+          ValueError: `tree_depth` cannot be K.
+        """
+        drafter = self.drafter
+        if num_nodes is None:
+            return drafter, config
+        assert isinstance(drafter, lm.SuffixDrafter | lm.Eagle3Drafter | lm.BlockDrafter)
+        drafter = dataclasses.replace(drafter, tree_depth=config.num_speculative_tokens)
+        if isinstance(drafter, lm.BlockDrafter) and drafter.head.config.markov_rank is not None:
+            most = min(TREE_CANDIDATES, drafter.head.vocab_size)
+            drafter = dataclasses.replace(drafter, num_candidates=most)
+        # Node 0 is the newest token; each of the others is a draft.
+        return drafter, dataclasses.replace(config, num_speculative_tokens=num_nodes - 1)
+
+
+class Given(NamedTuple):
+    """What drafters are loaded for.
+
+    Attributes:
+      tokenizer: of the target; None for the embedded target.
+      dtype: compute dtype of checkpoints; None for the stored one.
+      weights: of draft models and heads; "int8" for matrices in 8 bits.
+      history: tokens of earlier texts in which a lookup looks, too.
+    """
+
+    tokenizer: lm.Tokenizer | None
+    dtype: str | None = None
+    weights: Literal["int8"] | None = None
+    history: int = 0
+
+    def draft(self, drafter: lm.Drafter, params: Params) -> Draft:
+        """Returns a drafter with its weights, in 8 bits if that is wanted."""
+        return Draft(drafter, lm.models.quantize(params) if self.weights else params)
+
+
+Load = Callable[[Loaded], Draft]
+"""Reads the weights of a drafter, once there are those of the target."""
+
+
+class Kind(NamedTuple):
+    """A row of the table of drafters.
+
+    Attributes:
+      name: as `--draft` has it. One that ends with DIR stands for all that begin alike.
+      words: where its drafts come from.
+      read: reads what takes no time, from what is given and a directory, before any weights.
+      for_embedded: whether the embedded target may have it.
+      for_checkpoints: whether other targets may.
+      has_trees: whether it proposes trees.
+      has_weights: whether it runs a model, beside which there may be a lookup.
+      of_others: of a head of the embedded target: the name of the same for another target.
+      aliases: what else may be taken for its name.
+    """
+
+    name: str
+    words: str
+    read: Callable[[Given, str], Load]
+    for_embedded: bool = True
+    for_checkpoints: bool = True
+    has_trees: bool = False
+    has_weights: bool = True
+    of_others: str = ""
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """What stands before a directory."""
+        return self.name.removesuffix(_DIR)
+
+    def has(self, name: str) -> bool:
+        """Returns whether a name is of this kind, if it is of no narrower one."""
+        return name.startswith(self.prefix) if self.name.endswith(_DIR) else name == self.name
+
+
+def _read_draft_model(given: Given, directory: str) -> Load:
+    """Reads the tokenizer of a checkpoint, which never proposes what is no token of the target."""
+    read_config(Path(directory) / CONFIG_FILE)
+    own = lm.load_tokenizer(directory)
+    of_target = given.tokenizer
+    assert of_target is not None
+
+    def load(target: Loaded) -> Draft:
+        read = functools.partial(lm.load_huggingface, directory, given.dtype, weights=given.weights)
+        size = target.model.vocab_size
+        if not of_target.has_same_vocabulary(own):
+            return Draft(*lm.retokenize(of_target, size, own, *read()))
+        model, params = read(max_vocab_size=size)
+        config = model.config
+        most = target.model.config.num_token_ids or size
+        known = min(config.num_token_ids or config.vocab_size, most)
+        is_all = known == config.vocab_size
+        config = dataclasses.replace(config, num_token_ids=None if is_all else known)
+        return Draft(lm.ModelDrafter(dataclasses.replace(model, config=config)), params)
+
+    return load
+
+
+def _read_eagle3(given: Given, directory: str) -> Load:
+    _check_is_there(directory)
+
+    def load(target: Loaded) -> Draft:
+        head = lm.load_eagle3(directory, target)
+        return given.draft(lm.Eagle3Drafter(head.model), head.params)
+
+    return load
+
+
+def _read_block(given: Given, directory: str) -> Load:
+    _check_is_there(directory)
+
+    def load(target: Loaded) -> Draft:
+        head = lm.load_block_head(directory, target)
+        return given.draft(lm.BlockDrafter(head.model), head.params)
+
+    return load
+
+
+def _read_gemma_assistant(given: Given, directory: str) -> Load:
+    def load(target: Loaded) -> Draft:
+        head = lm.load_gemma_assistant(directory, target)
+        return given.draft(lm.GemmaAssistantDrafter(head.model), head.params)
+
+    return load
+
+
+def _check_is_there(directory: str) -> None:
+    """Raises a FileNotFoundError if what is to be a directory is the name of an embedded head."""
+    if not Path(directory).exists() and any(directory == x.name for x in DRAFTERS if x.of_others):
+        hint = f"the head of the embedded target is --draft {directory}"
+        raise FileNotFoundError(f"{directory} does not exist; {hint}.")
+
+
+def _read_embedded_model(given: Given, directory: str) -> Load:
+    model, params = lm.load_embedded_pair()[1]
+    return lambda target: given.draft(lm.ModelDrafter(model), params)
+
+
+def _read_embedded_eagle3(given: Given, directory: str) -> Load:
+    def load(target: Loaded) -> Draft:
+        head = lm.load_embedded_head(target)
+        return given.draft(lm.Eagle3Drafter(head.model), head.params)
+
+    return load
+
+
+def _read_embedded_block(kind: Literal["dflash", "dspark"], given: Given, directory: str) -> Load:
+    def load(target: Loaded) -> Draft:
+        head = lm.load_embedded_head(target, kind)
+        return given.draft(lm.BlockDrafter(head.model), head.params)
+
+    return load
+
+
+def _read_ngram(given: Given, directory: str) -> Load:
+    return lambda target: Draft(lm.NGramDrafter())
+
+
+def _read_suffix(given: Given, directory: str) -> Load:
+    drafter = lm.SuffixDrafter(history=given.history)
+    return lambda target: Draft(drafter, drafter.init_params())
+
+
+_DIR = "DIR"
+_HEAD = "a head of the embedded target"
+DRAFTERS = (
+    Kind(_DIR, "a checkpoint", _read_draft_model, for_embedded=False),
+    Kind(f"eagle3:{_DIR}", "an EAGLE-3 head", _read_eagle3, has_trees=True),
+    Kind(f"block:{_DIR}", "a DFlash or DSpark head", _read_block, has_trees=True),
+    Kind(f"gemma:{_DIR}", "a Gemma 4 assistant", _read_gemma_assistant, for_embedded=False),
+    Kind("ngram", "a lookup in the text so far", _read_ngram, has_weights=False),
+    Kind("suffix", "one with counts", _read_suffix, has_trees=True, has_weights=False),
+    Kind("model", "the embedded draft model", _read_embedded_model, for_checkpoints=False),
+    Kind(
+        "eagle3",
+        _HEAD,
+        _read_embedded_eagle3,
+        for_checkpoints=False,
+        has_trees=True,
+        of_others=f"eagle3:{_DIR}",
+        aliases=("eagle",),
+    ),
+    *(
+        Kind(
+            name,
+            _HEAD,
+            functools.partial(_read_embedded_block, name),
+            for_checkpoints=False,
+            has_trees=True,
+            of_others=f"block:{_DIR}",
+        )
+        for name in ("dflash", "dspark")
+    ),
+    Kind(NO_DRAFTS, "nowhere, in plain decoding", _read_ngram, has_weights=False),
+)
+"""All drafters, in the order in which helps and messages name them."""
+
+
+def kind_of(name: str) -> Kind:
+    """Returns the row of a drafter; of the one beside which a lookup is, if there is one."""
+    name = name.removeprefix(SUFFIX_PREFIX)
+    return max((one for one in DRAFTERS if one.has(name)), key=lambda one: len(one.name))
+
+
+def is_pair(name: str) -> bool:
+    """Returns whether a lookup is beside a drafter."""
+    return name.startswith(SUFFIX_PREFIX)
+
+
+def proposes_trees(name: str) -> bool:
+    """Returns whether a drafter can propose trees."""
+    return kind_of(name).has_trees and not is_pair(name)
+
+
+def names_of(holds: Callable[[Kind], bool]) -> str:
+    """Returns the names of some kinds, as a list in words."""
+    return either(one.name for one in DRAFTERS if holds(one))
+
+
+def described() -> str:
+    """Returns where drafts come from, by the names of drafters."""
+    groups = itertools.groupby(DRAFTERS, lambda one: one.words)
+    return ", ".join(f"{words} ({', '.join(x.name for x in group)})" for words, group in groups)
+
+
+def check_name(draft: str, *, has_target: bool) -> None:
+    """Checks that the target can have a drafter.
+
+    Args:
+      draft: as `--draft` names it.
+      has_target: whether the target is a checkpoint.
+
+    Raises:
+      ValueError: it cannot.
+    """
+    name = draft.removeprefix(SUFFIX_PREFIX)
+    kind = kind_of(name)
+    must = "be followed by a head or a model, as in suffix+eagle3"
+    is_whole = not is_pair(draft) or (name != "" and kind.has_weights)
+    require(is_whole, f"--draft {SUFFIX_PREFIX}", must, draft)
+    hint = _instead_of(draft, name)
+    if has_target:
+        fits = kind.for_checkpoints and hint is None
+        must = f"be {names_of(lambda one: one.for_checkpoints)} with --target"
+    else:
+        fits = kind.for_embedded
+        must = f"be {names_of(lambda one: one.for_embedded)} without --target"
+    require(fits, "--draft", must, draft, hint)
+    if kind.prefix and name == kind.prefix != kind.name:
+        raise ValueError(f"--draft {name} must be followed by the directory of a head")
+
+
+def _instead_of(draft: str, name: str) -> str | None:
+    """Returns how the directory of a head is named, if `name`, the end of `draft`, may mean one."""
+    kind, colon, directory = name.partition(":")
+    own = kind_of(name)
+    for one in DRAFTERS:
+        if colon and own.name == _DIR and one.of_others and kind in (one.name, *one.aliases):
+            meant = draft.removesuffix(name) + one.of_others.removesuffix(_DIR) + directory
+            return f"did you mean {meant!r}?"
+    return f"a head of another target is {own.of_others}" if own.of_others else None
