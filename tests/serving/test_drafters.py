@@ -376,7 +376,9 @@ FEW = ("model", "eagle3", "suffix, then eagle3")
 def test_steps_of_some_slots_are_together_a_step_of_all(name):
     """Records, sequences, features, caches and stores; two pairs of slots, in any order."""
     drafter, params_of = DRAFTERS[name]
-    engine, params = engine_of(drafter), (engines.weights_of(engines.LLAMA)[0], params_of())
+    config = AGREEMENT if drafter.serves.has_history else config_of(drafter)  # it samples
+    engine = dataclasses.replace(engines.LLAMA, drafter=drafter, config=config)
+    params = engines.weights_of(engines.LLAMA)[0], params_of()
     driver = engines.driver_of(engine, *params)
     for slot in range(engines.SLOTS):
         prompt, sampled = [1 + slot, 3, slot, 3, 1 + slot, 3], 0.9 * (slot % 2)

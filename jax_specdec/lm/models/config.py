@@ -24,6 +24,10 @@ class LinearScaling:
 
     Raises:
       ValueError: the factor is not a number of at least 1 that float32 holds.
+
+    Example:
+      >>> Rotation(rope_theta=100.0, scaling=LinearScaling(factor=8.0)).frequencies(4).tolist()
+      [0.125, 0.0125]
     """
 
     factor: float
@@ -131,6 +135,10 @@ class Norm:
 
     Raises:
       ValueError: `rms_norm_eps` is not a positive number that float32 holds.
+
+    Example:
+      >>> Norm(rms_norm_eps=1e-6, adds_one=True, in_float32=True).adds_one  # as in Gemma
+      True
     """
 
     rms_norm_eps: float = 1e-5
