@@ -1,5 +1,6 @@
 """The benchmarks count what they say and lose no result."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -231,3 +232,12 @@ def test_the_tables_of_a_pair_are_those_of_its_results():
         if path.name in readme:
             lines = [line.strip() for line in readme.splitlines()]
             assert [line for line in bench_pair.first_screen(document) if line not in lines] == []
+
+
+SCRIPTS = sorted(path.stem for path in Path(measure.__file__).parent.glob("bench_*_gpu.py"))
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "bench_exact_gpu"])
+def test_without_a_gpu_a_benchmark_of_one_says_so_and_does_not_fail(script, capsys):
+    assert importlib.import_module(script).main([]) == 0
+    assert "nothing to measure, JAX runs on cpu" in capsys.readouterr().out
