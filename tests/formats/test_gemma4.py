@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from passes import Passed
 from passes import run as run_pass
 
@@ -69,6 +70,21 @@ def test_logits_are_those_of_transformers(name: str) -> None:
         error(passed(name).logits[0, :, :NUM_TOKEN_IDS], wanted["logits"][:, :NUM_TOKEN_IDS])
         < TOLERANCE
     )
+
+
+def test_the_text_of_a_file_with_images_and_sound_is_read(tmp_path: Path) -> None:
+    directory = copied("wide", tmp_path / "wide")
+    text = json.loads((directory / "config.json").read_text())
+    raw = {"model_type": text["model_type"].removesuffix("_text"), "text_config": text}
+    (directory / "config.json").write_text(json.dumps(raw))
+    path = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    renamed = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    others = {"model.audio_tower.x": np.ones(3), "model.embed_vision.y": np.ones(2)}
+    safetensors.numpy.save_file(renamed | others, path)
+    found = lm.load_huggingface(directory, jnp.float32)
+    assert found.model == load("wide").model
+    jax.tree.map(np.testing.assert_array_equal, found.params, load("wide").params)
 
 
 def test_the_switches_are_read() -> None:
