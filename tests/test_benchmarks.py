@@ -1,5 +1,6 @@
 """The benchmarks count what they say and lose no result."""
 
+import importlib
 import itertools
 import json
 import re
@@ -283,3 +284,12 @@ def test_what_the_page_says_of_the_pair_is_what_was_measured():
     assert gain("draft", 0.8, batch=8) == pytest.approx(gain("draft", 0, batch=8), abs=0.005)
     assert max(by_kind["chat"] + by_kind["translation"]) < 1
     assert all(emitted("suffix+draft", t) < emitted("draft", t) for t in both)
+
+
+SCRIPTS = sorted(path.stem for path in Path(measure.__file__).parent.glob("bench_*_gpu.py"))
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "bench_exact_gpu"])
+def test_without_a_gpu_a_benchmark_of_one_says_so_and_does_not_fail(script, capsys):
+    assert importlib.import_module(script).main([]) == 0
+    assert "nothing to measure, JAX runs on cpu" in capsys.readouterr().out
