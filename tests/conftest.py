@@ -23,6 +23,7 @@ collect_ignore = [
     "formats/published/make.py",
     "models/speculators/make.py",
     "integrations/test_families.py",
+    "integrations/test_gemma4.py",
     "integrations/test_real_models.py",  # other projects' packages: `make test-models` names it
 ]
 

@@ -39,7 +39,6 @@ from jax_specdec.lm.server.limits import ApiError, Limits
 from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_parameters, read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import EngineFailed
-from jax_specdec.lm.terminal import printable
 from jax_specdec.lm.text import chat
 from jax_specdec.lm.text.bytes import BYTE_VOCAB_SIZE
 from jax_specdec.lm.text.chat import read_chat_template

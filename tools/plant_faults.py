@@ -516,8 +516,8 @@ def _(right, self, params, groups, *given):
     "_src.attention.xla:_seen",
     "attention/test_attention.py",
 )
-def _(right, arrays, room, window, num_visible):
-    return right(arrays, room, window, arrays.query.shape[1])
+def _(right, arrays, room, static):
+    return right(arrays, room, static._replace(num_visible=arrays.query.shape[1]))
 
 
 @fault(
@@ -543,19 +543,15 @@ def _(right, found, weights, *given):
     return jnp.where((weights > 0).all(), rounded, found)
 
 
-@fault("a window is ignored", "lm.models.block:BlockHeadConfig.window", "drafting/test_block.py")
-def _(right, self, index):
-    return None
+@fault("a window of a block is ignored", "lm.models.cache:Pass.attend", "models/test_block.py")
+def _(right, step, spec, *args):
+    return right(step, dataclasses.replace(spec, window=None), *args)
 
 
-@fault(
-    "a window begins one position late",
-    "lm.models.block:BlockHeadConfig.window",
-    "models/test_block.py",
-)
-def _(right, self, index):
-    window = right(self, index)
-    return window if window is None else window - 1
+@fault("a window begins one position late", "lm.models.cache:Pass.attend", "models/test_block.py")
+def _(right, step, spec, *args):
+    late = spec if spec.window is None else dataclasses.replace(spec, window=spec.window - 1)
+    return right(step, late, *args)
 
 
 @fault(

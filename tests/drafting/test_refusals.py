@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from serving import tiny
 
+import jax_specdec as sd
 from jax_specdec import lm
 
 from . import loops, test_block, test_eagle3
@@ -105,4 +108,12 @@ def test_a_field_that_does_not_fit_is_named(
     ids=["block", "eagle3"],
 )
 def test_without_features_there_is_nothing_to_draft_from(drafter: Any, params: Any) -> None:
-    loops.check_refuses_no_features(drafter, params)
+    """A head drafts, and reads a prompt, only where it gets what the target computed."""
+    ones = jnp.ones(1, jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 1)
+    sampling = sd.SamplingParams(jnp.zeros(1))
+    context = lm.DraftContext(ones[None], ones, sampling, keys, loops.CONFIG)
+    with pytest.raises(ValueError, match="^context must have features"):
+        drafter.propose(params, context, None, None)
+    with pytest.raises(ValueError, match="^prefill must get features"):
+        drafter.prefill(params, None, None)

@@ -227,8 +227,13 @@ LONGER = [[1, 4, 1, 4, 1, 0, 2] * 2, [3] * 9, [2, 5, 0] * 4, [4, 1, 5, 5, 0, 3, 
 
 
 def config_of(drafter: lm.Drafter) -> sd.SpecDecodeConfig:
-    needs_agreement = drafter.serves.tree_depth > 0 or drafter == SUFFIX
+    needs_agreement = drafter.serves.tree_depth or drafter.serves.has_history
     return AGREEMENT if needs_agreement else engines.CONFIG
+
+
+def engine_of(drafter: lm.Drafter, **fields: Any) -> lm.Engine:
+    config = config_of(drafter)
+    return dataclasses.replace(engines.LLAMA, drafter=drafter, config=config, **fields)
 
 
 @functools.cache
@@ -321,9 +326,7 @@ class TestEveryDrafter:
     def test_a_new_state_can_be_donated_whole_and_leaves_the_weights(self, name):
         """No two of its arrays are one buffer, and none is one of the weights."""
         drafter, params_of = DRAFTERS[name]
-        engine = dataclasses.replace(
-            engines.LLAMA, drafter=drafter, config=config_of(drafter), draft_budget=(0, 2)
-        )
+        engine = engine_of(drafter, draft_budget=(0, 2))
         weights = params_of(), engines.weights_of(engines.LLAMA)[0]
         state = engine.init_state(*weights)
         jax.block_until_ready(jax.jit(lambda x: x, donate_argnums=0)(state))
