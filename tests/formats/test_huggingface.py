@@ -1,4 +1,4 @@
-"""Checkpoints of the Llama, Qwen2 and Qwen3 families against what `transformers` computes."""
+"""Checkpoints of the families against what `transformers` computes."""
 
 import dataclasses
 import functools
@@ -128,6 +128,22 @@ def test_parameters_of_positions_may_be_given_by_type_of_layer(tmp_path: Path) -
     read = lm.load_huggingface(directory).model.config.layers[0].rotation
     known = load("llama").model.config.layers[0].rotation
     assert read == dataclasses.replace(known, rope_theta=5e5)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_of_a_file_with_images_is_read(tmp_path: Path, prefix: str) -> None:
+    directory = copy("gemma3", tmp_path / "gemma3")
+    text = json.loads((directory / "config.json").read_text())
+    raw = {"model_type": "gemma3", "text_config": text}
+    (directory / "config.json").write_text(json.dumps(raw))
+    path = directory / "model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    renamed = {name.replace("model.", prefix, 1): x for name, x in tensors.items()}
+    others = {"model.vision_tower.x": np.ones(3), "multi_modal_projector.y": np.ones(2)}
+    safetensors.numpy.save_file(renamed | others, path)
+    found = lm.load_huggingface(directory, jnp.float32)
+    assert found.model == load("gemma3").model
+    jax.tree.map(np.testing.assert_array_equal, found.params, load("gemma3").params)
 
 
 def test_tensors_that_follow_from_the_rest_are_no_mistake(tmp_path: Path) -> None:
@@ -413,6 +429,50 @@ def test_tensors_in_int8_that_do_not_fit_are_named(
     edit_tensors(path, **changes)
     with pytest.raises(ValueError, match=says):
         lm.load_huggingface(path.parent)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_layers_that_differ_are_read_as_they_were_written(name: str, tmp_path: Path) -> None:
+    model, params = load(name)
+    lm.formats.save_checkpoint(tmp_path, model, params)
+    again = lm.load_huggingface(tmp_path)
+    assert dataclasses.replace(again.model.config, num_token_ids=NUM_TOKEN_IDS) == model.config
+    jax.tree.map(np.testing.assert_array_equal, again.params, params)
+
+
+def test_files_of_gemma_say_by_what_default_a_layer_slides(tmp_path: Path) -> None:
+    directory = copy("gemma3", tmp_path / "gemma3")
+    path = directory / "config.json"
+    older = {"rope_theta": 1e3, "rope_local_base_freq": 100.0}
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    edit_json(path, rope_parameters=..., rope_scaling=scaling, **older)
+    assert lm.load_huggingface(directory).model.config.layers == load("gemma3").model.config.layers
+    edit_json(path, layer_types=..., num_hidden_layers=2)
+    assert [x.window for x in lm.load_huggingface(directory).model.config.layers] == [6, 6]
+    edit_json(path, sliding_window_pattern=2)
+    assert [x.window for x in lm.load_huggingface(directory).model.config.layers] == [6, None]
+
+
+OF_GEMMA: dict[str, tuple[dict[str, Any], str]] = {
+    "no window": ({"sliding_window": None}, "sliding_window = None, but sliding layers need"),
+    "a kind": ({"layer_types": ["chunked_attention"] * 2}, "layer_types = .*one for each layer"),
+    "too few kinds": ({"layer_types": ["full_attention"]}, "layer_types = .*one for each layer"),
+    "no period": ({"sliding_window_pattern": 0}, "sliding_window_pattern must be a positive"),
+    "scale": ({"query_pre_attn_scalar": "a"}, "query_pre_attn_scalar = 'a', but it must be"),
+    "activation": ({"hidden_activation": "gelu"}, "only 'gelu_pytorch_tanh' is supported"),
+    "both ways": ({"use_bidirectional_attention": True}, "only False is supported"),
+    "cap": ({"final_logit_softcapping": 30.0}, "which is not supported"),
+    "rotation": ({"rope_parameters": {"full_attention": {}}}, "lacks sliding_attention in it"),
+}
+
+
+@pytest.mark.parametrize("mistake", OF_GEMMA)
+def test_what_a_file_of_gemma_cannot_say_is_named(mistake: str, tmp_path: Path) -> None:
+    changes, says = OF_GEMMA[mistake]
+    directory = copy("gemma3", tmp_path / "gemma3")
+    edit_json(directory / "config.json", **changes)
+    with pytest.raises(ValueError, match=says):
+        lm.load_huggingface(directory)
 
 
 def test_a_model_of_no_family_is_not_written(tmp_path: Path) -> None:

@@ -314,8 +314,8 @@ class Generate(_OneDrafter, _Models, _Requests):
     command: ClassVar = "generate"
     summary: ClassVar = "continue a text, or answer a message"
     description: ClassVar = """Continue a text with the embedded models, or with Hugging Face
-        checkpoints of the Llama, Qwen2 and Qwen3 families. Each PROMPT and each --prompt-file is
-        one request; several are decoded as one batch, and their texts are printed one after
+        checkpoints of the Llama, Qwen and Gemma families. Each PROMPT and each --prompt-file is one
+        request; several are decoded as one batch, and their texts are printed one after
         another, each below a line that says which it is. A line break at the end of a file or of
         standard input is not part of the prompt. The texts go to standard output, everything else
         to standard error."""

@@ -215,8 +215,9 @@ class DrafterServes:
         `prefill` forgets all else. "none": a request needs an empty cache. Nobody asks a drafter
         without one.
       slots: its `propose` and `prefill` find some requests of a larger cache by the `slots` of the
-        context and of the rows, in place; its cache then holds positions and nothing else. To
-        others the loops give the caches of these requests alone, which are copied twice.
+        context and of the rows, in place; what its cache holds beside positions `prefill` has
+        to reset. To others the loops give the caches of these requests alone, which are copied
+        twice, and empty where a prompt begins.
 
     Raises:
       TypeError: `feature_layers` is no tuple of ints, or a number no int.

@@ -63,6 +63,9 @@ def parse_config(raw: JsonObject) -> DecoderConfig:
     """Returns the sizes in the JSON object of a `config.json`; raises as `read_config` does."""
     raw.require_one_of("model_type", *FAMILIES)
     family = FAMILIES[raw.given("model_type", "llama")]
+    _check_quantization(raw)
+    if family.inside is not None:
+        raw = raw.nested(family.inside)
     for key, served in _SERVED.items():
         if key not in family.reads:
             raw.require_one_of(key, *served)
@@ -70,7 +73,6 @@ def parse_config(raw: JsonObject) -> DecoderConfig:
         kinds = raw.given("layer_types", [])
         are_full = isinstance(kinds, list) and all(kind == FULL for kind in kinds)
         raw.require(are_full, "layer_types", only(FULL))
-    _check_quantization(raw)
     with errors_name(raw.where):
         return family.config(raw)
 

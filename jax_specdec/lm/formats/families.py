@@ -52,11 +52,17 @@ TEXT_PREFIXES = {
 }
 """What names of tensors begin with in files of text and images, and in those of text alone."""
 
-IMAGES = (
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
+IMAGES = tuple(
+    f"{prefix}{part}."
+    for prefix in ("", "model.")
+    for part in (
+        "vision_tower",
+        "audio_tower",
+        "vision_embedder",
+        "embed_vision",
+        "embed_audio",
+        "multi_modal_projector",
+    )
 )
 """What names of tensors begin with that are not read."""
 
@@ -100,8 +106,6 @@ def _gemma2(raw: JsonObject) -> DecoderConfig:
 
 def _gemma3(raw: JsonObject) -> DecoderConfig:
     """Returns a config of layers with two rotations, every sixth of which has full attention."""
-    if "text_config" in raw:
-        raw = raw.nested("text_config")
     sizes = dict(vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256)
     others = dict(sliding_window=4096, rope_theta=1e6, max_position_embeddings=131072)
     raw = raw.or_else(**sizes, **others)
@@ -123,18 +127,21 @@ def _gemma(
     scalar = raw.given("query_pre_attn_scalar", 256)
     is_number = type(scalar) in (int, float) and scalar > 0
     raw.require(is_number, "query_pre_attn_scalar", "but it must be a number above 0")
+    window = raw["sliding_window"]
+    is_window = (type(window) is int and window > 0) or SLIDING not in kinds
+    raw.require(is_window, "sliding_window", "but sliding layers need a positive integer")
     layers = {
         kind: _layer(
             raw,
             rotation=rotations[kind],
-            window=raw["sliding_window"] if kind == SLIDING else None,
+            window=window if kind == SLIDING else None,
             scale=scalar**-0.5,
             norm=_norm(raw, adds_one=True, in_float32=True),
             norms="around",
             activation="gelu_tanh",
             **fields,
         )
-        for kind in rotations
+        for kind in set(kinds)
     }
     softcap = raw.get("final_logit_softcapping")
     own = _decoder(raw, [layers[kind] for kind in kinds])
@@ -144,7 +151,8 @@ def _gemma(
 def _kinds(raw: JsonObject, period: JsonValue) -> list[str]:
     """Returns the kind of each layer, sliding or full; every `period`-th is full by default."""
     count = _num_layers(raw)
-    require(type(period) is int and period > 0, "sliding_window_pattern", "be above 0", period)
+    is_period = type(period) is int and period > 0
+    require(is_period, "sliding_window_pattern", "be a positive integer", period)
     usual = [SLIDING if (index + 1) % period else FULL for index in range(count)]
     kinds: JsonValue = raw.given("layer_types", usual)
     are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
@@ -155,8 +163,6 @@ def _kinds(raw: JsonObject, period: JsonValue) -> list[str]:
 
 def _gemma4(raw: JsonObject) -> DecoderConfig:
     """Returns a config of layers of two head dims; the last may read the keys of earlier ones."""
-    if "text_config" in raw:
-        raw = raw.nested("text_config")
     layers = gemma4_layers(raw)
     if layers[0].per_layer_input is not None:
         size = raw.given("vocab_size_per_layer_input", 262144)
@@ -328,11 +334,13 @@ class Family(NamedTuple):
       config: what such a file says, as a config.
       architecture: the class of transformers that is written as `architectures`.
       reads: keys that it reads and that must be as in Llama elsewhere; see `config_json`.
+      inside: the key of an object in the file that says all of it; None for the file itself.
     """
 
     config: Callable[[JsonObject], DecoderConfig]
     architecture: str
     reads: tuple[str, ...] = ()
+    inside: str | None = None
 
 
 _GEMMA = ("layer_types", "hidden_act")
@@ -343,8 +351,12 @@ FAMILIES = {
     "qwen3": Family(_qwen3, "Qwen3ForCausalLM"),
     "gemma2": Family(_gemma2, "Gemma2ForCausalLM", _GEMMA2),
     "gemma3_text": Family(_gemma3, "Gemma3ForCausalLM", _GEMMA),
-    "gemma3": Family(_gemma3, "Gemma3ForConditionalGeneration", _GEMMA),
+    "gemma3": Family(_gemma3, "Gemma3ForConditionalGeneration", _GEMMA, "text_config"),
     "gemma4_text": Family(_gemma4, "Gemma4ForCausalLM", _GEMMA2),
+    "gemma4": Family(_gemma4, "Gemma4ForConditionalGeneration", _GEMMA2, "text_config"),
     "gemma4_unified_text": Family(_gemma4, "Gemma4UnifiedForCausalLM", _GEMMA2),
+    "gemma4_unified": Family(
+        _gemma4, "Gemma4UnifiedForConditionalGeneration", _GEMMA2, "text_config"
+    ),
 }
 """By `model_type`."""

@@ -68,11 +68,12 @@ class Tensors:
     def without(self, prefix: str, usual: str = "") -> "Tensors":
         """Returns the tensors, those whose names begin with a prefix with what is usual for it."""
         stored: dict[str, _Stored] = {}
-        for old in sorted(self.stored):
+        for old, one in sorted(self.stored.items()):
             new = usual + old.removeprefix(prefix) if old.startswith(prefix) else old
-            other = stored.setdefault(new, self.stored[old]).name
-            if other != old:
-                raise ValueError(f"{shown(self.origin)} has both {shown(other)} and {shown(old)}.")
+            other = stored.setdefault(new, one)
+            if other is not one:
+                both = f"{shown(other.name)} and {shown(one.name)}"
+                raise ValueError(f"{shown(self.origin)} has both {both}.")
         return Tensors(self.origin, stored)
 
     def of_text(self) -> "Tensors":
