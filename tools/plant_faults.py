@@ -775,7 +775,7 @@ def _(right, features, lengths, start):
 
 @fault(
     "the rates of trees learn from the chains of a grammar",
-    "lm.decoding.core:DecodeState.are_chains",
+    "lm.decoding.state:Drafted.are_chains",
     "serving/test_tree.py",
 )
 def _(right, self):
@@ -970,11 +970,12 @@ def _(right, self, left):
 
 @fault(
     "every update says what was reused",
-    "lm.decoding.bookkeeping:ServedRequest.update",
+    "lm.decoding.bookkeeping:ServedRequest.after",
     "serving/test_prefixes.py",
 )
 def _(right, self, *given):
-    return dataclasses.replace(right(self, *given), num_reused=self.num_reused)
+    after, update = right(self, *given)
+    return after, update and dataclasses.replace(update, num_reused=self.num_reused)
 
 
 @fault(
