@@ -58,9 +58,10 @@ test-aot-all: .venv-aot/gpus  ## the same for every case, written to docs/tpu.md
 	@.venv-aot/bin/python $(PYTEST) -m "aot and slow" tests/test_ahead_of_time.py
 	@.venv-aot/bin/python benchmarks/ahead_of_time_grid.py
 
-test-models: .venv-models/installed  ## models of other projects, from their own packages, with tiny random weights
+test-models: .venv-models/installed .venv-transformers/installed  ## models of other projects, from their own packages, with tiny random weights
 	@echo "test-models: models of other projects"
-	@.venv-models/bin/python -m pytest -q $(PYTEST_ARGS) tests/integrations/test_real_models.py tests/integrations/test_families.py
+	@.venv-models/bin/python -m pytest -q $(PYTEST_ARGS) tests/integrations/test_real_models.py
+	@.venv-transformers/bin/python -m pytest -q $(PYTEST_ARGS) tests/integrations/test_families.py tests/integrations/test_gemma4.py
 
 check: .venv-test/installed  ## lint and type-check
 	@echo "check: ruff, mypy"
@@ -85,7 +86,7 @@ bench: .venv-bench/installed  ## run the benchmarks
 		echo "bench: $$file"; .venv-bench/bin/python "$$file"; done
 
 clean:  ## remove the environments made here, and caches
-	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-models .venv-bench
+	rm -rf .venv-demo .venv-test .venv-test-oldest .venv-aot .venv-models .venv-transformers .venv-bench
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 
 .venv-demo/installed: pyproject.toml tools/make_venv.sh
@@ -108,6 +109,10 @@ clean:  ## remove the environments made here, and caches
 .venv-models/installed: pyproject.toml tools/make_venv.sh
 	@tools/make_venv.sh .venv-models "$(PYTHONS)" $(FOR_TESTS) --group models
 	@.venv-models/bin/python $(INSTALL) --no-deps keras-hub==0.32.0
+	@touch $@
+
+.venv-transformers/installed: pyproject.toml tools/make_venv.sh
+	@tools/make_venv.sh .venv-transformers "$(PYTHONS)" $(FOR_TESTS) --group transformers
 	@touch $@
 
 .venv-aot/installed: pyproject.toml tools/make_venv.sh

@@ -468,6 +468,10 @@ class Found:
         rows = (self.row(way, temperature, batch) for way in (PLAIN_WAY, WIDE_PLAIN))
         return max((row["tokens_per_second"][kind] for row in rows if row), default=math.nan)
 
+    def plain(self, temperature: float, batch: int, kind: str = ALL) -> str:
+        speed = self.plain_speed(temperature, batch, kind)
+        return "-" if math.isnan(speed) else f"{speed:.0f} tokens/s"
+
     def gain(self, row: dict[str, Any] | None, kind: str = ALL) -> str:
         """Returns "speed-up (tokens per pass)" of a row."""
         if row is None:
@@ -475,14 +479,22 @@ class Found:
         plain = self.plain_speed(row["temperature"], row["batch"], kind)
         return f"{row['tokens_per_second'][kind] / plain:.2f} ({per_pass(row, kind)[0]:.2f})"
 
+    def steps(self, row: dict[str, Any] | None) -> str:
+        """Returns how many plain steps a step takes."""
+        if row is None:
+            return "-"
+        gain = row["tokens_per_second"][ALL] / self.plain_speed(row["temperature"], row["batch"])
+        return f"{per_pass(row)[0] / gain:.2f}"
+
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a table, without those that have nothing in them."""
-    kept = [line for line in lines if set(line[1:]) != {"-"}]
+    """Yields the lines of a table, without lines and columns that have nothing in them."""
+    lines = [line for line in lines if {*line[1:]} != {"-"}]
+    kept = [i for i in range(len(columns)) if {line[i + 1] for line in lines} - {"-"}]
     if kept:
-        yield f"| | {' | '.join(columns)} |"
-        yield f"| --- |{' ---: |' * len(columns)}"
-        yield from (f"| {' | '.join(line)} |" for line in kept)
+        yield f"| | {' | '.join(columns[i] for i in kept)} |"
+        yield f"| --- |{' ---: |' * len(kept)}"
+        yield from (f"| {' | '.join([line[0], *(line[i + 1] for i in kept)])} |" for line in lines)
         yield ""
 
 
@@ -506,12 +518,11 @@ def shown(document: dict[str, Any]) -> Iterator[str]:
         yield f"One request at a time, T = {temperature:g}, K = {K}:"
         yield ""
         kinds = [*KINDS, ALL]
-        plain = [f"{found.plain_speed(temperature, 1, kind):.0f} tokens/s" for kind in kinds]
-        lines = [["plain", *plain]]
+        lines = [["plain", *(found.plain(temperature, 1, kind) for kind in kinds), "1.00"]]
         for way in (DRAFT, NGRAM, SUFFIX, BOTH):
             row = found.row(way, temperature)
-            lines.append([way, *(found.gain(row, kind) for kind in kinds)])
-        yield from table([*KINDS, ALL], lines)
+            lines.append([way, *(found.gain(row, kind) for kind in kinds), found.steps(row)])
+        yield from table([*KINDS, ALL, "a step, in plain steps"], lines)
     yield "Tokens per pass, with the standard error over texts, by the number of drafts:"
     yield ""
     numbers = sorted({k for plan in PLANS.values() for k in plan.drafts})
@@ -523,14 +534,16 @@ def shown(document: dict[str, Any]) -> Iterator[str]:
             rows = [found.row(way, temperature, 8, k) for k in numbers]
             lines.append([name, *(spread(row, kind) for row in rows)])
     yield from table([f"K = {k}" for k in numbers], lines)
-    yield "Several requests at a time, with the reading of their prompts:"
+    yield "By the number of requests at a time, with the reading of their prompts:"
     yield ""
     cases = [*itertools.product((8, 32), (0, 0.8))]
-    lines = [["plain", *(f"{found.plain_speed(t, b):.0f} tokens/s" for b, t in cases)]]
+    lines = [["plain", *(found.plain(t, b) for b, t in cases)]]
     for way, k in itertools.product((DRAFT, NGRAM, SUFFIX, BOTH), (K, 8)):
         cells = [found.gain(found.row(way, t, b, k)) for b, t in cases]
         lines.append([f"{way}, K = {k}", *cells])
     yield from table([f"B = {b}, T = {t:g}" for b, t in cases], lines)
+    if {row["engine"] for row in document["rows"]} == {"ours"}:
+        return
     yield f"Tokens a second and (tokens per pass) of whole engines, K = {K}:"
     yield ""
     cases = [*itertools.product((1, 8, 32), (0, 0.8))]
@@ -565,7 +578,7 @@ def drawn(page: str, document: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=1, seconds=240)
+    parser = measure.gpu_parser(__doc__, repeats=1, seconds=900)
     add = parser.add_argument
     add("--target", type=pathlib.Path, help="a checkpoint (default: the embedded target)")
     add("--draft", default="model", help="a checkpoint (default: the embedded draft model)")

@@ -18,10 +18,12 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = ROOT / "build/programs"
 
 collect_ignore = [
-    "formats/huggingface/make.py",  # they want torch, which no test needs
+    "formats/gemma4/make.py",  # they want torch, which no test needs
+    "formats/huggingface/make.py",
     "formats/published/make.py",
     "models/speculators/make.py",
     "integrations/test_families.py",
+    "integrations/test_gemma4.py",
     "integrations/test_real_models.py",  # other projects' packages: `make test-models` names it
 ]
 

@@ -53,7 +53,7 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      "sharded_gpu", "kind", [*["time"] * 8, "disagreements"]),
     (bench_steps_gpu, "--tiny --batches 2 --prompts 9 --steps 4 --repeats 2", "steps_gpu", "batch",
      [2]),
-    (bench_engines_gpu, "--tiny --engines ours --ways eagle3 --batches 2 --arrivals 2 --repeats 1",
+    (bench_engines_gpu, "--tiny --engines ours --ways eagle3 --batches 2 --repeats 1",
      "engines_gpu", "kind", ["batch", "arrivals"]),
     (bench_rows_gpu, "--tiny --batches 2 --repeats 1", "rows_of_passes_gpu", "rows", [10, 2]),
     (bench_block_gpu, "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8", "block_gpu", "drafter",

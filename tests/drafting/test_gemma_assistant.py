@@ -159,12 +159,17 @@ DRAFTERS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "exact"), [("alone", False), ("alone", True), ("beside a lookup", True)]
+    ("name", "exact"),
+    [
+        ("alone", True),
+        pytest.param("alone", False, marks=pytest.mark.long),
+        pytest.param("beside a lookup", True, marks=pytest.mark.long),
+    ],
 )
 def test_texts_are_those_of_plain_decoding(name: str, exact: bool) -> None:
     """Greedy, and sampled under the agreement rule; requests accept different counts."""
     config = sd.SpecDecodeConfig(num_speculative_tokens=3, rejection_sample_method="agreement")
-    options = [lm.RequestOptions(max_new_tokens=20, temperature=t) for t in (0.0, 1.0)]
+    options = [lm.RequestOptions(max_new_tokens=20, temperature=t) for t in (0.0, 2.0)]
     given: Any = dict(config=config, options=options, key=jax.random.key(3), exact=exact)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
     plain = lm.generate_plain(TARGET, PARAMS, prompts, **given)

@@ -17,6 +17,8 @@ import jax_specdec as sd
 from jax_specdec import lm
 from jax_specdec.lm.models import foreign
 
+from .reports import chi_square_of
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 PROMPTS = [[3, 1, 4], [0], [2, 4, 1, 3, 2, 1]]
 V, NEW, LAYERS, HEADS, SIZE, MLP = 5, 20, 2, 2, 16, 48
@@ -162,3 +164,7 @@ def test_text_is_that_of_their_own_code(make, temperature):
     output = texts(target, PROMPTS, agreement, **sampled, **by_draft)
     assert output.completions == plain.completions
     assert output.steps.num_accepted.sum() > 0
+
+
+def test_the_program_of_the_report_to_keras_hub_shows_the_fault() -> None:
+    assert chi_square_of("keras-hub") > 100

@@ -46,7 +46,7 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
       TypeError: `head` is not a `GemmaAssistantHead`.
       ValueError: `tree_depth` is not 0.
 
-    Example: see `load_gemma_assistant`.
+    Example: see `GemmaAssistantHead`.
     """
 
     def __post_init__(self) -> None:

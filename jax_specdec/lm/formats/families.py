@@ -58,6 +58,7 @@ IMAGES = tuple(
     for part in (
         "vision_tower",
         "audio_tower",
+        "vision_embedder",
         "embed_vision",
         "embed_audio",
         "multi_modal_projector",

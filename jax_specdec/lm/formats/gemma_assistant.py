@@ -68,15 +68,7 @@ def load_gemma_assistant(
         order of an ordered head does not have each id once.
       TypeError: `target` is not a loaded `Llama`, or `directory` not a path.
 
-    Example:
-      .. code-block:: python
-
-        target = lm.load_huggingface("gemma-4-E4B-it")
-        head = lm.load_gemma_assistant("gemma-4-E4B-it-assistant", target)
-        drafter = lm.GemmaAssistantDrafter(head.model)
-        texts = lm.generate_text(
-            ["The capital of France is"], "gemma-4-E4B-it", drafter=drafter,
-            draft_params=head.params, max_new_tokens=64)
+    Example: see `GemmaAssistantHead`.
     """
     check_target(target)
     directory = path_of(directory)

@@ -68,7 +68,7 @@ class GemmaAssistantConfig(LayersConfig):
         layer has keys of its own.
       TypeError: there are no layers.
 
-    Example: see `load_gemma_assistant`.
+    Example: see `GemmaAssistantHead`.
     """
 
     target_hidden_size: int
@@ -127,6 +127,27 @@ class GemmaAssistantHead:
     Attributes:
       config: the sizes.
       dtype: compute dtype of matrix products, states and logits, the target's.
+
+    Example:
+      >>> import dataclasses
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_specdec.lm.models import (
+      ...     DecoderConfig, GemmaAssistantConfig, LayerSpec, Llama, Rows)
+      >>> layer = LayerSpec(
+      ...     num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=16)
+      >>> target = Llama(DecoderConfig(vocab_size=32, hidden_size=16, layers=(layer,)))
+      >>> head = GemmaAssistantHead(GemmaAssistantConfig(
+      ...     vocab_size=32, hidden_size=8, layers=(dataclasses.replace(layer, keys_of=0),),
+      ...     target_hidden_size=16, target_layers=1, target_norm=target.config.norm,
+      ...     num_centroids=8, num_active_centroids=2))
+      >>> params = jax.jit(head.init_params)(jax.random.key(0))
+      >>> cache = target.init_cache(batch_size=1, max_length=16)
+      >>> features = jnp.zeros((1, 1, 16))  # of the target, at position 4
+      >>> states = head.first_states(params, features)
+      >>> newest = Rows(jnp.array([[7]]), start=jnp.array([5]))
+      >>> output = jax.jit(head.apply)(params, states, newest, cache)
+      >>> output.logits.shape, output.ids.shape  # of two groups of four ids
+      ((1, 1, 8), (1, 1, 8))
     """
 
     config: GemmaAssistantConfig

@@ -170,30 +170,34 @@ def draft(
     return np.stack(logits), np.stack(states), np.array(drafts, np.int32)
 
 
-def main() -> None:
-    names = "edge", "wide"
-    found = {}
-    for name in names:
-        (HERE / name).mkdir(exist_ok=True)
-        tokenizer = make_tokenizer(HERE / name / "tokenizer.json")
-        token_ids = tokenizer.encode(TEXT).ids[:24]
-    edge = {
-        "num_kv_shared_layers": 2,
-        "hidden_size_per_layer_input": 8,
-        "use_double_wide_mlp": True,
+def make_all(
+    directory: Path, token_ids: list[int], seed: int = 0, edge: str = "sfssf", wide: str = "sfsf"
+) -> None:
+    """Makes both targets, of such layers, and their assistants.
+
+    The last two layers of `edge` have the keys of the last ones of their kinds before them.
+    """
+    shared = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    of_edge = {**SIZES, **EDGE, **shared, "hidden_size_per_layer_input": 8}
+    of_wide = {**SIZES, **WIDE, "hidden_size_per_layer_input": 0}
+    targets = {
+        "edge": make_target(directory / "edge", token_ids, seed + 1, edge, **of_edge),
+        "wide": make_target(directory / "wide", token_ids, seed + 2, wide, **of_wide),
     }
-    # The last two layers read the cache of layers 2 and 1.
-    found["edge"] = make_target(HERE / "edge", token_ids, 1, "sfssf", **SIZES, **EDGE, **edge)
-    wide = {"hidden_size_per_layer_input": 0}
-    found["wide"] = make_target(HERE / "wide", token_ids, 2, "sfsf", **SIZES, **WIDE, **wide)
-    for name in names:
-        tokenizer = make_tokenizer(HERE / name / "tokenizer.json")
-        end = tokenizer.token_to_id(SPECIAL[1])
-        (HERE / name / "generation_config.json").write_text(json.dumps({"eos_token_id": [end]}))
     both = {"edge": {**EDGE, **CENTROIDS}, "wide": WIDE}
-    for seed, name in enumerate(names):
-        directory = HERE / f"{name}_assistant"
-        make_assistant(directory, found[name], token_ids, 3 + seed, **ASSISTANT, **both[name])
+    for index, (name, target) in enumerate(targets.items(), start=seed + 3):
+        own = directory / f"{name}_assistant"
+        make_assistant(own, target, token_ids, index, **ASSISTANT, **both[name])
+
+
+def main() -> None:
+    tokenizer = make_tokenizer(HERE / "tokenizer.json")
+    make_all(HERE, tokenizer.encode(TEXT).ids[:24])
+    end = {"eos_token_id": [tokenizer.token_to_id(SPECIAL[1])]}
+    for name in ("edge", "wide"):
+        shutil.copy(HERE / "tokenizer.json", HERE / name)
+        (HERE / name / "generation_config.json").write_text(json.dumps(end))
+    (HERE / "tokenizer.json").unlink()
     for path in sorted(HERE.glob("*/*")):
         print(path.relative_to(HERE), path.stat().st_size)
 

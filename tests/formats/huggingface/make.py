@@ -52,7 +52,7 @@ def randomize(model: torch.nn.Module, num_tokens: int, seed: int) -> None:
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith("norm.weight"):
-            adds_one = model.config.model_type.startswith("gemma")
+            adds_one = model.config.model_type in ("gemma2", "gemma3_text")  # not Gemma 4
             weight.data = (not adds_one) + 0.3 * noise
         elif name.endswith("bias"):
             weight.data = 0.5 * noise
