@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     clock = measure.begin(options)
     if clock is None:
-        return 1
+        return 0
     bandwidth = 3e12 if options.tiny else measure.copy_bandwidth()
     name, identity, parts = "attention_gpu", "", (_passes, _layers)
     if options.layouts:

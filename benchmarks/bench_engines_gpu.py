@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import gc
 import importlib.metadata
 import itertools
 import math
@@ -33,6 +34,7 @@ import pathlib
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,19 +84,30 @@ class Shapes:
 TINY = Shapes(llamas.TINY, llamas.TINY, 32, engine_load.Sizes(8, 4, 12, 64))
 
 
-class Ours(engine_load.Engine):
-    """`EngineDriver`, two steps ahead; an engine of `slots` slots, or of as many as can run."""
+Rows = Iterator[dict[str, Any]]
 
-    def __init__(self, way: str, shapes: Shapes, slots: int | None) -> None:
-        self._sizes, self._slots = shapes.sizes, slots
+
+class Ours(engine_load.Engine):
+    """`EngineDriver`, two steps ahead, of an engine of so many slots."""
+
+    def __init__(self, way: str, shapes: Shapes, slots: int) -> None:
         self._model = lm.models.Llama(shapes.target, "bfloat16")
         self._params = llamas.random_params(self._model, 0)
         lm_head = self._params["lm_head"]  # [H, V]
         self._params["lm_head"] = lm_head.at[:, : engine_load.ALPHABET].multiply(SHARPNESS)
         self._draft_params: Any = None
-        self._config = PLAIN if way == "plain" else sd.SpecDecodeConfig(**SYNTHETIC)
-        self._drafter = self._make_drafter(way, shapes)
-        self._driver: lm.EngineDriver | None = None
+        drafter = self._make_drafter(way, shapes)
+        engine = lm.Engine(
+            self._model,
+            drafter,
+            PLAIN if way == "plain" else sd.SpecDecodeConfig(**SYNTHETIC),
+            num_slots=slots,
+            max_length=shapes.sizes.max_length,
+            prefill_sizes=(shapes.sizes.prompt,),
+        )
+        weights = self._params, self._draft_params
+        # Prompts are read as they come, as vLLM does, and not one before each step.
+        self._driver = lm.EngineDriver(engine, *weights, max_steps_ahead=2, max_prefills=None)
         self._numbers: dict[int, int] = {}
 
     def _make_drafter(self, way: str, shapes: Shapes) -> lm.Drafter:
@@ -111,21 +124,6 @@ class Ours(engine_load.Engine):
         self._draft_params = jax.jit(head.init_params)(jax.random.key(2), self._params)
         self._draft_params["embed_tokens"] = self._params["embed_tokens"]  # one array, as loaded
         return lm.Eagle3Drafter(head)
-
-    def resize(self, batch: int) -> None:
-        self._driver = None  # there may be no room for two states
-        jax.clear_caches()
-        engine = lm.Engine(
-            self._model,
-            self._drafter,
-            self._config,
-            num_slots=self._slots or batch,
-            max_length=self._sizes.max_length,
-            prefill_sizes=(self._sizes.prompt,),
-        )
-        weights = self._params, self._draft_params
-        # Prompts are read as they come, as vLLM does, and not one before each step.
-        self._driver = lm.EngineDriver(engine, *weights, max_steps_ahead=2, max_prefills=None)
 
     def submit(self, number: int, request: engine_load.Request) -> None:
         request_id = self._driver.submit(
@@ -190,7 +188,7 @@ def make_vllm(way: str, shapes: Shapes, options: argparse.Namespace) -> engine_l
     method = {"draft": "draft_model", "ngram": "ngram_gpu"}.get(way, way)
     engine = vllm_engine.VllmEngine(
         vllm_engine.model_folder(folder / "target", published(shapes.target)),
-        batch=max(options.batches),
+        batch=options.slots,
         max_length=shapes.sizes.max_length,
         temperature=TEMPERATURE,
         speculative=None if way == "plain" else {**SYNTHETIC, "method": method, **drafter},
@@ -234,55 +232,75 @@ def make_engine(name: str, way: str, options: argparse.Namespace) -> engine_load
     return {"vLLM": make_vllm, "transformers": make_transformers}[name](way, shapes, options)
 
 
-def rows_of(name: str, way: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measures an engine; its rows, each when it is there."""
-    clock = measure.Clock(options.deadline - time.perf_counter())
-    sizes = (TINY if options.tiny else Shapes()).sizes
-    engine = make_engine(name, way, options)
-    clock.say(f"{name}, {way}: made")
-    for batch in options.batches:
-        cell = f"{name}, {way}, B = {batch}"
-        if batch > engine.most_requests or clock.is_late(cell):
-            continue
-        slots = options.slots if name == "ours" and options.slots else batch
-        about = {"engine": name, "way": way, "batch": batch, "slots": slots}
-        begin = time.perf_counter()
-        engine.resize(batch)
-        requests = sizes.requests(batch, seed=batch)
-        engine.serve(requests)  # compiles, and is not counted
-        ready = time.perf_counter() - begin
-        runs = [engine_load.batch_figures(engine.serve(requests)) for _ in range(options.repeats)]
-        median = jax.tree.map(lambda *samples: measure.median(samples), *runs)
-        yield {"kind": "batch", **about, "ready_s": ready, **median, "samples": runs}
-        clock.say(f"{cell}: {cell_text(median)}")
-        if batch not in options.arrivals or slots != batch or not engine.has_arrivals:
-            continue
-        requests = sizes.requests((WAITING + 1) * batch, seed=batch + 1)
-        bears = engine_load.saturated_tokens(engine.serve(requests), batch)
-        rate = LOAD * bears / sizes.mean
-        due = engine_load.poisson(len(requests), rate, seed=batch + 2)
-        found = engine_load.arrival_figures(engine.serve(requests, due), due, requests)
-        saturated = {"saturated": bears, "requests_per_second": rate}
-        yield {"kind": "arrivals", **about, **saturated, **found}
-        clock.say(f"{cell}: saturated {bears:.0f} tokens/s, arrivals measured")
+def batch_rows(
+    engine: engine_load.Engine, requests: list[engine_load.Request], repeats: int
+) -> Rows:
+    """Yields a row of requests that come at once."""
+    begin = time.perf_counter()
+    engine.prepare()
+    engine.serve(requests)  # compiles, and is not counted
+    ready = time.perf_counter() - begin
+    logs = [engine.serve(requests) for _ in range(repeats)]
+    runs = [engine_load.batch_figures(log) for log in logs]
+    median = jax.tree.map(lambda *samples: measure.median(samples), *runs)
+    samples = [
+        {**run, "steps_ms": engine_load.step_ms(log)} for run, log in zip(runs, logs, strict=True)
+    ]
+    yield {"kind": "batch", "ready_s": ready, **median, "samples": samples}
 
 
-def cell_text(figures: dict[str, Any]) -> str:
-    steady, with_ends = (figures[key]["tokens_per_second"] for key in ("steady", "with_ends"))
-    return (
-        f"steady {steady:.0f} tokens/s, a step {figures['steady']['step_ms']:.2f} ms of "
-        f"{figures['steady']['emitted']:.2f} tokens, with ends {with_ends:.0f}"
-    )
+def arrival_rows(
+    engine: engine_load.Engine, requests: list[engine_load.Request], batch: int, mean: float
+) -> Rows:
+    """Yields a row of requests that come at random times, after it was found how many can."""
+    bears = engine_load.saturated_tokens(engine.serve(requests), batch)
+    rate = LOAD * bears / mean
+    due = engine_load.poisson(len(requests), rate, seed=batch + 2)
+    found = engine_load.arrival_figures(engine.serve(requests, due), due, requests)
+    yield {"kind": "arrivals", "saturated": bears, "requests_per_second": rate, **found}
 
 
 def measure_part(
     send: multiprocessing.connection.Connection, name: str, way: str, options: argparse.Namespace
 ) -> None:
-    """Measures an engine in this process, and sends each of its rows."""
+    """Measures an engine in this process, and sends each of its rows; exits with 1 if one fails."""
     os.environ.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
-    for row in rows_of(name, way, options):
-        send.send(row)
+    clock = measure.Clock(options.deadline - time.perf_counter())
+    sizes = (TINY if options.tiny else Shapes()).sizes
+    engine = make_engine(name, way, options)
+    clock.say(f"{name}, {way}: made")
+    gc.collect()
+    gc.freeze()  # as vLLM does
+    status = 0
+    for batch in options.batches:
+        cell = f"{name}, {way}, B = {batch}"
+        if batch > engine.most_requests or clock.is_late(cell):
+            continue
+        requests = sizes.requests(batch, seed=batch)
+        parts = [batch_rows(engine, requests, options.repeats)]
+        if batch == options.slots and engine.has_arrivals and not options.no_arrivals:
+            requests = sizes.requests((WAITING + 1) * batch, seed=batch + 1)
+            parts.append(arrival_rows(engine, requests, batch, sizes.mean))
+        try:
+            for row in itertools.chain.from_iterable(parts):
+                about = {"engine": name, "way": way, "batch": batch, "slots": options.slots}
+                send.send({**about, **row})
+                clock.say(f"{cell}: {in_words(row)}")
+        except Exception:  # one must not cost the others
+            clock.say(f"{cell}: FAILED\n{traceback.format_exc(limit=-4)}")
+            status = 1
     send.close()
+    sys.exit(status)
+
+
+def in_words(row: dict[str, Any]) -> str:
+    if row["kind"] == "arrivals":
+        return f"bears {row['saturated']:.0f} tokens/s, arrivals measured"
+    steady, with_ends = row["steady"], row["with_ends"]
+    return (
+        f"steady {steady['tokens_per_second']:.0f} tokens/s, a step {steady['step_ms']:.2f} ms of "
+        f"{steady['emitted']:.2f} tokens, with ends {with_ends['tokens_per_second']:.0f}"
+    )
 
 
 def run_part(
@@ -312,11 +330,11 @@ def run_part(
 
 
 def by_cell(rows: list[dict[str, Any]], kind: str) -> dict[tuple[str, int], dict[str, Any]]:
-    """Returns the rows of a kind, by way and batch, then by engine."""
+    """Returns the rows of a kind, by way and batch, then by engine; of the most slots."""
     found: dict[tuple[str, int], dict[str, Any]] = collections.defaultdict(dict)
     order = sorted(
-        (row for row in rows if row["kind"] == kind and row["slots"] == row["batch"]),
-        key=lambda row: (list(plots.WHOLE).index(row["way"]), row["batch"]),
+        (row for row in rows if row["kind"] == kind),
+        key=lambda row: (list(plots.WHOLE).index(row["way"]), row["batch"], row["slots"]),
     )
     for row in order:
         found[row["way"], row["batch"]][row["engine"]] = row
@@ -401,6 +419,8 @@ def section(document: dict[str, Any]) -> Iterator[str]:
 def versions(options: argparse.Namespace) -> dict[str, str | None]:
     """Returns the versions of what the other engines need; None of what is not there."""
     found: dict[str, str | None] = {"vLLM": options.vllm and vllm_engine.version(options.vllm)}
+    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
+    found[name] = os.environ.get(name, vllm_engine.ENVIRONMENT[name])
     for name in ("torch", "transformers", "triton"):
         try:
             found[name] = importlib.metadata.version(name)
@@ -415,8 +435,8 @@ def main(command_line: list[str] | None = None) -> int:
     add("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     add("--ways", nargs="+", choices=WAYS, default=WAYS)
     add("--batches", type=int, nargs="+", default=[32, 8, 1, 64])
-    add("--arrivals", type=int, nargs="*", default=[32], help="batches that are measured so, too")
-    add("--slots", type=int, help="of our engine; as many as requests can run by default")
+    add("--slots", type=int, help="the most requests of an engine; the largest batch by default")
+    add("--no-arrivals", action="store_true", help="which come for as many requests as slots")
     add("--vllm", type=pathlib.Path, metavar="DIR", help="has vLLM; see docs/engines.md")
     add("--show", action="store_true", help="print what the file of results has, in Markdown")
     options = parser.parse_args(command_line)
@@ -429,7 +449,10 @@ def main(command_line: list[str] | None = None) -> int:
     clock = measure.begin(options)
     if clock is None:
         return 0
+    options.slots = options.slots or max(options.batches)
     options.deadline = time.perf_counter() + options.seconds
+    # What XLA has found out about a product in one process, others need not.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp())
     about = versions(options)
     absent = [name for name in options.engines if name != "ours" and about[name] is None]
     if absent:

@@ -118,20 +118,20 @@ def main(command_line: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=16, help="per run")
     parser.add_argument("--prompt", type=int, default=128, help="tokens before the first step")
     options = parser.parse_args(command_line)
-    if measure.lacks_gpu(options):
+    clock = measure.begin(options)
+    if clock is None:
         return 0
-    clock = measure.Clock(options.seconds)
     bandwidth = None if options.tiny else measure.copy_bandwidth()
     names = ("target", "batch")
     results = measure.Results("gemma4_gpu", names, options.output, copy_bytes_per_second=bandwidth)
-    for size in options.batches:
-        for name in options.targets:
-            if clock.is_late(f"{name}, B = {size}"):
-                continue
-            results.add([measure_case(name, size, options)])
-            clock.say(f"{name}, B = {size}: measured")
+    cells = {
+        f"{name}, B = {size}": (name, size, options)
+        for size in options.batches
+        for name in options.targets
+    }
+    status = measure.measure_cells(results, clock, lambda *cell: [measure_case(*cell)], cells)
     show(results.rows, bandwidth)
-    return 0
+    return status
 
 
 if __name__ == "__main__":

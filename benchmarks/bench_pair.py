@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 import pathlib
+import re
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -40,7 +42,7 @@ IDENTITY = ("engine", "way", "batch", "k", "temperature")
 PLAIN_WAY, WIDE_PLAIN, DRAFT, NGRAM, SUFFIX, BOTH = WAYS = (
     "plain", "plain, K + 1 rows", "draft", "ngram", "suffix", "suffix+draft"
 )  # fmt: skip
-KINDS = real_model_prompts.KINDS
+KINDS, ALL = real_model_prompts.KINDS, "all"
 K = 4
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "real_pair.md"
 BEGIN, END = "<!-- tables: benchmarks/bench_pair.py -->\n", "<!-- end of tables -->\n"
@@ -378,15 +380,14 @@ def rows_of_all(
                     "passes": [one.passes for one in answers],
                     "decoding": [round(one.seconds, 5) for one in answers],
                 }
-                if temperature == 0:
-                    texts = [one.token_ids for one in answers]
-                    if way == PLAIN_WAY:
-                        plain[batch] = texts
-                    if batch in plain:
-                        same = [a == b for a, b in zip(texts, plain[batch], strict=True)]
-                        row["same_texts"] = sum(same) / len(same)
-                    if batch == 1 and way == PLAIN_WAY:
-                        row["texts"] = [decode(models.text, text) for text in texts]
+                row["tokens_per_second"] = rates(row)
+                texts = [one.token_ids for one in answers]
+                if temperature == 0 and way == PLAIN_WAY:
+                    plain[batch] = texts
+                    save_texts(texts, models.text, options, batch)
+                if temperature == 0 and batch in plain:
+                    same = [a == b for a, b in zip(texts, plain[batch], strict=True)]
+                    row["same_texts"] = sum(same) / len(same)
                 clock.say(summary(row))
                 yield row
 
@@ -396,14 +397,31 @@ def step_drafts(way: str, k: int | None, plan: Plan) -> int | None:
     return None if k is None else min(n for n in (*plan.steps, math.inf) if n >= k)
 
 
-def decode(text: TargetText, token_ids: list[int]) -> str:
-    return text.stream().decode(token_ids, final=True)
+def rates(row: dict[str, Any]) -> dict[str, float]:
+    """Returns tokens a second: of one slot while texts are decoded, of several from end to end."""
+    if row["batch"] > 1:
+        return {ALL: (sum(row["tokens"]) + len(row["tokens"])) / row["seconds"]}
+    return {
+        kind: sum(of_kind(row, "tokens", kind)) / sum(of_kind(row, "decoding", kind))
+        for kind in (*KINDS, ALL)
+    }
+
+
+def save_texts(
+    texts: Sequence[list[int]], text: TargetText, options: argparse.Namespace, batch: int
+) -> None:
+    """Write greedy texts of plain decoding, to be compared with those of another device."""
+    folder = options.output or measure.RESULTS
+    path = folder / f"pair_texts_{options.engine}_{batch}_{jax.default_backend()}.json"
+    words = [text.stream().decode(token_ids, final=True) for token_ids in texts]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(words, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 # What the results say
 
 
-def per_pass(row: dict[str, Any], kind: str | None = None) -> tuple[float, float]:
+def per_pass(row: dict[str, Any], kind: str = ALL) -> tuple[float, float]:
     """Returns tokens per pass over all texts of a kind, and its standard error.
 
     That of a ratio of sums, `R = sum(t) / sum(p)`: the spread of `t - R p` from text to text.
@@ -414,29 +432,22 @@ def per_pass(row: dict[str, Any], kind: str | None = None) -> tuple[float, float
     return ratio, math.sqrt(squares * count / max(count - 1, 1)) / sum(passes)
 
 
-def of_kind(row: dict[str, Any], name: str, kind: str | None) -> list[Any]:
-    """Returns a list of a row for the texts of a kind; for all of them if it is None.
+def of_kind(row: dict[str, Any], name: str, kind: str) -> list[Any]:
+    """Returns a list of a row for the texts of a kind, or for `ALL` of them.
 
     Prompts are in the order of kinds, `alone` of each, and then again.
     """
     names, alone = [*KINDS], row["alone"]
     values = enumerate(row[name])
-    return [x for i, x in values if kind in (None, names[i // alone % len(names)])]
-
-
-def speed(row: dict[str, Any], kind: str | None = None) -> float:
-    """Returns tokens a second: of one slot while texts are decoded, of several from end to end."""
-    if row["batch"] == 1:
-        return sum(of_kind(row, "tokens", kind)) / sum(of_kind(row, "decoding", kind))
-    return (sum(row["tokens"]) + len(row["tokens"])) / row["seconds"]
+    return [x for i, x in values if kind in (ALL, names[i // alone % len(names)])]
 
 
 def summary(row: dict[str, Any]) -> str:
     ratio, error = per_pass(row)
+    keys = f"B = {row['batch']}, K = {row['k']}, T = {row['temperature']:g}"
     return (
-        f"{row['engine']}, {row['way']}, B = {row['batch']}, K = {row['k']}, T = "
-        f"{row['temperature']:g}: {speed(row):.0f} tokens/s, {ratio:.2f} +- {error:.2f} a pass, "
-        f"same texts {row.get('same_texts', math.nan):.2f}"
+        f"{row['engine']}, {row['way']}, {keys}: {row['tokens_per_second'][ALL]:.0f} tokens/s, "
+        f"{ratio:.2f} +- {error:.2f} a pass, same texts {row.get('same_texts', math.nan):.2f}"
     )
 
 
@@ -452,26 +463,38 @@ class Found:
         number = {PLAIN_WAY: None, WIDE_PLAIN: 0}.get(way, k)
         return self._rows.get((engine, way, batch, number, temperature))
 
-    def plain_speed(self, temperature: float, batch: int, kind: str | None = None) -> float:
+    def plain_speed(self, temperature: float, batch: int, kind: str = ALL) -> float:
         """Returns that of the faster plain way: a pass of one row is not always the faster one."""
         rows = (self.row(way, temperature, batch) for way in (PLAIN_WAY, WIDE_PLAIN))
-        return max((speed(row, kind) for row in rows if row), default=math.nan)
+        return max((row["tokens_per_second"][kind] for row in rows if row), default=math.nan)
 
-    def gain(self, row: dict[str, Any] | None, kind: str | None = None) -> str:
+    def plain(self, temperature: float, batch: int, kind: str = ALL) -> str:
+        speed = self.plain_speed(temperature, batch, kind)
+        return "-" if math.isnan(speed) else f"{speed:.0f} tokens/s"
+
+    def gain(self, row: dict[str, Any] | None, kind: str = ALL) -> str:
         """Returns "speed-up (tokens per pass)" of a row."""
         if row is None:
             return "-"
         plain = self.plain_speed(row["temperature"], row["batch"], kind)
-        return f"{speed(row, kind) / plain:.2f} ({per_pass(row, kind)[0]:.2f})"
+        return f"{row['tokens_per_second'][kind] / plain:.2f} ({per_pass(row, kind)[0]:.2f})"
+
+    def steps(self, row: dict[str, Any] | None) -> str:
+        """Returns how many plain steps a step takes."""
+        if row is None:
+            return "-"
+        gain = row["tokens_per_second"][ALL] / self.plain_speed(row["temperature"], row["batch"])
+        return f"{per_pass(row)[0] / gain:.2f}"
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a table, without those that have nothing in them."""
-    kept = [line for line in lines if set(line[1:]) != {"-"}]
+    """Yields the lines of a table, without lines and columns that have nothing in them."""
+    lines = [line for line in lines if {*line[1:]} != {"-"}]
+    kept = [i for i in range(len(columns)) if {line[i + 1] for line in lines} - {"-"}]
     if kept:
-        yield f"| | {' | '.join(columns)} |"
-        yield f"| --- |{' ---: |' * len(columns)}"
-        yield from (f"| {' | '.join(line)} |" for line in kept)
+        yield f"| | {' | '.join(columns[i] for i in kept)} |"
+        yield f"| --- |{' ---: |' * len(kept)}"
+        yield from (f"| {' | '.join([line[0], *(line[i + 1] for i in kept)])} |" for line in lines)
         yield ""
 
 
@@ -481,55 +504,69 @@ def first_screen(document: dict[str, Any]) -> list[str]:
     lines = []
     for temperature in (0, 0.8):
         row = found.row(DRAFT, temperature)
-        cells = [found.gain(row, kind) for kind in (*KINDS, None)]
+        cells = [found.gain(row, kind) for kind in (*KINDS, ALL)]
         lines.append([f"temperature {temperature:g}", *cells])
-    return [*table([*KINDS, "all"], lines)]
+    return [*table([*KINDS, ALL], lines)]
 
 
 def shown(document: dict[str, Any]) -> Iterator[str]:
     """Yields the tables of docs/real_pair.md."""
     found = Found(document)
+    yield f"Measured on an {source(document)}."
+    yield ""
     for temperature in (0, 0.8):
         yield f"One request at a time, T = {temperature:g}, K = {K}:"
         yield ""
-        kinds = [*KINDS, None]
-        plain = [f"{found.plain_speed(temperature, 1, kind):.0f} tokens/s" for kind in kinds]
-        lines = [["plain", *plain]]
+        kinds = [*KINDS, ALL]
+        lines = [["plain", *(found.plain(temperature, 1, kind) for kind in kinds), "1.00"]]
         for way in (DRAFT, NGRAM, SUFFIX, BOTH):
             row = found.row(way, temperature)
-            lines.append([way, *(found.gain(row, kind) for kind in kinds)])
-        yield from table([*KINDS, "all"], lines)
+            lines.append([way, *(found.gain(row, kind) for kind in kinds), found.steps(row)])
+        yield from table([*KINDS, ALL, "a step, in plain steps"], lines)
     yield "Tokens per pass, with the standard error over texts, by the number of drafts:"
     yield ""
     numbers = sorted({k for plan in PLANS.values() for k in plan.drafts})
     lines = []
     for temperature, way in itertools.product((0, 0.8), (DRAFT, NGRAM, SUFFIX, BOTH)):
-        kinds = [*KINDS, None] if way == DRAFT else [None]
+        kinds = [*KINDS, ALL] if way == DRAFT else [ALL]
         for kind in kinds:
-            name = f"{way}, {kind or 'all'}, T = {temperature:g}"
+            name = f"{way}, {kind}, T = {temperature:g}"
             rows = [found.row(way, temperature, 8, k) for k in numbers]
             lines.append([name, *(spread(row, kind) for row in rows)])
     yield from table([f"K = {k}" for k in numbers], lines)
-    yield "Several requests at a time, with the reading of their prompts:"
+    yield "By the number of requests at a time, with the reading of their prompts:"
     yield ""
     cases = [*itertools.product((8, 32), (0, 0.8))]
-    lines = [["plain", *(f"{found.plain_speed(t, b):.0f} tokens/s" for b, t in cases)]]
+    lines = [["plain", *(found.plain(t, b) for b, t in cases)]]
     for way, k in itertools.product((DRAFT, NGRAM, SUFFIX, BOTH), (K, 8)):
         cells = [found.gain(found.row(way, t, b, k)) for b, t in cases]
         lines.append([f"{way}, K = {k}", *cells])
     yield from table([f"B = {b}, T = {t:g}" for b, t in cases], lines)
+    if {row["engine"] for row in document["rows"]} == {"ours"}:
+        return
     yield f"Tokens a second and (tokens per pass) of whole engines, K = {K}:"
     yield ""
     cases = [*itertools.product((1, 8, 32), (0, 0.8))]
     lines = []
     for way, engine in itertools.product((PLAIN_WAY, DRAFT, NGRAM), ENGINES):
         rows = [found.row(way, t, b, engine=engine) for b, t in cases]
-        cells = [f"{speed(row):.0f} ({per_pass(row)[0]:.2f})" if row else "-" for row in rows]
+        cells = [
+            f"{row['tokens_per_second'][ALL]:.0f} ({per_pass(row)[0]:.2f})" if row else "-"
+            for row in rows
+        ]
         lines.append([f"{engine}, {way}", *cells])
     yield from table([f"B = {b}, T = {t:g}" for b, t in cases], lines)
 
 
-def spread(row: dict[str, Any] | None, kind: str | None) -> str:
+def source(document: dict[str, Any]) -> str:
+    """Returns the device and the date of the last run, with a link to the file."""
+    last = max(document["runs"], key=lambda run: run["date"])
+    device = next(run["device"] for run in document["runs"] if run["device"].startswith("gpu"))
+    (name,) = re.findall(r"[A-Z]+\d+", device)[:1]
+    return f"[{name}, {last['date'][:10]}](../benchmarks/results/pair_gpu.json)"
+
+
+def spread(row: dict[str, Any] | None, kind: str) -> str:
     return "-" if row is None else "{:.2f} \u00b1 {:.2f}".format(*per_pass(row, kind))
 
 
@@ -541,7 +578,7 @@ def drawn(page: str, document: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = measure.gpu_parser(__doc__, repeats=1, seconds=240)
+    parser = measure.gpu_parser(__doc__, repeats=1, seconds=900)
     add = parser.add_argument
     add("--target", type=pathlib.Path, help="a checkpoint (default: the embedded target)")
     add("--draft", default="model", help="a checkpoint (default: the embedded draft model)")

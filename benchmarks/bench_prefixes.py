@@ -85,7 +85,7 @@ def make_driver(size: Size) -> lm.EngineDriver:
         num_slots=size.slots,
         max_length=size.conversation + size.own + size.answer,
         prefill_sizes=size.prefill_sizes,
-        reuse_prefixes=True,
+        prefix_caching=True,
     )
     driver = lm.EngineDriver(engine, params, head_params)
     driver.warm_up()

@@ -247,7 +247,7 @@ class Served:
         command += ["--num-slots", str(options.slots), "--max-logprobs", "0"]
         # Every text is asked for again and again: prompts are to be read each time.
         command += [
-            "--reuse-prefixes",
+            "--prefix-caching",
             "off",
             "--chunk-size",
             "256",

@@ -64,9 +64,8 @@ class Engine(abc.ABC):
     has_arrivals = True
     most_requests: float = math.inf
 
-    @abc.abstractmethod
-    def resize(self, batch: int) -> None:
-        """From now on, while nobody runs, serves at most so many requests at a time."""
+    def prepare(self) -> None:  # noqa: B027
+        """Is called before requests are served that are more or fewer than those before."""
 
     @abc.abstractmethod
     def submit(self, number: int, request: Request) -> None:
@@ -173,6 +172,13 @@ def batch_figures(log: Log) -> dict[str, Any]:
         "steady": between(log, begin, min(ends(log).values())),
         "with_ends": between(log, begin, last),
     }
+
+
+def step_ms(log: Log) -> list[float]:
+    """Returns the milliseconds of each step after all requests had their first token."""
+    begin = max(firsts(log).values())
+    times = [seconds for seconds, _ in log if seconds >= begin]
+    return (np.diff(times) * 1e3).round(3).tolist()
 
 
 def saturated_tokens(log: Log, batch: int) -> float:

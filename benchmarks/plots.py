@@ -311,9 +311,15 @@ WHOLE_STYLE = {
 }
 
 
+def _slots(row: dict[str, Any]) -> int:
+    return int(row["slots"])
+
+
 def whole_engines(document: dict[str, Any]) -> Figure | None:
     """Tokens a second of whole engines over B, a panel for each way to draft."""
-    rows = [r for r in document["rows"] if r.get("kind") == "batch" and r["slots"] == r["batch"]]
+    rows = [r for r in document["rows"] if r.get("kind") == "batch" and "with_ends" in r]
+    # Of engines of several sizes the largest; a later one replaces what is there.
+    rows = list({(r["engine"], r["way"], r["batch"]): r for r in sorted(rows, key=_slots)}.values())
     if not rows:
         return None
     figure, panels = _panels([way for way in WHOLE if any(r["way"] == way for r in rows)])

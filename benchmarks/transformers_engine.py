@@ -60,7 +60,7 @@ class TransformersEngine(engine_load.Engine):
     def _count(self, *_: Any) -> None:
         self._num_passes += 1
 
-    def resize(self, batch: int) -> None:
+    def prepare(self) -> None:
         """Forgets what was compiled, so that no program is made for several sizes of batches."""
         torch.compiler.reset()
         vars(self.model).pop("_compiled_call", None)

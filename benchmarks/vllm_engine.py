@@ -17,13 +17,15 @@ import os
 import pathlib
 import sys
 import types
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 from unittest import mock
 
 import engine_load
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # stand-ins are modules of this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, as its stand-ins do
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # else `apply_model` takes no function
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -31,6 +33,7 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
 }
+"""What is set unless the caller has set it."""
 ABSENT = frozenset(
     "anthropic blake3 compressed_tensors cv2 depyf diskcache email_validator fastsafetensors gguf "
     "ijson lark llguidance lmformatenforcer mcp mistral_common model_hosting_container_standards "
@@ -42,6 +45,8 @@ ABSENT = frozenset(
 class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes a module for each name of `ABSENT` that nothing else has found."""
 
+    made: ClassVar[list[Any]] = []
+
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname.partition(".")[0] not in ABSENT:
             return None
@@ -51,10 +56,16 @@ class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module = mock.MagicMock(name=spec.name)
         module.__name__, module.__spec__, module.__path__ = spec.name, spec, []
         module.__file__, module.__version__ = "stand-in", "99.0"
+        self.made.append(module)
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         """There is nothing to run."""
+
+    @classmethod
+    def num_calls(cls) -> int:
+        """Returns how often something of a stand-in was called, as decorators are on import."""
+        return sum(len(module.mock_calls) for module in cls.made)
 
 
 def _version_of(name: str, find: Any = importlib.metadata.version) -> str:
@@ -71,7 +82,7 @@ def import_vllm(folder: pathlib.Path) -> types.ModuleType:
     """Returns vLLM, imported from a folder; to be called before anything imports PyTorch."""
     paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     # vLLM looks at a model's class in a process of its own.
-    os.environ.update(ENVIRONMENT, PYTHONPATH=os.pathsep.join(paths))
+    os.environ.update({**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(paths)})
     sys.path.insert(0, str(folder))
     sys.meta_path.append(_StandIns())
     importlib.metadata.version = _version_of
@@ -93,6 +104,8 @@ def model_folder(path: pathlib.Path, config: dict[str, Any]) -> str:
 
 class VllmEngine(engine_load.Engine):
     """`vllm.LLM` step by step, after `import_vllm`; with vLLM's defaults where nothing is given.
+
+    Raises a RuntimeError if a stand-in is called while requests are served.
 
     Args:
       model: the folder of the target.
@@ -116,6 +129,7 @@ class VllmEngine(engine_load.Engine):
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
+        self._batch = batch
         if speculative is not None:
             settings["speculative_config"] = speculative
         self._sampling = functools.partial(
@@ -138,8 +152,22 @@ class VllmEngine(engine_load.Engine):
         )
 
     def resize(self, batch: int) -> None:
-        core = self.llm.llm_engine.engine_core.engine_core
-        core.scheduler.max_num_running_reqs = batch
+        """From now on, while nobody runs, serves at most so many requests at a time."""
+        # vLLM's own scheduler decides who waits; if it is in another process, the number stays.
+        client = self.llm.llm_engine.engine_core
+        if hasattr(client, "engine_core"):
+            client.engine_core.scheduler.max_num_running_reqs = batch
+        elif batch != self._batch:
+            raise RuntimeError(f"in a process of its own vLLM serves {self._batch} requests only")
+
+    def serve(
+        self, requests: Sequence[engine_load.Request], due: Sequence[float] | None = None
+    ) -> engine_load.Log:
+        before = _StandIns.num_calls()
+        log = super().serve(requests, due)
+        if _StandIns.num_calls() != before:
+            raise RuntimeError("vLLM has called a package that is not there")
+        return log
 
     def submit(self, number: int, request: engine_load.Request) -> None:
         prompt = {"type": "token", "prompt_token_ids": request.prompt}

@@ -1,5 +1,7 @@
 """The benchmarks count what they say and lose no result."""
 
+import importlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -168,19 +170,20 @@ def pair_row(rng: np.random.Generator, way: str, **fields: Any) -> dict[str, Any
     """A row of `bench_pair.py`: each prompt once, made up numbers."""
     passes = rng.integers(10, 60, size=40)
     row = {"engine": "ours", "way": way, "batch": 1, "k": 4, "temperature": 0, "alone": 8}
-    return row | {
+    row |= {
         "seconds": 9.0,
         "tokens": (passes * rng.uniform(1, 3, size=40)).astype(int).tolist(),
         "passes": passes.tolist(),
         "decoding": rng.uniform(0.1, 0.2, size=40).tolist(),
         **fields,
     }
+    return row | {"tokens_per_second": bench_pair.rates(row)}
 
 
 def test_tokens_per_pass_of_a_pair_are_a_ratio_of_sums_with_its_error():
     row = pair_row(np.random.default_rng(0), "draft")
     tokens, passes = (np.array(row[name], float) for name in ("tokens", "passes"))
-    for kind, some in ((None, slice(0, 40)), ("code", slice(8, 16))):
+    for kind, some in (("all", slice(0, 40)), ("code", slice(8, 16))):
         ratio, error = bench_pair.per_pass(row, kind)
         t, p = tokens[some], passes[some]
         assert ratio == pytest.approx(t.sum() / p.sum())
@@ -199,7 +202,8 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
     wide = pair_row(rng, "plain, K + 1 rows", k=0, decoding=[0.4] * 40, tokens=plain["tokens"])
     draft = pair_row(rng, "draft")
     many = [pair_row(rng, way, batch=8, k=k) for way, k in (("plain", None), ("draft", 4))]
-    document = {"rows": [plain, wide, draft, *many]}
+    runs = [{"date": "2026-11-28T20:00:00", "device": "gpu: NVIDIA H100 80GB HBM3"}]
+    document = {"rows": [plain, wide, draft, *many], "runs": runs}
     gain, tokens_per_pass = (
         sum(draft["tokens"][8:16])
         / sum(draft["decoding"][8:16])
@@ -210,6 +214,7 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
     (line,) = [line for line in bench_pair.first_screen(document) if "temperature 0 |" in line]
     assert line.split(" | ")[2] == cell
     lines = [*bench_pair.shown(document)]
+    assert lines[0].startswith("Measured on an [H100, 2026-11-28](")
     (line,) = [line for line in lines if line.startswith("| draft | ")]
     assert line.split(" | ")[2] == cell
     # Of several slots, all tokens by all seconds, each text's first one included.
@@ -221,10 +226,70 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
 
 def test_the_tables_of_a_pair_are_those_of_its_results():
     page = bench_pair.PAGE.read_text("utf-8")
-    readme = bench_pair.PAGE.parents[1].joinpath("README.md").read_text("utf-8")
     for path in measure.RESULTS.glob("pair_gpu.json"):
-        document = json.loads(path.read_text("utf-8"))
-        assert bench_pair.drawn(page, document) == page
-        if path.name in readme:
-            lines = [line.strip() for line in readme.splitlines()]
-            assert [line for line in bench_pair.first_screen(document) if line not in lines] == []
+        assert bench_pair.drawn(page, json.loads(path.read_text("utf-8"))) == page
+
+
+def test_what_the_page_says_of_the_pair_is_what_was_measured():
+    document = measure.load(measure.RESULTS / "pair_gpu.json")
+    found = bench_pair.Found(document)
+    kinds = [*bench_pair.KINDS]
+
+    def gain(way: str, temperature: float, kind: str = "all", **fields: int) -> float:
+        row = found.row(way, temperature, **fields)
+        plain = found.plain_speed(temperature, row["batch"], kind)
+        return row["tokens_per_second"][kind] / plain
+
+    def emitted(way: str, temperature: float, **fields: int) -> float:
+        return bench_pair.per_pass(found.row(way, temperature, **fields))[0]
+
+    def span(values: list[float]) -> str:
+        return f"{min(values):.2f} to {max(values):.2f}"
+
+    both, lookups = (0, 0.8), ("ngram", "suffix")
+    cases = [*itertools.product(lookups, both)]
+    by_kind = {kind: [gain("draft", t, kind) for t in both] for kind in kinds}
+    steps = [emitted("draft", t) / gain("draft", t) for t in both]
+    a_draft = (steps[0] - 1) / 4
+    two = emitted("draft", 0, batch=8, k=2)
+    tokens = [f"{emitted('draft', t):.2f}" for t in both]
+    speeds = [found.plain_speed(t, 1, kind) for t in both for kind in kinds]
+    same = [found.row("draft", 0, batch=batch)["same_texts"] for batch in (1, 8)]
+    # Matrices of a pass: those of each layer and the output matrix, in bfloat16.
+    target, draft = (
+        2 * (layers * (2 * q * hidden + 2 * kv * hidden + 3 * inner * hidden) + 151936 * hidden)
+        for layers, hidden, q, kv, inner in ((28, 1536, 1536, 256, 8960), (24, 896, 896, 128, 4864))
+    )
+    page = " ".join(bench_pair.PAGE.read_text("utf-8").split())
+    for words in (
+        f"would take {draft / target:.2f}: {draft / 1e9:.1f} GB to the target's {target / 1e9:.1f}",
+        f"a pass gives {tokens[0]} tokens at temperature 0 and {tokens[1]} at 0.8",
+        f"comes {gain('draft', 0):.2f} and {gain('draft', 0.8):.2f} times as fast",
+        f"Code and JSON gain, {span(by_kind['code'] + by_kind['JSON'])} times",
+        f"lose, down to {min(by_kind['chat'] + by_kind['translation']):.2f}",
+        f"A step takes {steps[0]:.1f} plain steps, so each of its four drafts takes {a_draft:.2f}",
+        f"With {two:.2f} tokens per pass two drafts would gain {two / (1 + 2 * a_draft):.2f} times",
+        f"a step takes {span([emitted(*case) / gain(*case) for case in cases])} plain steps",
+        f"gain {span([gain(*case) for case in cases])} times over all kinds",
+        f"a pass gives {span([emitted(*case) for case in cases])} tokens",
+        f"up to {max(gain(*case, 'summary') for case in cases):.2f} times on summaries",
+        f"{gain('draft', 0, batch=8):.2f} times at four drafts",
+        f"and {span([gain('draft', t, batch=8, k=8) for t in both])} at eight",
+        f"{same[0]:.0%} of the greedy texts are those of plain decoding",
+        f"word for word, {same[1]:.0%} with eight requests",
+        f"it makes {min(speeds):.0f} to {max(speeds):.0f} tokens/s",
+    ):
+        assert words in page, words
+    assert f"{steps[1]:.1f}" == f"{steps[0]:.1f}"
+    assert gain("draft", 0.8, batch=8) == pytest.approx(gain("draft", 0, batch=8), abs=0.005)
+    assert max(by_kind["chat"] + by_kind["translation"]) < 1
+    assert all(emitted("suffix+draft", t) < emitted("draft", t) for t in both)
+
+
+SCRIPTS = sorted(path.stem for path in Path(measure.__file__).parent.glob("bench_*_gpu.py"))
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "bench_exact_gpu"])
+def test_without_a_gpu_a_benchmark_of_one_says_so_and_does_not_fail(script, capsys):
+    assert importlib.import_module(script).main([]) == 0
+    assert "nothing to measure, JAX runs on cpu" in capsys.readouterr().out

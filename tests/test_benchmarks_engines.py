@@ -50,6 +50,7 @@ def test_tokens_are_counted_from_when_all_have_begun_until_the_first_ends_and_th
     steady, with_ends = found["steady"], found["with_ends"]
     assert steady == {"tokens_per_second": 11.0, "step_ms": 500.0, "emitted": 11 / 4}
     assert with_ends["tokens_per_second"] == 13 / 3 and with_ends["step_ms"] == 1000.0
+    assert engine_load.step_ms(LOG[:4] + [(5.0, [(0, 2, True)])]) == [500.0, 500.0, 2000.0]
     assert math.isnan(engine_load.between(LOG, 5.0, 5.5)["step_ms"])
 
 
@@ -75,9 +76,6 @@ class Scripted(engine_load.Engine):
 
     def __init__(self):
         self.left, self.submitted = {}, []
-
-    def resize(self, batch):
-        raise NotImplementedError
 
     def submit(self, number, request):
         self.submitted.append(number)
@@ -131,7 +129,7 @@ def test_the_table_divides_ours_by_vllms():
         batch_row("ours", "plain", 8, 150.0, 45.0),
         batch_row("ours", "eagle3", 8, 1500.0, 1200.0),
         batch_row("transformers", "draft", 1, 5.0, 5.0, step_ms=100.0),
-        {**batch_row("ours", "plain", 8, 7.0, 7.0), "slots": 32},  # another engine
+        {**batch_row("ours", "plain", 8, 7.0, 7.0), "slots": 4},  # of a smaller engine
         {"kind": "arrivals", "engine": "ours", "way": "plain", "batch": 8, "slots": 8},
     ]
     table = bench.cells(rows)
@@ -201,6 +199,7 @@ def test_what_vllm_imports_and_never_calls_need_not_be_there(folder):
     assert vllm_engine.version(folder) == "1.2.3"
     module = vllm_engine.import_vllm(folder)
     assert module.grammars == "99.0" and importlib.metadata.version("numpy") == np.__version__
+    assert vllm_engine._StandIns.num_calls() > 0  # the decorator, on import
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_package_of_this_name")
     with pytest.raises(importlib.metadata.PackageNotFoundError):

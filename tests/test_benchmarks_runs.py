@@ -1,6 +1,7 @@
 """Benchmarks whose runs take long: each at a tiny size, and which rows it saves."""
 
 import json
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +12,8 @@ import bench_forced_drafts
 import bench_gemma4_gpu
 import bench_int8_acceptance
 import bench_int8_gpu
+import bench_pair
+import bench_prediction
 import bench_prefixes
 import bench_rows_gpu
 import bench_serving_gpu
@@ -28,6 +31,7 @@ import pytest
 
 from jax_specdec import lm
 
+EXTRAS = Path(lm.__file__).parent / "extras.py"
 SERVING = "--tiny --slots 2 --drafters lookup --steps 8 --repeats 1 --arrivals 60 --rounds 1"
 # The script, its arguments, the file that it saves, a field of the rows there, and its values.
 # fmt: off
@@ -49,7 +53,7 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      "sharded_gpu", "kind", [*["time"] * 8, "disagreements"]),
     (bench_steps_gpu, "--tiny --batches 2 --prompts 9 --steps 4 --repeats 2", "steps_gpu", "batch",
      [2]),
-    (bench_engines_gpu, "--tiny --engines ours --ways eagle3 --batches 2 --arrivals 2 --repeats 1",
+    (bench_engines_gpu, "--tiny --engines ours --ways eagle3 --batches 2 --repeats 1",
      "engines_gpu", "kind", ["batch", "arrivals"]),
     (bench_rows_gpu, "--tiny --batches 2 --repeats 1", "rows_of_passes_gpu", "rows", [10, 2]),
     (bench_block_gpu, "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8", "block_gpu", "drafter",
@@ -62,6 +66,9 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      ["bfloat16", "int8"]),
     (bench_forced_drafts, "--draft ngram --requests 2 --repeats 1", "forced_drafts", "temperature",
      [0, 0.8]),
+    (bench_pair, "--tiny --temperatures 0 --batches 1", "pair_cpu", "same_texts", [1.0] * 3),
+    (bench_prediction, f"--file {EXTRAS} --edits x -k 2 --max-new-tokens 8 --check",
+     "prediction_embedded", "way", ["decoded", "decoded", *["replayed"] * 4]),
     (bench_prefixes, "--size tiny --repeats 1 --out prefixes.json", "prefixes", "kind",
      ["conversation", "prefix", "prefix", "system prompt", "system prompt"]),
 ]

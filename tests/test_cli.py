@@ -29,7 +29,6 @@ from upper_floor import (
     load_served,
     loading,
     make_driver,
-    printable,
 )
 from upper_floor import cli_prompts as prompts_lib
 from upper_floor import cli_run as run_lib
@@ -510,7 +509,7 @@ def test_a_terminal_gets_colours_and_a_spinner(monkeypatch: pytest.MonkeyPatch) 
         for text in ("loading the models", "compiling", wanted):
             assert text in err.getvalue()
         monkeypatch.setenv("NO_COLOR", "1")
-    assert shown["none"] == TINY_PROMPT + printable(TINY_TEXT) + "\n"
+    assert shown["none"] == TINY_PROMPT + terminal.printable(TINY_TEXT) + "\n"
     assert "\x1b[2m" in shown["colours"]
     assert re.sub(r"\x1b\[[\d;]*m", "", shown["colours"]) == shown["none"]
 
@@ -537,7 +536,7 @@ def test_what_would_command_a_terminal_is_shown_as_an_escape(
 def test_a_prompt_is_escaped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     prompt = f"\x9b2J\u202e{TINY_PROMPT[:4]}"  # no longer than others: one program
-    for stream, wanted in ((Terminal(), printable(prompt)), (io.StringIO(), prompt)):
+    for stream, wanted in ((Terminal(), terminal.printable(prompt)), (io.StringIO(), prompt)):
         monkeypatch.setattr(sys, "stdout", stream)
         main(["generate", prompt, *TINY, "-n", "4"])
         assert stream.getvalue().startswith(wanted)
@@ -825,7 +824,7 @@ def test_a_rule_is_chosen_on_the_command_line() -> None:
         ("serve --model a", "unrecognized arguments: --model; did you mean '--target'?"),
         ("serve a --max_model_len=9", "--max_model_len=9; did you mean '--max-length'?"),
         ("serve a --enable-prefix-caching", "; prompts that begin alike are read once by default"),
-        ("serve a --no-enable-prefix-caching", "; did you mean '--reuse-prefixes off'?"),
+        ("serve a --no-enable-prefix-caching", "; did you mean '--prefix-caching off'?"),
         ("serve a -tp 2", "arguments: -tp 2; a command runs on one device; in the library, Tensor"),
         (
             "serve a --api-key",

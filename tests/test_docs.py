@@ -32,6 +32,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 RUN_HERE = (
     "draft_budget",
     "draft_distributions",
+    "drafting",
     "getting_started",
     "index",
     "models",

@@ -224,7 +224,7 @@ def test_counts_past_32_bits_do_not_wrap() -> None:
     assert later == sd.AcceptanceStats(
         *(
             tuple(before + n for n in counts) if isinstance(counts, tuple) else before + counts
-            for counts in dataclasses.astuple(once)[:-1]  # all but the epoch
+            for counts in dataclasses.astuple(once)[:-1]  # all but the version
         )
     )
     assert later - sd.AcceptanceStats.from_counters(sd.AcceptanceCounters(full)) == once

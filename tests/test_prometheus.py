@@ -86,7 +86,7 @@ def test_a_scrape_shows_how_busy_the_engine_was(
         (f"{prefix}num_slots", None): 8,
         (f"{prefix}num_running", None): 5,
         (f"{prefix}num_queued", None): 7,
-        (f"{prefix}epoch", None): 2,
+        (f"{prefix}weights_version", None): 2,
         (f"{prefix}time_to_first_token_seconds_count", None): 2,
         (f"{prefix}time_to_first_token_seconds_sum", None): 0.6,
         (f"{prefix}inter_token_latency_seconds_count", None): 5,

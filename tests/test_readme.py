@@ -5,6 +5,9 @@ import json
 import re
 from pathlib import Path
 
+import bench_pair
+import bench_real_model
+import measure
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -60,3 +63,21 @@ def test_how_others_compare_is_what_was_measured(file: str) -> None:
         assert f"{min(ratios):.1f} to {max(ratios):.{digits}f} times" in page
     slower = [key for key, time in vllm.items() if us["xla", *key] > time]
     assert slower == [(0.8, 1), (0.8, 8), (1.0, 1), (1.0, 8), (1.0, 64)]
+
+
+def cells(line: str) -> tuple[str, ...]:
+    """Returns what a line of a table has, without its name and what was not measured."""
+    _, *own = line.strip("| ").split(" | ")
+    return tuple(cell for cell in own if cell != "not measured")
+
+
+def test_the_gains_of_the_first_screen_are_those_of_its_files() -> None:
+    shown = {"real_model_gpu": bench_real_model.shown, "pair_gpu": bench_pair.first_screen}
+    known = {
+        cells(line)
+        for name, lines in shown.items()
+        if (document := measure.load(measure.RESULTS / f"{name}.json"))
+        for line in lines(document)
+    }
+    found = re.findall(r"^ *\| temperature .*$", README, re.MULTILINE)
+    assert len(found) == 2 and [line for line in found if cells(line) not in known] == []

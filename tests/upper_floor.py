@@ -13,9 +13,9 @@ from jax_specdec.lm.cli.models import load_served
 from jax_specdec.lm.cli.other_names import OTHER_NAMES
 from jax_specdec.lm.cli.parsing import parse
 from jax_specdec.lm.cli.serve import make_driver
-from jax_specdec.lm.decoding import device, programs, schedule, stopwatch
 from jax_specdec.lm.decoding import generate as generate_lib
 from jax_specdec.lm.decoding import matchers as decoding_matchers
+from jax_specdec.lm.decoding import programs, schedule, stopwatch
 from jax_specdec.lm.decoding.batch import append
 from jax_specdec.lm.decoding.core import Decoder
 from jax_specdec.lm.decoding.differences import _processed
@@ -39,7 +39,6 @@ from jax_specdec.lm.server.limits import ApiError, Limits
 from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_parameters, read_request
 from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import EngineFailed
-from jax_specdec.lm.terminal import printable
 from jax_specdec.lm.text import chat
 from jax_specdec.lm.text.bytes import BYTE_VOCAB_SIZE
 from jax_specdec.lm.text.chat import read_chat_template

@@ -360,6 +360,43 @@ def _(right, self):
 
 
 @fault(
+    "a prompt that is being read is read again by a step for others",
+    "lm.drafting.drafter:DraftContext.runs",
+    "serving/test_drafters.py",
+)
+def _(right, self):
+    return jnp.ones(self.lengths.shape, bool)
+
+
+@fault(
+    "drafts are drawn from the rows of other requests",
+    "lm.drafting.draw:Draws.row",
+    "serving/test_drafters.py",
+)
+def _(right, self, logits, offset):
+    return right(self, jnp.roll(logits, 1, axis=0), offset)
+
+
+@fault(
+    "drafts are drawn by the noise of the first slot",
+    "lm.drafting.draw:_draw",
+    "serving/test_drafters.py",
+)
+def _(right, logits, ids, context, *args):
+    first = jnp.zeros(context.lengths.shape, jnp.int32)
+    return right(logits, ids, dataclasses.replace(context, keys=context.keys[first]), *args)
+
+
+@fault(
+    "ids of a drafter are one column late",
+    "lm.drafting.draw:ids_of",
+    "drafting/test_draft_model.py drafting/test_eagle3.py drafting/test_lists.py",
+)
+def _(right, ids, vocab_size):
+    return right(None if ids is None else jnp.roll(ids, 1, axis=-1), vocab_size)
+
+
+@fault(
     "drafts by lookup are verified with the rows of the head",
     "lm.drafting.combined:FirstOf.propose",
     "serving/test_combined.py",
@@ -479,8 +516,8 @@ def _(right, self, params, groups, *given):
     "_src.attention.xla:_seen",
     "attention/test_attention.py",
 )
-def _(right, arrays, room, window, num_visible):
-    return right(arrays, room, window, arrays.query.shape[1])
+def _(right, arrays, room, static):
+    return right(arrays, room, static._replace(num_visible=arrays.query.shape[1]))
 
 
 @fault(
@@ -506,19 +543,15 @@ def _(right, found, weights, *given):
     return jnp.where((weights > 0).all(), rounded, found)
 
 
-@fault("a window is ignored", "lm.models.block:BlockHeadConfig.window", "drafting/test_block.py")
-def _(right, self, index):
-    return None
+@fault("a window of a block is ignored", "lm.models.cache:Pass.attend", "models/test_block.py")
+def _(right, step, spec, *args):
+    return right(step, dataclasses.replace(spec, window=None), *args)
 
 
-@fault(
-    "a window begins one position late",
-    "lm.models.block:BlockHeadConfig.window",
-    "models/test_block.py",
-)
-def _(right, self, index):
-    window = right(self, index)
-    return window if window is None else window - 1
+@fault("a window begins one position late", "lm.models.cache:Pass.attend", "models/test_block.py")
+def _(right, step, spec, *args):
+    late = spec if spec.window is None else dataclasses.replace(spec, window=spec.window - 1)
+    return right(step, late, *args)
 
 
 @fault(
@@ -794,7 +827,7 @@ def _(right, cache, slots, num_kv):
 @fault(
     "what some slots draft from is stored as what others do",
     "_src.drafts.store:DraftStore.put",
-    "serving/test_drafters.py",
+    "drafting/test_store.py",
 )
 def _(right, self, some, slots):
     return right(self, some, slots[::-1])

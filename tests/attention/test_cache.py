@@ -179,7 +179,7 @@ def test_rows_are_written_where_positions_are_and_others_dropped(layout: str) ->
         if place is not None:
             place[0][...], place[1][...] = key[b, s], value[b, s]
     place = at(wanted, 0, START[0] + 1)
-    place[0][1], place[1][1] = np.nan, 0  # of that head alone
+    place[0][1, 2], place[1][1, 2] = np.nan, 0  # of that head, and that number, alone
     found = written(jax.device_put(cache), key, value, START, **pages)
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(x, y)

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from models.weights import random_weights, sizes
 from passes import run as run_pass
 
@@ -24,17 +23,6 @@ PARAMS = random_weights(TARGET, 0, 4.0)  # fourfold, or every token follows ever
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)
 PROMPTS = [[4], [7, 2], [1, 2, 3, 4, 5, 6, 7], [9, 1] * 8, [3] * 8 + [5]]  # two are long
 BUDGET = 12
-
-
-def check_refuses_no_features(drafter: Any, params: Any) -> None:
-    """A head drafts, and reads a prompt, only where it gets what the target computed."""
-    ones = jnp.ones(1, jnp.int32)
-    keys = jax.random.split(jax.random.key(0), 1)
-    context = lm.DraftContext(ones[None], ones, sd.SamplingParams(jnp.zeros(1)), keys, CONFIG)
-    with pytest.raises(ValueError, match="^context must have features"):
-        drafter.propose(params, context, None, None)
-    with pytest.raises(ValueError, match="^prefill must get features"):
-        drafter.prefill(params, None, None)
 
 
 OnePass = Callable[[np.ndarray, int, np.ndarray], Any]

@@ -322,25 +322,6 @@ def generate(k: int) -> Any:
     return lm.generate(TARGET, PARAMS, [[1]], **given)
 
 
-def drafter(**fields: Any) -> lm.BlockDrafter:
-    return lm.BlockDrafter(HEAD, **fields)
-
-
-MISTAKES: list[tuple[type[Exception], str, Any]] = [
-    (TypeError, "head must be a BlockHead", lambda: lm.BlockDrafter("head")),
-    (ValueError, r"num_candidates must be in \[1, 5\]", lambda: drafter(num_candidates=0)),
-    (ValueError, r"num_candidates must be in \[1, 5\]", lambda: drafter(num_candidates=6)),
-    (ValueError, r"tree_depth must be in \[0, 5\]", lambda: drafter(tree_depth=6)),
-    (TypeError, "tree_depth must", lambda: drafter(tree_depth="3")),
-    (ValueError, "num_speculative_tokens must be at most 5, the drafts", lambda: generate(6)),
-]
-
-
-@pytest.mark.parametrize(("error", "message", "call"), MISTAKES)
-def test_a_mistake_is_told(error: type[Exception], message: str, call: Any) -> None:
-    with pytest.raises(error, match=f"^{message}"):
-        call()
-
-
-def test_without_features_there_is_nothing_to_draft_from() -> None:
-    loops.check_refuses_no_features(DRAFTER, HEAD_PARAMS)
+def test_more_drafts_than_a_block_has_are_refused() -> None:
+    with pytest.raises(ValueError, match="^num_speculative_tokens must be at most 5, the drafts"):
+        generate(6)

@@ -161,7 +161,6 @@ MISTAKES: list[tuple[type[Exception], str, Any]] = [
         verify_without_draft,
     ),
     (TypeError, "params must be the target's", lambda: ENGINE.init_state(HEAD_PARAMS)),
-    (TypeError, "head must be an Eagle3Head", lambda: lm.Eagle3Drafter("head")),
 ]
 
 
@@ -169,7 +168,3 @@ MISTAKES: list[tuple[type[Exception], str, Any]] = [
 def test_a_mistake_is_told(error: type[Exception], message: str, call: Any) -> None:
     with pytest.raises(error, match=f"^{message}"):
         call()
-
-
-def test_without_features_there_is_nothing_to_draft_from() -> None:
-    loops.check_refuses_no_features(DRAFTER, HEAD_PARAMS)

@@ -113,11 +113,6 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda: write(CANDIDATES, own_ids=False), ValueError, "ids"),
     (lambda: write(None, own_ids=True), ValueError, "ids"),
     (lambda: write(MAP, own_ids=True), ValueError, "ids"),
-    (lambda: lm.ModelDrafter(tiny.Trigram(3), ids=[[1, 2]]), ValueError, "ids"),
-    (lambda: lm.ModelDrafter(tiny.Trigram(3), ids=[1, 1, 2]), ValueError, "ids"),
-    (lambda: lm.ModelDrafter(tiny.Trigram(3), ids=[1, -1, 2]), ValueError, r"ids\[1\]"),
-    (lambda: lm.ModelDrafter(tiny.Trigram(3), ids=[0.5]), TypeError, "ids"),
-    (lambda: lm.ModelDrafter(tiny.Trigram(3), num_candidates=0), ValueError, "num_candidates"),
     (lambda: stored(ids=[5, 4]), ValueError, "ids"),
     (lambda: stored(num_candidates=4), ValueError, "num_candidates"),
 ]

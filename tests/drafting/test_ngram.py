@@ -70,19 +70,3 @@ def proposals(
 def test_proposals_are_those_of_the_search_in_python(min_ngram, max_ngram, sequences, seed):
     found = proposals(sequences, min_ngram, max_ngram, seed=seed)
     assert found == [oracle(sequence, min_ngram, max_ngram, K) for sequence in sequences]
-
-
-@pytest.mark.parametrize("bounds", [dict(min_ngram=2.0), dict(max_ngram=4.0)])
-def test_bounds_are_integers(bounds):
-    (name,) = bounds
-    with pytest.raises(TypeError, match=f"{name} must be an int, but it is {bounds[name]}"):
-        lm.NGramDrafter(**bounds)
-
-
-@pytest.mark.parametrize(("min_ngram", "max_ngram"), [(0, 2), (3, 2), (-1, -1)])
-def test_bounds_out_of_order_are_refused(min_ngram, max_ngram):
-    with pytest.raises(
-        ValueError,
-        match=f"must satisfy 1 <= min_ngram <= max_ngram, but they are {min_ngram} and {max_ngram}",
-    ):
-        lm.NGramDrafter(min_ngram, max_ngram)

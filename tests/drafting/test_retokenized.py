@@ -154,8 +154,6 @@ REFUSED = [
 def test_what_cannot_be_read_is_named(drafter: Any, params: Any, error: Any, message: str) -> None:
     with pytest.raises(error, match=message):
         drafter.check_params("draft_params", params)
-    with pytest.raises(ValueError, match="^ids must be a list of target ids"):
-        lm.RetokenizingDrafter(MODEL)
 
 
 def test_pieces_spell_every_token_of_a_real_vocabulary() -> None:

@@ -433,6 +433,28 @@ def test_writing_and_evicting_touch_only_what_they_change(slots):
     assert np.flatnonzero(np.asarray(after.logits).any(axis=1)).tolist() == sorted(written)
 
 
+@pytest.mark.parametrize("own_ids", [False, True])
+def test_what_a_store_of_some_slots_holds_is_put_where_they_are(own_ids):
+    """As if it had been written there; a slot out of range holds nothing."""
+    rng, width, count = np.random.default_rng(0), 5, 2
+    store = sd.DraftStore.create(4, count, width, own_ids=own_ids)
+    some = store.empty(3)
+    wanted = store
+    slots = i32([3, 9, 1])
+    for offset in range(count):
+        numbers = rng.normal(size=(3, 3)).astype(np.float32)
+        rows = jnp.asarray(rng.normal(size=(3, width)), jnp.float32)
+        given = dict(
+            drawn=sd.DraftSample(i32([0, 0, 0]), *map(jnp.asarray, numbers)),
+            ids=jnp.asarray(rng.integers(0, 9, (3, width)), jnp.int32) if own_ids else None,
+            positions=i32([5, 6, 7]),
+            sampling=sd.SamplingParams(jnp.array([1.0, 0.5, 0.0])),
+        )
+        some = some.write(offset, rows, **given)
+        wanted = wanted.write(offset, rows, **given, slots=slots)
+    jax.tree.map(np.testing.assert_array_equal, store.put(some, slots), wanted)
+
+
 @pytest.mark.long
 def test_verification_reads_the_store_in_place():
     store = sd.DraftStore.create(4, LARGE_K, LARGE)

@@ -233,26 +233,6 @@ def test_an_empty_text_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "error", "message"),
-    [
-        (dict(max_match=1), ValueError, r"max_match must be in \[2, 127\], but it is 1"),
-        (dict(max_match=4, min_match=4), ValueError, r"min_match must be in \[1, 3\], but it is 4"),
-        (dict(min_match=2.0), TypeError, "min_match must be an int, but it is 2.0"),
-        (dict(max_occurrences=0), ValueError, r"max_occurrences must be in \[1, 127\]"),
-        (dict(history=-1), ValueError, r"history must be in \[0, 16777216\], but it is -1"),
-        (dict(spec_factor="1"), TypeError, "spec_factor must be a number, but it is '1'"),
-        (dict(spec_factor=0), ValueError, r"spec_factor must be in \(0, 127\], but it is 0"),
-        (dict(spec_factor=0.1, max_match=10), ValueError, "spec_factor must give a match of max_m"),
-        (dict(min_probability=2), ValueError, r"min_probability must be in \(0, 1\], but it is 2"),
-        (dict(min_probability=np.nan), ValueError, "min_probability must be in"),
-    ],
-)
-def test_fields_out_of_range_are_refused(fields, error, message) -> None:
-    with pytest.raises(error, match=message):
-        lm.SuffixDrafter(**fields)
-
-
-@pytest.mark.parametrize(
     "params", [None, (), lm.SuffixDrafter(history=8).init_params(), jnp.zeros(HISTORY)]
 )
 def test_a_history_of_another_kind_is_refused(params) -> None:

@@ -197,19 +197,3 @@ def test_a_chain_keeps_its_cache() -> None:
         return int(keys.shape[2])
 
     assert (room(0), room(2)) == (LONGEST, LONGEST + 64)
-
-
-# Mistakes
-
-
-@pytest.mark.parametrize(
-    "tree_depth, error, message",
-    [
-        (-1, ValueError, r"be in \[0, 17\]"),
-        (18, ValueError, r"be in \[0, 17\]"),
-        (2.0, TypeError, ""),
-    ],
-)
-def test_a_depth_out_of_range_is_told(tree_depth: Any, error: Any, message: str) -> None:
-    with pytest.raises(error, match=f"^tree_depth must {message}"):
-        lm.Eagle3Drafter(HEAD, tree_depth=tree_depth)

@@ -106,11 +106,3 @@ def test_the_tree_of_the_history_is_taken_where_it_is_better(own: Any, others: A
     if near and wanted[0] != wanted[1]:
         return  # float32 decides between equals
     assert_is_best(ids, parents, likely, wanted[int(scores[1] > scores[0])])
-
-
-# Mistakes
-
-
-def test_a_depth_out_of_range_is_told() -> None:
-    with pytest.raises(ValueError, match=r"^tree_depth must be in \[0, 7\], but it is 8"):
-        lm.SuffixDrafter(max_match=8, tree_depth=8)

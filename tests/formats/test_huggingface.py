@@ -1,4 +1,4 @@
-"""Checkpoints of the Llama, Qwen2 and Qwen3 families against what `transformers` computes."""
+"""Checkpoints of the families against what `transformers` computes."""
 
 import dataclasses
 import functools

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import zeros
+from upper_floor import protocol
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -147,6 +148,7 @@ def test_what_is_no_drafter_is_refused_by_name(make, message):
         (dict(may_abstain=1), TypeError, "may_abstain must be a bool"),
         (dict(has_history=None), TypeError, "has_history must be a bool"),
         (dict(chunks="yes"), TypeError, "chunks must be a bool"),
+        (dict(slots=1), TypeError, "slots must be a bool"),
     ],
 )
 def test_what_no_drafter_can_declare_is_refused(declared, error, message):
@@ -172,7 +174,7 @@ def test_what_keeps_the_contract_is_taken():
     assert [len(tokens) for tokens in generate(Returning(ids(GOOD))).completions] == [2, 2]
 
 
-# Donation
+# Every drafter
 
 MODEL = lm.ModelDrafter(engines.llama(8))
 LISTED = lm.ModelDrafter(engines.llama(8), ids=[5, 3, 1, 0, 2, 4])
@@ -182,56 +184,189 @@ EAGLE3, BLOCK = test_eagle3.ENGINE, block_heads.ENGINE
 AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
 
 
+def of_model() -> Any:
+    return engines.weights_of(engines.LLAMA)[1]
+
+
+def of_pieces() -> lm.RetokenizedParams:
+    return lm.RetokenizedParams(of_model(), jnp.arange(6, dtype=jnp.int32)[:, None])
+
+
+def of_eagle3() -> Any:
+    return test_eagle3.weights_of(EAGLE3)[1]
+
+
+def of_block() -> Any:
+    return block_heads.weights_of(BLOCK)[1]
+
+
+def with_suffix(params_of: Callable[[], Any]) -> Callable[[], tuple[Any, Any]]:
+    return lambda: (SUFFIX.init_params(), params_of())
+
+
 DRAFTERS: dict[str, tuple[lm.Drafter, Callable[[], Any]]] = {
-    "n-grams": (lm.NGramDrafter(), lambda: None),
-    "history": (SUFFIX, SUFFIX.init_params),
-    "model": (MODEL, lambda: engines.weights_of(engines.LLAMA)[1]),
-    "listed": (LISTED, lambda: engines.weights_of(engines.LLAMA)[1]),
-    "pieces": (
-        PIECES,
-        lambda: lm.RetokenizedParams(
-            engines.weights_of(engines.LLAMA)[1], jnp.arange(6, dtype=jnp.int32)[:, None]
-        ),
-    ),
-    "EAGLE-3": (EAGLE3.drafter, lambda: test_eagle3.weights_of(EAGLE3)[1]),
-    "block": (BLOCK.drafter, lambda: block_heads.weights_of(BLOCK)[1]),
-    "lookup and head": (
-        lm.FirstOf(SUFFIX, EAGLE3.drafter),
-        lambda: pair(test_eagle3.weights_of(EAGLE3)[1]),
-    ),
-    "lookup and model": (
-        lm.FirstOf(SUFFIX, MODEL),
-        lambda: pair(engines.weights_of(engines.LLAMA)[1]),
-    ),
-    "tree": (
-        dataclasses.replace(EAGLE3.drafter, tree_depth=2),
-        lambda: test_eagle3.weights_of(EAGLE3)[1],
-    ),
+    "ngram": (lm.NGramDrafter(), lambda: None),
+    "suffix": (SUFFIX, SUFFIX.init_params),
+    "suffix trees": (dataclasses.replace(SUFFIX, tree_depth=2), SUFFIX.init_params),
+    "model": (MODEL, of_model),
+    "model of some ids": (LISTED, of_model),
+    "model of pieces": (PIECES, of_pieces),
+    "eagle3": (EAGLE3.drafter, of_eagle3),
+    "eagle3 trees": (dataclasses.replace(EAGLE3.drafter, tree_depth=2), of_eagle3),
+    "block": (BLOCK.drafter, of_block),
+    "block trees": (dataclasses.replace(BLOCK.drafter, tree_depth=2), of_block),
+    "suffix, then eagle3": (lm.FirstOf(SUFFIX, EAGLE3.drafter), with_suffix(of_eagle3)),
+    "suffix, then model": (lm.FirstOf(SUFFIX, MODEL), with_suffix(of_model)),
 }
+"""A new drafter gets a line here, and is held to all that `TestEveryDrafter` asks for."""
+
+TEXTS = [[1, 4, 1, 4, 1], [3], [2, 5, 0, 2, 5, 0, 2], [4, 4, 4]]
+OTHERS = [TEXTS[0], [5, 5], [0, 1, 2, 3, 4, 5, 0, 1], [2]]
+# Each is read in two chunks.
+LONGER = [[1, 4, 1, 4, 1, 0, 2] * 2, [3] * 9, [2, 5, 0] * 4, [4, 1, 5, 5, 0, 3, 2, 4, 1, 5]]
+
+
+def config_of(drafter: lm.Drafter) -> sd.SpecDecodeConfig:
+    needs_agreement = drafter.serves.tree_depth or drafter.serves.has_history
+    return AGREEMENT if needs_agreement else engines.CONFIG
+
+
+def engine_of(drafter: lm.Drafter, **fields: Any) -> lm.Engine:
+    config = config_of(drafter)
+    return dataclasses.replace(engines.LLAMA, drafter=drafter, config=config, **fields)
+
+
+@functools.cache
+def calls_of(name: str) -> tuple[Any, Any]:
+    """Of a drafter: what reads prompts, and what proposes; each compiled once."""
+    drafter, params_of = DRAFTERS[name]
+    params = params_of()
+    return (
+        jax.jit(functools.partial(drafter.prefill, params)),
+        jax.jit(functools.partial(drafter.propose, params)),
+    )
+
+
+def features_of(name: str, texts: list[list[int]]) -> np.ndarray:
+    """``[B, L, A*H]``, as a target might compute them: those of a text, wherever it stands."""
+    size = len(DRAFTERS[name][0].serves.feature_layers) * engines.LLAMA.model.config.hidden_size
+    shape = engines.LONGEST, size
+    rows = [np.random.default_rng(text).normal(size=shape) for text in texts]
+    return np.stack(rows).astype(np.float32)
+
+
+def padded(texts: list[list[int]]) -> np.ndarray:
+    """``[B, L]`` int32."""
+    return np.array([text + [0] * (engines.LONGEST - len(text)) for text in texts], np.int32)
+
+
+def read(name: str, texts: list[list[int]], cache: Any, start: int = 0) -> Any:
+    """The cache after a chunk of the prompts; a new one where there is none."""
+    chunk = slice(start, start + engines.PIECE)
+    ids, features = padded(texts), features_of(name, texts)[:, chunk]
+    begin = jnp.full(len(texts), start, jnp.int32)
+    rows = protocol.Rows(jnp.asarray(ids[:, chunk]), begin)
+    if not features.size:
+        return calls_of(name)[0](rows, cache)
+    following = jnp.asarray(ids[:, start + engines.PIECE])
+    return calls_of(name)[0](rows, cache, jnp.asarray(features), following)
+
+
+def context_of(name: str, texts: list[list[int]], *, runs: bool = True) -> lm.DraftContext:
+    """Of requests that run, after their prompts were read; or of some that do not."""
+    lengths = np.array([len(text) for text in texts], np.int32)
+    features = features_of(name, texts)
+    given: dict[str, Any] = {}
+    if features.size:
+        # Of a prompt its last row that has a next token comes once more.
+        last = features[np.arange(len(texts)), np.maximum(lengths - 2, 0)]
+        given["features"] = jnp.asarray(last[:, None])
+        given["num_features"] = jnp.asarray(((lengths > 1) & runs).astype(np.int32))
+    # A request has the key and the temperature of its text, wherever it stands.
+    sums = np.array([sum(text) for text in texts], np.uint32)
+    return lm.DraftContext(
+        jnp.asarray(padded(texts)),
+        jnp.asarray(lengths),
+        sd.SamplingParams(jnp.asarray(np.float32(sums % 3 / 2))),
+        jax.vmap(jax.random.key)(jnp.asarray(sums)),
+        config_of(DRAFTERS[name][0]),
+        active=jnp.full(len(texts), runs),
+        **given,
+    )
+
+
+def empty(name: str) -> tuple[Any, Any]:
+    """A cache and a store."""
+    drafter, params_of = DRAFTERS[name]
+    store = drafter.init_store(params_of(), len(TEXTS), config_of(drafter))
+    return drafter.init_cache(len(TEXTS), engines.LONGEST), store
+
+
+def drafts_of(name: str, texts: list[list[int]]) -> np.ndarray:
+    """What is proposed after prompts of one chunk."""
+    cache, store = empty(name)
+    cache = read(name, texts, cache)
+    return proposed(calls_of(name)[1](context_of(name, texts), cache, store)[0])
+
+
+def proposed(proposal: lm.Proposal) -> np.ndarray:
+    """Ids ``[B, 1, K]``, and of trees the parents of these as the second row."""
+    given = [x for x in (proposal.token_ids, proposal.parents) if x is not None]
+    return np.stack([np.asarray(x) for x in given], axis=1)
+
+
+LONG = {"suffix trees", "eagle3 trees", "block trees", "suffix, then model"}
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("drafter", "params_of"), DRAFTERS.values(), ids=DRAFTERS)
-def test_a_new_state_can_be_donated_whole_and_leaves_the_weights(drafter, params_of):
-    """No two of its arrays are one buffer, and none is one of the weights."""
-    engine = engine_of(drafter, draft_budget=(0, 2))
-    weights = params_of(), engines.weights_of(engines.LLAMA)[0]
-    state = engine.init_state(*weights)
-    jax.block_until_ready(jax.jit(lambda x: x, donate_argnums=0)(state))
-    assert all(x.is_deleted() for x in jax.tree.leaves(state))
-    assert not any(x.is_deleted() for x in jax.tree.leaves(weights))
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.long] * (x in LONG)) for x in DRAFTERS]
+)
+class TestEveryDrafter:
+    def test_a_new_state_can_be_donated_whole_and_leaves_the_weights(self, name):
+        """No two of its arrays are one buffer, and none is one of the weights."""
+        drafter, params_of = DRAFTERS[name]
+        engine = engine_of(drafter, draft_budget=(0, 2))
+        weights = params_of(), engines.weights_of(engines.LLAMA)[0]
+        state = engine.init_state(*weights)
+        jax.block_until_ready(jax.jit(lambda x: x, donate_argnums=0)(state))
+        assert all(x.is_deleted() for x in jax.tree.leaves(state))
+        assert not any(x.is_deleted() for x in jax.tree.leaves(weights))
+
+    def test_drafts_are_ids_and_nodes_follow_nodes_before_them(self, name):
+        ids, *parents = np.moveaxis(drafts_of(name, TEXTS), 1, 0)
+        assert ((ids >= -1) & (ids < engines.VOCAB)).all() and (ids >= 0).any()
+        for above in parents:  # of trees; in a chain none comes after a gap
+            assert ((above >= 0) & (above <= np.arange(K)))[ids >= 0].all()
+        assert parents or (np.diff((ids < 0).astype(int), axis=1) >= 0).all()
+
+    def test_drafts_depend_neither_on_the_slot_nor_on_the_others(self, name):
+        alike = drafts_of(name, TEXTS)
+        order = [2, 0, 3, 1]
+        moved = drafts_of(name, [TEXTS[b] for b in order])
+        np.testing.assert_array_equal(moved, alike[order])
+        beside = drafts_of(name, OTHERS)
+        np.testing.assert_array_equal(beside[0], alike[0])
+        assert (beside[1:] != alike[1:]).any()
+
+    def test_what_was_read_of_a_prompt_stays_while_its_request_does_not_run(self, name):
+        """A step for others between two chunks leaves no trace, whatever it is told of this one."""
+        propose = calls_of(name)[1]
+        cache, store = empty(name)
+        cache = read(name, LONGER, cache)
+        between = [[5 - x for x in text[: engines.PIECE]] + [text[8]] for text in LONGER]
+        proposal, after = propose(context_of(name, between, runs=False), cache, store)
+        found = []
+        for kept, written in ((cache, store), (after, proposal.store)):
+            kept = read(name, LONGER, kept, start=engines.PIECE)
+            found.append(propose(context_of(name, LONGER), kept, written)[0])
+        jax.tree.map(np.testing.assert_array_equal, *found)  # the rows of the store, too
 
 
 # Steps of some slots
 
 
-def engine_of(drafter: lm.Drafter, **fields: Any) -> lm.Engine:
-    needs_agreement = drafter.serves.tree_depth or drafter.serves.has_history
-    config = AGREEMENT if needs_agreement else engines.CONFIG
-    return dataclasses.replace(engines.LLAMA, drafter=drafter, config=config, **fields)
-
-
-FEW = ("model", "EAGLE-3", "lookup and head")
+FEW = ("model", "eagle3", "suffix, then eagle3")
 
 
 @pytest.mark.newest
@@ -241,7 +376,9 @@ FEW = ("model", "EAGLE-3", "lookup and head")
 def test_steps_of_some_slots_are_together_a_step_of_all(name):
     """Records, sequences, features, caches and stores; two pairs of slots, in any order."""
     drafter, params_of = DRAFTERS[name]
-    engine, params = engine_of(drafter), (engines.weights_of(engines.LLAMA)[0], params_of())
+    config = AGREEMENT if drafter.serves.has_history else config_of(drafter)  # it samples
+    engine = dataclasses.replace(engines.LLAMA, drafter=drafter, config=config)
+    params = engines.weights_of(engines.LLAMA)[0], params_of()
     driver = engines.driver_of(engine, *params)
     for slot in range(engines.SLOTS):
         prompt, sampled = [1 + slot, 3, slot, 3, 1 + slot, 3], 0.9 * (slot % 2)
@@ -281,7 +418,3 @@ def test_trees_need_their_rule_and_room_for_their_nodes(drafter, changes, messag
     message = rf"^config\.{message}.*: {type(drafter).__name__} with tree_depth=2 proposes trees"
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(engines.LLAMA, drafter=drafter, config=config)
-
-
-def pair(params: Any) -> tuple[Any, Any]:
-    return SUFFIX.init_params(), params

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -127,6 +128,25 @@ def test_steps_of_some_slots_change_no_token(
     num_steps = driver.serving_stats().num_steps
     assert made.count(1) > 3 and made.count(2) > 5
     assert len(made) < 0.9 * num_steps
+
+
+def test_what_cannot_be_compiled_behind_is_a_warning() -> None:
+    behind: Any = driver_of(TABLE)._device.behind
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def broken(size: int, x: jax.Array) -> jax.Array:
+        raise ValueError(f"x must not be {list(x.shape)}")
+
+    def asked() -> Any:
+        return behind.get("broken", broken, 1, np.zeros(2, np.float32))
+
+    assert asked() is None
+    behind.wait()
+    with pytest.warns(UserWarning, match=r"^broken cannot be compiled: x must not be \[2\]"):
+        assert asked() is None
+    behind.wait()
+    assert asked() is None
+    behind.close()
 
 
 @pytest.mark.long

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import llguidance
 import numpy as np
 import pytest
-from upper_floor import device
 
 import jax_specdec as sd
 from jax_specdec import lm
@@ -242,13 +242,13 @@ def test_who_needs_what_is_compiled_behind_waits_and_nobody_else_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waits = threading.Event()
-    compile_one = device.Rehearsal._call
+    compile_one = jax.stages.Lowered.compile
 
-    def compile_later(*args: Any, **named: Any) -> Any:
+    def compile_later(*args: Any) -> Any:
         assert waits.wait(100)
-        return compile_one(*args, **named)
+        return compile_one(*args)
 
-    monkeypatch.setattr(device.Rehearsal, "_call", compile_later)
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_later)
     weights = weights_of(EVERYTHING)
     prompt = [1, 2, 3]
     asked: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""`reuse_prefixes=True`: what an earlier request left in a slot, against reading all anew.
+"""`prefix_caching=True`: what an earlier request left in a slot, against reading all anew.
 
 A fresh driver of the same engine has nothing to begin with, so it reads all.
 """
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.newest, pytest.mark.xdist_group("prefixes")]
 
 # Its logits and drafts say where a row is not that of the text: each needs the token before.
 TABLE = dataclasses.replace(
-    engines.TABLE, max_length=160, prefill_sizes=(32, 64), reuse_prefixes=True
+    engines.TABLE, max_length=160, prefill_sizes=(32, 64), prefix_caching=True
 )
 K = 4
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K, rejection_sample_method="agreement")
@@ -64,7 +64,7 @@ def drafting(name: str) -> tuple[lm.Drafter, Any]:
 def driver_of(name: str, **changes: Any) -> lm.EngineDriver:
     drafter, params = drafting(name)
     settings: dict[str, Any] = dict(
-        num_slots=3, max_length=160, prefill_sizes=(32,), reuse_prefixes=True
+        num_slots=3, max_length=160, prefill_sizes=(32,), prefix_caching=True
     )
     engine = lm.Engine(TARGET.model, drafter, CONFIG, **settings | changes)
     return lm.EngineDriver(engine, TARGET.params, params)
@@ -430,11 +430,11 @@ def test_conversations_at_random(seed: int, ahead: int, within: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: dataclasses.replace(TABLE, reuse_prefixes=1), TypeError, "^reuse_prefixes must"),
+        (lambda: dataclasses.replace(TABLE, prefix_caching=1), TypeError, "^prefix_caching must"),
         (
             lambda: dataclasses.replace(TABLE, drafter=Scripted(), prefill_sizes=(160,)),
             TypeError,
-            "^drafter must keep rows for reuse_prefixes=True, but Scripted.serves says chunks=F",
+            "^drafter must keep rows for prefix_caching=True, but Scripted.serves says chunks=F",
         ),
         (
             lambda: dataclasses.replace(TABLE, drafter=Silent(TABLE.model)),
@@ -515,7 +515,7 @@ def test_caches_that_are_rounded_up_are_reused_and_rings_are_not(name: str, leng
         is_kept = ROOMS[name][1] or (length == 40 and "ring" in name)
     how = dict(model=model, drafter=lm.NGramDrafter(), max_length=length, prefill_sizes=(32,))
     if is_kept:
-        assert dataclasses.replace(TABLE, **how).reuse_prefixes
+        assert dataclasses.replace(TABLE, **how).prefix_caching
         return
     with pytest.raises(ValueError, match=r"^model must have a cache whose arrays grow .*\[1\]'"):
         dataclasses.replace(TABLE, **how)

@@ -215,7 +215,7 @@ def test_chunks_follow_one_another_and_end_within_the_longest_prompt(most: int) 
 
 
 # Prefixes. Texts A and B differ in all tokens; `of` is the record of a slot that holds some.
-WARM = dataclasses.replace(ENGINE, max_length=256, prefill_sizes=(64, 128), reuse_prefixes=True)
+WARM = dataclasses.replace(ENGINE, max_length=256, prefill_sizes=(64, 128), prefix_caching=True)
 EXACT = dataclasses.replace(WARM, prefill_sizes=(64,), exact=True)
 BOTH = lm.FirstOf(lm.SuffixDrafter(), WARM.drafter)
 
@@ -327,7 +327,7 @@ def test_a_prompt_is_read_at(known: dict[str, Any], read: Any, size: int, copies
 @pytest.mark.parametrize(
     ("engine", "request_", "rows", "later"),
     [
-        (dataclasses.replace(WARM, reuse_prefixes=False), asks(0, A[:100]), 0, 0),
+        (dataclasses.replace(WARM, prefix_caching=False), asks(0, A[:100]), 0, 0),
         (WARM, asks(0, A[:100]), 99, 119),
         (WARM, asks(0, A[:100])._replace(matching=object()), 99, 119),
         (dataclasses.replace(WARM, drafter=BOTH), asks(0, A[:100]), 99, 119),

@@ -158,6 +158,10 @@ def test_a_request_that_ended_ahead_cannot_be_preempted():
         (ValueError, "max_prefills", 0),
         (ValueError, "max_queue", 0),
         (TypeError, "max_queue", 1.5),
+        (TypeError, "step_widths", 1),
+        (ValueError, "step_widths", (0,)),
+        (ValueError, "step_widths", (2, 1)),
+        (ValueError, "step_widths", (SLOTS,)),  # that of every step
     ],
 )
 def test_a_driver_is_not_made_with(error, name, value):

@@ -51,10 +51,10 @@ def moved(program: str) -> list[tuple[str, list[int]]]:
     ]
 
 
-def driver_of(given: dict[str, Any]) -> lm.EngineDriver:
+def driver_of(given: dict[str, Any], **settings: Any) -> lm.EngineDriver:
     sizes = dict(num_slots=SLOTS, max_length=40, prefill_sizes=(8,))
     engine = lm.Engine(given["model"], given["drafter"], CONFIG, **sizes)
-    return lm.EngineDriver(engine, given["params"], given["draft_params"])
+    return lm.EngineDriver(engine, given["params"], given["draft_params"], **settings)
 
 
 def serve(driver: lm.EngineDriver) -> dict[int, Finished]:
@@ -100,6 +100,14 @@ def test_an_engine_over_devices_serves_the_tokens_of_one() -> None:
         texts = [[x.token_ids for x in serve(one).values()] for one in drivers]
     assert names == [] and texts[0] == texts[1]
     assert 0.1 < stats.num_accepted_tokens / stats.num_draft_tokens < 0.9
+
+
+@pytest.mark.slow
+def test_steps_of_some_slots_over_devices_serve_the_tokens_of_one() -> None:
+    driver = driver_of(on_eight(), step_widths=(1, 2))
+    found, expected = serve(driver), served(on_one_device=True)[0]
+    driver.close()
+    assert [x.token_ids for x in found.values()] == [x.token_ids for x in expected.values()]
 
 
 @pytest.mark.long

@@ -59,8 +59,10 @@ def truth(table: np.ndarray, text: list[int], count: int, num_before: int | None
 
 
 def old_tokens(one: Finished) -> list[int]:
-    assert sorted(one.updates, key=lambda update: update.epoch) == one.updates
-    return [token for update in one.updates if not update.epoch for token in update.token_ids]
+    assert sorted(one.updates, key=lambda update: update.weights_version) == one.updates
+    return [
+        token for update in one.updates if not update.weights_version for token in update.token_ids
+    ]
 
 
 def assert_follows(found: dict[int, Finished], new: np.ndarray, masked: int | None = None) -> None:
@@ -114,7 +116,7 @@ def test_texts_go_on_under_the_new_weights(
         assert any(one.num_known for one in driver._host.returning)
     before = driver.stats()
     driver.set_params(OTHER, reread=reread)
-    assert driver.stats() == sd.AcceptanceStats((0, 0), (0, 0), (0, 0), 0, 0, epoch=1)
+    assert driver.stats() == sd.AcceptanceStats((0, 0), (0, 0), (0, 0), 0, 0, weights_version=1)
     np.testing.assert_array_equal(driver.weights[0], OTHER)
     updates += [*driver.step(), *driver.step()]
     for request_id in range(len(PROMPTS)):
@@ -125,9 +127,9 @@ def test_texts_go_on_under_the_new_weights(
     stats = driver.stats()
     num_new = sum(len(one.token_ids) - len(old_tokens(one)) for one in found.values())
     assert num_new == stats.num_tokens
-    assert stats - before == stats and (stats - stats).epoch == 1
+    assert stats - before == stats and (stats - stats).weights_version == 1
     serving = driver.serving_stats()
-    assert serving.epoch == (serving - lm.ServingStats(SLOTS)).epoch == 1
+    assert serving.weights_version == (serving - lm.ServingStats(SLOTS)).weights_version == 1
     driver.close()
 
 
@@ -211,7 +213,7 @@ def test_nothing_is_compiled_after_warm_up(where: int | None) -> None:
             driver.step()
             driver.set_params(**settings)
             run(driver)
-    assert names == [] and driver.serving_stats().epoch == 4
+    assert names == [] and driver.serving_stats().weights_version == 4
     assert {x.committed for x in driver.weights} == {device is not None}
 
 
@@ -246,12 +248,14 @@ def test_the_loop_of_the_page_shows_a_drafter_that_was_not_told(
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     scope: dict[str, Any] = {}
     exec(compile("".join(blocks), "weights.md", "exec"), scope)
-    found = re.findall(r"epoch (\d): (\d\.\d) tokens", capsys.readouterr().out)
-    assert [int(epoch) for epoch, _ in found] == [0, 1, 2, 3, 4]
+    found = re.findall(r"version (\d): (\d\.\d) tokens", capsys.readouterr().out)
+    assert [int(version) for version, _ in found] == [0, 1, 2, 3, 4]
     first, *others, last, told = (float(length) for _, length in found)
     assert first > max(others) > min(others) > last and told > last
     said = re.search(
-        r"`epoch 0: (.{3}) tokens`, then (.{3}), (.{3}) and (.{3}).*prints (.{3})", page, re.S
+        r"`version 0: (.{3}) tokens`, then (.{3}), (.{3}) and (.{3}).*prints (.{3})",
+        page,
+        re.S,
     )
     np.testing.assert_allclose([float(x) for _, x in found], [*map(float, said.groups())], atol=0.3)
     own = scope["score"](scope["target"], scope["driver"].weights[0], scope["token_ids"])
@@ -290,7 +294,7 @@ def test_weights_that_cannot_be_copied_change_nothing_or_are_missed(
         patch.setattr(jax, "device_put", fails)
         with pytest.raises(MemoryError):
             driver.set_params(OTHER, DRAFT, delete=delete)
-    assert driver.serving_stats().epoch == driver.stats().epoch == 0
+    assert driver.serving_stats().weights_version == driver.stats().weights_version == 0
     if delete:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="^params must be on the device, but arrays of"):
@@ -433,7 +437,7 @@ def test_what_cannot_take_the_place_of_the_weights_is_refused(
     driver = driver_of(TABLE)
     with pytest.raises(error, match=message):
         driver.set_params(**given)
-    assert driver.serving_stats().epoch == 0
+    assert driver.serving_stats().weights_version == 0
 
 
 def test_floats_do_not_replace_int8_nor_the_reverse() -> None:
@@ -456,16 +460,17 @@ def test_floats_do_not_replace_int8_nor_the_reverse() -> None:
 def test_an_interrupt_at_any_line_leaves_the_old_weights_or_the_new(
     reread: bool, stride: int
 ) -> None:
-    epochs = set()
+    versions = set()
     for line in range(1, 1000, stride):
         driver, updates = under_way(ahead=1)
         interrupts = Interrupts(0, every=1e9, only=LINES)
         interrupts.left = line
         interrupts.once(driver.set_params, OTHER, reread=reread)
-        epoch = driver.serving_stats().epoch
-        epochs.add(epoch)
-        assert driver.stats().epoch == epoch and bool(driver.stats().num_tokens) != bool(epoch)
-        assert_follows(run(driver, updates), OTHER if epoch else TARGET)
+        version = driver.serving_stats().weights_version
+        versions.add(version)
+        assert driver.stats().weights_version == version
+        assert bool(driver.stats().num_tokens) != bool(version)
+        assert_follows(run(driver, updates), OTHER if version else TARGET)
         if not interrupts.count:
             break
-    assert line > 40 and epochs == {0, 1}
+    assert line > 40 and versions == {0, 1}

@@ -250,8 +250,8 @@ def _is_one_row(arrays: AttentionArrays) -> bool:
 
 def _is_small(arrays: AttentionArrays) -> bool:
     """Returns whether XLA takes less time, because it launches less; measured on an H100."""
-    if arrays.keys.ndim == 4:
-        return False  # XLA moves such a cache first
+    if arrays.keys.ndim == 4 or arrays.slots is not None:
+        return False  # XLA moves such a cache first, and copies slots
     batch_size, num_rows = arrays.query.shape[:2]
     room = room_of(arrays.keys, arrays.pages)
     # Positions and not bytes: as many bytes of D = 256 take either one less time, by how they are

@@ -128,9 +128,9 @@ def write_cache(
     it. Under `jax.jit` with ``donate_argnums=(0, 1)`` the cache is changed in place. A row is
     dropped if its position is not one of 0 to T - 1, or if its entry of `pages` names no page.
 
-    What is written as a value is finite: where a value is not, it is written as 0 and its key as
-    NaN, so that those who see it read NaN, and others do not. A cache of zeros into which nothing
-    else writes keeps the promise of `finite_cache`.
+    What is written as a value is finite: a number of it that is not is written as 0, and that of
+    its key as NaN, so that those who see it read NaN, and others do not. A cache of zeros into
+    which nothing else writes keeps the promise of `finite_cache`.
 
     Args:
       keys: ``[B * Nkv, D, T]``, ``[B, T, Nkv, D]`` or with `pages` ``[P, page, Nkv, D]``; float32,
@@ -263,8 +263,9 @@ def write_rows(
       blocks: int32 of a shape that broadcasts to ``[G, S]``, the requests or pages that they are
         of; None: row g is of request g.
     """
-    # [G, S, Nkv, D] -> [G, S, Nkv, 1]
-    is_finite = jnp.isfinite(value).all(axis=3, keepdims=True)
+    # Number by number: one NaN in a key makes its score NaN, and on a GPU a search for others in
+    # the value would be a launch of its own.
+    is_finite = jnp.isfinite(value)
     key = jnp.where(is_finite, key, jnp.nan)
     value = jnp.where(is_finite, value, 0)
     # Two rows may name one place, such as those of a prompt that comes twice.

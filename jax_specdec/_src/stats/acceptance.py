@@ -157,7 +157,7 @@ class AcceptanceStats:
         emitted tokens, with drafts or without.
       num_fallbacks: requests verified one-hot because they had no valid draft distribution, summed
         over steps; 0 from `from_steps`, since records do not hold it.
-      epoch: how often a serving loop had changed the weights before it began to count these.
+      weights_version: how often a serving loop had changed the weights before it began to count.
 
     Example:
       >>> import numpy as np
@@ -178,7 +178,7 @@ class AcceptanceStats:
     num_tokens: int
     num_verifications: int
     num_fallbacks: int = 0
-    epoch: int = 0
+    weights_version: int = 0
 
     @classmethod
     def from_counters(cls, counters: AcceptanceCounters) -> AcceptanceStats:
@@ -240,10 +240,10 @@ class AcceptanceStats:
         k = len(self.offered_per_position)
         given = len(earlier.offered_per_position)
         require(given == k, "earlier's K", f"be {k}", given)
-        if earlier.epoch != self.epoch:
+        if earlier.weights_version != self.weights_version:
             return self
-        # Of the epoch nothing is taken away: it is no sum.
-        return since(dataclasses.replace(earlier, epoch=0), self)
+        # Of the version nothing is taken away: it is no sum.
+        return since(dataclasses.replace(earlier, weights_version=0), self)
 
     @property
     def num_drafts(self) -> int:

@@ -312,8 +312,8 @@ class Generate(_OneDrafter, _Models, _Requests):
     command: ClassVar = "generate"
     summary: ClassVar = "continue a text, or answer a message"
     description: ClassVar = """Continue a text with the embedded models, or with Hugging Face
-        checkpoints of the Llama, Qwen2 and Qwen3 families. Each PROMPT and each --prompt-file is
-        one request; several are decoded as one batch, and their texts are printed one after
+        checkpoints of the Llama, Qwen and Gemma families. Each PROMPT and each --prompt-file is one
+        request; several are decoded as one batch, and their texts are printed one after
         another, each below a line that says which it is. A line break at the end of a file or of
         standard input is not part of the prompt. The texts go to standard output, everything else
         to standard error."""
@@ -485,8 +485,8 @@ class Serve(_OneDrafter, _Models):
         help="""change no bit of a text: it is that of plain decoding with --exact and the same K.
             The rule is then agreement""",
     )
-    reuse_prefixes: str = option(
-        "--reuse-prefixes",
+    prefix_caching: str = option(
+        "--prefix-caching",
         default="on",
         shown="on",
         choices=("on", "off"),

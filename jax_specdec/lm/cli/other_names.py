@@ -30,9 +30,9 @@ BY_OURS = {
     "--weights int8": "--quantization -q --load-in-8bit",
     "the cache has the dtype of the model, --dtype": """--kv-cache-dtype --cache-type-k
         --cache-type-v""",
-    "prompts that begin alike are read once by default; --reuse-prefixes off turns it off": """
+    "prompts that begin alike are read once by default; --prefix-caching off turns it off": """
         --enable-prefix-caching --cache-reuse""",
-    "--reuse-prefixes off": "--no-enable-prefix-caching --disable-radix-cache",
+    "--prefix-caching off": "--no-enable-prefix-caching --disable-radix-cache",
     "prompts are always read in chunks, of --chunk-size tokens": """--enable-chunked-prefill
         --no-enable-chunked-prefill""",
     "--chunk-size": """--max-num-batched-tokens --chunked-prefill-size --max-prefill-tokens

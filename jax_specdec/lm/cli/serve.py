@@ -115,7 +115,7 @@ def make_driver(options: Serve, models: Models) -> lm.EngineDriver:
         draft_budget=budget,
         logprobs=logprobs,
         exact=options.exact,
-        reuse_prefixes=options.reuse_prefixes == "on",
+        prefix_caching=options.prefix_caching == "on",
     )
     size = options.chunk_size
     if size not in (None, *engine.chunk_sizes):

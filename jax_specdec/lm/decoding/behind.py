@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 Shapes = Any
 """A pytree of shapes in place of arrays."""
@@ -69,20 +69,24 @@ class Behind:
     ) -> Compiled | None:
         """Returns a program for arrays like those of `args`; None until it is compiled.
 
+        Also None if it cannot be, which is a warning: whoever asks goes on without it.
+
         Args:
           name: of the program for arrays of such shapes.
           program: a function that `jax.jit` returned.
           first: its first argument, which is static.
           *args: its arrays.
           **static: its other static arguments.
-
-        Raises:
-          Exception: it could not be compiled.
         """
         if name not in self._programs:
             make = functools.partial(Compiled.of, program, first, *shapes_of(args), **static)
             self._programs[name] = self._thread.submit(make)
         found = self._programs[name]
+        error = found.exception() if found.done() else None
+        if error is not None:
+            self._programs[name] = Future()  # which is never done
+            warnings.warn(f"{name} cannot be compiled: {error}", stacklevel=2)
+            return None
         return found.result() if found.done() else None
 
     def compile_later(self, calls: Iterable[tuple[str, Callable[[], object]]]) -> None:
@@ -121,17 +125,17 @@ class Behind:
 
     def wait(self) -> None:
         """Waits for all that was asked for."""
-        for program in self._programs.values():
-            program.result()
-        while self._later:
+        if self._programs:
+            self._thread.submit(int).result()
+        while self._later:  # each of them lets the next come after what was asked for by then
             self._thread.submit(int).result()
 
     def close(self) -> None:
-        """Ends the thread, after what it compiles now; another call of `get` starts another."""
+        """Ends the thread, without waiting for what it compiles now; `get` starts another."""
         with self._lock:
             self._later = []
         self._programs = {name: one for name, one in self._programs.items() if one.done()}
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
         del self._thread
 
 
@@ -139,8 +143,7 @@ def shapes_of(arrays: Any) -> Shapes:
     """Returns the shapes, dtypes and places of arrays, which may be deleted later."""
 
     def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-        if isinstance(x, np.ndarray):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        has_place = isinstance(x, jax.Array) and x.committed
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if has_place else None)
 
     return jax.tree.map(shape_of, arrays)

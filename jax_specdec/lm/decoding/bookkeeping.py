@@ -38,11 +38,12 @@ class RequestUpdate:
       logprobs: `TokenLogprobs` of NumPy arrays, one row for each new token; None unless the engine
         has them.
       num_reused: in the first update with tokens, those of the prompt that were not read, because
-        an earlier request had left them in a slot; 0 in others. See `Engine.reuse_prefixes`.
+        an earlier request had left them in a slot; 0 in others. See `Engine.prefix_caching`.
       error: the device's message, if a call failed that this request was in, or its matcher's, if
         that failed. Such an update has no tokens. If it has no finish reason either, the request is
         read again and goes on.
-      epoch: how often `EngineDriver.set_params` had changed the weights that made the new tokens.
+      weights_version: how often `EngineDriver.set_params` had changed the weights that made the new
+        tokens.
 
     Example: see `EngineDriver`.
     """
@@ -56,7 +57,7 @@ class RequestUpdate:
     logprobs: TokenLogprobs | None = None
     num_reused: int = 0
     error: str | None = None
-    epoch: int = 0
+    weights_version: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -191,7 +192,12 @@ class ServedRequest(NamedTuple):
         return self._replace(length=length, replay=replay)
 
     def after(
-        self, slot: int, numbers: list[int], logprobs: TokenLogprobs | None, now: float, epoch: int
+        self,
+        slot: int,
+        numbers: list[int],
+        logprobs: TokenLogprobs | None,
+        now: float,
+        weights_version: int,
     ) -> tuple[ServedRequest, RequestUpdate | None]:
         """Returns the request after a step, and what the step did for it.
 
@@ -202,7 +208,7 @@ class ServedRequest(NamedTuple):
           numbers: of its slot, as `StepResult` has them.
           logprobs: of all slots.
           now: when the step was read.
-          epoch: of the weights that made the step.
+          weights_version: of the weights that made the step.
         """
         *tokens, count, proposed, accepted, done, status = numbers
         own = None if logprobs is None else logprobs.of(slot, count)
@@ -227,7 +233,7 @@ class ServedRequest(NamedTuple):
             num_accepted=accepted,
             logprobs=own,
             num_reused=self.num_reused if self.timing.last_read is None else 0,
-            epoch=epoch,
+            weights_version=weights_version,
         )
 
 
@@ -318,7 +324,7 @@ class HostState(NamedTuple):
             weights=weights,
             counters=counters,
             draft_rates=draft_rates,
-            stats=dataclasses.replace(self.stats, epoch=self.stats.epoch + 1),
+            stats=dataclasses.replace(self.stats, weights_version=self.stats.weights_version + 1),
             slots={slot: one.under_new_weights() for slot, one in host.slots.items()},
             returning=tuple(one.under_new_weights() for one in self.returning),
         )
@@ -365,7 +371,9 @@ class HostState(NamedTuple):
             request = slots.get(slot)
             if request is None or request.request_id != request_id:
                 continue  # it ended in an earlier step, or was cancelled
-            slots[slot], update = request.after(slot, rows[slot], logprobs, now, self.stats.epoch)
+            slots[slot], update = request.after(
+                slot, rows[slot], logprobs, now, self.stats.weights_version
+            )
             if update is None:
                 continue
             if update.finish_reason is not None:

@@ -550,9 +550,9 @@ class EngineDriver:
         """Changes the weights between two steps; nothing is compiled again.
 
         Steps ahead are read first: each token is of the weights that made it, as
-        `RequestUpdate.epoch` says, and the next `step` delivers these. Acceptance is then counted
-        anew, by `stats` and for a `draft_budget`. A drafter that was trained for the old weights
-        drafts as before, and less of it is accepted: see ``docs/weights.md``.
+        `RequestUpdate.weights_version` says, and the next `step` delivers these. Acceptance is then
+        counted anew, by `stats` and for a `draft_budget`. A drafter that was trained for the old
+        weights drafts as before, and less of it is accepted: see ``docs/weights.md``.
 
         Arrays of the host, or elsewhere, are copied to where the old ones are; those of JAX that
         are there are not. If these are donated later, as to an update by a trainer, the driver has
@@ -638,7 +638,7 @@ class EngineDriver:
         """Returns acceptance in the steps whose results were read, since the weights changed."""
         self._settle()
         stats = AcceptanceStats.from_counters(self._host.counters)
-        return dataclasses.replace(stats, epoch=self._host.stats.epoch)
+        return dataclasses.replace(stats, weights_version=self._host.stats.weights_version)
 
     def serving_stats(self) -> ServingStats:
         """Returns how busy the engine was in the steps whose results were read."""

@@ -144,7 +144,7 @@ class Engine(Decoder):
         a request, in whatever slot, preempted or not. Requests must be greedy, or the rule
         agreement. All passes over drafts have as many rows, and prompts are read by one program,
         `prefill_sizes` of one size, in chunks that begin at its multiples.
-      reuse_prefixes: a slot that becomes free keeps what both caches hold, and an `EngineDriver`
+      prefix_caching: a slot that becomes free keeps what both caches hold, and an `EngineDriver`
         reads of a new prompt only what follows the longest beginning that it shares with a text in
         a slot. A text that goes on stays in its slot; of one that only begins alike, also of a
         request that runs, the slot is copied. Nothing is taken over below 32 tokens. Texts are the
@@ -155,10 +155,10 @@ class Engine(Decoder):
 
     Raises:
       TypeError: a field has another type, or the drafter cannot read prompts in chunks where it
-        has to, or keeps no rows where `reuse_prefixes` are on.
+        has to, or keeps no rows where `prefix_caching` are on.
       ValueError: a size is too small, or `prefill_sizes` are not as described; `exact` with trees,
         with the synthetic rule, with logits that are split over devices, or with several
-        `prefill_sizes`; `reuse_prefixes` with a model whose cache has arrays that hold fewer
+        `prefill_sizes`; `prefix_caching` with a model whose cache has arrays that hold fewer
         positions than a text, or none.
 
     Example:
@@ -196,7 +196,7 @@ class Engine(Decoder):
     request_options: bool = False
     option_sizes: OptionSizes = OptionSizes()
     draft_budget: tuple[int, ...] | None = None
-    reuse_prefixes: bool = False
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
@@ -222,8 +222,8 @@ class Engine(Decoder):
             if sizes[-1] < longest:
                 inputs.check_reads_chunks(self.drafter, "prefill_sizes[-1]", sizes[-1])
             object.__setattr__(self, "prefill_sizes", sizes)
-        check_type("reuse_prefixes", self.reuse_prefixes, bool)
-        if self.reuse_prefixes:
+        check_type("prefix_caching", self.prefix_caching, bool)
+        if self.prefix_caching:
             has_cache = self.drafter_has_cache
             length = self.buffer_length
             inputs.check_keeps_rows(self.model, self.drafter, length, has_cache=has_cache)

@@ -109,7 +109,7 @@ def check_keeps_rows(model: CausalModel, drafter: Drafter, length: int, *, has_c
     serves = drafter.serves
     if not serves.chunks or (has_cache and serves.kept_rows == "none"):
         raise TypeError(
-            f"drafter must keep rows for reuse_prefixes=True, but {type(drafter).__name__}.serves "
+            f"drafter must keep rows for prefix_caching=True, but {type(drafter).__name__}.serves "
             f"says chunks={serves.chunks}, kept_rows={serves.kept_rows!r}"
         )
 
@@ -128,7 +128,7 @@ def check_keeps_rows(model: CausalModel, drafter: Drafter, length: int, *, has_c
         longer = array
         with contextlib.suppress(ValueError):
             _, longer = arrays(length + _MOST_ROUNDING)[i]
-        must = "have a cache whose arrays grow with max_length for reuse_prefixes=True"
+        must = "have a cache whose arrays grow with max_length for prefix_caching=True"
         name = f"{type(model).__name__}.init_cache(...){jax.tree_util.keystr(path)}"
         require(array.shape != longer.shape, "model", must, name)
 

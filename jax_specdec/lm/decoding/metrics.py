@@ -90,9 +90,9 @@ class ServingStats:
       num_ended: requests that have ended by "length"; by "stop", as at a stop string, by a call of
         `EngineDriver.finish`; as "failed"; and by a call of `EngineDriver.cancel`, as when a client
         leaves.
-      epoch: how often `EngineDriver.set_params` had changed the weights when this was read.
+      weights_version: how often `EngineDriver.set_params` had changed the weights by then.
       num_reused_tokens: of `num_prompt_tokens`, those that were not read, because an earlier
-        request had left them in a slot; see `Engine.reuse_prefixes`.
+        request had left them in a slot; see `Engine.prefix_caching`.
 
     Example:
       >>> stats = ServingStats(
@@ -116,7 +116,7 @@ class ServingStats:
     inter_token_latency_seconds: Histogram = Histogram()
     num_prompt_tokens: int = 0
     num_ended: tuple[int, ...] = (0, 0, 0, 0)
-    epoch: int = 0
+    weights_version: int = 0
     num_reused_tokens: int = 0
 
     def after_step(
@@ -172,7 +172,7 @@ class ServingStats:
     def __sub__(self, earlier: ServingStats) -> ServingStats:
         """Returns the interval between two readings of one driver.
 
-        What is no sum is as in `self`: requests that run and wait, and the epoch.
+        What is no sum is as in `self`: requests that run and wait, and the version.
 
         Args:
           earlier: the first reading.
@@ -183,7 +183,9 @@ class ServingStats:
         fits = earlier.num_slots == self.num_slots
         require(fits, "earlier.num_slots", f"be {self.num_slots}", earlier.num_slots)
         # these are no sums: nothing is subtracted from them
-        sums = dataclasses.replace(earlier, num_slots=0, num_running=0, num_queued=0, epoch=0)
+        sums = dataclasses.replace(
+            earlier, num_slots=0, num_running=0, num_queued=0, weights_version=0
+        )
         return since(sums, self)
 
     @property

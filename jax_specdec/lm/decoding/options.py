@@ -232,7 +232,7 @@ class RequestOptions:
         say. A drafter that looks in texts (`NGramDrafter`, `SuffixDrafter`, `FirstOf`) takes drafts
         from it; others refuse it. It changes texts as little as `max_drafts` does. None for none.
       cache_salt: only requests with the same one share what was read of their prompts, see
-        `Engine.reuse_prefixes`: otherwise the time to a first token shows whether somebody else
+        `Engine.prefix_caching`: otherwise the time to a first token shows whether somebody else
         asked for the same text. It changes no text.
 
     Raises:

@@ -38,7 +38,10 @@ _METRICS = {
         "num_slots": ("gauge", "Requests that a step has room for."),
         "num_running": ("gauge", "Requests in a slot."),
         "num_queued": ("gauge", "Requests that wait for a slot."),
-        "epoch": ("gauge", "How often the weights were changed; acceptance is counted anew."),
+        "weights_version": (
+            "gauge",
+            "How often the weights were changed; acceptance is counted anew.",
+        ),
         "time_to_first_token_seconds": ("histogram", "From submit until the first token."),
         "inter_token_latency_seconds": ("histogram", "Between two tokens of a request."),
     },

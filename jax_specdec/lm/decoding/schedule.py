@@ -381,7 +381,7 @@ def _most_rows(engine: Engine, request: ServedRequest) -> int:
     That is the prompt, with what a request had generated before it left its slot; and new tokens,
     if the drafter says so.
     """
-    if not engine.reuse_prefixes:
+    if not engine.prefix_caching:
         return 0
     prompt = request.length - 1
     if engine.exact:  # the first step runs the prompt's last token again, in another program
@@ -477,7 +477,7 @@ def rehearsal(
     nowhere = engine.num_slots
     prompts = [placeholders(num_rows, size, nowhere) for num_rows, size in engine.admit_shapes]
     actions: list[Action] = [Read(one, left=0) for one in prompts]
-    if engine.reuse_prefixes:
+    if engine.prefix_caching:
         actions.append(Read(prompts[0]._replace(copies=[(nowhere, nowhere)]), left=0))
     nothing = Prompts({}, (), 0, rest=None)
     pairs = [*itertools.product({False, engine.request_options}, engine.draft_budget or (None,))]

@@ -14,7 +14,14 @@ from jax_specdec._src.base.types import Integers
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Drafter, DrafterServes, Proposal
 from jax_specdec.lm.drafting.suffix import Lookup, SuffixDrafter
-from jax_specdec.lm.models.protocol import Cache, Params, Rows, check_params
+from jax_specdec.lm.models.protocol import (
+    Cache,
+    Params,
+    Rows,
+    check_params,
+    put_cache,
+    take_cache,
+)
 
 _FADE = 0.9
 """What remains of a request's past after a step that teaches something."""
@@ -182,7 +189,6 @@ class FirstOf(Drafter):
             may_abstain=False,
             has_history=lookup.has_history,
             predictions=lookup.predictions,
-            slots=False,  # the cache holds what was learned of each request, too
         )
 
     def add(self, params: Params, token_ids: Integers) -> Params:
@@ -221,19 +227,20 @@ class FirstOf(Drafter):
         next_token_ids: jax.Array | None = None,
     ) -> Cache:
         """Reads the prompts with the head; see `Drafter.prefill`. Nothing else is known yet."""
-        head_cache, _ = cache
+        head_cache, memory = cache
+        axis = self.serves.batch_axis
         head_cache = self.head.prefill(params[1], rows, head_cache, features, next_token_ids)
-        memory = _Memory.create(rows.token_ids.shape[0])
-        return head_cache, _with_batch_axis(memory, self.serves.batch_axis)
+        new = _Memory.create(rows.token_ids.shape[0])
+        return head_cache, _with_memory_of(memory, new, rows.slots, axis)
 
     def propose(
         self, params: Params, context: DraftContext, cache: Cache, store: DraftStore | None
     ) -> tuple[Proposal, Cache]:
         """Drafts with both, and chooses; see `Drafter.propose`."""
         axis = self.serves.batch_axis
-        head_cache, memory = cache
+        head_cache, every = cache
         # What came of the drafts before, and new drafts of both, [B, K] each.
-        memory = _without_batch_axis(memory, axis).after(context)
+        memory = _memory_of(every, context.slots, axis).after(context)
         found = self.lookup.lookup(params[0], context)
         (drafts, store, _), head_cache = self.head.propose(params[1], context, head_cache, store)
         # [B]: a request drafts by lookup where that promises more, or the head has nothing
@@ -245,7 +252,8 @@ class FirstOf(Drafter):
         if store is not None:
             # What a lookup drafts was not drawn from these rows: it is verified one-hot.
             store = store.evict(is_lookup)
-        return Proposal(token_ids, store), (head_cache, _with_batch_axis(memory, axis))
+        every = _with_memory_of(every, memory, context.slots, axis)
+        return Proposal(token_ids, store), (head_cache, every)
 
 
 def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
@@ -254,6 +262,18 @@ def _with_batch_axis(memory: _Memory, axis: int) -> _Memory:
     return jax.tree.map(lambda x: x.reshape((1,) * axis + x.shape), memory)
 
 
-def _without_batch_axis(memory: _Memory, axis: int) -> _Memory:
-    """Returns the memory whose first axes hold the requests."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), memory)
+def _memory_of(every: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
+    """Returns the memory of some requests, or of all, whose first axes hold them."""
+    if slots is not None:
+        like = _with_batch_axis(_Memory.create(slots.shape[0]), axis)
+        every = take_cache(every, like, slots, axis)
+    return jax.tree.map(lambda x: x.reshape(x.shape[axis:]), every)
+
+
+def _with_memory_of(every: _Memory, memory: _Memory, slots: jax.Array | None, axis: int) -> _Memory:
+    """Returns the memory of all requests, of which some, or all, have a new one."""
+    memory = _with_batch_axis(memory, axis)
+    if slots is None:
+        return memory
+    found: _Memory = put_cache(every, memory, slots, axis)
+    return found

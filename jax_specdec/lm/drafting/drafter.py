@@ -209,14 +209,15 @@ class DrafterServes:
         prompts whole, because their `prefill_sizes` reach `max_length`.
       batch_axis: the axis of every array of its cache that holds the requests.
       kept_rows: what of its cache a later request whose prompt begins with the same tokens may
-        begin with, in an `Engine` with `reuse_prefixes`: "prompts", what `prefill` wrote; "texts",
+        begin with, in an `Engine` with `prefix_caching`: "prompts", what `prefill` wrote; "texts",
         also what `propose` did of tokens before the newest, whoever drafted them. Each entry then
         belongs to a position: the token there, those before and the next one decide what it is, and
         `prefill` forgets all else. "none": a request needs an empty cache. Nobody asks a drafter
         without one.
       slots: its `propose` and `prefill` find some requests of a larger cache by the `slots` of the
-        context and of the rows, in place; its cache then holds positions and nothing else. To
-        others the loops give the caches of these requests alone, which are copied twice.
+        context and of the rows, in place; what its cache holds beside positions `prefill` has
+        to reset. To others the loops give the caches of these requests alone, which are copied
+        twice, and empty where a prompt begins.
 
     Raises:
       TypeError: `feature_layers` is no tuple of ints, or a number no int.

@@ -62,7 +62,7 @@ def load_huggingface(
     max_vocab_size: int | None = None,
     allow_nonfinite: bool = False,
 ) -> LoadedModel[Llama]:
-    """Reads a Hugging Face checkpoint of the Llama, Qwen2 or Qwen3 family from a local directory.
+    """Reads a Hugging Face checkpoint of a Llama, Qwen or Gemma family from a local directory.
 
     Checkpoints pad the vocabulary axis, differently even within a family: the small Qwen2.5 models
     have 151936 entries, the large ones 152064, and their tokenizer 151665 ids. Ids past the last

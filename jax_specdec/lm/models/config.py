@@ -24,6 +24,8 @@ class LinearScaling:
 
     Raises:
       ValueError: the factor is not a number of at least 1 that float32 holds.
+
+    Example: see `Rotation`.
     """
 
     factor: float
@@ -101,6 +103,9 @@ class Rotation:
     Example:
       >>> Rotation(rope_theta=100.0).frequencies(4).tolist()
       [1.0, 0.1]
+      >>> longer = Rotation(rope_theta=100.0, scaling=LinearScaling(factor=4.0))
+      >>> longer.frequencies(4).tolist()
+      [0.25, 0.025]
     """
 
     rope_theta: float = 10000.0
@@ -131,6 +136,8 @@ class Norm:
 
     Raises:
       ValueError: `rms_norm_eps` is not a positive number that float32 holds.
+
+    Example: see `LayerSpec`.
     """
 
     rms_norm_eps: float = 1e-5
@@ -173,7 +180,13 @@ class LayerSpec:
         that float32 holds, or sizes do not fit together.
       TypeError: a norm or a rotation is something else.
 
-    Example: see `DecoderConfig`.
+    Example:
+      >>> gemma = LayerSpec(
+      ...     num_attention_heads=4, num_key_value_heads=1, head_dim=256, intermediate_size=2048,
+      ...     window=512, norm=Norm(rms_norm_eps=1e-6, adds_one=True, in_float32=True),
+      ...     norms="around", activation="gelu_tanh", qk_norm=True)
+      >>> gemma.head_sizes  # of queries, keys and values
+      (1024, 256, 256)
     """
 
     num_attention_heads: int

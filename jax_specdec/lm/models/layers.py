@@ -228,15 +228,16 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, norm: Norm) -> jax.Array:
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + norm.rms_norm_eps)
     if weight is None:
         return y.astype(x.dtype)
-    if not norm.in_float32:
-        # It is rounded before it is scaled, as in `transformers`.
-        y = y.astype(x.dtype)
-    else:
+    if norm.in_float32:
         weight = weight.astype(jnp.float32)
     if norm.adds_one:
         weight = 1 + weight
     # The weight gets leading axes of one.
-    return (jnp.expand_dims(weight, range(x.ndim - weight.ndim)) * y).astype(x.dtype)
+    weight = jnp.expand_dims(weight, range(x.ndim - weight.ndim))
+    if not norm.in_float32:
+        # It is rounded before it is scaled, as in `transformers`.
+        y = y.astype(x.dtype)
+    return (weight * y).astype(x.dtype)
 
 
 def random_weights(
