@@ -17,6 +17,7 @@ import safetensors.numpy
 from passes import Passed
 from passes import run as run_pass
 
+import jax_specdec as sd
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
@@ -123,6 +124,27 @@ def test_several_devices_give_the_same_logits(name: str) -> None:
     states = jnp.zeros((1, 1, 24))
     with pytest.raises(ValueError, match="^the target's cache must have keys .B . Nkv, 16, T. at"):
         head.apply(own, states, rows, found.cache)
+
+
+def test_nodes_of_a_tree_read_their_own_paths() -> None:
+    """Layers that share a cache, too; a path that is kept goes on as the text alone."""
+    model, params = load("edge")
+    ids, start = expected("edge")["token_ids"], jnp.array([10])
+    tree = sd.TreeRows.of(jnp.array([[0, 0, 2]]))
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        cache = model.init_cache(1, 40)
+        _, cache, _ = run_pass(model, params, ids[None, :10], jnp.zeros(1, jnp.int32), cache)
+        nodes = np.array([[ids[10], 7, ids[11], ids[12]]])
+        logits, cache, _ = run_pass(model, params, nodes, start, cache, (), tree)
+        cache = model.commit(cache, start, jnp.array([[0, 2, 3]]))
+        return logits[0], run_pass(model, params, ids[None, 13:14], start + 3, cache).logits[0]
+
+    wanted = passed("edge").logits[0, :, :NUM_TOKEN_IDS]
+    nodes, after = (x[:, :NUM_TOKEN_IDS] for x in run(params))
+    assert error(nodes[np.array([0, 2, 3])], wanted[10:13]) < TOLERANCE
+    assert error(after, wanted[13:14]) < TOLERANCE
 
 
 def copied(name: str, directory: Path) -> Path:
