@@ -253,6 +253,26 @@ def test_drafts_are_those_of_transformers_at_both_positions(name: str) -> None:
     assert (wanted["positions"] - length).tolist() == [0, -1]
 
 
+def test_drafts_beside_one_another_do_not_see_each_other() -> None:
+    """Rows of two nodes of a level are those of each alone."""
+    head, params = assistant("edge")
+    features = passed("edge").features[:, 18:20]
+    ids, start = jnp.array([[5, 6]]), jnp.array([20])
+
+    @jax.jit
+    def run(params: Any, cache: Any) -> Any:
+        states = head.first_states(params, features)
+        both = head.apply(params, states, lm.models.Rows(ids, start), cache)
+        second = lm.models.Rows(ids[:, 1:], start)
+        return both, head.apply(params, states[:, 1:], second, cache)
+
+    both, alone = run(params, passed("edge").cache)
+    assert both.ids.shape == (1, 2, 64) and np.array_equal(both.ids[:, 1:], alone.ids)
+    known = np.asarray(both.ids[0, 1]) < NUM_TOKEN_IDS
+    assert error(both.logits[0, 1][known], np.asarray(alone.logits[0, 0])[known]) < TOLERANCE
+    assert error(both.states[0, 1], np.asarray(alone.states[0, 0])) < TOLERANCE
+
+
 @functools.cache
 def first_row(dtype: str | None, *, is_int8: bool = False, copies: int = 1) -> np.ndarray:
     """Logits by id of the first draft after four tokens, with weights as stored or in 8 bits."""
