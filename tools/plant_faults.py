@@ -455,6 +455,44 @@ def _(right, self, params, context, cache, store):
 
 
 @fault(
+    "an assistant reads the key of a rejected draft",
+    "lm.models.gemma_assistant:GemmaAssistantHead.apply",
+    "drafting/test_gemma_assistant.py",
+)
+def _(right, self, params, states, rows, cache):
+    rows = rows._replace(start=rows.start + 1)
+    return right(self, params, states, rows, cache, -1)
+
+
+@fault(
+    "an assistant begins with the last row of a pass",
+    "lm.drafting.gemma_assistant:GemmaAssistantDrafter.propose",
+    "drafting/test_gemma_assistant.py",
+)
+def _(right, self, params, context, cache, store):
+    count = jnp.where(context.num_features > 0, context.features.shape[1], 0)
+    context = dataclasses.replace(context, num_features=count)
+    return right(self, params, context, cache, store)
+
+
+@fault(
+    "layers without keys have those of the first layer of their kind",
+    "lm.formats.families:gemma4_layers",
+    "formats/test_gemma4.py",
+)
+def _(right, raw, keys_of=None):
+    first: dict[Any, int] = {}
+    layers = right(raw, keys_of)
+    for index, spec in enumerate(layers):
+        first.setdefault(spec.window, index)
+    shares = [spec.keys_of is not None and keys_of is None for spec in layers]
+    return [
+        dataclasses.replace(spec, keys_of=first[spec.window]) if shared else spec
+        for spec, shared in zip(layers, shares, strict=True)
+    ]
+
+
+@fault(
     "the first row of a block is the mask",
     "lm.models.block:BlockHead.apply",
     "drafting/test_block.py",
