@@ -28,6 +28,7 @@ from jax_specdec.lm.loading import Models, TargetText, load_models, read_target_
 ROOT = pathlib.Path(__file__).parents[1]
 FILE = ROOT / "jax_specdec" / "lm" / "text" / "chat.py"
 EDITS = (
+    "Rename the variable `messages` to `conversation` everywhere.",
     "Rename the function `check_messages` to `validate_messages` everywhere.",
     "Remove every docstring.",
     "Add a function `count_messages(messages)` with type hints, which returns their number.",

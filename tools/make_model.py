@@ -469,7 +469,7 @@ def merges_by_score(fields: Fields) -> list[tuple[str, str]]:
         if kind == gguf.TokenType.NORMAL
     }
     whole = sorted(scores, key=scores.__getitem__, reverse=True)
-    pairs = ((one[:cut], one[cut:]) for one in whole for cut in range(len(one) - 1, 0, -1))
+    pairs = ((one[:cut], one[cut:]) for one in whole for cut in range(1, len(one)))
     return [pair for pair in pairs if pair[0] in scores and pair[1] in scores]
 
 

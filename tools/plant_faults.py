@@ -455,6 +455,44 @@ def _(right, self, params, context, cache, store):
 
 
 @fault(
+    "an assistant reads the key of a rejected draft",
+    "lm.models.gemma_assistant:GemmaAssistantHead.apply",
+    "drafting/test_gemma_assistant.py",
+)
+def _(right, self, params, states, rows, cache):
+    rows = rows._replace(start=rows.start + 1)
+    return right(self, params, states, rows, cache, -1)
+
+
+@fault(
+    "an assistant begins with the last row of a pass",
+    "lm.drafting.gemma_assistant:GemmaAssistantDrafter.propose",
+    "drafting/test_gemma_assistant.py",
+)
+def _(right, self, params, context, cache, store):
+    count = jnp.where(context.num_features > 0, context.features.shape[1], 0)
+    context = dataclasses.replace(context, num_features=count)
+    return right(self, params, context, cache, store)
+
+
+@fault(
+    "layers without keys have those of the first layer of their kind",
+    "lm.formats.families:gemma4_layers",
+    "formats/test_gemma4.py",
+)
+def _(right, raw, keys_of=None):
+    first: dict[Any, int] = {}
+    layers = right(raw, keys_of)
+    for index, spec in enumerate(layers):
+        first.setdefault(spec.window, index)
+    shares = [spec.keys_of is not None and keys_of is None for spec in layers]
+    return [
+        dataclasses.replace(spec, keys_of=first[spec.window]) if shared else spec
+        for spec, shared in zip(layers, shares, strict=True)
+    ]
+
+
+@fault(
     "the first row of a block is the mask",
     "lm.models.block:BlockHead.apply",
     "drafting/test_block.py",
@@ -775,7 +813,7 @@ def _(right, features, lengths, start):
 
 @fault(
     "the rates of trees learn from the chains of a grammar",
-    "lm.decoding.core:DecodeState.are_chains",
+    "lm.decoding.state:Drafted.are_chains",
     "serving/test_tree.py",
 )
 def _(right, self):
@@ -804,6 +842,24 @@ def _(right, layer, key, value, places, requests=None):
     if requests is not None:  # places past the end, which are not written, become the first
         places = jnp.where(places >= layer[0].shape[-1], 0, places)
     return right(layer, key, value, places, requests)
+
+
+@fault(
+    "who needs programs that are compiled behind does not wait for them",
+    "lm.decoding.schedule:needs",
+    "serving/test_grammar_driver.py",
+)
+def _(right, engine, request):
+    return set()
+
+
+@fault(
+    "a product of one row converts its weight",
+    "lm.models.int8:matmul",
+    "models/test_llama.py",
+)
+def _(right, x, weight, *, outputs_first=False):
+    return jnp.einsum("oi,...i->...o", weight, x) if outputs_first else x @ weight
 
 
 @fault(
@@ -970,11 +1026,12 @@ def _(right, self, left):
 
 @fault(
     "every update says what was reused",
-    "lm.decoding.bookkeeping:ServedRequest.update",
+    "lm.decoding.bookkeeping:ServedRequest.after",
     "serving/test_prefixes.py",
 )
 def _(right, self, *given):
-    return dataclasses.replace(right(self, *given), num_reused=self.num_reused)
+    after, update = right(self, *given)
+    return after, update and dataclasses.replace(update, num_reused=self.num_reused)
 
 
 @fault(

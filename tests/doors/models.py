@@ -19,7 +19,12 @@ from jax_specdec import lm
 
 TEMPLATES = Path(__file__).parents[1] / "text/chat_templates"
 CHAT = {"llama": "llama3.1", "qwen2": "qwen2.5", "qwen3": "qwen3", "gemma3": "gemma3"}
+CHAT |= {"gemma4": "gemma3"}  # its own has no place among the templates yet
 """By model, the template of the published models of its kind."""
+FIXTURES = {"gemma4": "../gemma4/edge", "gemma": "../gemma4/edge_assistant"}
+"""By model, where it is recorded, if not beside the others."""
+SURENESS = {"gemma4": 8}
+"""By model, how large its logits are made; 32 times for most. Soft caps make large ones equal."""
 NUM_SURE = 12
 """Tokens that are compared, at most."""
 LEAST_GAP = {"float32": 1e-3, "bfloat16": 0.06}
@@ -32,11 +37,12 @@ def write(name: str, dtype: str, directory: Path) -> Path:
     The token with the next id follows, or the same one where the output matrix is the embedding,
     most of the time: random weights decide by margins that are no wider than bfloat16 rounds.
     """
-    copy(name, directory)
+    copy(FIXTURES.get(name, name), directory)
     edit_json(directory / "config.json", dtype=dtype)
     files = {path: safetensors.numpy.load_file(path) for path in directory.glob("*.safetensors")}
     key = "model.embed_tokens.weight"
-    (embedding,) = [32 * x[key].astype(np.float32) for x in files.values() if key in x]
+    (embedding,) = [x[key].astype(np.float32) for x in files.values() if key in x]
+    embedding *= SURENESS.get(name, 32)
     # The rows after those of tokens are padding.
     following = np.roll(embedding[:NUM_TOKEN_IDS], 1, axis=0)
     head = np.concatenate([following, embedding[NUM_TOKEN_IDS:]])
@@ -57,6 +63,8 @@ def write_draft(drafter: str, target: Path, dtype: str, directory: Path) -> str:
         if drafter == "other":
             other_tokenizer(directory)
         return str(directory)
+    if drafter == "gemma":
+        return f"{drafter}:{copy(FIXTURES[drafter], directory)}"
     loaded = lm.load_huggingface(target)
     config = loaded.model.config
     first = config.layers[0]

@@ -35,6 +35,7 @@ TABLE = """
     serve                float32   qwen3    eagle3
     serve --exact        bfloat16  gemma3   -
     serve                float32   gemma3   draft
+    serve                bfloat16  gemma4   gemma
     serve                float32   package  -
     serve --exact        float32   package  -
     generate             float32   llama    suffix
@@ -48,6 +49,7 @@ TABLE = """
     generate             bfloat16  gemma3   other
     generate --chat      float32   gemma3   none
     generate --compare   bfloat16  gemma3   suffix
+    generate --compare   float32   gemma4   gemma
     generate --compare   float32   package  -
     generate             float32   package  none
     generate             float32   package  suffix
@@ -58,6 +60,7 @@ TABLE = """
     bench -k 4           bfloat16  qwen2    suffix eagle3 other
     bench                bfloat16  qwen3    -
     bench -k 4           bfloat16  gemma3   eagle3 block
+    bench -k 4           bfloat16  gemma4   gemma
     bench -k 4           float32   package  -
 """
 
@@ -134,7 +137,8 @@ def arguments(door: Door, tmp_path: Path) -> list[str]:
         target = models.write(door.model, door.dtype, tmp_path / "target")
         found += ["--target", str(target)]
     for drafter in door.drafters:
-        if drafter in ("draft", "other", "block") or (drafter == "eagle3" and "--target" in found):
+        in_files = ("draft", "other", "block", "gemma")
+        if drafter in in_files or (drafter == "eagle3" and "--target" in found):
             drafter = models.write_draft(drafter, target, door.dtype, tmp_path / drafter)
         if drafter != "-":
             found += ["--draft", drafter]

@@ -17,6 +17,7 @@ import safetensors.numpy
 from passes import Passed
 from passes import run as run_pass
 
+import jax_specdec as sd
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
@@ -125,6 +126,27 @@ def test_several_devices_give_the_same_logits(name: str) -> None:
         head.apply(own, states, rows, found.cache)
 
 
+def test_nodes_of_a_tree_read_their_own_paths() -> None:
+    """Layers that share a cache, too; a path that is kept goes on as the text alone."""
+    model, params = load("edge")
+    ids, start = expected("edge")["token_ids"], jnp.array([10])
+    tree = sd.TreeRows.of(jnp.array([[0, 0, 2]]))
+
+    @jax.jit
+    def run(params: Any) -> Any:
+        cache = model.init_cache(1, 40)
+        _, cache, _ = run_pass(model, params, ids[None, :10], jnp.zeros(1, jnp.int32), cache)
+        nodes = np.array([[ids[10], 7, ids[11], ids[12]]])
+        logits, cache, _ = run_pass(model, params, nodes, start, cache, (), tree)
+        cache = model.commit(cache, start, jnp.array([[0, 2, 3]]))
+        return logits[0], run_pass(model, params, ids[None, 13:14], start + 3, cache).logits[0]
+
+    wanted = passed("edge").logits[0, :, :NUM_TOKEN_IDS]
+    nodes, after = (x[:, :NUM_TOKEN_IDS] for x in run(params))
+    assert error(nodes[np.array([0, 2, 3])], wanted[10:13]) < TOLERANCE
+    assert error(after, wanted[13:14]) < TOLERANCE
+
+
 def copied(name: str, directory: Path) -> Path:
     return Path(shutil.copytree(HERE / name, directory / name))
 
@@ -229,6 +251,26 @@ def test_drafts_are_those_of_transformers_at_both_positions(name: str) -> None:
             assert len(columns) == (64 if name == "edge" else 320)
             state, token = found.states, draft
     assert (wanted["positions"] - length).tolist() == [0, -1]
+
+
+def test_drafts_beside_one_another_do_not_see_each_other() -> None:
+    """Rows of two nodes of a level are those of each alone."""
+    head, params = assistant("edge")
+    features = passed("edge").features[:, 18:20]
+    ids, start = jnp.array([[5, 6]]), jnp.array([20])
+
+    @jax.jit
+    def run(params: Any, cache: Any) -> Any:
+        states = head.first_states(params, features)
+        both = head.apply(params, states, lm.models.Rows(ids, start), cache)
+        second = lm.models.Rows(ids[:, 1:], start)
+        return both, head.apply(params, states[:, 1:], second, cache)
+
+    both, alone = run(params, passed("edge").cache)
+    assert both.ids.shape == (1, 2, 64) and np.array_equal(both.ids[:, 1:], alone.ids)
+    known = np.asarray(both.ids[0, 1]) < NUM_TOKEN_IDS
+    assert error(both.logits[0, 1][known], np.asarray(alone.logits[0, 0])[known]) < TOLERANCE
+    assert error(both.states[0, 1], np.asarray(alone.states[0, 0])) < TOLERANCE
 
 
 @functools.cache

@@ -366,7 +366,7 @@ class TestEveryDrafter:
 # Steps of some slots
 
 
-FEW = ("model", "eagle3", "suffix, then eagle3")
+FEW = ("ngram", "model", "eagle3")
 
 
 @pytest.mark.newest
@@ -393,6 +393,10 @@ def test_steps_of_some_slots_are_together_a_step_of_all(name):
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     for slot, record in ((0, first), (1, last), (2, first), (3, last)):
         jax.tree.map(lambda x, y, slot=slot: compare(x[slot], y[slot]), record, whole)
+    if drafter.serves.may_abstain:  # of one slot, without drafts, the pass is of one token
+        for slot in range(engines.SLOTS):
+            _, record = step(*params, driver.state, slots=jnp.array([slot]))
+            jax.tree.map(lambda x, y, slot=slot: compare(x[slot], y[slot]), record, whole)
     keys = found.batch.keys, wanted.batch.keys
     assert (jax.random.key_data(keys[0]) == jax.random.key_data(keys[1])).all()
     found, wanted = (

@@ -271,6 +271,14 @@ def write_rows(
     # Two rows may name one place, such as those of a prompt that comes twice.
     if blocks is not None:
         return _set(cache, blocks, rows, key, value, mode="drop", is_unique=False)
+    keys, values = cache
+    if key.shape[:2] == (1, 1) and keys.ndim == 3:
+        # XLA for GPUs makes two launches of a scatter of one row, and one of this.
+        # [1, 1, Nkv, D] -> [Nkv, D, 1] and [Nkv, 1, D]
+        key = key[0, 0, :, :, None]
+        value = value[0, 0, :, None, :]
+        new_keys = lax.dynamic_update_slice(keys, key, (0, 0, rows[0, 0]))
+        return new_keys, lax.dynamic_update_slice(values, value, (0, rows[0, 0], 0))
     # One row of each request of the cache, at places that exist: a scatter is spared its checks.
     blocks = jnp.arange(key.shape[0])[:, None]  # [G, 1]
     return _set(cache, blocks, rows, key, value, mode="promise_in_bounds", is_unique=True)

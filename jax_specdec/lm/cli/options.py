@@ -38,7 +38,7 @@ class Option:
     """An option of a command line, or, without flags, an argument that has a place.
 
     Attributes:
-      name: of its value.
+      name: of its value; that of its field, if it is empty.
       flags: the last of them is its name in messages.
       help: what it does.
       ends: the least and the most that an integer may be.
@@ -91,7 +91,7 @@ _INTEGER = read_as(int, "an integer")
 _NUMBER = read_as(float, "a number")
 
 
-def _described(
+def _option(
     name: str,
     *flags: str,
     help: str,
@@ -105,35 +105,32 @@ def _described(
     return Option(name, flags, help, (low, high), {"type": _INTEGER, "metavar": "N", **how})
 
 
-def option(*flags: str, default: Any = None, shown: Any = None, **how: Any) -> Any:
+def option(*flags: str, default: Any = None, shows_default: bool = False, **how: Any) -> Any:
     """Returns the field of one option.
 
     Args:
       *flags: of the option; none for an argument that has a place.
       default: where it is not given.
-      shown: a default that the help says; else its text may say it.
-      **how: as for `_described`.
+      shows_default: whether the help says so; else the option's own text may.
+      **how: as for `_option`.
     """
-    if shown is not None:
-        how["default"] = shown
-
-    def described(name: str) -> list[Option]:
-        return [_described(name, *flags, **how)]
-
-    return dataclasses.field(default=default, metadata={"options": described})
+    if shows_default:
+        is_one = not isinstance(default, tuple)
+        how["default"] = default if is_one else ",".join(f"{x:g}" for x in default)
+    return dataclasses.field(default=default, metadata={"options": [_option("", *flags, **how)]})
 
 
-def options(*described: Option) -> Any:
+def options(*several: Option) -> Any:
     """Returns a field whose value is made of several options, and of others."""
-    return dataclasses.field(metadata={"options": lambda name: described})
+    return dataclasses.field(metadata={"options": several})
 
 
 def options_of(command: type[Any]) -> list[Option]:
     """Returns the options of a command, in the order of its help."""
     return [
-        one
+        dataclasses.replace(one, name=one.name or field.name)
         for field in dataclasses.fields(command)
-        for one in field.metadata.get("options", lambda name: [])(field.name)
+        for one in field.metadata.get("options", ())
     ]
 
 
@@ -169,7 +166,7 @@ class _Requests:
     )
     request: RequestOptions = options(
         *(
-            _described(
+            _option(
                 one.name,
                 flag_of(one.name),
                 type=_INTEGER if one.dtype is np.int32 else _NUMBER,
@@ -188,7 +185,12 @@ class _Requests:
             {DEFAULT_MAX_NEW_TOKENS}, or as many as fit)""",
     )
     seed: int = option(
-        "--seed", default=0, shown=0, low=0, high=2**32 - 1, help="seed of the sampling noise"
+        "--seed",
+        default=0,
+        shows_default=True,
+        low=0,
+        high=2**32 - 1,
+        help="seed of the sampling noise",
     )
     json: bool = option(
         "--json",
@@ -225,7 +227,7 @@ class _Models:
         help="the same of the draft model or head; texts keep the target's distribution",
     )
     configs: tuple[SpecDecodeConfig, ...] = options(
-        _described(
+        _option(
             "rejection_sample_method",
             "--method",
             choices=get_args(RejectionSampleMethod),
@@ -235,21 +237,21 @@ class _Models:
                 agreement with --tree, and in serve with --draft
                 {table.names_of(lambda one: not one.has_weights)})""",
         ),
-        _described(
+        _option(
             "synthetic_acceptance_length",
             "--acceptance-length",
             type=_NUMBER,
             metavar="L",
             help="synthetic: mean tokens of a step with K drafts, 1 to K+1",
         ),
-        _described(
+        _option(
             "synthetic_acceptance_rates",
             "--acceptance-rates",
             type=tuple_of(float, "numbers separated by commas, such as 0.9,0.5,0.1"),
             metavar="R,R,...",
             help="synthetic: K rates, not increasing; rate i is P(drafts 0..i all accepted)",
         ),
-        _described(
+        _option(
             "draft_sample_method",
             "--draft-sample-method",
             choices=get_args(DraftSampleMethod),
@@ -342,7 +344,7 @@ class Generate(_OneDrafter, _Models, _Requests):
         "-t",
         "--temperature",
         default=(0.0,),
-        shown="0",
+        shows_default=True,
         type=one_of(float, "a number"),
         metavar="T",
         help="0 is greedy",
@@ -385,7 +387,7 @@ class Bench(_Models, _Requests):
         "-k",
         "--num-speculative-tokens",
         default=(2, 4, 6),
-        shown="2,4,6",
+        shows_default=True,
         type=tuple_of(int, "integers separated by commas, such as 2,4,6"),
         metavar="K,K,...",
         help="drafts per step",
@@ -394,7 +396,7 @@ class Bench(_Models, _Requests):
         "-t",
         "--temperature",
         default=(0.0, 0.8),
-        shown="0,0.8",
+        shows_default=True,
         type=tuple_of(float, "numbers separated by commas, such as 0,0.8"),
         metavar="T,T,...",
         help="0 is greedy",
@@ -402,7 +404,7 @@ class Bench(_Models, _Requests):
     repeats: int = option(
         "--repeats",
         default=DEFAULT_REPEATS,
-        shown=DEFAULT_REPEATS,
+        shows_default=True,
         low=1,
         help="timed runs of each kind; at a temperature, each has a seed of its own",
     )
@@ -422,14 +424,19 @@ class Serve(_OneDrafter, _Models):
     host: str = option(
         "--host",
         default="127.0.0.1",
-        shown="127.0.0.1",
+        shows_default=True,
         help="address to listen on; any but a loopback address needs a key",
     )
     port: int = option(
-        "--port", default=8000, shown=8000, low=0, high=65535, help="0 for one that is free"
+        "--port", default=8000, shows_default=True, low=0, high=65535, help="0 for one that is free"
     )
     num_slots: int = option(
-        "--num-slots", default=8, shown=8, low=1, high=4096, help="requests decoded at a time"
+        "--num-slots",
+        default=8,
+        shows_default=True,
+        low=1,
+        high=4096,
+        help="requests decoded at a time",
     )
     max_length: int | None = option(
         "--max-length",
@@ -441,7 +448,7 @@ class Serve(_OneDrafter, _Models):
     max_queue: int = option(
         "--max-queue",
         default=64,
-        shown=64,
+        shows_default=True,
         low=1,
         high=2**20,
         help="choices that may wait for a slot; more are answered with status 429",
@@ -449,7 +456,7 @@ class Serve(_OneDrafter, _Models):
     client_seconds: int = option(
         "--client-seconds",
         default=30,
-        shown=30,
+        shows_default=True,
         low=1,
         high=2**20,
         help="""for a client to send a request, to read anything of its answer, and between two
@@ -458,7 +465,7 @@ class Serve(_OneDrafter, _Models):
     drain_seconds: int = option(
         "--drain-seconds",
         default=80,
-        shown=80,
+        shows_default=True,
         low=0,
         high=2**20,
         help="""after Ctrl-C or SIGTERM, for requests that run or wait; what is not finished by then
@@ -488,7 +495,7 @@ class Serve(_OneDrafter, _Models):
     prefix_caching: str = option(
         "--prefix-caching",
         default="on",
-        shown="on",
+        shows_default=True,
         choices=("on", "off"),
         help="""begin a prompt with what an earlier one left in a slot, if both begin alike; the
             time to the first token then shows whether somebody asked for the same""",
@@ -496,7 +503,7 @@ class Serve(_OneDrafter, _Models):
     max_logprobs: int = option(
         "--max-logprobs",
         default=5,
-        shown=5,
+        shows_default=True,
         low=0,
         high=20,
         help="""alternatives of a token that a client may ask for; 0 turns log-probabilities off,
@@ -512,7 +519,7 @@ class Serve(_OneDrafter, _Models):
     history: int = option(
         "--history",
         default=0,
-        shown=0,
+        shows_default=True,
         low=0,
         high=2**24,
         help="""tokens of earlier answers in which --draft suffix looks, too; then all requests have

@@ -623,7 +623,7 @@ def _run_as_wide_as_needed(
 
     def narrow(cache: Cache) -> tuple[Output, Cache]:
         # [B, 1]: node 0 of a tree is a chain
-        newest = Rows(rows.token_ids[:, :1], rows.start)
+        newest = rows._replace(token_ids=rows.token_ids[:, :1], tree=None)
         (output,), cache = decoder.run(params, [newest], cache, length)
         # [B, 1, ...] -> [B, K+1, ...]: rows that are not read hold zeros
         num_missing = ids.shape[1]
