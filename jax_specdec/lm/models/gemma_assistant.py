@@ -218,9 +218,9 @@ class GemmaAssistantHead:
         return params
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
-        """Returns nothing: the cache is the target's."""
+        """Returns a cache of no layers: keys are the target's."""
         del batch_size, max_length
-        return ()
+        return []
 
     def first_states(self, params: Weights, features: jax.Array) -> jax.Array:
         """Returns the states ``[B, S, Ht]`` for first drafts: features after the target's norm.
