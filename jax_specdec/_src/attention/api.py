@@ -241,7 +241,7 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
 
 
 def _is_one_row(arrays: AttentionArrays) -> bool:
-    """Whether each product is of one row in 16 bits: one new row, one query head for its keys."""
+    """Returns whether each product is of one row in 16 bits: one new row and head for its keys."""
     batch_size, num_rows, num_heads, _ = arrays.query.shape
     heads = arrays.keys.shape[0] if arrays.keys.ndim == 3 else batch_size * arrays.keys.shape[2]
     is_one = num_rows == 1 and batch_size * num_heads == heads

@@ -249,7 +249,8 @@ class DraftStore:
 
     def empty(self, num_slots: int) -> DraftStore:
         """Returns an empty store of other slots, with rows of the same kind."""
-        per_row, width = len(self.positions), self.logits.shape[1]
+        per_row = len(self.positions)
+        width = self.logits.shape[1]
         ids = None if self.has_own_ids else self.ids
         return DraftStore.create(
             num_slots, per_row, width, self.logits.dtype, ids=ids, own_ids=self.has_own_ids
