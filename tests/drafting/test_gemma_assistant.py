@@ -126,8 +126,8 @@ def check_slots(loop: loops.Loop) -> None:
     slots = np.array([3, 1], np.int32)
     alone = jax.jit(functools.partial(loop.engine.draft, loop.params))(state, slots=slots)
     among = loop.draft(state)
-    drafts = np.asarray(among.draft_token_ids)[slots]
-    assert (drafts >= 0).all() and np.array_equal(alone.draft_token_ids, drafts)
+    drafts = np.asarray(among.proposal.token_ids)[slots]
+    assert (drafts >= 0).all() and np.array_equal(alone.proposal.token_ids, drafts)
 
 
 def test_the_cache_and_features_must_be_there() -> None:
