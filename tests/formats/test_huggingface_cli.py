@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from upper_floor import load_models, parse
+from upper_floor import load_served, parse
 
 from jax_specdec.__main__ import main
 
@@ -66,7 +66,7 @@ def test_what_was_added_to_one_tokenizer_is_not_drafted(tmp_path: Path, longer: 
     tokenizer.add_tokens(["<think>"])
     tokenizer.save(path)
     options = parse(["serve", "--target", paths[0], "--draft", paths[1]], "0")
-    model = load_models(options)[0].drafters[paths[1]].drafter.model
+    model = load_served(options).drafters[paths[1]].drafter.model
     assert (model.vocab_size, model.config.num_token_ids) == (288, 283)
 
 

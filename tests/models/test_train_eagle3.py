@@ -15,7 +15,7 @@ from formats.checkpoints import CHECKPOINTS
 
 from jax_specdec import lm
 
-from .test_eagle3 import CONFIG, LAYER, random_params
+from .test_eagle3 import CONFIG, TARGET, random_params
 
 pytestmark = pytest.mark.newest
 
@@ -24,7 +24,7 @@ def test_unrolling_computes_what_drafting_does() -> None:
     config = dataclasses.replace(CONFIG, norm_output=True, norm_before_residual=True)
     head = lm.models.Eagle3Head(config)
     params, rng = random_params(head), np.random.default_rng(0)
-    tokens = rng.integers(0, LAYER.vocab_size, (2, 9), np.int32)
+    tokens = rng.integers(0, TARGET.vocab_size, (2, 9), np.int32)
     features = rng.normal(size=(2, 9, head.num_features)).astype(np.float32)
 
     @jax.jit

@@ -265,7 +265,7 @@ def test_every_option_that_changes_rows_is_packed_once() -> None:
     assert list(PACKING) == list(PROCESSORS)
     packed = [name for names, _ in PACKING.values() for name in names]
     others = ["temperature", "max_new_tokens", "stop_token_ids", "seed", "min_p", "top_k", "top_p"]
-    others += ["max_drafts", "cache_salt"]
+    others += ["max_drafts", "cache_salt", "prediction"]
     fields = [field.name for field in dataclasses.fields(lm.RequestOptions)]
     assert sorted(packed + others) == sorted(fields)
 

@@ -186,6 +186,8 @@ def attend(
       visible: as for `decode_attention`.
     """
     batch_size, num_rows = arrays.query.shape[:2]
+    if 0 in arrays.query.shape:
+        return jnp.zeros_like(arrays.query)
     if visible is not None:
         static = static._replace(num_visible=_num_visible(visible, num_rows))
         each = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))

@@ -170,7 +170,7 @@ def matmul(
 
     Example: see `Int8Weight`.
     """
-    if x.size > x.shape[-1] or x.dtype.itemsize != 2:
+    if x.size != x.shape[-1] or x.dtype.itemsize != 2:
         return _product(x, weight, outputs_first)
     # Of one row in 16 bits XLA makes no product, but a sum, for which it converts the weight on
     # CPUs: one row took a model of 135M parameters 157 ms, where two took it 18. So it comes twice.

@@ -136,7 +136,8 @@ def rotated_heads(
     if spec.qkv_bias:
         heads = heads + layer["qkv_bias"][None, None, :]
     # -> [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads, as far as there are
-    heads = heads.reshape(batch_size, length, -1, spec.head_dim)
+    num_heads = heads.shape[2] // spec.head_dim
+    heads = heads.reshape(batch_size, length, num_heads, spec.head_dim)
     query = heads[:, :, :num_query]
     if spec.qk_norm:
         # over D, before the rotation
