@@ -610,6 +610,15 @@ def _(right, place, key, shift, num_layers):
     return tuple(layer - shift for layer in right(place, key, shift, num_layers))
 
 
+@fault(
+    "no layout's heads draft from the first row where files do not say it",
+    "lm.formats.head_layouts:_block_layout",
+    "formats/test_block_files.py",
+)
+def _(right, raw):
+    return dataclasses.replace(right(raw), sample_from_anchor=False)
+
+
 # Serving
 
 

@@ -121,12 +121,15 @@ def test_the_layout_of_zlab_is_read_with_the_heads_of_dspark(tmp_path: Path) -> 
     own = json.loads((tmp_path / FILE).read_text())["dflash_config"]
     own |= {"projector_type": "dspark", "markov_head_type": "vanilla", "use_confidence_head": True}
     own |= {"markov_rank": raw["markov_rank"], "confidence_head_with_markov": True}
-    for more in ({}, {"shift_label": True}):
+    for more in ({}, {"shift_label": True}, {"use_confidence_head": None}):  # tensors say it, too
         edit_json(tmp_path / FILE, dflash_config=own | more)
         assert_read(written)
     edit_json(tmp_path / FILE, dflash_config=own | {"shift_label": False})
     head = lm.load_block_head(tmp_path, written[1]).model
     assert not head.config.sample_from_anchor
+    edit_json(tmp_path / FILE, dflash_config=own | {"use_confidence_head": False})
+    says = "has a tensor confidence_head.proj.bias, which its"
+    assert_refused(lm.load_block_head, tmp_path, written[1], says)
 
 
 def test_defaults_are_those_of_each_layout(tmp_path: Path) -> None:
@@ -138,8 +141,11 @@ def test_defaults_are_those_of_each_layout(tmp_path: Path) -> None:
     written = write_block(tmp_path / "dflash", block_size=8)
     edit_json(tmp_path / "dflash" / FILE, sample_from_anchor=..., block_size=...)
     assert_read(written)
-    # The switch decides, not the name.
+    # The switch decides, and what needs it, not the name.
     edit_json(tmp_path / "dflash" / FILE, sample_from_anchor=True)
+    assert lm.load_block_head(tmp_path / "dflash", target).model.config.max_drafts == 8
+    changes = {"sample_from_anchor": ..., "dflash_config": {"projector_type": "dspark"}}
+    edit_json(tmp_path / "dflash" / FILE, **changes)
     assert lm.load_block_head(tmp_path / "dflash", target).model.config.max_drafts == 8
 
 

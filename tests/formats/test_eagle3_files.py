@@ -109,7 +109,10 @@ def test_rows_of_another_width_are_not_the_targets(tmp_path: Path) -> None:
     assert_refused(lm.load_eagle3, tmp_path, target, must)
 
 
-@pytest.mark.parametrize("option", ["plain", "list of ids", "Qwen3", "biases", "norms of chunks"])
+@pytest.mark.parametrize(
+    "option",
+    ["plain", "list of ids", "Qwen3", "biases", "norm before fc", "norms of chunks"],
+)
 def test_the_layout_of_eagle_is_read(option: str, tmp_path: Path) -> None:
     default = {"feature_layers": (2, 4, 5)}  # of 8 layers
     written = write_eagle3(tmp_path, **default | OPTIONS[option])

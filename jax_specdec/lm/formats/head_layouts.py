@@ -1,4 +1,4 @@
-"""What the `config.json` of a draft head says, in every published layout: tables of keys.
+"""What the `config.json` of a draft head says, in every published layout: a function for each.
 
 The layout of speculators has the sizes of layers in ``transformer_layer_config``, all others in the
 object of `config.json` itself. EAGLE, AngelSlim and SpecForge name an EAGLE-3 head's layer
@@ -6,12 +6,14 @@ object of `config.json` itself. EAGLE, AngelSlim and SpecForge name an EAGLE-3 h
 ``dflash_config`` and leaves out what the target has; DeepSpec (DSpark, and DFlash trained by the
 same code) has a copy of the target's config, embedding and output matrix.
 
-A key that changes what a head computes is read, or refused by name. Keys that say the same must
-agree; null and an empty list say nothing.
+A layout says where layers are and what an absent key means. What is written is read under every
+name and in every object that any layout has for it, since files mix them. A key that changes what a
+head computes is read, or refused by name. Keys that say the same must agree; null and an empty list
+say nothing.
 """
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from jax_specdec.lm.formats.config_json import parse_config
 from jax_specdec.lm.formats.families import FULL, SLIDING
@@ -21,78 +23,14 @@ from jax_specdec.lm.models.block import BlockHeadConfig
 from jax_specdec.lm.models.config import DecoderConfig, LayerSpec
 from jax_specdec.lm.models.eagle3 import Eagle3Config
 from jax_specdec.lm.models.fields import MAX_INT, quoted
-from jax_specdec.lm.models.heads import HeadConfig
 
 LEGACY_NORMS = tuple(f"aux_norm_{place}.weight" for place in ("low", "mid", "high"))
 """Names that norms of the features of three layers have in some files."""
 
 _SPECULATORS = "speculators_model_type"
 
-
-_LAYOUTS: dict[type[HeadConfig], dict[str, dict[str, dict[str, JsonValue]]]] = {
-    Eagle3Config: {_SPECULATORS: {"eagle3": {}}},  # the others have any architecture
-    BlockHeadConfig: {
-        _SPECULATORS: {
-            "dflash": {
-                "block_size": 8,
-                "sample_from_anchor": False,
-                "enable_confidence_head": False,
-            },
-            "dspark": {
-                "block_size": 8,
-                "sample_from_anchor": True,
-                "enable_confidence_head": True,
-                "markov_rank": 256,
-            },
-        },
-        "architectures": {
-            "DFlashDraftModel": {"sample_from_anchor": False},  # z-lab
-            "Qwen3DSparkModel": {"sample_from_anchor": True},  # DeepSpec
-        },
-    },
-}
-"""By the key that says which layout a file has, and what it says: what absent keys mean then."""
-
-_NO_KEY = (
-    "vocab_size hidden_size layers tie_word_embeddings num_token_ids "
-    "target_hidden_size own_embedding own_lm_head sliding_window_non_causal"
-)
-"""Fields that no single key says: tensors, the target or several keys do."""
-
-_PLACES: dict[str, dict[str, int | None]] = {
-    **dict.fromkeys(_NO_KEY.split(), {}),
-    "logit_scale": {"layer.logit_scale": None, "logit_scale": None},
-    "feature_layers": {
-        "aux_hidden_state_layer_ids": 0,
-        "target_layer_ids": 1,
-        "dflash_config.target_layer_ids": 1,
-        "eagle_aux_hidden_state_layer_ids": 0,
-        "eagle_config.eagle_aux_hidden_state_layer_ids": 1,
-    },
-    "block_size": {"block_size": None, "dflash_config.block_size": None},
-    "mask_token_id": {"mask_token_id": None, "dflash_config.mask_token_id": None},
-    "sample_from_anchor": {
-        "sample_from_anchor": None,
-        "query_zero_predicts_next": None,
-        "dflash_config.sample_from_anchor": None,
-        "dflash_config.query_zero_predicts_next": None,
-        "shift_label": None,
-        "dflash_config.shift_label": None,
-    },
-    "markov_rank": {"markov_rank": None, "dflash_config.markov_rank": None},
-    "enable_confidence_head": {
-        "enable_confidence_head": None,
-        "dflash_config.enable_confidence_head": None,
-        "dflash_config.use_confidence_head": None,
-    },
-    "confidence_head_with_markov": {
-        "confidence_head_with_markov": None,
-        "dflash_config.confidence_head_with_markov": None,
-    },
-}
-"""Keys that say a field of a head's config, as "key" or "object.key", where that is not only the
-key of its name; and what is added to ids of layers: 1 where they count what is read after a layer,
--1 for the embedding."""
+_Key = tuple[JsonObject, str]
+"""An object and the name of a key in it."""
 
 _SERVED: dict[str, tuple[JsonValue, ...]] = {
     "markov_head_type": ("vanilla",),
@@ -118,20 +56,116 @@ _SERVED: dict[str, tuple[JsonValue, ...]] = {
 """Keys that would change the computation, in any object, and the values that do not."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadLayout:
+    """Objects of a `config.json`, and what its absent keys mean.
+
+    Attributes:
+      raw: all of the file.
+      layer: the object with the sizes of layers.
+      block_size: rows of a block; None where the file must say it.
+      sample_from_anchor: the first row of a block gives a draft.
+      markov_rank: of the bias that depends on the token before; 0 for no bias.
+      enable_confidence_head: there is one; None where tensors say it.
+    """
+
+    raw: JsonObject
+    layer: JsonObject
+    block_size: int | None = None
+    sample_from_anchor: bool = False
+    markov_rank: int = 0
+    enable_confidence_head: bool | None = None
+
+    @property
+    def eagle(self) -> JsonObject:
+        """The object in which EAGLE's files say what is read of the target."""
+        return self.raw.nested("eagle_config")
+
+    @property
+    def dflash(self) -> JsonObject:
+        """The object in which z-lab's files have their switches."""
+        return self.raw.nested("dflash_config")
+
+    def either(self, key: str) -> tuple[_Key, _Key]:
+        """Returns a key of the file, and the one of that name in z-lab's object."""
+        return (self.raw, key), (self.dflash, key)
+
+
+def speculators(raw: JsonObject) -> HeadLayout:
+    """Returns the layout of speculators, whose defaults are those of its classes."""
+    has_dspark_projector = _has_dspark_projector(raw)
+    is_dspark = raw[_SPECULATORS] == "dspark"
+    raw.needed("transformer_layer_config")
+    return HeadLayout(
+        raw=raw,
+        layer=raw.nested("transformer_layer_config"),
+        block_size=8,
+        sample_from_anchor=is_dspark or has_dspark_projector,
+        markov_rank=256 if is_dspark else 0,
+        enable_confidence_head=is_dspark,
+    )
+
+
+def eagle(raw: JsonObject) -> HeadLayout:
+    """Returns the layout of all other EAGLE-3 heads: EAGLE, AngelSlim, SpecForge, DeepSpec."""
+    return HeadLayout(raw=raw, layer=raw)
+
+
+def z_lab(raw: JsonObject) -> HeadLayout:
+    """Returns the layout of z-lab, in which SpecForge writes DSpark heads, too."""
+    return HeadLayout(raw=raw, layer=raw, sample_from_anchor=_has_dspark_projector(raw))
+
+
+def deep_spec(raw: JsonObject) -> HeadLayout:
+    """Returns the layout of DeepSpec, whose heads draft from the first row of a block on."""
+    return HeadLayout(raw=raw, layer=raw, sample_from_anchor=True)
+
+
+def _has_dspark_projector(raw: JsonObject) -> bool:
+    """Returns whether a file of SpecForge is of a DSpark head."""
+    return raw.nested("dflash_config").get("projector_type") == "dspark"
+
+
+_BLOCK_ARCHITECTURES = {"DFlashDraftModel": z_lab, "Qwen3DSparkModel": deep_spec}
+"""Layouts of heads that draft a block, by what a file that is not of speculators calls itself."""
+
+
+def _block_layout(raw: JsonObject) -> HeadLayout:
+    """Returns the layout of a head that drafts a block."""
+    raw.require_one_of(_SPECULATORS, "dflash", "dspark")
+    if raw.get(_SPECULATORS) is not None:
+        return speculators(raw)
+    names = raw.given("architectures", [])
+    known = [x for x in _BLOCK_ARCHITECTURES if isinstance(names, list) and x in names]
+    raw.require(len(known) == 1, "architectures", only(*_BLOCK_ARCHITECTURES))
+    return _BLOCK_ARCHITECTURES[known[0]](raw)
+
+
 def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig) -> Eagle3Config:
     """Returns an EAGLE-3 head's config, of what `config.json` says and which tensors are there.
 
     Raises:
       ValueError: they ask for something that is not computed, or do not fit the target.
     """
-    objects, absent = _opened(Eagle3Config, raw, target)
-    layers = _read_layers(objects["layer"], tensors, target)
+    raw.require_one_of(_SPECULATORS, "eagle3")
+    is_speculators = raw.get(_SPECULATORS) is not None
+    layout = speculators(raw) if is_speculators else eagle(raw)
+    _check_served(layout, target)
+    values = _read_layers(layout.layer, tensors, target)
     raw.require_one_of("parallel_drafting", False)  # heads of blocks draft so, whatever it says
     depth = len(target.layers)
     early_middle_late = tuple(sorted((2, depth // 2, depth - 3)))  # EAGLE's files do not say where
-    absent = absent | layers | {"feature_layers": early_middle_late}
-    values = _fields(Eagle3Config, objects, tensors, target, absent)
-    is_clear = raw.get(_SPECULATORS) is not None or values["fc_norm"]
+    values["feature_layers"] = _read_feature_layers(layout, depth, early_middle_late)
+    values |= _read_shared(layout, values["hidden_size"], tensors, target)
+    # Tensors say which norms there are where no key does.
+    names = tensors.stored.keys()
+    has_input_norm = "input_norm.weight" in names
+    has_fc_norm = bool({"fc_norm.0.weight", LEGACY_NORMS[0]} & names)
+    values["norm_before_fc"] = _read(has_input_norm, (raw, "norm_before_fc"))
+    values["fc_norm"] = _read(has_fc_norm, (raw, "fc_norm"))
+    values["norm_before_residual"] = _read(False, (raw, "norm_before_residual"))
+    values["norm_output"] = _read(False, (raw, "norm_output"))
+    is_clear = is_speculators or values["fc_norm"]
     if values["norm_output"] is True and not is_clear:
         # SpecForge may mean the norm before lm_head, which every head has. Only with norms of
         # chunks, or in the layout of speculators, norm(h) is to be fed back.
@@ -142,55 +176,30 @@ def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig)
 
 def read_block_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig) -> BlockHeadConfig:
     """Returns the config of a head that drafts a block, as `read_eagle3_config` does."""
-    objects, absent = _opened(BlockHeadConfig, raw, target)
+    layout = _block_layout(raw)
+    _check_served(layout, target)
     # A Llama has no layers that slide: `_sliding` reads which do.
-    own = _read_layers(objects["layer"], tensors, target, "layer_types", "use_sliding_window")
-    own |= _sliding(objects, own["layers"])
-    absent = absent | own | {"confidence_head_with_markov": None}
-    values = _fields(BlockHeadConfig, objects, tensors, target, absent)
-    if values["confidence_head_with_markov"] is None:
-        values["confidence_head_with_markov"] = values["markov_rank"] not in (None, 0)
-    if not values["enable_confidence_head"]:
-        values["confidence_head_with_markov"] = False
-    values["markov_rank"] = values["markov_rank"] or None  # speculators writes 0
+    values = _read_layers(layout.layer, tensors, target, "layer_types", "use_sliding_window")
+    values |= _sliding(layout, values["layers"])
+    values["feature_layers"] = _read_feature_layers(layout, len(target.layers), None)
+    values |= _read_shared(layout, values["hidden_size"], tensors, target)
+    values |= _read_block(layout, tensors)
     with errors_name(raw.where):
         return BlockHeadConfig(**values)
 
 
-def _opened(
-    kind: type[HeadConfig], raw: JsonObject, target: DecoderConfig
-) -> tuple[dict[str, JsonObject], dict[str, JsonValue]]:
-    """Returns objects by their names in `_PLACES`, and what absent keys mean in a file's layout."""
-    is_speculators = raw.get(_SPECULATORS) is not None
-    key = _SPECULATORS if is_speculators else "architectures"
-    layouts = _LAYOUTS[kind].get(key, {})
-    absent = {}
-    if layouts:
-        said = [raw[key]] if is_speculators else raw.given(key, [])
-        known = [name for name in layouts if isinstance(said, list) and name in said]
-        raw.require(len(known) == 1, key, only(*layouts))
-        absent = layouts[known[0]]
-        if raw.nested("dflash_config").get("projector_type") == "dspark":
-            absent = absent | {"sample_from_anchor": True}  # SpecForge
-    if is_speculators:
-        raw.needed("transformer_layer_config")
-    objects = {
-        "": raw,
-        "layer": raw.nested("transformer_layer_config") if is_speculators else raw,
-        "eagle_config": raw.nested("eagle_config"),
-        "dflash_config": raw.nested("dflash_config"),
-    }
-    sizes = {  # keys, in any object, whose value must be the target's
+def _check_served(layout: HeadLayout, target: DecoderConfig) -> None:
+    """Raises ValueError for a key, in any object, that is not served or not as in the target."""
+    sizes = {
         "vocab_size": ("vocab_size", target.vocab_size),
         "target_hidden_size": ("hidden_size", target.hidden_size),
         "num_target_layers": ("num_hidden_layers", len(target.layers)),
     }
-    for place in objects.values():
+    for place in (layout.raw, layout.layer, layout.eagle, layout.dflash):
         for key, served in _SERVED.items():
             place.require_one_of(key, *served)
         for key, (name, size) in sizes.items():
             place.require(place.given(key, size) == size, key, f"but the target's {name} is {size}")
-    return objects, absent
 
 
 def _read_layers(
@@ -221,58 +230,106 @@ def _read_layers(
     }
 
 
-def _fields(
-    kind: type[HeadConfig],
-    objects: dict[str, JsonObject],
-    tensors: Tensors,
-    target: DecoderConfig,
-    absent: dict[str, JsonValue],
+def _read_shared(
+    layout: HeadLayout, hidden_size: int, tensors: Tensors, target: DecoderConfig
 ) -> dict[str, JsonValue]:
-    """Returns what each field is, not checked: as keys say, or what it is where none does."""
+    """Returns the other fields that heads of all kinds have, not checked."""
+    raw = layout.raw
     names = tensors.stored.keys()
-    absent = {
+    draft_vocab_size = _read(target.vocab_size, (raw, "draft_vocab_size"))
+    # Rows of a list of ids are the head's own: if no file has them, copies of the target's.
+    is_listed = draft_vocab_size != target.vocab_size
+    has_own_rows = is_listed and hidden_size == target.hidden_size
+    return {
+        "draft_vocab_size": draft_vocab_size,
         "target_hidden_size": target.hidden_size,
-        "draft_vocab_size": target.vocab_size,
         "own_embedding": "embed_tokens.weight" in names,
-        "own_lm_head": "lm_head.weight" in names,
-        "norm_before_fc": "input_norm.weight" in names,
-        "fc_norm": bool({"fc_norm.0.weight", LEGACY_NORMS[0]} & names),
-        "enable_confidence_head": "confidence_head.proj.weight" in names,
-        **absent,
+        "own_lm_head": has_own_rows or "lm_head.weight" in names,
+        "logit_scale": _read(1.0, (layout.layer, "logit_scale"), (raw, "logit_scale")),
     }
-    values = {}
-    for field in dataclasses.fields(kind):
-        places = _PLACES.get(field.name, {field.name: None})
-        default = absent.get(field.name, field.default)
-        values[field.name] = _value(objects, places, default, len(target.layers))
-    is_listed = values["draft_vocab_size"] != target.vocab_size
-    if is_listed and values["hidden_size"] == target.hidden_size:
-        values["own_lm_head"] = True  # if no file has it, rows of the target's
-    return values
 
 
-def _value(
-    objects: dict[str, JsonObject],
-    places: dict[str, int | None],
-    default: JsonValue,
-    num_layers: int,
-) -> JsonValue:
-    """Returns what keys say of a field, or the default where none does."""
-    found: dict[str, JsonValue] = {}  # by what a message says of the place
-    for path, shift in places.items():
-        name, _, key = path.rpartition(".")
-        place = objects[name]
-        if place.get(key) in (None, []):
-            continue
-        says = f"{place.where} has {key} = {quoted(place[key])}"
-        if shift is None:
-            found[says] = place[key]
-        else:
-            found[says] = _layer_ids(place, key, shift, num_layers)
+def _read_block(layout: HeadLayout, tensors: Tensors) -> dict[str, JsonValue]:
+    """Returns what a block is, and what DSpark adds to it, not checked."""
+    raw = layout.raw
+    dflash = layout.dflash
+    # The block, whose first row is used by DSpark alone.
+    block_size = _read(layout.block_size, *layout.either("block_size"))
+    mask_token_id = _read(None, *layout.either("mask_token_id"))
+    sample_from_anchor = _read(
+        layout.sample_from_anchor,
+        (raw, "sample_from_anchor"),
+        (raw, "query_zero_predicts_next"),
+        (dflash, "sample_from_anchor"),
+        (dflash, "query_zero_predicts_next"),
+        *layout.either("shift_label"),
+    )
+    # What DSpark adds: a bias, and a confidence head, which looks at what the bias does by default.
+    markov_rank = _read(layout.markov_rank, *layout.either("markov_rank"))
+    has_confidence = layout.enable_confidence_head
+    if has_confidence is None:
+        has_confidence = "confidence_head.proj.weight" in tensors.stored
+    has_confidence = _read(
+        has_confidence, *layout.either("enable_confidence_head"), (dflash, "use_confidence_head")
+    )
+    with_markov = _read(markov_rank != 0, *layout.either("confidence_head_with_markov"))
+    return {
+        "block_size": block_size,
+        "mask_token_id": mask_token_id,
+        "sample_from_anchor": sample_from_anchor,
+        "markov_rank": markov_rank or None,
+        "enable_confidence_head": has_confidence,
+        "confidence_head_with_markov": with_markov if has_confidence else False,
+    }
+
+
+def _read_feature_layers(
+    layout: HeadLayout, num_layers: int, default: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Returns the layers before which features are read, or the default, as `_read` does."""
+    # What is added to ids: 1 where they count what is read after a layer, -1 for the embedding.
+    shifts = (
+        (layout.raw, "aux_hidden_state_layer_ids", 0),
+        (layout.raw, "target_layer_ids", 1),
+        (layout.dflash, "target_layer_ids", 1),
+        (layout.raw, "eagle_aux_hidden_state_layer_ids", 0),
+        (layout.eagle, "eagle_aux_hidden_state_layer_ids", 1),
+    )
+    found = {
+        _sentence(place, key): _layer_ids(place, key, shift, num_layers)
+        for place, key, shift in shifts
+        if _is_said(place, key)
+    }
+    return _agreed(found, default, [(place, key) for place, key, _ in shifts])
+
+
+def _read(default: JsonValue, *keys: _Key) -> JsonValue:
+    """Returns what keys say, or the default where none says anything; None where one must."""
+    found = {_sentence(place, key): place[key] for place, key in keys if _is_said(place, key)}
+    return _agreed(found, default, keys)
+
+
+def _is_said(place: JsonObject, key: str) -> bool:
+    """Returns whether a key says anything."""
+    return place.get(key) not in (None, [])
+
+
+def _sentence(place: JsonObject, key: str) -> str:
+    """Returns how a message begins about what a key says."""
+    return f"{place.where} has {key} = {quoted(place[key])}"
+
+
+def _agreed(found: dict[str, JsonValue], default: JsonValue, keys: Sequence[_Key]) -> JsonValue:
+    """Returns the value that was found, by sentences, at some of the keys, or the default.
+
+    Raises:
+      ValueError: two values contradict each other; or there is neither a value nor a default.
+    """
+    if not found and default is None:
+        (place, _), *_ = keys
+        names = dict.fromkeys(key for _, key in keys)
+        raise ValueError(f"{place.where} lacks {' or '.join(names)}.")
     if not found:
-        if default is dataclasses.MISSING:
-            keys = dict.fromkeys(path.rpartition(".")[2] for path in places)
-            raise ValueError(f"{objects[''].where} lacks {' or '.join(keys)}.")
         return default
     (first, value), *others = found.items()
     for says, other in others:
@@ -295,13 +352,15 @@ def _layer_ids(place: JsonObject, key: str, shift: int, num_layers: int) -> tupl
     return tuple(x + shift for x in in_order)
 
 
-def _sliding(objects: dict[str, JsonObject], layers: tuple[LayerSpec, ...]) -> dict[str, JsonValue]:
+def _sliding(layout: HeadLayout, layers: tuple[LayerSpec, ...]) -> dict[str, JsonValue]:
     """Returns the layers, with windows, and which rows see all of the block in those.
 
     Keys of several objects decide that together.
     """
     depth = len(layers)
-    raw, own, layer = (objects[name] for name in ("", "dflash_config", "layer"))
+    raw = layout.raw
+    own = layout.dflash
+    layer = layout.layer
     kinds = layer.given("layer_types", [])
     are_kinds = isinstance(kinds, list) and all(x in (SLIDING, FULL) for x in kinds)
     wanted = f"but it must be a list of {SLIDING!r} and {FULL!r}, one for each layer"
