@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -57,8 +56,10 @@ class Behind:
 
     def __init__(self) -> None:
         self._programs: dict[Hashable, Future[Compiled]] = {}
-        self._later: list[tuple[str, Callable[[], object]]] = []  # by what it is for
-        self._lock = threading.Lock()  # of `_later`
+        # What it is for, and a call that compiles. No lock: only the thread takes something away,
+        # and an interrupt of whoever asks could leave a lock taken.
+        self._later: list[tuple[str, Callable[[], object]]] = []
+        self._first: Collection[str] = ()
 
     @functools.cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -96,32 +97,29 @@ class Behind:
           calls: each after the kind of requests that it is for.
         """
         self._later = [*calls]
-        self._thread.submit(self._compile_next, self._thread)
+        self._thread.submit(self._compile_next, self._thread, self._later)
 
-    def _compile_next(self, thread: ThreadPoolExecutor) -> None:
-        """Makes the first of the calls, and lets the next come after what was asked for by then."""
-        with self._lock:
-            found = self._later[:1]
-        for _, call in found:
-            # Whoever needs what cannot be compiled calls it, and gets the error.
-            with contextlib.suppress(Exception):
-                call()
-        with self._lock:
-            self._later = [one for one in self._later if one not in found]
-            if self._later:
-                thread.submit(self._compile_next, thread)
+    def _compile_next(
+        self, thread: ThreadPoolExecutor, later: list[tuple[str, Callable[[], object]]]
+    ) -> None:
+        """Makes one of the calls, and lets the next come after what was asked for by then."""
+        # The first of what is to come first, else the first of all.
+        one = min(later, key=lambda one: one[0] not in self._first)
+        # Whoever needs what cannot be compiled calls it, and gets the error.
+        with contextlib.suppress(Exception):
+            one[1]()
+        later.remove(one)
+        if later and later is self._later:
+            thread.submit(self._compile_next, thread, later)
 
     @property
     def lacking(self) -> set[str]:
         """The kinds of which something is still to be compiled."""
-        with self._lock:
-            return {kind for kind, _ in self._later}
+        return {kind for kind, _ in [*self._later]}
 
     def put_first(self, kinds: Collection[str]) -> None:
         """Lets what is for some kinds be compiled before what is for others."""
-        with self._lock:
-            # The first of all is being compiled.
-            self._later[1:] = sorted(self._later[1:], key=lambda one: one[0] not in kinds)
+        self._first = kinds
 
     def wait(self) -> None:
         """Waits for all that was asked for."""
@@ -132,8 +130,7 @@ class Behind:
 
     def close(self) -> None:
         """Ends the thread, without waiting for what it compiles now; `get` starts another."""
-        with self._lock:
-            self._later = []
+        self._later = []
         self._programs = {name: one for name, one in self._programs.items() if one.done()}
         self._thread.shutdown(wait=False, cancel_futures=True)
         del self._thread
