@@ -22,6 +22,7 @@ from .suite import RATES
 K, NUM_TOP = 4, 5
 BIG = dict(num_requests=8, num_drafts=26, num_speculative_tokens=K)
 TIED = Layout(vocab=97, **BIG, dtype="bfloat16", kind="logits")  # many entries are equal
+GEMMA = Layout(vocab=262144, **BIG, has_active=True)
 FILTERED = dataclasses.replace(TIED, vocab_size=90, has_filters=True, has_bitmask=True)
 
 STATIC = "config", "num_top", "distribution", "thresholds", "vocab_size"
@@ -111,6 +112,7 @@ def compare(batch: Batch, function: Any, distribution: str, num_top: int = NUM_T
     [
         (Layout(vocab=5000, **BIG, vocab_size=4500, has_active=True, has_bonus=True), "processed"),
         pytest.param(TIED, "raw", marks=pytest.mark.slow),
+        pytest.param(GEMMA, "processed", marks=pytest.mark.long),
     ],
     ids=str,
 )
