@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 from jax_specdec import SpecDecodeConfig, lm
 from jax_specdec._src.base.arrays import either, require
@@ -21,6 +21,7 @@ SUFFIX_PREFIX = "suffix+"
 TREE_CANDIDATES = 64
 """Ids of each row of a block that a tree of a head with a Markov bias is chosen from."""
 
+_Head = TypeVar("_Head")
 Loaded = lm.formats.LoadedModel[lm.models.Llama]
 
 
@@ -152,32 +153,22 @@ def _read_draft_model(given: Given, directory: str) -> Load:
     return load
 
 
-def _read_eagle3(given: Given, directory: str) -> Load:
-    _check_is_there(directory)
+def _reads_head(
+    read: Callable[[str, Loaded], lm.formats.LoadedModel[_Head]],
+    drafter: Callable[[_Head], lm.Drafter],
+) -> Callable[[Given, str], Load]:
+    """Returns what reads a head from a directory, by `read`, and drafts with it by `drafter`."""
 
-    def load(target: Loaded) -> Draft:
-        head = lm.load_eagle3(directory, target)
-        return given.draft(lm.Eagle3Drafter(head.model), head.params)
+    def read_head(given: Given, directory: str) -> Load:
+        _check_is_there(directory)
 
-    return load
+        def load(target: Loaded) -> Draft:
+            head = read(directory, target)
+            return given.draft(drafter(head.model), head.params)
 
+        return load
 
-def _read_block(given: Given, directory: str) -> Load:
-    _check_is_there(directory)
-
-    def load(target: Loaded) -> Draft:
-        head = lm.load_block_head(directory, target)
-        return given.draft(lm.BlockDrafter(head.model), head.params)
-
-    return load
-
-
-def _read_gemma_assistant(given: Given, directory: str) -> Load:
-    def load(target: Loaded) -> Draft:
-        head = lm.load_gemma_assistant(directory, target)
-        return given.draft(lm.GemmaAssistantDrafter(head.model), head.params)
-
-    return load
+    return read_head
 
 
 def _check_is_there(directory: str) -> None:
@@ -221,9 +212,24 @@ _DIR = "DIR"
 _HEAD = "a head of the embedded target"
 DRAFTERS = (
     Kind(_DIR, "a checkpoint", _read_draft_model, for_embedded=False),
-    Kind(f"eagle3:{_DIR}", "an EAGLE-3 head", _read_eagle3, has_trees=True),
-    Kind(f"block:{_DIR}", "a DFlash or DSpark head", _read_block, has_trees=True),
-    Kind(f"gemma:{_DIR}", "a Gemma 4 assistant", _read_gemma_assistant, for_embedded=False),
+    Kind(
+        f"eagle3:{_DIR}",
+        "an EAGLE-3 head",
+        _reads_head(lm.load_eagle3, lm.Eagle3Drafter),
+        has_trees=True,
+    ),
+    Kind(
+        f"block:{_DIR}",
+        "a DFlash or DSpark head",
+        _reads_head(lm.load_block_head, lm.BlockDrafter),
+        has_trees=True,
+    ),
+    Kind(
+        f"gemma:{_DIR}",
+        "a Gemma 4 assistant",
+        _reads_head(lm.load_gemma_assistant, lm.GemmaAssistantDrafter),
+        for_embedded=False,
+    ),
     Kind("ngram", "a lookup in the text so far", _read_ngram, has_weights=False),
     Kind("suffix", "one with counts", _read_suffix, has_trees=True, has_weights=False),
     Kind("model", "the embedded draft model", _read_embedded_model, for_checkpoints=False),

@@ -235,6 +235,7 @@ def test_a_head_is_compared_by_value() -> None:
         ({"target_hidden_size": 20}, "target_hidden_size must be"),
         ({"layers": TARGET.layers[:2]}, "num_hidden_layers must be 1"),
         ({"norms": "around"}, "layers must have norms before their halves alone"),
+        ({"keys_of": 0}, "layers must have keys of their own"),
         ({"norm_output": 1}, "norm_output must be true or false"),
         ({"logit_scale": 0.0}, "logit_scale must be a positive number"),
     ],

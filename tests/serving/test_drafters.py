@@ -149,6 +149,7 @@ def test_what_is_no_drafter_is_refused_by_name(make, message):
         (dict(has_history=None), TypeError, "has_history must be a bool"),
         (dict(chunks="yes"), TypeError, "chunks must be a bool"),
         (dict(slots=1), TypeError, "slots must be a bool"),
+        (dict(reads_target_cache=True), ValueError, "slots must be true with reads_target_cache"),
     ],
 )
 def test_what_no_drafter_can_declare_is_refused(declared, error, message):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from jax_specdec._src.base.arrays import argument_of, check_int, either, renamed, require
 from jax_specdec._src.base.config import SpecDecodeConfig, did_you_mean
@@ -33,7 +33,10 @@ from jax_specdec.lm.drafters import (
     proposes_trees,
 )
 
-_Made = TypeVar("_Made")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_Made = TypeVar("_Made", bound="DataclassInstance")
 _OF_A_REQUEST = (*(one.name for one in FLAGS), "max_drafts")
 Given = dict[str, Any]
 """What a command line gave, by the names of options; then the fields of its command."""
@@ -240,8 +243,7 @@ def _config(given: Given, k: int) -> SpecDecodeConfig:
 
 def _made(cls: type[_Made], given: Given) -> _Made:
     """Returns an object of those of its fields that were given; errors name options."""
-    fields: Iterable[dataclasses.Field[Any]] = dataclasses.fields(cls)  # type: ignore[arg-type]
-    names = [field.name for field in fields if field.name in given]
+    names = [field.name for field in dataclasses.fields(cls) if field.name in given]
     try:
         return cls(**{name: given[name] for name in names})
     except ValueError as error:

@@ -83,12 +83,14 @@ class Behind:
             make = functools.partial(Compiled.of, program, first, *shapes_of(args), **static)
             self._programs[name] = self._thread.submit(make)
         found = self._programs[name]
-        error = found.exception() if found.done() else None
-        if error is not None:
-            self._programs[name] = Future()  # which is never done
-            warnings.warn(f"{name} cannot be compiled: {error}", stacklevel=2)
+        if not found.done():
             return None
-        return found.result() if found.done() else None
+        error = found.exception()
+        if error is None:
+            return found.result()
+        self._programs[name] = Future()  # which is never done
+        warnings.warn(f"{name} cannot be compiled: {error}", stacklevel=2)
+        return None
 
     def compile_later(self, calls: Iterable[tuple[str, Callable[[], object]]]) -> None:
         """Makes calls that compile, one after another, each after all that `get` has asked for.

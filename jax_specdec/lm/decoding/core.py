@@ -299,9 +299,7 @@ class Decoder:
             most_unread=self.num_drafts + 1,
         )
         if self.drafter.serves.reads_target_cache:
-            context = dataclasses.replace(
-                context, target_cache=state.target_cache, target_slots=slots
-            )
+            context = dataclasses.replace(context, target_cache=state.target_cache)
         proposal, draft_cache = self._propose(draft_params, context, state, slots)
         most = self._most_drafts(batch)
         # [B, K]: drafts past a request's own limit become none

@@ -624,7 +624,7 @@ class EngineDriver:
             if self._device.ahead and not self._host.updates:
                 self._read_step()
         host = self._host
-        if not (host.updates or host.slots) and self._waiting:
+        if self._lacking and self._waiting and not (host.updates or host.slots):
             time.sleep(_PAUSE)  # until a program is compiled
         try:
             reasons = [update.finish_reason for update in host.updates]

@@ -30,7 +30,6 @@ from jax_specdec.lm.models.protocol import Cache, Params, Rows
     features="[B, S, A*H]",
     num_features="[B] int32",
     slots="[B] int32",
-    target_slots="[B] int32",
     predictions="[B, A] int32",
     prompt_lengths="[B] int32",
 )
@@ -62,8 +61,6 @@ class DraftContext:
       target_cache: the target's cache, to be read and not returned; None unless the drafter's
         `reads_target_cache` asks for it. It holds the tokens before the newest one; what lies at
         later positions, such as of rejected drafts, is undefined.
-      target_slots: ``[B]`` int32, the requests of `target_cache` that these are; None for all, in
-        their order.
       predictions: ``[B, A]`` int32, what each request expects to be generated, then -1; None where
         nobody expects anything. See `RequestOptions`.
       prompt_lengths: ``[B]`` int32, where in each sequence the generated tokens begin; None if that
@@ -71,8 +68,9 @@ class DraftContext:
       most_unread: static, the most tokens that a sequence may have got since the last call; None
         for K + 1. They need not be what the drafter proposed: a lookup beside it or a grammar may
         have drafted them.
-      slots: ``[B]`` int32, the requests of the drafter's cache that these are, as `Rows` has them;
-        None for all, in their order. Only for a drafter that `serves` slots.
+      slots: ``[B]`` int32, the requests of the drafter's cache, and of `target_cache`, that these
+        are, as `Rows` has them; None for all, in their order. Only for a drafter that `serves`
+        slots.
 
     Example: see `NGramDrafter`.
     """
@@ -88,7 +86,6 @@ class DraftContext:
     features: jax.Array | None = None
     num_features: jax.Array | None = None
     target_cache: Cache | None = None
-    target_slots: jax.Array | None = None
     predictions: jax.Array | None = None
     prompt_lengths: jax.Array | None = None
     most_unread: int | None = dataclasses.field(default=None, metadata=dict(static=True))
@@ -194,7 +191,8 @@ class DrafterServes:
     Attributes:
       feature_layers: the target's layers whose features it reads, as `Wants` has them; none for
         most drafters, and then nothing is computed.
-      reads_target_cache: it reads `DraftContext.target_cache`, and so knows the target's class.
+      reads_target_cache: it reads `DraftContext.target_cache`, and so knows the target's class; it
+        then serves `slots`.
       tree_depth: the most drafts of a path through the trees that it proposes, which then have
         `parents`; 0 for chains. Trees are verified by the agreement rule, for models that run them.
       may_abstain: it often proposes nothing. On CPUs, `generate` of one request, and an `Engine`
@@ -250,6 +248,8 @@ class DrafterServes:
         switches = ("reads_target_cache", "may_abstain", "has_history", "predictions")
         for name in (*switches, "chunks", "slots"):
             check_type(f"serves.{name}", getattr(self, name), bool)
+        must = "be true with reads_target_cache, whose requests it has to find"
+        require(self.slots or not self.reads_target_cache, "serves.slots", must, self.slots)
 
 
 class Drafter(abc.ABC):

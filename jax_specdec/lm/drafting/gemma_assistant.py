@@ -84,7 +84,7 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
         state = self.head.first_states(params, last)
 
         def forward(state: jax.Array, token: jax.Array, offset: jax.Array) -> tuple[Row, jax.Array]:
-            rows = Rows(token[:, None], newest, context.target_slots)
+            rows = Rows(token[:, None], newest, context.slots)
             found = self.head.apply(params, state, rows, context.target_cache)
             # [B, 1, C] -> [B, C]: of an ordered head, known with the row
             ids = None if found.ids is None else found.ids[:, 0]

@@ -39,6 +39,7 @@ from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, he
 from jax_specdec.lm.models.int8 import Int8Weight, matmul
 from jax_specdec.lm.models.layers import (
     LayerAttend,
+    OwnHeads,
     Weights,
     decoder_layer,
     embed_tokens,
@@ -244,6 +245,7 @@ class BlockHead(DraftHead):
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
             # Features are only attended to: their query is not read.
             _, key, value = rotated_heads(spec, layer, rows, cos_sin[index])
+            assert key is not None and value is not None  # a head has layers of its own
             pairs.append((key, value))
         return pairs
 
@@ -319,7 +321,7 @@ class BlockHead(DraftHead):
         step = Pass.of([block], cache, config.layers)
         new_cache = list(cache)
 
-        def attend(index: int, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
             spec = config.layers[index]
             read, new_cache[index] = step.attend(
                 spec, query, key, value, cache[index], config.visible(spec)

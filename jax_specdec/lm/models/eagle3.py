@@ -26,6 +26,7 @@ from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, he
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     Attend,
+    OwnHeads,
     Weights,
     embed_tokens,
     feed_forward,
@@ -224,7 +225,7 @@ class Eagle3Head(DraftHead):
         sizes = {"B": batch_size, "S": length, "H": c.hidden_size}
         check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
 
-        def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        def attend(query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
             nonlocal layer
             read, layer = step.attend(spec, query, key, value, layer)
             return read

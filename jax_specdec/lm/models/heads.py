@@ -29,6 +29,8 @@ class HeadConfig(LayersConfig):
         super().__post_init__()
         are_before = all(spec.norms == "before" for spec in self.layers)
         require(are_before, "layers", "have norms before their halves alone", self.layers)
+        have_keys = all(spec.keys_of is None for spec in self.layers)
+        require(have_keys, "layers", "have keys of their own", self.layers)
         ids = self.feature_layers
         are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
         ascend = are_ids and ids and list(ids) == sorted({*ids})

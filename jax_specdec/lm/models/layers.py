@@ -24,7 +24,7 @@ LayerWeights = dict[str, Any]
 Weights = dict[str, Any]
 """The params of a decoder or head: arrays, and the weights of its layers; see `param_shapes`."""
 
-OwnHeads = Any
+OwnHeads = jax.Array | None
 """Keys or values of the new tokens, an array; None where a layer reads those of another."""
 
 Attend = Callable[[jax.Array, OwnHeads, OwnHeads], jax.Array]
