@@ -754,6 +754,12 @@ def decode_attention(
       depth: ``[B, S]``, or None.
       softcap: c tanh(x / c) stands for each score x; None for the scores.
       scale: None for 1 / sqrt(D).
+
+    Example:
+      >>> query, keys = np.ones((1, 1, 1, 2)), np.zeros((1, 2, 4))
+      >>> values = np.arange(4.0)[None, :, None] * np.ones((1, 1, 2))  # position t holds t
+      >>> decode_attention(query, keys, values, [1])[0, 0, 0].tolist()  # the mean of 0 and 1
+      [0.5, 0.5]
     """
     # [B, S, N, D], [B * Nkv, D, T] and [B * Nkv, T, D]
     q, k, v = (np.asarray(x, np.float64) for x in (query, keys, values))

@@ -82,6 +82,7 @@ class Behind:
         if name not in self._programs:
             make = functools.partial(Compiled.of, program, first, *shapes_of(args), **static)
             self._programs[name] = self._thread.submit(make)
+            return None
         found = self._programs[name]
         if not found.done():
             return None
