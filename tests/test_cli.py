@@ -461,6 +461,7 @@ def test_a_pipe_is_read_where_no_prompt_is_given(stdin: io.BytesIO) -> None:
         (["x", "--draft=ngram", "--prediction=-"], b"\n", "the prediction must not be empty, but"),
         (["-", "--prediction=-"], b"a", "standard input (-) can be read once, but is asked for tw"),
         (["x", "--prediction=-"], b"a", "--draft must look in texts for --prediction, as ngram, s"),
+        (["x", "--draft=none", "--prediction=-"], b"a", "--draft must look in texts for --predic"),
         (["--prompt-file", "a\0b"], b"", "cannot be read: embedded null byte"),
     ],
     ids=str,

@@ -1,6 +1,7 @@
 """The command line on Hugging Face checkpoints; mistakes in one: `test_huggingface`."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,20 @@ def test_what_was_added_to_one_tokenizer_is_not_drafted(tmp_path: Path, longer: 
     options = parse(["serve", "--target", paths[0], "--draft", paths[1]], "0")
     model = load_served(options).drafters[paths[1]].drafter.model
     assert (model.vocab_size, model.config.num_token_ids) == (288, 283)
+
+
+def test_weights_are_in_32_bits_where_the_cpu_has_no_product_in_16(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = sys.modules[load_served.__module__]
+    target = ["--target", str(CHECKPOINTS / "gemma3")]  # stored in bfloat16
+    for converts in (True, False):
+        monkeypatch.setattr(module, "_CONVERTS_16_BITS", converts)
+        for own in ([], ["--dtype", "bfloat16"]):
+            model = load_served(parse(["serve", *target, *own], "0")).target.model
+            is_changed = converts and not own
+            assert model.dtype == ("float32" if is_changed else "bfloat16")
+            assert capsys.readouterr().err.startswith("Weights are held in f") == is_changed
 
 
 def test_a_prompt_that_the_target_cannot_read_is_refused(

@@ -12,10 +12,13 @@ from jax_specdec._src.base.arrays import renamed, require
 from jax_specdec.lm import terminal
 from jax_specdec.lm.cli.options import DEFAULT_MAX_NEW_TOKENS, Decoding, Options, Serve
 from jax_specdec.lm.cli.prompts import InputError, read_file
-from jax_specdec.lm.drafters import SUFFIX_PREFIX
+from jax_specdec.lm.drafters import NO_DRAFTS, SUFFIX_PREFIX
 from jax_specdec.lm.formats.config_json import CONFIG_FILE
 from jax_specdec.lm.loading import Models, TargetText, load_models, read_target_text
 from jax_specdec.lm.models.fields import shown
+
+_CONVERTS_16_BITS = jax.__version_info__ < (0, 11)
+"""Whether XLA for CPUs has no product in 16 bits: it then converts all weights in every pass."""
 
 
 def load(
@@ -37,7 +40,8 @@ def load(
             prediction = text.encode(expected, add_special_tokens=False)
         models = _load(options, text)
         for name, draft in models.drafters.items():
-            is_used = prediction is None or draft.drafter.serves.predictions
+            looks = draft.drafter.serves.predictions and name != NO_DRAFTS
+            is_used = prediction is None or looks
             must = "look in texts for --prediction, as ngram, suffix and suffix+ do"
             require(is_used, "--draft", must, name)
         return models, token_ids, prediction, budget
@@ -68,10 +72,16 @@ def _load(options: Options, text: TargetText, *, history: int = 0) -> Models:
     on_cpu = jax.default_backend() == "cpu"
     if on_cpu and (options.weights or options.draft_weights):
         terminal.log("Weights are not held in int8, which is slower on a CPU.")
+    dtype = options.dtype
+    if on_cpu and text.tokenizer is not None and dtype is None and _CONVERTS_16_BITS:
+        dtype = "float32"
+        terminal.log(
+            "Weights are held in float32: in 16 bits this JAX takes ten times as long on a CPU."
+        )
     models = load_models(
         text,
         options.drafters,
-        dtype=options.dtype,
+        dtype=dtype,
         weights=None if on_cpu else options.weights,
         draft_weights=None if on_cpu else options.draft_weights,
         history=history,

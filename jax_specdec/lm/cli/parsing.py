@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from jax_specdec._src.base.arrays import argument_of, check_int, either, renamed, require
 from jax_specdec._src.base.config import SpecDecodeConfig, did_you_mean
@@ -33,10 +33,14 @@ from jax_specdec.lm.drafters import (
     proposes_trees,
 )
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-_Made = TypeVar("_Made", bound="DataclassInstance")
+class _HasFields(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+_Made = TypeVar("_Made", bound=_HasFields)
 _OF_A_REQUEST = (*(one.name for one in FLAGS), "max_drafts")
 Given = dict[str, Any]
 """What a command line gave, by the names of options; then the fields of its command."""
