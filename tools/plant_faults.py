@@ -1211,7 +1211,7 @@ def _(right, directory, has_prefix):
     "models/test_tree_pass.py",
 )
 def _(right, rows, window):
-    return rows.visible, None
+    return rows.tree_mask, None
 
 
 @fault(

@@ -65,14 +65,17 @@ SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}
     "fields, changes",
     [
         ({}, {}),
-        ({"feature_layers": (0, 8)}, {}),  # the embedding's output, and what leaves the last layer
+        (
+            {"aux_hidden_state_layers": (0, 8)},
+            {},
+        ),  # the embedding's output, and what leaves the last layer
         ({"tie_word_embeddings": True}, {}),
         (
-            {**WINDOW, "sliding_window_non_causal": True, "feature_layers": (2, 6)},
+            {**WINDOW, "sliding_window_non_causal": True, "aux_hidden_state_layers": (2, 6)},
             {"dflash_config": SWA | {"target_layer_ids": [1, 5]}},
         ),
         (  # the window of z-lab's switch counts, not that of the layers
-            {**WINDOW, "sliding_window_non_causal": True, "feature_layers": (2, 6)},
+            {**WINDOW, "sliding_window_non_causal": True, "aux_hidden_state_layers": (2, 6)},
             {"dflash_config": SWA | {"target_layer_ids": [1, 5]}, "sliding_window": 9},
         ),
         (
@@ -151,7 +154,7 @@ def test_defaults_are_those_of_each_layout(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["sample_from_anchor", "query_zero_predicts_next", "shift_label"])
 def test_the_first_row_of_a_block_is_read_wherever_it_is_said(key: str, tmp_path: Path) -> None:
-    directory, target, _ = write_block(tmp_path, feature_layers=(2, 6))
+    directory, target, _ = write_block(tmp_path, aux_hidden_state_layers=(2, 6))
     own = {"mask_token_id": 39, "target_layer_ids": [1, 5]}
     as_zlab(directory, dflash_config=own)
     for changes in ({key: True}, {"dflash_config": own | {key: True}}):

@@ -114,7 +114,7 @@ def test_rows_of_another_width_are_not_the_targets(tmp_path: Path) -> None:
     ["plain", "list of ids", "Qwen3", "biases", "norm before fc", "norms of chunks"],
 )
 def test_the_layout_of_eagle_is_read(option: str, tmp_path: Path) -> None:
-    default = {"feature_layers": (2, 4, 5)}  # of 8 layers
+    default = {"aux_hidden_state_layers": (2, 4, 5)}  # of 8 layers
     written = write_eagle3(tmp_path, **default | OPTIONS[option])
     as_eagle(tmp_path, norm_before_residual=..., fc_norm=..., attention_bias=...)
     assert_read(lm.load_eagle3, written)
@@ -171,7 +171,7 @@ def test_layer_ids_have_three_numberings(
 ) -> None:
     directory, target, _ = write_eagle3(tmp_path)
     edit_json(directory / FILE, **changes)
-    assert lm.load_eagle3(directory, target).model.feature_layers == layers
+    assert lm.load_eagle3(directory, target).model.aux_hidden_state_layers == layers
 
 
 def test_the_layout_of_deepspec_is_read(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_the_layout_of_deepspec_is_read(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = rng.normal(size=(40, 16)).astype(np.float32)
     safetensors.numpy.save_file(tensors, directory / WEIGHTS)
     model, params = lm.load_eagle3(directory, target)
-    assert model.feature_layers == (1, 2, 4) and model.vocab_size == 40
+    assert model.aux_hidden_state_layers == (1, 2, 4) and model.vocab_size == 40
     assert "target_ids" not in params
     np.testing.assert_array_equal(params["lm_head"].T, tensors["lm_head.weight"])
     np.testing.assert_array_equal(params["embed_tokens"], tensors["embed_tokens.weight"])
@@ -219,5 +219,5 @@ def test_whole_numbers_are_floats_however_large_they_are(tmp_path: Path) -> None
 def test_default_layers_that_coincide_are_named(tmp_path: Path) -> None:
     _, _, (head, _) = write_eagle3(tmp_path)
     edit_json(tmp_path / FILE, **{IDS: ...})
-    says = r"feature_layers must be different layer ids .* \(1, 2, 2\)"
+    says = r"aux_hidden_state_layers must be different layer ids .* \(1, 2, 2\)"
     assert_refused(lm.load_eagle3, tmp_path, target_for(head.config, num_layers=4), says)

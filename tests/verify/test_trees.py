@@ -421,12 +421,12 @@ def test_rows_of_trees_are_those_of_the_ancestors():
     for k in (1, 7, 63):
         parents = np.stack([[rng.integers(0, j + 1) for j in range(k)] for _ in range(5)])
         rows = jax.device_get(jax.jit(sd.TreeRows.of)(np.int32(parents)))
-        for own, depth, visible in zip(parents, rows.depth, rows.visible, strict=True):
+        for own, depth, tree_mask in zip(parents, rows.depth, rows.tree_mask, strict=True):
             lines = [{0}]
             for node, parent in enumerate(own, 1):
                 lines.append({*lines[parent], node})
             assert depth.tolist() == [len(line) - 1 for line in lines]
-            words = [int(low) | int(high) << 32 for low, high in visible]
+            words = [int(low) | int(high) << 32 for low, high in tree_mask]
             assert words == [sum(1 << node for node in line) for line in lines]
 
 

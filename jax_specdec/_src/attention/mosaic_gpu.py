@@ -67,7 +67,7 @@ class Shape(NamedTuple):
     room: int  # T
     bounds: tuple[int, ...]  # first tiles of the splits, and the end of the last
     static: AttentionStatic
-    has_words: bool  # whether `visible` is given
+    has_words: bool  # whether `tree_mask` is given
     page: int | None  # positions of a page, or T; None where keys are [B * Nkv, D, T]
     num_pages: int  # of the pool, or slots of the cache
 
@@ -152,7 +152,7 @@ def attend(
         room=room,
         bounds=bounds,
         static=static,
-        has_words=arrays.visible is not None,
+        has_words=arrays.tree_mask is not None,
         page=page,
         num_pages=num_pages,
     )
@@ -161,7 +161,7 @@ def attend(
     query = query.reshape(heads, rows, head_dim)
     query = jnp.pad(query, ((0, 0), (0, padded - rows), (0, 0))).reshape(-1, head_dim)
     query = jnp.pad(query, ((0, max(0, ROWS - query.shape[0])), (0, 0)))
-    words = _words_of_rows(arrays.visible, shape)
+    words = _words_of_rows(arrays.tree_mask, shape)
     # [B * Nkv, splits, padded, D], and [B * Nkv, splits, row_blocks * 64] twice.
     with jax.enable_x64(False):
         found, largest, total = _launch(shape, keys.dtype, heads, interpret)(
@@ -209,12 +209,12 @@ def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
+def _words_of_rows(tree_mask: jax.Array | None, shape: Shape) -> Any:
     """Returns ``[B, 2, row_blocks * 64]`` int32, the words of each row; one of each for a chain."""
-    if visible is None:
+    if tree_mask is None:
         # NumPy's zeros are constants of the program, those of JAX would be a launch.
         return np.zeros((1, 2, ROWS), np.int32)
-    words = lax.bitcast_convert_type(visible, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
+    words = lax.bitcast_convert_type(tree_mask, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
     # A row of a product for each query head of a new row: [B, 2, S * group], padded to blocks.
     words = jnp.repeat(words, shape.group, axis=2)
     rest = shape.row_blocks * ROWS - words.shape[2]

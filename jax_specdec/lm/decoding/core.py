@@ -150,7 +150,7 @@ class Decoder:
           TypeError: the drafter reads features, and `params` is None.
         """
         features = None
-        if self.drafter.serves.feature_layers:
+        if self.drafter.serves.aux_hidden_state_layers:
             if params is None:
                 raise TypeError(
                     "params must be the target's weights, because the drafter reads features, but "
@@ -211,7 +211,7 @@ class Decoder:
           cache: of all slots, of `max_length` positions each.
           max_length: L.
         """
-        wants = Wants(self.drafter.serves.feature_layers)
+        wants = Wants(self.drafter.serves.aux_hidden_state_layers)
         return apply_groups(self.model, params, groups, cache, wants, max_length)
 
     def draft_prompts(

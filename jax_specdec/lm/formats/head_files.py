@@ -168,11 +168,11 @@ def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[Names]:
         elsewhere.add("lm_head")
     own = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
     if "fc_norm" in own:
-        count = len(c.feature_layers)
+        count = len(c.aux_hidden_state_layers)
         is_legacy = count == len(LEGACY_NORMS) and LEGACY_NORMS[0] in stored
         usual = [f"fc_norm.{index}.weight" for index in range(count)]
         own["fc_norm"] = list(LEGACY_NORMS) if is_legacy else usual
-    names = [Names(own, {"fc_norm": [c.target_hidden_size] * len(c.feature_layers)})]
+    names = [Names(own, {"fc_norm": [c.target_hidden_size] * len(c.aux_hidden_state_layers)})]
     _, *layers = parts(shapes)
     for index, (spec, arrays) in enumerate(zip(c.layers, layers, strict=True)):
         prefix = layer_prefix(stored) if index == 0 else f"layers.{index}"

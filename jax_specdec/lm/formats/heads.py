@@ -54,7 +54,7 @@ def load_eagle3(directory: str | Path, target: LoadedModel[Llama]) -> LoadedMode
       >>> target, _ = lm.load_embedded_pair()
       >>> config = target.model.config
       >>> head = lm.models.Eagle3Head(lm.models.Eagle3Config.of_target(
-      ...     config, layers=config.layers[:1], feature_layers=(2, 4, 5)))
+      ...     config, layers=config.layers[:1], aux_hidden_state_layers=(2, 4, 5)))
       >>> params = head.init_params(jax.random.key(0), target.params)
       >>> with tempfile.TemporaryDirectory() as directory:
       ...     lm.formats.save_eagle3(directory, head, params)
@@ -98,7 +98,7 @@ def load_block_head(directory: str | Path, target: LoadedModel[Llama]) -> Loaded
       >>> target, _ = lm.load_embedded_pair()
       >>> config = target.model.config
       >>> head = lm.BlockHead(lm.BlockHeadConfig.of_target(
-      ...     config, layers=config.layers[:1], feature_layers=(2, 4, 5), block_size=6,
+      ...     config, layers=config.layers[:1], aux_hidden_state_layers=(2, 4, 5), block_size=6,
       ...     mask_token_id=255))
       >>> params = head.init_params(jax.random.key(0), target.params)
       >>> with tempfile.TemporaryDirectory() as directory:
@@ -149,7 +149,7 @@ def save_eagle3(
     said: dict[str, JsonValue] = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        "eagle_aux_hidden_state_layer_ids": list(c.feature_layers),
+        "eagle_aux_hidden_state_layer_ids": list(c.aux_hidden_state_layers),
         "norm_before_residual": c.norm_before_residual,
         "norm_before_fc": c.norm_before_fc,
         "fc_norm": c.fc_norm,
@@ -190,7 +190,7 @@ def save_block_head(
     said: dict[str, JsonValue] = {
         "architectures": ["DSparkDraftModel" if is_dspark else "DFlashDraftModel"],
         "speculators_model_type": "dspark" if is_dspark else "dflash",
-        "aux_hidden_state_layer_ids": list(c.feature_layers),
+        "aux_hidden_state_layer_ids": list(c.aux_hidden_state_layers),
         "block_size": c.block_size,
         "mask_token_id": c.mask_token_id,
         "sample_from_anchor": c.sample_from_anchor,
