@@ -333,8 +333,8 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
     AttributeError: {
         "module 'jax_specdec.lm' has no attribute 'load_model'; load_huggingface reads a "
         "checkpoint, load_embedded_pair the models of the package": lambda: lm.load_model("name"),
-        "module 'jax_specdec.lm' has no attribute 'load_eagle'; did you mean 'load_eagle3'?": (
-            lambda: lm.load_eagle
+        "module 'jax_specdec.lm' has no attribute 'load_heads'; did you mean 'load_head'?": (
+            lambda: lm.load_heads
         ),
         "has no attribute 'SamplingParams'; RequestOptions is what one request asks for": (
             lambda: lm.SamplingParams

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +32,17 @@ def test_configs_and_parameters_are_made_of_numbers_and_lists() -> None:
     sd.SamplingParams(np.float32(0.7), top_k=np.int32(5))
     sd.SamplingParams(jnp.ones(1))
     sd.SamplingParams("warm")  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_a_head_is_of_the_class_that_is_asked_for(tmp_path: Path) -> None:
+    target, _ = lm.load_embedded_pair()
+    head = lm.load_embedded_head(target)
+    lm.formats.save_eagle3(tmp_path, *head)
+    lm.Eagle3Drafter(lm.load_head(tmp_path, target, lm.models.Eagle3Head).model)
+    any_head = lm.load_head(tmp_path, target).model
+    assert isinstance(any_head, lm.models.Eagle3Head)
+    lm.Eagle3Drafter(any_head)
 
 
 def test_drafts_are_made_of_lists() -> None:

@@ -329,7 +329,7 @@ def train(
     if args.init is None:
         params = first_params(head, init_key)
     else:
-        loaded = lm.load_block_head(args.init, lm.formats.LoadedModel(*target)).params
+        loaded = lm.load_head(args.init, lm.formats.LoadedModel(*target), lm.BlockHead).params
         own = {x: y for x, y in loaded.items() if x not in ("embed_tokens", "lm_head")}
         params = jax.tree.map(lambda x: x.astype(jnp.float32), own)
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)

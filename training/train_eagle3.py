@@ -456,7 +456,8 @@ def train(
     if args.init is None:
         first = dataclasses.replace(head, dtype=jnp.float32).init_params(init_key)
     else:
-        first = lm.load_eagle3(args.init, lm.formats.LoadedModel(*target)).params
+        of_target = lm.formats.LoadedModel(*target)
+        first = lm.load_head(args.init, of_target, lm.models.Eagle3Head).params
     params = {name: x for name, x in first.items() if name not in FROZEN}
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)

@@ -134,7 +134,7 @@ def test_a_head_that_stores_the_output_matrix_shares_it_in_int8(tmp_path: Path) 
     ):
         lean = lm.models.quantize(own)
         for target in (own, lean):
-            found = lm.load_eagle3(tmp_path, LoadedModel(model, target))
+            found = lm.load_head(tmp_path, LoadedModel(model, target))
             assert found.model.config.own_lm_head == (own is not params)
             assert (found.params["lm_head"] is target["lm_head"]) == (own is params)
             in_int8 = lm.models.quantize(found.params)["lm_head"]

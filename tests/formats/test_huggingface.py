@@ -289,7 +289,7 @@ def test_no_more_than_one_matrix_is_held_beside_those_in_int8(
     for what in ("target", "target in int8", "head"):
         held.clear()
         if what == "head":
-            loaded: Any = lm.load_block_head(tmp_path / "head", target)
+            loaded: Any = lm.load_head(tmp_path / "head", target)
         else:
             weights: Any = "int8" if "int8" in what else None
             loaded = lm.load_huggingface(tmp_path / "target", weights=weights)

@@ -139,7 +139,7 @@ def tiny_target(expected: Any) -> lm.formats.LoadedModel:
 def test_a_block_is_that_of_speculators(name: str) -> None:
     with np.load(SPECULATORS / name / "expected.npz") as arrays:
         expected = {key: arrays[key] for key in arrays}
-    head, params = lm.load_block_head(SPECULATORS / name, tiny_target(expected))
+    head, params = lm.load_head(SPECULATORS / name, tiny_target(expected))
     assert head.config.sample_from_anchor == (name == "dspark")
     tokens, anchors = expected["tokens"].astype(np.int32), expected["anchors"].astype(np.int32)
     features = np.repeat(expected["features"][None], len(anchors), axis=0)

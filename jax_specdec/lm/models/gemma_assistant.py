@@ -122,7 +122,7 @@ class AssistantOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GemmaAssistantHead:
-    """An assistant of Gemma 4; see `load_gemma_assistant`. It has no cache.
+    """An assistant of Gemma 4; see `load_head`. It has no cache.
 
     Attributes:
       config: the sizes.
