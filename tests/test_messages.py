@@ -69,7 +69,7 @@ def rejection_sample(logits: Any = None, drafts: Any = DENSE, **changes: Any) ->
 def validate(drafts: Any, logits: Any = None, **changes: Any) -> None:
     given: dict[str, Any] = {"sampling": sd.SamplingParams(0.8), "config": CONFIG}
     logits = zeros((B * (K + 1), V)) if logits is None else logits
-    sd.validate(logits, drafts, **(given | changes))
+    sd.testing.validate(logits, drafts, **(given | changes))
 
 
 def engine(model: Any = None, drafter: Any = None, config: Any = CONFIG) -> lm.Engine:
@@ -120,7 +120,7 @@ def retokenize(tokenizer: Any = None, vocab_size: int = 288) -> Any:
 
 def stats(kept: Any) -> sd.AcceptanceStats:
     ids = np.zeros((1, K + 1), np.int32)
-    return sd.AcceptanceStats.from_steps(sd.StepRecord(ids, kept, kept, kept, kept))
+    return sd.AcceptanceStats.from_steps(lm.StepRecord(ids, kept, kept, kept, kept))
 
 
 Call = Callable[[], Any]

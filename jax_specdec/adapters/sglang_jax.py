@@ -76,7 +76,7 @@ def verify_chains(
 ) -> ChainVerification:
     """Verifies chains; replaces both the greedy and the sampled verification of a chain.
 
-    Greedy and sampled requests may be mixed. Penalties go first, with `apply_penalties`.
+    Greedy and sampled requests may be mixed. Penalties go first, with `process_logits`.
 
     Args:
       target_logits: ``[bs*n, V]``, n rows for each request.

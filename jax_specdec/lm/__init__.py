@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax_specdec
 from jax_specdec._src.base.config import did_you_mean
+from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm import formats, models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
@@ -71,6 +72,7 @@ __all__ = [
     "RetokenizingDrafter",
     "ServingStats",
     "StepCosts",
+    "StepRecord",
     "SuffixDrafter",
     "TextStream",
     "Tokenizer",

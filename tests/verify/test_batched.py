@@ -181,9 +181,9 @@ EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (LOGITS,),
     ),
-    "apply_penalties": (
-        lambda rows, penalties: sd.apply_penalties(rows, DRAFTS, penalties, config=CONFIG),
-        (ROWS, PENALTIES),
+    "process_logits": (
+        lambda rows, processors: sd.process_logits(rows, DRAFTS, processors, config=CONFIG),
+        (ROWS, sd.LogitsProcessors(penalties=PENALTIES)),
     ),
     "token_logprobs": (
         lambda rows, output: sd.token_logprobs(

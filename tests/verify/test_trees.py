@@ -466,11 +466,13 @@ def test_validate_says_what_is_wrong_with_a_tree(parents, ids, message):
     given: Any = dict(sampling=sd.SamplingParams(jnp.ones(1)), config=config)
     drafts = sd.Drafts.from_dense(np.int32([ids]), parents=np.int32([parents]))
     with pytest.raises(ValueError, match=message):
-        sd.validate(jnp.zeros((3, 4)), drafts, **given)
+        sd.testing.validate(jnp.zeros((3, 4)), drafts, **given)
     with pytest.raises(ValueError, match=message):
         keys = jax.random.split(jax.random.key(0), 1)
         sd.rejection_sample(jnp.zeros((3, 4)), drafts, keys=keys, positions=[3], **given)
-    sd.validate(jnp.zeros((3, 4)), dataclasses.replace(drafts, parents=jnp.array([0, 1])), **given)
+    sd.testing.validate(
+        jnp.zeros((3, 4)), dataclasses.replace(drafts, parents=jnp.array([0, 1])), **given
+    )
 
 
 def test_parents_of_another_shape_are_refused():

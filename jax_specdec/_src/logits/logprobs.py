@@ -194,7 +194,7 @@ def token_logprobs(
     at the request's temperature, filtered by min-p, top-k and top-p. A greedy request has no such
     distribution; its rows are read at temperature 1, unfiltered.
 
-    For log-probabilities before penalties, give the rows from before `apply_penalties`; for those
+    For log-probabilities before penalties, give the rows from before `process_logits`; for those
     after penalties, give the rows that were verified.
 
     Args:

@@ -153,6 +153,10 @@ class LogitBias(Processor):
 class Penalties(Processor):
     """The penalties of B requests, and the tokens that each has seen.
 
+    Repetition goes first, then frequency, then presence. Each row counts the drafts of its request
+    that come before it, too. Rows may have fewer columns than `counts`, for a drafter that has
+    fewer. Where no request is penalized (0, 0 and 1), rows are only cast to float32.
+
     Attributes:
       frequency: ``[B]`` float32, finite, subtracted from a token's logit for every occurrence in
         the output.
@@ -253,7 +257,7 @@ class Penalties(Processor):
         return dataclasses.replace(self, counts=self.counts.at[request, ids].add(1, mode="drop"))
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """Returns the rows in float32, penalized; see `apply_penalties`."""
+        """Returns the rows in float32, penalized."""
         num_drafts = rows.token_ids.shape[1]
         # K times [M]: draft i of each row's request, if it comes before the row
         before = [

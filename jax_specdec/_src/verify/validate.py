@@ -57,7 +57,7 @@ def validate(
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> sd.validate(
+      >>> sd.testing.validate(
       ...     jnp.zeros((3, 4)),
       ...     sd.Drafts.from_flat(jnp.array([1, 9]), jnp.array([2])),
       ...     sampling=sd.SamplingParams(jnp.ones(1)),

@@ -17,7 +17,7 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
-from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
+from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.stats.acceptance import AcceptanceCounters
 from jax_specdec._src.stats.emitted import StepRecord
@@ -582,7 +582,7 @@ class Decoder:
             num_accepted=record.num_accepted * is_new,
             num_emitted=record.num_emitted * is_new,
             num_kept=record.num_kept * is_new,
-            num_fallbacks=count_fallbacks(
+            num_fallbacks=DraftStore.count_fallbacks(
                 drafts, sampling=batch.options.sampling, active=has_own_drafts
             ),
         )

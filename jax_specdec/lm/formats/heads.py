@@ -1,7 +1,7 @@
 """Reading and writing draft heads: a directory of `config.json` and `model.safetensors`."""
 
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -44,7 +44,7 @@ def load_head(directory: str | Path, target: LoadedModel[Llama]) -> LoadedHead: 
 
 def load_head(
     directory: str | Path, target: LoadedModel[Llama], kind: type | None = None
-) -> LoadedHead:
+) -> LoadedModel[Any]:
     """Reads a draft head that was trained for a target, from a local directory.
 
     Its files say what it is: an `Eagle3Head` in the layouts of EAGLE, AngelSlim and SpecForge, of
