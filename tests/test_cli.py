@@ -208,7 +208,7 @@ def test_a_server_drafts_where_it_pays_if_no_text_depends_on_it(
     engine, choice = driver.engine, driver.draft_choice
     assert (engine.config.rejection_sample_method, engine.draft_budget) == (method, budget)
     assert choice is not None and choice.is_fixed == is_fixed
-    assert engine.most_drafts(lm.RequestOptions()) == budget[-1]
+    assert engine.max_drafts(lm.RequestOptions()) == budget[-1]
 
 
 def test_steps_of_a_server_read_prompts_if_asked_for() -> None:

@@ -31,7 +31,7 @@ _IMPL_OF_WORDS = {2: "threefry2x32", 4: "rbg"}
 """Of raw keys. Noise is the same for both kinds of four words, rbg and unsafe_rbg."""
 
 
-class Static(NamedTuple):
+class AdapterStatic(NamedTuple):
     """Arguments of both adapters that are no arrays."""
 
     config: SpecDecodeConfig
@@ -178,9 +178,9 @@ def check_sharding(
 
 
 def on_parts(
-    function: Callable[[Arrays, Static, VerifySharding | None], Any],
+    function: Callable[[Arrays, AdapterStatic, VerifySharding | None], Any],
     arrays: Arrays,
-    static: Static,
+    static: AdapterStatic,
     sharding: VerifySharding | None,
 ) -> Any:
     """Returns ``function(arrays, static, sharding)``, by `jax.shard_map` if there is a mesh.
@@ -210,7 +210,7 @@ def on_parts(
 
 def verify(
     arrays: Arrays,
-    static: Static,
+    static: AdapterStatic,
     sharding: VerifySharding | None,
     drafts: Drafts,
     sampling: SamplingParams,

@@ -124,7 +124,7 @@ def verify_chains(
       >>> found.accept_lens.tolist(), found.accept_index.tolist(), found.predict.tolist()
       ([2], [0, 1, -1], [5, 6, 0])
     """
-    static = common.Static(config, vocab_size, logprobs)
+    static = common.AdapterStatic(config, vocab_size, logprobs)
     static.check()
     tokens = as_int32("draft_tokens", draft_tokens)
     lengths = as_int32("seq_lens", seq_lens, "[bs]")
@@ -177,7 +177,7 @@ def verify_chains(
 
 
 def _verify(
-    arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
+    arrays: common.Arrays, static: common.AdapterStatic, sharding: VerifySharding | None
 ) -> ChainVerification:
     """Verifies chains, or this device's part of them, after the checks."""
     # [bs*n] or [bs, n] -> [bs, n], of which columns 1 to n - 1 are the drafts

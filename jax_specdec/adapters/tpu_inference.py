@@ -126,7 +126,7 @@ def verify_flat(
       ... ).token_ids.tolist()  # two at drafts' places, padding, no bonus, a bonus
       [5, 6, -1, -1, 3]
     """
-    static = common.Static(config, vocab_size, logprobs)
+    static = common.AdapterStatic(config, vocab_size, logprobs)
     static.check()
     ids = as_int32("draft_token_ids", draft_token_ids, "[N]")
     lengths = as_int32("draft_lengths", draft_lengths, "[B]")
@@ -188,7 +188,7 @@ def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
 
 
 def _verify(
-    arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
+    arrays: common.Arrays, static: common.AdapterStatic, sharding: VerifySharding | None
 ) -> FlatVerification:
     """Verifies a flat batch, or this device's part of it, after the checks."""
     # [B]: a request of negative length has a negative position: BAD_INPUT, and its neighbours stay.

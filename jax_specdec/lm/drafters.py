@@ -32,7 +32,7 @@ class Draft(NamedTuple):
     params: Params | None = None
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """The most drafts of a step, or of a path of its tree; None where the drafter sets none."""
         drafter = self.alone
         return drafter.head.config.max_drafts if isinstance(drafter, lm.BlockDrafter) else None

@@ -55,7 +55,7 @@ _LEAST = -1e30
 """A maximum before any score. Finite, so that the difference of two such is 0."""
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """The sizes of a launch."""
 
     num_kv: int  # heads of keys of a request
@@ -143,7 +143,7 @@ def attend(
     padded = -(-rows // unit) * unit
     if bounds is None:
         bounds = split_bounds(room // TILE, heads * -(-padded // ROWS))
-    shape = Shape(
+    shape = AttentionShape(
         num_kv=num_kv,
         group=group,
         num_new=num_new,
@@ -209,7 +209,7 @@ def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _words_of_rows(tree_mask: jax.Array | None, shape: Shape) -> Any:
+def _words_of_rows(tree_mask: jax.Array | None, shape: AttentionShape) -> Any:
     """Returns ``[B, 2, row_blocks * 64]`` int32, the words of each row; one of each for a chain."""
     if tree_mask is None:
         # NumPy's zeros are constants of the program, those of JAX would be a launch.
@@ -221,8 +221,8 @@ def _words_of_rows(tree_mask: jax.Array | None, shape: Shape) -> Any:
     return jnp.pad(words, ((0, 0), (0, 0), (0, rest)))
 
 
-def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..., Any]:
-    """Returns the kernel, a function of the arrays of `Operands` after its outputs."""
+def _launch(shape: AttentionShape, dtype: Any, heads: int, interpret: Any) -> Callable[..., Any]:
+    """Returns the kernel, a function of the arrays of `AttentionOperands` after its outputs."""
     # Partial products of several splits are joined in float32.
     out_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
     # Shared memory as the matrix unit reads it: tiles of 8 rows of 128 bytes, swizzled.
@@ -248,9 +248,9 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
     # A kernel takes operands, outputs and scratch memory as one flat list.
     def run(*refs: Any) -> None:
         *arrays, found, largest, total = refs[: -len(Scratch._fields)]
-        operands = Operands(found, largest, total, *arrays)
+        operands = AttentionOperands(found, largest, total, *arrays)
         scratch = Scratch(*refs[-len(Scratch._fields) :])
-        _multiply(shape, Block.of(shape, operands), operands, scratch, bool(interpret))
+        _multiply(shape, BlockWork.of(shape, operands), operands, scratch, bool(interpret))
 
     run.__name__ = "decode_attention"
     # Outputs: products [heads, splits, padded, D]; two numbers of each row and split.
@@ -269,7 +269,7 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
     )
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Refs in global memory: outputs, then operands."""
 
     found: Any  # [B * Nkv, splits, padded, D]
@@ -300,7 +300,7 @@ class Scratch(NamedTuple):
     words_came: Any
 
 
-class Block(NamedTuple):
+class BlockWork(NamedTuple):
     """Work of a block, ``[]`` int32 each."""
 
     head: jax.Array  # of keys, of the requests that have rows
@@ -317,7 +317,7 @@ class Block(NamedTuple):
     end_whole: jax.Array
 
     @classmethod
-    def of(cls, shape: Shape, operands: Operands) -> Block:
+    def of(cls, shape: AttentionShape, operands: AttentionOperands) -> BlockWork:
         """Returns the work of this block."""
         # The block's head of keys, split of the positions and rows.
         head = lax.axis_index("head")
@@ -375,7 +375,9 @@ class Block(NamedTuple):
         )
 
 
-def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) -> Places:
+def _places(
+    shape: AttentionShape, block: BlockWork, operands: AttentionOperands, i: jax.Array | int
+) -> Places:
     """Returns where in the pool ``[P * page, Nkv * D]`` the parts of a tile begin.
 
     A part that no row sees may have no page: it gets that of the nearest one that is seen.
@@ -405,9 +407,9 @@ def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) 
 
 
 def _copy(
-    shape: Shape,
-    block: Block,
-    operands: Operands,
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
     scratch: Scratch,
     i: jax.Array | int,
     places: Places,
@@ -447,7 +449,11 @@ def _copy(
 
 
 def _multiply(
-    shape: Shape, block: Block, operands: Operands, scratch: Scratch, interpreted: bool
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
+    scratch: Scratch,
+    interpreted: bool,
 ) -> None:
     """Reads the block's tiles, and writes what its rows found."""
     layout = plgpu.Layout.WGMMA
@@ -542,7 +548,13 @@ def _multiply(
         _write(shape, block, operands, scratch, place)
 
 
-def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, place: Any) -> None:
+def _write(
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
+    scratch: Scratch,
+    place: Any,
+) -> None:
     """Copies what a block found from shared to global memory."""
 
     @pl.when((block.num_tiles > 0) | (shape.splits == 1))
@@ -558,7 +570,7 @@ def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, pla
 
 
 def _poisoned(
-    shape: Shape, scratch: Scratch, slot: jax.Array, scores: jax.Array, interpreted: bool
+    shape: AttentionShape, scratch: Scratch, slot: jax.Array, scores: jax.Array, interpreted: bool
 ) -> jax.Array:
     """Returns scores ``[64, TILE]``, NaN where a value is not finite, which becomes 0 then.
 
@@ -594,7 +606,7 @@ def _numbers(part: Any) -> jax.Array:
     return plgpu.layout_cast(part[...], plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _seen(shape: Shape, block: Block, scratch: Scratch, i: jax.Array) -> jax.Array:
+def _seen(shape: AttentionShape, block: BlockWork, scratch: Scratch, i: jax.Array) -> jax.Array:
     """Returns which positions of a tile each row sees, ``[64, TILE]`` bool."""
     layout = plgpu.Layout.WGMMA
     size = ROWS, TILE

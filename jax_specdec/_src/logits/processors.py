@@ -22,7 +22,7 @@ from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.logits.grammar import bitmask_of
 from jax_specdec._src.rows.blocks import BLOCK, by_blocks, scatter
 from jax_specdec._src.rows.device import device_of
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
@@ -528,7 +528,7 @@ class AllowedTokens(Processor):
             device = device_of(platform)
             # [M, ceil(V/32)]: the words of each row's request
             words = device.take(self.token_bitmask, owner)
-            return Rows(logits, logits.shape[1], -jnp.inf, device, words).masked().matrix
+            return VocabRows(logits, logits.shape[1], -jnp.inf, device, words).masked().matrix
 
         return _by_owner(masked, rows, platform, logits)
 

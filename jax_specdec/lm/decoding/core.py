@@ -301,14 +301,14 @@ class Decoder:
         if self.drafter.serves.reads_target_cache:
             context = dataclasses.replace(context, target_cache=state.target_cache)
         proposal, draft_cache = self._propose(draft_params, context, state, slots)
-        most = self._most_drafts(batch)
+        most = self._max_drafts(batch)
         # [B, K]: drafts past a request's own limit become none
         is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < most[:, None]
         ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
         parents = proposal.parents
         drafted = Drafted(
             token_ids=self._rows_of(batch, ids),
-            num_offered=jnp.minimum(most, wanted),
+            max_drafts=jnp.minimum(most, wanted),
             parents=parents[:, :wanted] if parents is not None and wanted else None,
             slots=slots,
         )
@@ -590,11 +590,11 @@ class Decoder:
         if state.draft_rates is None:
             return state
         assert state.proposal is not None
-        offered = jnp.where(has_own_drafts, state.proposal.num_offered, 0)
+        offered = jnp.where(has_own_drafts, state.proposal.max_drafts, 0)
         rates = state.draft_rates.update(offered, output.num_accepted, output.path)
         return dataclasses.replace(state, draft_rates=rates)
 
-    def _most_drafts(self, batch: Batch) -> jax.Array:
+    def _max_drafts(self, batch: Batch) -> jax.Array:
         """Returns ``[B]`` int32, the most drafts of each request in this step.
 
         Drafts are not looked at.

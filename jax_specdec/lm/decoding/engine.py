@@ -309,7 +309,7 @@ class Engine(Decoder):
         """
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
-    def most_drafts(self, options: RequestOptions) -> int:
+    def max_drafts(self, options: RequestOptions) -> int:
         """Returns the most drafts that a step has of a request."""
         if self.draft_budget == (0,):
             return 0

@@ -67,7 +67,7 @@ def measure_steps(
       ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32, draft_budget=(0, 2))
       >>> costs = lm.measure_steps(engine, params)
-      >>> costs.num_drafts
+      >>> costs.draft_budget
       (0, 2)
     """
     check_int("num_steps", num_steps)
