@@ -87,7 +87,6 @@ def keys_of_requests(
       keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
         where no request samples. Typed, or raw (``[2]``, ``[4]``, ``[B, 2]``, ``[B, 4]`` uint32).
       positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
-      batch: B.
       sampled_by: the name of the temperatures, if they are given.
       split_over: the axes of a `jax.shard_map` that requests are split over.
 

@@ -84,7 +84,6 @@ def verify_chains(
         ``config.num_speculative_tokens``. Column 0 is the token verified before, and not read.
       seq_lens: ``[bs]`` int32, the length of each sequence; 0 is padding. It is the position of
         the noise: it must grow on every step where keys are one per request.
-      config: static settings.
       temperatures: ``[bs]`` or ``[bs, 1]`` float32; 0 is greedy. None: all requests are greedy.
       top_ks: ``[bs]`` int32 or None; 1 is greedy, whatever the temperature. -1, 0, and V or more
         (such as 2**30) leave out nothing.

@@ -81,7 +81,6 @@ def verify_flat(
         before it, whatever L is. ``[N, V]`` where `bonus_token_ids` is given: draft n's row is n.
       draft_token_ids: ``[N]`` int32, one request after another, then padding.
       draft_lengths: ``[B]`` int32, each at most ``config.num_speculative_tokens``, K.
-      config: static settings.
       temperature: ``[B]`` or ``[1]`` float32; -1, and 0 to below 1e-5, are greedy. None: all
         requests are.
       top_k: ``[B]`` or ``[1]`` int32, or None; -1 and 0 leave out nothing.

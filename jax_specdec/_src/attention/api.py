@@ -184,7 +184,6 @@ def attend(
     Args:
       arrays: without `tree_mask`.
       static: without `num_visible`.
-      tree_mask: as for `decode_attention`.
     """
     batch_size, num_rows = arrays.query.shape[:2]
     if 0 in arrays.query.shape:

@@ -108,8 +108,6 @@ def attend(
     """Returns ``[B, S, N, D]``; see `api.decode_attention`.
 
     Args:
-      arrays: of the call.
-      static: likewise.
       bounds: first tiles of the splits, and the end of the last; None for those of `split_bounds`.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """

@@ -186,7 +186,6 @@ class DraftStore:
             sampler of your own makes a `DraftSample`; see `DraftLogits` for the numbers of a row.
           ids: ``[B, C]`` int32, the ids of each row, if rows list their own ids; else None.
           positions: ``[B]`` int32, absolute position of the step's first draft.
-          sampling: per-request parameters.
           slots: ``[B]`` int32, all different, the slot of each request. A slot out of range writes
             nothing. None if request b has slot b, and B = S.
 
@@ -373,7 +372,6 @@ class DraftStore:
 
         Args:
           drafts: from `attach`, for example; without a distribution the count is 0.
-          sampling: per-request parameters.
           active: ``[B]`` bool, or None for all true.
 
         Returns:

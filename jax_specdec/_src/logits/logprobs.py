@@ -197,17 +197,14 @@ def token_logprobs(
     For log-probabilities before penalties, give the rows from before `process_logits`; for those
     after penalties, give the rows that were verified.
 
+    Arguments that `rejection_sample` has too are those of its call.
+
     Args:
-      target_logits: of the call of `rejection_sample`; ``[N, V]`` if it had `bonus_token_ids`.
-      drafts: of the call.
+      target_logits: ``[N+B, V]``; ``[N, V]`` if the call had `bonus_token_ids`.
       output: what the call returned.
-      sampling: of the call.
-      config: of the call.
       num_top: n, static, the number of alternatives, 0 to V.
       distribution: "raw" or "processed", static.
       thresholds: whether to return what the filters kept, static; for "processed".
-      vocab_size: of the call.
-      token_bitmask: of the call.
       padded_rows: of the call; for logits with bonus rows.
       sharding: of the call. Logits that are split over the vocabulary stay where they are: devices
         exchange sums, and their `num_top` likeliest tokens.

@@ -97,7 +97,6 @@ def rejection_sample(
       positions: ``[B]`` int32, absolute position of each request's first draft, not negative. It
         must grow with every step, as the length of the sequence does: a position used twice gets
         the same noise twice. None where keys may be.
-      config: static settings.
       bonus_token_ids: ``[B]`` int32, the tokens to emit if all drafts are accepted, for a caller
         who samples them. A request that ends early, at an id out of range, samples from its own
         row instead.

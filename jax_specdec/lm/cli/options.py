@@ -112,7 +112,6 @@ def option(*flags: str, default: Any = None, shows_default: bool = False, **how:
       *flags: of the option; none for an argument that has a place.
       default: where it is not given.
       shows_default: whether the help says so; else the option's own text may.
-      **how: as for `_option`.
     """
     if shows_default:
         is_one = not isinstance(default, tuple)

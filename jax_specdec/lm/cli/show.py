@@ -38,7 +38,6 @@ class Printer:
 
         Args:
           prompts: of the texts.
-          texts: as they grow.
           with_prompts: whether to print a prompt before its continuation.
         """
         self._prompts = prompts

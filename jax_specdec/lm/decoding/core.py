@@ -206,7 +206,6 @@ class Decoder:
         Outputs have the features that the drafter reads.
 
         Args:
-          params: the target's weights.
           groups: drafts of all requests, or parts of prompts for slots, or both.
           cache: of all slots, of `max_length` positions each.
           max_length: L.
@@ -225,7 +224,6 @@ class Decoder:
         """Returns the state after the drafter has read what the target has.
 
         Args:
-          draft_params: the drafter's weights.
           state: after the pass that read the prompts.
           prompts: that were read.
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
@@ -405,7 +403,6 @@ class Decoder:
         """Returns what the target says of each request's newest token and drafts.
 
         Args:
-          params: the target's weights.
           state: with drafts.
           prompts: one group, or none, that is read in the same pass.
 
@@ -488,7 +485,6 @@ class Decoder:
           state: whose drafts they are.
           drafts: from `proposals`.
           logits: ``[B, S, V]``, of each request's newest token and drafts.
-          token_bitmask: as for `Engine.verify`.
         """
         batch = state.running
         context = batch.context(self.config)
@@ -570,8 +566,6 @@ class Decoder:
         Args:
           state: with the drafts, and the batch before the verification.
           drafts: from `proposals`.
-          output: of the verification.
-          record: of the step.
           is_forced: ``[B]`` bool, requests whose drafts no drafter made: nothing is learned of it.
         """
         batch = state.running

@@ -130,8 +130,8 @@ class EngineDriver:
 
         Args:
           engine: sizes and models.
-          params: the target's weights. Arrays of the host are copied, those of devices are shared.
-          draft_params: the drafter's weights likewise.
+          params: the target's weights. Arrays of the host are copied, those of devices are shared;
+            so are those of `draft_params`.
           max_queue: the most requests that may wait for their first slot; None for any number.
           max_steps_ahead: the most steps that are under way when `step` returns. 0 is for a host
             that decides, after each step, what the next one does.

@@ -61,7 +61,6 @@ def check_rows(decoder: Decoder, params: Params, num_requests: int, length: int)
 
     Args:
       decoder: whose pass it is.
-      params: the target's weights.
       num_requests: B.
       length: L, positions of a request in the cache.
 

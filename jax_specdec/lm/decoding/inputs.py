@@ -99,7 +99,6 @@ def check_keeps_rows(model: CausalModel, drafter: Drafter, length: int, *, has_c
     """Checks that a request may begin with what another has left in both caches.
 
     Args:
-      model: the target.
       drafter: what proposes tokens.
       length: positions of each request.
       has_cache: whether the drafter has a cache.

@@ -72,8 +72,6 @@ class BatchOptions:
         """Returns the options of B requests as NumPy arrays.
 
         Args:
-          options: B.
-          prompt_lengths: B.
           vocab_size: V.
           max_stop_tokens: M; None for the most that a request has.
           keep_neutral: make every array, also where no request asks for it, so that the compiled

@@ -213,7 +213,6 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
     Args:
       engine: whose slots and programs there are.
       settings: of its driver.
-      traffic: as it is now.
       after: the call that has just read prompts; None if a step, or nothing, came before. What
         reads prompts is followed by a step, if somebody runs, whoever has begun to run by it.
     """
@@ -272,7 +271,6 @@ def next_step(
     Args:
       engine: whose programs there are.
       settings: of its driver.
-      traffic: as it is now.
       prompts: what the step reads beside; no group for nothing.
     """
     running = traffic.running
@@ -297,7 +295,6 @@ def next_prompts(engine: Engine, traffic: Traffic, most: int, usual: int) -> Pro
 
     Args:
       engine: whose slots are read into.
-      traffic: as it is now.
       most: the most tokens of the call; longer prompts are read in chunks.
       usual: the most while others run.
     """

@@ -189,8 +189,6 @@ class DraftChoice:
         """Returns the choice for an engine; None without a `draft_budget`.
 
         Args:
-          num_slots: of the engine.
-          draft_budget: of the engine.
           costs: of its steps, or None.
           rates: that have seen nothing; None without a `draft_budget`.
 

@@ -47,8 +47,6 @@ def measure_steps(
 
     Args:
       engine: with a `draft_budget`.
-      params: the target's weights.
-      draft_params: the drafter's weights.
       num_steps: the steps that are dispatched at once and timed together, at least 1; fewer where
         they would take longer than 0.1 s.
 

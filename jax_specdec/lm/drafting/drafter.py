@@ -337,7 +337,6 @@ class Drafter(abc.ABC):
         from the tokens is then lost.
 
         Args:
-          params: the drafter's weights.
           rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins; for
             some of them, if the drafter serves `slots`.
           cache: from `init_cache`, or from the call for the chunk before.
@@ -360,7 +359,6 @@ class Drafter(abc.ABC):
         It is called before every verification.
 
         Args:
-          params: the drafter's weights.
           context: the sequences so far, and the parameters of their requests.
           cache: from `prefill` or the last call. The tokens emitted since may differ from what that
             call proposed.

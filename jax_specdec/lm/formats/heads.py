@@ -150,8 +150,6 @@ def save_eagle3(
 
     Args:
       directory: created if it does not exist; existing files are replaced.
-      model: the head.
-      params: its weights.
       dtype: dtype of the stored tensors.
       target_name: the target's name or path, for readers that look it up. The class of speculators
         reads nothing without it.
@@ -194,8 +192,6 @@ def save_block_head(
 
     Args:
       directory: created if it does not exist; existing files are replaced.
-      model: the head.
-      params: its weights.
       dtype: dtype of the stored tensors.
       target_name: the target's name or path, for readers that look it up.
 

@@ -260,7 +260,6 @@ class BlockHead(DraftHead):
         """Returns the cache after S consecutive positions of each request were written.
 
         Args:
-          params: as for `context`.
           features: as for `context`; row s of request b is at position start[b] + s.
           start: ``[B]`` int32.
           cache: from `init_cache` or a previous call.
@@ -291,7 +290,6 @@ class BlockHead(DraftHead):
         `check_params` does that.
 
         Args:
-          params: as for `context`.
           rows: one token of each request, the newest, ``[B, 1]``, as an id of the target, at
             position n; the cache has the context of positions 0 to n - 1.
           cache: from `write_context` or a previous call.
@@ -342,7 +340,6 @@ class BlockHead(DraftHead):
         """Runs the layers around a given attention: what `apply` and training share.
 
         Args:
-          params: as for `context`.
           embedded: ``[B, R, H]``, rows of the embedding of blocks, in the compute dtype.
           positions: ``[B, R]`` int32, for the rotary embedding.
           attend: called once for each layer.
@@ -365,7 +362,6 @@ class BlockHead(DraftHead):
         """Returns what the token before adds to logits; for a head with a `markov_rank`.
 
         Args:
-          params: as for `context`.
           token_ids: ``[...]`` int32, the token before each row, as an id of the target.
           columns: ``[..., C]`` int32, of the logits, with leading axes that broadcast with those of
             `token_ids`; None for all Vd of them.

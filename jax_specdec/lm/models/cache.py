@@ -212,11 +212,6 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
 def check_rows(name: str, rows: Rows, cache: Cache) -> None:
     """Checks the shapes and dtypes of rows, and that the cache has positions for them.
 
-    Args:
-      name: of the argument.
-      rows: what was given for it.
-      cache: of layers.
-
     Raises:
       ValueError: another shape, or more tokens than the cache has positions.
       TypeError: another dtype.
@@ -237,9 +232,7 @@ def check_length(name: str, length: int, cache: Cache) -> None:
     """Checks that the caches of layers have positions for so many tokens.
 
     Args:
-      name: of the argument.
       length: S.
-      cache: of layers.
 
     Raises:
       ValueError: they have not: writing would drop the last tokens.

@@ -248,12 +248,9 @@ class Eagle3Head(DraftHead):
         """Runs the head around a given attention: what `apply` and training share.
 
         Args:
-          params: as in `apply`.
-          states: as in `apply`.
           embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
           positions: ``[B, S]`` int32, for the rotary embedding.
           attend: called once.
-          row: as in `apply`.
 
         Returns:
           Logits ``[B, S, Vd]``, and the feedback ``[B, S, H]``.

@@ -195,12 +195,7 @@ class Llama:
         """Runs `apply` with another way to read embeddings, or to end a branch.
 
         Args:
-          params: as for `apply`.
-          groups: as for `apply`.
-          cache: as for `apply`.
-          wants: as for `apply`.
           embed: how rows of embeddings are read.
-          regularize: as for `run`.
         """
         specs = self.config.layers
         layers = wants.aux_hidden_state_layers
@@ -256,7 +251,6 @@ class Llama:
           positions: ``[B, S]`` int32, absolute positions, for the rotary embedding.
           attend: called once for each layer.
           regularize: training drops parts of a branch, `TensorParallelLlama` sums it over devices.
-          aux_hidden_state_layers: as in `apply`.
 
         Returns:
           Logits ``[B, S, V]`` and features ``[B, S, A H]``, or None, in the compute dtype.

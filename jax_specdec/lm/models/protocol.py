@@ -257,7 +257,6 @@ class CausalModel(Protocol):
         (padding): such an id may give meaningless logits, but must not fail or give NaN elsewhere.
 
         Args:
-          params: the weights.
           groups: what to run. Shapes are static; the loops use S = 1, S = K + 1 and the length of
             padded prompts. A model without `Serves.groups` gets one group, without slots.
           cache: the cache, from `init_cache` or a previous call.
@@ -313,10 +312,6 @@ class HasParams(Protocol):
 def check_runs_trees(name: str, model: CausalModel) -> None:
     """Checks that a model can run trees of drafts; see `CausalModel`.
 
-    Args:
-      name: of the argument.
-      model: what was given for it.
-
     Raises:
       TypeError: it declares that it cannot.
     """
@@ -331,8 +326,6 @@ def check_batch_axis(name: str, owner: HasCache, axis: int) -> None:
     """Checks that the cache of a model or drafter has an axis that holds the requests.
 
     Args:
-      name: of the argument.
-      owner: what was given for it.
       axis: as it declares.
 
     Raises:
@@ -368,9 +361,7 @@ def check_params(name: str, owner: HasParams, params: Params) -> None:
     """Checks weights, as far as the model or drafter they are for knows how.
 
     Args:
-      name: of the argument.
       owner: the model or drafter; None for no drafter.
-      params: what was given for it.
 
     Raises:
       TypeError: they are a model, missing, or of another dtype.
@@ -385,9 +376,7 @@ def check_cache(name: str, owner: HasCache, cache: Cache, batch_size: int, max_l
     """Checks that a cache is one that a model or drafter made, for so many requests and positions.
 
     Args:
-      name: of the argument.
       owner: the model or drafter.
-      cache: what was given for it.
       batch_size: B.
       max_length: T.
 
@@ -405,7 +394,6 @@ def check_like(name: str, given: Cache | Params, wanted: Cache | Params, source:
     """Checks that arrays have the structure, shapes and dtypes of others.
 
     Args:
-      name: of the argument.
       given: its value.
       wanted: arrays, or their shapes and dtypes.
       source: where these are from.
@@ -434,7 +422,6 @@ def check_leaf(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any, source:
 
     Args:
       name: of the argument, and the path of the array in it.
-      leaf: what was given for it.
       shape: that it must have.
       dtype: that it must have; None for any.
       source: the end of the rule, of where the shape is from.
@@ -452,10 +439,6 @@ def check_leaf(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any, source:
 
 def check_model(name: str, model: object) -> None:
     """Checks that a value can be used as a model.
-
-    Args:
-      name: of the argument.
-      model: what was given for it.
 
     Raises:
       TypeError: it is not a `CausalModel`, or it has no hash.
@@ -501,10 +484,8 @@ def apply_groups(
     Args:
       model: may run one group alone: several are then run in turn, those with slots on the caches
         of these.
-      params: the weights.
       groups: of any number.
       cache: from `init_cache` or a previous call.
-      wants: as for `CausalModel.apply`.
       max_length: positions of each request of the cache; only read for groups with slots.
 
     Raises:

@@ -193,7 +193,6 @@ class Draw:
 
         Args:
           tile: ``[]`` int32, of the slice.
-          chunks: its weights.
         """
         threads = self.threads
         target = self.target

@@ -72,8 +72,6 @@ def verify(
 
     Args:
       arrays: of the call, with M at least 1. The distribution is None or has at least one row.
-      rule: the rule.
-      k: K.
       size: ids from it on are padding; at most V.
       config: settings that change the speed only, or None for the default.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
@@ -133,8 +131,6 @@ def sample(
       logits: ``[B, V]``, B at least 1.
       sampling: parameters of each row. As in XLA, those out of range are not refused.
       uniforms: ``[B, 2]`` float32, for tile and token.
-      config: as for `verify`.
-      interpret: as for `verify`.
 
     Returns:
       What `Gather.sample` returns.
