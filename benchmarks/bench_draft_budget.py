@@ -47,14 +47,14 @@ class Fixed(lm.DraftChoice):
     """The largest number, in every step."""
 
     def next(self) -> int:
-        return self.num_drafts[-1]
+        return self.draft_budget[-1]
 
 
 def choice_of(k: int | str, costs: lm.StepCosts) -> lm.DraftChoice:
     rates = np.asarray(DraftRates.create(K).values)
     if isinstance(k, int):
         return Fixed((k,), rates)
-    return lm.DraftChoice(costs.num_drafts, rates, costs)
+    return lm.DraftChoice(costs.draft_budget, rates, costs)
 
 
 # By rows

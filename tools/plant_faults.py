@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.attention import xla as attention_xla
-from jax_specdec._src.attention.mosaic_gpu import Block
+from jax_specdec._src.attention.mosaic_gpu import BlockWork
 from jax_specdec._src.base.noise import Stream
 
 PLANTED = "PLANTED_FAULT"
@@ -143,7 +143,7 @@ def _(right, maxima, argmaxes):
 
 @fault(
     "a slice past the end of its row begins too early",
-    "_src.rows.rows:Rows.slices",
+    "_src.rows.rows:VocabRows.slices",
     "verify/test_sharded.py",
 )
 def _(right, self, rows, first, length, end):
@@ -560,11 +560,11 @@ def _(right, arrays, room, static):
 
 @fault(
     "a split ends where a length says",
-    "_src.attention.mosaic_gpu:Block.of",
+    "_src.attention.mosaic_gpu:BlockWork.of",
     "attention/test_attention.py",
 )
 def _(right, shape, operands):
-    block = right.__func__(Block, shape, operands)  # a method of the class
+    block = right.__func__(BlockWork, shape, operands)  # a method of the class
     # Of two splits the second begins a tile earlier for requests of odd lengths.
     moved = (block.start % 2) * (block.split > 0) * (block.tile > 0)
     return block._replace(tile=block.tile - moved, num_tiles=block.num_tiles + moved)
@@ -1007,7 +1007,7 @@ def _(right, engine, state, slots):
 
 @fault(
     "of several slots the first alone is copied",
-    "lm.decoding.device:Device._copied",
+    "lm.decoding.device:DeviceState._copied",
     "serving/test_prefixes.py",
 )
 def _(right, self, copies, requests):
@@ -1016,7 +1016,7 @@ def _(right, self, copies, requests):
 
 @fault(
     "slots are copied in the reverse order",
-    "lm.decoding.device:Device._copied",
+    "lm.decoding.device:DeviceState._copied",
     "serving/test_prefixes.py",
 )
 def _(right, self, copies, requests):
@@ -1211,7 +1211,7 @@ def _(right, directory, has_prefix):
     "models/test_tree_pass.py",
 )
 def _(right, rows, window):
-    return rows.visible, None
+    return rows.tree_mask, None
 
 
 @fault(

@@ -220,7 +220,7 @@ def test_layers_that_do_not_fit_together_are_refused() -> None:
 
 @functools.cache
 def assistant(name: str) -> lm.formats.LoadedModel:
-    return lm.load_gemma_assistant(HERE / f"{name}_assistant", load(name))
+    return lm.load_head(HERE / f"{name}_assistant", load(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -278,7 +278,7 @@ def first_row(dtype: str | None, *, is_int8: bool = False, copies: int = 1) -> n
     """Logits by id of the first draft after four tokens, with weights as stored or in 8 bits."""
     weights = "int8" if is_int8 else None
     target = lm.load_huggingface(HERE / "edge", dtype, weights=weights)
-    head, params = lm.load_gemma_assistant(HERE / "edge_assistant", target)
+    head, params = lm.load_head(HERE / "edge_assistant", target)
     params = lm.models.quantize(params) if is_int8 else params
     head.check_params("params", params)
     ids = np.tile(expected("edge")["token_ids"][:4], (copies, 1))
@@ -324,7 +324,6 @@ def of_text(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (dict(model_type="llama"), "model_type = 'llama', but only 'gemma4_assistant' and"),
         (dict(backbone_hidden_size=32), "but the target's hidden_size is 24"),
         (of_text(vocab_size=300), "vocab_size = 300, but the target's is 320"),
         (of_text(hidden_size_per_layer_input=8), "but only 0 is supported"),
@@ -339,7 +338,7 @@ def test_an_assistant_that_does_not_fit_is_refused(
     directory = copied("wide_assistant", tmp_path)
     edit_json(directory / "config.json", **keys)
     with pytest.raises(ValueError, match=message):
-        lm.load_gemma_assistant(directory, load("wide"))
+        lm.load_head(directory, load("wide"))
 
 
 ORDER = "masked_embedding.token_ordering"
@@ -363,21 +362,25 @@ def test_an_order_that_is_none_is_refused(
     if order is not None:
         edit_tensors(directory / "model.safetensors", **{ORDER: order})
     with pytest.raises(ValueError, match=message):
-        lm.load_gemma_assistant(directory, load("edge"))
+        lm.load_head(directory, load("edge"))
 
 
 def test_readers_name_one_another() -> None:
-    reads = "of a Gemma 4 assistant, which load_gemma_assistant and --draft gemma:DIR read"
-    for reader in (lm.load_huggingface, lambda x: lm.load_eagle3(x, load("edge"))):
-        with pytest.raises(ValueError, match=reads):
-            reader(HERE / "edge_assistant")
+    reads = "of a Gemma 4 assistant, which load_head and --draft gemma:DIR read"
+    with pytest.raises(ValueError, match=reads):
+        lm.load_huggingface(HERE / "edge_assistant")
+    reads = (
+        "not of an EAGLE-3 head; load_head with GemmaAssistantHead and --draft gemma:DIR read it"
+    )
+    with pytest.raises(ValueError, match=reads):
+        lm.load_head(HERE / "edge_assistant", load("edge"), lm.models.Eagle3Head)
     with pytest.raises(TypeError, match="^target must be a LoadedModel of a Llama"):
-        lm.load_gemma_assistant(HERE / "edge_assistant", load("edge").model)
+        lm.load_head(HERE / "edge_assistant", load("edge").model)
     model, params = load("edge")
     config = dataclasses.replace(model.config, layers=model.config.layers[:1])
     of_one_kind = load("edge")._replace(model=dataclasses.replace(model, config=config))
     with pytest.raises(ValueError, match="^target must be a Gemma 4, which has layers with a win"):
-        lm.load_gemma_assistant(HERE / "edge_assistant", of_one_kind)
+        lm.load_head(HERE / "edge_assistant", of_one_kind)
 
 
 def test_a_config_whose_layers_have_keys_or_groups_of_no_kind_is_refused() -> None:

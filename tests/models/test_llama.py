@@ -269,7 +269,7 @@ def changed(path: list[Any], value: Any) -> Any:
         ({"start": np.zeros(1, np.float32)}, TypeError, r"groups\[0\].start"),
         ({"start": np.zeros(2, np.int32)}, ValueError, r"groups\[0\].start"),
         ({"cache": cache_of(MODEL, 1, 1)}, ValueError, r"groups\[0\].token_ids"),
-        ({"feature_layers": (0, 4)}, ValueError, "feature_layers"),
+        ({"aux_hidden_state_layers": (0, 4)}, ValueError, "aux_hidden_state_layers"),
     ],
 )
 def test_wrong_arguments_are_refused(change: Any, error: type[Exception], message: str) -> None:

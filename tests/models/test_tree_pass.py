@@ -252,8 +252,12 @@ GOOD: dict[str, Any] = {
     [
         ({"depth": np.zeros((2, 2), np.int32)}, ValueError, r"tree.depth must .*\[G, S\] = \[2, 3"),
         ({"depth": np.zeros((2, 3), np.float32)}, TypeError, "tree.depth must .*int32"),
-        ({"visible": np.zeros((2, 3, 1), np.uint32)}, ValueError, r"tree.visible must .*2, 3, 2"),
-        ({"visible": np.zeros((2, 3, 2), np.int32)}, TypeError, "tree.visible must .*uint32"),
+        (
+            {"tree_mask": np.zeros((2, 3, 1), np.uint32)},
+            ValueError,
+            r"tree.tree_mask must .*2, 3, 2",
+        ),
+        ({"tree_mask": np.zeros((2, 3, 2), np.int32)}, TypeError, "tree.tree_mask must .*uint32"),
     ],
 )
 def test_trees_that_do_not_fit_are_refused(

@@ -139,8 +139,16 @@ def test_what_is_no_drafter_is_refused_by_name(make, message):
 @pytest.mark.parametrize(
     ("declared", "error", "message"),
     [
-        (dict(feature_layers=[0, 1]), TypeError, "feature_layers must be a tuple of ints"),
-        (dict(feature_layers=(0.5,)), TypeError, "feature_layers must be a tuple of ints"),
+        (
+            dict(aux_hidden_state_layers=[0, 1]),
+            TypeError,
+            "aux_hidden_state_layers must be a tuple of ints",
+        ),
+        (
+            dict(aux_hidden_state_layers=(0.5,)),
+            TypeError,
+            "aux_hidden_state_layers must be a tuple of ints",
+        ),
         (dict(tree_depth=1.5), TypeError, "tree_depth must be an int"),
         (dict(tree_depth=-1), ValueError, "tree_depth must be at least 0"),
         (dict(batch_axis=-1), ValueError, "batch_axis must be at least 0"),
@@ -250,7 +258,10 @@ def calls_of(name: str) -> tuple[Any, Any]:
 
 def features_of(name: str, texts: list[list[int]]) -> np.ndarray:
     """``[B, L, A*H]``, as a target might compute them: those of a text, wherever it stands."""
-    size = len(DRAFTERS[name][0].serves.feature_layers) * engines.LLAMA.model.config.hidden_size
+    size = (
+        len(DRAFTERS[name][0].serves.aux_hidden_state_layers)
+        * engines.LLAMA.model.config.hidden_size
+    )
     shape = engines.LONGEST, size
     rows = [np.random.default_rng(text).normal(size=shape) for text in texts]
     return np.stack(rows).astype(np.float32)

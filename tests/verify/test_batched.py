@@ -144,7 +144,7 @@ def rows_with_ties() -> np.ndarray:
 def test_the_largest_entry_is_that_of_numpy_with_ties(platform, which):
     x = rows_with_ties()
     backend = Xla().on(platform)
-    rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf, backend.device)
+    rows = rows_lib.VocabRows(jnp.asarray(x), 5000, -math.inf, backend.device)
     peak, best = jax.jit(functools.partial(backend.max_and_argmax, rows))(which)
     x = x if which is None else x[which]
     expected = np.where(np.isnan(x).any(axis=1), np.inf, np.max(x, axis=1))
@@ -181,9 +181,9 @@ EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (LOGITS,),
     ),
-    "apply_penalties": (
-        lambda rows, penalties: sd.apply_penalties(rows, DRAFTS, penalties, config=CONFIG),
-        (ROWS, PENALTIES),
+    "process_logits": (
+        lambda rows, processors: sd.process_logits(rows, DRAFTS, processors, config=CONFIG),
+        (ROWS, sd.LogitsProcessors(penalties=PENALTIES)),
     ),
     "token_logprobs": (
         lambda rows, output: sd.token_logprobs(

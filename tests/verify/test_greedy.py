@@ -14,8 +14,8 @@ from lower_floor import CallArrays, Standard
 from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
 from jax_specdec.adapters import sglang_jax, tpu_inference
+from jax_specdec.testing import KernelConfig
 
 from .batch import Batch, Layout, Verifier, agree, jitted, on
 from .cases import random_batches

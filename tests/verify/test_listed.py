@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from lower_floor import LocalRows, Rows, Source, Xla, q_of, tiles
+from lower_floor import LocalRows, Source, VocabRows, Xla, q_of, tiles
 
 import jax_specdec as sd
 
@@ -123,7 +123,7 @@ def weights_of(
 ) -> tuple[LocalRows, Source]:
     """What is left of each target row by the draft row of its own."""
     backend = Xla().on("cpu")
-    target = Rows(jnp.asarray(logits), V, -np.inf, backend.device)
+    target = VocabRows(jnp.asarray(logits), V, -np.inf, backend.device)
     q, rows = q_of(distribution, V, backend.device), jnp.arange(N, dtype=jnp.int32)
     peak, one = backend.peak(target, rows), jnp.ones(N)
     total = backend.exp_sums(target, rows, peak, one)

@@ -17,7 +17,7 @@ from lower_floor import gpu_launch as mosaic_gpu
 from lower_floor import gpu_request as request
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
 from . import block_edges, edges, processed, suite
 from .batch import EMPTY, FILTERS, HALF, Batch, Layout, Request, agree, check, jitted, pack, stored

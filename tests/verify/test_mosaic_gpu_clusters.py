@@ -8,7 +8,7 @@ the wrong phase reads NaN.
 import pytest
 from lower_floor import gpu_cluster as cluster
 
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
 from .batch import Request
 from .test_mosaic_gpu import (

@@ -11,7 +11,7 @@ import pytest
 import scipy.special
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
 from .batch import HALF, Batch, Layout, Request, agree, check, pack, verify
 from .cases import random_batch, random_request

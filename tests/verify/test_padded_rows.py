@@ -11,7 +11,7 @@ from lower_floor import CallArrays, Standard
 from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
 from .batch import Batch, Layout, jitted, on, oracle, verify
 from .cases import random_batch
@@ -105,13 +105,14 @@ def test_rows_of_inactive_requests_may_be_left_out():
     np.testing.assert_allclose(
         np.asarray(found.logprobs)[:2, 0], [log_p[0].max(), log_p[3].max()], rtol=1e-5
     )
-    sd.validate(logits, drafts, **named, active=active, padded_rows=True)
+    sd.testing.validate(logits, drafts, **named, active=active, padded_rows=True)
     zeros, one = np.zeros((4, 9), np.int32), np.ones(4, np.float32)
     counts = zeros.copy()
     counts[1, 7] = 1
     penalties = sd.Penalties(0 * one, one, one, counts, zeros.astype(bool))
+    given = sd.LogitsProcessors(penalties=penalties)
     config = named["config"]
-    penalized = sd.apply_penalties(logits, drafts, penalties, config=config, padded_rows=True)
+    penalized = sd.process_logits(logits, drafts, given, config=config, padded_rows=True)
     expected = np.array(logits)
     expected[[3, 4], 7] -= 1  # was generated
     expected[[1, 2], 1] -= 1  # are drafted before
@@ -137,4 +138,4 @@ def test_other_numbers_of_rows_are_refused_unless_asked_for(num_rows, given, err
 def test_validate_says_whose_rows_are_missing():
     logits, drafts, named, _, active = arguments(5, [True] * 4)
     with pytest.raises(ValueError, match="target_logits"):
-        sd.validate(logits, drafts, **named, active=active, padded_rows=True)
+        sd.testing.validate(logits, drafts, **named, active=active, padded_rows=True)

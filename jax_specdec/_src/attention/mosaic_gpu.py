@@ -55,7 +55,7 @@ _LEAST = -1e30
 """A maximum before any score. Finite, so that the difference of two such is 0."""
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """The sizes of a launch."""
 
     num_kv: int  # heads of keys of a request
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
     room: int  # T
     bounds: tuple[int, ...]  # first tiles of the splits, and the end of the last
     static: AttentionStatic
-    has_words: bool  # whether `visible` is given
+    has_words: bool  # whether `tree_mask` is given
     page: int | None  # positions of a page, or T; None where keys are [B * Nkv, D, T]
     num_pages: int  # of the pool, or slots of the cache
 
@@ -108,8 +108,6 @@ def attend(
     """Returns ``[B, S, N, D]``; see `api.decode_attention`.
 
     Args:
-      arrays: of the call.
-      static: likewise.
       bounds: first tiles of the splits, and the end of the last; None for those of `split_bounds`.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
@@ -143,7 +141,7 @@ def attend(
     padded = -(-rows // unit) * unit
     if bounds is None:
         bounds = split_bounds(room // TILE, heads * -(-padded // ROWS))
-    shape = Shape(
+    shape = AttentionShape(
         num_kv=num_kv,
         group=group,
         num_new=num_new,
@@ -152,7 +150,7 @@ def attend(
         room=room,
         bounds=bounds,
         static=static,
-        has_words=arrays.visible is not None,
+        has_words=arrays.tree_mask is not None,
         page=page,
         num_pages=num_pages,
     )
@@ -161,7 +159,7 @@ def attend(
     query = query.reshape(heads, rows, head_dim)
     query = jnp.pad(query, ((0, 0), (0, padded - rows), (0, 0))).reshape(-1, head_dim)
     query = jnp.pad(query, ((0, max(0, ROWS - query.shape[0])), (0, 0)))
-    words = _words_of_rows(arrays.visible, shape)
+    words = _words_of_rows(arrays.tree_mask, shape)
     # [B * Nkv, splits, padded, D], and [B * Nkv, splits, row_blocks * 64] twice.
     with jax.enable_x64(False):
         found, largest, total = _launch(shape, keys.dtype, heads, interpret)(
@@ -209,20 +207,20 @@ def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
+def _words_of_rows(tree_mask: jax.Array | None, shape: AttentionShape) -> Any:
     """Returns ``[B, 2, row_blocks * 64]`` int32, the words of each row; one of each for a chain."""
-    if visible is None:
+    if tree_mask is None:
         # NumPy's zeros are constants of the program, those of JAX would be a launch.
         return np.zeros((1, 2, ROWS), np.int32)
-    words = lax.bitcast_convert_type(visible, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
+    words = lax.bitcast_convert_type(tree_mask, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
     # A row of a product for each query head of a new row: [B, 2, S * group], padded to blocks.
     words = jnp.repeat(words, shape.group, axis=2)
     rest = shape.row_blocks * ROWS - words.shape[2]
     return jnp.pad(words, ((0, 0), (0, 0), (0, rest)))
 
 
-def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..., Any]:
-    """Returns the kernel, a function of the arrays of `Operands` after its outputs."""
+def _launch(shape: AttentionShape, dtype: Any, heads: int, interpret: Any) -> Callable[..., Any]:
+    """Returns the kernel, a function of the arrays of `AttentionOperands` after its outputs."""
     # Partial products of several splits are joined in float32.
     out_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
     # Shared memory as the matrix unit reads it: tiles of 8 rows of 128 bytes, swizzled.
@@ -248,9 +246,9 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
     # A kernel takes operands, outputs and scratch memory as one flat list.
     def run(*refs: Any) -> None:
         *arrays, found, largest, total = refs[: -len(Scratch._fields)]
-        operands = Operands(found, largest, total, *arrays)
+        operands = AttentionOperands(found, largest, total, *arrays)
         scratch = Scratch(*refs[-len(Scratch._fields) :])
-        _multiply(shape, Block.of(shape, operands), operands, scratch, bool(interpret))
+        _multiply(shape, BlockWork.of(shape, operands), operands, scratch, bool(interpret))
 
     run.__name__ = "decode_attention"
     # Outputs: products [heads, splits, padded, D]; two numbers of each row and split.
@@ -269,7 +267,7 @@ def _launch(shape: Shape, dtype: Any, heads: int, interpret: Any) -> Callable[..
     )
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Refs in global memory: outputs, then operands."""
 
     found: Any  # [B * Nkv, splits, padded, D]
@@ -300,7 +298,7 @@ class Scratch(NamedTuple):
     words_came: Any
 
 
-class Block(NamedTuple):
+class BlockWork(NamedTuple):
     """Work of a block, ``[]`` int32 each."""
 
     head: jax.Array  # of keys, of the requests that have rows
@@ -317,7 +315,7 @@ class Block(NamedTuple):
     end_whole: jax.Array
 
     @classmethod
-    def of(cls, shape: Shape, operands: Operands) -> Block:
+    def of(cls, shape: AttentionShape, operands: AttentionOperands) -> BlockWork:
         """Returns the work of this block."""
         # The block's head of keys, split of the positions and rows.
         head = lax.axis_index("head")
@@ -375,7 +373,9 @@ class Block(NamedTuple):
         )
 
 
-def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) -> Places:
+def _places(
+    shape: AttentionShape, block: BlockWork, operands: AttentionOperands, i: jax.Array | int
+) -> Places:
     """Returns where in the pool ``[P * page, Nkv * D]`` the parts of a tile begin.
 
     A part that no row sees may have no page: it gets that of the nearest one that is seen.
@@ -405,9 +405,9 @@ def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) 
 
 
 def _copy(
-    shape: Shape,
-    block: Block,
-    operands: Operands,
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
     scratch: Scratch,
     i: jax.Array | int,
     places: Places,
@@ -447,7 +447,11 @@ def _copy(
 
 
 def _multiply(
-    shape: Shape, block: Block, operands: Operands, scratch: Scratch, interpreted: bool
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
+    scratch: Scratch,
+    interpreted: bool,
 ) -> None:
     """Reads the block's tiles, and writes what its rows found."""
     layout = plgpu.Layout.WGMMA
@@ -542,7 +546,13 @@ def _multiply(
         _write(shape, block, operands, scratch, place)
 
 
-def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, place: Any) -> None:
+def _write(
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
+    scratch: Scratch,
+    place: Any,
+) -> None:
     """Copies what a block found from shared to global memory."""
 
     @pl.when((block.num_tiles > 0) | (shape.splits == 1))
@@ -558,7 +568,7 @@ def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, pla
 
 
 def _poisoned(
-    shape: Shape, scratch: Scratch, slot: jax.Array, scores: jax.Array, interpreted: bool
+    shape: AttentionShape, scratch: Scratch, slot: jax.Array, scores: jax.Array, interpreted: bool
 ) -> jax.Array:
     """Returns scores ``[64, TILE]``, NaN where a value is not finite, which becomes 0 then.
 
@@ -594,7 +604,7 @@ def _numbers(part: Any) -> jax.Array:
     return plgpu.layout_cast(part[...], plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _seen(shape: Shape, block: Block, scratch: Scratch, i: jax.Array) -> jax.Array:
+def _seen(shape: AttentionShape, block: BlockWork, scratch: Scratch, i: jax.Array) -> jax.Array:
     """Returns which positions of a tile each row sees, ``[64, TILE]`` bool."""
     layout = plgpu.Layout.WGMMA
     size = ROWS, TILE

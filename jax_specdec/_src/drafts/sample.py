@@ -90,7 +90,6 @@ def sample_draft_tokens(
 
     Args:
       logits: ``[B, Vd]``, in the dtype that they are stored in.
-      sampling: per-request parameters.
       keys: ``[B]`` typed keys of two or four words, those that `rejection_sample` gets.
       positions: ``[B]`` int32, position of the step's first draft, as `rejection_sample` gets it.
       offset: ``[]`` or ``[B]`` int32, index of this draft in the step, from 0 on.

@@ -186,7 +186,6 @@ class DraftStore:
             sampler of your own makes a `DraftSample`; see `DraftLogits` for the numbers of a row.
           ids: ``[B, C]`` int32, the ids of each row, if rows list their own ids; else None.
           positions: ``[B]`` int32, absolute position of the step's first draft.
-          sampling: per-request parameters.
           slots: ``[B]`` int32, all different, the slot of each request. A slot out of range writes
             nothing. None if request b has slot b, and B = S.
 
@@ -361,6 +360,46 @@ class DraftStore:
         )
         return dataclasses.replace(drafts, distribution=distribution)
 
+    @staticmethod
+    def count_fallbacks(
+        drafts: Drafts, *, sampling: SamplingParams, active: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns how many sampled requests are verified one-hot for want of a usable draft row.
+
+        Such a request had no valid rows in a store, or the `log_normalizer` of one of its drafts is
+        too large to be used (see `DraftLogits`). Its tokens are still distributed as the target's,
+        but fewer drafts are accepted.
+
+        Args:
+          drafts: from `attach`, for example; without a distribution the count is 0.
+          active: ``[B]`` bool, or None for all true.
+
+        Returns:
+          ``[]`` int32.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jax_specdec as sd
+          >>> no_rows = sd.DraftLogits(jnp.zeros((3, 8)), valid=jnp.array([False, False]))
+          >>> drafts = sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1]), no_rows)
+          >>> sampling = sd.SamplingParams(jnp.array([0.0, 1.0]))
+          >>> int(sd.DraftStore.count_fallbacks(drafts, sampling=sampling))
+          1
+        """
+        distribution: DraftDistribution | None = drafts.distribution
+        if distribution is None:
+            return jnp.int32(0)
+        sampling = per_request(sampling, drafts.cu_num_draft_tokens.shape[0] - 1)
+        # [B]: a normalizer is unusable, or the rows are not valid though something is proposed
+        falls_back = _has_unusable_row(drafts, distribution)
+        if distribution.valid is not None:
+            falls_back |= ~distribution.valid & (_num_proposed(drafts, 1) > 0)
+        # A greedy request is one-hot in any case.
+        falls_back &= sampling.temperature > 0
+        if active is not None:
+            falls_back &= active
+        return jnp.sum(falls_back, dtype=jnp.int32)
+
     def _batch(self, slots: jax.Array | None) -> int:
         """Returns B: S where request b has slot b."""
         if slots is None:
@@ -371,46 +410,6 @@ class DraftStore:
     def _has_slot(self, slots: jax.Array) -> jax.Array:
         """Returns ``[B]`` bool, whether each slot is in range."""
         return (slots >= 0) & (slots < self.num_slots)
-
-
-def count_fallbacks(
-    drafts: Drafts, *, sampling: SamplingParams, active: jax.Array | None = None
-) -> jax.Array:
-    """Returns how many sampled requests are verified one-hot for want of a usable draft row.
-
-    Such a request had no valid rows in the store, or the `log_normalizer` of one of its drafts is
-    too large to be used (see `DraftLogits`). Its tokens are still distributed as the target's, but
-    fewer drafts are accepted.
-
-    Args:
-      drafts: from `DraftStore.attach`, for example; without a distribution the count is 0.
-      sampling: per-request parameters.
-      active: ``[B]`` bool, or None for all true.
-
-    Returns:
-      ``[]`` int32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> no_rows = sd.DraftLogits(jnp.zeros((3, 8)), valid=jnp.array([False, False]))
-      >>> drafts = sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1]), no_rows)
-      >>> int(sd.count_fallbacks(drafts, sampling=sd.SamplingParams(jnp.array([0.0, 1.0]))))
-      1
-    """
-    distribution: DraftDistribution | None = drafts.distribution
-    if distribution is None:
-        return jnp.int32(0)
-    sampling = per_request(sampling, drafts.cu_num_draft_tokens.shape[0] - 1)
-    # [B]: a normalizer is unusable, or the rows are not valid though something is proposed
-    falls_back = _has_unusable_row(drafts, distribution)
-    if distribution.valid is not None:
-        falls_back |= ~distribution.valid & (_num_proposed(drafts, 1) > 0)
-    # A greedy request is one-hot in any case.
-    falls_back &= sampling.temperature > 0
-    if active is not None:
-        falls_back &= active
-    return jnp.sum(falls_back, dtype=jnp.int32)
 
 
 def _has_unusable_row(drafts: Drafts, distribution: DraftDistribution) -> jax.Array:

@@ -29,11 +29,11 @@ from jax_specdec._src.base.sampling import Filter, SamplingParams, inverse_tempe
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, RejectionSampleOutput
 from jax_specdec._src.rows.device import Device
 from jax_specdec._src.rows.part import of_owner, part_of
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.backends.gather import Gather
 from jax_specdec._src.verify.backends.xla import Xla
-from jax_specdec._src.verify.call import Settings, check_arrays
+from jax_specdec._src.verify.call import CallSettings, check_arrays
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.statistics import Partials
@@ -194,20 +194,17 @@ def token_logprobs(
     at the request's temperature, filtered by min-p, top-k and top-p. A greedy request has no such
     distribution; its rows are read at temperature 1, unfiltered.
 
-    For log-probabilities before penalties, give the rows from before `apply_penalties`; for those
+    For log-probabilities before penalties, give the rows from before `process_logits`; for those
     after penalties, give the rows that were verified.
 
+    Arguments that `rejection_sample` has too are those of its call.
+
     Args:
-      target_logits: of the call of `rejection_sample`; ``[N, V]`` if it had `bonus_token_ids`.
-      drafts: of the call.
+      target_logits: ``[N+B, V]``; ``[N, V]`` if the call had `bonus_token_ids`.
       output: what the call returned.
-      sampling: of the call.
-      config: of the call.
       num_top: n, static, the number of alternatives, 0 to V.
       distribution: "raw" or "processed", static.
       thresholds: whether to return what the filters kept, static; for "processed".
-      vocab_size: of the call.
-      token_bitmask: of the call.
       padded_rows: of the call; for logits with bonus rows.
       sharding: of the call. Logits that are split over the vocabulary stay where they are: devices
         exchange sums, and their `num_top` likeliest tokens.
@@ -266,7 +263,7 @@ def token_logprobs(
             bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
     call, sizes = check_arrays(
         CallArrays.given(target_logits, drafts, None, sampling, bonus, None, token_bitmask),
-        Settings(config, vocab_size, padded_rows, sharding=sharding),
+        CallSettings(config, vocab_size, padded_rows, sharding=sharding),
     )
     sizes["K"] = config.num_speculative_tokens
     check_array("output.token_ids", output.token_ids, "[B, K+1]", sizes)
@@ -465,13 +462,15 @@ def _rows(
     token_bitmask: jax.Array | None,
     axis: str | None,
     device: Device,
-) -> Rows:
+) -> VocabRows:
     """Returns the target rows, or this device's part of them."""
     part = part_of(axis, target_logits.shape[1])
-    return Rows(target_logits, size, -jnp.inf, device, token_bitmask, None, part)
+    return VocabRows(target_logits, size, -jnp.inf, device, token_bitmask, None, part)
 
 
-def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, jax.Array | None]:
+def _partials(
+    rows: VocabRows, those: Emitted, backend: Gather
+) -> tuple[Partials, jax.Array | None]:
     """Returns partials of this part, of the rows of tokens ``[n]``, and thresholds or None."""
     inv = those.inv_temperature
     kept = None
@@ -483,7 +482,7 @@ def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, ja
 
 
 def _read_batch(
-    rows: Rows, those: Emitted, wanted: LogprobsConfig, backend: Gather
+    rows: VocabRows, those: Emitted, wanted: LogprobsConfig, backend: Gather
 ) -> TokenLogprobs:
     """Returns log-probabilities of one token of each request: ``[B]`` and twice ``[B, n]``."""
     inv = those.inv_temperature
@@ -545,7 +544,7 @@ def _read_batch(
     return TokenLogprobs(own, ids, logprobs(top), thresholds)
 
 
-def _between(rows: Rows, those: Emitted, kept: jax.Array) -> jax.Array:
+def _between(rows: VocabRows, those: Emitted, kept: jax.Array) -> jax.Array:
     """Returns ``[B]`` float32, what divides the entries from `kept` on from those below.
 
     In the middle it also divides entries that were computed in another way, and differ a little.

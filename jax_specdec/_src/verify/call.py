@@ -45,7 +45,7 @@ NO_LEADING_0 = "vLLM's offsets have no leading 0: put one before them"
 """What helps where offsets do not begin with 0."""
 
 
-class Settings(NamedTuple):
+class CallSettings(NamedTuple):
     """The static arguments of a call, as `rejection_sample` describes them, before the checks."""
 
     config: SpecDecodeConfig
@@ -74,7 +74,7 @@ class Static(NamedTuple):
     layout: ArrayLayout
 
 
-def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:
+def checked(arrays: CallArrays, settings: CallSettings) -> tuple[CallArrays, Static]:
     """Returns the arrays of a call and its static side.
 
     Without noise it is not to be made: see `validate`.
@@ -110,7 +110,7 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
     )
 
 
-def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Sizes]:
+def check_arrays(arrays: CallArrays, settings: CallSettings) -> tuple[CallArrays, Sizes]:
     """Returns the arrays of a call, with numbers and lists converted, and what letters stand for.
 
     V is all of the vocabulary, ``size`` the first id that is padding.

@@ -162,7 +162,6 @@ def resolve(
       sharding: what the caller gave. None to go by where `target_logits` is; XLA then serves what
         this module cannot, as if nothing were split.
       target_logits: of the call, after the checks.
-      drafts: of the call.
       noise: explicit noise, or keys and positions.
 
     Raises:
@@ -318,7 +317,6 @@ def over_parts(
     Args:
       function: takes one part, whose offsets begin at 0.
       layout: how the arrays are split.
-      arrays: of the call.
 
     Returns:
       The outputs of all parts as one batch.

@@ -55,8 +55,6 @@ def greedy_differences(
     """Returns the first difference of each request that has one, and how close the decision was.
 
     Args:
-      model: the target.
-      params: its weights.
       prompts: those of both generations.
       output: of `generate` at temperature 0.
       plain: of `generate_plain` at temperature 0.

@@ -309,7 +309,7 @@ class Engine(Decoder):
         """
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
-    def most_drafts(self, options: RequestOptions) -> int:
+    def max_drafts(self, options: RequestOptions) -> int:
         """Returns the most drafts that a step has of a request."""
         if self.draft_budget == (0,):
             return 0
@@ -425,8 +425,6 @@ class Engine(Decoder):
         lost.
 
         Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
           state: donated.
           requests: with at most C tokens of each prompt (`chunk_size`).
 
@@ -544,8 +542,6 @@ class Engine(Decoder):
         """Drafts and verifies: at least one token for every occupied slot.
 
         Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
           state: donated.
           requests: whose prompts, or parts of them, this step reads too, as `admit` does. A model
             that serves `groups` reads them in the pass that verifies the drafts, which costs little
@@ -599,7 +595,6 @@ class Engine(Decoder):
         `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
 
         Args:
-          draft_params: the drafter's weights.
           state: donated.
           num_drafts: static, from 0 to K, drafts of each request; None for K. The target's pass in
             `verify` then has as many rows, and one more. It must be chosen before the drafts are
@@ -630,7 +625,6 @@ class Engine(Decoder):
         position or temperature are not used.
 
         Args:
-          params: the target's weights.
           state: with drafts, from `draft`.
           token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
             `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`, and B the

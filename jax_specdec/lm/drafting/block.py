@@ -60,7 +60,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
       ValueError: `num_candidates` is below 1 or more than the ids of the head; `tree_depth` is
         negative or more than the drafts of a block.
 
-    Example: see `load_block_head`.
+    Example: see `load_head`.
 
     References:
       DFlash, 2026, https://arxiv.org/abs/2602.06036

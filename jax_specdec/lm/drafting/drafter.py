@@ -52,7 +52,7 @@ class DraftContext:
         dropped, and one of them may have a part of its prompt still to be read: what is known of
         it, in the cache before its newest token too, must stay as it is.
       features: ``[B, S, A*H]``, what the target computed for the tokens that it ran last, at the
-        layers that the drafter's `feature_layers` names; None if it names none.
+        layers that the drafter's `aux_hidden_state_layers` names; None if it names none.
       num_features: ``[B]`` int32 in [0, S], how many rows of `features` belong to tokens of the
         sequence; the others were for drafts that were rejected. Row s is at position ``lengths[b] -
         1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
@@ -189,8 +189,8 @@ class DrafterServes:
     """What a drafter declares of itself; see `Drafter`.
 
     Attributes:
-      feature_layers: the target's layers whose features it reads, as `Wants` has them; none for
-        most drafters, and then nothing is computed.
+      aux_hidden_state_layers: the target's layers whose features it reads, as `Wants` has them;
+        none for most drafters, and then nothing is computed.
       reads_target_cache: it reads `DraftContext.target_cache`, and so knows the target's class; it
         then serves `slots`.
       tree_depth: the most drafts of a path through the trees that it proposes, which then have
@@ -218,7 +218,7 @@ class DrafterServes:
         twice, and empty where a prompt begins.
 
     Raises:
-      TypeError: `feature_layers` is no tuple of ints, or a number no int.
+      TypeError: `aux_hidden_state_layers` is no tuple of ints, or a number no int.
       ValueError: a number is below 0, or `kept_rows` is none of the three.
 
     Example:
@@ -227,7 +227,7 @@ class DrafterServes:
       True
     """
 
-    feature_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     reads_target_cache: bool = False
     tree_depth: int = 0
     may_abstain: bool = False
@@ -239,9 +239,15 @@ class DrafterServes:
     slots: bool = False
 
     def __post_init__(self) -> None:
-        layers = self.feature_layers
+        layers = self.aux_hidden_state_layers
         are_layers = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
-        require(are_layers, "serves.feature_layers", "be a tuple of ints", layers, error=TypeError)
+        require(
+            are_layers,
+            "serves.aux_hidden_state_layers",
+            "be a tuple of ints",
+            layers,
+            error=TypeError,
+        )
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
         check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
@@ -331,7 +337,6 @@ class Drafter(abc.ABC):
         from the tokens is then lost.
 
         Args:
-          params: the drafter's weights.
           rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins; for
             some of them, if the drafter serves `slots`.
           cache: from `init_cache`, or from the call for the chunk before.
@@ -354,7 +359,6 @@ class Drafter(abc.ABC):
         It is called before every verification.
 
         Args:
-          params: the drafter's weights.
           context: the sequences so far, and the parameters of their requests.
           cache: from `prefill` or the last call. The tokens emitted since may differ from what that
             call proposed.

@@ -204,7 +204,6 @@ def draft_chain(
       carry: what `forward` takes and gives, such as a cache.
       forward: `forward(carry, token_ids, offset)` gives the rows of draft `offset`, after drafts
         ``[B]``, and the new carry.
-      context: of the step.
       store: to write the rows to, in its dtype; None if no draft distribution is read.
       num_candidates: draw from this many of the likeliest ids only; the store has rows of them.
       sharding: how rows are split.

@@ -11,7 +11,7 @@ from jax import lax
 
 from jax_specdec._src.base.arrays import check_int, check_type
 from jax_specdec._src.base.config import SpecDecodeConfig
-from jax_specdec._src.base.tree import MAX_VISIBLE, TreeRows, node_bits
+from jax_specdec._src.base.tree import TREE_MASK_BITS, TreeRows, node_bits
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
@@ -36,7 +36,7 @@ class _Level(NamedTuple):
       scores: ``[B, W]`` float32, of the paths to them.
       numbers: ``[B, W]`` int32, of the nodes among all candidates, as parents have it.
       states: ``[B, W, H]``, the head's feedback from the rows before them.
-      visible: ``[B, W, 2]`` uint32, the rows of their ancestors, as `TreeRows` has it.
+      tree_mask: ``[B, W, 2]`` uint32, the rows of their ancestors, as `TreeRows` has it.
       cache: of the head.
     """
 
@@ -44,7 +44,7 @@ class _Level(NamedTuple):
     scores: jax.Array
     numbers: jax.Array
     states: jax.Array
-    visible: jax.Array
+    tree_mask: jax.Array
     cache: Cache
 
 
@@ -84,7 +84,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
       >>> target, _ = lm.load_embedded_pair()
       >>> head, head_params = lm.load_embedded_head(target)
       >>> drafter = lm.Eagle3Drafter(head)  # for `generate`, with draft_params=head_params
-      >>> drafter.serves.feature_layers
+      >>> drafter.serves.aux_hidden_state_layers
       (2, 4, 5)
 
     References:
@@ -98,7 +98,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns the head's cache, with room for the nodes of a tree after the text."""
-        room = MAX_VISIBLE if self.tree_depth else 0
+        room = TREE_MASK_BITS if self.tree_depth else 0
         return self.head.init_cache(batch_size, max_length + room)
 
     def init_store(
@@ -156,7 +156,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         """
         features, num_features = features_of(context)
         size = features.shape[1]
-        longest = context.token_ids.shape[1] + (MAX_VISIBLE if self.tree_depth else 0)
+        longest = context.token_ids.shape[1] + (TREE_MASK_BITS if self.tree_depth else 0)
         # [B]: the position of the first of these, so that the last one is n - 1
         start = jnp.clip(context.lengths - 1 - num_features, 0, longest - size)
         # [B, S]: row i reads the features of token i, and token i + 1
@@ -210,8 +210,8 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         num_nodes = context.config.num_speculative_tokens
         size = self.head.config.vocab_size
         depth = min(self.tree_depth, num_nodes)
-        # The last level is not run, and `visible` has a bit for each node that is.
-        width = min(_WIDTH, num_nodes, size, MAX_VISIBLE // max(depth - 1, 1))
+        # The last level is not run, and `tree_mask` has a bit for each node that is.
+        width = min(_WIDTH, num_nodes, size, TREE_MASK_BITS // max(depth - 1, 1))
 
         def children(logits: jax.Array, offset: jax.Array) -> Children:
             ids = params.get("target_ids")
@@ -222,12 +222,12 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             # [W] -> [B, W, 2]: each node sees its ancestors, and itself
             first_row = offset * width
             own = node_bits(first_row + jnp.arange(width, dtype=jnp.int32))
-            visible = level.visible | own[None]
+            tree_mask = level.tree_mask | own[None]
             rows = Rows(
                 level.token_ids,
                 start=context.lengths - 1,
                 slots=context.slots,
-                tree=TreeRows(jnp.broadcast_to(offset, level.token_ids.shape), visible),
+                tree=TreeRows(jnp.broadcast_to(offset, level.token_ids.shape), tree_mask),
                 first_row=first_row,
             )
             logits, states, cache = self.head.apply(params, level.states, rows, level.cache)
@@ -245,7 +245,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
                 scores=best,
                 numbers=1 + width + offset * width**2 + place,  # after W, and W * C of each level
                 states=jnp.take_along_axis(states, parent[:, :, None], axis=1),
-                visible=jnp.take_along_axis(visible, parent[:, :, None], axis=1),
+                tree_mask=jnp.take_along_axis(tree_mask, parent[:, :, None], axis=1),
                 cache=cache,
             )
             return following, candidates
@@ -260,7 +260,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
             scores=first.scores,
             numbers=first.parents + 1 + jnp.arange(width, dtype=jnp.int32)[None, :],
             states=jnp.repeat(state, width, axis=1),
-            visible=jnp.zeros((*first.parents.shape, 2), jnp.uint32),
+            tree_mask=jnp.zeros((*first.parents.shape, 2), jnp.uint32),
             cache=cache,
         )
         level, rest = lax.scan(grow, level, jnp.arange(depth - 1, dtype=jnp.int32))
