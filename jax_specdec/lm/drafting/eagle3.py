@@ -80,7 +80,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         self, params: Params, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
         """Returns an empty store for the logits of K drafts per request; None if none is read."""
-        return None if self.tree_depth else self.make_store(params, batch_size, config, None)
+        return self.make_store(params, batch_size, config, None)
 
     def prefill(
         self,

@@ -69,8 +69,6 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
         self, params: Params, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
         """Returns an empty store for the logits of K drafts per request; None if none is read."""
-        if self.tree_depth:
-            return None
         return self.make_store(params, batch_size, config, self.head.config.num_candidates)
 
     def propose(
