@@ -60,7 +60,7 @@ def test_texts_are_those_of_plain_decoding(name: str) -> None:
     assert drafted(model, params, lm.ModelDrafter(model), near) == wanted
 
     if name.startswith("gemma4"):
-        head = lm.load_gemma_assistant(CHECKPOINTS.parent / f"{name}_assistant", loaded)
+        head = lm.load_head(CHECKPOINTS.parent / f"{name}_assistant", loaded)
         trees = lm.GemmaAssistantDrafter(head.model, tree_depth=4)
         assert drafted(model, params, trees, head.params) == wanted
 
