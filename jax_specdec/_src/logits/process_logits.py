@@ -153,7 +153,9 @@ def process_logits(
       vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
       `generation/utils.py`.
     """
-    return _process("processors", processors, LogitsProcessors, logits, drafts, config, padded_rows)
+    given = logits, drafts, config, padded_rows
+    check_processed("processors", processors, LogitsProcessors, *given)
+    return processed(logits, drafts, processors, config, padded_rows)
 
 
 def apply_penalties(
@@ -197,37 +199,51 @@ def apply_penalties(
       ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
       [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
     """
-    return _process("penalties", penalties, Penalties, logits, drafts, config, padded_rows)
+    check_processed("penalties", penalties, Penalties, logits, drafts, config, padded_rows)
+    return processed(logits, drafts, penalties, config, padded_rows)
 
 
-def _process(
+def check_processed(
     name: str,
     processor: object,
     cls: type[Processor],
     logits: Array,
     drafts: Drafts | None,
     config: SpecDecodeConfig | None,
-    padded_rows: bool,
-) -> jax.Array:
-    """Applies a processor after the checks. Which request owns a row is found once for all."""
+    padded_rows: bool = False,
+) -> None:
+    """Checks a processor, and the rows that it is to change.
+
+    Raises:
+      TypeError, ValueError: as `process_logits`.
+    """
     sizes: Sizes = {}
     check_tree(name, processor, (cls,), sizes)
-    # No array gave B: there is no processor at all.
-    if not sizes:
+    # Without arrays, which would give B, there is no processor at all.
+    if sizes:
+        # A drafter's rows may have fewer columns than there are counts, but never more.
+        ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
+
+
+def processed(
+    logits: Array,
+    drafts: Drafts | None,
+    processor: Processor,
+    config: SpecDecodeConfig | None,
+    padded_rows: bool = False,
+) -> jax.Array:
+    """Returns what `process_logits` does, of arrays that need no checks."""
+    leaves = jax.tree.leaves(processor)
+    if not leaves:
         return jnp.asarray(logits)
-    # A drafter's rows may have fewer columns than there are counts, but never more.
-    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
     # Gathers from no row, or by no request, have no meaning.
-    if 0 in (logits.shape[0], sizes["B"]):
+    if 0 in (logits.shape[0], leaves[0].shape[0]):
         return jnp.asarray(logits, jnp.float32)
     # Processors read ids alone: q would be an argument of the program for nothing.
     drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
-    return cast(
-        jax.Array,
-        traced_for_platform(
-            _applied, (jnp.asarray(logits), drafts, processor), config, padded_rows
-        ),
-    )
+    arrays = jnp.asarray(logits), drafts, processor
+    # Which request owns a row is found once for all processors.
+    return cast(jax.Array, traced_for_platform(_applied, arrays, config, padded_rows))
 
 
 def _applied(

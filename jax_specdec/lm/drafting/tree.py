@@ -222,7 +222,7 @@ def likeliest(
         rows = ids_of(ids, vocab_size).on_target(flat(logits))
         logits = rows.reshape(batch_size, num_rows, vocab_size)
     if context.processors is not None:
-        logits = jax.vmap(context.process_logits, in_axes=1, out_axes=1)(logits)
+        logits = jax.vmap(context.processed, in_axes=1, out_axes=1)(logits)
     # [B] -> [B*R]: the parameters of each row's request
     sampling = context.sampling
     if context.config.draft_sample_method == "greedy":
