@@ -321,7 +321,7 @@ def likeliest(
     # [B, R, Vd] -> [B, R, V]: processors know target ids, and races are run in tiles of them
     logits = ids.on_target(flat(logits)).reshape(batch_size, num_rows, -1)
     if context.processors is not None:
-        logits = jax.vmap(context.process_logits, in_axes=1, out_axes=1)(logits)
+        logits = jax.vmap(context.processed, in_axes=1, out_axes=1)(logits)
     # [B] -> [B*R]: the parameters of each row's request
     sampling = context.sampling
     if context.config.draft_sample_method == "greedy":
