@@ -62,7 +62,8 @@ class Draft(NamedTuple):
         drafter = self.drafter
         if num_nodes is None:
             return drafter, config
-        assert isinstance(drafter, lm.SuffixDrafter | lm.Eagle3Drafter | lm.BlockDrafter)
+        heads = lm.Eagle3Drafter | lm.BlockDrafter | lm.GemmaAssistantDrafter
+        assert isinstance(drafter, lm.SuffixDrafter | heads)
         drafter = dataclasses.replace(drafter, tree_depth=config.num_speculative_tokens)
         if isinstance(drafter, lm.BlockDrafter) and drafter.head.config.markov_rank is not None:
             most = min(TREE_CANDIDATES, drafter.head.vocab_size)
@@ -228,6 +229,7 @@ DRAFTERS = (
         "a Gemma 4 assistant",
         _reads_head(lm.models.GemmaAssistantHead, lm.GemmaAssistantDrafter),
         for_embedded=False,
+        has_trees=True,
     ),
     Kind("ngram", "a lookup in the text so far", _read_ngram, has_weights=False),
     Kind("suffix", "one with counts", _read_suffix, has_trees=True, has_weights=False),

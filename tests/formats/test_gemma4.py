@@ -17,7 +17,6 @@ import safetensors.numpy
 from passes import Passed
 from passes import run as run_pass
 
-import jax_specdec as sd
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
@@ -103,48 +102,6 @@ def test_the_switches_are_read() -> None:
     assert [layer.num_key_value_heads for layer in wide.layers] == [2, 1] * 2
     scalars = [layer["layer_scalar"].item() for layer in load("wide").params["layers"]]
     assert len({*scalars, 1.0}) == 5
-
-
-@pytest.mark.parametrize("name", ["edge", pytest.param("wide", marks=pytest.mark.long)])
-def test_several_devices_give_the_same_logits(name: str) -> None:
-    model, params = load(name)
-    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    parallel = lm.models.TensorParallelLlama(model, mesh, "tensor")
-    shares = parallel.shard_params(params)
-    parallel.check_params("params", shares)
-    ids = expected(name)["token_ids"][None]
-    run = jax.jit(functools.partial(run_pass, parallel))
-    found = run(shares, ids, jnp.zeros(1, jnp.int32), parallel.init_cache(1, 40))
-    assert error(found.logits[0, :, :NUM_TOKEN_IDS], passed(name).logits[0, :, :NUM_TOKEN_IDS]) < (
-        TOLERANCE
-    )
-    # An assistant reads the cache of one device alone.
-    rows = lm.models.Rows(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
-    head, own = assistant(name)
-    states = jnp.zeros((1, 1, 24))
-    with pytest.raises(ValueError, match="^the target's cache must have keys .B . Nkv, 16, T. at"):
-        head.apply(own, states, rows, found.cache)
-
-
-def test_nodes_of_a_tree_read_their_own_paths() -> None:
-    """Layers that share a cache, too; a path that is kept goes on as the text alone."""
-    model, params = load("edge")
-    ids, start = expected("edge")["token_ids"], jnp.array([10])
-    tree = sd.TreeRows.of(jnp.array([[0, 0, 2]]))
-
-    @jax.jit
-    def run(params: Any) -> Any:
-        cache = model.init_cache(1, 40)
-        _, cache, _ = run_pass(model, params, ids[None, :10], jnp.zeros(1, jnp.int32), cache)
-        nodes = np.array([[ids[10], 7, ids[11], ids[12]]])
-        logits, cache, _ = run_pass(model, params, nodes, start, cache, (), tree)
-        cache = model.commit(cache, start, jnp.array([[0, 2, 3]]))
-        return logits[0], run_pass(model, params, ids[None, 13:14], start + 3, cache).logits[0]
-
-    wanted = passed("edge").logits[0, :, :NUM_TOKEN_IDS]
-    nodes, after = (x[:, :NUM_TOKEN_IDS] for x in run(params))
-    assert error(nodes[np.array([0, 2, 3])], wanted[10:13]) < TOLERANCE
-    assert error(after, wanted[13:14]) < TOLERANCE
 
 
 def copied(name: str, directory: Path) -> Path:
@@ -251,6 +208,15 @@ def test_drafts_are_those_of_transformers_at_both_positions(name: str) -> None:
             assert len(columns) == (64 if name == "edge" else 320)
             state, token = found.states, draft
     assert (wanted["positions"] - length).tolist() == [0, -1]
+
+
+def test_an_assistant_reads_the_cache_of_one_device_alone() -> None:
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    parallel = lm.models.TensorParallelLlama(load("edge").model, mesh, "tensor")
+    rows = lm.models.Rows(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    head, own = assistant("edge")
+    with pytest.raises(ValueError, match="^the target's cache must have keys .B . Nkv, 16, T. at"):
+        head.apply(own, jnp.zeros((1, 1, 24)), rows, parallel.init_cache(1, 40))
 
 
 def test_drafts_beside_one_another_do_not_see_each_other() -> None:

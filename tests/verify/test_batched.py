@@ -6,51 +6,15 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import full, ones, zeros
-from lower_floor import Xla, api, assume, base, ragged, rows_lib, statistics
+from lower_floor import Xla, assume, ragged, rows_lib, statistics
 
 import jax_specdec as sd
-
-from .batch import Layout, agree, jitted, pack
-from .cases import random_batches, random_request
-from .suite import BIG
-from .test_xla_all_at_once import all_at_once
-
-# A batch so large that whether anybody samples is asked first, and owners of rows are searched for.
-
-
-@jitted
-def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
-    inner = api._rejection_sample.__wrapped__  # not traced before, as a small batch
-    with (
-        mock.patch.object(base, "_LARGE", 0),
-        mock.patch.object(statistics, "MANY_PAIRS", 0),
-        mock.patch.object(api, "_rejection_sample", inner),
-    ):
-        return all_at_once.__wrapped__(*args, **kwargs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(vocab=2049, **BIG, kind="logits", has_active=True, has_filters=True),
-        Layout(vocab=97, **BIG, kind="probs", block=True, has_bonus=True),
-    ],
-    ids=str,
-)
-def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
-    agree(random_batches(layout, range(6)), large)
-    rng = np.random.default_rng(6)
-    greedy = [[random_request(layout, rng, 3, 0.0) for _ in range(8)] for _ in range(6)]
-    for output in agree((pack(requests, layout) for requests in greedy), large):
-        assert (output.num_emitted > 0).any()
 
 
 def owners_in_python(first_row: np.ndarray, num_rows: np.ndarray, size: int) -> list[int]:

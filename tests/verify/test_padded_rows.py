@@ -7,15 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from lower_floor import CallArrays, Standard
-from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
 from jax_specdec.testing import KernelConfig
 
-from .batch import Batch, Layout, jitted, on, oracle, verify
+from .backends import interpreted
+from .batch import Batch, Layout, on, oracle, verify
 from .cases import random_batch
-from .interpret_mode import interpret_gpu_params
 
 LAYOUT = Layout(
     vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, kind="logits", store_rows=20
@@ -23,20 +21,6 @@ LAYOUT = Layout(
 WITHOUT_BONUS_ROWS = Layout(
     vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, has_bonus=True
 )
-
-
-@jitted
-def by_kernel(logits: Any, drafts: Any, noise: Any, **given: Any) -> sd.RejectionSampleOutput:
-    config, sampling = given["config"], given["sampling"]
-    arrays = CallArrays(logits, drafts, noise, sampling, given.get("bonus_token_ids"), None, None)
-    return launch.verify(
-        arrays,
-        Standard(),
-        k=config.num_speculative_tokens,
-        size=logits.shape[1],
-        config=KernelConfig(max_cluster=1),
-        interpret=interpret_gpu_params(),
-    )
 
 
 def ends(batch: Batch) -> np.ndarray:
@@ -48,7 +32,7 @@ def ends(batch: Batch) -> np.ndarray:
 FORMS = {
     "in order": on("cpu", padded_rows=True),
     "at once": on("cuda", padded_rows=True),
-    "kernel": by_kernel,
+    "kernel": interpreted(KernelConfig(max_cluster=1), padded_rows=True),
 }
 
 

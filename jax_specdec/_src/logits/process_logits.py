@@ -153,24 +153,49 @@ def process_logits(
       vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
       `generation/utils.py`.
     """
+    check_processed(logits, drafts, processors, config, padded_rows)
+    return processed(logits, drafts, processors, config, padded_rows)
+
+
+def check_processed(
+    logits: Array,
+    drafts: Drafts | None,
+    processors: object,
+    config: SpecDecodeConfig | None,
+    padded_rows: bool = False,
+) -> None:
+    """Checks processors, and the rows that they are to change.
+
+    Raises:
+      TypeError, ValueError: as `process_logits`.
+    """
     sizes: Sizes = {}
     check_tree("processors", processors, (LogitsProcessors,), sizes)
-    # No array gave B: there is no processor at all.
-    if not sizes:
+    # Without arrays, which would give B, there is no processor at all.
+    if sizes:
+        # A drafter's rows may have fewer columns than there are counts, but never more.
+        ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
+
+
+def processed(
+    logits: Array,
+    drafts: Drafts | None,
+    processors: LogitsProcessors,
+    config: SpecDecodeConfig | None,
+    padded_rows: bool = False,
+) -> jax.Array:
+    """Returns what `process_logits` does, of arrays that need no checks."""
+    leaves = jax.tree.leaves(processors)
+    if not leaves:
         return jnp.asarray(logits)
-    # A drafter's rows may have fewer columns than there are counts, but never more.
-    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
     # Gathers from no row, or by no request, have no meaning.
-    if 0 in (logits.shape[0], sizes["B"]):
+    if 0 in (logits.shape[0], leaves[0].shape[0]):
         return jnp.asarray(logits, jnp.float32)
     # Processors read ids alone: q would be an argument of the program for nothing.
     drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
-    return cast(
-        jax.Array,
-        traced_for_platform(
-            _applied, (jnp.asarray(logits), drafts, processors), config, padded_rows
-        ),
-    )
+    arrays = jnp.asarray(logits), drafts, processors
+    # Which request owns a row is found once for all processors.
+    return cast(jax.Array, traced_for_platform(_applied, arrays, config, padded_rows))
 
 
 def _applied(

@@ -159,7 +159,7 @@ def rejection_sample(
         CallSettings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
     check_known(arrays, static)
-    return _call(arrays, static)
+    return verify(arrays, static)
 
 
 def rejection_sample_with_noise(
@@ -205,7 +205,7 @@ def rejection_sample_with_noise(
         CallArrays.given(target_logits, drafts, *of_requests, token_bitmask),
         CallSettings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
-    return _call(arrays, static)
+    return verify(arrays, static)
 
 
 def which_implementation(
@@ -271,13 +271,21 @@ def _checked(arrays: CallArrays, settings: CallSettings) -> tuple[CallArrays, St
     return checked(arrays, settings)
 
 
-def _call(arrays: CallArrays, static: Static) -> RejectionSampleOutput:
-    """Makes a call that is checked."""
+def verify(arrays: CallArrays, static: Static) -> RejectionSampleOutput:
+    """Returns what `rejection_sample` does, of arrays that need no checks.
+
+    Args:
+      arrays: their randomness is keys and positions, or explicit noise.
+      static: from `Static.of`.
+    """
     # Without requests there is nothing to compile.
     if arrays.num_requests == 0:
         k = static.config.num_speculative_tokens
         counts = jnp.zeros((0,), jnp.int32)
         return RejectionSampleOutput(jnp.zeros((0, k + 1), jnp.int32), counts, counts, counts)
+    noise = arrays.randomness
+    if isinstance(noise, tuple) and not arrays.needs_noise(static.config):
+        arrays = dataclasses.replace(arrays, randomness=(None, noise[1]))
     return _rejection_sample(arrays, static=static)
 
 

@@ -128,7 +128,7 @@ class ArrayLayout(NamedTuple):
     draft_batch: bool = False
 
 
-def vocabulary_parts(sharding: VerifySharding) -> int:
+def vocabulary_parts(sharding: VerifySharding | None) -> int:
     """Returns how many parts the vocabulary is in, if `target_logits` is one of them; else 1.
 
     `target_logits` is a part only inside the caller's `jax.shard_map`.
@@ -138,7 +138,7 @@ def vocabulary_parts(sharding: VerifySharding) -> int:
       ValueError: it names an axis and no mesh, and the call is not inside a `jax.shard_map`.
     """
     check_type("sharding", sharding, VerifySharding, None)
-    if sharding.mesh is not None or sharding.vocab_axis is None:
+    if sharding is None or sharding.mesh is not None or sharding.vocab_axis is None:
         return 1
     try:
         return lax.axis_size(sharding.vocab_axis)

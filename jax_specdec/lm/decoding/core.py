@@ -18,10 +18,12 @@ from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
+from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, emitted_logprobs
 from jax_specdec._src.stats.acceptance import AcceptanceCounters
 from jax_specdec._src.stats.emitted import StepRecord
-from jax_specdec._src.verify.api import rejection_sample
+from jax_specdec._src.verify.api import verify
+from jax_specdec._src.verify.call import CallSettings, Static
+from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec.lm.decoding.batch import Batch, append
 from jax_specdec.lm.decoding.state import (
     DecodeState,
@@ -472,9 +474,8 @@ class Decoder:
         slots = drafted.slots
         batch = state.running
         is_forced = put_slots(jnp.zeros_like(state.batch.done), is_forced, slots)
-        return state.store.evict(is_forced).attach(
-            drafts, positions=batch.lengths, sampling=batch.options.sampling, slots=slots
-        )
+        sampling = batch.options.sampling
+        return state.store.evict(is_forced).attach_rows(drafts, batch.lengths, sampling, slots)
 
     def verdict(
         self, state: DecodeState, drafts: Drafts, logits: jax.Array, token_bitmask: jax.Array | None
@@ -487,36 +488,24 @@ class Decoder:
           logits: ``[B, S, V]``, of each request's newest token and drafts.
         """
         batch = state.running
-        context = batch.context(self.config)
-        sharding = self.model.serves.sharding
         # [B, S, V] -> [B S, V]
         logits = logits.reshape(-1, logits.shape[-1])
-        rows = context.process_logits(logits, drafts)
-        output = rejection_sample(
-            rows,
-            drafts,
-            sampling=context.sampling,
-            keys=batch.keys,
-            positions=batch.lengths,
+        call = CallArrays(
+            target_logits=batch.context(self.config).processed(logits, drafts),
+            drafts=drafts,
+            randomness=(batch.keys, batch.lengths),
+            sampling=batch.options.sampling,
             active=~batch.done,
-            config=self.config,
             token_bitmask=token_bitmask,
-            sharding=sharding,
         )
+        settings = CallSettings(self.config, sharding=self.model.serves.sharding)
+        static = Static.of(call, settings)
+        output = verify(call, static)
         found = None
         if self.logprobs is not None:
-            found = token_logprobs(
-                rows if self.logprobs.distribution == "processed" else logits,
-                drafts,
-                output,
-                sampling=context.sampling,
-                config=self.config,
-                num_top=self.logprobs.num_top,
-                distribution=self.logprobs.distribution,
-                thresholds=self.logprobs.thresholds,
-                token_bitmask=token_bitmask,
-                sharding=sharding,
-            )
+            if self.logprobs.distribution == "raw":
+                call = dataclasses.replace(call, target_logits=logits)
+            found = emitted_logprobs(call, static, output, self.logprobs)
         assert state.proposal is not None
         num_proposed = state.proposal.num_proposed(self.model.vocab_size)
         if self.most_accepted < self.num_drafts:

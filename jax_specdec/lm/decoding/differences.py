@@ -114,5 +114,5 @@ def _processed(
         keys=jax.random.split(jax.random.key(0), 1),  # nothing is drawn
         options=BatchOptions.create([options], [prompt_length], vocab_size),
     )
-    rows = batch.with_processors(vocab_size).context(PLAIN).process_logits(logits)
+    rows = batch.with_processors(vocab_size).context(PLAIN).processed(logits)
     return np.array(rows[0], np.float32)

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.base import noise
-from jax_specdec._src.base.arrays import check_increasing, check_int, check_type, pytree, require
+from jax_specdec._src.base.arrays import (
+    check_array,
+    check_increasing,
+    check_int,
+    check_type,
+    pytree,
+    require,
+)
 from jax_specdec._src.base.types import Status
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.logprobs import LogprobsConfig
@@ -642,6 +649,14 @@ class Engine(Decoder):
         """
         check_params("params", self.model, params)
         self._check_target_cache(state)
+        state = self.with_proposal(state)
+        if token_bitmask is not None:
+            assert state.proposal is not None
+            num_requests, num_drafts = state.proposal.token_ids.shape
+            num_words = -(-self.model.vocab_size // 32)
+            sizes = {"M": num_requests * (num_drafts + 1), "ceil(V/32)": num_words}
+            declared = "[M, ceil(V/32)] int32 or uint32"
+            check_array("token_bitmask", token_bitmask, declared, sizes)
         return super().verify(params, state, token_bitmask, is_forced)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:

@@ -15,7 +15,11 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.sampling import SamplingParams
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.logits.process_logits import LogitsProcessors, process_logits
+from jax_specdec._src.logits.process_logits import (
+    LogitsProcessors,
+    check_processed,
+    processed,
+)
 from jax_specdec.lm.models.protocol import Cache, Params, Rows
 
 
@@ -135,7 +139,16 @@ class DraftContext:
           float32 of the shape of `logits`; `logits` itself if `processors` is None. Without
           drafts, a row in which no token is left stays as it was: a drafter may know none of the
           allowed tokens.
+
+        Raises:
+          TypeError, ValueError: as `process_logits`.
         """
+        if self.processors is not None:
+            check_processed(logits, drafts, self.processors, self.config)
+        return self.processed(logits, drafts)
+
+    def processed(self, logits: jax.Array, drafts: Drafts | None = None) -> jax.Array:
+        """Returns what `process_logits` does, of rows that need no checks."""
         processors = self.processors
         if processors is None:
             return logits
@@ -143,11 +156,11 @@ class DraftContext:
 
         def process(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             _, rows = carry
-            processed = process_logits(rows, drafts, processors, config=self.config)
+            changed = processed(rows, drafts, processors, self.config)
             if drafts is None:
-                is_empty = jnp.all(processed == -jnp.inf, axis=1, keepdims=True)
-                processed = jnp.where(is_empty, rows, processed)
-            return jnp.bool_(False), processed
+                is_empty = jnp.all(changed == -jnp.inf, axis=1, keepdims=True)
+                changed = jnp.where(is_empty, rows, changed)
+            return jnp.bool_(False), changed
 
         # Always float32, so that a request's sums do not depend on what its neighbours ask for. A
         # loop that runs at most once leaves the rows in place, where `lax.cond` would copy them.

@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.base.arrays import check_type, described, refuse, require
+from jax_specdec._src.base.arrays import (
+    LOGITS,
+    check_array,
+    check_type,
+    described,
+    refuse,
+    require,
+)
 from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.verify.sharding import VerifySharding
 
@@ -90,8 +97,8 @@ class Output(NamedTuple):
     """What a model computes for one group of rows.
 
     Attributes:
-      logits: ``[G, S, V]``, in any float dtype: row ``[g, s]`` scores the token that follows
-        token s of request g.
+      logits: ``[G, S, V]`` float32, bfloat16 or float16: row ``[g, s]`` scores the token that
+        follows token s of request g.
       features: ``[G, S, A*H]``, of the A layers of `Wants.aux_hidden_state_layers`; None if there
         are none.
 
@@ -489,8 +496,9 @@ def apply_groups(
       max_length: positions of each request of the cache; only read for groups with slots.
 
     Raises:
-      TypeError: features are wanted, and the model gives none; or rows are trees, and it runs none.
-      ValueError: the features of a group are not ``[G, S, A*H]``.
+      TypeError: features are wanted, and the model gives none; or rows are trees, and it runs none;
+        or logits have another dtype than those of `Output`.
+      ValueError: the logits of a group are not ``[G, S, V]``, or its features ``[G, S, A*H]``.
     """
     kind = type(model).__name__
     layers = wants.aux_hidden_state_layers
@@ -504,14 +512,17 @@ def apply_groups(
         outputs, cache = model.apply(params, groups, cache, wants)
     else:
         outputs, cache = _in_turn(model, params, groups, cache, wants, max_length)
-    if not layers:
-        return outputs, cache
     for rows, output in zip(groups, outputs, strict=True):
+        size, length = rows.token_ids.shape
+        sizes = {"G": size, "S": length, "V": model.vocab_size}
+        declared = f"[G, S, V] {LOGITS}"
+        check_array(f"the logits of {kind}.apply", output.logits, declared, sizes)
+        if not layers:
+            continue
         if output.features is None:
             raise TypeError(f"{must} {kind}.apply returns none")
         shape = output.features.shape
         if len(shape) != 3 or shape[:2] != rows.token_ids.shape or shape[2] % len(layers):
-            size, length = rows.token_ids.shape
             raise ValueError(
                 f"features must be [G, S, A*H] = [{size}, {length}, {len(layers)} H], but "
                 f"{kind}.apply returns {list(shape)}"
