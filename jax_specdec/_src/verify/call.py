@@ -107,7 +107,8 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
     static = Static.of(arrays, settings._replace(vocab_size=sizes["size"]))
     if is_greedy:
         # No temperature says that all requests are greedy, to all that is traced.
-        greedy: Any = dataclasses.replace(arrays.sampling, temperature=None)
+        given = arrays.sampling
+        greedy = SamplingParams(None, given.min_p, given.top_k, given.top_p)
         arrays = dataclasses.replace(arrays, sampling=greedy)
     if arrays.randomness is not None:
         sizes["K"] = config.num_speculative_tokens
