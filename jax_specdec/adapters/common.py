@@ -15,7 +15,7 @@ from jax_specdec._src.base.arrays import Sizes, check_array, check_type, refuse,
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.noise import check_keys
 from jax_specdec._src.base.sampling import SamplingParams
-from jax_specdec._src.base.types import Drafts, RejectionSampleOutput
+from jax_specdec._src.base.types import DraftProbs, Drafts, RejectionSampleOutput
 from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
 from jax_specdec._src.rows.blocks import explicit_place
 from jax_specdec._src.verify import sharding as sharding_lib
@@ -65,6 +65,11 @@ class Arrays(NamedTuple):
     active: jax.Array | None
     bonus_token_ids: jax.Array | None = None
 
+    @property
+    def distribution(self) -> DraftProbs | None:
+        """What drafts were drawn from; None for drafts that were not drawn."""
+        return None if self.draft_probs is None else DraftProbs(self.draft_probs)
+
 
 def check_arrays(sizes: Sizes, arrays: dict[str, tuple[Any, str]]) -> None:
     """Checks shapes (name: array or None, letters) as the caller sees them: not yet split."""
@@ -78,7 +83,7 @@ def keys_of_requests(
     positions: jax.Array | None,
     batch: int,
     *,
-    sampled_by: str | None,
+    sampled_by: dict[str, Any],
     split_over: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns keys and positions ``[B]`` for a verification.
@@ -87,7 +92,7 @@ def keys_of_requests(
       keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
         where no request samples. Typed, or raw (``[2]``, ``[4]``, ``[B, 2]``, ``[B, 4]`` uint32).
       positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
-      sampled_by: the name of the temperatures, if they are given.
+      sampled_by: the temperatures, by their name.
       split_over: the axes of a `jax.shard_map` that requests are split over.
 
     Raises:
@@ -97,7 +102,8 @@ def keys_of_requests(
     """
     if keys is None:
         hint = "one for this step, or one for each request"
-        require(sampled_by is None, "keys", f"be given with {sampled_by}", keys, hint)
+        for name, temperatures in sampled_by.items():
+            require(temperatures is None, "keys", f"be given with {name}", keys, hint)
         return None, positions
     is_raw = isinstance(keys, (jax.Array, np.ndarray)) and keys.dtype == jnp.uint32 and keys.ndim
     # [..., 2] or [..., 4] words -> [...] typed keys: the number of words says of which kind
@@ -159,7 +165,7 @@ def check_sharding(
     if sharding is None:
         # Logits over explicit mesh axes have the split in their type, so that it can be known.
         place = explicit_place(logits)
-        axes = None if place is None else place.spec
+        axes = place and place.spec
         must = f"be given where {logits_name} are split over explicit mesh axes"
         hint = f"VerifySharding(mesh, vocab_axis=..., batch_axis=...) for {axes}"
         require(not any(axes or ()), "sharding", must, None, hint)
@@ -192,7 +198,7 @@ def on_parts(
     vocab_axis = sharding.vocab_axis
     batch_axis = sharding.batch_axis
     # A vocabulary on one device is whole: nothing is to be exchanged.
-    is_split = vocab_axis is not None and mesh.shape[vocab_axis] > 1
+    is_split = sharding_lib.num_devices(mesh, vocab_axis) > 1
     within = VerifySharding(vocab_axis=vocab_axis if is_split else None)
     # Logits and draft probabilities are split over both axes, all else over requests.
     by_row = P(batch_axis)

@@ -18,7 +18,6 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.sampling import SamplingParams
 from jax_specdec._src.base.types import (
     Array,
-    DraftProbs,
     Drafts,
     IntegerRows,
     Integers,
@@ -152,11 +151,10 @@ def verify_chains(
         },
     )
     # Keys are made before a mesh splits the batch: request b's slot is b in the whole of it.
-    sampled_by = None if temperatures is None else "temperatures"
     common.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
     split_over = common.axes_of_requests(lengths, sharding)
     keys, _ = common.keys_of_requests(
-        keys, lengths, batch, sampled_by=sampled_by, split_over=split_over
+        keys, lengths, batch, sampled_by={"temperatures": temperatures}, split_over=split_over
     )
     # A chain's length is the position of its noise, and says whether it is in use.
     arrays = common.Arrays(
@@ -182,13 +180,13 @@ def _verify(
     # [bs*n] or [bs, n] -> [bs, n], of which columns 1 to n - 1 are the drafts
     n = static.config.num_speculative_tokens + 1
     chains = arrays.draft_token_ids.reshape(-1, n)
-    distribution = None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs)
-    drafts = Drafts.from_dense(chains[:, 1:], distribution=distribution)
+    drafts = Drafts.from_dense(chains[:, 1:], distribution=arrays.distribution)
     # [bs]: top-k of 1 is greedy at any temperature but a negative one, which the checks refuse
     sampling = arrays.sampling
-    if sampling.top_k is not None and sampling.temperature is not None:
-        is_greedy = (sampling.top_k == 1) & (sampling.temperature >= 0)
-        temperature = jnp.where(is_greedy, 0.0, sampling.temperature)
+    given = sampling.given
+    if {"temperature", "top_k"} <= given.keys():
+        is_greedy = (given["top_k"] == 1) & (given["temperature"] >= 0)
+        temperature = jnp.where(is_greedy, 0.0, given["temperature"])
         sampling = dataclasses.replace(sampling, temperature=temperature)
     output, found = common.verify(arrays, static, sharding, drafts, sampling)
     # [bs]: tokens emitted; a request that is in use has one, verified or not

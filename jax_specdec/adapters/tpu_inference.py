@@ -20,7 +20,6 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.sampling import SamplingParams
 from jax_specdec._src.base.types import (
     PLACEHOLDER_TOKEN_ID,
-    DraftProbs,
     Drafts,
     Integers,
     RejectionSampleOutput,
@@ -156,11 +155,10 @@ def verify_flat(
         },
     )
     # Keys are made before a mesh splits the batch: request b's slot is b in the whole of it.
-    sampled_by = None if temperature is None else "temperature"
     common.check_sharding("logits", logits, sharding, {"L": logits.shape[0], "N": n, "B": batch})
     split_over = common.axes_of_requests(lengths, sharding)
     keys, positions = common.keys_of_requests(
-        keys, positions, batch, sampled_by=sampled_by, split_over=split_over
+        keys, positions, batch, sampled_by={"temperature": temperature}, split_over=split_over
     )
     arrays = common.Arrays(
         logits,
@@ -199,7 +197,7 @@ def _verify(
     drafts = Drafts(
         arrays.draft_token_ids,
         jnp.concatenate([first, jnp.cumsum(counts, dtype=jnp.int32)]),
-        None if arrays.draft_probs is None else DraftProbs(arrays.draft_probs),
+        arrays.distribution,
     )
     has_bonus_rows = arrays.bonus_token_ids is None
     output, found = common.verify(

@@ -17,7 +17,7 @@ from upper_floor import RequestFields, options_per_request
 import jax_specdec as sd
 from jax_specdec import lm
 
-from . import sampled, tiny
+from . import engines, sampled, tiny
 from .chi_square import CONTROL, assert_distributed, p_value, tally
 
 VOCAB, K, NUM_TOKENS = 7, 3, 12
@@ -382,3 +382,5 @@ def test_logprobs_that_there_are_not_are_refused() -> None:
             sd.LogprobsConfig(**{name: value})
     with pytest.raises(ValueError, match="^num_top"):
         plainly(OPTIONS, logprobs=sd.LogprobsConfig(num_top=8))
+    with pytest.raises(ValueError, match=r"^num_top must be in \[0, 6\]"):
+        dataclasses.replace(engines.TABLE, logprobs=sd.LogprobsConfig(num_top=8))

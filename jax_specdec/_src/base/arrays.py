@@ -95,7 +95,7 @@ def refuse(
     error: type[Exception], name: str, must: str, came: object, hint: str | None = None
 ) -> NoReturn:
     """Raises `error` with a sentence: what `name` must be or do, what came, and a hint."""
-    hint = "" if hint is None else f": {hint}"
+    hint = f": {hint}" if hint else ""
     # Subclasses of `error` would show in tracebacks: the name is an attribute.
     refusal = error(f"{name} must {must}, but it is {described(came)}{hint}")
     vars(refusal)["argument"] = name
@@ -117,14 +117,14 @@ def require(
 
 def argument_of(error: BaseException) -> str | None:
     """Returns the argument that `refuse` named, without indices; None for an error of others."""
-    name = vars(error).get("argument")
-    return None if name is None else name.partition("[")[0]
+    name: str | None = vars(error).get("argument")
+    return name and name.partition("[")[0]
 
 
 def renamed(error: BaseException, name: str) -> str:
     """Returns the sentence of an error, with another name for the argument of `refuse`."""
     argument = argument_of(error)
-    if argument is None:
+    if not argument:
         return str(error)
     rest = str(error).removeprefix(argument)
     return name + rest.replace(f"{argument}[", f"{name}[")  # it may be compared with another entry
@@ -147,10 +147,10 @@ def check_type(
       TypeError: it is of none of them.
     """
     for one in types:
-        if isinstance(value, type(None) if one is None else one):
+        if isinstance(value, one or type(None)):
             return one
     hint = hint or next((_MADE_BY[x.__name__] for x in types if x and x.__name__ in _MADE_BY), None)
-    listed = ("None" if one is None else with_article(one.__name__) for one in types)
+    listed = (with_article(one.__name__) if one else "None" for one in types)
     refuse(TypeError, name, f"be {either(listed)}", value, hint)
 
 
@@ -336,7 +336,12 @@ def check_increasing(
 
 
 def check_entries(
-    name: str, values: np.ndarray, holds: Any, must: str, at: Any = None, hint: str | None = None
+    name: str,
+    values: np.ndarray,
+    holds: Any,
+    must: str,
+    at: Any = slice(None),
+    hint: str | None = None,
 ) -> None:
     """Raises ValueError for the first of ``values [n]`` that does not hold.
 
@@ -345,12 +350,11 @@ def check_entries(
       values: on the host.
       holds: ``[n]`` bool.
       must: what an entry must do.
-      at: indices of the entries to look at; None for all.
+      at: indices of the entries to look at; all by default.
       hint: ends the message.
     """
-    at = np.arange(len(values)) if at is None else at
     # The indices of the entries that do not hold
-    wrong = at[~np.asarray(holds, bool)[at]]
+    wrong = np.arange(len(values))[at][~np.asarray(holds, bool)[at]]
     if wrong.size:
         refuse(ValueError, name.format(wrong[0]), must, values[wrong[0]], hint)
 
@@ -367,9 +371,7 @@ def check_listed(name: str, ids: np.ndarray, size: int) -> None:
     require(not twice.size, name, "list each id once", ids.tolist(), f"{twice[:1]} comes twice")
 
 
-def as_int32(
-    name: str, values: Any, declared: str | None = None, sizes: Sizes | None = None
-) -> jax.Array:
+def as_int32(name: str, values: Any, declared: str = "", sizes: Sizes | None = None) -> jax.Array:
     """Returns `values` as int32, if that changes none; and checks a shape that is declared.
 
     Under jit, where values are not known, one that int32 does not hold becomes the nearest that it
@@ -390,12 +392,12 @@ def as_int32(
         array = jnp.clip(values, least, ends.max).astype(jnp.int32)
     else:
         array = jax.device_put(host_int32(name, values))
-    if declared is not None:
+    if declared:
         check_array(name, array, declared, {} if sizes is None else sizes)
     return array
 
 
-def checked_dtype(dtype: Any, named: str | None = None, name: str = "dtype") -> np.dtype:
+def checked_dtype(dtype: Any, named: str = "", name: str = "dtype") -> np.dtype:
     """Returns a dtype that was given: one of those `named` in words, or any floating one.
 
     Raises:
@@ -406,8 +408,8 @@ def checked_dtype(dtype: Any, named: str | None = None, name: str = "dtype") -> 
         found = jnp.dtype(dtype)
     except (TypeError, ValueError):  # the latter for a dict
         refuse(TypeError, name, must, dtype)
-    is_named = named is not None and found.name in re.findall(r"\w+", named)
-    fits = is_named if named else jnp.issubdtype(found, jnp.floating)
+    names = re.findall(r"\w+", named)
+    fits = found.name in names if names else jnp.issubdtype(found, jnp.floating)
     require(fits, name, must, found, error=TypeError)
     return found
 

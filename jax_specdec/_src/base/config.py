@@ -184,7 +184,7 @@ class SpecDecodeConfig:
     def conditional_rates(self) -> tuple[float, ...] | None:
         """``[K]``: P(draft i accepted given 0 .. i-1 were); None unless the method is synthetic."""
         rates = self.unconditional_rates
-        return None if rates is None else unconditional_to_conditional_rates(rates)
+        return rates and unconditional_to_conditional_rates(rates)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -222,9 +222,7 @@ class SpecDecodeConfig:
           'standard'
         """
         values = dataclasses.asdict(self)
-        if self.synthetic_acceptance_rates is not None:
-            values["synthetic_acceptance_rates"] = list(self.synthetic_acceptance_rates)
-        return values
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
 
 def _check_keys(cls: type[Any], values: Mapping[Any, Any], error: type[Exception]) -> None:

@@ -68,7 +68,7 @@ def traced_for_platform(
     """
     platform = only or _assumed.value
     # The platform is known: no equation is needed.
-    if platform is not None:
+    if platform:
         arrays = jax.tree.map(jnp.asarray, arrays)  # nothing else does under jax.disable_jit
         return function(arrays, *static, platform)
     flat, tree = jax.tree.flatten(arrays)

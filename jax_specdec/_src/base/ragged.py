@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -104,8 +105,10 @@ def unpack(drafts: Drafts, num_speculative_tokens: int, has_bonus_rows: bool) ->
             offset < count[:, None], drafts.token_ids[place], PLACEHOLDER_TOKEN_ID
         )
         # [B, K]: the row of storage of each draft; without `rows`, its own place
-        rows = drafts.distribution.rows if drafts.distribution is not None else None
-        draft_rows = place if rows is None else rows[place]
+        distribution = drafts.distribution
+        draft_rows = place
+        if distribution and distribution.rows is not None:
+            draft_rows = distribution.rows[place]
     return Layout(first_row, count, token_ids, draft_rows, place, in_bounds)
 
 
@@ -193,7 +196,7 @@ def check_rows(
     batch: int,
     config: Any,
     padded_rows: bool,
-    most: int | None = None,
+    most: float = math.inf,
 ) -> None:
     """Checks rows of logits, and the drafts that they belong to.
 
@@ -202,7 +205,7 @@ def check_rows(
       drafts: a `Drafts` or None.
       config: a `SpecDecodeConfig`; not checked if `drafts` is None.
       padded_rows: whether `logits` may have any number of rows.
-      most: the most columns that `logits` may have; None for any number.
+      most: the most columns that `logits` may have.
 
     Raises:
       TypeError: an argument of the wrong type or dtype.
@@ -219,5 +222,4 @@ def check_rows(
         shapes = "[M, V]" if padded_rows else "[N+B, V] or [N, V]"
     check_array("logits", logits, f"{shapes} {LOGITS}", sizes)
     # V is now what `logits` has.
-    has_columns = most is None or sizes["V"] <= most
-    require(has_columns, "logits", f"have at most V = {most} columns", logits)
+    require(sizes["V"] <= most, "logits", f"have at most V = {most} columns", logits)

@@ -101,6 +101,11 @@ class SamplingParams:
             top_p: Numbers | None = None,
         ) -> None: ...
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
 
 def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
     """Returns `sampling` with arrays ``[B]`` in place of numbers, lists and NumPy arrays.
@@ -114,10 +119,11 @@ def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
     if sampling.temperature is None:
         sampling = dataclasses.replace(sampling, temperature=0)
     # [B] each, of the fields that are given
+    given = sampling.given
     taken = {
-        one.name: _as_array(f"sampling.{one.name}", value, one.dtype, batch)
+        one.name: _as_array(f"sampling.{one.name}", given[one.name], one.dtype, batch)
         for one in SAMPLING_PARAMETERS
-        if (value := getattr(sampling, one.name)) is not None
+        if one.name in given
     }
     return dataclasses.replace(sampling, **taken)
 
@@ -197,8 +203,9 @@ def limits_count(top_k: jax.Array, size: int) -> jax.Array:
 def is_valid(sampling: SamplingParams) -> jax.Array:
     """Returns ``[B]`` bool, whether all parameters of a request are in range; or ``[]`` True."""
     # [B] bool for each parameter that the call has; NaN is in no range.
-    given = ((one.range, getattr(sampling, one.name)) for one in SAMPLING_PARAMETERS)
-    holds = [range.holds(value) for range, value in given if value is not None]
+    given = sampling.given
+    parameters = [one for one in SAMPLING_PARAMETERS if one.name in given]
+    holds = [one.range.holds(given[one.name]) for one in parameters]
     if not holds:
         return jnp.bool_(True)
     return functools.reduce(operator.and_, holds)

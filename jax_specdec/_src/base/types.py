@@ -342,29 +342,17 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
 
 def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
     """Returns storage ``[B, K, Vd]`` as ``[B*K, Vd]``; flat storage stays as it is."""
-    if distribution is None:
-        return None
     check_type("distribution", distribution, DraftProbs, DraftLogits, None)
-    # [B, K] -> [N], and [B, K, C] -> [R, C]; a map [Vd] that all rows share stays
-    rows = None if distribution.rows is None else distribution.rows.reshape(-1)
-    ids = None if distribution.ids is None else _flatten_rows(distribution.ids)
-    if isinstance(distribution, DraftProbs):
-        probs = distribution.probs
-        return dataclasses.replace(distribution, probs=_flatten_rows(probs), rows=rows, ids=ids)
-    # [B, K] -> [R], of the numbers of each row that are given
-    numbers = {name: getattr(distribution, name) for name in ROW_NUMBERS}
-    return dataclasses.replace(
-        distribution,
-        logits=_flatten_rows(distribution.logits),
-        rows=rows,
-        ids=ids,
-        **{name: x.reshape(-1) for name, x in numbers.items() if x is not None},
-    )
 
+    def flat(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
+        # [B, K, C] -> [R, C]; a map [Vd] that all rows share stays
+        if jax.tree_util.keystr(path) in (".probs", ".logits", ".ids"):
+            return x.reshape(-1, x.shape[-1]) if x.ndim > 2 else x
+        # [B, K] -> [N], or [R]
+        return x.reshape(-1)
 
-def _flatten_rows(storage: jax.Array) -> jax.Array:
-    """Returns storage ``[B, K, C]`` as ``[B*K, C]``; with fewer axes, as it is."""
-    return storage.reshape(-1, storage.shape[-1]) if storage.ndim > 2 else storage
+    flattened: DraftDistribution | None = jax.tree.map_with_path(flat, distribution)
+    return flattened
 
 
 @pytree(accept="[B, K] float32", recover="[B, 2] float32")

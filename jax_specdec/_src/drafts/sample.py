@@ -143,11 +143,10 @@ def sample_draft_tokens(
     check_keys("keys", keys)
     check_choice("implementation", implementation, (*get_args(DraftImplementation), None))
     why_not = gpus.no_device() if implementation == "mosaic_gpu" else None
-    if why_not is not None:
+    if why_not:
         raise NotImplementedError(why_not)
     logits = jnp.asarray(logits)
-    if sharding is not None:
-        check_devices(sharding, logits)
+    check_devices(sharding or VerifySharding(), logits)
     # [B]: parameters and positions of each request
     sampling = per_request(sampling, logits.shape[0])
     positions = as_positions(positions)
@@ -176,7 +175,7 @@ def sample(
     # No requests: the shapes that a batch would have, without a program.
     if logits.shape[0] == 0:
         nothing = jnp.zeros((0,), jnp.float32)
-        threshold = None if Filter.of(sampling) is None else nothing
+        threshold = nothing if Filter.of(sampling) else None
         token_ids = jnp.zeros((0,), jnp.int32)
         if takes_argmax:
             return DraftSample(token_ids)
@@ -184,9 +183,10 @@ def sample(
     # By default the kernel, where it serves the call and gains from it.
     # It would gather logits that are split where XLA computes on the parts.
     is_whole = sharding is not None or place_of(logits)[1:] == (None, None)
-    by_default = implementation is None and is_whole and gpus.not_by_default() is None
-    given = logits, sampling, keys, positions, offset
-    drawn = _sample(*given, takes_argmax, shares_noise, sharding, implementation, by_default)
+    by_default = not implementation and is_whole and not gpus.not_by_default()
+    is_named = implementation == "mosaic_gpu"
+    static = takes_argmax, shares_noise, sharding or VerifySharding(), is_named, by_default
+    drawn = _sample(logits, sampling, keys, positions, offset, *static)
     if ids is None:
         return drawn
     # [B]: the target ids of the drawn columns, from ids [Vd] of all rows or [B, C] of each
@@ -215,14 +215,14 @@ def sample_by_races(
 
     def on_whole(arrays: _Arrays) -> DraftSample:
         """Returns drafts of whole rows: not by the kernel, which draws by inverse CDF."""
-        return traced_for_platform(_sample_part, arrays, False, None, False)
+        return traced_for_platform(_sample_part, arrays, False, None, False, False)
 
     return without_vma(on_whole, arrays, None)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("takes_argmax", "shares_noise", "sharding", "implementation", "by_default"),
+    static_argnames=("takes_argmax", "shares_noise", "sharding", "is_named", "by_default"),
 )
 def _sample(
     logits: jax.Array,
@@ -232,8 +232,8 @@ def _sample(
     offset: jax.Array,
     takes_argmax: bool,
     shares_noise: bool,
-    sharding: VerifySharding | None,
-    implementation: DraftImplementation | None,
+    sharding: VerifySharding,
+    is_named: bool,
     by_default: bool,
 ) -> DraftSample:
     """Samples, after the checks: finds the noise, and splits the rows over a mesh if there is one.
@@ -248,16 +248,16 @@ def _sample(
     if not shares_noise:
         noise = Uniforms(uniforms(keys, positions, Stream.DRAFT, offset))
     arrays = logits, sampling, noise
-    axis = None if sharding is None else sharding.vocab_axis
+    axis = sharding.vocab_axis
 
     def on_part(arrays: _Arrays) -> DraftSample:
         """Returns drafts of rows, or of this device's part of them."""
         # The kernel alone, without a program of another platform, if it is named
-        only = "cuda" if implementation == "mosaic_gpu" else None
-        static = takes_argmax, axis, None if only else by_default
+        only = "cuda" if is_named else None
+        static = takes_argmax, axis, is_named, by_default
         return traced_for_platform(_sample_part, arrays, *static, only=only)
 
-    if sharding is None or sharding.mesh is None:
+    if sharding.mesh is None:
         return without_vma(on_part, arrays, axis)
     # Logits are split over both axes, all else over requests.
     own = P(sharding.batch_axis)
@@ -269,24 +269,25 @@ def _sample_part(
     arrays: _Arrays,
     takes_argmax: bool,
     axis: str | None,
-    by_kernel: bool | None,
+    is_named: bool,
+    by_default: bool,
     platform: Platform,
 ) -> DraftSample:
     """Samples from rows, or from this device's part of them.
 
-    `by_kernel` is None for the kernel alone, true for the kernel if it serves the call.
+    By the kernel alone if it is named, and by default if it serves the call.
     """
     logits, sampling, noise = arrays
     # Races are of the agreement rule, which the kernel does not draw by.
-    if by_kernel is None or (by_kernel and platform == "cuda"):
+    if is_named or (by_default and platform == "cuda"):
         why_not = _unserved(logits, takes_argmax, not isinstance(noise, Uniforms), axis)
-        if why_not is None:
+        if not why_not:
             # Imported only where a call uses it: see the package's docstring.
             from jax_specdec._src.verify.mosaic_gpu import launch
 
             assert isinstance(noise, Uniforms)
             return DraftSample(*launch.sample(logits, sampling, noise.recover))
-        if by_kernel is None:
+        if is_named:
             raise NotImplementedError(why_not)
     # By XLA; of a part of the vocabulary, devices exchange maxima, masses and tokens.
     part = part_of(axis, logits.shape[1])
@@ -310,7 +311,7 @@ def _unserved(
             "implementation='mosaic_gpu' draws by inverse CDF, but "
             "rejection_sample_method='agreement' draws by races: give 'xla' or None"
         )
-    if axis is not None:
+    if axis:
         return (
             "implementation='mosaic_gpu' samples from whole rows, but the vocabulary is split: "
             "give 'xla' or None"

@@ -212,7 +212,7 @@ class DraftStore:
         sampling, positions = _of_requests(sampling, positions, sizes)
         must = f"be given if and only if own_ids, which is {self.has_own_ids}"
         require(self.has_own_ids == (ids is not None), "ids", must, ids)
-        if ids is not None:
+        if self.has_own_ids:
             check_array("ids", ids, "[B, Vd] int32", sizes)
         return self.write_rows(DraftRows(logits, sampling, positions, offset, ids), drawn, slots)
 
@@ -348,8 +348,8 @@ class DraftStore:
         drawn_at = self.positions[:, column]
         matches = (drawn_at >= 0) & (drawn_at == positions[None, :])
         matches &= self.temperature[:, column] == sampling.temperature[None, :]
-        threshold = None if Filter.of(sampling) is None else self.threshold
-        if threshold is None:
+        filter = Filter.of(sampling)
+        if not filter:
             # Verified without filters, a row is its draft's distribution only if whole.
             matches &= self.threshold.reshape(k, s)[:, column] == -jnp.inf
         # [K, B] -> [B]: valid if the rows of all its drafts match, and one of its rows does
@@ -372,7 +372,7 @@ class DraftStore:
             valid=valid,
             log_normalizer=self.log_normalizer,
             row_max=self.row_max,
-            threshold=threshold,
+            threshold=self.threshold if filter else None,
             ids=self.ids,
         )
         return dataclasses.replace(drafts, distribution=distribution)

@@ -102,7 +102,10 @@ class GrammarLookahead:
           GrammarError: a matcher has failed.
         """
         words = -(-check_int("vocab_size", vocab_size) // 32)
-        self._matchers = check_matchers(matchers)
+        found = check_matchers(matchers)
+        self._num_requests = len(found)
+        # By request: the matchers of those that have a grammar
+        self._matchers = {b: matcher for b, matcher in enumerate(found) if matcher is not None}
         self._vocab_size = vocab_size
         # [ceil(V/32)]: the row after the end of a grammar
         self._end = np.full((words,), ALL_ALLOWED, np.int32)
@@ -110,17 +113,17 @@ class GrammarLookahead:
             for token in end_token_ids:
                 check_int("end_token_ids", token, 0, vocab_size - 1)
             self._end = bitmask_of(end_token_ids, vocab_size).view(np.int32)
-        # Of each request: whether its rows are reached, and the tokens that `close` takes back
-        self._is_reached = [matcher is not None for matcher in self._matchers]
-        self._num_accepted = [0] * len(self._matchers)
+        # Of those: whose rows are reached, and the tokens of each that `close` takes back
+        self._reached = set(self._matchers)
+        self._num_accepted = dict.fromkeys(self._matchers, 0)
         self._fill()
 
     @property
     def forced_token_ids(self) -> np.ndarray:
         """``[B]`` int32, the only token that a grammar allows here; -1 where it allows others."""
         forced = [
-            _only_token(row, self._vocab_size) if is_reached else -1
-            for row, is_reached in zip(self.bitmask, self._is_reached, strict=True)
+            _only_token(row, self._vocab_size) if b in self._reached else -1
+            for b, row in enumerate(self.bitmask)
         ]
         return np.array(forced, np.int32)
 
@@ -136,10 +139,10 @@ class GrammarLookahead:
           GrammarError: a matcher has failed.
         """
         ids = np.asarray(token_ids)
-        check_array("token_ids", ids, "[B]", {"B": len(self._matchers)})
-        for b, (matcher, token) in enumerate(zip(self._matchers, ids.tolist(), strict=True)):
-            if matcher is None or not self._is_reached[b]:
-                continue
+        check_array("token_ids", ids, "[B]", {"B": self._num_requests})
+        for b in sorted(self._reached):
+            matcher = self._matchers[b]
+            token = ids[b].item()
             # A matcher is only given tokens that its mask allows: bit id % 32 of word id // 32.
             is_token = 0 <= token < self._vocab_size
             allowed = is_token and bool(self.bitmask[b, token // 32] >> (token % 32) & 1)
@@ -148,7 +151,8 @@ class GrammarLookahead:
                 if allowed and not matcher.is_terminated():
                     allowed = bool(matcher.accept_token(token))
                     self._num_accepted[b] += allowed
-            self._is_reached[b] = allowed
+            if not allowed:
+                self._reached.remove(b)
         self._fill()
 
     def close(self) -> None:
@@ -157,20 +161,19 @@ class GrammarLookahead:
         Raises:
           GrammarError: a matcher has failed; the others are where they were.
         """
-        self._is_reached = [False] * len(self._matchers)
+        self._reached = set()
         # The stack calls all of them, also where one raises.
         with contextlib.ExitStack() as stack:
-            for b in range(len(self._matchers)):
+            for b in self._matchers:
                 stack.callback(self._roll_back, b)
 
     def _roll_back(self, b: int) -> None:
         """Takes back what one matcher has accepted; once, whether or not that fails."""
-        matcher = self._matchers[b]
         count = self._num_accepted[b]
         self._num_accepted[b] = 0
-        if matcher is not None and count:
+        if count:
             with _calling(b):
-                matcher.rollback(count)
+                self._matchers[b].rollback(count)
 
     def __enter__(self) -> GrammarLookahead:
         """Returns itself."""
@@ -184,10 +187,9 @@ class GrammarLookahead:
         """Makes the masks of this position, in a new array."""
         # [B, ceil(V/32)]: int32 for matchers, which write their own row; handed out as uint32
         # Rows that nobody writes stay open: without a grammar, or not reached.
-        rows = np.full((len(self._matchers), self._end.shape[0]), ALL_ALLOWED, np.int32)
-        for b, matcher in enumerate(self._matchers):
-            if matcher is None or not self._is_reached[b]:
-                continue
+        rows = np.full((self._num_requests, self._end.shape[0]), ALL_ALLOWED, np.int32)
+        for b in sorted(self._reached):
+            matcher = self._matchers[b]
             with _calling(b):
                 if matcher.is_terminated():
                     rows[b] = self._end

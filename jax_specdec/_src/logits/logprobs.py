@@ -130,7 +130,7 @@ class TokenLogprobs:
             jnp.where(is_kept, self.logprobs, jnp.nan),
             jnp.where(top, self.top_token_ids, PLACEHOLDER_TOKEN_ID),
             jnp.where(top, self.top_logprobs, jnp.nan),
-            None if self.thresholds is None else jnp.where(is_kept, self.thresholds, jnp.nan),
+            jax.tree.map(lambda x: jnp.where(is_kept, x, jnp.nan), self.thresholds),
         )
 
     def as_bits(self) -> TokenLogprobs:
@@ -150,7 +150,7 @@ class TokenLogprobs:
             changed(self.logprobs),
             self.top_token_ids,
             changed(self.top_logprobs),
-            None if self.thresholds is None else changed(self.thresholds),
+            jax.tree.map(changed, self.thresholds),
         )
 
 
@@ -324,7 +324,7 @@ def emitted_logprobs(
         greedy = temperature == 0  # at temperature 1: 1 / 0 would have no derivative
         inv_temperature = inverse_temperature(jnp.where(greedy, 1.0, temperature))
         filter = Filter.of(arrays.sampling)
-        filter = None if filter is None else filter.where(~greedy)
+        filter = filter and filter.where(~greedy)
     else:
         token_bitmask = None
 
@@ -437,9 +437,7 @@ def _derivative(
     of_part, kept = _partials(rows, one, backend)
     stats = Partials.of_whole(rows.part.gather(of_part), one.inv_temperature)
     # [T, W]: this part's columns of the rows, -inf where mask or filters left an entry out
-    x = rows.whole(one.row)
-    if kept is not None:
-        x = jnp.where(x < kept[:, None], -jnp.inf, x)
+    x = _kept_entries(rows, one, kept)
     # [T, 1]: a row whose maximum is not finite has no distribution
     is_known = (one.exists & jnp.isfinite(stats.max))[:, None]
     is_kept = is_known & (x > -jnp.inf)
@@ -498,6 +496,12 @@ def _partials(
     return Partials(peak, backend.exp_sums(rows, those.row, peak, inv, kept)).checked(), kept
 
 
+def _kept_entries(rows: Rows, those: Emitted, kept: jax.Array | None) -> jax.Array:
+    """Returns rows of tokens ``[n]``, this part ``[n, W]``, -inf below thresholds ``[n]``."""
+    x = rows.whole(those.row)
+    return x if kept is None else jnp.where(x < kept[:, None], -jnp.inf, x)
+
+
 def _read_batch(
     rows: VocabRows, those: Emitted, wanted: LogprobsConfig, backend: Gather
 ) -> TokenLogprobs:
@@ -531,9 +535,7 @@ def _read_batch(
     ids = jnp.full((batch, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32)
     if num_top:
         # [B, W]: the entries of this part that mask and filters kept
-        entries = rows.whole(those.row)
-        if kept is not None:
-            entries = jnp.where(entries < kept[:, None], -jnp.inf, entries)
+        entries = _kept_entries(rows, those, kept)
         entries = jnp.where(entries == 0, 0.0, entries)  # top_k puts 0.0 before -0.0
         # [B, min(n, W)]: the likeliest of this part; a part may have fewer columns than wanted
         top, columns = lax.top_k(entries, min(num_top, rows.width))

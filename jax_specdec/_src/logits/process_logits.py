@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, cast, get_args, get_type_hints
 
@@ -174,7 +175,8 @@ def check_processed(
     # Without arrays, which would give B, there is no processor at all.
     if sizes:
         # A drafter's rows may have fewer columns than there are counts, but never more.
-        ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
+        most = sizes.get("V", math.inf)
+        ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most)
 
 
 def processed(

@@ -510,15 +510,18 @@ class AllowedTokens(Processor):
         Raises:
           ValueError: an id is outside the vocabulary.
         """
+        # Of no ids no bit is set: turned over, every token is allowed.
+        every = ~bitmask_of((), vocab_size)
         words = []
         for b, own in enumerate(token_ids):
-            # Of no ids no bit is set: turned over below, every token is allowed.
-            ids = np.array(() if own is None else own, np.int64)
+            if own is None:
+                words.append(every)
+                continue
+            ids = np.array(own, np.int64)
             fits = (ids >= 0) & (ids < vocab_size)
             check_entries(f"token_ids[{b}][{{}}]", ids, fits, f"be an id in [0, {vocab_size})")
             # [ceil(V/32)]
-            bits = bitmask_of(ids, vocab_size)
-            words.append(~bits if own is None else bits)
+            words.append(bitmask_of(ids, vocab_size))
         return cls(np.stack(words))  # type: ignore[arg-type]  # NumPy: packing needs no device
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:

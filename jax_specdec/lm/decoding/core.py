@@ -488,13 +488,14 @@ class Decoder:
           logits: ``[B, S, V]``, of each request's newest token and drafts.
         """
         batch = state.running
+        context = batch.context(self.config)
         # [B, S, V] -> [B S, V]
         logits = logits.reshape(-1, logits.shape[-1])
         call = CallArrays(
-            target_logits=batch.context(self.config).processed(logits, drafts),
+            target_logits=context.processed(logits, drafts),
             drafts=drafts,
             randomness=(batch.keys, batch.lengths),
-            sampling=batch.options.sampling,
+            sampling=context.sampling,
             active=~batch.done,
             token_bitmask=token_bitmask,
         )

@@ -23,7 +23,6 @@ from jax_specdec._src.base.arrays import (
 )
 from jax_specdec._src.base.types import Status
 from jax_specdec._src.drafts.rates import DraftRates
-from jax_specdec._src.logits.logprobs import LogprobsConfig
 from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm.decoding import inputs
 from jax_specdec.lm.decoding.batch import Batch, round_up
@@ -214,7 +213,7 @@ class Engine(Decoder):
         depends = self.drafter.serves.has_history and method == "synthetic"
         must = "be a rule whose text does not depend on drafts, because the drafter has a history"
         require(not depends, "config.rejection_sample_method", must, method)
-        check_type("logprobs", self.logprobs, LogprobsConfig, None)
+        inputs.check_logprobs(self.logprobs, self.model)
         check_type("option_sizes", self.option_sizes, OptionSizes)
         check_int("num_slots", self.num_slots, 1)
         longest = check_int("max_length", self.max_length, 2)

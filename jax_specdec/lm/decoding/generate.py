@@ -272,7 +272,7 @@ def _prepare(
     check_params("params", model, params)
     check_params("draft_params", drafter, draft_params)
     check_outside_jit("generate", params=params, draft_params=draft_params, key=key)
-    check_type("logprobs", logprobs, LogprobsConfig, None)
+    inputs.check_logprobs(logprobs, model)
     check_type("exact", exact, bool)
     if exact:
         check_exact(model, drafter, config)

@@ -11,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_specdec._src.base.arrays import check_type, refuse, require
+from jax_specdec._src.base.arrays import check_int, check_type, refuse, require
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.tree import TREE_MASK_BITS
+from jax_specdec._src.logits.logprobs import LogprobsConfig
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
@@ -35,6 +36,18 @@ def check_drafter(drafter: Drafter, config: SpecDecodeConfig) -> None:
         check_type("drafter.serves", drafter.serves, DrafterServes)
     else:
         refuse(TypeError, "drafter", "be a Drafter", drafter, _hint(drafter))
+
+
+def check_logprobs(logprobs: LogprobsConfig | None, model: CausalModel) -> None:
+    """Checks which log-probabilities of a model's tokens are wanted.
+
+    Raises:
+      TypeError: it is no `LogprobsConfig`.
+      ValueError: more alternatives than the model has ids.
+    """
+    check_type("logprobs", logprobs, LogprobsConfig, None)
+    if logprobs:
+        check_int("num_top", logprobs.num_top, 0, model.vocab_size)
 
 
 def _hint(given: Any) -> str | None:
