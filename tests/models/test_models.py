@@ -99,7 +99,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "plain": of_table,
     "one index": of_others,
 }
-"""A new model gets a line here, and is held to all that `TestEveryModel` asks for."""
+"""A new model gets a line here, and is held to all that this file asks for."""
 
 DEFAULT = "Llama", "Gemma 4, edge", "3 devices", "plain"
 case_of = functools.cache(lambda name: MODELS[name]())
@@ -228,45 +228,65 @@ class TestEveryModel:
         np.testing.assert_array_equal(found.logits[0], beside.logits[0])
         assert not np.allclose(found.logits[1], beside.logits[1])
 
-    @pytest.mark.parametrize("has_trees", [False, True], ids=["chains", "trees"])
-    def test_drafts_and_prompts_are_read_as_if_apart(self, name: str, has_trees: bool) -> None:
-        """Two requests draft, and two read prompts: one twice. Then all go on."""
-        case = case_of(name)
-        requests, texts = Requests(case), texts_of(case)
-        start, drafting, reading = np.array([5, 0, 9, P], np.int32), [0, 2], [1, 3, 3]
-        for first in (0, S):  # two calls: 10 tokens, of which those after `start` are overwritten
-            requests.step(texts, first)
-        ids, tree = np.take_along_axis(texts, places(start), axis=1), None
-        nodes = np.arange(S)
-        if has_trees:  # node 1 is beside the path, and the text goes on behind it
-            nodes = np.array([0, 2, 3, 4])
-            parents = np.tile(np.int32([0, 0, 2, 3]), (B, 1))
-            ids = np.insert(ids[:, :-1], 1, texts[:, 0], axis=1)
-            tree = sd.TreeRows.of(jnp.asarray(parents))
-        ids[[1, 3]] = 0  # rows of those who read, which do not matter
-        drafts = lm.models.Rows(ids, start, tree=tree)
-        begin = start[reading]
-        read = [texts[slot, first : first + P] for slot, first in zip(reading, begin, strict=True)]
-        prompts = lm.models.Rows(np.stack(read), begin, np.array(reading, np.int32))
-        if has_trees and not case.model.serves.trees:
-            kind = type(case.model).__name__
-            says = (
-                f"^model must run trees of drafts, but {kind}.serves says trees=False: use chains"
-            )
-            with pytest.raises(TypeError, match=says):
-                requests.run(drafts, prompts)
-            with pytest.raises(NotImplementedError, match=f"^{kind} runs no trees of drafts"):
-                case.model.commit(requests.cache, start, parents)
-            return
-        found, of_prompts = requests.run(drafts, prompts)
-        of_drafts = jax.tree.map(lambda x: x[np.array(drafting)][:, nodes], found)
-        at = start[drafting][:, None] + np.arange(len(nodes))
-        check(name, of_drafts, texts, at, drafting)
-        check(name, of_prompts, texts, begin[:, None] + np.arange(P), reading)
-        if has_trees:
-            path = np.full((B, S), -1, np.int32)
-            path[drafting, : len(nodes)] = nodes
-            requests.cache = case.model.commit(requests.cache, start, path)
-        start[drafting] += len(nodes)
-        start[[1, 3]] += P
-        check(name, requests.step(texts, start), texts, places(start), EVERYBODY)
+
+QUICK = (
+    ("Llama", False),
+    ("Llama", True),
+    ("Gemma 4, edge", True),
+    ("plain", False),
+    ("plain", True),
+)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("name", "has_trees"),
+    [
+        pytest.param(
+            *(name, has_trees),
+            id=f"{'trees' if has_trees else 'chains'}-{name}",
+            marks=[pytest.mark.long] * ((name, has_trees) not in QUICK),
+        )
+        for name in MODELS
+        for has_trees in (False, True)
+    ],
+)
+def test_drafts_and_prompts_are_read_as_if_apart(name: str, has_trees: bool) -> None:
+    """Two requests draft, and two read prompts: one twice. Then all go on."""
+    case = case_of(name)
+    requests, texts = Requests(case), texts_of(case)
+    start, drafting, reading = np.array([5, 0, 9, P], np.int32), [0, 2], [1, 3, 3]
+    for first in (0, S):  # two calls: 10 tokens, of which those after `start` are overwritten
+        requests.step(texts, first)
+    ids, tree = np.take_along_axis(texts, places(start), axis=1), None
+    nodes = np.arange(S)
+    if has_trees:  # node 1 is beside the path, and the text goes on behind it
+        nodes = np.array([0, 2, 3, 4])
+        parents = np.tile(np.int32([0, 0, 2, 3]), (B, 1))
+        ids = np.insert(ids[:, :-1], 1, texts[:, 0], axis=1)
+        tree = sd.TreeRows.of(jnp.asarray(parents))
+    ids[[1, 3]] = 0  # rows of those who read, which do not matter
+    drafts = lm.models.Rows(ids, start, tree=tree)
+    begin = start[reading]
+    read = [texts[slot, first : first + P] for slot, first in zip(reading, begin, strict=True)]
+    prompts = lm.models.Rows(np.stack(read), begin, np.array(reading, np.int32))
+    if has_trees and not case.model.serves.trees:
+        kind = type(case.model).__name__
+        says = f"^model must run trees of drafts, but {kind}.serves says trees=False: use chains"
+        with pytest.raises(TypeError, match=says):
+            requests.run(drafts, prompts)
+        with pytest.raises(NotImplementedError, match=f"^{kind} runs no trees of drafts"):
+            case.model.commit(requests.cache, start, parents)
+        return
+    found, of_prompts = requests.run(drafts, prompts)
+    of_drafts = jax.tree.map(lambda x: x[np.array(drafting)][:, nodes], found)
+    at = start[drafting][:, None] + np.arange(len(nodes))
+    check(name, of_drafts, texts, at, drafting)
+    check(name, of_prompts, texts, begin[:, None] + np.arange(P), reading)
+    if has_trees:
+        path = np.full((B, S), -1, np.int32)
+        path[drafting, : len(nodes)] = nodes
+        requests.cache = case.model.commit(requests.cache, start, path)
+    start[drafting] += len(nodes)
+    start[[1, 3]] += P
+    check(name, requests.step(texts, start), texts, places(start), EVERYBODY)
