@@ -496,7 +496,7 @@ def _partials(
     return Partials(peak, backend.exp_sums(rows, those.row, peak, inv, kept)).checked(), kept
 
 
-def _kept_entries(rows: Rows, those: Emitted, kept: jax.Array | None) -> jax.Array:
+def _kept_entries(rows: VocabRows, those: Emitted, kept: jax.Array | None) -> jax.Array:
     """Returns rows of tokens ``[n]``, this part ``[n, W]``, -inf below thresholds ``[n]``."""
     x = rows.whole(those.row)
     return x if kept is None else jnp.where(x < kept[:, None], -jnp.inf, x)
