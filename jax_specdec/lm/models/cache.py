@@ -16,7 +16,9 @@ from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import Sizes, check_array, require
 from jax_specdec._src.base.tree import MAX_VISIBLE
 from jax_specdec.lm.models.config import LayerSpec
+from jax_specdec.lm.models.layers import NewHeads
 from jax_specdec.lm.models.protocol import Cache, Rows
+from jax_specdec.lm.models.rotate import rotate_and_write
 
 Layer = tuple[jax.Array, jax.Array]
 """Keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of one layer, of all requests."""
@@ -135,6 +137,18 @@ class Pass(NamedTuple):
             parts.append(x[0, first:end].reshape(*rows.token_ids.shape, *x.shape[2:]))
             first = end
         return parts
+
+    def read(self, heads: NewHeads, layer: Layer) -> tuple[jax.Array, Layer]:
+        """Returns what `attend` does, of heads that are not rotated yet.
+
+        Args:
+          heads: of all rows.
+          layer: changed in place if it is donated.
+        """
+        if heads.spec.keys_of is not None:
+            return self.attend(heads.spec, *heads.rotated(), layer)
+        query, layer = rotate_and_write(heads, layer, self.places, self.requests)
+        return self.attend(heads.spec, query, None, None, layer)
 
     def attend(
         self,
