@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import gpus
+from lower_floor import assume, gpus
 from upper_floor import rotate
 from verify.interpret_mode import interpret_gpu_params
 
@@ -146,11 +146,17 @@ def check(case: Case, dtype: Any, run: Callable[..., Any]) -> None:
     np.testing.assert_array_equal(found[1][is_kept], wanted[1][is_kept])
 
 
-def by_kernel(heads: rotate.NewHeads, cache: Any, places: Any, requests: Any) -> Any:
-    bias = heads.layer.get("qkv_bias")
-    arrays = rotate.Arrays(heads.product, bias, heads.cos_sin, places, requests, cache)
-    run = functools.partial(rotate.by_kernel, spec=heads.spec, interpret=interpret_gpu_params())
-    return jax.jit(run)(arrays)
+def by_kernel(
+    heads: rotate.NewHeads, cache: Any, places: jax.Array, requests: jax.Array | None
+) -> Any:
+    """The front door, as on a GPU, with the kernel interpreted."""
+    interpreted = functools.partial(rotate.by_kernel, interpret=interpret_gpu_params())
+    with (
+        mock.patch.object(gpus, "no_device", lambda: None),
+        mock.patch.object(rotate, "by_kernel", interpreted),
+        assume("cuda"),
+    ):
+        return by_default(heads, cache, places, requests)
 
 
 def by_default(heads: rotate.NewHeads, *given: Any) -> Any:
@@ -160,7 +166,13 @@ def by_default(heads: rotate.NewHeads, *given: Any) -> Any:
     def run(arrays: Any, *given: Any) -> Any:
         return rotate.rotate_and_write(rotate.NewHeads(heads.spec, *arrays), *given)
 
-    return run(heads[1:], *given)
+    (query, rows), cache = run(heads[1:], *given)
+    if rows is not None:
+        count = given[1].shape[1]  # S; a row that comes twice is there once
+        wanted = rotate.rows_of(query[:, :count], heads.spec.num_key_value_heads)
+        own = query[:, :count].size // query.shape[3]
+        np.testing.assert_array_equal(rows[:own], wanted[:own])
+    return query, cache
 
 
 @pytest.mark.parametrize("name", CASES)

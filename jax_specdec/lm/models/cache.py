@@ -148,7 +148,7 @@ class Pass(NamedTuple):
         if heads.spec.keys_of is not None:
             return self.attend(heads.spec, *heads.rotated(), layer)
         query, layer = rotate_and_write(heads, layer, self.places, self.requests)
-        return self.attend(heads.spec, query, None, None, layer)
+        return self.attend(heads.spec, query.heads, None, None, layer, laid=query.rows)
 
     def attend(
         self,
@@ -158,6 +158,7 @@ class Pass(NamedTuple):
         value: jax.Array | None,
         layer: Layer,
         block: np.ndarray | None = None,
+        laid: jax.Array | None = None,
     ) -> tuple[jax.Array, Layer]:
         """Returns what all rows read of a layer, and the layer, into which they are written first.
 
@@ -174,6 +175,7 @@ class Pass(NamedTuple):
           layer: changed in place if it is donated.
           block: ``[S, 2]`` uint32, which of the S rows each one sees, if they are a block, whose
             window is counted from its first row.
+          laid: the query of one group as the kernel takes it, or None; see `AttentionArrays.rows`.
         """
         if key is not None and value is not None:
             # [1, 2, N_kv, D] -> [1, 1, N_kv, D] of a row that comes twice; others are as they were.
@@ -192,7 +194,9 @@ class Pass(NamedTuple):
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
             visible, depth = _seen(rows, spec.window) if block is None else (block, None)
-            arrays = AttentionArrays(own, *layer, rows.start, depth=depth, slots=rows.slots)
+            arrays = AttentionArrays(
+                own, *layer, rows.start, depth=depth, slots=rows.slots, rows=laid
+            )
             reads.append(attend(arrays, static, visible))
         if len(reads) == 1:
             return jnp.broadcast_to(reads[0], query.shape), layer

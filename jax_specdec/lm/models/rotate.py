@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_specdec._src.attention.arrays import rows_of
 from jax_specdec._src.attention.cache import LayerCache, write_rows
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.mosaic import gpus
@@ -31,14 +32,32 @@ class Arrays(NamedTuple):
     requests: jax.Array | None  # as for `rotate_and_write`
     cache: LayerCache  # keys [B * Nkv, D, T] and values [B * Nkv, T, D]
 
+    @property
+    def each(self) -> int:
+        """Returns how many rows of a request attend together: S, or 1 of several groups."""
+        is_mixed = self.requests is not None and self.requests.shape[1] > 1
+        return 1 if is_mixed else self.places.shape[1]
+
+
+class Query(NamedTuple):
+    """Rotated queries.
+
+    Attributes:
+      heads: ``[G, S, N, D]``.
+      rows: `rows_of` them, if they are of one group and the kernel has made them; else None.
+    """
+
+    heads: jax.Array
+    rows: jax.Array | None
+
 
 def rotate_and_write(
     heads: NewHeads, cache: LayerCache, places: jax.Array, requests: jax.Array | None
-) -> tuple[jax.Array, LayerCache]:
-    """Returns rotated queries ``[G, S, N, D]``, and the layer's cache with keys and values written.
+) -> tuple[Query, LayerCache]:
+    """Returns rotated queries, and the layer's cache with keys and values written.
 
     Args:
-      heads: of a layer with keys of its own; rows that come twice are read once.
+      heads: of a layer with keys of its own; a row that comes twice is written once.
       cache: keys ``[B * N_kv, D, T]`` and values ``[B * N_kv, T, D]``, changed in place if it is
         donated.
       places: ``[G, S]`` int32, or ``[1, M]`` of several groups; see `write_rows`.
@@ -52,23 +71,36 @@ def rotate_and_write(
         requests=requests,
         cache=cache,
     )
-    if _is_served(heads.spec, arrays):
-        return traced_for_platform(_for_platform, arrays, heads.spec)
-    return by_xla(heads, arrays)
+    if not _is_served(heads.spec, arrays):
+        query, cache = by_xla(heads, arrays)
+        return Query(query, None), cache
+    rows, cache = traced_for_platform(_for_platform, arrays, heads.spec)
+    # [R, D] -> [B, Nkv, S, group, D] -> [B, S, Nkv, group, D] -> [G, S, N, D]
+    spec = heads.spec
+    num_query = spec.num_attention_heads
+    num_kv = spec.num_key_value_heads
+    query = rows[: places.size * num_query]
+    query = query.reshape(-1, num_kv, arrays.each, num_query // num_kv, spec.head_dim)
+    query = query.swapaxes(1, 2).reshape(*places.shape, num_query, spec.head_dim)
+    if heads.product.shape[1] > places.shape[1]:  # a row that comes twice
+        query = jnp.broadcast_to(query, (*heads.product.shape[:2], *query.shape[2:]))
+    return Query(query, rows if arrays.each == places.shape[1] else None), cache
 
 
 def _for_platform(
     arrays: Arrays, spec: LayerSpec, platform: Platform
 ) -> tuple[jax.Array, LayerCache]:
-    """Chooses the form, in Python."""
+    """Returns `rows_of` the queries, and the cache; the form is chosen in Python."""
     if platform == "cuda":
         return by_kernel(arrays, spec)
     layer = {} if arrays.bias is None else {"qkv_bias": arrays.bias}
-    return by_xla(NewHeads(spec, layer, arrays.product, arrays.cos_sin), arrays)
+    query, cache = by_xla(NewHeads(spec, layer, arrays.product, arrays.cos_sin), arrays)
+    query = query[:, : arrays.places.shape[1]].reshape(-1, arrays.each, *query.shape[2:])
+    return rows_of(query, spec.num_key_value_heads), cache
 
 
 def by_xla(heads: NewHeads, arrays: Arrays) -> tuple[jax.Array, LayerCache]:
-    """Returns what `rotate_and_write` does: its definition."""
+    """Returns queries ``[G, S, N, D]`` and the cache: the definition of `rotate_and_write`."""
     query, key, value = heads.rotated()
     assert key is not None and value is not None
     # [1, 2, N_kv, D] -> [1, 1, N_kv, D] of a row that comes twice; others are as they were.
@@ -81,7 +113,7 @@ def by_xla(heads: NewHeads, arrays: Arrays) -> tuple[jax.Array, LayerCache]:
 def by_kernel(
     arrays: Arrays, spec: LayerSpec, interpret: Any = False
 ) -> tuple[jax.Array, LayerCache]:
-    """Returns what `rotate_and_write` does, in one launch.
+    """Returns `rows_of` the queries, and the cache, in one launch.
 
     Args:
       arrays: of the call.
@@ -91,18 +123,10 @@ def by_kernel(
     from jax_specdec.lm.models import rotate_kernel  # which imports Pallas
 
     keys, values = arrays.cache
-    num_groups, each = arrays.places.shape
-    # [G, S] int32: the request of each row
-    own = jnp.asarray(np.arange(num_groups, dtype=np.int32)[:, None])
-    owners = jnp.broadcast_to(
-        own if arrays.requests is None else arrays.requests, (num_groups, each)
-    )
-    if arrays.requests is not None and arrays.requests.shape[1] > 1:
-        each = 1  # rows of several groups, each by itself
     num_kv = spec.num_key_value_heads
     shape = rotate_kernel.Shape(
         num_rows=arrays.places.size,
-        each=each,
+        each=arrays.each,
         num_query=spec.num_attention_heads,
         num_kv=num_kv,
         head_dim=spec.head_dim,
@@ -110,6 +134,11 @@ def by_kernel(
         room=keys.shape[2],
         has_bias=spec.qkv_bias,
     )
+    # [G, S] int32: the request of each row
+    owners = arrays.requests
+    if owners is None:
+        owners = jnp.asarray(np.arange(arrays.places.shape[0], dtype=np.int32)[:, None])
+    owners = jnp.broadcast_to(owners, arrays.places.shape)
     # [G, S, 1, D/2] -> [G S, D/2]
     angles = (*arrays.product.shape[:2], shape.half)
     cos, sin = (jnp.broadcast_to(x[:, :, 0], angles) for x in arrays.cos_sin)
@@ -125,13 +154,8 @@ def by_kernel(
         bias=arrays.bias,
     )
     query, new_keys, new_values = rotate_kernel.rotate_and_write(operands, shape, interpret)
-    # -> [B, Nkv, S, group, D] -> [B, S, Nkv, group, D] -> [G, S, N, D]: attention takes it back.
-    query = query.reshape(-1, num_kv, each, shape.num_query // num_kv, shape.head_dim)
-    query = query.swapaxes(1, 2).reshape(*arrays.places.shape, shape.num_query, shape.head_dim)
     cache = new_keys.reshape(keys.shape), new_values.reshape(values.shape)
-    if arrays.product.shape[1] > arrays.places.shape[1]:  # a row that comes twice
-        query = jnp.broadcast_to(query, (*arrays.product.shape[:2], *query.shape[2:]))
-    return query, cache
+    return query.reshape(-1, spec.head_dim), cache
 
 
 def _is_served(spec: LayerSpec, arrays: Arrays) -> bool:

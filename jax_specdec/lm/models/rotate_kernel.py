@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from jax_specdec._src.attention.arrays import PIECE
 from jax_specdec._src.mosaic.interpret import InterpretedThreads
 from jax_specdec._src.mosaic.ptx import GpuThreads
 from jax_specdec._src.mosaic.threads import THREADS, Threads
@@ -55,7 +56,7 @@ class Shape(NamedTuple):
 class Operands(NamedTuple):
     """Arrays in global memory, or refs to them. Those that are written are flat."""
 
-    query: Any  # [M * N * D]; see `place_of_query`
+    query: Any  # [M * N * D], and more up to vectors of whole pieces; see `place_of_query`
     heads: Any  # [M, (N + 2 Nkv) D]
     cos: Any  # [M, D/2] float32
     sin: Any  # [M, D/2] float32
@@ -69,7 +70,7 @@ class Operands(NamedTuple):
 def rotate_and_write(
     operands: Operands, shape: Shape, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns queries, keys and values, all flat.
+    """Returns queries as `rows_of` has them, flat, then keys and values, flat.
 
     Args:
       operands: without `query`; rows of heads past M are not read.
@@ -88,10 +89,7 @@ def rotate_and_write(
 
 
 def place_of_query(shape: Shape, row: Any, head: Any) -> Any:
-    """Returns which vector of D numbers a query is, in the order ``[B, Nkv, S, group]``.
-
-    Those that share a head of keys lie side by side, as attention takes them.
-    """
+    """Returns which row of `rows_of` a query is, in the order ``[B, Nkv, S, group]``."""
     each = jnp.int32(shape.each)
     group = jnp.int32(shape.num_query // shape.num_kv)
     request = lax.div(row, each)
@@ -109,9 +107,10 @@ def _launch(shape: Shape, dtype: Any, interpret: Any) -> Callable[..., jax.Array
         _rotate(shape, Operands(query, *arrays), threads)
 
     run.__name__ = "rotate_and_write"
+    vectors = -(-shape.num_rows * shape.num_query // PIECE) * PIECE
     return plgpu.kernel(
         run,
-        out_type=jax.ShapeDtypeStruct((shape.num_rows * shape.num_query * shape.head_dim,), dtype),
+        out_type=jax.ShapeDtypeStruct((vectors * shape.head_dim,), dtype),
         grid=(shape.query_blocks + shape.kv_blocks, shape.num_rows),
         grid_names=("block", "row"),
         compiler_params=plgpu.CompilerParams(
