@@ -286,7 +286,7 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
     if case.function == "token_logprobs":
         tokens = array((batch, K + 1), jnp.int32)
         arrays["output"] = sd.RejectionSampleOutput(tokens, ids, ids, ids)
-    if case.function == "apply_penalties":
+    if case.function == "process_logits":
         counts = array((batch, VOCAB), jnp.int32, split)
         in_prompt = array((batch, VOCAB), jnp.bool_, split)
         arrays["penalties"] = sd.Penalties(floats, floats, floats, counts, in_prompt)
@@ -339,8 +339,9 @@ def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]
             case "sample_draft_tokens":
                 by: Any = {"sharding": sharding, "implementation": case.implementation}
                 return sd.sample_draft_tokens(a["logits"], **drawn, offset=0, **by)
-            case "apply_penalties":
-                return sd.apply_penalties(a["logits"], drafts, a["penalties"], config=config)
+            case "process_logits":
+                processors = sd.LogitsProcessors(penalties=a["penalties"])
+                return sd.process_logits(a["logits"], drafts, processors, config=config)
             case "token_logprobs":
                 return sd.token_logprobs(
                     a["logits"],

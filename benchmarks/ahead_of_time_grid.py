@@ -41,7 +41,7 @@ KINDS = {
     "logits": "logits",
     "probs": "probabilities",
 }
-FUNCTIONS = ("sample_draft_tokens", "token_logprobs", "apply_penalties")
+FUNCTIONS = ("sample_draft_tokens", "token_logprobs", "process_logits")
 SPLIT = [("greedy", "none"), ("standard", "normalized"), ("standard", "probs"), ("block", "probs")]
 GPUS = ("a100", "h200", "l4", "t4")
 ON_GPUS = [("standard", "normalized"), ("greedy", "none")]
@@ -54,7 +54,7 @@ def cases() -> Iterator[Case]:
     for device in TPUS:
         yield Case(device, kind="probs", implementation="xla", processed=True)
     for device, function, processed in itertools.product(TPUS, FUNCTIONS, (False, True)):
-        if not (processed and function == "apply_penalties"):
+        if not (processed and function == "process_logits"):
             yield Case(device, function, processed=processed)
     for device, (rule, kind) in itertools.product(TPUS, SPLIT):
         yield Case(device, rule=rule, kind=kind, parts=4)

@@ -49,7 +49,7 @@ def block_way(target: Any, params: Any, is_dspark: bool, size: int, lengths: Any
     config = lm.BlockHeadConfig.of_target(
         c,
         layers=c.layers[:depth],
-        feature_layers=tuple(range(count - depth + 1, count + 1)),
+        aux_hidden_state_layers=tuple(range(count - depth + 1, count + 1)),
         block_size=size,
         mask_token_id=c.vocab_size - 1,
         sample_from_anchor=is_dspark,

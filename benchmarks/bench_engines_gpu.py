@@ -289,6 +289,7 @@ def measure_part(
         except Exception:  # one must not cost the others
             clock.say(f"{cell}: FAILED\n{traceback.format_exc(limit=-4)}")
             status = 1
+    engine.close()
     send.close()
     sys.exit(status)
 
@@ -420,7 +421,7 @@ def versions(options: argparse.Namespace) -> dict[str, str | None]:
     """Returns the versions of what the other engines need; None of what is not there."""
     found: dict[str, str | None] = {"vLLM": options.vllm and vllm_engine.version(options.vllm)}
     name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    found[name] = os.environ.get(name, vllm_engine.ENVIRONMENT[name])
+    found[name] = os.environ.get(name, "1")  # its default
     for name in ("torch", "transformers", "triton"):
         try:
             found[name] = importlib.metadata.version(name)

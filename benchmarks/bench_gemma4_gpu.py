@@ -60,10 +60,11 @@ def measure_case(name: str, size: int, options: Any) -> dict[str, Any]:
     target = lm.models.Llama(config, "bfloat16")
     params = gemmas.random_params(target, 0, case.is_int8)
     head = gemmas.assistant_of(config, width, inner, groups)
-    draft_params = jax.jit(head.init_params)(jax.random.key(1))
+    shared = {name: params[name] for name in ("embed_tokens", "norm")}
+    draft_params = jax.jit(head.init_params)(jax.random.key(1), shared)
     if case.is_int8:
         draft_params = lm.models.quantize(draft_params)
-    draft_params |= {"embed_tokens": params["embed_tokens"], "target_norm": params["norm"]}
+    draft_params["embed_tokens"] = params["embed_tokens"]  # one array for both, as loaded
     k = options.k
     drafter = lm.GemmaAssistantDrafter(head)
     decoder = Decoder(target, drafter, sd.SpecDecodeConfig(num_speculative_tokens=k))

@@ -86,6 +86,7 @@ class Server(Protocol):
 
     def submit(self, number: int, request: Request) -> None: ...
     def step(self) -> list[Event]: ...
+    @property
     def is_idle(self) -> bool: ...
 
 
@@ -107,7 +108,7 @@ def serve(server: Server, requests: Sequence[Request]) -> tuple[float, list[Answ
     begin = time.perf_counter()
     for number, request in enumerate(requests):
         server.submit(number, request)
-    while not server.is_idle():
+    while not server.is_idle:
         events = server.step()
         now = time.perf_counter() - begin
         for number, token_ids, _ in (event for event in events if event[1]):
@@ -175,6 +176,7 @@ class Ours:
             for one in self._driver.step()
         ]
 
+    @property
     def is_idle(self) -> bool:
         return self._driver.is_idle
 
@@ -230,17 +232,13 @@ def vllm(models: Models, options: argparse.Namespace, clock: measure.Clock) -> I
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
             )
-            prompt = {"type": "token", "prompt_token_ids": request.prompt}
-            self.llm.llm_engine.add_request(str(number), prompt, sampling)
+            self.add(number, request.prompt, sampling)
 
         def step(self) -> list[Event]:
             return [
                 (int(one.request_id), [*one.outputs[0].token_ids], one.finished)
-                for one in self.llm.llm_engine.step()
+                for one in self.outputs()
             ]
-
-        def is_idle(self) -> bool:
-            return not self.llm.llm_engine.has_unfinished_requests()
 
     (way,) = options.ways
     speculative = {
@@ -251,14 +249,12 @@ def vllm(models: Models, options: argparse.Namespace, clock: measure.Clock) -> I
     if speculative is not None:
         speculative |= {"num_speculative_tokens": K}
     most = max(options.plans)
-    sizes = sorted({batch * rows for batch in options.plans for rows in (1, K + 1)})
     engine = Published(
         str(options.target),
         batch=most,
         max_length=LONGEST_PROMPT + options.new_tokens + K + 1,
         temperature=0.0,
         speculative=speculative,
-        compilation_config={"cudagraph_capture_sizes": sizes},
     )
     clock.say(f"vllm, {way}: ready")
     for batch in options.plans:
@@ -628,13 +624,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def about_engine(options: argparse.Namespace) -> dict[str, Any]:
-    """What a figure of another engine depends on, in place of JAX's device."""
+    """Returns what a figure of another engine depends on, in place of JAX's device."""
     if options.engine == "ours":
         return {}
+    if options.engine == "vllm":
+        import vllm_engine
+
+        return {"vllm": vllm_engine.version(options.vllm)}
     import importlib.metadata
 
-    packages = ("torch", "transformers") if options.engine == "transformers" else ("vllm",)
-    return {name: importlib.metadata.version(name) for name in packages}
+    return {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
 
 
 if __name__ == "__main__":

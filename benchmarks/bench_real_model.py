@@ -565,7 +565,7 @@ def main(arguments: list[str] | None = None) -> int:
     drafts = [way.draft for way in ways.values()]
     models = load_models(text, [*dict.fromkeys(drafts)], dtype=options.dtype)
     for name, way in ways.items():
-        most = models.drafters[way.draft].most_drafts or way.k
+        most = models.drafters[way.draft].max_drafts or way.k
         ways[name] = way._replace(k=min(way.k, most))
     clock.say(f"loaded the models; ways of decoding: {', '.join(ways)}")
     prompts = {

@@ -43,7 +43,9 @@ def make_head(target: lm.models.DecoderConfig, num_ids: int) -> lm.models.Eagle3
         target,
         layers=target.layers[:1],
         draft_vocab_size=num_ids,
-        feature_layers=tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})),
+        aux_hidden_state_layers=tuple(
+            sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)})
+        ),
         own_lm_head=True,
     )
     return lm.models.Eagle3Head(config, "bfloat16")

@@ -6,7 +6,7 @@ A target of the shape of Qwen3-8B with a DSpark head of five of its layers and a
 weights in bfloat16, temperature 0.8, the agreement rule. Per batch size, wall times of a plain
 step, of a step with a chain of 7 drafts and with trees of 8 to 64 nodes, and of drafting alone;
 what is left is the pass, the walk and the commit. Speed-ups are for the tokens per pass that
-`bench_trees.py` found for the embedded target's DSpark head.
+`results/trees_cpu.json` has for the embedded target's DSpark head.
 """
 
 from __future__ import annotations

@@ -67,6 +67,9 @@ class Engine(abc.ABC):
     def prepare(self) -> None:  # noqa: B027
         """Is called before requests are served that are more or fewer than those before."""
 
+    def close(self) -> None:  # noqa: B027
+        """Is called at the end, so that no process stays."""
+
     @abc.abstractmethod
     def submit(self, number: int, request: Request) -> None:
         """Queues a request."""

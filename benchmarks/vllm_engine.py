@@ -7,12 +7,14 @@ Nothing here is vLLM's; `import_vllm` and `VllmEngine` also serve models that ar
 
 from __future__ import annotations
 
+import collections
 import functools
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import sys
@@ -24,7 +26,7 @@ from unittest import mock
 import engine_load
 
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, as its stand-ins do
+    "VLLM_WORKER_MULTIPROC_METHOD": "fork",  # its engine's process has the stand-ins of this one
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # else `apply_model` takes no function
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -130,6 +132,9 @@ class VllmEngine(engine_load.Engine):
         from vllm.sampling_params import RequestOutputKind
 
         self._batch = batch
+        self._limit = math.inf
+        self._waiting: collections.deque[Any] = collections.deque()
+        self._num_running = 0
         if speculative is not None:
             settings["speculative_config"] = speculative
         self._sampling = functools.partial(
@@ -153,12 +158,21 @@ class VllmEngine(engine_load.Engine):
 
     def resize(self, batch: int) -> None:
         """From now on, while nobody runs, serves at most so many requests at a time."""
-        # vLLM's own scheduler decides who waits; if it is in another process, the number stays.
-        client = self.llm.llm_engine.engine_core
-        if hasattr(client, "engine_core"):
-            client.engine_core.scheduler.max_num_running_reqs = batch
-        elif batch != self._batch:
-            raise RuntimeError(f"in a process of its own vLLM serves {self._batch} requests only")
+        # Its engine takes as many as there are places: of fewer, the others wait here.
+        self._limit = math.inf if batch == self._batch else batch
+
+    def add(self, number: int, prompt: list[int], sampling: Any) -> None:
+        """Queues a request with its `SamplingParams`."""
+        self._waiting.append((str(number), {"type": "token", "prompt_token_ids": prompt}, sampling))
+
+    def outputs(self) -> list[Any]:
+        """Goes on, until the next tokens are there; returns vLLM's `RequestOutput`s."""
+        while self._waiting and self._num_running < self._limit:
+            self.llm.llm_engine.add_request(*self._waiting.popleft())
+            self._num_running += 1
+        outputs = self.llm.llm_engine.step()
+        self._num_running -= sum(one.finished for one in outputs)
+        return outputs
 
     def serve(
         self, requests: Sequence[engine_load.Request], due: Sequence[float] | None = None
@@ -170,16 +184,17 @@ class VllmEngine(engine_load.Engine):
         return log
 
     def submit(self, number: int, request: engine_load.Request) -> None:
-        prompt = {"type": "token", "prompt_token_ids": request.prompt}
-        sampling = self._sampling(max_tokens=request.budget)
-        self.llm.llm_engine.add_request(str(number), prompt, sampling)
+        self.add(number, request.prompt, self._sampling(max_tokens=request.budget))
 
     def step(self) -> list[engine_load.Event]:
         return [
             (int(one.request_id), len(one.outputs[0].token_ids), one.finished)
-            for one in self.llm.llm_engine.step()
+            for one in self.outputs()
         ]
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
 
     @property
     def is_idle(self) -> bool:
-        return not self.llm.llm_engine.has_unfinished_requests()
+        return not self._num_running and not self._waiting

@@ -6,15 +6,10 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from jax_specdec import adapters, grammar, testing
+from jax_specdec import grammar, testing
 from jax_specdec._src.attention.api import decode_attention
 from jax_specdec._src.attention.cache import move_rows, write_cache
-from jax_specdec._src.base.config import (
-    SpecDecodeConfig,
-    acceptance_length_to_rates,
-    conditional_to_unconditional_rates,
-    unconditional_to_conditional_rates,
-)
+from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.sampling import SamplingParams
 from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.base.types import (
@@ -27,9 +22,9 @@ from jax_specdec._src.base.types import (
     parse_output,
 )
 from jax_specdec._src.drafts.sample import DraftSample, sample_draft_tokens
-from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
+from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
-from jax_specdec._src.logits.process_logits import LogitsProcessors, apply_penalties, process_logits
+from jax_specdec._src.logits.process_logits import LogitsProcessors, process_logits
 from jax_specdec._src.logits.processors import (
     AllowedTokens,
     BadWords,
@@ -38,11 +33,9 @@ from jax_specdec._src.logits.processors import (
     Penalties,
 )
 from jax_specdec._src.stats.acceptance import AcceptanceCounters, AcceptanceStats
-from jax_specdec._src.stats.emitted import StepRecord, truncate
+from jax_specdec._src.stats.emitted import truncate
 from jax_specdec._src.verify.api import rejection_sample
-from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.sharding import VerifySharding
-from jax_specdec._src.verify.validate import validate
 
 if TYPE_CHECKING:
     from jax_specdec import lm
@@ -60,7 +53,6 @@ __all__ = [
     "DraftSample",
     "DraftStore",
     "Drafts",
-    "KernelConfig",
     "LogitBias",
     "LogitsProcessors",
     "LogprobsConfig",
@@ -70,15 +62,9 @@ __all__ = [
     "SamplingParams",
     "SpecDecodeConfig",
     "Status",
-    "StepRecord",
     "TokenLogprobs",
     "TreeRows",
     "VerifySharding",
-    "acceptance_length_to_rates",
-    "adapters",
-    "apply_penalties",
-    "conditional_to_unconditional_rates",
-    "count_fallbacks",
     "decode_attention",
     "grammar",
     "lm",
@@ -90,8 +76,6 @@ __all__ = [
     "testing",
     "token_logprobs",
     "truncate",
-    "unconditional_to_conditional_rates",
-    "validate",
     "write_cache",
 ]
 

@@ -29,10 +29,11 @@ collect_ignore = [
 
 # Files that take long begin before the others, so that no worker is left with one at the end.
 DEAREST = (
-    "test_docs test_server test_exact test_tree test_engine_continuity test_xla test_mosaic_gpu "
-    "test_mosaic_gpu_lists test_prefixes test_block test_trees test_sharded test_integration_doc "
-    "test_cli test_engine test_listed test_options test_attention test_cache test_draft_budget "
-    "test_processors test_huggingface test_weights test_eagle3 test_sglang_jax test_repository"
+    "test_docs test_server test_exact test_tree test_engine_continuity test_backends test_edges "
+    "test_mosaic_gpu test_mosaic_gpu_lists test_prefixes test_block test_trees test_sharded "
+    "test_integration_doc test_cli test_engine test_listed test_options test_attention "
+    "test_cache test_draft_budget test_processors test_huggingface test_weights test_eagle3 "
+    "test_sglang_jax test_repository"
 ).split()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

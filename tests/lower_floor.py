@@ -25,7 +25,7 @@ from jax_specdec._src.mosaic.threads import THREADS, Threads
 from jax_specdec._src.rows import rows as rows_lib
 from jax_specdec._src.rows import threshold, tiles
 from jax_specdec._src.rows.blocks import BLOCK
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.rows.tiles import TILE
 from jax_specdec._src.verify import api, sharding, statistics
 from jax_specdec._src.verify import draw as draw_lib

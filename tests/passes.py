@@ -24,11 +24,11 @@ def run(
     token_ids: Any,
     start: Any,
     cache: Any,
-    feature_layers: tuple[int, ...] = (),
+    aux_hidden_state_layers: tuple[int, ...] = (),
     tree: Any = None,
 ) -> Passed:
     rows = lm.models.Rows(jnp.asarray(token_ids), jnp.asarray(start), tree=tree)
-    wants = lm.models.Wants(feature_layers)
+    wants = lm.models.Wants(aux_hidden_state_layers)
     (output,), cache = protocol.apply_groups(model, params, [rows], cache, wants)
     return Passed(output.logits, cache, output.features)
 

@@ -31,7 +31,7 @@ BOUNDS = {
     Case("v5e", rule="synthetic", kind="logits", processed=True): dict(temporaries=MOST),
     Case("v5e", function="sample_draft_tokens", processed=True): dict(temporaries=0.1),
     Case("v5e", function="token_logprobs"): dict(temporaries=0.1),
-    Case("v5e", function="apply_penalties"): dict(temporaries=0.1),
+    Case("v5e", function="process_logits"): dict(temporaries=0.1),
     Case("v5e", kind="normalized", parts=4): dict(temporaries=MOST),
     Case("v5e", rule="block", kind="normalized", ids="candidates"): dict(temporaries=0.1),
     Case("v5e", kind="normalized", ids="map"): dict(temporaries=0.15),
@@ -65,7 +65,7 @@ LATER = {
 }
 """Those whose reads and forms others have: `make test-aot-all` compiles them."""
 
-TOO_LARGE = Case("v5e", function="apply_penalties", batch=40_000)
+TOO_LARGE = Case("v5e", function="process_logits", batch=40_000)
 
 
 def asks_cycles(case: Case) -> bool:

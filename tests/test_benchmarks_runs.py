@@ -1,25 +1,19 @@
 """Benchmarks whose runs take long: each at a tiny size, and which rows it saves."""
 
 import json
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import bench_block_gpu
 import bench_compile_cpu
 import bench_engines_gpu
-import bench_forced_drafts
 import bench_gemma4_gpu
-import bench_int8_acceptance
 import bench_int8_gpu
 import bench_pair
-import bench_prediction
-import bench_prefixes
 import bench_rows_gpu
 import bench_serving_gpu
 import bench_sharded_gpu
 import bench_steps_gpu
-import bench_trees
 import bench_trees_gpu
 import bench_verify_gpu
 import bench_verify_tpu
@@ -31,7 +25,6 @@ import pytest
 
 from jax_specdec import lm
 
-EXTRAS = Path(lm.__file__).parent / "extras.py"
 SERVING = "--tiny --slots 2 --drafters lookup --steps 8 --repeats 1 --arrivals 60 --rounds 1"
 # The script, its arguments, the file that it saves, a field of the rows there, and its values.
 # fmt: off
@@ -41,9 +34,6 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
     (bench_verify_tpu, "--only greedy", "verify_tpu", "margins", [[]]),
     (bench_verify_gpu, "--tiny --repeats 2 --draws 2 --inputs 2 --only greedy",
      "verify_gpu", "kind", ["time", "time", "time", "disagreements"]),
-    (bench_trees,
-     "--prompts 2 --max-new-tokens 12 --nodes 0 8 --temperatures 0.8 --drafters dspark",
-     "trees_cpu", "same_text", [2, 2]),
     (bench_trees_gpu, "--tiny --batches 1 --nodes 0 8 --candidates 16 --repeats 1 --steps 2",
      "trees_gpu", "nodes", [0, 8]),
     (bench_serving_gpu, f"{SERVING} --policies largest 8 steps-8", "arrivals_gpu", "chunk_size",
@@ -60,17 +50,9 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
      ["DSpark", "DFlash", "EAGLE-3", "model"]),
     (bench_gemma4_gpu, "--tiny --seconds 900 --batches 2 --steps 2 --repeats 2 --prompt 8",
      "gemma4_gpu", "target", ["E4B", "31B"]),
-    (bench_int8_acceptance, "--prompts 2 --max-new-tokens 8 --repeats 1", "int8_acceptance",
-     "weights", ["bfloat16", "int8"] * 4),
     (bench_int8_gpu, "--tiny --batches --lengths 8 --repeats 2", "int8_gpu", "weights",
      ["bfloat16", "int8"]),
-    (bench_forced_drafts, "--draft ngram --requests 2 --repeats 1", "forced_drafts", "temperature",
-     [0, 0.8]),
     (bench_pair, "--tiny --temperatures 0 --batches 1", "pair_cpu", "same_texts", [1.0] * 3),
-    (bench_prediction, f"--file {EXTRAS} --edits x -k 2 --max-new-tokens 8 --check",
-     "prediction_embedded", "way", ["decoded", "decoded", *["replayed"] * 4]),
-    (bench_prefixes, "--size tiny --repeats 1 --out prefixes.json", "prefixes", "kind",
-     ["conversation", "prefix", "prefix", "system prompt", "system prompt"]),
 ]
 # fmt: on
 
@@ -84,8 +66,6 @@ def test_a_benchmark_saves_its_rows(
 ):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     monkeypatch.chdir(tmp_path)
-    one = {"one": bench_forced_drafts.SCHEMAS["tool call"]}
-    monkeypatch.setattr(bench_forced_drafts, "SCHEMAS", one)
     assert not script.main(arguments.split())
     rows = json.loads((tmp_path / f"{file}.json").read_text())["rows"]
     assert [row.get(field) for row in rows] == values

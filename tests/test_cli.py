@@ -161,13 +161,13 @@ def test_a_text_that_drafts_made_late_is_told(
 ) -> None:
     """Steps without drafts take 5 ms, those with drafts much longer, or as long; all emit one."""
 
-    def steps(*_: object, **__: object) -> Iterator[sd.StepRecord]:
+    def steps(*_: object, **__: object) -> Iterator[lm.StepRecord]:
         one = np.ones(1, np.int32)
         for i in range(12):
             has_drafts = i % 2
             time.sleep(0.1 if has_drafts and is_slow else 0.005)
             token_ids = np.array([[37, -1]], np.int32)
-            yield sd.StepRecord(token_ids, one, has_drafts * one, 0 * one, one)
+            yield lm.StepRecord(token_ids, one, has_drafts * one, 0 * one, one)
 
     monkeypatch.setattr(run_lib, "generate_stream", steps)
     monkeypatch.setattr("jax_specdec.lm.cli.show._LEAST_SECONDS", 0.3)
@@ -208,7 +208,7 @@ def test_a_server_drafts_where_it_pays_if_no_text_depends_on_it(
     engine, choice = driver.engine, driver.draft_choice
     assert (engine.config.rejection_sample_method, engine.draft_budget) == (method, budget)
     assert choice is not None and choice.is_fixed == is_fixed
-    assert engine.most_drafts(lm.RequestOptions()) == budget[-1]
+    assert engine.max_drafts(lm.RequestOptions()) == budget[-1]
 
 
 def test_steps_of_a_server_read_prompts_if_asked_for() -> None:

@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
         lm.BlockHeadConfig.of_target(
             model.config,
             layers=(dataclasses.replace(model.config.layers[0], qk_norm=True),),
-            feature_layers=(2, 4, 5),
+            aux_hidden_state_layers=(2, 4, 5),
             block_size=5,
             mask_token_id=255,
             sample_from_anchor=True,

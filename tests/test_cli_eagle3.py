@@ -17,7 +17,7 @@ def folder(tmp_path: Path) -> Path:
     model, params = lm.load_embedded_pair()[0]
     head = lm.models.Eagle3Head(
         lm.models.Eagle3Config.of_target(
-            model.config, layers=model.config.layers[:1], feature_layers=(2, 4, 5)
+            model.config, layers=model.config.layers[:1], aux_hidden_state_layers=(2, 4, 5)
         )
     )
     weights = random_weights(head, 0) | {"embed_tokens": params["embed_tokens"]}

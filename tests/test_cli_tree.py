@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from upper_floor import cli_prompts, load_models, load_served, make_driver, parse
@@ -11,6 +12,7 @@ from upper_floor import cli_prompts, load_models, load_served, make_driver, pars
 from jax_specdec import lm
 from jax_specdec.__main__ import main
 
+GEMMA = Path(__file__).parent / "formats/gemma4"
 PROMPT = "def quicksort(items):"
 
 
@@ -57,6 +59,17 @@ def test_a_depth_that_a_drafter_does_not_have_is_named(name: str) -> None:
     says = "--num-speculative-tokens must be in .*, but it is 60, with --tree"
     with pytest.raises(cli_prompts.InputError, match=says):
         load_models(options, ["x"])
+
+
+def test_an_assistant_has_trees_as_deep_as_k() -> None:
+    draft = f"gemma:{GEMMA / 'edge_assistant'}"
+    own = ["--target", str(GEMMA / "edge"), "--draft", draft, "--tree", "12", "-k", "3"]
+    options = parse(["generate", "x", *own], "1")
+    models, *_ = load_models(options, ["x"])
+    drafter, config = models.drafters[draft].drafting(options.config, options.tree)
+    assert isinstance(drafter, lm.GemmaAssistantDrafter) and drafter.tree_depth == 3
+    assert config.num_speculative_tokens == 11
+    assert config.rejection_sample_method == "agreement"
 
 
 @pytest.mark.slow

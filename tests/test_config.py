@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_specdec import (
-    SpecDecodeConfig,
+from jax_specdec import SpecDecodeConfig
+from jax_specdec.testing import (
     acceptance_length_to_rates,
     conditional_to_unconditional_rates,
     unconditional_to_conditional_rates,

@@ -253,7 +253,7 @@ def test_the_page_on_draft_budgets_plans_and_serves(
     monkeypatch.chdir(tmp_path)
     scope = run_all("draft_budget")
     assert scope["counts"].tolist() == [3, 1]
-    assert scope["costs"].num_drafts == (0, 1, 2)
+    assert scope["costs"].draft_budget == (0, 1, 2)
     assert scope["driver"].is_idle and scope["driver"].stats().num_tokens == 16
 
 

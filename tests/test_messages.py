@@ -69,7 +69,7 @@ def rejection_sample(logits: Any = None, drafts: Any = DENSE, **changes: Any) ->
 def validate(drafts: Any, logits: Any = None, **changes: Any) -> None:
     given: dict[str, Any] = {"sampling": sd.SamplingParams(0.8), "config": CONFIG}
     logits = zeros((B * (K + 1), V)) if logits is None else logits
-    sd.validate(logits, drafts, **(given | changes))
+    sd.testing.validate(logits, drafts, **(given | changes))
 
 
 def engine(model: Any = None, drafter: Any = None, config: Any = CONFIG) -> lm.Engine:
@@ -120,7 +120,7 @@ def retokenize(tokenizer: Any = None, vocab_size: int = 288) -> Any:
 
 def stats(kept: Any) -> sd.AcceptanceStats:
     ids = np.zeros((1, K + 1), np.int32)
-    return sd.AcceptanceStats.from_steps(sd.StepRecord(ids, kept, kept, kept, kept))
+    return sd.AcceptanceStats.from_steps(lm.StepRecord(ids, kept, kept, kept, kept))
 
 
 Call = Callable[[], Any]
@@ -333,8 +333,8 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
     AttributeError: {
         "module 'jax_specdec.lm' has no attribute 'load_model'; load_huggingface reads a "
         "checkpoint, load_embedded_pair the models of the package": lambda: lm.load_model("name"),
-        "module 'jax_specdec.lm' has no attribute 'load_eagle'; did you mean 'load_eagle3'?": (
-            lambda: lm.load_eagle
+        "module 'jax_specdec.lm' has no attribute 'load_heads'; did you mean 'load_head'?": (
+            lambda: lm.load_heads
         ),
         "has no attribute 'SamplingParams'; RequestOptions is what one request asks for": (
             lambda: lm.SamplingParams

@@ -14,10 +14,10 @@ from jax_specdec import lm
 K = 3
 
 
-def records(proposed: list[int], accepted: list[int]) -> sd.StepRecord:
+def records(proposed: list[int], accepted: list[int]) -> lm.StepRecord:
     """One request; a step emits one token more than it accepts, and a proposal of -1 is no step."""
     ran = np.array(proposed)[:, None] >= 0
-    return sd.StepRecord(
+    return lm.StepRecord(
         token_ids=np.full((len(proposed), 1, K + 1), -1),
         num_kept=np.where(ran, np.array(accepted)[:, None] + 1, 0),
         num_proposed=np.maximum(np.array(proposed)[:, None], 0),

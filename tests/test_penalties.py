@@ -24,8 +24,16 @@ DRAFTS = [[3, 8, 3], [1, 1], [], [-1, 10]]  # the last proposes nothing at its f
 FREQUENCY, PRESENCE = [0.5, -0.25, 0.0, 1.0], [0.0, 0.75, -1.5, 0.25]
 REPETITION = [1.5, 2.0, 0.7, 1.0]
 
-apply = jax.jit(sd.apply_penalties, static_argnames="config")
 from_sequences = jax.jit(sd.Penalties.from_sequences, static_argnames="vocab_size")
+
+
+def apply_eagerly(
+    rows: Any, drafts: Any, penalties: Any, *, config: sd.SpecDecodeConfig | None
+) -> jax.Array:
+    return sd.process_logits(rows, drafts, sd.LogitsProcessors(penalties=penalties), config=config)
+
+
+apply = jax.jit(apply_eagerly, static_argnames="config")
 
 
 def penalized(row: np.ndarray, prompt: Sequence[int], output: Sequence[int], b: int) -> np.ndarray:
@@ -93,7 +101,7 @@ def test_ids_outside_the_vocabulary_are_not_counted() -> None:
 def apply_in_blocks(*args: Any, config: sd.SpecDecodeConfig) -> jax.Array:
     """As a TPU does it."""
     with platform.assume("tpu"):
-        return sd.apply_penalties(*args, config=config)
+        return apply_eagerly(*args, config=config)
 
 
 @pytest.mark.newest
@@ -219,32 +227,32 @@ def test_the_pass_has_no_temporaries_as_large_as_logits() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(penalties=None), TypeError, "penalties"),
+        (dict(penalties=3), TypeError, r"processors\.penalties"),
         (dict(drafts=3), TypeError, "drafts"),
         (dict(config=None), TypeError, "config"),
-        (dict(logits=3.0), TypeError, "logits"),
-        (dict(logits=zeros((4, V))), ValueError, "logits"),
-        (dict(logits=zeros((13, V + 1))), ValueError, "logits"),
+        (dict(rows=3.0), TypeError, "logits"),
+        (dict(rows=zeros((4, V))), ValueError, "logits"),
+        (dict(rows=zeros((13, V + 1))), ValueError, "logits"),
         (
             dict(drafts=sd.Drafts.from_flat(zeros((9,), jnp.int32), jnp.array([9]))),
             ValueError,
             r"drafts\.cu_num_draft_tokens",
         ),
-        (dict(frequency=zeros((2, 2))), ValueError, r"penalties\.frequency"),
-        (dict(repetition=ones((4,), jnp.int32)), TypeError, r"penalties\.repetition"),
-        (dict(counts=zeros((3, V), jnp.int32)), ValueError, r"penalties\.counts"),
-        (dict(in_prompt=zeros((4, V))), TypeError, r"penalties\.in_prompt"),
+        (dict(frequency=zeros((2, 2))), ValueError, r"processors\.penalties\.frequency"),
+        (dict(repetition=ones((4,), jnp.int32)), TypeError, r"processors\.penalties\.repetition"),
+        (dict(counts=zeros((3, V), jnp.int32)), ValueError, r"processors\.penalties\.counts"),
+        (dict(in_prompt=zeros((4, V))), TypeError, r"processors\.penalties\.in_prompt"),
     ],
 )
 def test_what_does_not_fit_is_refused(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     drafts = packed()
-    call = dict(logits=jnp.zeros((13, V)), drafts=drafts, penalties=penalties(), config=CONFIG)
+    call = dict(rows=jnp.zeros((13, V)), drafts=drafts, penalties=penalties(), config=CONFIG)
     fields = {f.name for f in dataclasses.fields(sd.Penalties)}
     inner = {name: value for name, value in change.items() if name in fields}
     call |= {name: value for name, value in change.items() if name not in fields}
     if inner:
         call["penalties"] = dataclasses.replace(penalties(), **inner)
     with pytest.raises(error, match=f"^{message}"):
-        sd.apply_penalties(**call)
+        apply_eagerly(**call)

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 import jax_specdec as sd
 from jax_specdec import lm
+from jax_specdec.adapters import tpu_inference
 
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=1)
 KEYS = jax.random.split(jax.random.key(0), 1)
@@ -32,6 +35,17 @@ def test_configs_and_parameters_are_made_of_numbers_and_lists() -> None:
     sd.SamplingParams("warm")  # type: ignore[arg-type]
 
 
+@pytest.mark.long
+def test_a_head_is_of_the_class_that_is_asked_for(tmp_path: Path) -> None:
+    target, _ = lm.load_embedded_pair()
+    head = lm.load_embedded_head(target)
+    lm.formats.save_eagle3(tmp_path, *head)
+    lm.Eagle3Drafter(lm.load_head(tmp_path, target, lm.models.Eagle3Head).model)
+    any_head = lm.load_head(tmp_path, target).model
+    assert isinstance(any_head, lm.models.Eagle3Head)
+    lm.Eagle3Drafter(any_head)
+
+
 def test_drafts_are_made_of_lists() -> None:
     assert sd.Drafts.from_dense([[1]]).token_ids.tolist() == [1]
     sd.Drafts.from_dense(np.array([[1]]), [1], sd.DraftProbs(jnp.zeros((1, 1, 8))))
@@ -49,12 +63,12 @@ def test_a_step_takes_lists_and_numpy_arrays() -> None:
         0, jnp.asarray(LOGITS[:1]), drawn, positions=[4], sampling=SAMPLING
     )
     drafts = store.attach(sd.Drafts.from_dense([[1]]), positions=[4], sampling=SAMPLING)
-    assert int(sd.count_fallbacks(drafts, sampling=SAMPLING)) == 0
+    assert int(sd.DraftStore.count_fallbacks(drafts, sampling=SAMPLING)) == 0
     bias = sd.LogitsProcessors(logit_bias=sd.LogitBias.from_mappings([{3: -1.0}]))
     assert sd.process_logits(LOGITS, drafts, bias, config=CONFIG).tolist()[1][3] == -1.0
 
     mask, active = np.full((2, 1), -1, np.int32), np.array([True])
-    sd.validate(
+    sd.testing.validate(
         LOGITS,
         drafts,
         sampling=SAMPLING,
@@ -88,7 +102,7 @@ def test_a_step_takes_lists_and_numpy_arrays() -> None:
 
 
 def test_integrations_are_typed() -> None:
-    verify_flat = sd.adapters.tpu_inference.verify_flat
+    verify_flat = tpu_inference.verify_flat
     found = verify_flat(jnp.asarray(LOGITS), [0], [1], config=CONFIG, temperature=None)
     assert found.token_ids.tolist() == [0, 0]
     with pytest.raises(TypeError, match="config"):

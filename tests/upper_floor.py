@@ -36,7 +36,13 @@ from jax_specdec.lm.server.answer import ChoiceText, Piece, _event
 from jax_specdec.lm.server.app import Server
 from jax_specdec.lm.server.connection import Connection, close_stuck
 from jax_specdec.lm.server.limits import ApiError, Limits
-from jax_specdec.lm.server.request import OPTIONS, Asked, Parameters, read_parameters, read_request
+from jax_specdec.lm.server.request import (
+    OPTIONS,
+    CheckedRequest,
+    Parameters,
+    read_parameters,
+    read_request,
+)
 from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import EngineFailed
 from jax_specdec.lm.text import chat

@@ -3,7 +3,7 @@
     pip install safetensors torch
     python tools/convert_eagle3.py DIR
 
-`load_eagle3` reads safetensors only. A `pytorch_model.bin` is a pickle, which may hold code: torch
+`load_head` reads safetensors only. A `pytorch_model.bin` is a pickle, which may hold code: torch
 reads it with ``weights_only=True``, which refuses everything but tensors and plain containers.
 """
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.attention import xla as attention_xla
-from jax_specdec._src.attention.mosaic_gpu import Block
+from jax_specdec._src.attention.mosaic_gpu import BlockWork
 from jax_specdec._src.base.noise import Stream
 
 PLANTED = "PLANTED_FAULT"
@@ -41,6 +41,12 @@ class Fault:
 
 FAULTS: dict[str, Fault] = {}
 
+BACKENDS = " ".join(
+    f"verify/test_{name}.py"
+    for name in ("backends", "edges", "bad_rows", "block_edges", "processed")
+)
+"""What every backend is held to."""
+
 
 def fault(name: str, function: str, tests: str) -> Callable[[Callable[..., Any]], Any]:
     def add(wrong: Callable[..., Any]) -> None:
@@ -52,29 +58,27 @@ def fault(name: str, function: str, tests: str) -> Callable[[Callable[..., Any]]
 # Rules
 
 
-@fault("a ratio equal to u is accepted", "_src.verify.rules:accepts", "verify/test_xla.py")
+@fault("a ratio equal to u is accepted", "_src.verify.rules:accepts", BACKENDS)
 def _(right, u, p, q):
     return (q > 0) & (u * q <= p)
 
 
-@fault("a draft that q cannot draw is accepted", "_src.verify.rules:accepts", "verify/test_xla.py")
+@fault("a draft that q cannot draw is accepted", "_src.verify.rules:accepts", BACKENDS)
 def _(right, u, p, q):
     return u * q < p
 
 
-@fault(
-    "greedy drafts are always accepted", "_src.verify.rules:accepts_greedy", "verify/test_xla.py"
-)
+@fault("greedy drafts are always accepted", "_src.verify.rules:accepts_greedy", BACKENDS)
 def _(right, token_id, best_id):
     return token_id == token_id
 
 
-@fault("the residual is not clamped at 0", "_src.verify.rules:residual", "verify/test_xla.py")
+@fault("the residual is not clamped at 0", "_src.verify.rules:residual", BACKENDS)
 def _(right, weight, p, q):
     return weight * p - q
 
 
-@fault("the residual is the target", "_src.verify.rules:residual", "verify/test_xla.py")
+@fault("the residual is the target", "_src.verify.rules:residual", BACKENDS)
 def _(right, weight, p, q):
     return weight * p + 0 * q
 
@@ -82,18 +86,18 @@ def _(right, weight, p, q):
 @fault(
     "the block rule does not multiply ratios",
     "_src.verify.rules:joint_weight",
-    "verify/test_xla.py",
+    BACKENDS,
 )
 def _(right, weight, p, q):
     return right(jnp.ones_like(weight), p, q)
 
 
-@fault("a block passes by its weight alone", "_src.verify.rules:passes", "verify/test_xla.py")
+@fault("a block passes by its weight alone", "_src.verify.rules:passes", BACKENDS)
 def _(right, u, weight, mass):
     return u < weight
 
 
-@fault("synthetic rates are halved", "_src.verify.rules:accepts_synthetic", "verify/test_xla.py")
+@fault("synthetic rates are halved", "_src.verify.rules:accepts_synthetic", BACKENDS)
 def _(right, u, conditional_rate):
     return u < conditional_rate / 2
 
@@ -112,7 +116,7 @@ def _(right, key, position, stream, offset):
 @fault(
     "agreement: noise belongs to the step, not to the token",
     "_src.verify.reader:drawn",
-    "verify/test_xla.py serving/test_agreement.py",
+    f"{BACKENDS} serving/test_agreement.py",
 )
 def _(right, rows, requests, positions, race):
     of_step = positions._replace(offset=0 * positions.offset)
@@ -125,7 +129,7 @@ def _(right, rows, requests, positions, race):
 @fault(
     "greedy ties go to the highest id",
     "_src.verify.backends.in_order:InOrder.max_and_place",
-    "verify/test_xla.py",
+    BACKENDS,
 )
 def _(right, self, x):
     peak, place = right(self, x[:, ::-1])
@@ -135,7 +139,7 @@ def _(right, self, x):
 @fault(
     "the last part wins a greedy tie",
     "_src.verify.statistics:argmax_of_parts",
-    "verify/test_sharded.py",
+    "verify/test_backends.py verify/test_sharded.py",
 )
 def _(right, maxima, argmaxes):
     return jnp.max(jnp.where(maxima == jnp.max(maxima, axis=0), argmaxes, -1), axis=0)
@@ -143,19 +147,19 @@ def _(right, maxima, argmaxes):
 
 @fault(
     "a slice past the end of its row begins too early",
-    "_src.rows.rows:Rows.slices",
-    "verify/test_sharded.py",
+    "_src.rows.rows:VocabRows.slices",
+    "verify/test_backends.py verify/test_sharded.py",
 )
 def _(right, self, rows, first, length, end):
     return right(self, rows, first, length, 0)
 
 
-@fault("probabilities are not normalized", "_src.rows.tiles:Scale.probs", "verify/test_xla.py")
+@fault("probabilities are not normalized", "_src.rows.tiles:Scale.probs", BACKENDS)
 def _(right, self, logits, inv_temperature):
     return jnp.exp((logits - self.shift) * inv_temperature)
 
 
-@fault("the temperature is not applied", "_src.rows.tiles:Scale.probs", "verify/test_xla.py")
+@fault("the temperature is not applied", "_src.rows.tiles:Scale.probs", BACKENDS)
 def _(right, self, logits, inv_temperature):
     return right(self, logits, jnp.ones_like(inv_temperature))
 
@@ -163,25 +167,25 @@ def _(right, self, logits, inv_temperature):
 @fault(
     "the last tokens of a tile are never drawn",
     "_src.rows.device:Device.pick",
-    "verify/test_xla.py",
+    BACKENDS,
 )
 def _(right, self, weights, u):
     return right(self, weights, 0.9 * u)
 
 
-@fault("a token of weight zero is drawn", "_src.rows.device:Device.pick", "verify/test_xla.py")
+@fault("a token of weight zero is drawn", "_src.rows.device:Device.pick", BACKENDS)
 def _(right, self, weights, u):
     place, total = right(self, weights, u)
     return jnp.minimum(place + 1, weights.shape[2] - 1), total
 
 
-@fault("a request's rows begin one too early", "_src.base.ragged:unpack", "verify/test_xla.py")
+@fault("a request's rows begin one too early", "_src.base.ragged:unpack", BACKENDS)
 def _(right, *args):
     layout = right(*args)
     return layout._replace(first_row=jnp.maximum(layout.first_row - 1, 0))
 
 
-@fault("filters keep everything", "_src.rows.threshold:find_thresholds", "verify/test_xla.py")
+@fault("filters keep everything", "_src.rows.threshold:find_thresholds", BACKENDS)
 def _(right, filter, *args, **named):
     return jnp.minimum(right(filter, *args, **named), -jnp.inf)
 
@@ -189,7 +193,7 @@ def _(right, filter, *args, **named):
 @fault(
     "one large normalizer makes all drafts of its request one-hot",
     "_src.verify.requests:usable_normalizers",
-    "verify/test_xla.py",
+    BACKENDS,
 )
 def _(right, distribution, rows):
     usable = right(distribution, rows)
@@ -220,7 +224,7 @@ def _(right, rows, those, kept):
 @fault(
     "kernel: the residual is the target",
     "_src.verify.mosaic_gpu.statistics:excess",
-    "verify/test_mosaic_gpu.py",
+    "verify/test_backends.py verify/test_mosaic_gpu.py",
 )
 def _(right, p, drafts, exponent):
     return [x + 0 * d for x, d in zip(p, drafts, strict=True)]
@@ -229,7 +233,7 @@ def _(right, p, drafts, exponent):
 @fault(
     "kernel: the last ids of a tile are never drawn",
     "_src.verify.mosaic_gpu.draw:pick_of",
-    "verify/test_mosaic_gpu.py",
+    "verify/test_backends.py verify/test_mosaic_gpu.py",
 )
 def _(right, weights, aim):
     return right(weights, 0.5 * aim)
@@ -280,7 +284,7 @@ def _(right, self, rows, requests, positions):
 @fault(
     "a CPU reads all rows of a part at once",
     "_src.rows.device:Cpu.each_row",
-    "verify/test_sharded.py",
+    "verify/test_backends.py verify/test_sharded.py",
 )
 def _(right, self, function, count, *arrays):
     return function(None, *arrays)
@@ -465,6 +469,15 @@ def _(right, self, params, states, rows, cache):
 
 
 @fault(
+    "nodes of an assistant's tree go on from the state of another",
+    "lm.models.gemma_assistant:GemmaAssistantHead.apply",
+    "drafting/test_gemma_assistant.py",
+)
+def _(right, self, params, states, *args):
+    return right(self, params, states[:, ::-1], *args)
+
+
+@fault(
     "an assistant begins with the last row of a pass",
     "lm.drafting.gemma_assistant:GemmaAssistantDrafter.propose",
     "drafting/test_gemma_assistant.py",
@@ -518,7 +531,11 @@ def _(right, self, params, rows, *args):
     return right(self, params, rows._replace(start=rows.start + 1), *args)
 
 
-@fault("a path of a tree is not kept", "_src.attention.cache:move_rows", "models/test_tree_pass.py")
+@fault(
+    "a path of a tree is not kept",
+    "_src.attention.cache:move_rows",
+    "models/test_models.py models/test_tree_pass.py",
+)
 def _(right, cache, start, path):
     return cache
 
@@ -536,7 +553,7 @@ def _(right, keys, position, pages):
 @fault(
     "a node of a tree turns by its place in the cache",
     "lm.models.llama:Llama.apply_with",
-    "models/test_tree_pass.py",
+    "models/test_models.py models/test_tree_pass.py",
 )
 def _(right, self, params, groups, *given):
     def turned(rows):
@@ -560,11 +577,11 @@ def _(right, arrays, room, static):
 
 @fault(
     "a split ends where a length says",
-    "_src.attention.mosaic_gpu:Block.of",
+    "_src.attention.mosaic_gpu:BlockWork.of",
     "attention/test_attention.py",
 )
 def _(right, shape, operands):
-    block = right.__func__(Block, shape, operands)  # a method of the class
+    block = right.__func__(BlockWork, shape, operands)  # a method of the class
     # Of two splits the second begins a tile earlier for requests of odd lengths.
     moved = (block.start % 2) * (block.split > 0) * (block.tile > 0)
     return block._replace(tile=block.tile - moved, num_tiles=block.num_tiles + moved)
@@ -845,7 +862,7 @@ def _(right, model, params, groups, *rest):
 @fault(
     "drafts of a request that reads its prompt are written over the prompt",
     "_src.attention.cache:write_rows",
-    "models/test_prompt_rows.py",
+    "models/test_models.py models/test_prompt_rows.py",
 )
 def _(right, layer, key, value, places, requests=None):
     if requests is not None:  # places past the end, which are not written, become the first
@@ -1007,7 +1024,7 @@ def _(right, engine, state, slots):
 
 @fault(
     "of several slots the first alone is copied",
-    "lm.decoding.device:Device._copied",
+    "lm.decoding.device:DeviceState._copied",
     "serving/test_prefixes.py",
 )
 def _(right, self, copies, requests):
@@ -1016,7 +1033,7 @@ def _(right, self, copies, requests):
 
 @fault(
     "slots are copied in the reverse order",
-    "lm.decoding.device:Device._copied",
+    "lm.decoding.device:DeviceState._copied",
     "serving/test_prefixes.py",
 )
 def _(right, self, copies, requests):
@@ -1208,10 +1225,10 @@ def _(right, directory, has_prefix):
 @fault(
     "windows of a tree count back from its first node",
     "lm.models.cache:_seen",
-    "models/test_tree_pass.py",
+    "models/test_models.py models/test_tree_pass.py",
 )
 def _(right, rows, window):
-    return rows.visible, None
+    return rows.tree_mask, None
 
 
 @fault(
@@ -1253,7 +1270,7 @@ def _(right, layers, positions):
 @fault(
     "heads of all layers are split as the first one's",
     "lm.models.tensor_parallel:TensorParallelLlama._spec",
-    "models/test_tensor_parallel.py",
+    "models/test_models.py models/test_tensor_parallel.py",
 )
 def _(right, model, path):
     return model.model.config.layers[0]

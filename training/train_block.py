@@ -58,7 +58,7 @@ LAYER = lm.models.LayerSpec(
 LAYERS = lm.models.DecoderConfig(
     vocab_size=256, hidden_size=256, layers=(LAYER,) * 2, tie_word_embeddings=True
 )
-FEATURE_LAYERS = (2, 4, 6)
+AUX_LAYERS = (2, 4, 6)
 MASK = 255  # a byte that no text has
 MARKOV_RANK = 64
 CE_WEIGHT, TV_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
@@ -75,7 +75,7 @@ def make_head(
     block_size: int,
     dtype: Any = jnp.float32,
     decoder: lm.models.DecoderConfig = LAYERS,
-    feature_layers: tuple[int, ...] = FEATURE_LAYERS,
+    aux_hidden_state_layers: tuple[int, ...] = AUX_LAYERS,
     mask: int = MASK,
     markov_rank: int = MARKOV_RANK,
 ) -> lm.BlockHead:
@@ -88,7 +88,7 @@ def make_head(
     config = lm.BlockHeadConfig.of_target(
         decoder,
         layers=decoder.layers,
-        feature_layers=feature_layers,
+        aux_hidden_state_layers=aux_hidden_state_layers,
         block_size=block_size,
         mask_token_id=mask,
         sample_from_anchor=is_dspark,
@@ -223,7 +223,7 @@ def measure(
 ) -> Measures:
     """The measures `[B, A, K]` of blocks at `anchors` `[B, A]` in [1, S - K] of tokens `[B, S]`."""
     params = jax.tree.map(lambda x: x.astype(head.dtype), params)
-    logits, features = jax.lax.stop_gradient(target.run(tokens, head.feature_layers))
+    logits, features = jax.lax.stop_gradient(target.run(tokens, head.aux_hidden_state_layers))
     embedding = target.params["embed_tokens"]
     output = embedding if "lm_head" not in target.params else target.params["lm_head"].T
     rows = draft_rows(head, anchors)
@@ -329,7 +329,7 @@ def train(
     if args.init is None:
         params = first_params(head, init_key)
     else:
-        loaded = lm.load_block_head(args.init, lm.formats.LoadedModel(*target)).params
+        loaded = lm.load_head(args.init, lm.formats.LoadedModel(*target), lm.BlockHead).params
         own = {x: y for x, y in loaded.items() if x not in ("embed_tokens", "lm_head")}
         params = jax.tree.map(lambda x: x.astype(jnp.float32), own)
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)

@@ -106,7 +106,7 @@ class Target(NamedTuple):
         positions = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :]
         whole = jnp.broadcast_to(positions, token_ids.shape)
         attend = causal_attention(self.model)
-        return self.model.run(self.params, embedded, whole, attend, feature_layers=layers)
+        return self.model.run(self.params, embedded, whole, attend, aux_hidden_state_layers=layers)
 
 
 def sampled_pool(
@@ -302,7 +302,7 @@ def measure(
     `wanted[b, i]` is about the token at i + 1.
     """
     params = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x.astype(head.dtype), params)
-    logits, features = jax.lax.stop_gradient(target.run(tokens, head.feature_layers))
+    logits, features = jax.lax.stop_gradient(target.run(tokens, head.aux_hidden_state_layers))
     logits, wanted = logits[:, 1:], wanted[:, 1:]
     ids = params.get("target_ids")
     total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)
@@ -396,7 +396,7 @@ def make_head(
             c,
             layers=(layer,),
             draft_vocab_size=size,
-            feature_layers=layers or (2, count // 2, count - 3),
+            aux_hidden_state_layers=layers or (2, count // 2, count - 3),
             own_lm_head=size < c.vocab_size,
         ),
         target.model.dtype,
@@ -456,7 +456,8 @@ def train(
     if args.init is None:
         first = dataclasses.replace(head, dtype=jnp.float32).init_params(init_key)
     else:
-        first = lm.load_eagle3(args.init, lm.formats.LoadedModel(*target)).params
+        of_target = lm.formats.LoadedModel(*target)
+        first = lm.load_head(args.init, of_target, lm.models.Eagle3Head).params
     params = {name: x for name, x in first.items() if name not in FROZEN}
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     state = State(params, make_optimizer(args.weight_decay).init(params), jnp.int32(0), key)
@@ -622,7 +623,7 @@ def main(arguments: list[str] | None = None) -> None:
         layers = None if args.layers is None else tuple(args.layers)
         head, frozen = make_head(target, size, layers, args.intermediate_size, *lessons.texts)
         left = 60 * args.minutes - (time.monotonic() - begin)
-        print(f"head of {size} ids, feature layers {head.feature_layers}", flush=True)
+        print(f"head of {size} ids, feature layers {head.aux_hidden_state_layers}", flush=True)
         directory = args.out / f"vocab_{size}"
         params, log = train(
             target, head, frozen, lessons.source, args, left / (len(sizes) - index),

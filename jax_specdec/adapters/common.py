@@ -31,7 +31,7 @@ _IMPL_OF_WORDS = {2: "threefry2x32", 4: "rbg"}
 """Of raw keys. Noise is the same for both kinds of four words, rbg and unsafe_rbg."""
 
 
-class Static(NamedTuple):
+class AdapterStatic(NamedTuple):
     """Arguments of both adapters that are no arrays."""
 
     config: SpecDecodeConfig
@@ -87,7 +87,6 @@ def keys_of_requests(
       keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
         where no request samples. Typed, or raw (``[2]``, ``[4]``, ``[B, 2]``, ``[B, 4]`` uint32).
       positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
-      batch: B.
       sampled_by: the name of the temperatures, if they are given.
       split_over: the axes of a `jax.shard_map` that requests are split over.
 
@@ -178,9 +177,9 @@ def check_sharding(
 
 
 def on_parts(
-    function: Callable[[Arrays, Static, VerifySharding | None], Any],
+    function: Callable[[Arrays, AdapterStatic, VerifySharding | None], Any],
     arrays: Arrays,
-    static: Static,
+    static: AdapterStatic,
     sharding: VerifySharding | None,
 ) -> Any:
     """Returns ``function(arrays, static, sharding)``, by `jax.shard_map` if there is a mesh.
@@ -210,7 +209,7 @@ def on_parts(
 
 def verify(
     arrays: Arrays,
-    static: Static,
+    static: AdapterStatic,
     sharding: VerifySharding | None,
     drafts: Drafts,
     sampling: SamplingParams,

@@ -76,7 +76,7 @@ def verify_chains(
 ) -> ChainVerification:
     """Verifies chains; replaces both the greedy and the sampled verification of a chain.
 
-    Greedy and sampled requests may be mixed. Penalties go first, with `apply_penalties`.
+    Greedy and sampled requests may be mixed. Penalties go first, with `process_logits`.
 
     Args:
       target_logits: ``[bs*n, V]``, n rows for each request.
@@ -84,7 +84,6 @@ def verify_chains(
         ``config.num_speculative_tokens``. Column 0 is the token verified before, and not read.
       seq_lens: ``[bs]`` int32, the length of each sequence; 0 is padding. It is the position of
         the noise: it must grow on every step where keys are one per request.
-      config: static settings.
       temperatures: ``[bs]`` or ``[bs, 1]`` float32; 0 is greedy. None: all requests are greedy.
       top_ks: ``[bs]`` int32 or None; 1 is greedy, whatever the temperature. -1, 0, and V or more
         (such as 2**30) leave out nothing.
@@ -124,7 +123,7 @@ def verify_chains(
       >>> found.accept_lens.tolist(), found.accept_index.tolist(), found.predict.tolist()
       ([2], [0, 1, -1], [5, 6, 0])
     """
-    static = common.Static(config, vocab_size, logprobs)
+    static = common.AdapterStatic(config, vocab_size, logprobs)
     static.check()
     tokens = as_int32("draft_tokens", draft_tokens)
     lengths = as_int32("seq_lens", seq_lens, "[bs]")
@@ -177,7 +176,7 @@ def verify_chains(
 
 
 def _verify(
-    arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
+    arrays: common.Arrays, static: common.AdapterStatic, sharding: VerifySharding | None
 ) -> ChainVerification:
     """Verifies chains, or this device's part of them, after the checks."""
     # [bs*n] or [bs, n] -> [bs, n], of which columns 1 to n - 1 are the drafts

@@ -81,7 +81,6 @@ def verify_flat(
         before it, whatever L is. ``[N, V]`` where `bonus_token_ids` is given: draft n's row is n.
       draft_token_ids: ``[N]`` int32, one request after another, then padding.
       draft_lengths: ``[B]`` int32, each at most ``config.num_speculative_tokens``, K.
-      config: static settings.
       temperature: ``[B]`` or ``[1]`` float32; -1, and 0 to below 1e-5, are greedy. None: all
         requests are.
       top_k: ``[B]`` or ``[1]`` int32, or None; -1 and 0 leave out nothing.
@@ -126,7 +125,7 @@ def verify_flat(
       ... ).token_ids.tolist()  # two at drafts' places, padding, no bonus, a bonus
       [5, 6, -1, -1, 3]
     """
-    static = common.Static(config, vocab_size, logprobs)
+    static = common.AdapterStatic(config, vocab_size, logprobs)
     static.check()
     ids = as_int32("draft_token_ids", draft_token_ids, "[N]")
     lengths = as_int32("draft_lengths", draft_lengths, "[B]")
@@ -188,7 +187,7 @@ def _of_all(array: jax.Array | None, batch: int) -> jax.Array | None:
 
 
 def _verify(
-    arrays: common.Arrays, static: common.Static, sharding: VerifySharding | None
+    arrays: common.Arrays, static: common.AdapterStatic, sharding: VerifySharding | None
 ) -> FlatVerification:
     """Verifies a flat batch, or this device's part of it, after the checks."""
     # [B]: a request of negative length has a negative position: BAD_INPUT, and its neighbours stay.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax_specdec
 from jax_specdec._src.base.config import did_you_mean
+from jax_specdec._src.stats.emitted import StepRecord
 from jax_specdec.lm import formats, models
 from jax_specdec.lm.decoding.bookkeeping import RequestUpdate
 from jax_specdec.lm.decoding.differences import GreedyDifference, greedy_differences
@@ -36,8 +37,7 @@ from jax_specdec.lm.drafting.retokenized import RetokenizedParams, RetokenizingD
 from jax_specdec.lm.drafting.suffix import SuffixDrafter
 from jax_specdec.lm.formats.checkpoint import load_huggingface
 from jax_specdec.lm.formats.embedded import load_embedded_head, load_embedded_pair
-from jax_specdec.lm.formats.gemma_assistant import load_gemma_assistant
-from jax_specdec.lm.formats.heads import load_block_head, load_eagle3
+from jax_specdec.lm.formats.heads import load_head
 from jax_specdec.lm.models.block import BlockHead, BlockHeadConfig
 from jax_specdec.lm.text.bytes import DOCUMENT_SEPARATOR, decode_bytes, encode_bytes
 from jax_specdec.lm.text.tokenizer import TextStream, Tokenizer, load_tokenizer
@@ -72,6 +72,7 @@ __all__ = [
     "RetokenizingDrafter",
     "ServingStats",
     "StepCosts",
+    "StepRecord",
     "SuffixDrafter",
     "TextStream",
     "Tokenizer",
@@ -83,11 +84,9 @@ __all__ = [
     "generate_stream",
     "generate_text",
     "greedy_differences",
-    "load_block_head",
-    "load_eagle3",
     "load_embedded_head",
     "load_embedded_pair",
-    "load_gemma_assistant",
+    "load_head",
     "load_huggingface",
     "load_tokenizer",
     "measure_steps",

@@ -21,7 +21,7 @@ SUFFIX_PREFIX = "suffix+"
 TREE_CANDIDATES = 64
 """Ids of each row of a block that a tree of a head with a Markov bias is chosen from."""
 
-_Head = TypeVar("_Head")
+_Head = TypeVar("_Head", lm.models.Eagle3Head, lm.BlockHead, lm.models.GemmaAssistantHead)
 Loaded = lm.formats.LoadedModel[lm.models.Llama]
 
 
@@ -32,7 +32,7 @@ class Draft(NamedTuple):
     params: Params | None = None
 
     @property
-    def most_drafts(self) -> int | None:
+    def max_drafts(self) -> int | None:
         """The most drafts of a step, or of a path of its tree; None where the drafter sets none."""
         drafter = self.alone
         return drafter.head.config.max_drafts if isinstance(drafter, lm.BlockDrafter) else None
@@ -62,7 +62,8 @@ class Draft(NamedTuple):
         drafter = self.drafter
         if num_nodes is None:
             return drafter, config
-        assert isinstance(drafter, lm.SuffixDrafter | lm.Eagle3Drafter | lm.BlockDrafter)
+        heads = lm.Eagle3Drafter | lm.BlockDrafter | lm.GemmaAssistantDrafter
+        assert isinstance(drafter, lm.SuffixDrafter | heads)
         drafter = dataclasses.replace(drafter, tree_depth=config.num_speculative_tokens)
         if isinstance(drafter, lm.BlockDrafter) and drafter.head.config.markov_rank is not None:
             most = min(TREE_CANDIDATES, drafter.head.vocab_size)
@@ -154,16 +155,15 @@ def _read_draft_model(given: Given, directory: str) -> Load:
 
 
 def _reads_head(
-    read: Callable[[str, Loaded], lm.formats.LoadedModel[_Head]],
-    drafter: Callable[[_Head], lm.Drafter],
+    kind: type[_Head], drafter: Callable[[_Head], lm.Drafter]
 ) -> Callable[[Given, str], Load]:
-    """Returns what reads a head from a directory, by `read`, and drafts with it by `drafter`."""
+    """Returns what reads a head of a kind from a directory, and drafts with it by `drafter`."""
 
     def read_head(given: Given, directory: str) -> Load:
         _check_is_there(directory)
 
         def load(target: Loaded) -> Draft:
-            head = read(directory, target)
+            head = lm.load_head(directory, target, kind)
             return given.draft(drafter(head.model), head.params)
 
         return load
@@ -215,20 +215,21 @@ DRAFTERS = (
     Kind(
         f"eagle3:{_DIR}",
         "an EAGLE-3 head",
-        _reads_head(lm.load_eagle3, lm.Eagle3Drafter),
+        _reads_head(lm.models.Eagle3Head, lm.Eagle3Drafter),
         has_trees=True,
     ),
     Kind(
         f"block:{_DIR}",
         "a DFlash or DSpark head",
-        _reads_head(lm.load_block_head, lm.BlockDrafter),
+        _reads_head(lm.BlockHead, lm.BlockDrafter),
         has_trees=True,
     ),
     Kind(
         f"gemma:{_DIR}",
         "a Gemma 4 assistant",
-        _reads_head(lm.load_gemma_assistant, lm.GemmaAssistantDrafter),
+        _reads_head(lm.models.GemmaAssistantHead, lm.GemmaAssistantDrafter),
         for_embedded=False,
+        has_trees=True,
     ),
     Kind("ngram", "a lookup in the text so far", _read_ngram, has_weights=False),
     Kind("suffix", "one with counts", _read_suffix, has_trees=True, has_weights=False),

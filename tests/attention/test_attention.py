@@ -66,7 +66,7 @@ def words_of(bits: np.ndarray) -> np.ndarray:
     return shifted.sum(axis=3).astype(np.uint32)
 
 
-def visibility(kind: str, batch: int, count: int, rng: np.random.Generator) -> np.ndarray | None:
+def mask_of(kind: str, batch: int, count: int, rng: np.random.Generator) -> np.ndarray | None:
     if kind == "chain":
         return None
     bits = np.zeros((batch, count, 64), np.uint64)
@@ -93,9 +93,9 @@ def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any,
 
     query = random(batch, count, num_kv * group, dim)
     keys, values = random(batch * num_kv, dim, room), random(batch * num_kv, room, dim)
-    first, visible = np.array(start, np.int32), visibility(kind, batch, count, rng)
+    first, tree_mask = np.array(start, np.int32), mask_of(kind, batch, count, rng)
     wanted = sd.testing.reference.decode_attention(
-        query, keys, values, first, visible=visible, window=window, softcap=SOFTCAPS.get(case)
+        query, keys, values, first, tree_mask=tree_mask, window=window, softcap=SOFTCAPS.get(case)
     )
     for b in range(batch if poisoned else 0):
         own = slice(b * num_kv, (b + 1) * num_kv)
@@ -105,7 +105,7 @@ def made(case: tuple[Any, ...], dtype: Any, poisoned: bool = True) -> tuple[Any,
             keys[own, :, positions], values[own, positions] = np.nan, np.inf
     seen = 64 if kind == "level" else count
     static = xla.AttentionStatic(dim**-0.5, window, SOFTCAPS.get(case), not poisoned, seen)
-    return xla.AttentionArrays(query, keys, values, first, visible), wanted, static
+    return xla.AttentionArrays(query, keys, values, first, tree_mask), wanted, static
 
 
 def check(case: tuple[Any, ...], dtype: Any, attend: Any, **settings: Any) -> None:
@@ -257,12 +257,12 @@ def nan_in_a_new_row_is_for_those_who_see_it(attend: Any) -> None:
     case = 1, 4, 1, 1, 64, 64, (20,), None, "chain", None
     (query, keys, values, start, *_), _, _ = made(case, B16)
     bits = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], np.uint64)
-    visible = words_of(np.pad(bits, ((0, 0), (0, 60)))[None])
+    tree_mask = words_of(np.pad(bits, ((0, 0), (0, 60)))[None])
     for array, at in ((keys, (0, 5, 21)), (values, (0, 21, 5))):
         broken = array.copy()
         broken[at] = np.nan
         given = (broken, values) if array is keys else (keys, broken)
-        arrays = xla.AttentionArrays(query, *given, start, visible)
+        arrays = xla.AttentionArrays(query, *given, start, tree_mask)
         found = np.asarray(attend(arrays), np.float32)
         is_nan = np.isnan(found).any(axis=(2, 3))[0]
         assert is_nan.tolist() == [False, True, True, False]
@@ -293,22 +293,22 @@ def test_the_kernel_keeps_nan_to_those_who_see_it_on_a_gpu() -> None:
 @pytest.mark.parametrize("name", ["a level of a tree", "a tree, split"])
 def test_bits_mean_the_same_whether_they_are_constants_or_not(name: str) -> None:
     """Constants that name the new rows alone let the kernel end with these."""
-    (query, keys, values, start, visible, *_), wanted, static = made(CASES[name], np.float32)
+    (query, keys, values, start, tree_mask, *_), wanted, static = made(CASES[name], np.float32)
     given = query, keys, values, start
     capped = functools.partial(sd.decode_attention, softcap=static.softcap)
     for attend in (
-        functools.partial(capped, visible=visible),
-        functools.partial(jax.jit(capped), visible=visible),
+        functools.partial(capped, tree_mask=tree_mask),
+        functools.partial(jax.jit(capped), tree_mask=tree_mask),
     ):
         found = np.asarray(attend(*given), np.float64)
         np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
 
 
 def test_windows_of_a_tree_count_back_from_each_node_and_scores_have_a_scale() -> None:
-    (query, keys, values, start, visible, *_), _, _ = made(CASES["a tree, split"], np.float32)
-    depth = np.bitwise_count(visible).sum(axis=2, dtype=np.int32) - 1
+    (query, keys, values, start, tree_mask, *_), _, _ = made(CASES["a tree, split"], np.float32)
+    depth = np.bitwise_count(tree_mask).sum(axis=2, dtype=np.int32) - 1
     given = query, keys, values, start
-    how: dict[str, Any] = {"visible": visible, "depth": depth, "window": 9, "scale": 0.3}
+    how: dict[str, Any] = {"tree_mask": tree_mask, "depth": depth, "window": 9, "scale": 0.3}
     assert depth.max() >= 3
     found = np.asarray(jax.jit(functools.partial(sd.decode_attention, **how))(*given), np.float64)
     wanted = sd.testing.reference.decode_attention(*given, **how)
@@ -373,18 +373,21 @@ GOOD: dict[str, Any] = {
             ValueError,
             "keys must have room for a position",
         ),
-        ({"visible": np.zeros((2, 2), np.uint32)}, ValueError, "visible must .*S"),
-        ({"visible": np.zeros((3, 2), np.int32)}, TypeError, "visible must .*uint32"),
+        ({"tree_mask": np.zeros((2, 2), np.uint32)}, ValueError, "tree_mask must .*S"),
+        ({"tree_mask": np.zeros((3, 2), np.int32)}, TypeError, "tree_mask must .*uint32"),
         (
-            {"query": np.zeros((2, 65, 4, 8), np.float32), "visible": np.zeros((65, 2), np.uint32)},
+            {
+                "query": np.zeros((2, 65, 4, 8), np.float32),
+                "tree_mask": np.zeros((65, 2), np.uint32),
+            },
             ValueError,
-            "visible must be None for more than 64 rows",
+            "tree_mask must be None for more than 64 rows",
         ),
         ({"window": 0}, ValueError, "window must be .*1"),
         ({"softcap": 0.0}, ValueError, "softcap must be a finite number above 0"),
         ({"softcap": "50"}, ValueError, "softcap must be a finite number above 0"),
         ({"scale": -1}, ValueError, "scale must be a finite number above 0"),
-        ({"depth": np.zeros((2, 3), np.int32)}, ValueError, "depth must be None without visible"),
+        ({"depth": np.zeros((2, 3), np.int32)}, ValueError, "depth must be None without tree_mask"),
         ({"depth": np.zeros((2,), np.int32)}, ValueError, r"depth must be an array \[B, S\]"),
         ({"implementation": "triton"}, ValueError, "implementation must be .*mosaic_gpu"),
         ({"implementation": "mosaic_gpu"}, NotImplementedError, "takes bfloat16 and float16"),

@@ -75,7 +75,7 @@ def write_draft(drafter: str, target: Path, dtype: str, directory: Path) -> str:
         intermediate_size=first.intermediate_size,
         qk_norm=first.qk_norm,
     )
-    how: dict[str, Any] = dict(layers=(plain,), feature_layers=(0, 1, 2))
+    how: dict[str, Any] = dict(layers=(plain,), aux_hidden_state_layers=(0, 1, 2))
     if drafter == "eagle3":
         own: Any = lm.models.Eagle3Config.of_target(config, **how)
         head: Any = lm.models.Eagle3Head(own, loaded.model.dtype)

@@ -31,7 +31,7 @@ HEAD = lm.BlockHead(
         SIZES,
         layers=with_fields(SIZES, qk_norm=True, windows=(5, None)).layers,
         draft_vocab_size=len(IDS),
-        feature_layers=LAYERS,
+        aux_hidden_state_layers=LAYERS,
         own_lm_head=True,
         block_size=5,  # more than K: the whole block is run
         mask_token_id=VOCAB - 1,
@@ -144,7 +144,7 @@ def head_of(kind: str) -> tuple[lm.BlockHead, Any, int | None]:
     plain = lm.BlockHeadConfig.of_target(
         TINY,
         TINY.layers,
-        feature_layers=(0, 1),
+        aux_hidden_state_layers=(0, 1),
         block_size=4,
         mask_token_id=3,
         enable_confidence_head=True,

@@ -28,7 +28,7 @@ HEAD = lm.models.Eagle3Head(
         SIZES,
         layers=SIZES.layers[:1],
         draft_vocab_size=len(IDS),
-        feature_layers=LAYERS,
+        aux_hidden_state_layers=LAYERS,
         own_lm_head=True,
     )
 )
@@ -152,9 +152,9 @@ MISTAKES: list[tuple[type[Exception], str, Any]] = [
         r"features must be \[G, S, A\*H\] = \[1, 1, 3 H\], but NoFeatures.apply returns",
         lambda: generate(NoFeatures(TARGET, size=10)),
     ),
-    (ValueError, "feature_layers must", lambda: apply_layers(2, 0)),
-    (ValueError, r"feature_layers\[0\] must", lambda: apply_layers(4)),
-    (TypeError, r"feature_layers\[0\] must", lambda: apply_layers(1.0)),
+    (ValueError, "aux_hidden_state_layers must", lambda: apply_layers(2, 0)),
+    (ValueError, r"aux_hidden_state_layers\[0\] must", lambda: apply_layers(4)),
+    (TypeError, r"aux_hidden_state_layers\[0\] must", lambda: apply_layers(1.0)),
     (
         ValueError,
         "state must come from draft, because Eagle3Drafter reads the features",

@@ -140,10 +140,100 @@ def test_the_cache_and_features_must_be_there() -> None:
     features = dataclasses.replace(context, features=jnp.zeros((1, 1, SIZE)), num_features=ones)
     with pytest.raises(ValueError, match="^context must have the target_cache, but it has none"):
         drafter.propose({}, features, (), None)
-    with pytest.raises(ValueError, match="^tree_depth must be 0"):
-        lm.GemmaAssistantDrafter(ORDERED, tree_depth=2)
+    with pytest.raises(ValueError, match="^tree_depth must be at least 0"):
+        lm.GemmaAssistantDrafter(ORDERED, tree_depth=-1)
+    with pytest.raises(TypeError, match="^tree_depth must be an int"):
+        lm.GemmaAssistantDrafter(ORDERED, tree_depth=2.0)
     with pytest.raises(TypeError, match="^head must be a GemmaAssistantHead"):
         lm.GemmaAssistantDrafter(TARGET)  # type: ignore[type-var]
+
+
+# Trees
+
+DEPTH, NODES = 3, 20
+LENGTHS, TEMPERATURES = [9, 5, 1], [0.7, 0.0, 1.0]
+TEXTS = np.random.default_rng(4).integers(0, VOCAB, (len(LENGTHS), 10)).astype(np.int32)
+KEYS = jax.random.split(jax.random.key(5), len(LENGTHS))
+
+
+@functools.cache
+def texts_passed() -> Any:
+    cache = TARGET.init_cache(len(TEXTS), TEXTS.shape[1])
+    start = jnp.zeros(len(TEXTS), jnp.int32)
+    return jax.jit(lambda x: run_pass(TARGET, PARAMS, x, start, cache, (2,)))(TEXTS)
+
+
+def paths_of_a_tree(head: lm.models.GemmaAssistantHead) -> list[list[tuple[int, ...]]]:
+    """The tokens on the way to each node that is proposed after the texts, by request."""
+    lengths = np.array(LENGTHS, np.int32)
+    before = np.maximum(lengths - 2, 0)[:, None, None]
+    context = lm.DraftContext(
+        jnp.asarray(TEXTS),
+        jnp.asarray(lengths),
+        sd.SamplingParams(jnp.array(TEMPERATURES)),
+        KEYS,
+        sd.SpecDecodeConfig(num_speculative_tokens=NODES, rejection_sample_method="agreement"),
+        features=jnp.take_along_axis(texts_passed().features, before, axis=1),
+        num_features=jnp.asarray(np.minimum(lengths - 1, 1)),
+        target_cache=texts_passed().cache,
+    )
+    drafter = lm.GemmaAssistantDrafter(head, tree_depth=DEPTH)
+    propose = jax.jit(functools.partial(drafter.propose, params_of(head)))
+    proposal, _ = propose(context, drafter.init_cache(len(TEXTS), 10), None)
+    assert proposal.store is None and proposal.parents is not None
+    found = []
+    for ids, parents in zip(*map(np.asarray, (proposal.token_ids, proposal.parents)), strict=True):
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(ids[ids >= 0], parents, strict=False):
+            paths.append((*paths[parent], int(token)))
+        found.append(paths[1:])
+    return found
+
+
+def searched(head: lm.models.GemmaAssistantHead, request: int) -> list[tuple[int, ...]]:
+    """The best paths of a beam that runs one node at a time, best first."""
+    params, width, newest = params_of(head), 8, LENGTHS[request] - 1
+    cache = [tuple(x[request : request + 1] for x in layer) for layer in texts_passed().cache]
+
+    @jax.jit
+    def one(token: Any, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows = lm.models.Rows(jnp.reshape(token, (1, 1)), jnp.full(1, newest))
+        found = head.apply(params, state, rows, cache)
+        row = jnp.full(VOCAB, -jnp.inf)
+        columns = jnp.arange(VOCAB) if found.ids is None else found.ids[0, 0]
+        return row.at[columns].set(found.logits[0, 0]), found.states
+
+    features = texts_passed().features[request, newest - 1][None, None]
+    above = [(0.0, (), int(TEXTS[request, newest]), head.first_states(params, features))]
+    every: list[tuple[float, tuple[int, ...]]] = []
+    for depth in range(DEPTH):
+        position = jnp.int32(LENGTHS[request] + depth)
+        noise = sd.testing.token_exponentials(KEYS[request], position, VOCAB)
+        # One tile, whose noise comes first.
+        gumbel = -np.log(np.asarray(noise, np.float64)[1:])
+        children = []
+        for score, path, token, state in above:
+            row, left = one(token, state)
+            chance = np.asarray(row, np.float64) + TEMPERATURES[request] * gumbel
+            chance -= np.log(np.sum(np.exp(chance)))
+            tokens = [i for i in range(VOCAB) if chance[i] > -np.inf]
+            children += [(score + chance[i], (*path, i), i, left) for i in tokens]
+        every += [child[:2] for child in children]
+        above = sorted(children, key=lambda child: -child[0])[:width]
+    return [path for _, path in sorted(every, reverse=True)[:NODES]]
+
+
+@pytest.mark.parametrize("head", [ORDERED, pytest.param(DENSE, marks=pytest.mark.long)])
+def test_nodes_are_those_of_a_search_that_runs_them_one_by_one(
+    head: lm.models.GemmaAssistantHead,
+) -> None:
+    """With noise and without; a text is longer than the window, and one has no row to begin."""
+    found = paths_of_a_tree(head)
+    for request in range(2):
+        assert found[request] == searched(head, request)
+        assert len(found[request]) == NODES
+        assert {*map(len, found[request])} == {1, 2, 3}
+    assert found[2] == []
 
 
 # Texts
@@ -155,6 +245,7 @@ DRAFTERS = {
         lm.FirstOf(lm.SuffixDrafter(), lm.GemmaAssistantDrafter(ORDERED)),
         (lm.SuffixDrafter().init_params(), params_of(ORDERED)),
     ),
+    "trees": (lm.GemmaAssistantDrafter(ORDERED, tree_depth=DEPTH), params_of(ORDERED)),
 }
 
 
@@ -164,16 +255,18 @@ DRAFTERS = {
         ("alone", True),
         pytest.param("alone", False, marks=pytest.mark.long),
         pytest.param("beside a lookup", True, marks=pytest.mark.long),
+        pytest.param("trees", False, marks=pytest.mark.long),
     ],
 )
 def test_texts_are_those_of_plain_decoding(name: str, exact: bool) -> None:
     """Greedy, and sampled under the agreement rule; requests accept different counts."""
-    config = sd.SpecDecodeConfig(num_speculative_tokens=3, rejection_sample_method="agreement")
+    drafter, draft_params = DRAFTERS[name]
+    count = 9 if drafter.serves.tree_depth else 3
+    config = sd.SpecDecodeConfig(num_speculative_tokens=count, rejection_sample_method="agreement")
     options = [lm.RequestOptions(max_new_tokens=20, temperature=t) for t in (0.0, 2.0)]
     given: Any = dict(config=config, options=options, key=jax.random.key(3), exact=exact)
     prompts = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
     plain = lm.generate_plain(TARGET, PARAMS, prompts, **given)
-    drafter, draft_params = DRAFTERS[name]
     drafted = {"drafter": drafter, "draft_params": draft_params}
     output = lm.generate(TARGET, PARAMS, prompts, **drafted, **given)
     assert output.completions == plain.completions

@@ -54,7 +54,7 @@ def attach(store, token_ids, counts, positions, sampling, slots):
     )
 
 
-count_fallbacks = jax.jit(sd.count_fallbacks)
+count_fallbacks = jax.jit(sd.DraftStore.count_fallbacks)
 keys_of = jax.jit(jax.vmap(jax.random.key))
 
 
@@ -111,7 +111,7 @@ def check(store, token_ids, counts, positions, sampling, slots, keys, logits, ac
         active=active,
         config=sd.SpecDecodeConfig(num_speculative_tokens=K),
     )
-    fallbacks = sd.count_fallbacks(drafts, sampling=sampling, active=active)
+    fallbacks = sd.DraftStore.count_fallbacks(drafts, sampling=sampling, active=active)
     return output, fallbacks, drafts.distribution.valid
 
 
@@ -293,7 +293,7 @@ def test_a_normalizer_too_large_makes_a_request_fall_back():
 
 def test_drafts_without_a_distribution_have_no_fallback():
     drafts = sd.Drafts.from_flat(i32([1]), i32([1]))
-    assert int(sd.count_fallbacks(drafts, sampling=at(1.0))) == 0
+    assert int(sd.DraftStore.count_fallbacks(drafts, sampling=at(1.0))) == 0
 
 
 # Losslessness

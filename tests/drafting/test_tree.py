@@ -174,9 +174,8 @@ def likeliest_and_chain(
 ) -> tuple[drafting_tree.Children, jax.Array]:
     """Children of rows ``[B, R, Vd]`` of levels 0 to R - 1, and a chain's drafts of these rows."""
     offsets = jnp.arange(ROWS, dtype=jnp.int32)
-    found = drafting_tree.likeliest(logits, offsets, context, count, ids=ids, vocab_size=vocab_size)
-
     columns = drafting_draw.ids_of(ids, vocab_size)
+    found = drafting_tree.likeliest(logits, offsets, context, count, columns)
 
     def forward(carry: None, last: jax.Array, offset: Any) -> tuple[Any, None]:
         return drafting_draw.Row(logits[:, offset], columns), None
@@ -193,7 +192,7 @@ def test_xla_compiles_the_level_of_a_lone_request_without_complaint(
     level = jnp.zeros((1,), jnp.int32)
 
     def children(logits: jax.Array, context: lm.DraftContext) -> drafting_tree.Children:
-        return drafting_tree.likeliest(logits, level, context, 8)
+        return drafting_tree.likeliest(logits, level, context, 8, drafting_draw.ids_of(None, 256))
 
     jax.jit(children).lower(jnp.zeros((1, 8, 256)), context_of(1)).compile()
     assert "circular" not in capfd.readouterr().err

@@ -39,7 +39,7 @@ def as_deepspec(written: Written, prefix: str = "", **changes: Any) -> None:
 
 
 def assert_read(written: Written) -> Any:
-    return head_files.assert_read(lm.load_block_head, written)
+    return head_files.assert_read(lm.load_head, written)
 
 
 # What is read
@@ -65,14 +65,17 @@ SWA = {"use_swa": True, "swa_window_size": 3, "mask_token_id": 39}
     "fields, changes",
     [
         ({}, {}),
-        ({"feature_layers": (0, 8)}, {}),  # the embedding's output, and what leaves the last layer
+        (
+            {"aux_hidden_state_layers": (0, 8)},
+            {},
+        ),  # the embedding's output, and what leaves the last layer
         ({"tie_word_embeddings": True}, {}),
         (
-            {**WINDOW, "sliding_window_non_causal": True, "feature_layers": (2, 6)},
+            {**WINDOW, "sliding_window_non_causal": True, "aux_hidden_state_layers": (2, 6)},
             {"dflash_config": SWA | {"target_layer_ids": [1, 5]}},
         ),
         (  # the window of z-lab's switch counts, not that of the layers
-            {**WINDOW, "sliding_window_non_causal": True, "feature_layers": (2, 6)},
+            {**WINDOW, "sliding_window_non_causal": True, "aux_hidden_state_layers": (2, 6)},
             {"dflash_config": SWA | {"target_layer_ids": [1, 5]}, "sliding_window": 9},
         ),
         (
@@ -125,11 +128,11 @@ def test_the_layout_of_zlab_is_read_with_the_heads_of_dspark(tmp_path: Path) -> 
         edit_json(tmp_path / FILE, dflash_config=own | more)
         assert_read(written)
     edit_json(tmp_path / FILE, dflash_config=own | {"shift_label": False})
-    head = lm.load_block_head(tmp_path, written[1]).model
+    head = lm.load_head(tmp_path, written[1]).model
     assert not head.config.sample_from_anchor
     edit_json(tmp_path / FILE, dflash_config=own | {"use_confidence_head": False})
     says = "has a tensor confidence_head.proj.bias, which its"
-    assert_refused(lm.load_block_head, tmp_path, written[1], says)
+    assert_refused(lm.load_head, tmp_path, written[1], says)
 
 
 def test_defaults_are_those_of_each_layout(tmp_path: Path) -> None:
@@ -143,29 +146,29 @@ def test_defaults_are_those_of_each_layout(tmp_path: Path) -> None:
     assert_read(written)
     # The switch decides, and what needs it, not the name.
     edit_json(tmp_path / "dflash" / FILE, sample_from_anchor=True)
-    assert lm.load_block_head(tmp_path / "dflash", target).model.config.max_drafts == 8
+    assert lm.load_head(tmp_path / "dflash", target).model.config.max_drafts == 8
     changes = {"sample_from_anchor": ..., "dflash_config": {"projector_type": "dspark"}}
     edit_json(tmp_path / "dflash" / FILE, **changes)
-    assert lm.load_block_head(tmp_path / "dflash", target).model.config.max_drafts == 8
+    assert lm.load_head(tmp_path / "dflash", target).model.config.max_drafts == 8
 
 
 @pytest.mark.parametrize("key", ["sample_from_anchor", "query_zero_predicts_next", "shift_label"])
 def test_the_first_row_of_a_block_is_read_wherever_it_is_said(key: str, tmp_path: Path) -> None:
-    directory, target, _ = write_block(tmp_path, feature_layers=(2, 6))
+    directory, target, _ = write_block(tmp_path, aux_hidden_state_layers=(2, 6))
     own = {"mask_token_id": 39, "target_layer_ids": [1, 5]}
     as_zlab(directory, dflash_config=own)
     for changes in ({key: True}, {"dflash_config": own | {key: True}}):
         edit_json(directory / FILE, **{key: ..., **changes})
-        assert lm.load_block_head(directory, target).model.config.sample_from_anchor
+        assert lm.load_head(directory, target).model.config.sample_from_anchor
     edit_json(directory / FILE, sample_from_anchor=False)
     says = f"sample_from_anchor = False and .*{key} = True, which contradict each other"
-    assert_refused(lm.load_block_head, directory, target, says)
+    assert_refused(lm.load_head, directory, target, says)
 
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float16"])
 def test_weights_are_converted(stored: str, tmp_path: Path) -> None:
     _, target, (head, params) = write_block(tmp_path)
     lm.formats.save_block_head(tmp_path, head, params, stored)
-    loaded = lm.load_block_head(tmp_path, target)
+    loaded = lm.load_head(tmp_path, target)
     np.testing.assert_array_equal(loaded.params["fc"], params["fc"].astype(stored))
     assert loaded.params["fc"].dtype == jnp.float32

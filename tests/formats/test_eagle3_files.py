@@ -32,7 +32,7 @@ pytestmark = pytest.mark.newest
 @pytest.mark.parametrize("option", OPTIONS)
 def test_what_was_written_is_read(option: str, tmp_path: Path) -> None:
     _, target, head = written = write_eagle3(tmp_path, **OPTIONS[option])
-    params, config = assert_read(lm.load_eagle3, written), head.model.config
+    params, config = assert_read(lm.load_head, written), head.model.config
     if not config.own_embedding:
         assert params["embed_tokens"] is target.params["embed_tokens"]
     if not config.own_lm_head:
@@ -67,11 +67,11 @@ def test_what_is_the_targets_is_shared_again_however_it_was_rounded(
     config = head.model.config
     params = jax.tree.map(lambda x: x.astype(computed), target.params)
     target = lm.formats.LoadedModel(lm.models.Llama(target.model.config, computed), params)
-    loaded = lm.load_eagle3(tmp_path, target)
+    loaded = lm.load_head(tmp_path, target)
     assert loaded.model.config == config
     assert loaded.params["embed_tokens"] is params["embed_tokens"]
     edit_tensors(tmp_path / WEIGHTS, **{"embed_tokens.weight": np.ones((40, 16), np.float32)})
-    own, params = lm.load_eagle3(tmp_path, target)
+    own, params = lm.load_head(tmp_path, target)
     assert own.config.own_embedding and (params["embed_tokens"] == 1).all()
     assert own.config.own_lm_head == config.own_lm_head
 
@@ -83,7 +83,7 @@ def test_weights_are_stored_as_asked_and_read_as_the_targets(tmp_path: Path) -> 
     assert tensors["fc.weight"].dtype == jnp.bfloat16
     assert tensors["d2t"].dtype == np.int64 and tensors["t2d"].dtype == np.bool_
     assert tensors["t2d"].nonzero()[0].tolist() == params["target_ids"].tolist()
-    found = lm.load_eagle3(tmp_path, target).params["fc"]
+    found = lm.load_head(tmp_path, target).params["fc"]
     np.testing.assert_array_equal(found, params["fc"].astype(jnp.bfloat16).astype(jnp.float32))
 
 
@@ -94,7 +94,7 @@ def test_a_list_without_rows_has_the_targets(tied: bool, in_int8: bool, tmp_path
     edit_tensors(tmp_path / WEIGHTS, **{"lm_head.weight": ...})
     if in_int8:
         target = target._replace(params=lm.models.quantize(target.params))
-    model, params = lm.load_eagle3(tmp_path, target)
+    model, params = lm.load_head(tmp_path, target)
     assert model == head.model
     rows = target.params["lm_head" if in_int8 or not tied else "embed_tokens"]
     rows = rows.dequantized() if in_int8 else rows.T if tied else rows
@@ -106,7 +106,7 @@ def test_rows_of_another_width_are_not_the_targets(tmp_path: Path) -> None:
     _, target, _ = write_eagle3(tmp_path, **OPTIONS["all together"])
     edit_tensors(tmp_path / WEIGHTS, **{"lm_head.weight": ...})
     must = "own_lm_head must be true with draft_vocab_size = 12"
-    assert_refused(lm.load_eagle3, tmp_path, target, must)
+    assert_refused(lm.load_head, tmp_path, target, must)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +114,10 @@ def test_rows_of_another_width_are_not_the_targets(tmp_path: Path) -> None:
     ["plain", "list of ids", "Qwen3", "biases", "norm before fc", "norms of chunks"],
 )
 def test_the_layout_of_eagle_is_read(option: str, tmp_path: Path) -> None:
-    default = {"feature_layers": (2, 4, 5)}  # of 8 layers
+    default = {"aux_hidden_state_layers": (2, 4, 5)}  # of 8 layers
     written = write_eagle3(tmp_path, **default | OPTIONS[option])
     as_eagle(tmp_path, norm_before_residual=..., fc_norm=..., attention_bias=...)
-    assert_read(lm.load_eagle3, written)
+    assert_read(lm.load_head, written)
 
 
 def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
@@ -126,16 +126,16 @@ def test_norms_of_chunks_have_older_names(tmp_path: Path) -> None:
     for index, place in enumerate(("low", "mid", "high")):
         tensors[f"aux_norm_{place}.weight"] = tensors.pop(f"fc_norm.{index}.weight")
     safetensors.numpy.save_file(tensors, tmp_path / WEIGHTS)
-    assert_read(lm.load_eagle3, written)
+    assert_read(lm.load_head, written)
     edit_json(tmp_path / FILE, fc_norm=False)
-    assert_refused(lm.load_eagle3, tmp_path, written[1], "does not call for")
+    assert_refused(lm.load_head, tmp_path, written[1], "does not call for")
 
 
 def test_norm_output_of_specforge_is_fed_back_where_that_is_clear(tmp_path: Path) -> None:
     _, target, _ = write_eagle3(tmp_path, fc_norm=True)
 
     def found() -> bool:
-        return lm.load_eagle3(tmp_path, target).model.config.norm_output
+        return lm.load_head(tmp_path, target).model.config.norm_output
 
     edit_json(tmp_path / FILE, norm_output=True)
     assert found()
@@ -144,7 +144,7 @@ def test_norm_output_of_specforge_is_fed_back_where_that_is_clear(tmp_path: Path
     edit_json(tmp_path / FILE, norm_output=False, parallel_drafting=False)
     assert not found()
     edit_json(tmp_path / FILE, norm_output="yes")
-    assert_refused(lm.load_eagle3, tmp_path, target, "norm_output must be true or false")
+    assert_refused(lm.load_head, tmp_path, target, "norm_output must be true or false")
     # Without, SpecForge's true may mean the norm before the output matrix.
     write_eagle3(tmp_path)
     as_eagle(tmp_path, norm_output=True)
@@ -171,7 +171,7 @@ def test_layer_ids_have_three_numberings(
 ) -> None:
     directory, target, _ = write_eagle3(tmp_path)
     edit_json(directory / FILE, **changes)
-    assert lm.load_eagle3(directory, target).model.feature_layers == layers
+    assert lm.load_head(directory, target).model.aux_hidden_state_layers == layers
 
 
 def test_the_layout_of_deepspec_is_read(tmp_path: Path) -> None:
@@ -187,8 +187,8 @@ def test_the_layout_of_deepspec_is_read(tmp_path: Path) -> None:
     tensors["embed_tokens.weight"] = rng.normal(size=(40, 16)).astype(np.float32)
     tensors["lm_head.weight"] = rng.normal(size=(40, 16)).astype(np.float32)
     safetensors.numpy.save_file(tensors, directory / WEIGHTS)
-    model, params = lm.load_eagle3(directory, target)
-    assert model.feature_layers == (1, 2, 4) and model.vocab_size == 40
+    model, params = lm.load_head(directory, target)
+    assert model.aux_hidden_state_layers == (1, 2, 4) and model.vocab_size == 40
     assert "target_ids" not in params
     np.testing.assert_array_equal(params["lm_head"].T, tensors["lm_head.weight"])
     np.testing.assert_array_equal(params["embed_tokens"], tensors["embed_tokens.weight"])
@@ -198,9 +198,9 @@ def test_the_layout_of_deepspec_is_read(tmp_path: Path) -> None:
 def test_a_map_that_changes_nothing_is_read(tmp_path: Path) -> None:
     _, target, _ = write_eagle3(tmp_path)
     edit_tensors(tmp_path / WEIGHTS, d2t=np.zeros(40, np.int64))
-    assert "target_ids" not in lm.load_eagle3(tmp_path, target).params
+    assert "target_ids" not in lm.load_head(tmp_path, target).params
     edit_tensors(tmp_path / WEIGHTS, d2t=np.array([1, -1] + [0] * 38, np.int64))
-    assert_refused(lm.load_eagle3, tmp_path, target, "has a d2t that is not zero")
+    assert_refused(lm.load_head, tmp_path, target, "has a d2t that is not zero")
 
 
 @pytest.mark.long
@@ -209,7 +209,7 @@ def test_whole_numbers_are_floats_however_large_they_are(tmp_path: Path) -> None
     layer = json.loads((directory / FILE).read_text())["transformer_layer_config"]
     large = {"logit_scale": 2**31, "rope_theta": 2**40, "rms_norm_eps": 2**31}
     edit_json(directory / FILE, transformer_layer_config={**layer, **large})
-    head, params = lm.load_eagle3(directory, target)
+    head, params = lm.load_head(directory, target)
     states, ids = jnp.ones((1, 1, 16)), jnp.zeros((1, 1), jnp.int32)
     rows = lm.models.Rows(ids, jnp.zeros(1, jnp.int32))
     logits, *_ = head.apply(params, states, rows, head.init_cache(1, 8))
@@ -219,5 +219,5 @@ def test_whole_numbers_are_floats_however_large_they_are(tmp_path: Path) -> None
 def test_default_layers_that_coincide_are_named(tmp_path: Path) -> None:
     _, _, (head, _) = write_eagle3(tmp_path)
     edit_json(tmp_path / FILE, **{IDS: ...})
-    says = r"feature_layers must be different layer ids .* \(1, 2, 2\)"
-    assert_refused(lm.load_eagle3, tmp_path, target_for(head.config, num_layers=4), says)
+    says = r"aux_hidden_state_layers must be different layer ids .* \(1, 2, 2\)"
+    assert_refused(lm.load_head, tmp_path, target_for(head.config, num_layers=4), says)

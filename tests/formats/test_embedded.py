@@ -121,7 +121,9 @@ def test_a_head_that_stores_the_output_matrix_shares_it_in_int8(tmp_path: Path) 
     model = lm.models.Llama(config)
     params = model.init_params(jax.random.key(0))
     head = lm.models.Eagle3Head(
-        lm.models.Eagle3Config.of_target(config, layers=config.layers[:1], feature_layers=(1, 2))
+        lm.models.Eagle3Config.of_target(
+            config, layers=config.layers[:1], aux_hidden_state_layers=(1, 2)
+        )
     )
     lm.formats.save_eagle3(tmp_path, head, head.init_params(jax.random.key(1), params))
     # The integers of a matrix twice as large are the same, and its scales are not.
@@ -132,7 +134,7 @@ def test_a_head_that_stores_the_output_matrix_shares_it_in_int8(tmp_path: Path) 
     ):
         lean = lm.models.quantize(own)
         for target in (own, lean):
-            found = lm.load_eagle3(tmp_path, LoadedModel(model, target))
+            found = lm.load_head(tmp_path, LoadedModel(model, target))
             assert found.model.config.own_lm_head == (own is not params)
             assert (found.params["lm_head"] is target["lm_head"]) == (own is params)
             in_int8 = lm.models.quantize(found.params)["lm_head"]

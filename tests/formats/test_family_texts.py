@@ -37,6 +37,7 @@ def drafted(model: Any, params: Any, drafter: Any, draft_params: Any = None) -> 
     config = sd.SpecDecodeConfig(num_speculative_tokens=3)
     if drafter is TREES:
         draft_params = TREES.init_params()
+    if drafter.serves.tree_depth:
         config = sd.SpecDecodeConfig(num_speculative_tokens=8, rejection_sample_method="agreement")
     output = lm.generate(
         model, params, [PROMPT.tolist()], drafter=drafter, draft_params=draft_params,
@@ -49,13 +50,19 @@ def drafted(model: Any, params: Any, drafter: Any, draft_params: Any = None) -> 
     [*(f"huggingface/{x}" for x in FAMILIES), "gemma4/edge", "gemma4/wide"],
 )
 def test_texts_are_those_of_plain_decoding(name: str) -> None:
-    model, params = lm.load_huggingface(CHECKPOINTS.parent / name, jnp.float32)
+    loaded = lm.load_huggingface(CHECKPOINTS.parent / name, jnp.float32)
+    model, params = loaded
     wanted = plain(model, params)
     assert drafted(model, params, lm.NGramDrafter()) == wanted
     assert drafted(model, params, TREES) == wanted
     rng = np.random.default_rng(0)
     near = jax.tree.map(lambda x: x * (1 + 0.1 * rng.normal(size=x.shape).astype("f4")), params)
     assert drafted(model, params, lm.ModelDrafter(model), near) == wanted
+
+    if name.startswith("gemma4"):
+        head = lm.load_head(CHECKPOINTS.parent / f"{name}_assistant", loaded)
+        trees = lm.GemmaAssistantDrafter(head.model, tree_depth=4)
+        assert drafted(model, params, trees, head.params) == wanted
 
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
     parallel = lm.models.TensorParallelLlama(model, mesh, "tensor")

@@ -17,7 +17,6 @@ import safetensors.numpy
 from passes import Passed
 from passes import run as run_pass
 
-import jax_specdec as sd
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
@@ -105,48 +104,6 @@ def test_the_switches_are_read() -> None:
     assert len({*scalars, 1.0}) == 5
 
 
-@pytest.mark.parametrize("name", ["edge", pytest.param("wide", marks=pytest.mark.long)])
-def test_several_devices_give_the_same_logits(name: str) -> None:
-    model, params = load(name)
-    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    parallel = lm.models.TensorParallelLlama(model, mesh, "tensor")
-    shares = parallel.shard_params(params)
-    parallel.check_params("params", shares)
-    ids = expected(name)["token_ids"][None]
-    run = jax.jit(functools.partial(run_pass, parallel))
-    found = run(shares, ids, jnp.zeros(1, jnp.int32), parallel.init_cache(1, 40))
-    assert error(found.logits[0, :, :NUM_TOKEN_IDS], passed(name).logits[0, :, :NUM_TOKEN_IDS]) < (
-        TOLERANCE
-    )
-    # An assistant reads the cache of one device alone.
-    rows = lm.models.Rows(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
-    head, own = assistant(name)
-    states = jnp.zeros((1, 1, 24))
-    with pytest.raises(ValueError, match="^the target's cache must have keys .B . Nkv, 16, T. at"):
-        head.apply(own, states, rows, found.cache)
-
-
-def test_nodes_of_a_tree_read_their_own_paths() -> None:
-    """Layers that share a cache, too; a path that is kept goes on as the text alone."""
-    model, params = load("edge")
-    ids, start = expected("edge")["token_ids"], jnp.array([10])
-    tree = sd.TreeRows.of(jnp.array([[0, 0, 2]]))
-
-    @jax.jit
-    def run(params: Any) -> Any:
-        cache = model.init_cache(1, 40)
-        _, cache, _ = run_pass(model, params, ids[None, :10], jnp.zeros(1, jnp.int32), cache)
-        nodes = np.array([[ids[10], 7, ids[11], ids[12]]])
-        logits, cache, _ = run_pass(model, params, nodes, start, cache, (), tree)
-        cache = model.commit(cache, start, jnp.array([[0, 2, 3]]))
-        return logits[0], run_pass(model, params, ids[None, 13:14], start + 3, cache).logits[0]
-
-    wanted = passed("edge").logits[0, :, :NUM_TOKEN_IDS]
-    nodes, after = (x[:, :NUM_TOKEN_IDS] for x in run(params))
-    assert error(nodes[np.array([0, 2, 3])], wanted[10:13]) < TOLERANCE
-    assert error(after, wanted[13:14]) < TOLERANCE
-
-
 def copied(name: str, directory: Path) -> Path:
     return Path(shutil.copytree(HERE / name, directory / name))
 
@@ -220,7 +177,7 @@ def test_layers_that_do_not_fit_together_are_refused() -> None:
 
 @functools.cache
 def assistant(name: str) -> lm.formats.LoadedModel:
-    return lm.load_gemma_assistant(HERE / f"{name}_assistant", load(name))
+    return lm.load_head(HERE / f"{name}_assistant", load(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -253,6 +210,15 @@ def test_drafts_are_those_of_transformers_at_both_positions(name: str) -> None:
     assert (wanted["positions"] - length).tolist() == [0, -1]
 
 
+def test_an_assistant_reads_the_cache_of_one_device_alone() -> None:
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
+    parallel = lm.models.TensorParallelLlama(load("edge").model, mesh, "tensor")
+    rows = lm.models.Rows(jnp.zeros((1, 1), jnp.int32), jnp.ones(1, jnp.int32))
+    head, own = assistant("edge")
+    with pytest.raises(ValueError, match="^the target's cache must have keys .B . Nkv, 16, T. at"):
+        head.apply(own, jnp.zeros((1, 1, 24)), rows, parallel.init_cache(1, 40))
+
+
 def test_drafts_beside_one_another_do_not_see_each_other() -> None:
     """Rows of two nodes of a level are those of each alone."""
     head, params = assistant("edge")
@@ -278,7 +244,7 @@ def first_row(dtype: str | None, *, is_int8: bool = False, copies: int = 1) -> n
     """Logits by id of the first draft after four tokens, with weights as stored or in 8 bits."""
     weights = "int8" if is_int8 else None
     target = lm.load_huggingface(HERE / "edge", dtype, weights=weights)
-    head, params = lm.load_gemma_assistant(HERE / "edge_assistant", target)
+    head, params = lm.load_head(HERE / "edge_assistant", target)
     params = lm.models.quantize(params) if is_int8 else params
     head.check_params("params", params)
     ids = np.tile(expected("edge")["token_ids"][:4], (copies, 1))
@@ -324,7 +290,6 @@ def of_text(**keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (dict(model_type="llama"), "model_type = 'llama', but only 'gemma4_assistant' and"),
         (dict(backbone_hidden_size=32), "but the target's hidden_size is 24"),
         (of_text(vocab_size=300), "vocab_size = 300, but the target's is 320"),
         (of_text(hidden_size_per_layer_input=8), "but only 0 is supported"),
@@ -339,7 +304,7 @@ def test_an_assistant_that_does_not_fit_is_refused(
     directory = copied("wide_assistant", tmp_path)
     edit_json(directory / "config.json", **keys)
     with pytest.raises(ValueError, match=message):
-        lm.load_gemma_assistant(directory, load("wide"))
+        lm.load_head(directory, load("wide"))
 
 
 ORDER = "masked_embedding.token_ordering"
@@ -363,21 +328,25 @@ def test_an_order_that_is_none_is_refused(
     if order is not None:
         edit_tensors(directory / "model.safetensors", **{ORDER: order})
     with pytest.raises(ValueError, match=message):
-        lm.load_gemma_assistant(directory, load("edge"))
+        lm.load_head(directory, load("edge"))
 
 
 def test_readers_name_one_another() -> None:
-    reads = "of a Gemma 4 assistant, which load_gemma_assistant and --draft gemma:DIR read"
-    for reader in (lm.load_huggingface, lambda x: lm.load_eagle3(x, load("edge"))):
-        with pytest.raises(ValueError, match=reads):
-            reader(HERE / "edge_assistant")
+    reads = "of a Gemma 4 assistant, which load_head and --draft gemma:DIR read"
+    with pytest.raises(ValueError, match=reads):
+        lm.load_huggingface(HERE / "edge_assistant")
+    reads = (
+        "not of an EAGLE-3 head; load_head with GemmaAssistantHead and --draft gemma:DIR read it"
+    )
+    with pytest.raises(ValueError, match=reads):
+        lm.load_head(HERE / "edge_assistant", load("edge"), lm.models.Eagle3Head)
     with pytest.raises(TypeError, match="^target must be a LoadedModel of a Llama"):
-        lm.load_gemma_assistant(HERE / "edge_assistant", load("edge").model)
+        lm.load_head(HERE / "edge_assistant", load("edge").model)
     model, params = load("edge")
     config = dataclasses.replace(model.config, layers=model.config.layers[:1])
     of_one_kind = load("edge")._replace(model=dataclasses.replace(model, config=config))
     with pytest.raises(ValueError, match="^target must be a Gemma 4, which has layers with a win"):
-        lm.load_gemma_assistant(HERE / "edge_assistant", of_one_kind)
+        lm.load_head(HERE / "edge_assistant", of_one_kind)
 
 
 def test_a_config_whose_layers_have_keys_or_groups_of_no_kind_is_refused() -> None:

@@ -15,11 +15,20 @@ from models.test_block import DSPARK, NARROW
 from jax_specdec import lm
 
 from .checkpoints import edit_json, edit_tensors
-from .head_files import FILE, WEIGHTS, Written, as_zlab, assert_refused, write_block, write_eagle3
+from .head_files import (
+    FILE,
+    WEIGHTS,
+    Written,
+    as_eagle,
+    as_zlab,
+    assert_refused,
+    write_block,
+    write_eagle3,
+)
 
 pytestmark = pytest.mark.newest
 
-LOADERS = {"eagle3": lm.load_eagle3, "dspark": lm.load_block_head, "zlab": lm.load_block_head}
+KINDS = {"eagle3": lm.models.Eagle3Head, "dspark": lm.BlockHead, "zlab": lm.BlockHead}
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +46,32 @@ def copied(site: dict[str, Written], kind: str, tmp_path: Path) -> Written:
     return Path(shutil.copytree(directory, tmp_path / "head")), target, head
 
 
-@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_head_of_another_kind_is_told_what_reads_it(site: dict[str, Written], kind: str) -> None:
-    directory, target, _ = site[kind]
-    own, other = ("eagle3", "block") if kind == "eagle3" else ("block_head", "eagle3")
-    loaders = {"eagle3": lm.load_eagle3, "block": lm.load_block_head}
-    says = rf"which load_{own} and --draft {own.removesuffix('_head')}:DIR read\."
-    assert_refused(loaders[other], directory, target, says)
+    directory, target, head = site[kind]
+    assert lm.load_head(directory, target, KINDS[kind]).model == head.model
+    is_eagle3 = kind == "eagle3"
+    own, prefix = ("Eagle3Head", "eagle3") if is_eagle3 else ("BlockHead", "block")
+    other = lm.BlockHead if is_eagle3 else lm.models.Eagle3Head
+    says = rf"; load_head with {own} and --draft {prefix}:DIR read it\."
+    assert_refused(lambda *given: lm.load_head(*given, other), directory, target, says)
+    says = rf", which load_head and --draft {prefix}:DIR read\."
     assert_refused(lambda path, _: lm.load_huggingface(path), directory, target, says)
+
+
+def test_a_file_that_does_not_say_its_kind_is_of_an_eagle3_head_or_of_what_is_wanted(
+    site: dict[str, Written], tmp_path: Path
+) -> None:
+    directory, target, _ = copied(site, "eagle3", tmp_path)
+    as_eagle(directory, architectures=["LlamaForCausalLM"], draft_vocab_size=...)
+    load: Any = lm.load_head
+    says = r"lm_head.weight of shape \(12, 16\), but its config.json says \(40, 16\)"
+    assert_refused(load, directory, target, says)
+    says = "architectures = .*, but only 'DFlashDraftModel' and 'Qwen3DSparkModel' are"
+    assert_refused(lambda *given: load(*given, lm.BlockHead), directory, target, says)
+    says = "model_type = 'llama', but only 'gemma4_assistant' and"
+    assistant = lm.models.GemmaAssistantHead
+    assert_refused(lambda *given: load(*given, assistant), directory, target, says)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])
@@ -54,7 +81,8 @@ def test_a_whole_model_is_told_from_a_head(
     target = site[kind][1]
     lm.formats.save_checkpoint(tmp_path, *target)
     says = "holds a whole model and no head, which load_huggingface and --draft DIR read"
-    assert_refused(LOADERS[kind], tmp_path, target, says)
+    assert_refused(lm.load_head, tmp_path, target, says)
+    assert_refused(lambda *given: lm.load_head(*given, KINDS[kind]), tmp_path, target, says)
 
 
 OFFSETS = np.array([0, 2, 2, 6, 7, 7, 14, 14, 22, 24, 28, 28], np.int64)  # of the ids there
@@ -191,7 +219,7 @@ def test_what_is_not_served_is_named(
         edit_json(directory / FILE, transformer_layer_config={**layer, **changes})
     else:
         edit_json(directory / FILE, **changes)
-    assert_refused(LOADERS[kind], directory, target, says)
+    assert_refused(lm.load_head, directory, target, says)
 
 
 def test_two_tensors_of_one_name_are_named(site: dict[str, Written], tmp_path: Path) -> None:
@@ -199,31 +227,32 @@ def test_two_tensors_of_one_name_are_named(site: dict[str, Written], tmp_path: P
     tensors = safetensors.numpy.load_file(directory / WEIGHTS)
     edit_tensors(directory / WEIGHTS, **{"model.fc.weight": tensors["fc.weight"]})
     says = "has both fc.weight and model.fc.weight"
-    assert_refused(lm.load_block_head, directory, target, says)
+    assert_refused(lm.load_head, directory, target, says)
 
 
 def test_files_of_torch_are_named(site: dict[str, Written], tmp_path: Path) -> None:
-    directory, target, _ = copied(site, "eagle3", tmp_path)
+    directory, target, _ = copied(site, "dspark", tmp_path / "block")
     (directory / "mask_embedding.pt").write_bytes(b"")
     says = "has mask_embedding.pt, which is not read"
-    assert_refused(lm.load_block_head, directory, target, says)
+    assert_refused(lm.load_head, directory, target, says)
+    directory, target, _ = copied(site, "eagle3", tmp_path)
     (directory / WEIGHTS).rename(directory / "pytorch_model.bin")
-    assert_refused(lm.load_eagle3, directory, target, r"tools/convert_eagle3\.py")
+    assert_refused(lm.load_head, directory, target, r"tools/convert_eagle3\.py")
     (directory / "pytorch_model.bin").unlink()
     says = "does not exist, nor does model.safetensors.index.json"
-    assert_refused(lm.load_eagle3, directory, target, says)
+    assert_refused(lm.load_head, directory, target, says)
 
 
 def test_arguments_of_other_kinds_are_named(site: dict[str, Written], tmp_path: Path) -> None:
     directory, target, (head, params) = site["eagle3"]
-    load: Any = lm.load_eagle3
+    load: Any = lm.load_head
     save: Any = lm.formats.save_eagle3
     save_block: Any = lm.formats.save_block_head
     for name, call in (
         ("target", lambda: load(directory, target.model)),
         ("target", lambda: load(directory, lm.formats.LoadedModel(head, params))),
         ("directory", lambda: load(5, target)),
-        ("directory", lambda: lm.load_block_head(5, target)),
+        ("kind", lambda: load(directory, target, lm.models.Llama)),
         ("directory", lambda: save(None, head, params)),
         ("model", lambda: save(tmp_path, target.model, params)),
         ("model", lambda: save_block(tmp_path, head, params)),

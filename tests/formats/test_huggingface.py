@@ -269,7 +269,8 @@ def test_no_more_than_one_matrix_is_held_beside_those_in_int8(
     target = lm.formats.LoadedModel(model, random_weights(model, 0))
     head = lm.BlockHead(
         lm.BlockHeadConfig.of_target(
-            config, layers=config.layers, feature_layers=(1, 2), block_size=4, mask_token_id=0),
+            config, layers=config.layers, aux_hidden_state_layers=(1, 2), block_size=4,
+            mask_token_id=0),
         jnp.bfloat16)  # fmt: skip
     lm.formats.save_checkpoint(tmp_path / "target", *target, jnp.bfloat16)
     shared = {name: target.params[name] for name in ("embed_tokens", "lm_head")}
@@ -288,7 +289,7 @@ def test_no_more_than_one_matrix_is_held_beside_those_in_int8(
     for what in ("target", "target in int8", "head"):
         held.clear()
         if what == "head":
-            loaded: Any = lm.load_block_head(tmp_path / "head", target)
+            loaded: Any = lm.load_head(tmp_path / "head", target)
         else:
             weights: Any = "int8" if "int8" in what else None
             loaded = lm.load_huggingface(tmp_path / "target", weights=weights)

@@ -13,7 +13,7 @@ def project(config: Any, params: Any, features: np.ndarray) -> np.ndarray:
     if config.norm_before_fc:
         g = norm(g, float64(params["input_norm"]), eps)
     if config.fc_norm:
-        count = len(config.feature_layers)
+        count = len(config.aux_hidden_state_layers)
         chunks = zip(np.split(g, count, 1), np.split(params["fc_norm"], count), strict=True)
         g = np.concatenate([norm(chunk, float64(weight), eps) for chunk, weight in chunks], 1)
     return g @ float64(params["fc"])

@@ -19,7 +19,7 @@ TARGET = sizes(40, 16, 24, 4, (4, 2, 6), qk_norm=True)
 CONFIG = lm.BlockHeadConfig.of_target(
     TARGET,
     layers=TARGET.layers[:2],
-    feature_layers=(1, 2, 4),
+    aux_hidden_state_layers=(1, 2, 4),
     block_size=5,
     mask_token_id=39,
 )
@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **DSPARK,
         "qkv_bias": True,
         "tie_word_embeddings": True,
-        "feature_layers": (0, 8),
+        "aux_hidden_state_layers": (0, 8),
         "target_hidden_size": 10,
         "own_embedding": True,
         "o_bias": True,
@@ -139,7 +139,7 @@ def tiny_target(expected: Any) -> lm.formats.LoadedModel:
 def test_a_block_is_that_of_speculators(name: str) -> None:
     with np.load(SPECULATORS / name / "expected.npz") as arrays:
         expected = {key: arrays[key] for key in arrays}
-    head, params = lm.load_block_head(SPECULATORS / name, tiny_target(expected))
+    head, params = lm.load_head(SPECULATORS / name, tiny_target(expected))
     assert head.config.sample_from_anchor == (name == "dspark")
     tokens, anchors = expected["tokens"].astype(np.int32), expected["anchors"].astype(np.int32)
     features = np.repeat(expected["features"][None], len(anchors), axis=0)
@@ -234,7 +234,7 @@ def test_a_head_is_compared_by_value() -> None:
         ({"window": 0}, "window must be a positive integer or None"),
         ({"markov_rank": 0}, "markov_rank must be a positive integer"),
         ({"confidence_head_with_markov": True}, "confidence_head_with_markov must be false"),
-        ({"feature_layers": (2, 1)}, "feature_layers must be"),
+        ({"aux_hidden_state_layers": (2, 1)}, "aux_hidden_state_layers must be"),
         ({"draft_vocab_size": 8}, "own_lm_head must be true"),
         ({"target_hidden_size": 20}, "target_hidden_size must be"),
         ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false"),

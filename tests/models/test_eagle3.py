@@ -17,7 +17,7 @@ from .weights import dequantized, random_ids, random_weights, sizes, with_fields
 
 TARGET = sizes(40, 16, 24, 4, (4, 2, 6))
 CONFIG = lm.models.Eagle3Config.of_target(
-    TARGET, layers=TARGET.layers[:1], feature_layers=(1, 2, 4)
+    TARGET, layers=TARGET.layers[:1], aux_hidden_state_layers=(1, 2, 4)
 )
 NARROW = {"draft_vocab_size": 12, "own_lm_head": True}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "scaled logits": {"logit_scale": 0.25},
     "list of ids": NARROW,
     "one wide feature layer": {
-        "feature_layers": (3,),
+        "aux_hidden_state_layers": (3,),
         "target_hidden_size": 20,
         "own_embedding": True,
         "own_lm_head": True,
@@ -42,7 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
         "qk_norm": True,
         "tie_word_embeddings": True,
-        "feature_layers": (0, 1, 2, 3, 8),
+        "aux_hidden_state_layers": (0, 1, 2, 3, 8),
         "target_hidden_size": 10,
         "own_embedding": True,
         "fc_norm": True,
@@ -155,15 +155,15 @@ def test_levels_of_a_tree_are_numpy_on_each_path() -> None:
     ]
     # [B, W] lists: ids and states of the rows of each node's path, without its own
     paths = [[prefix[b]] * width for b in range(batch_size)]
-    visible = np.zeros((batch_size, width, 2), np.uint32)
+    tree_mask = np.zeros((batch_size, width, 2), np.uint32)
     for b, (ids, before) in enumerate(prefix):
         _, fed_back = reference.forward(head.config, params, before, ids)
         paths[b] = [(ids, np.concatenate([before, fed_back[-1:]]))] * width
     for depth in range(12):  # 36 rows: both words of bits
         drafts = rng.integers(0, 40, (batch_size, width), np.int32)
         row = depth * width + np.arange(width)
-        visible[:, np.arange(width), row // 32] |= np.uint32(1) << (row % 32).astype(np.uint32)
-        tree = sd.TreeRows(np.full((batch_size, width), depth, np.int32), visible)
+        tree_mask[:, np.arange(width), row // 32] |= np.uint32(1) << (row % 32).astype(np.uint32)
+        tree = sd.TreeRows(np.full((batch_size, width), depth, np.int32), tree_mask)
         logits, feedback, cache = apply(
             params, states, drafts, lengths, cache, tree=tree, first_row=np.int32(depth * width)
         )
@@ -180,7 +180,7 @@ def test_levels_of_a_tree_are_numpy_on_each_path() -> None:
                 nodes.append((ids, np.concatenate([before, fed_back[-1:]])))
             paths[b] = [nodes[parent] for parent in parents[b]]
         states = np.take_along_axis(np.asarray(feedback), parents[:, :, None], axis=1)
-        visible = np.take_along_axis(visible, parents[:, :, None], axis=1)
+        tree_mask = np.take_along_axis(tree_mask, parents[:, :, None], axis=1)
 
 
 def test_ids_that_are_no_tokens_are_never_drafted() -> None:
@@ -226,11 +226,11 @@ def test_a_head_is_compared_by_value() -> None:
         ({"draft_vocab_size": 0}, "draft_vocab_size must be a positive integer"),
         ({"draft_vocab_size": 41, "own_lm_head": True}, "draft_vocab_size must be at most"),
         ({"draft_vocab_size": 8}, "own_lm_head must be true"),
-        ({"feature_layers": ()}, "feature_layers must be"),
-        ({"feature_layers": (2, 1)}, "feature_layers must be"),
-        ({"feature_layers": (1, 1)}, "feature_layers must be"),
-        ({"feature_layers": (-1, 1)}, "feature_layers must be"),
-        ({"feature_layers": [1, 2]}, "feature_layers must be"),
+        ({"aux_hidden_state_layers": ()}, "aux_hidden_state_layers must be"),
+        ({"aux_hidden_state_layers": (2, 1)}, "aux_hidden_state_layers must be"),
+        ({"aux_hidden_state_layers": (1, 1)}, "aux_hidden_state_layers must be"),
+        ({"aux_hidden_state_layers": (-1, 1)}, "aux_hidden_state_layers must be"),
+        ({"aux_hidden_state_layers": [1, 2]}, "aux_hidden_state_layers must be"),
         ({"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
         ({"target_hidden_size": 20}, "target_hidden_size must be"),
         ({"layers": TARGET.layers[:2]}, "num_hidden_layers must be 1"),
@@ -281,8 +281,8 @@ def test_arguments_that_do_not_fit_are_named() -> None:
     call(rows)
     with pytest.raises(ValueError, match=r"^rows.tree\.depth must"):
         call(rows._replace(depth=rows.depth[:, 1:]))
-    with pytest.raises(TypeError, match=r"^rows.tree\.visible must"):
-        call(rows._replace(visible=rows.depth[:, :, None] + jnp.zeros((1, 1, 2), jnp.int32)))
+    with pytest.raises(TypeError, match=r"^rows.tree\.tree_mask must"):
+        call(rows._replace(tree_mask=rows.depth[:, :, None] + jnp.zeros((1, 1, 2), jnp.int32)))
     with pytest.raises(ValueError, match="^rows.token_ids must"):
         call(cache=head.init_cache(2, 2))
     with pytest.raises(ValueError, match=r"^params\['fc'\] must"):

@@ -1,4 +1,4 @@
-"""Prompts that the pass over drafts reads beside: against passes of their own."""
+"""Prompts that the pass over drafts reads beside: what stands in `test_models` for no model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from upper_floor import protocol
 import jax_specdec as sd
 from jax_specdec import lm
 
-from .test_tree_pass import CONFIG, FORMS, LAYERS, WHOLE, B, T, entries, form, made, read
+from .test_tree_pass import CONFIG, LAYERS, WHOLE, B, T, entries, made, read, weights
 from .weights import random_ids
 
 pytestmark = pytest.mark.newest
@@ -60,48 +60,8 @@ def given(model: Any, params: Any, texts: np.ndarray) -> tuple[Any, ...]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("has_trees", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FORMS)
-def test_a_pass_with_prompts_is_a_pass_and_a_reading(name: str, has_trees: bool) -> None:
-    model, params = form(name)
-    _, token_ids, start, cache, parents = given(model, params, TEXTS)
-    if not has_trees:
-        parents = None
-    prompts = prompts_of(TEXTS)
-    alone, _ = both(model, params, token_ids, start, cache, prompts_of(TEXTS * 0), parents)
-    output, features = both(model, params, token_ids, start, cache, prompts, parents)
-    # Those who do not read: as without these prompts, and not as after a change of one draft.
-    others = np.array([b for b in range(B) if b not in READING])
-    from_tree = functools.partial(jax.jit(run_pass, static_argnums=(0, 5)), model)
-    tree = None if parents is None else sd.TreeRows.of(parents)
-    plain = from_tree(params, token_ids, start, cache, LAYERS, tree)
-    for ours, whole in zip(output[::2], plain[::2], strict=True):
-        np.testing.assert_allclose(ours[others], whole[others], rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(output.logits[others], alone.logits[others])
-    # Those who read: features and cache are those of a pass over their texts alone.
-    texts = [TEXTS[b, : P if b == READING[0] else 2 * P].tolist() for b in range(B)]
-    fresh = read(model, params, texts, model.init_cache(B, T))
-    for b in READING:
-        pairs = (entries(one, b, len(texts[b])) for one in (output.cache, fresh))
-        for ours, whole in zip(*pairs, strict=True):
-            np.testing.assert_allclose(ours, whole, rtol=1e-5, atol=1e-5)
-    zeros = np.zeros(B, np.int32)
-    padded = np.array([np.resize(text, 2 * P) for text in texts], np.int32)
-    wanted = from_tree(params, padded, zeros, model.init_cache(B, T), LAYERS, None).features
-    for row, (slot, first) in enumerate(zip(prompts.slots, prompts.start, strict=True)):
-        np.testing.assert_allclose(
-            features[row], wanted[slot, first : first + P], rtol=1e-5, atol=1e-5
-        )
-    # Nobody else's cache has changed but where drafts are written.
-    for b in others:
-        pairs = (entries(one, b, int(start[b])) for one in (output.cache, cache))
-        for ours, whole in zip(*pairs, strict=True):
-            np.testing.assert_array_equal(ours, whole)
-
-
-@pytest.mark.long
 def test_nan_in_a_prompt_reaches_nobody_else() -> None:
-    model, params = form("whole")
+    model, params = WHOLE, weights()
     bad = CONFIG.vocab_size - 1
     params = params | {"embed_tokens": params["embed_tokens"].at[bad].set(jnp.inf)}
     texts = np.minimum(TEXTS, bad - 1)
@@ -155,7 +115,7 @@ GOOD = prompts_of(TEXTS)
 def test_prompts_that_do_not_fit_are_refused(
     prompts: Any, error: type[Exception], message: str
 ) -> None:
-    params, token_ids, start, cache, _ = given(*form("whole"), TEXTS)
+    params, token_ids, start, cache, _ = given(WHOLE, weights(), TEXTS)
     with pytest.raises(error, match=message):
         both(WHOLE, params, token_ids, start, cache, prompts, None)
 
@@ -180,7 +140,7 @@ class Features(lm.models.Llama):
     ],
 )
 def test_features_of_prompts_are_checked(shape: Any, error: type[Exception], message: str) -> None:
-    params, token_ids, start, cache, _ = given(*form("whole"), TEXTS)
+    params, token_ids, start, cache, _ = given(WHOLE, weights(), TEXTS)
     with pytest.raises(error, match=message):
         both(Features(CONFIG, shape=shape), params, token_ids, start, cache, GOOD, None)
 
@@ -199,7 +159,7 @@ class ReadOnly(lm.models.Rows):
 
 @pytest.mark.long
 def test_a_group_that_reads_without_writing_is_one_property() -> None:
-    params, token_ids, start, cache, _ = given(*form("whole"), TEXTS)
+    params, token_ids, start, cache, _ = given(WHOLE, weights(), TEXTS)
     slots = np.array([READING[1]], np.int32)
     begin = np.array([P - 2], np.int32)
     # Tokens that were read before, and others in their place: their keys are not written.
@@ -224,4 +184,4 @@ def read_logits(token_ids: np.ndarray) -> Any:
     """Logits ``[B, S, V]`` of whole texts, in a cache of their own."""
     start = np.zeros(len(token_ids), np.int32)
     cache = WHOLE.init_cache(len(token_ids), T)
-    return run_pass(WHOLE, form("whole")[1], token_ids, start, cache).logits
+    return run_pass(WHOLE, weights(), token_ids, start, cache).logits

@@ -1,4 +1,4 @@
-"""A model spread over devices gives the logits of the whole one, and each device holds a part."""
+"""Each device holds a part of a model; that it says what the whole one does, `test_models` has."""
 
 from __future__ import annotations
 
@@ -14,22 +14,10 @@ from passes import run as run_pass
 
 from jax_specdec import lm
 
-from .weights import mixed, random_ids, random_weights, sizes, with_fields
+from .weights import random_weights, sizes, with_fields
 
 CONFIG = sizes(64, 24, 40, 1, (8, 8, 8))
-SIX = sizes(64, 24, 40, 3, (6, 6, 8))
 B, T, S = 2, 16, 7
-
-# Sizes, devices, and how many groups the heads are split into.
-CASES = {
-    "everything divides": (dict(layers=CONFIG.layers * 2), 8, 8),
-    "fewer key heads than devices": (dict(num_key_value_heads=2, tie_word_embeddings=True), 4, 4),
-    "layers that differ": (
-        dict(norms="around", scales_embedding=True, logit_softcap=3.0, layers=mixed(SIX).layers),
-        *(3, 3),
-    ),
-    "int8": (dict(num_key_value_heads=2, tie_word_embeddings=True), 8, 8),
-}
 
 
 def mesh_of(n: int) -> jax.sharding.Mesh:
@@ -39,43 +27,6 @@ def mesh_of(n: int) -> jax.sharding.Mesh:
 @functools.partial(jax.jit, static_argnums=0)
 def apply(model: lm.models.CausalModel, *args: Any) -> Any:
     return run_pass(model, *args, (0, 1))
-
-
-def two_calls(model: lm.models.CausalModel, params: Any) -> list[np.ndarray]:
-    """Logits and features of a prefill; logits of a call that goes back and overwrites."""
-    tokens = random_ids((B, S), CONFIG.vocab_size - 14)
-    start, cache = np.zeros((B,), np.int32), model.init_cache(B, T)
-    first, cache, features = apply(model, params, tokens, start, cache)
-    again = np.concatenate([tokens[:, :0:-1], [[-1], [2**30]]], axis=1, dtype=np.int32)  # padding
-    second = apply(model, params, again, np.array([3, 5], np.int32), cache).logits
-    for logits in (first, second):
-        if isinstance(model, lm.models.TensorParallelLlama):
-            assert logits.sharding.spec == jax.sharding.PartitionSpec(None, None, "tensor")
-        assert not np.isnan(logits).any()
-    return [np.asarray(first), np.asarray(features), np.asarray(second)[:, :-1]]
-
-
-LONG = ("everything divides", "fewer key heads than devices")
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in CASES]
-)
-def test_the_logits_are_those_of_the_whole_model(case: str) -> None:
-    changes, n, groups = CASES[case]
-    model = lm.models.Llama(with_fields(CONFIG, **changes))
-    params = random_weights(model, 1, moved=0.5)
-    if case == "int8":
-        params = lm.models.quantize(params)
-    parallel = lm.models.TensorParallelLlama(model, mesh_of(n), "tensor")
-    assert {parallel.num_head_groups(spec) for spec in model.config.layers} == {groups}
-    assert parallel.vocab_size == -(-model.vocab_size // n) * n
-    found = two_calls(parallel, parallel.shard_params(params))
-    wanted = two_calls(model, params)
-    np.testing.assert_allclose(found.pop(1), wanted.pop(1), rtol=1e-5, atol=1e-5)
-    for ours, whole in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(ours[..., : model.vocab_size], whole, rtol=1e-5, atol=1e-5)
-        assert (ours[..., model.config.num_token_ids or model.vocab_size :] == -np.inf).all()
 
 
 def test_a_device_holds_an_nth_and_only_sums_are_moved() -> None:
@@ -131,13 +82,8 @@ def test_an_axis_that_the_mesh_lacks_is_named() -> None:
         lm.models.TensorParallelLlama(lm.models.Llama(CONFIG), mesh_of(2), "x")
 
 
-def test_it_is_a_static_causal_model() -> None:
-    one, other = (
-        lm.models.TensorParallelLlama(lm.models.Llama(CONFIG), mesh_of(2), "tensor") for _ in "ab"
-    )
-    assert isinstance(one, lm.models.CausalModel)
-    assert one == other and hash(one) == hash(other)
-    params = random_weights(lm.models.Llama(CONFIG), 0)
-    one.check_params("params", one.shard_params(params))
-    with pytest.raises(ValueError, match="^params.* must be an array"):  # of the whole model
-        one.check_params("params", params)
+def test_weights_of_the_whole_model_are_refused_and_its_vocabulary_is_padded() -> None:
+    model = lm.models.TensorParallelLlama(lm.models.Llama(CONFIG), mesh_of(3), "tensor")
+    assert model.vocab_size == 66
+    with pytest.raises(ValueError, match="^params.* must be an array"):
+        model.check_params("params", random_weights(lm.models.Llama(CONFIG), 0))

@@ -111,7 +111,7 @@ def test_a_head_of_another_target_learns_what_is_wanted_and_is_read_again(tmp_pa
     assert losses[-1] < losses[0]
     assert 0 < record["results"]["own text at temperature 1"]["acceptance"][0] < 1
     target = lm.load_huggingface(CHECKPOINTS / "llama", jnp.float32)
-    head, params = lm.load_block_head(tmp_path / "dspark", target)
+    head, params = lm.load_head(tmp_path / "dspark", target)
     assert len(head.config.layers) == 1 and head.config.markov_rank == 3
     assert head.config.mask_token_id in lm.load_tokenizer(CHECKPOINTS / "llama").special_tokens
     assert params["lm_head"] is target.params["lm_head"]

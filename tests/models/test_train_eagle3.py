@@ -65,8 +65,8 @@ def test_a_head_learns_and_is_read_again(
     losses = [entry["loss"] for entry in record["log"]]
     assert losses[-1] < losses[0]
     target = lm.load_huggingface(CHECKPOINTS / "llama", jnp.float32)
-    head, params = lm.load_eagle3(tmp_path / "vocab_24", target)
-    assert head.feature_layers == (0, 1, 2) and head.vocab_size == 24
+    head, params = lm.load_head(tmp_path / "vocab_24", target)
+    assert head.aux_hidden_state_layers == (0, 1, 2) and head.vocab_size == 24
     assert (np.diff(params["target_ids"]) > 0).all()
     rows = target.params["lm_head"][:, params["target_ids"]]
     np.testing.assert_array_equal(params["lm_head"], rows.astype(jnp.bfloat16).astype(jnp.float32))

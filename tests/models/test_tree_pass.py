@@ -27,21 +27,11 @@ WHOLE = lm.models.Llama(CONFIG)
 B, T, K = 4, 64, 36  # node 36 has its bit in the second word
 PROMPTS = np.array([5, 1, 9, 3], np.int32)  # tokens before node 0
 LAYERS = (0, 2, 3)
-FORMS = ("whole", pytest.param("devices", marks=pytest.mark.slow))
 
 
 @functools.cache
 def weights() -> Any:
     return random_weights(WHOLE, 1, moved=0.3)
-
-
-def form(name: str) -> tuple[Any, Any]:
-    """A model, and its weights."""
-    if name == "whole":
-        return WHOLE, weights()
-    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    parallel = lm.models.TensorParallelLlama(WHOLE, mesh, "tensor")
-    return parallel, parallel.shard_params(weights())
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -148,10 +138,9 @@ def paths_of(case: Case, seed: int) -> np.ndarray:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", FORMS)
-def test_a_node_reads_its_path_and_a_path_that_is_kept_is_its_text(name: str) -> None:
-    """Two steps: the second finds what the first kept, and what lay beside it."""
-    model, params = form(name)
+def test_a_node_reads_its_path_and_a_path_that_is_kept_is_its_text() -> None:
+    """Two steps, of trees of two words: the second finds what the first kept, and the rest."""
+    model, params = WHOLE, weights()
     first = made(3)
     cache = read(model, params, first.texts, model.init_cache(B, T))
     output = apply(model, params, first.token_ids, first.start, cache, first.parents)
@@ -173,7 +162,7 @@ def test_a_node_reads_its_path_and_a_path_that_is_kept_is_its_text(name: str) ->
 
 def test_nan_is_for_those_who_come_after_it() -> None:
     """A token whose embedding is infinite: its own node and its descendants, and no other."""
-    model, params = form("whole")
+    model, params = WHOLE, weights()
     bad = 7
     case = made(4)
     case.token_ids[case.token_ids == bad] = bad + 1
@@ -208,7 +197,7 @@ def test_nan_is_for_those_who_come_after_it() -> None:
 
 
 def test_a_tree_that_is_a_chain_is_the_chain_to_the_last_bit() -> None:
-    model, params = form("whole")
+    model, params = WHOLE, weights()
     case = made(2)
     chain = np.broadcast_to(np.arange(K, dtype=np.int32), (B, K))
     cache = read(model, params, case.texts, model.init_cache(B, T))
@@ -220,10 +209,9 @@ def test_a_tree_that_is_a_chain_is_the_chain_to_the_last_bit() -> None:
     jax.tree.map(np.testing.assert_array_equal, kept, wanted.cache)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_nothing_is_moved_where_there_is_no_path(name: str) -> None:
+def test_nothing_is_moved_where_there_is_no_path() -> None:
     """Nor where a request stands that has ended: at the end of its cache, or beyond."""
-    model, params = form(name)
+    model, params = WHOLE, weights()
     case = made(3)
     cache = read(model, params, case.texts, model.init_cache(B, T))
     start, nothing = np.array([0, 10, T - 1, T], np.int32), np.full((B, K + 1), -1, np.int32)
@@ -252,8 +240,12 @@ GOOD: dict[str, Any] = {
     [
         ({"depth": np.zeros((2, 2), np.int32)}, ValueError, r"tree.depth must .*\[G, S\] = \[2, 3"),
         ({"depth": np.zeros((2, 3), np.float32)}, TypeError, "tree.depth must .*int32"),
-        ({"visible": np.zeros((2, 3, 1), np.uint32)}, ValueError, r"tree.visible must .*2, 3, 2"),
-        ({"visible": np.zeros((2, 3, 2), np.int32)}, TypeError, "tree.visible must .*uint32"),
+        (
+            {"tree_mask": np.zeros((2, 3, 1), np.uint32)},
+            ValueError,
+            r"tree.tree_mask must .*2, 3, 2",
+        ),
+        ({"tree_mask": np.zeros((2, 3, 2), np.int32)}, TypeError, "tree.tree_mask must .*uint32"),
     ],
 )
 def test_trees_that_do_not_fit_are_refused(
@@ -282,28 +274,3 @@ def test_paths_that_do_not_fit_are_refused(
     given = {"start": np.zeros(2, np.int32), "path": np.zeros((2, 3), np.int32)} | changed
     with pytest.raises(error, match=f"^{message}"):
         jax.eval_shape(WHOLE.commit, cache, **given)
-
-
-def plain(params: Any, token_ids: Any, start: Any, cache: Any) -> tuple[Any, Any]:
-    return params[token_ids], cache
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        lm.models.PlainModel(3, plain),
-        lm.models.foreign.OneIndexModel(
-            3, lambda params, ids, *_: (params[ids], ()), lambda max_length: ()
-        ),
-    ],
-    ids=["plain", "one index"],
-)
-def test_a_model_that_runs_no_trees_is_named(model: Any) -> None:
-    given = jnp.eye(3), GOOD["token_ids"], GOOD["start"], model.init_cache(2, 8)
-    assert run_pass(model, *given).logits.shape == (2, 3, 3)  # chains are run
-    kind = type(model).__name__
-    message = f"^model must run trees of drafts, but {kind}.serves says trees=False: use chains"
-    with pytest.raises(TypeError, match=message):
-        run_pass(model, *given, tree=GOOD["tree"])
-    with pytest.raises(NotImplementedError, match=f"^{kind} runs no trees of drafts"):
-        model.commit(given[3], GOOD["start"], np.zeros((2, 3), np.int32))

@@ -67,7 +67,7 @@ def first_layers(loaded: Any, count: int) -> Any:
 
 def of_features(loaded: Any, layers: tuple[int, ...]) -> Any:
     """A loaded head that reads these layers of its target."""
-    config = dataclasses.replace(loaded.model.config, feature_layers=layers)
+    config = dataclasses.replace(loaded.model.config, aux_hidden_state_layers=layers)
     return loaded._replace(model=dataclasses.replace(loaded.model, config=config))
 
 

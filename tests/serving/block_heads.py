@@ -27,7 +27,7 @@ def head_of(hidden_size: int, window: int | None = None, **fields: Any) -> lm.Bl
     target = dataclasses.replace(engines.llama(16).config, hidden_size=hidden_size)
     target = with_fields(target, qk_norm=True, window=window)
     plain: dict[str, Any] = {
-        "feature_layers": (0, 1),
+        "aux_hidden_state_layers": (0, 1),
         "own_embedding": True,
         "own_lm_head": True,
         "block_size": 4,

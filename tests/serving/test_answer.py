@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from upper_floor import (
-    Asked,
+    CheckedRequest,
     ChoiceText,
     Limits,
     Piece,
@@ -258,7 +258,11 @@ def answered(
         worker: Any = SimpleNamespace(finish=lambda channel, choice: None)
         streams = [tokenizer.stream() for _ in range(n)]
         one = server_app.Answer(
-            Asked(given, choices, None, streams, 7), channel, worker, vocabulary(tokenizer), "tiny"
+            CheckedRequest(given, choices, None, streams, 7),
+            channel,
+            worker,
+            vocabulary(tokenizer),
+            "tiny",
         )
         receive: Any = None
         await one({"type": "http"}, receive, send)

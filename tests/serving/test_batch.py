@@ -217,7 +217,7 @@ def test_log_probabilities_of_steps_are_joined_as_tokens_are() -> None:
     top = np.stack([own, 10 * own], axis=3)  # [S, B, K+1, 2]
     kept = np.array([[2, 0], [1, 2]], np.int32)
     found = sd.TokenLogprobs(own, top.astype(np.int32), top)
-    steps = sd.StepRecord(own.astype(np.int32), kept, kept, kept, kept, found)
+    steps = lm.StepRecord(own.astype(np.int32), kept, kept, kept, kept, found)
     output = lm.GenerateOutput([[1, 2, 3], [4, 5]], steps, [sd.Status.OK] * 2)
     assert output.logprobs is not None
     for tokens, joined in zip(output.completions, output.logprobs, strict=True):
@@ -229,7 +229,7 @@ def test_log_probabilities_of_steps_are_joined_as_tokens_are() -> None:
 
 
 def test_the_repr_of_an_output_is_short() -> None:
-    record = sd.StepRecord(*(np.zeros((2, 3, *rest), np.int32) for rest in ((2,), (), (), (), ())))
+    record = lm.StepRecord(*(np.zeros((2, 3, *rest), np.int32) for rest in ((2,), (), (), (), ())))
     status = [sd.Status.OK, sd.Status.OK, sd.Status.BAD_TARGET_ROW]
     output = lm.GenerateOutput([[1, 2], [3], []], record, status)
     assert repr(output) == "<GenerateOutput: 3 requests, 3 tokens, 2 steps, 1 failed>"

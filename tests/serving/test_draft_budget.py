@@ -30,7 +30,7 @@ class Cycling(lm.DraftChoice):
     def next(self) -> int:
         self.saved += 1
         wanted = (0, 2, 0, 0, 0, 1, 0, 1, 2, 2)[int(self.saved) % 10]
-        return wanted if wanted in self.num_drafts else max(self.num_drafts)
+        return wanted if wanted in self.draft_budget else max(self.draft_budget)
 
 
 class FromThePast(lm.DraftChoice):
@@ -38,7 +38,9 @@ class FromThePast(lm.DraftChoice):
 
     def next(self) -> int:
         self.saved += 1
-        return self.num_drafts[int(1e4 * np.sum(self.rates) + self.saved) % len(self.num_drafts)]
+        return self.draft_budget[
+            int(1e4 * np.sum(self.rates) + self.saved) % len(self.draft_budget)
+        ]
 
 
 def driver_of(engine: lm.Engine, choice: type, *weights: Any, **settings: Any) -> lm.EngineDriver:
@@ -96,7 +98,7 @@ def test_nothing_is_compiled_after_warm_up():
     driver.warm_up(lambda *counts: progress.append(counts))
     assert progress[-1] == (7, 7)  # admit (3), release, and a step for each number
     costs = driver.draft_choice.costs
-    assert costs.num_drafts == BUDGET
+    assert costs.draft_budget == BUDGET
     assert all(x > 0 for x in costs.seconds)
     driver.draft_choice = Cycling(BUDGET, driver.draft_choice.rates, costs)
     with engines.compilations() as names:
@@ -169,7 +171,7 @@ def test_a_step_in_which_nobody_has_a_draft_costs_what_a_plain_one_does():
 def test_a_fixed_choice_drafts_though_it_does_not_pay():
     choice = lm.DraftChoice(BUDGET, [0.1, 0.1], COSTS, is_fixed=True)
     assert (choice.is_loss, choice.next()) == (True, 2)
-    choice.limits = [0, 1]
+    choice.max_drafts = [0, 1]
     assert choice.next() == 1
     assert not lm.DraftChoice((0,), [0.1, 0.1], lm.StepCosts(SLOTS, (0,), (1.0,))).is_loss
 
@@ -237,8 +239,8 @@ def test_costs_are_saved_and_loaded(tmp_path):
     assert lm.StepCosts.load(tmp_path / "costs.json") == COSTS
     driver = engines.driver_of(TABLE, step_costs=COSTS)
     assert driver.draft_choice.costs == COSTS
-    wrong = {"num_slots": 4, "num_drafts": 2, "seconds": [1]}
-    large = {"num_slots": 4, "num_drafts": [0], "seconds": [10**400]}
+    wrong = {"num_slots": 4, "draft_budget": 2, "seconds": [1]}
+    large = {"num_slots": 4, "draft_budget": [0], "seconds": [10**400]}
     for text in ("{", "[1]", json.dumps({"seconds": [1]}), json.dumps(wrong), json.dumps(large)):
         (tmp_path / "other.json").write_text(text)
         with pytest.raises(ValueError, match=r"path .*other\.json"):
@@ -271,7 +273,7 @@ StepCosts, measure_steps = lm.StepCosts, lm.measure_steps
         (ValueError, "draft_budget", lambda: dataclasses.replace(TABLE, draft_budget=(1, 1))),
         (ValueError, "draft_budget", lambda: dataclasses.replace(TABLE, draft_budget=(0, 3))),
         (TypeError, "draft_budget", lambda: dataclasses.replace(TABLE, draft_budget=(0, 0.5))),
-        (ValueError, "num_drafts", lambda: StepCosts(4, (2, 1), (1, 1))),
+        (ValueError, "draft_budget", lambda: StepCosts(4, (2, 1), (1, 1))),
         (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1,))),
         (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1, float("nan")))),
         (ValueError, "seconds", lambda: StepCosts(4, (1, 2), (1, 0))),

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import zeros
+from models.weights import random_weights
 from upper_floor import protocol
 
 import jax_specdec as sd
@@ -139,8 +140,16 @@ def test_what_is_no_drafter_is_refused_by_name(make, message):
 @pytest.mark.parametrize(
     ("declared", "error", "message"),
     [
-        (dict(feature_layers=[0, 1]), TypeError, "feature_layers must be a tuple of ints"),
-        (dict(feature_layers=(0.5,)), TypeError, "feature_layers must be a tuple of ints"),
+        (
+            dict(aux_hidden_state_layers=[0, 1]),
+            TypeError,
+            "aux_hidden_state_layers must be a tuple of ints",
+        ),
+        (
+            dict(aux_hidden_state_layers=(0.5,)),
+            TypeError,
+            "aux_hidden_state_layers must be a tuple of ints",
+        ),
         (dict(tree_depth=1.5), TypeError, "tree_depth must be an int"),
         (dict(tree_depth=-1), ValueError, "tree_depth must be at least 0"),
         (dict(batch_axis=-1), ValueError, "batch_axis must be at least 0"),
@@ -182,6 +191,17 @@ LISTED = lm.ModelDrafter(engines.llama(8), ids=[5, 3, 1, 0, 2, 4])
 PIECES = lm.RetokenizingDrafter(engines.llama(8), ids=[5, 3, 1])
 SUFFIX = lm.SuffixDrafter(history=9)
 EAGLE3, BLOCK = test_eagle3.ENGINE, block_heads.ENGINE
+READS = lm.models.GemmaAssistantConfig(
+    vocab_size=engines.VOCAB,
+    hidden_size=8,
+    layers=(dataclasses.replace(engines.LLAMA.model.config.layers[0], keys_of=0),),
+    target_hidden_size=16,
+    target_layers=1,
+    target_norm=engines.LLAMA.model.config.norm,
+    num_centroids=3,
+    num_active_centroids=2,
+)
+ASSISTANT = lm.GemmaAssistantDrafter(lm.models.GemmaAssistantHead(READS))
 AGREEMENT = dataclasses.replace(engines.CONFIG, rejection_sample_method="agreement")
 
 
@@ -201,6 +221,11 @@ def of_block() -> Any:
     return block_heads.weights_of(BLOCK)[1]
 
 
+def of_assistant() -> Any:
+    params = random_weights(ASSISTANT.head, 8, 4.0)
+    return params | {"target_ids": jnp.array([3, 0, 5, 1, 4, 2])}
+
+
 def with_suffix(params_of: Callable[[], Any]) -> Callable[[], tuple[Any, Any]]:
     return lambda: (SUFFIX.init_params(), params_of())
 
@@ -216,6 +241,8 @@ DRAFTERS: dict[str, tuple[lm.Drafter, Callable[[], Any]]] = {
     "eagle3 trees": (dataclasses.replace(EAGLE3.drafter, tree_depth=2), of_eagle3),
     "block": (BLOCK.drafter, of_block),
     "block trees": (dataclasses.replace(BLOCK.drafter, tree_depth=2), of_block),
+    "assistant": (ASSISTANT, of_assistant),
+    "assistant trees": (dataclasses.replace(ASSISTANT, tree_depth=2), of_assistant),
     "suffix, then eagle3": (lm.FirstOf(SUFFIX, EAGLE3.drafter), with_suffix(of_eagle3)),
     "suffix, then model": (lm.FirstOf(SUFFIX, MODEL), with_suffix(of_model)),
 }
@@ -250,10 +277,24 @@ def calls_of(name: str) -> tuple[Any, Any]:
 
 def features_of(name: str, texts: list[list[int]]) -> np.ndarray:
     """``[B, L, A*H]``, as a target might compute them: those of a text, wherever it stands."""
-    size = len(DRAFTERS[name][0].serves.feature_layers) * engines.LLAMA.model.config.hidden_size
+    size = (
+        len(DRAFTERS[name][0].serves.aux_hidden_state_layers)
+        * engines.LLAMA.model.config.hidden_size
+    )
     shape = engines.LONGEST, size
     rows = [np.random.default_rng(text).normal(size=shape) for text in texts]
     return np.stack(rows).astype(np.float32)
+
+
+def target_cache_of(texts: list[list[int]]) -> Any:
+    """As a target might leave it: keys and values of a text, wherever it stands."""
+    one = jax.eval_shape(lambda: engines.LLAMA.model.init_cache(1, engines.LONGEST))
+
+    def filled(text: list[int]) -> Any:
+        rng = np.random.default_rng(text)
+        return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), one)
+
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *map(filled, texts))
 
 
 def padded(texts: list[list[int]]) -> np.ndarray:
@@ -283,6 +324,8 @@ def context_of(name: str, texts: list[list[int]], *, runs: bool = True) -> lm.Dr
         last = features[np.arange(len(texts)), np.maximum(lengths - 2, 0)]
         given["features"] = jnp.asarray(last[:, None])
         given["num_features"] = jnp.asarray(((lengths > 1) & runs).astype(np.int32))
+    if DRAFTERS[name][0].serves.reads_target_cache:
+        given["target_cache"] = target_cache_of(texts)
     # A request has the key and the temperature of its text, wherever it stands.
     sums = np.array([sum(text) for text in texts], np.uint32)
     return lm.DraftContext(
@@ -316,7 +359,7 @@ def proposed(proposal: lm.Proposal) -> np.ndarray:
     return np.stack([np.asarray(x) for x in given], axis=1)
 
 
-LONG = {"suffix trees", "eagle3 trees", "block trees", "suffix, then model"}
+LONG = {"suffix trees", "eagle3 trees", "block trees", "assistant trees", "suffix, then model"}
 
 
 @pytest.mark.newest
@@ -416,7 +459,7 @@ def test_steps_of_some_slots_are_together_a_step_of_all(name):
         ({"num_speculative_tokens": 64}, "num_speculative_tokens must be below 64"),
     ],
 )
-@pytest.mark.parametrize("drafter", [SUFFIX, EAGLE3.drafter, BLOCK.drafter])
+@pytest.mark.parametrize("drafter", [SUFFIX, EAGLE3.drafter, BLOCK.drafter, ASSISTANT])
 def test_trees_need_their_rule_and_room_for_their_nodes(drafter, changes, message):
     drafter = dataclasses.replace(drafter, tree_depth=2)
     config = dataclasses.replace(AGREEMENT, **changes)

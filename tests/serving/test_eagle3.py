@@ -31,7 +31,7 @@ def head_of(hidden_size: int, layers: tuple[int, ...], ids: list[int]) -> lm.mod
         target,
         layers=target.layers,
         draft_vocab_size=len(ids),
-        feature_layers=layers,
+        aux_hidden_state_layers=layers,
         own_embedding=True,
         own_lm_head=True,
     )
@@ -120,7 +120,7 @@ class Featured(tiny.Trigram):
     def apply(self, params: Any, groups: Any, cache: Any, wants: Any = None) -> tuple[Any, Any]:
         ((logits, _),), cache = super().apply(params, groups, cache)
         (rows,) = groups
-        token_ids, start, layers = rows.token_ids, rows.start, wants.feature_layers
+        token_ids, start, layers = rows.token_ids, rows.start, wants.aux_hidden_state_layers
         if not layers:
             return [lm.models.Output(logits)], cache
         place = start[:, None] + jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None, :] - 1

@@ -25,7 +25,7 @@ MESH = jax.make_mesh((1,), ("tensor",), devices=jax.devices()[:1])
 SPREAD = lm.models.TensorParallelLlama(MODEL, MESH, "tensor")
 HEAD = lm.models.Eagle3Head(
     lm.models.Eagle3Config.of_target(
-        MODEL.config, layers=MODEL.config.layers, feature_layers=(0, 1)
+        MODEL.config, layers=MODEL.config.layers, aux_hidden_state_layers=(0, 1)
     )
 )
 

@@ -216,7 +216,7 @@ def test_nothing_is_kept_after_an_accepted_stop_token():
 
 def output_with(completions: list[list[int]]) -> lm.GenerateOutput:
     empty = np.zeros((0, len(completions)), np.int32)
-    steps = sd.StepRecord(empty[..., None], empty, empty, empty, empty)
+    steps = lm.StepRecord(empty[..., None], empty, empty, empty, empty)
     return lm.GenerateOutput(completions, steps, [sd.Status.OK] * len(completions))
 
 

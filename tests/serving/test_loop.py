@@ -68,7 +68,7 @@ def run(**changes: Any) -> lm.GenerateOutput:
     return lm.generate(*positional, **named)
 
 
-def streamed(**changes: Any) -> sd.StepRecord:
+def streamed(**changes: Any) -> lm.StepRecord:
     positional, named = arguments(**changes)
     records = list(lm.generate_stream(*positional, **named))
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(records))

@@ -49,10 +49,10 @@ def test_a_limit_is_the_same_on_the_host_and_on_the_device() -> None:
     batch = dataclasses.replace(
         empty, lengths=jnp.full((4,), 5), done=jnp.zeros((4,), bool), options=arrays
     )
-    assert np.minimum(engine._most_drafts(batch), K).tolist() == [K, 0, 1, 2]
-    assert [engine.most_drafts(one) for one in options] == [K, 0, 1, 2]
+    assert np.minimum(engine._max_drafts(batch), K).tolist() == [K, 0, 1, 2]
+    assert [engine.max_drafts(one) for one in options] == [K, 0, 1, 2]
     without = dataclasses.replace(engine, draft_budget=(0,))
-    assert [without.most_drafts(one) for one in options] == [0] * 4
+    assert [without.max_drafts(one) for one in options] == [0] * 4
 
 
 # Steps in which nobody may draft
@@ -127,21 +127,21 @@ def test_the_best_number_counts_only_drafts_that_requests_may_have(
     limits: tuple[int, ...], best: int
 ) -> None:
     rates = np.array([0.9, 0.9])
-    choice = lm.DraftChoice(COSTS.num_drafts, rates, COSTS, limits=limits)
+    choice = lm.DraftChoice(COSTS.draft_budget, rates, COSTS, max_drafts=limits)
     tokens = {
         n: np.mean([1 + sum(np.cumprod(rates)[: min(n, one)]) for one in limits or (K,)])
-        for n in COSTS.num_drafts
+        for n in COSTS.draft_budget
     }
     speeds = {n: tokens[n] / COSTS.seconds[n] for n in tokens}
     assert max(speeds, key=lambda n: speeds[n]) == choice.best == best
 
 
 def test_no_trial_and_no_unmeasured_step_has_more_drafts_than_anybody_may_have() -> None:
-    choice = lm.DraftChoice((0, 1, 2), [0.1, 0.1], COSTS, limits=(1, 0))
+    choice = lm.DraftChoice((0, 1, 2), [0.1, 0.1], COSTS, max_drafts=(1, 0))
     assert {choice.next() for _ in range(3000)} == {0, 1}
-    unmeasured = lm.DraftChoice((0, 1, 4), [0.1] * 4, limits=(2, 1))
+    unmeasured = lm.DraftChoice((0, 1, 4), [0.1] * 4, max_drafts=(2, 1))
     assert [unmeasured.best, unmeasured.next()] == [4, 4]
-    unmeasured.limits = (1, 0)
+    unmeasured.max_drafts = (1, 0)
     assert [unmeasured.best, unmeasured.next()] == [1, 1]
 
 

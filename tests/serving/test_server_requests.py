@@ -16,7 +16,7 @@ from upper_floor import (
     NUMBERS,
     OPTIONS,
     ApiError,
-    Asked,
+    CheckedRequest,
     Limits,
     Parameters,
     Vocabulary,
@@ -64,7 +64,7 @@ class Words:
         return message
 
 
-def read(is_chat: bool = False, **asked: Any) -> tuple[Asked, list[Any]]:
+def read(is_chat: bool = False, **asked: Any) -> tuple[CheckedRequest, list[Any]]:
     """A request as it was checked, and its prompts."""
     words: Any = Words()
     prompt = {"messages": [USER]} if is_chat else {"prompt": "x"}

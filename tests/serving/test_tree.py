@@ -43,7 +43,7 @@ class TreeTrigram(tiny.Trigram):
         requests, nodes = jnp.arange(token_ids.shape[0])[:, None], jnp.arange(size)
         cache = cache.at[requests, start[:, None] + nodes[None, :]].set(token_ids)
         shift = (nodes % 32).astype(jnp.uint32)[None, None, :]
-        bits = (tree.visible[:, :, nodes // 32] >> shift) & 1
+        bits = (tree.tree_mask[:, :, nodes // 32] >> shift) & 1
         is_parent = (bits == 1) & (tree.depth[:, None, :] + 1 == tree.depth[:, :, None])
         parent = start[:, None] + jnp.argmax(is_parent, axis=2)
         parent = parent.at[:, 0].set(start - 1)
@@ -350,7 +350,7 @@ class Reading(Planned):
 
     @property
     def serves(self) -> lm.DrafterServes:
-        return lm.DrafterServes(feature_layers=(0, 1), tree_depth=self.tree_depth)
+        return lm.DrafterServes(aux_hidden_state_layers=(0, 1), tree_depth=self.tree_depth)
 
     def init_cache(self, batch_size: int, max_length: int) -> jax.Array:
         return jnp.zeros((batch_size, max_length, 32))

@@ -1,1 +1,1 @@
-"""Tests of verification. `suite`, `edges` and `bad_rows` hold what every backend must pass."""
+"""Tests of verification. `backends` names those that every class of `run_on` is held to."""

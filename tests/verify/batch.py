@@ -255,6 +255,16 @@ def agree(batches: Iterable[Batch], verifier: Verifier) -> list[sd.RejectionSamp
     return outputs
 
 
+def take(output: sd.RejectionSampleOutput, index) -> sd.RejectionSampleOutput:
+    """The entries of some requests."""
+    return sd.RejectionSampleOutput(
+        output.token_ids[index],
+        output.num_accepted[index],
+        output.num_emitted[index],
+        output.status[index],
+    )
+
+
 def pack(requests: Sequence[Request], layout: Layout, seed: int = 0) -> Batch:
     """One batch of the requests; all that belongs to none of them is filled with rubbish."""
     rng = np.random.default_rng(seed)

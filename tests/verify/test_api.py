@@ -15,9 +15,8 @@ from lower_floor import ROW_NUMBERS
 
 import jax_specdec as sd
 
-from .batch import MAX_MARGIN, XLA, Layout, oracle, verify
+from .batch import MAX_MARGIN, XLA, Layout, oracle, take, verify
 from .cases import random_batch
-from .suite import take
 
 B, K, V = 4, 3, 16
 CONFIG = sd.SpecDecodeConfig(num_speculative_tokens=K)

@@ -6,51 +6,15 @@ import functools
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from filled import full, ones, zeros
-from lower_floor import Xla, api, assume, base, ragged, rows_lib, statistics
+from lower_floor import Xla, assume, ragged, rows_lib, statistics
 
 import jax_specdec as sd
-
-from .batch import Layout, agree, jitted, pack
-from .cases import random_batches, random_request
-from .suite import BIG
-from .test_xla_all_at_once import all_at_once
-
-# A batch so large that whether anybody samples is asked first, and owners of rows are searched for.
-
-
-@jitted
-def large(*args: Any, **kwargs: Any) -> sd.RejectionSampleOutput:
-    inner = api._rejection_sample.__wrapped__  # not traced before, as a small batch
-    with (
-        mock.patch.object(base, "_LARGE", 0),
-        mock.patch.object(statistics, "MANY_PAIRS", 0),
-        mock.patch.object(api, "_rejection_sample", inner),
-    ):
-        return all_at_once.__wrapped__(*args, **kwargs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "layout",
-    [
-        Layout(vocab=2049, **BIG, kind="logits", has_active=True, has_filters=True),
-        Layout(vocab=97, **BIG, kind="probs", block=True, has_bonus=True),
-    ],
-    ids=str,
-)
-def test_a_large_batch_gives_the_tokens_of_the_oracle(layout):
-    agree(random_batches(layout, range(6)), large)
-    rng = np.random.default_rng(6)
-    greedy = [[random_request(layout, rng, 3, 0.0) for _ in range(8)] for _ in range(6)]
-    for output in agree((pack(requests, layout) for requests in greedy), large):
-        assert (output.num_emitted > 0).any()
 
 
 def owners_in_python(first_row: np.ndarray, num_rows: np.ndarray, size: int) -> list[int]:
@@ -144,7 +108,7 @@ def rows_with_ties() -> np.ndarray:
 def test_the_largest_entry_is_that_of_numpy_with_ties(platform, which):
     x = rows_with_ties()
     backend = Xla().on(platform)
-    rows = rows_lib.Rows(jnp.asarray(x), 5000, -math.inf, backend.device)
+    rows = rows_lib.VocabRows(jnp.asarray(x), 5000, -math.inf, backend.device)
     peak, best = jax.jit(functools.partial(backend.max_and_argmax, rows))(which)
     x = x if which is None else x[which]
     expected = np.where(np.isnan(x).any(axis=1), np.inf, np.max(x, axis=1))
@@ -181,9 +145,9 @@ EAGER: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         ),
         (LOGITS,),
     ),
-    "apply_penalties": (
-        lambda rows, penalties: sd.apply_penalties(rows, DRAFTS, penalties, config=CONFIG),
-        (ROWS, PENALTIES),
+    "process_logits": (
+        lambda rows, processors: sd.process_logits(rows, DRAFTS, processors, config=CONFIG),
+        (ROWS, sd.LogitsProcessors(penalties=PENALTIES)),
     ),
     "token_logprobs": (
         lambda rows, output: sd.token_logprobs(

@@ -181,7 +181,7 @@ def test_what_stands_around_the_verifier_takes_no_requests(n: int) -> None:
     def stored() -> Any:
         store = sd.DraftStore.create(num_slots=2, num_speculative_tokens=K, vocab_size=V)
         attached = store.attach(drafts(n), **given)
-        fallbacks = sd.count_fallbacks(attached, sampling=SAMPLING)
+        fallbacks = sd.DraftStore.count_fallbacks(attached, sampling=SAMPLING)
         drawn = sd.DraftSample(NOBODY, empty, empty)
         return store, store.write(0, rows[:0], drawn, **given), attached, fallbacks
 
@@ -198,7 +198,7 @@ def test_what_stands_around_the_verifier_takes_no_requests(n: int) -> None:
     assert shapes(written) == shapes(store)
     assert attached.distribution.valid.shape == (0,) and int(fallbacks) == 0
     assert words[0].tolist() == words[1].tolist()
-    sd.validate(rows, drafts(n), sampling=SAMPLING, config=CONFIG, positions=NOBODY)
+    sd.testing.validate(rows, drafts(n), sampling=SAMPLING, config=CONFIG, positions=NOBODY)
     assert sd.testing.draw_noise(KEYS[:0], NOBODY, K).accept.shape == (0, K)
     assert sd.testing.which_implementation(rows, drafts(n), config=CONFIG) in ("xla", "mosaic_gpu")
 

@@ -70,7 +70,7 @@ def with_keys(args: dict[str, Any]) -> sd.RejectionSampleOutput:
 
 def validate(args: dict[str, Any]) -> None:
     del args["noise"]
-    sd.validate(args.pop("target_logits"), args.pop("drafts"), **args)
+    sd.testing.validate(args.pop("target_logits"), args.pop("drafts"), **args)
 
 
 ints, floats = zeros((B,), jnp.int32), zeros((B,))
@@ -315,13 +315,13 @@ def test_validate_takes_all_arguments_of_the_call():
     def names(function: Any) -> set[str]:
         return set(inspect.signature(function).parameters)
 
-    assert names(sd.validate) == names(sd.rejection_sample)
+    assert names(sd.testing.validate) == names(sd.rejection_sample)
     mesh = jax.make_mesh((2,), ("v",), devices=jax.devices()[:2])
     all_of_them = {
         "keys": jax.random.split(jax.random.key(0), B),
         "positions": ints,
         "implementation": "xla",
-        "kernel_config": sd.KernelConfig(),
+        "kernel_config": sd.testing.KernelConfig(),
         "sharding": sd.VerifySharding(mesh, vocab_axis="v"),
     }
     validate(arguments(changes=all_of_them))

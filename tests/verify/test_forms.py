@@ -15,8 +15,10 @@ from lower_floor import BLOCK, platform
 
 import jax_specdec as sd
 
-from .batch import Layout, agree, on, pack
-from .cases import random_batches, random_request
+from .backends import BACKENDS
+from .batch import agree, pack
+from .cases import random_request
+from .layouts import IN_BLOCKS
 
 pytestmark = [pytest.mark.newest, pytest.mark.long]
 
@@ -65,42 +67,15 @@ def test_a_platform_gets_its_own_form(device):
 
 # Rows by slices, in blocks.
 
-
-on_tpu = on("tpu")
-
-
-MANY = dict(num_speculative_tokens=3, num_requests=2 * BLOCK + 3, num_drafts=50)
-STORED = dict(store_rows=64, has_valid=True, has_active=True)
-ONE_LAYOUT = Layout(
-    vocab=97, **MANY, **STORED, kind="normalized", has_filters=True, has_bitmask=True
-)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        ONE_LAYOUT,
-        *[
-            pytest.param(Layout(vocab=2049, **MANY, **options), marks=pytest.mark.slow)
-            for options in (
-                dict(kind="probs", block=True, has_bonus=True),
-                dict(agreement=True, has_filters=True, has_bitmask=True),
-            )
-        ],
-    ],
-    ids=str,
-)
-def test_rows_read_as_on_tpus_give_the_oracles_tokens(layout):
-    for output in agree(random_batches(layout, range(4 if layout.agreement else 8)), on_tpu):
-        assert (output.num_emitted > 0).any()
+on_tpu, LAYOUT = BACKENDS["tile by tile"], IN_BLOCKS[0]
 
 
 def test_bad_offsets_hurt_no_other_request():
     """One request claims 20 drafts, of 3 at most."""
     rng = np.random.default_rng(1)
-    requests = [random_request(ONE_LAYOUT, rng, 2, 1.0) for _ in range(5)]
-    batch = pack(requests, ONE_LAYOUT, 1)
-    offsets = np.full(MANY["num_requests"] + 1, 33, np.int32)
+    requests = [random_request(LAYOUT, rng, 2, 1.0) for _ in range(5)]
+    batch = pack(requests, LAYOUT, 1)
+    offsets = np.full(LAYOUT.num_requests + 1, 33, np.int32)
     offsets[:7] = 0, 2, 22, 24, 27, 30, 33
     batch = batch.replace(
         drafts=sd.Drafts(batch.drafts.token_ids, offsets, batch.drafts.distribution)

@@ -14,14 +14,14 @@ from lower_floor import CallArrays, Standard
 from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
 from jax_specdec.adapters import sglang_jax, tpu_inference
+from jax_specdec.testing import KernelConfig
 
+from .backends import over
 from .batch import Batch, Layout, Verifier, agree, jitted, on
 from .cases import random_batches
 from .interpret_mode import interpret_gpu_params
-from .suite import BIG
-from .test_sharded import over
+from .layouts import BIG
 
 long = pytest.mark.long
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -9,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
-from lower_floor import LocalRows, Rows, Source, Xla, q_of, tiles
+from lower_floor import LocalRows, Source, VocabRows, Xla, q_of, tiles
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, FILTERS, XLA, Layout, agree, oracle
+from .backends import BACKENDS, all_at_once, over
+from .batch import ALMOST_ONE, FILTERS, Layout, agree, oracle
 from .cases import random_batch
+from .layouts import RATES
 from .lists import with_bad_ids, with_ids
 from .positions import source_of_rows
-from .suite import RATES
 from .test_memory import VOCAB, shape, temporary_rows
-from .test_sharded import EVEN, even_batch, over
-from .test_xla_all_at_once import all_at_once
+from .test_sharded import EVEN, even_batch
 
 BIG: Any = dict(num_speculative_tokens=4, num_requests=8, num_drafts=34)
 STORED: Any = dict(store_rows=40, has_valid=True, has_active=True)
@@ -35,9 +36,10 @@ GRID = [
     ("candidates", Layout(vocab=5000, **BIG, kind="logits", block=True, dtype="bfloat16")),
     ("candidates", Layout(vocab=2049, **BIG, kind="logits", rates=RATES, draft_dtype="bfloat16")),
 ]
+PARTS = Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)
+KERNEL = Layout(vocab=2176, num_requests=3, num_drafts=12, num_speculative_tokens=4, kind="probs")
 RACE = Layout(vocab=2049, **BIG, race=True, kind="logits", vocab_size=2000)
 LENGTHS = {"map": 0.7, "candidates": 0.01}
-on_grid = pytest.mark.parametrize(("ids", "layout"), GRID, ids=str)
 
 
 def batches(ids: str, layout: Layout, seeds: Any) -> Any:
@@ -48,7 +50,7 @@ def batches(ids: str, layout: Layout, seeds: Any) -> Any:
 
 
 @pytest.mark.long
-@on_grid
+@pytest.mark.parametrize(("ids", "layout"), GRID, ids=str)
 def test_the_oracle_gives_the_tokens_of_the_scattered_rows(ids, layout):
     accepted = 0
     for listed, scattered in batches(ids, layout, range(6)):
@@ -59,50 +61,49 @@ def test_the_oracle_gives_the_tokens_of_the_scattered_rows(ids, layout):
     assert accepted > 10
 
 
-def agree_on(ids: str, layout: Layout, verifier: Any, seeds: Any = range(12)) -> None:
-    agree((listed for listed, _ in batches(ids, layout, seeds)), verifier)
+def on(
+    backend: str, cases: Iterable[tuple[str, Layout]], num_seeds: int, *marks: pytest.MarkDecorator
+) -> list[Any]:
+    return [
+        pytest.param(BACKENDS[backend], *case, num_seeds, marks=marks, id=f"{backend}-{case[1]}")
+        for case in cases
+    ]
 
 
-@pytest.mark.long
+long, slow, gpu = pytest.mark.long, pytest.mark.slow, pytest.mark.gpu
+
+
 @pytest.mark.parametrize(
-    ("ids", "layout"),
-    [GRID[5], *(pytest.param(*case, marks=pytest.mark.slow) for case in (*GRID[1:5], *GRID[6:]))],
-    ids=str,
+    ("verifier", "ids", "layout", "num_seeds"),
+    [
+        *on("in order", [GRID[5], ("map", RACE), ("candidates", RACE)], 12, long),
+        *on("in order", [*GRID[1:5], *GRID[6:]], 12, slow),
+        *on("at once", [GRID[6]], 12, slow),
+        *on("8 devices", [("candidates", PARTS)], 8, slow),
+        *on("GPU", GRID, 6, gpu),
+        *on("GPU, row by row", GRID, 6, gpu),
+    ],
 )
-def test_rows_read_one_by_one_give_the_oracles_tokens(ids, layout):
-    agree_on(ids, layout, XLA)
+def test_gives_the_tokens_of_the_oracle(verifier, ids, layout, num_seeds):
+    agree((listed for listed, _ in batches(ids, layout, range(num_seeds))), verifier)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ids", LENGTHS)
-def test_a_race_gives_the_tokens_of_the_oracle(ids):
-    agree_on(ids, RACE, XLA)
-
-
-@pytest.mark.slow
-def test_rows_read_at_once_give_the_tokens_of_the_oracle():
-    agree_on(*GRID[6], all_at_once)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("ids", "layout"),
-    [pytest.param(*GRID[1], marks=pytest.mark.slow, id="map"), pytest.param(*GRID[5], id="cands")],
+    ("verifier", "ids", "layout", "num_seeds"),
+    [
+        *on("in order", [GRID[5]], 8, long),
+        *on("in order", [GRID[1]], 8, slow),
+        *on("kernel", [("candidates", KERNEL)], 6, slow),
+        *on("GPU", [("candidates", KERNEL), ("map", KERNEL), GRID[1], GRID[5]], 8, gpu),
+    ],
 )
-def test_bad_lists_of_ids_hurt_only_who_visits_their_row(ids, layout):
-    bad = [with_bad_ids(b, seed) for seed, (b, _) in enumerate(batches(ids, layout, range(8)))]
-    statuses = np.array([output.status for output in agree(bad, XLA)])
+def test_bad_lists_of_ids_hurt_only_who_visits_their_row(verifier, ids, layout, num_seeds):
+    """With an id of none of the vocabulary, or with one twice."""
+    given = enumerate(batches(ids, layout, range(num_seeds)))
+    bad = [with_bad_ids(listed, seed) for seed, (listed, _) in given]
+    statuses = np.array([output.status for output in agree(bad, verifier)])
     assert np.mean(statuses == sd.Status.BAD_DRAFT_ROW) > 0.1
     assert np.mean(statuses == sd.Status.OK) > 0.1
-
-
-# Over a mesh.
-
-
-@pytest.mark.slow
-def test_a_split_vocabulary_gives_the_tokens_of_the_oracle():
-    layout = Layout(vocab=4096, **BIG, kind="logits", block=True, has_valid=True)
-    agree_on("candidates", layout, over(8), range(8))
 
 
 @pytest.mark.slow
@@ -123,7 +124,7 @@ def weights_of(
 ) -> tuple[LocalRows, Source]:
     """What is left of each target row by the draft row of its own."""
     backend = Xla().on("cpu")
-    target = Rows(jnp.asarray(logits), V, -np.inf, backend.device)
+    target = VocabRows(jnp.asarray(logits), V, -np.inf, backend.device)
     q, rows = q_of(distribution, V, backend.device), jnp.arange(N, dtype=jnp.int32)
     peak, one = backend.peak(target, rows), jnp.ones(N)
     total = backend.exp_sums(target, rows, peak, one)

@@ -17,7 +17,7 @@ from jax_specdec.testing import reference
 
 from .batch import XLA, Batch, Layout, Request, pack, verify
 from .cases import random_batch
-from .suite import RATES
+from .layouts import RATES
 
 K, NUM_TOP = 4, 5
 BIG = dict(num_requests=8, num_drafts=26, num_speculative_tokens=K)

@@ -1,91 +1,26 @@
 """The Mosaic GPU backend: interpreted on the CPU, lowered for CUDA, and run on a GPU."""
 
-import contextlib
 import dataclasses
 import functools
-import importlib
-import itertools
-from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import TILE, OneByOne, api, gpus, support
-from lower_floor import gpu_launch as mosaic_gpu
+from lower_floor import TILE, OneByOne, api, support
 from lower_floor import gpu_request as request
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
-from . import block_edges, edges, processed, suite
-from .batch import EMPTY, FILTERS, HALF, Batch, Layout, Request, agree, check, jitted, pack, stored
-from .cases import cold_batch, random_batch, random_batches
+from .backends import four_tiles, interpreted, kernel_without_gpu
+from .batch import ALMOST_ONE, EMPTY, Batch, Layout, Request, agree, check, jitted, pack
+from .between import with_offsets
+from .cases import random_batch, random_batches
 from .interpret_mode import interpret_gpu_params
-from .suite import suite_of
+from .layouts import GIVEN_BONUS, KERNEL, KERNEL_BLOCK, KERNEL_FILTERED, TILES, few
 
-# Interpret mode imports this later, which changes what JAX caches programs by: between two calls,
-# everything would be compiled again.
-importlib.import_module("jax.experimental.pallas.fuser")
-
-BIG = dict(num_speculative_tokens=4, num_requests=4, num_drafts=14)
-RATES = (0.9, 0.75, 0.3, 0.1)
-LAYOUTS = [
-    Layout(vocab=2176, **BIG, has_active=True),
-    Layout(vocab=256, **BIG, kind="probs", draft_vocab=128, dtype="float16"),
-    Layout(
-        vocab=4224,
-        **BIG,
-        kind="logits",
-        dtype="bfloat16",
-        draft_vocab=2176,
-        vocab_size=4100,
-        has_bonus=True,
-    ),
-    Layout(vocab=4224, **BIG, **HALF, **stored(30), kind="relative"),
-    Layout(vocab=2176, **BIG, kind="normalized", dtype="bfloat16", rates=RATES),
-]
-BLOCK = [
-    Layout(vocab=4224, **BIG, block=True, kind="logits", dtype="bfloat16", draft_vocab=2176),
-    Layout(vocab=4224, **BIG, **HALF, block=True, kind="normalized", has_active=True),
-]
-FILTERED = [
-    Layout(vocab=4224, **BIG, **FILTERS, kind="logits", dtype="bfloat16", block=True),
-    Layout(vocab=4224, **BIG, **FILTERS, **HALF, kind="relative"),
-]
-
-
-@contextlib.contextmanager
-def backend(**options):
-    """Has `implementation="mosaic_gpu"` run, or be lowered, where there is no GPU."""
-    with (
-        mock.patch.object(gpus, "no_device", lambda: None),
-        mock.patch.object(mosaic_gpu, "verify", functools.partial(mosaic_gpu.verify, **options)),
-        # not traced before, for another backend
-        mock.patch.object(api, "_rejection_sample", api._rejection_sample.__wrapped__),
-    ):
-        yield
-
-
-def interpreted(config: KernelConfig, **params):
-    """The kernel in GPU interpret mode, as a function like `rejection_sample_with_noise`."""
-    interpret = interpret_gpu_params(**params)
-
-    @jitted
-    def verifier(*args, **kwargs):
-        with backend(interpret=interpret):
-            return sd.testing.rejection_sample_with_noise(
-                *args, **kwargs, kernel_config=config, implementation="mosaic_gpu"
-            )
-
-    return verifier
-
-
-# One warpgroup for a request: interpreted blocks that wait for each other block the threads that
-# the others need, and with two cores may never end. Clusters are tested on a GPU.
-alone = interpreted(KernelConfig(max_cluster=1))
-four_tiles = interpreted(KernelConfig(max_cluster=1, tiles_at_once=4))
 two_rows = KernelConfig(max_cluster=1, rows_at_once=2, tiles_at_once=2)  # three rows may never end
 
 
@@ -94,25 +29,6 @@ two_rows = KernelConfig(max_cluster=1, rows_at_once=2, tiles_at_once=2)  # three
 def agrees(layout, verifier, seeds=range(4)):
     first = len(layout.kind) + layout.vocab
     agree(random_batches(layout, [first + seed for seed in seeds], broken=0.2), verifier)
-
-
-def long(*layouts: Layout):
-    return [pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
-
-
-few = functools.partial(dataclasses.replace, num_requests=2, num_drafts=7)
-GIVEN_BONUS, SYNTHETIC = LAYOUTS[2], LAYOUTS[4]
-TILES = dataclasses.replace(LAYOUTS[3], vocab=12416)  # six whole tiles and 128 ids of another
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    [SYNTHETIC, *(pytest.param(few(x[1]), marks=pytest.mark.slow) for x in (BLOCK, FILTERED))],
-    ids=str,
-)
-def test_gives_the_tokens_of_the_oracle(layout):
-    agrees(layout, alone)
 
 
 @pytest.mark.slow
@@ -139,15 +55,8 @@ def test_recovered_tokens_come_from_all_tiles_that_the_oracle_draws_from():
 
 @pytest.mark.slow
 @pytest.mark.newest
-def test_cold_requests_get_the_tokens_of_the_oracle():
-    """As in `test_normalizers`: logits far from 0, over very low temperatures."""
-    agree((cold_batch(TILES, seed) for seed in range(3)), four_tiles)
-
-
-@pytest.mark.slow
-@pytest.mark.newest
 def test_noise_from_keys_is_what_draw_noise_gives():
-    layout, rng = dataclasses.replace(LAYOUTS[1], has_bonus=True), np.random.default_rng(5)
+    layout, rng = dataclasses.replace(KERNEL[1], has_bonus=True), np.random.default_rng(5)
     words = rng.integers(2**32, size=(layout.num_requests, 4), dtype="uint32")
     keys = jax.random.wrap_key_data(words, impl="rbg")
     positions = np.arange(layout.num_requests, dtype=np.int32) * 1000
@@ -156,7 +65,7 @@ def test_noise_from_keys_is_what_draw_noise_gives():
 
     @jax.jit
     def keyed(logits, drafts, named, positions):
-        with backend(interpret=interpret_gpu_params()):
+        with kernel_without_gpu(interpret=interpret_gpu_params()):
             return sd.rejection_sample(
                 logits,
                 drafts,
@@ -187,8 +96,6 @@ def test_two_rows_at_once_overwrite_nothing_still_read():
     agree([random_batch(layout, seed=3)], interpreted(two_rows, detect_races=True))
 
 
-# What each kind of request emits, small enough to check by hand.
-
 SMALL = Layout(vocab=128, num_requests=67, num_drafts=67 * 3, has_active=True)
 IDLE = dataclasses.replace(EMPTY, active=False)
 
@@ -218,54 +125,13 @@ def logits(rows, fill=-np.inf, vocab=128):
     return target
 
 
-def bad_rows():
-    for bad, temperature in itertools.product((np.nan, np.inf), (0.0, 0.7)):
-        second, third = (logits([[3], [5], [7]]) for _ in range(2))
-        second[1, 100] = third[2, 100] = bad
-        yield Request(second, [3, 5], temperature=temperature), [sd.Status.BAD_TARGET_ROW]
-        yield Request(second, [4, 5], temperature=temperature), [[3]]
-        yield Request(third, [3, 5], temperature=temperature), [sd.Status.BAD_TARGET_ROW]
-
-
-def ends_of_uniforms():
-    for ids in ([0], [127], [15, 16], [31, 64, 100]):
-        for u in (0.0, 2.0**-24, edges.ALMOST_ONE):
-            yield Request(logits([ids]), [], recover=(u, u)), [[x] for x in ids]
-
-
 def far_entries(layout):
     target = logits([[3], [5], [7]], vocab=layout.vocab)
     target[0, 6] = -500.0  # exp(502) is out of range
     target[1, 5] = -300.0  # and exp(-302), relative to the row before
     draft = None if layout.kind == "none" else target[:2, : layout.stored_vocab]
-    yield Request(target, [6, 5], draft=draft, accept=[edges.ALMOST_ONE] * 2), [[3]]
+    yield Request(target, [6, 5], draft=draft, accept=[ALMOST_ONE] * 2), [[3]]
     yield Request(target, [3, 5], draft=draft, accept=[0.0] * 2, bonus=7), [[3, 5, 7]]
-
-
-TIES = Request(logits([[9, 70], [9, 127]], fill=-1.0), [70], temperature=0.0)
-EDGES = {
-    "rows that hold NaN or infinity are bad where they are visited": [*bad_rows()],
-    "greedy ties go to the lowest id": [(TIES, [[9]])],
-    "the ends of the uniforms never pick a token of zero weight": [*ends_of_uniforms()],
-    "entries far from the drafted tokens are summed all the same": [*far_entries(SMALL)],
-}
-"""Requests, and what may come out of each."""
-
-
-@functools.cache
-def emitted_at_edges():
-    """All are in one batch, by name."""
-    requests = [request for cases in EDGES.values() for request, _ in cases]
-    requests += [IDLE] * (SMALL.num_requests - len(requests))
-    emitted = iter(answers(requests, SMALL, in_one_group))
-    return {name: list(itertools.islice(emitted, len(cases))) for name, cases in EDGES.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EDGES)
-def test_edges_come_out_as_by_hand(name):
-    for emitted, (_, possible) in zip(emitted_at_edges()[name], EDGES[name], strict=True):
-        assert emitted in possible
 
 
 @pytest.mark.slow
@@ -278,18 +144,9 @@ def test_a_request_sees_all_before_it_whose_rows_it_would_share():
         back = np.flatnonzero(np.diff(offsets) < 0)  # the request after that one shares a row
         bad = index[1:-1] if offsets[-1] == 2 else np.union1d(back, back + 1)
         active = np.isin(index[:-1], [*bad, *back - 1, *back + 2])  # others only take time
-        batch = edges.with_offsets(offsets, SMALL).replace(active=active)
+        batch = with_offsets(offsets, SMALL).replace(active=active)
         (output,) = agree([batch], in_one_group)
         np.testing.assert_array_equal(np.flatnonzero(output.status == sd.Status.BAD_INPUT), bad)
-
-
-@pytest.mark.long
-@pytest.mark.newest
-def test_an_empty_residual_samples_the_target():
-    target = logits([[5], [5], [1]], vocab=SYNTHETIC.vocab)
-    draft, normalizer = target[:2], np.full(2, 2.0)  # of which the rates accept one
-    middle = Request(target, [3, 5], draft, normalizer, accept=[0.0, 0.9])
-    assert answers([middle], SYNTHETIC, alone) == [[3, 5]]
 
 
 # Lowering for CUDA, on the CPU.
@@ -297,7 +154,7 @@ def test_an_empty_residual_samples_the_target():
 
 def lowered(layout: Layout, config: KernelConfig | None = None, batch: Batch | None = None) -> str:
     def call(logits, drafts, noise, sampling, bonus, active):
-        with backend():
+        with kernel_without_gpu():
             return sd.testing.rejection_sample_with_noise(
                 logits,
                 drafts,
@@ -318,7 +175,15 @@ def lowered(layout: Layout, config: KernelConfig | None = None, batch: Batch | N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [LAYOUTS[2], *long(BLOCK[0], FILTERED[1])], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        GIVEN_BONUS,
+        pytest.param(KERNEL_BLOCK[0], marks=pytest.mark.slow),
+        pytest.param(KERNEL_FILTERED[1], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_lowers_for_cuda_to_one_kernel(layout):
     assert lowered(layout).count("@mosaic_gpu") == 1
 
@@ -326,7 +191,7 @@ def test_lowers_for_cuda_to_one_kernel(layout):
 @pytest.mark.long
 def test_lowers_for_cuda_in_64_bit_mode():
     with jax.enable_x64(True):
-        assert lowered(LAYOUTS[3]).count("@mosaic_gpu") == 1
+        assert lowered(KERNEL[3]).count("@mosaic_gpu") == 1
 
 
 # What it refuses, and when it is chosen.
@@ -398,37 +263,6 @@ def test_it_is_the_default_on_hopper_for_the_calls_it_serves(k, kernels):
 # On a GPU.
 
 
-on_gpu = jitted(
-    functools.partial(sd.testing.rejection_sample_with_noise, implementation="mosaic_gpu")
-)
-row_by_row = jitted(
-    functools.partial(
-        sd.testing.rejection_sample_with_noise,
-        implementation="mosaic_gpu",
-        kernel_config=KernelConfig(),
-    )
-)
-
-
-gpu = pytest.mark.gpu
-TestOracleOnGpu = suite_of(suite.OracleSuite, on_gpu, gpu, seeds=range(4))
-TestOracleOnGpuRowByRow = suite_of(suite.OracleSuite, row_by_row, gpu, seeds=range(4))
-TestEdgesOnGpu = suite_of(edges.EdgeSuite, on_gpu, gpu)
-TestEdgesOnGpuRowByRow = suite_of(edges.EdgeSuite, row_by_row, gpu)
-TestInvarianceOnGpu = suite_of(suite.InvarianceSuite, on_gpu, gpu)
-TestProcessedOnGpu = suite_of(processed.ProcessedSuite, on_gpu, gpu)
-TestProcessedEdgesOnGpu = suite_of(processed.ProcessedEdges, on_gpu, gpu)
-TestBlockOnGpu = suite_of(block_edges.BlockSuite, on_gpu, gpu)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_agrees_with_the_oracle_on_a_large_filtered_vocabulary(dtype):
-    own: Any = dict(kind="normalized", dtype=dtype, draft_dtype=dtype)
-    layout = Layout(vocab=128256, **suite.BIG, **FILTERS, **own)
-    agree(random_batches(layout, range(2)), on_gpu)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
 def test_the_compiled_program_holds_the_kernel(implementation):
@@ -438,17 +272,6 @@ def test_the_compiled_program_holds_the_kernel(implementation):
         functools.partial(sd.testing.rejection_sample_with_noise, implementation=implementation)
     )
     assert "mosaic_gpu" in verifier.lower(*args, **kwargs).compile().as_text()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["none", "normalized", "relative"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("block", [False, True])
-def test_agrees_with_the_oracle_on_a_large_vocabulary(kind, dtype, block):
-    layout = Layout(
-        vocab=128256, **suite.BIG, kind=kind, dtype=dtype, draft_dtype=dtype, block=block
-    )
-    agree(random_batches(layout, range(3)), on_gpu)
 
 
 @pytest.mark.gpu

@@ -8,27 +8,19 @@ the wrong phase reads NaN.
 import pytest
 from lower_floor import gpu_cluster as cluster
 
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
+from .backends import interpreted
 from .batch import Request
-from .test_mosaic_gpu import (
-    BLOCK,
-    GIVEN_BONUS,
-    LAYOUTS,
-    agrees,
-    answers,
-    far_entries,
-    few,
-    interpreted,
-    logits,
-)
+from .layouts import GIVEN_BONUS, KERNEL, KERNEL_BLOCK, few
+from .test_mosaic_gpu import agrees, answers, far_entries, logits
 
 pytestmark = [pytest.mark.newest, pytest.mark.long]  # older versions do not interpret clusters
 TWO = KernelConfig(max_cluster=2)
 
 
 def test_clusters_give_the_tokens_of_the_oracle():
-    agrees(few(BLOCK[1]), interpreted(TWO), range(2))
+    agrees(few(KERNEL_BLOCK[1]), interpreted(TWO), range(2))
 
 
 # Of one request: an interpreted scatter writes a whole output, and two would race.
@@ -50,7 +42,7 @@ def test_entries_far_from_drafts_with_distributions_are_summed_too():
 @pytest.mark.slow
 def test_a_wrong_phase_is_noticed(monkeypatch):
     monkeypatch.setattr(cluster, "parity_of", lambda round: round & 0)  # right in two rounds
-    layout, ids = few(LAYOUTS[0]), [3, 5, 7, 9]  # all are kept: a round for each of five rows
+    layout, ids = few(KERNEL[0]), [3, 5, 7, 9]  # all are kept: a round for each of five rows
     target = logits([[x] for x in [*ids, 11]], vocab=layout.vocab)
     with pytest.raises(AssertionError, match="the oracle"):
         answers([Request(target, ids, temperature=0.0)], layout, interpreted(TWO))

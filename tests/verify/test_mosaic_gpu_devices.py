@@ -11,7 +11,7 @@ import pytest
 from lower_floor import gpus, support
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
 
 class Device:

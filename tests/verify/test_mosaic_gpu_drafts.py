@@ -18,8 +18,7 @@ from lower_floor import Stream, gpus, sample, uniforms
 from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
-from jax_specdec.testing import reference
+from jax_specdec.testing import KernelConfig, reference
 
 from .batch import MAX_MARGIN
 from .interpret_mode import interpret_gpu_params

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from lower_floor import SHARED_BYTES, SharedMemory, Slices, default_config, power_of_two
 
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
 from .batch import Layout
 from .test_mosaic_gpu import lowered

@@ -19,10 +19,6 @@ from serving.chi_square import ALPHA, p_value, tally
 
 import jax_specdec as sd
 
-from .batch import XLA, Layout, agree
-from .cases import cold_batch
-from .test_xla_all_at_once import all_at_once
-
 pytestmark = [pytest.mark.newest, pytest.mark.long]
 
 TEMPERATURES = (1e-3, 1e-4, 1e-5)
@@ -42,34 +38,6 @@ def rows(rng: np.random.Generator, temperature: float, peak: float, dtype: str) 
 
 def softmax(x: np.ndarray, temperature: float) -> np.ndarray:
     return scipy.special.softmax(x / np.float64(np.float32(temperature)), axis=-1)
-
-
-COLD = [
-    Layout(vocab=256, num_requests=16, num_drafts=32, num_speculative_tokens=2, kind="relative"),
-    Layout(
-        vocab=4224,
-        num_requests=16,
-        num_drafts=32,
-        num_speculative_tokens=2,
-        kind="relative",
-        block=True,
-        dtype="bfloat16",
-        draft_dtype="bfloat16",
-    ),
-]
-
-
-# The standard rule, a row at a time: see the chi-square tests.
-@pytest.mark.parametrize(
-    ("layout", "verifier"),
-    [pytest.param(COLD[1], XLA, marks=pytest.mark.slow), (COLD[0], all_at_once)],
-    ids=["block, lazy", "standard, all at once"],
-)
-def test_cold_requests_get_the_tokens_of_the_oracle(layout, verifier):
-    agree((cold_batch(layout, seed) for seed in range(12)), verifier)
-
-
-# Chi-square tests.
 
 
 @dataclasses.dataclass(frozen=True)

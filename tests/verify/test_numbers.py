@@ -11,9 +11,9 @@ import scipy.special
 
 import jax_specdec as sd
 
+from .backends import all_at_once
 from .batch import ALMOST_ONE, XLA, Batch, Layout, Request, agree, check, pack, verify
 from .cases import random_filters, uniforms
-from .test_xla_all_at_once import all_at_once
 
 HUGE = 1e30
 VERIFIERS = {"lazy": XLA, "all at once": all_at_once}

@@ -7,15 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from lower_floor import CallArrays, Standard
-from lower_floor import gpu_launch as launch
 
 import jax_specdec as sd
-from jax_specdec import KernelConfig
+from jax_specdec.testing import KernelConfig
 
-from .batch import Batch, Layout, jitted, on, oracle, verify
+from .backends import interpreted
+from .batch import Batch, Layout, on, oracle, verify
 from .cases import random_batch
-from .interpret_mode import interpret_gpu_params
 
 LAYOUT = Layout(
     vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, kind="logits", store_rows=20
@@ -23,20 +21,6 @@ LAYOUT = Layout(
 WITHOUT_BONUS_ROWS = Layout(
     vocab=97, num_speculative_tokens=3, num_requests=6, num_drafts=16, has_bonus=True
 )
-
-
-@jitted
-def by_kernel(logits: Any, drafts: Any, noise: Any, **given: Any) -> sd.RejectionSampleOutput:
-    config, sampling = given["config"], given["sampling"]
-    arrays = CallArrays(logits, drafts, noise, sampling, given.get("bonus_token_ids"), None, None)
-    return launch.verify(
-        arrays,
-        Standard(),
-        k=config.num_speculative_tokens,
-        size=logits.shape[1],
-        config=KernelConfig(max_cluster=1),
-        interpret=interpret_gpu_params(),
-    )
 
 
 def ends(batch: Batch) -> np.ndarray:
@@ -48,7 +32,7 @@ def ends(batch: Batch) -> np.ndarray:
 FORMS = {
     "in order": on("cpu", padded_rows=True),
     "at once": on("cuda", padded_rows=True),
-    "kernel": by_kernel,
+    "kernel": interpreted(KernelConfig(max_cluster=1), padded_rows=True),
 }
 
 
@@ -105,13 +89,14 @@ def test_rows_of_inactive_requests_may_be_left_out():
     np.testing.assert_allclose(
         np.asarray(found.logprobs)[:2, 0], [log_p[0].max(), log_p[3].max()], rtol=1e-5
     )
-    sd.validate(logits, drafts, **named, active=active, padded_rows=True)
+    sd.testing.validate(logits, drafts, **named, active=active, padded_rows=True)
     zeros, one = np.zeros((4, 9), np.int32), np.ones(4, np.float32)
     counts = zeros.copy()
     counts[1, 7] = 1
     penalties = sd.Penalties(0 * one, one, one, counts, zeros.astype(bool))
+    given = sd.LogitsProcessors(penalties=penalties)
     config = named["config"]
-    penalized = sd.apply_penalties(logits, drafts, penalties, config=config, padded_rows=True)
+    penalized = sd.process_logits(logits, drafts, given, config=config, padded_rows=True)
     expected = np.array(logits)
     expected[[3, 4], 7] -= 1  # was generated
     expected[[1, 2], 1] -= 1  # are drafted before
@@ -137,4 +122,4 @@ def test_other_numbers_of_rows_are_refused_unless_asked_for(num_rows, given, err
 def test_validate_says_whose_rows_are_missing():
     logits, drafts, named, _, active = arguments(5, [True] * 4)
     with pytest.raises(ValueError, match="target_logits"):
-        sd.validate(logits, drafts, **named, active=active, padded_rows=True)
+        sd.testing.validate(logits, drafts, **named, active=active, padded_rows=True)

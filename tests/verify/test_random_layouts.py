@@ -8,14 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from .batch import XLA, Layout, agree
+from .backends import BACKENDS, over
+from .batch import Layout, agree
 from .cases import Rng, random_batches
-from .suite import BIG, RATES
-from .test_forms import on_tpu
-from .test_sharded import over
-from .test_xla_all_at_once import all_at_once
+from .layouts import BIG, RATES
 
-WHOLE = XLA, all_at_once, on_tpu
+WHOLE = [BACKENDS[form] for form in ("in order", "at once", "tile by tile")]
 RULES = [{}, {"block": True}, {"rates": RATES}, {"agreement": True}]
 FLAGS = ["has_filters", "has_bitmask", "has_valid", "has_active", "has_bonus"]
 WIDTHS = 1, 3, 12, 64, 257, 1024, 1281, 2047, 2048, 2049, 3000, 4099

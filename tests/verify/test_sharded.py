@@ -19,62 +19,22 @@ from measure import collectives
 
 import jax_specdec as sd
 
-from . import edges, suite
-from .batch import FILTERS, HALF, Batch, Layout, agree, check, jitted, pack, verify
+from . import test_edges
+from .backends import mesh_of, over
+from .batch import Batch, Layout, agree, check, jitted, pack, verify
 from .cases import random_batch, random_batches, random_request
+from .layouts import BIG, CUT_IN_PARTS, FILTERED_PARTS
 
-BIG = suite.BIG
 EVEN = dict(num_speculative_tokens=4, num_requests=8, num_drafts=32)
-
-
-def mesh_of(vocab: int, batch: int = 1, axis_type: AxisType = AxisType.Auto) -> Mesh:
-    devices = jax.devices("cpu")[: vocab * batch]  # also where there is a GPU
-    return jax.make_mesh((batch, vocab), ("b", "v"), (axis_type,) * 2, devices=devices)
-
-
-@functools.cache
-def over(vocab: int, batch: int | None = None):
-    """A verifier over so many parts of the vocabulary, and of the batch."""
-    axes = "v", None if batch is None else "b"
-    sharding = sd.VerifySharding(mesh_of(vocab, batch or 1), *axes)
-    return jitted(functools.partial(sd.testing.rejection_sample_with_noise, sharding=sharding))
 
 
 long, slow = pytest.mark.long, pytest.mark.slow
 
-CUT = Layout(vocab=4104, vocab_size=4099, **BIG, kind="probs", has_bonus=True)
-FILTERED = Layout(
-    vocab=2600, vocab_size=2500, **BIG, **FILTERS, **HALF, kind="relative", draft_vocab=2049
-)
-
-WHOLE_DRAFTS = Layout(vocab=5128, vocab_size=4741, **BIG, kind="normalized", draft_vocab=4741)
-
-
-# Every kind of draft distribution, split and whole; parts smaller and larger than a tile, tiles
-# that parts cut; vocabularies that are padded to divide.
-@pytest.mark.parametrize(
-    ("parts", "layout"),
-    [
-        (8, CUT),
-        *[
-            pytest.param(parts, layout, marks=marks)
-            for parts, layout, marks in [
-                (8, FILTERED, slow),
-                (2, WHOLE_DRAFTS, long),
-                (4, dataclasses.replace(FILTERED, agreement=True, has_bonus=True), slow),
-            ]
-        ],
-    ],
-    ids=str,
-)
-def test_a_split_vocabulary_gives_the_tokens_of_the_oracle(parts, layout):
-    agree(random_batches(layout, range(12)), over(parts))
-
-
 # On GPUs.
 
 GATHERED = Layout(vocab=4120, vocab_size=4099, **BIG, kind="normalized", dtype="bfloat16")
-OTHER = dataclasses.replace(FILTERED, vocab=2608)  # a constant is no part of what JAX caches by
+# A constant is no part of what JAX caches by.
+OTHER = dataclasses.replace(FILTERED_PARTS, vocab=2608)
 
 
 @long
@@ -90,7 +50,7 @@ def test_a_form_for_gpus_gives_the_tokens_of_the_oracle(layout, most, monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("most", [0, 2**40])
-@pytest.mark.parametrize("layout", [CUT, FILTERED, GATHERED], ids=str)
+@pytest.mark.parametrize("layout", [CUT_IN_PARTS, FILTERED_PARTS, GATHERED], ids=str)
 def test_one_gpu_or_more_give_the_tokens_of_the_oracle(layout, most, monkeypatch):
     monkeypatch.setattr(sharding, "MOST_GATHERED", most)
     jax.clear_caches()
@@ -443,26 +403,10 @@ def test_draft_storage_that_cannot_be_read_in_parts_is_refused():
         )
 
 
-# A vocabulary that is not wide enough is padded by NaN.
-
-
-@jitted
-def padded(target_logits, drafts, noise, *, vocab_size=None, **options):
-    """Over eight parts, the vocabulary axis padded until it divides."""
-    v = target_logits.shape[1]
-    target_logits = jnp.pad(target_logits, ((0, 0), (0, -v % 8)), constant_values=jnp.nan)
-    sharding = sd.VerifySharding(mesh_of(8), "v")
-    return sd.testing.rejection_sample_with_noise(
-        target_logits, drafts, noise, vocab_size=vocab_size or v, sharding=sharding, **options
-    )
-
-
-class Edges(edges.EdgeSuite):
-    verifier = staticmethod(padded)
-
-
 @pytest.mark.parametrize(
     "temperature", [pytest.param(0.6, marks=long), pytest.param(1.0, marks=slow)]
 )
 def test_a_residual_of_rounding_gives_a_sample_of_the_target(temperature):
-    Edges().test_an_empty_residual_of_equal_logits_samples_the_target(temperature)
+    edges = test_edges.TestEdges()
+    edges.verifier = over(8)
+    edges.test_an_empty_residual_of_equal_logits_samples_the_target(temperature)

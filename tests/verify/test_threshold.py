@@ -30,7 +30,7 @@ def thresholds(
     logits: jax.Array, temperature: jax.Array, filter: sampling.Filter, platform: str = "cpu"
 ) -> jax.Array:
     backend = Xla().on(platform)
-    target = rows.Rows(logits, logits.shape[1], -jnp.inf, backend.device)
+    target = rows.VocabRows(logits, logits.shape[1], -jnp.inf, backend.device)
     wanted, inv = jnp.ones((B,), bool), sampling.inverse_temperature(temperature)
     peak = backend.peak(target, None)
     return backend.thresholds(target, None, filter, wanted, peak, inv)
@@ -187,7 +187,7 @@ def test_nothing_is_compiled_for_parameters_that_are_none():
     with (
         mock.patch.object(threshold, "only_if", fail),
         mock.patch.object(gather, "find_thresholds", fail),
-        mock.patch.object(rows.Rows, "_bits", fail),
+        mock.patch.object(rows.VocabRows, "_bits", fail),
         mock.patch.object(rows, "bits_at", fail),
     ):
         traced(sd.SamplingParams(jnp.ones(B)))

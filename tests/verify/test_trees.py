@@ -421,12 +421,12 @@ def test_rows_of_trees_are_those_of_the_ancestors():
     for k in (1, 7, 63):
         parents = np.stack([[rng.integers(0, j + 1) for j in range(k)] for _ in range(5)])
         rows = jax.device_get(jax.jit(sd.TreeRows.of)(np.int32(parents)))
-        for own, depth, visible in zip(parents, rows.depth, rows.visible, strict=True):
+        for own, depth, tree_mask in zip(parents, rows.depth, rows.tree_mask, strict=True):
             lines = [{0}]
             for node, parent in enumerate(own, 1):
                 lines.append({*lines[parent], node})
             assert depth.tolist() == [len(line) - 1 for line in lines]
-            words = [int(low) | int(high) << 32 for low, high in visible]
+            words = [int(low) | int(high) << 32 for low, high in tree_mask]
             assert words == [sum(1 << node for node in line) for line in lines]
 
 
@@ -466,11 +466,13 @@ def test_validate_says_what_is_wrong_with_a_tree(parents, ids, message):
     given: Any = dict(sampling=sd.SamplingParams(jnp.ones(1)), config=config)
     drafts = sd.Drafts.from_dense(np.int32([ids]), parents=np.int32([parents]))
     with pytest.raises(ValueError, match=message):
-        sd.validate(jnp.zeros((3, 4)), drafts, **given)
+        sd.testing.validate(jnp.zeros((3, 4)), drafts, **given)
     with pytest.raises(ValueError, match=message):
         keys = jax.random.split(jax.random.key(0), 1)
         sd.rejection_sample(jnp.zeros((3, 4)), drafts, keys=keys, positions=[3], **given)
-    sd.validate(jnp.zeros((3, 4)), dataclasses.replace(drafts, parents=jnp.array([0, 1])), **given)
+    sd.testing.validate(
+        jnp.zeros((3, 4)), dataclasses.replace(drafts, parents=jnp.array([0, 1])), **given
+    )
 
 
 def test_parents_of_another_shape_are_refused():

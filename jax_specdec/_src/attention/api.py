@@ -28,7 +28,7 @@ from jax_specdec._src.base.arrays import (
     require,
 )
 from jax_specdec._src.base.platform import Platform, traced_for_platform
-from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec._src.base.tree import TREE_MASK_BITS
 from jax_specdec._src.base.types import Integers
 from jax_specdec._src.mosaic import gpus
 from jax_specdec._src.rows.blocks import explicit_mesh, laid_as
@@ -41,7 +41,7 @@ def decode_attention(
     start: Integers,
     *,
     pages: jax.Array | np.ndarray | None = None,
-    visible: jax.Array | np.ndarray | None = None,
+    tree_mask: jax.Array | np.ndarray | None = None,
     window: int | None = None,
     depth: jax.Array | np.ndarray | None = None,
     softcap: float | None = None,
@@ -56,8 +56,8 @@ def decode_attention(
     new rows are in the cache already, at positions ``start[b]`` to ``start[b] + S - 1``.
 
     Row s of request b sees position t if ``t < start[b]``, or if it may see it: for a chain, ``t <=
-    start[b] + s``; otherwise as `visible` says, which may also name positions beyond the S new rows
-    that other calls have written.
+    start[b] + s``; otherwise as `tree_mask` says, which may also name positions beyond the S new
+    rows that other calls have written.
 
     Scores and softmax are float32. The result does not depend on what lies at positions that a row
     does not see, even where that is NaN; nor, beyond rounding, on T or on the other requests. For a
@@ -79,18 +79,19 @@ def decode_attention(
       pages: ``[B, L]`` int32: position t of request b is row ``t % page`` of page ``pages[b, t //
         page]``, and T is ``L * page``. Requests may share pages. Entries of positions that no row
         sees are not looked at, whatever they hold.
-      visible: ``[S, 2]`` or ``[B, S, 2]`` uint32, for S of at most 64: bit ``j % 32`` of word
+      tree_mask: ``[S, 2]`` or ``[B, S, 2]`` uint32, for S of at most 64: bit ``j % 32`` of word
         ``j // 32`` says whether the row sees position ``start[b] + j``, for j from 0 to 63,
         whatever S is. A tree sets the bits of a row's ancestors and its own; a block that sees all
         of itself sets S bits. Rows may be written elsewhere than from `start` on, within these 64
         positions, as a tree is that grows by a level a call. Bits of positions from T on are not
         looked at. Each row must see a position. None for a chain.
       window: a row at position ``start[b] + s`` sees no position up to ``start[b] + s - window``;
-        with `visible`, no row sees one up to ``start[b] - window``, or as `depth` says. None for
+        with `tree_mask`, no row sees one up to ``start[b] - window``, or as `depth` says. None for
         all positions.
-      depth: ``[B, S]`` int32, with `visible` and a window: the window of row s is counted back from
-        position ``start[b] + depth[b, s]``, that of a node of a tree in its sequence. None for 0.
-        Positions from `start[b]` on are seen as `visible` says, within the window or not.
+      depth: ``[B, S]`` int32, with `tree_mask` and a window: the window of row s is counted back
+        from position ``start[b] + depth[b, s]``, that of a node of a tree in its sequence. None for
+        0.
+        Positions from `start[b]` on are seen as `tree_mask` says, within the window or not.
       softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = scale q
         k``, as in Gemma 2. None for the scores as they are.
       scale: multiplies products of queries and keys, in float32; None for ``1 / sqrt(D)``.
@@ -107,7 +108,7 @@ def decode_attention(
     Raises:
       TypeError: an argument of another dtype, or `start` not integers.
       ValueError: shapes that do not fit, a `start` out of the range of int32, a cache without
-        room, `visible` for more than 64 rows, a window below 1, `depth` without `visible`, or a
+        room, `tree_mask` for more than 64 rows, a window below 1, `depth` without `tree_mask`, or a
         soft cap or a scale that is no finite number above 0.
       NotImplementedError: "mosaic_gpu" was named and does not serve the call; the message says why.
 
@@ -138,16 +139,16 @@ def decode_attention(
     has_room = is_empty or sizes["T"]
     require(has_room, "pages" if sizes.get("L") == 0 else "keys", "have room for a position", keys)
     must = f"have at most T = {sizes['T']} rows, the positions of the cache"
-    require(is_empty or visible is not None or num_rows <= sizes["T"], "query", must, query)
-    if visible is not None:
-        check_array("visible", visible, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
-        must = f"be None for more than {MAX_VISIBLE} rows"
-        require(num_rows <= MAX_VISIBLE, "visible", must, visible)
+    require(is_empty or tree_mask is not None or num_rows <= sizes["T"], "query", must, query)
+    if tree_mask is not None:
+        check_array("tree_mask", tree_mask, "[S, 2] or [B, S, 2] uint32", {**sizes, "2": 2})
+        must = f"be None for more than {TREE_MASK_BITS} rows"
+        require(num_rows <= TREE_MASK_BITS, "tree_mask", must, tree_mask)
     if window is not None:
         window = check_int("window", window, 1)
     if depth is not None:
         check_array("depth", depth, "[B, S] int32", sizes)
-        require(visible is not None, "depth", "be None without visible", depth)
+        require(tree_mask is not None, "depth", "be None without tree_mask", depth)
     for name, number in (("softcap", softcap), ("scale", scale)):
         is_above = isinstance(number, numbers.Real) and 0 < number < math.inf
         require(number is None or is_above, name, "be a finite number above 0, or None", number)
@@ -172,26 +173,25 @@ def decode_attention(
         finite_cache=finite_cache,
         implementation=implementation,
     )
-    return attend(arrays, static, visible)
+    return attend(arrays, static, tree_mask)
 
 
 def attend(
-    arrays: AttentionArrays, static: AttentionStatic, visible: jax.Array | np.ndarray | None
+    arrays: AttentionArrays, static: AttentionStatic, tree_mask: jax.Array | np.ndarray | None
 ) -> jax.Array:
     """Returns what `decode_attention` does, of arrays that need no checks.
 
     Args:
-      arrays: without `visible`.
+      arrays: without `tree_mask`.
       static: without `num_visible`.
-      visible: as for `decode_attention`.
     """
     batch_size, num_rows = arrays.query.shape[:2]
     if 0 in arrays.query.shape:
         return jnp.zeros_like(arrays.query)
-    if visible is not None:
-        static = static._replace(num_visible=_num_visible(visible, num_rows))
-        each = jnp.broadcast_to(jnp.asarray(visible), (batch_size, num_rows, 2))
-        arrays = arrays._replace(visible=each)
+    if tree_mask is not None:
+        static = static._replace(num_visible=_num_visible(tree_mask, num_rows))
+        each = jnp.broadcast_to(jnp.asarray(tree_mask), (batch_size, num_rows, 2))
+        arrays = arrays._replace(tree_mask=each)
     room = room_of(arrays.keys, arrays.pages)
     if static.window is None or static.window >= room:
         static = static._replace(window=None)  # of all positions
@@ -203,17 +203,17 @@ def attend(
     return laid_as(arrays.query, run, arrays)
 
 
-def _num_visible(visible: jax.Array | np.ndarray, num_rows: int) -> int:
+def _num_visible(tree_mask: jax.Array | np.ndarray, num_rows: int) -> int:
     """Returns how many positions from `start` on rows may see: S if bits are known, else 64.
 
     The kernel reads so many. The bits of a block are a constant, and it sees the S new rows alone.
     """
-    if not isinstance(visible, np.ndarray):
-        return MAX_VISIBLE
+    if not isinstance(tree_mask, np.ndarray):
+        return TREE_MASK_BITS
     # The bits that any row has: positions past the S new rows have none?
-    low, high = np.bitwise_or.reduce(visible.reshape(-1, 2), axis=0)
+    low, high = np.bitwise_or.reduce(tree_mask.reshape(-1, 2), axis=0)
     bits = int(low) | int(high) << 32
-    return num_rows if bits >> num_rows == 0 else MAX_VISIBLE
+    return num_rows if bits >> num_rows == 0 else TREE_MASK_BITS
 
 
 @functools.partial(jax.jit, static_argnums=1)

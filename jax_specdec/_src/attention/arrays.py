@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec._src.base.tree import TREE_MASK_BITS
 
 AttentionImplementation = Literal["xla", "mosaic_gpu"]
 
@@ -23,7 +23,7 @@ class AttentionArrays(NamedTuple):
       keys: of one of the three layouts of `cache`.
       values: of the same.
       start: ``[B]`` int32.
-      visible: ``[B, S, 2]`` uint32, or None for a chain.
+      tree_mask: ``[B, S, 2]`` uint32, or None for a chain.
       pages: ``[B, L]`` int32, or None where the layout is not that of pages.
       depth: ``[B, S]`` int32, positions beyond `start` from which windows count back; or None.
       slots: ``[B]`` int32, the requests of the cache that rows are of; None for all, in their
@@ -35,7 +35,7 @@ class AttentionArrays(NamedTuple):
     keys: jax.Array
     values: jax.Array
     start: jax.Array
-    visible: jax.Array | None = None
+    tree_mask: jax.Array | None = None
     pages: jax.Array | None = None
     depth: jax.Array | None = None
     slots: jax.Array | None = None
@@ -50,7 +50,7 @@ class AttentionStatic(NamedTuple):
       window: positions that a row of a chain sees, its own included; None for all.
       softcap: the bound of the scores, or None.
       finite_cache: whether no value of the cache is NaN or infinite.
-      num_visible: positions from `start` on that some row may see by `visible`.
+      num_visible: positions from `start` on that some row may see by `tree_mask`.
       implementation: that was named.
       num_kv: heads of keys of a request; where there are slots, the shapes do not say it.
     """
@@ -59,7 +59,7 @@ class AttentionStatic(NamedTuple):
     window: int | None = None
     softcap: float | None = None
     finite_cache: bool = False
-    num_visible: int = MAX_VISIBLE
+    num_visible: int = TREE_MASK_BITS
     implementation: AttentionImplementation | None = None
     num_kv: int | None = None
 

@@ -39,7 +39,6 @@ def check_cache(keys: Array, values: Array, pages: Array | None, dtype: str, siz
 
     Args:
       keys: of any layout.
-      values: of the same.
       pages: the table, or None.
       dtype: that they may have, in the words of `check_array`; both have the same.
       sizes: of the call; "B" is known. "Nkv" becomes 0 where the heads are not those of B requests.

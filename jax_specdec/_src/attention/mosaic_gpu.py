@@ -61,7 +61,7 @@ _LEAST = -1e30
 """A maximum before any score. Finite, so that the difference of two such is 0."""
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """The sizes of a launch."""
 
     num_kv: int  # heads of keys of a request
@@ -73,7 +73,7 @@ class Shape(NamedTuple):
     room: int  # T
     bounds: tuple[int, ...]  # first tiles of the splits, and the end of the last
     static: AttentionStatic
-    has_words: bool  # whether `visible` is given
+    has_words: bool  # whether `tree_mask` is given
     page: int | None  # positions of a page, or T; None where keys are [B * Nkv, D, T]
     num_pages: int  # of the pool, or slots of the cache
 
@@ -124,8 +124,6 @@ def attend(
     """Returns ``[B, S, N, D]``; see `api.decode_attention`.
 
     Args:
-      arrays: of the call.
-      static: likewise.
       bounds: first tiles of the splits, and the end of the last; None for those of `split_bounds`.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
@@ -158,7 +156,7 @@ def attend(
     padded = padded_rows(rows)
     if bounds is None:
         bounds = split_bounds(room // TILE, heads * -(-padded // ROWS))
-    shape = Shape(
+    shape = AttentionShape(
         num_kv=num_kv,
         group=group,
         num_new=num_new,
@@ -167,7 +165,7 @@ def attend(
         room=room,
         bounds=bounds,
         static=static,
-        has_words=arrays.visible is not None,
+        has_words=arrays.tree_mask is not None,
         page=page,
         num_pages=num_pages,
     )
@@ -176,7 +174,7 @@ def attend(
         "keys": keys,
         "values": values,
         "start": arrays.start,
-        "words": _words_of_rows(arrays.visible, shape),
+        "words": _words_of_rows(arrays.tree_mask, shape),
     }
     if table is not None:
         operands["pages"] = table
@@ -190,7 +188,7 @@ def attend(
     return found.astype(keys.dtype).swapaxes(1, 2).reshape(arrays.query.shape)
 
 
-def _joined(shape: Shape, heads: int, outputs: dict[str, jax.Array]) -> jax.Array:
+def _joined(shape: AttentionShape, heads: int, outputs: dict[str, jax.Array]) -> jax.Array:
     """Returns what all splits found, ``[B * Nkv, padded, D]``."""
     found = outputs["found"].reshape(heads, shape.splits, shape.padded, shape.head_dim)
     if shape.splits == 1:
@@ -254,12 +252,12 @@ def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
     return tuple(bounds)
 
 
-def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
+def _words_of_rows(tree_mask: jax.Array | None, shape: AttentionShape) -> Any:
     """Returns ``[B, 2, row_blocks * 64]`` int32, the words of each row; one of each for a chain."""
-    if visible is None:
+    if tree_mask is None:
         # NumPy's zeros are constants of the program, those of JAX would be a launch.
         return np.zeros((1, 2, ROWS), np.int32)
-    words = lax.bitcast_convert_type(visible, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
+    words = lax.bitcast_convert_type(tree_mask, jnp.int32).swapaxes(1, 2)  # [B, 2, S]
     # A row of a product for each query head of a new row: [B, 2, S * group], padded to blocks.
     words = jnp.repeat(words, shape.group, axis=2)
     rest = shape.row_blocks * ROWS - words.shape[2]
@@ -267,9 +265,9 @@ def _words_of_rows(visible: jax.Array | None, shape: Shape) -> Any:
 
 
 def _launch(
-    shape: Shape, dtype: Any, heads: int, operands: dict[str, Any], interpret: Any
+    shape: AttentionShape, dtype: Any, heads: int, operands: dict[str, Any], interpret: Any
 ) -> dict[str, jax.Array]:
-    """Returns the outputs of the kernel by their names in `Operands`, as are its operands."""
+    """Returns the outputs of the kernel by their names in `AttentionOperands`, as `operands` are."""
     # Partial products of several splits are joined in float32.
     found_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
     # Shared memory as the matrix unit reads it: tiles of 8 rows of 128 bytes, swizzled.
@@ -309,10 +307,10 @@ def _launch(
 
     # A kernel takes operands, outputs and scratch memory as one flat list.
     def run(*refs: Any) -> None:
-        arrays = Operands(**dict(zip(names, refs[: len(names)], strict=True)))
+        arrays = AttentionOperands(**dict(zip(names, refs[: len(names)], strict=True)))
         memory = Scratch(**dict(zip(scratch, refs[len(names) :], strict=True)))
         threads = InterpretedThreads() if interpret else GpuThreads()
-        _multiply(shape, Block.of(shape, arrays), arrays, memory, threads)
+        _multiply(shape, BlockWork.of(shape, arrays), arrays, memory, threads)
 
     run.__name__ = "decode_attention"
     kernel = plgpu.kernel(
@@ -329,7 +327,7 @@ def _launch(
 
 
 def _outputs(
-    shape: Shape, dtype: Any, found_dtype: Any, heads: int
+    shape: AttentionShape, dtype: Any, found_dtype: Any, heads: int
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the outputs of the kernel: the rows, if it joins them, and what each split found."""
     outputs = {}
@@ -346,7 +344,7 @@ def _outputs(
     return outputs
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Refs in global memory: operands, then outputs as far as there are."""
 
     query: Any  # [B * Nkv * rows, D], and more up to whole pieces; rows are S * group
@@ -379,7 +377,7 @@ class Scratch(NamedTuple):
     all_found: Any = None  # a barrier of the cluster, in interpret mode
 
 
-class Block(NamedTuple):
+class BlockWork(NamedTuple):
     """Work of a block, ``[]`` int32 each."""
 
     head: jax.Array  # of keys, of the requests that have rows
@@ -396,7 +394,7 @@ class Block(NamedTuple):
     end_whole: jax.Array
 
     @classmethod
-    def of(cls, shape: Shape, operands: Operands) -> Block:
+    def of(cls, shape: AttentionShape, operands: AttentionOperands) -> BlockWork:
         """Returns the work of this block."""
         # The block's head of keys, split of the positions and rows.
         head = lax.axis_index("head")
@@ -454,7 +452,9 @@ class Block(NamedTuple):
         )
 
 
-def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) -> Places:
+def _places(
+    shape: AttentionShape, block: BlockWork, operands: AttentionOperands, i: jax.Array | int
+) -> Places:
     """Returns where in the pool ``[P * page, Nkv * D]`` the parts of a tile begin.
 
     A part that no row sees may have no page: it gets that of the nearest one that is seen.
@@ -484,9 +484,9 @@ def _places(shape: Shape, block: Block, operands: Operands, i: jax.Array | int) 
 
 
 def _copy(
-    shape: Shape,
-    block: Block,
-    operands: Operands,
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
     scratch: Scratch,
     i: jax.Array | int,
     places: Places,
@@ -526,7 +526,11 @@ def _copy(
 
 
 def _multiply(
-    shape: Shape, block: Block, operands: Operands, scratch: Scratch, threads: Threads
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
+    scratch: Scratch,
+    threads: Threads,
 ) -> None:
     """Reads the block's tiles, and writes what its rows found."""
     layout = plgpu.Layout.WGMMA
@@ -631,7 +635,13 @@ def _multiply(
         _join(shape, block, operands, threads)
 
 
-def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, columns: Any) -> None:
+def _write(
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
+    scratch: Scratch,
+    columns: Any,
+) -> None:
     """Copies what a block found from shared to global memory."""
     own = block.head * shape.splits + block.split
 
@@ -650,9 +660,9 @@ def _write(shape: Shape, block: Block, operands: Operands, scratch: Scratch, col
 
 
 def _lay_out(
-    shape: Shape,
-    block: Block,
-    operands: Operands,
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
     scratch: Scratch,
     threads: Threads,
     part: jax.Array,
@@ -677,7 +687,9 @@ def _lay_out(
     plgpu.commit_smem()  # other columns may come in their place
 
 
-def _join(shape: Shape, block: Block, operands: Operands, threads: Threads) -> None:
+def _join(
+    shape: AttentionShape, block: BlockWork, operands: AttentionOperands, threads: Threads
+) -> None:
     """Writes the block's share of the cluster's rows, joined, to where the query's are."""
     # Vectors of 128 numbers take turns among the splits.
     vectors = shape.stored * shape.head_dim // THREADS
@@ -712,7 +724,7 @@ def _join(shape: Shape, block: Block, operands: Operands, threads: Threads) -> N
     lax.fori_loop(0, count, step, None)
 
 
-def _place(shape: Shape, block: Block, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _place(shape: AttentionShape, block: BlockWork, row: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns where in ``[B, S, N, D]`` rows of a block begin, and whether they are rows."""
     group = jnp.int32(shape.group)
     own = row + block.row  # of the head of keys, [S, group]
@@ -724,7 +736,7 @@ def _place(shape: Shape, block: Block, row: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _poisoned(
-    shape: Shape, scratch: Scratch, slot: jax.Array, scores: jax.Array, interpreted: bool
+    shape: AttentionShape, scratch: Scratch, slot: jax.Array, scores: jax.Array, interpreted: bool
 ) -> jax.Array:
     """Returns scores ``[64, TILE]``, NaN where a value is not finite, which becomes 0 then.
 
@@ -760,7 +772,7 @@ def _numbers(part: Any) -> jax.Array:
     return plgpu.layout_cast(part[...], plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
-def _seen(shape: Shape, block: Block, scratch: Scratch, i: jax.Array) -> jax.Array:
+def _seen(shape: AttentionShape, block: BlockWork, scratch: Scratch, i: jax.Array) -> jax.Array:
     """Returns which positions of a tile each row sees, ``[64, TILE]`` bool."""
     layout = plgpu.Layout.WGMMA
     size = ROWS, TILE

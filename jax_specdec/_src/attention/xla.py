@@ -118,18 +118,18 @@ def _of_heads(found: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Array:
     """Returns ``[B, S, T]`` bool, which positions each row sees."""
     num_rows = arrays.query.shape[1]
-    visible = arrays.visible
+    tree_mask = arrays.tree_mask
     # [1, 1, T], [1, S, 1] and [B, 1, 1]
     position = jnp.arange(room, dtype=jnp.int32)[None, None, :]
     row = jnp.arange(num_rows, dtype=jnp.int32)[None, :, None]
     start = arrays.start[:, None, None]
-    if visible is None:
+    if tree_mask is None:
         seen = position <= start + row
     else:
         new = position - start  # [B, 1, T], which bit is for the position
         is_new = (new >= 0) & (new < static.num_visible)
-        low = visible[:, :, :1]  # [B, S, 1], as the next
-        high = visible[:, :, 1:]
+        low = tree_mask[:, :, :1]  # [B, S, 1], as the next
+        high = tree_mask[:, :, 1:]
         # [B, S, T]: the bit of each position, in the row's first or second word
         word = jnp.where(new < 32, low, high)
         bit = (word >> (new & 31).astype(jnp.uint32)) & 1
@@ -137,7 +137,7 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
     if static.window is None:
         return seen
     # [B, S or 1, 1]: the position that the window ends at
-    newest = start + row if visible is None else start
+    newest = start + row if tree_mask is None else start
     if arrays.depth is not None:
         return seen & ((position > newest + arrays.depth[:, :, None] - static.window) | is_new)
     return seen & (position > newest - static.window)

@@ -195,7 +195,6 @@ def check_array(
     """Checks one array, and adds what its shape says to `sizes`.
 
     Args:
-      name: of the argument.
       value: its value.
       declared: as for `pytree`; without a dtype, any will do.
       sizes: what letters stand for. A letter that is not in it may have any size.

@@ -112,7 +112,6 @@ def check_keys(name: str, keys: Any, sizes: Sizes | None = None) -> None:
     """Checks that noise can be drawn from keys.
 
     Args:
-      name: of the argument.
       keys: its value.
       sizes: with B, if there must be a key for each request.
 

@@ -52,8 +52,6 @@ def locate(
       start: int32 offsets of any shape.
       end: the offsets that follow them.
       index: the requests that these are.
-      k: K.
-      n: N.
 
     Returns:
       The first draft and the number of drafts, both 0 if the offsets are out of range, and whether
@@ -137,8 +135,6 @@ def owners(
     Args:
       logits: ``[M, V]``, or ``[B, V]`` if `drafts` is None; checked by `check_rows`.
       drafts: the flattened drafts. None for one row per request, without drafts before it.
-      config: static settings.
-      padded_rows: as in `rejection_sample`.
     """
     m = logits.shape[0]
     index = jnp.arange(m, dtype=jnp.int32)
@@ -204,7 +200,6 @@ def check_rows(
     Args:
       logits: ``[N+B, V]`` or ``[N, V]``; ``[B, V]`` if `drafts` is None.
       drafts: a `Drafts` or None.
-      batch: B.
       config: a `SpecDecodeConfig`; not checked if `drafts` is None.
       padded_rows: whether `logits` may have any number of rows.
       most: the most columns that `logits` may have; None for any number.

@@ -11,8 +11,8 @@ from jax import lax
 from jax_specdec._src.base.arrays import check_array, require
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 
-MAX_VISIBLE = 64
-"""Rows that a mask of bits has room for."""
+TREE_MASK_BITS = 64
+"""Rows that a row of a tree mask has bits for."""
 
 
 class TreeRows(NamedTuple):
@@ -23,7 +23,7 @@ class TreeRows(NamedTuple):
     Attributes:
       depth: ``[B, K+1]`` int32, drafts from node 0 to each node: its token is at position
         ``start[b] + depth[b, i]`` of the sequence, for rotary angles.
-      visible: ``[B, K+1, 2]`` uint32, which nodes each one sees, its ancestors and itself, as
+      tree_mask: ``[B, K+1, 2]`` uint32, which nodes each one sees, its ancestors and itself, as
         `decode_attention` takes it.
 
     Example:
@@ -31,12 +31,12 @@ class TreeRows(NamedTuple):
       >>> rows = TreeRows.of(jnp.array([[0, 0, 1]]))
       >>> rows.depth.tolist()
       [[0, 1, 1, 2]]
-      >>> [f"{bits:04b}" for bits in rows.visible[0, :, 0].tolist()]
+      >>> [f"{bits:04b}" for bits in rows.tree_mask[0, :, 0].tolist()]
       ['0001', '0011', '0101', '1011']
     """
 
     depth: jax.Array
-    visible: jax.Array
+    tree_mask: jax.Array
 
     @classmethod
     def of(cls, parents: jax.Array) -> TreeRows:
@@ -55,14 +55,14 @@ class TreeRows(NamedTuple):
         """
         sizes: dict[str, int] = {}
         check_array("parents", parents, "[B, K] int32", sizes)
-        must = f"have at most {MAX_VISIBLE - 1} drafts per request"
-        require(sizes["K"] < MAX_VISIBLE, "parents", must, parents)
+        must = f"have at most {TREE_MASK_BITS - 1} drafts per request"
+        require(sizes["K"] < TREE_MASK_BITS, "parents", must, parents)
         # [B, K+1, K+1]: whether node i sees node j
         sees = lineage(nodes_above(parents))
         # [B, K+1, K+1, 2] -> [B, K+1, 2]: the bits of all nodes that a node sees
         bits = node_bits(jnp.arange(sees.shape[2], dtype=jnp.int32))[None, None]
-        visible = jnp.sum(jnp.where(sees[..., None], bits, 0), axis=2, dtype=jnp.uint32)
-        return cls(depths(sees), visible)
+        tree_mask = jnp.sum(jnp.where(sees[..., None], bits, 0), axis=2, dtype=jnp.uint32)
+        return cls(depths(sees), tree_mask)
 
 
 def node_bits(nodes: jax.Array) -> jax.Array:

@@ -65,6 +65,24 @@ class DraftSample(NamedTuple):
     threshold: jax.Array | None = None
 
 
+class DraftRows(NamedTuple):
+    """A row of each request, and the draft that it is for; see `sample_draft_tokens`.
+
+    Attributes:
+      logits: ``[B, Vd]``.
+      sampling: of each request.
+      positions: ``[B]`` int32.
+      offset: ``[]`` or ``[B]`` int32.
+      ids: ``[Vd]`` or ``[B, Vd]`` int32; None if column ``j`` is id ``j``.
+    """
+
+    logits: jax.Array
+    sampling: SamplingParams
+    positions: Array
+    offset: jax.Array | int
+    ids: jax.Array | None = None
+
+
 def sample_draft_tokens(
     logits: Array,
     *,
@@ -90,7 +108,6 @@ def sample_draft_tokens(
 
     Args:
       logits: ``[B, Vd]``, in the dtype that they are stored in.
-      sampling: per-request parameters.
       keys: ``[B]`` typed keys of two or four words, those that `rejection_sample` gets.
       positions: ``[B]`` int32, position of the step's first draft, as `rejection_sample` gets it.
       offset: ``[]`` or ``[B]`` int32, index of this draft in the step, from 0 on.
@@ -135,13 +152,27 @@ def sample_draft_tokens(
     sampling = per_request(sampling, logits.shape[0])
     positions = as_positions(positions)
     check_positions(positions, {"B": logits.shape[0]})
-    takes_argmax = config is not None and config.draft_sample_method == "greedy"
-    shares_noise = config is not None and config.rejection_sample_method == "agreement"
     offset = jnp.asarray(offset, jnp.int32)
     if ids is not None:
         sizes = {"B": logits.shape[0], "Vd": logits.shape[1]}
         check_array("ids", ids, "[Vd] or [B, Vd] int32", sizes)
         ids = jnp.asarray(ids)
+    rows = DraftRows(logits, sampling, positions, offset, ids)
+    config = config or SpecDecodeConfig(num_speculative_tokens=1)  # the number is not read
+    return sample(rows, keys, config, sharding, implementation)
+
+
+def sample(
+    rows: DraftRows,
+    keys: jax.Array,
+    config: SpecDecodeConfig,
+    sharding: VerifySharding | None,
+    implementation: DraftImplementation | None = None,
+) -> DraftSample:
+    """Returns what `sample_draft_tokens` does, of arrays that need no checks."""
+    logits, sampling, positions, offset, ids = rows
+    takes_argmax = config.draft_sample_method == "greedy"
+    shares_noise = config.rejection_sample_method == "agreement"
     # No requests: the shapes that a batch would have, without a program.
     if logits.shape[0] == 0:
         nothing = jnp.zeros((0,), jnp.float32)
@@ -150,11 +181,11 @@ def sample_draft_tokens(
         if takes_argmax:
             return DraftSample(token_ids)
         return DraftSample(token_ids, nothing, nothing, threshold)
-    given = logits, sampling, keys, positions, offset
     # By default the kernel, where it serves the call and gains from it.
     # It would gather logits that are split where XLA computes on the parts.
     is_whole = sharding is not None or place_of(logits)[1:] == (None, None)
     by_default = implementation is None and is_whole and gpus.not_by_default() is None
+    given = logits, sampling, keys, positions, offset
     drawn = _sample(*given, takes_argmax, shares_noise, sharding, implementation, by_default)
     if ids is None:
         return drawn

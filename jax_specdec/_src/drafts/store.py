@@ -31,7 +31,7 @@ from jax_specdec._src.base.types import (
     Drafts,
     Integers,
 )
-from jax_specdec._src.drafts.sample import DraftSample
+from jax_specdec._src.drafts.sample import DraftRows, DraftSample
 from jax_specdec._src.verify.requests import usable_normalizers
 
 _EVICTED = -1
@@ -186,7 +186,6 @@ class DraftStore:
             sampler of your own makes a `DraftSample`; see `DraftLogits` for the numbers of a row.
           ids: ``[B, C]`` int32, the ids of each row, if rows list their own ids; else None.
           positions: ``[B]`` int32, absolute position of the step's first draft.
-          sampling: per-request parameters.
           slots: ``[B]`` int32, all different, the slot of each request. A slot out of range writes
             nothing. None if request b has slot b, and B = S.
 
@@ -199,18 +198,14 @@ class DraftStore:
           ValueError: shapes that do not fit; `ids` missing, or given for rows that have none.
         """
         check_type("drawn", drawn, DraftSample, hint="pass what sample_draft_tokens returned")
-        batch = self._batch(slots)
-        sizes = {"B": batch, "Vd": self.logits.shape[1]}
+        sizes = {"B": self._batch(slots), "Vd": self.logits.shape[1]}
         check_array("logits", logits, "[B, Vd]", sizes)
-        # [B]: the numbers of each row, by the names that they are stored under
-        numbers = {name: getattr(drawn, name) for name in ROW_NUMBERS}
-        # Nothing was left out of any row.
-        if drawn.threshold is None:
-            numbers["threshold"] = jnp.full((batch,), -jnp.inf, jnp.float32)
-        for name, x in numbers.items():
+        for name in ROW_NUMBERS:
+            x = getattr(drawn, name)
+            if x is None and name == "threshold":
+                continue
             hint = "a greedy draft has no q to store" if x is None else None
             check_array(f"drawn.{name}", x, "[B]", sizes, hint)
-        rows = {"logits": logits, **numbers}
         is_stored = logits.dtype == self.logits.dtype
         must = f"be of {self.logits.dtype}"
         require(is_stored, "logits", must, logits, "round them before sampling", TypeError)
@@ -219,16 +214,29 @@ class DraftStore:
         require(self.has_own_ids == (ids is not None), "ids", must, ids)
         if ids is not None:
             check_array("ids", ids, "[B, Vd] int32", sizes)
-            rows["ids"] = ids
+        return self.write_rows(DraftRows(logits, sampling, positions, offset, ids), drawn, slots)
+
+    def write_rows(
+        self, rows: DraftRows, drawn: DraftSample, slots: jax.Array | None = None
+    ) -> DraftStore:
+        """Returns what `write` does, of arrays that need no checks."""
+        offset = rows.offset
+        # By the names that they are stored under: the rows, and [B] numbers of each
+        stored = {"logits": rows.logits} | {name: getattr(drawn, name) for name in ROW_NUMBERS}
+        # Nothing was left out of any row.
+        if drawn.threshold is None:
+            stored["threshold"] = jnp.full((len(rows.logits),), -jnp.inf, jnp.float32)
+        if self.has_own_ids:
+            stored["ids"] = rows.ids
         # [B]: what says for which verification a row is valid; for none if greedy
-        temperature = sampling.temperature
-        stamped = jnp.where(temperature > 0, positions, _EVICTED)
+        temperature = rows.sampling.temperature
+        stamped = jnp.where(temperature > 0, rows.positions, _EVICTED)
         if slots is None:
             # Request b is slot b: the S rows of a draft are one block, which is written in place.
             first = jnp.asarray(offset, jnp.int32) * self.num_slots
             written = {
                 name: lax.dynamic_update_slice_in_dim(getattr(self, name), x, first, axis=0)
-                for name, x in rows.items()
+                for name, x in stored.items()
             }
             column: Any = slice(None)
         else:
@@ -236,7 +244,8 @@ class DraftStore:
             has_slot = self._has_slot(slots)
             index = jnp.where(has_slot, offset * self.num_slots + slots, self.logits.shape[0])
             written = {
-                name: getattr(self, name).at[index].set(x, mode="drop") for name, x in rows.items()
+                name: getattr(self, name).at[index].set(x, mode="drop")
+                for name, x in stored.items()
             }
             # [B]: the column of `positions` [K, S] likewise
             column = jnp.where(has_slot, slots, self.num_slots)
@@ -320,9 +329,16 @@ class DraftStore:
         """
         check_type("drafts", drafts, Drafts)
         sizes = {"B": self._batch(slots)}
-        cu = drafts.cu_num_draft_tokens
-        check_array("drafts.cu_num_draft_tokens", cu, "[B+1]", sizes)
+        offsets = drafts.cu_num_draft_tokens
+        check_array("drafts.cu_num_draft_tokens", offsets, "[B+1]", sizes)
         sampling, positions = _of_requests(sampling, positions, sizes)
+        return self.attach_rows(drafts, positions, sampling, slots)
+
+    def attach_rows(
+        self, drafts: Drafts, positions: Array, sampling: SamplingParams, slots: jax.Array | None
+    ) -> Drafts:
+        """Returns what `attach` does, of arrays that need no checks."""
+        cu = drafts.cu_num_draft_tokens
         k, s = self.positions.shape
         # [B]: the slot of each request, in range; a request without one is not valid below
         index = jnp.arange(s, dtype=jnp.int32) if slots is None else slots
@@ -361,6 +377,46 @@ class DraftStore:
         )
         return dataclasses.replace(drafts, distribution=distribution)
 
+    @staticmethod
+    def count_fallbacks(
+        drafts: Drafts, *, sampling: SamplingParams, active: jax.Array | None = None
+    ) -> jax.Array:
+        """Returns how many sampled requests are verified one-hot for want of a usable draft row.
+
+        Such a request had no valid rows in a store, or the `log_normalizer` of one of its drafts is
+        too large to be used (see `DraftLogits`). Its tokens are still distributed as the target's,
+        but fewer drafts are accepted.
+
+        Args:
+          drafts: from `attach`, for example; without a distribution the count is 0.
+          active: ``[B]`` bool, or None for all true.
+
+        Returns:
+          ``[]`` int32.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> import jax_specdec as sd
+          >>> no_rows = sd.DraftLogits(jnp.zeros((3, 8)), valid=jnp.array([False, False]))
+          >>> drafts = sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1]), no_rows)
+          >>> sampling = sd.SamplingParams(jnp.array([0.0, 1.0]))
+          >>> int(sd.DraftStore.count_fallbacks(drafts, sampling=sampling))
+          1
+        """
+        distribution: DraftDistribution | None = drafts.distribution
+        if distribution is None:
+            return jnp.int32(0)
+        sampling = per_request(sampling, drafts.cu_num_draft_tokens.shape[0] - 1)
+        # [B]: a normalizer is unusable, or the rows are not valid though something is proposed
+        falls_back = _has_unusable_row(drafts, distribution)
+        if distribution.valid is not None:
+            falls_back |= ~distribution.valid & (_num_proposed(drafts, 1) > 0)
+        # A greedy request is one-hot in any case.
+        falls_back &= sampling.temperature > 0
+        if active is not None:
+            falls_back &= active
+        return jnp.sum(falls_back, dtype=jnp.int32)
+
     def _batch(self, slots: jax.Array | None) -> int:
         """Returns B: S where request b has slot b."""
         if slots is None:
@@ -371,46 +427,6 @@ class DraftStore:
     def _has_slot(self, slots: jax.Array) -> jax.Array:
         """Returns ``[B]`` bool, whether each slot is in range."""
         return (slots >= 0) & (slots < self.num_slots)
-
-
-def count_fallbacks(
-    drafts: Drafts, *, sampling: SamplingParams, active: jax.Array | None = None
-) -> jax.Array:
-    """Returns how many sampled requests are verified one-hot for want of a usable draft row.
-
-    Such a request had no valid rows in the store, or the `log_normalizer` of one of its drafts is
-    too large to be used (see `DraftLogits`). Its tokens are still distributed as the target's, but
-    fewer drafts are accepted.
-
-    Args:
-      drafts: from `DraftStore.attach`, for example; without a distribution the count is 0.
-      sampling: per-request parameters.
-      active: ``[B]`` bool, or None for all true.
-
-    Returns:
-      ``[]`` int32.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> no_rows = sd.DraftLogits(jnp.zeros((3, 8)), valid=jnp.array([False, False]))
-      >>> drafts = sd.Drafts.from_flat(jnp.array([5, 6, 7]), jnp.array([2, 1]), no_rows)
-      >>> int(sd.count_fallbacks(drafts, sampling=sd.SamplingParams(jnp.array([0.0, 1.0]))))
-      1
-    """
-    distribution: DraftDistribution | None = drafts.distribution
-    if distribution is None:
-        return jnp.int32(0)
-    sampling = per_request(sampling, drafts.cu_num_draft_tokens.shape[0] - 1)
-    # [B]: a normalizer is unusable, or the rows are not valid though something is proposed
-    falls_back = _has_unusable_row(drafts, distribution)
-    if distribution.valid is not None:
-        falls_back |= ~distribution.valid & (_num_proposed(drafts, 1) > 0)
-    # A greedy request is one-hot in any case.
-    falls_back &= sampling.temperature > 0
-    if active is not None:
-        falls_back &= active
-    return jnp.sum(falls_back, dtype=jnp.int32)
 
 
 def _has_unusable_row(drafts: Drafts, distribution: DraftDistribution) -> jax.Array:

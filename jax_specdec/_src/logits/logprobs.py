@@ -29,11 +29,11 @@ from jax_specdec._src.base.sampling import Filter, SamplingParams, inverse_tempe
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Array, Drafts, RejectionSampleOutput
 from jax_specdec._src.rows.device import Device
 from jax_specdec._src.rows.part import of_owner, part_of
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.verify import sharding as sharding_lib
 from jax_specdec._src.verify.backends.gather import Gather
 from jax_specdec._src.verify.backends.xla import Xla
-from jax_specdec._src.verify.call import Settings, check_arrays
+from jax_specdec._src.verify.call import CallSettings, Static, check_arrays
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec._src.verify.statistics import Partials
@@ -194,20 +194,17 @@ def token_logprobs(
     at the request's temperature, filtered by min-p, top-k and top-p. A greedy request has no such
     distribution; its rows are read at temperature 1, unfiltered.
 
-    For log-probabilities before penalties, give the rows from before `apply_penalties`; for those
+    For log-probabilities before penalties, give the rows from before `process_logits`; for those
     after penalties, give the rows that were verified.
 
+    Arguments that `rejection_sample` has too are those of its call.
+
     Args:
-      target_logits: of the call of `rejection_sample`; ``[N, V]`` if it had `bonus_token_ids`.
-      drafts: of the call.
+      target_logits: ``[N+B, V]``; ``[N, V]`` if the call had `bonus_token_ids`.
       output: what the call returned.
-      sampling: of the call.
-      config: of the call.
       num_top: n, static, the number of alternatives, 0 to V.
       distribution: "raw" or "processed", static.
       thresholds: whether to return what the filters kept, static; for "processed".
-      vocab_size: of the call.
-      token_bitmask: of the call.
       padded_rows: of the call; for logits with bonus rows.
       sharding: of the call. Logits that are split over the vocabulary stay where they are: devices
         exchange sums, and their `num_top` likeliest tokens.
@@ -264,9 +261,10 @@ def token_logprobs(
     if not padded_rows and isinstance(drafts, Drafts):
         if np.shape(target_logits)[:1] == drafts.token_ids.shape:  # a bonus was given
             bonus = jnp.zeros_like(output.num_emitted, jnp.int32)
-    call, sizes = check_arrays(
+    settings = CallSettings(config, vocab_size, padded_rows, sharding=sharding)
+    arrays, sizes = check_arrays(
         CallArrays.given(target_logits, drafts, None, sampling, bonus, None, token_bitmask),
-        Settings(config, vocab_size, padded_rows, sharding=sharding),
+        settings,
     )
     sizes["K"] = config.num_speculative_tokens
     check_array("output.token_ids", output.token_ids, "[B, K+1]", sizes)
@@ -277,36 +275,55 @@ def token_logprobs(
     if output.path is not None:
         check_array("output.path", output.path, "[B, K+1]", sizes)
     wanted = LogprobsConfig(num_top, distribution, thresholds)
-    sampling = call.sampling
-    size = sizes["size"]
-    check_int("num_top", num_top, 0, size)
-    target_logits = jnp.asarray(target_logits)
-    token_bitmask = None if token_bitmask is None else jnp.asarray(token_bitmask)
-    k = config.num_speculative_tokens
+    check_int("num_top", num_top, 0, sizes["size"])
+    # Draft rows are not read, however they are split.
+    no_rows = dataclasses.replace(drafts, distribution=None)
+    static = Static.of(
+        dataclasses.replace(arrays, drafts=no_rows), settings._replace(vocab_size=sizes["size"])
+    )
+    return emitted_logprobs(arrays, static, output, wanted)
+
+
+def emitted_logprobs(
+    arrays: CallArrays, static: Static, output: RejectionSampleOutput, wanted: LogprobsConfig
+) -> TokenLogprobs:
+    """Returns what `token_logprobs` does, of arrays that need no checks.
+
+    Args:
+      arrays: of the call of `verify`, with temperatures; its randomness is not read.
+      static: of the call.
+      output: what the call returned.
+      wanted: which log-probabilities.
+    """
+    target_logits, token_bitmask = jax.tree.map(
+        jnp.asarray, (arrays.target_logits, arrays.token_bitmask)
+    )
+    drafts = arrays.drafts
+    temperature = arrays.sampling.temperature
+    k = static.config.num_speculative_tokens
     n = drafts.token_ids.shape[0]
     batch = output.num_emitted.shape[0]
-    rows = target_logits.shape[0]
     shape = (batch, k + 1)
     # No row was read, so no token has one.
-    if rows == 0 or batch == 0:
+    if target_logits.shape[0] == 0 or batch == 0:
         return TokenLogprobs(
             jnp.full(shape, jnp.nan, jnp.float32),
-            jnp.full((*shape, num_top), PLACEHOLDER_TOKEN_ID, jnp.int32),
-            jnp.full((*shape, num_top), jnp.nan, jnp.float32),
-            jnp.full(shape, jnp.nan, jnp.float32) if thresholds else None,
+            jnp.full((*shape, wanted.num_top), PLACEHOLDER_TOKEN_ID, jnp.int32),
+            jnp.full((*shape, wanted.num_top), jnp.nan, jnp.float32),
+            jnp.full(shape, jnp.nan, jnp.float32) if wanted.thresholds else None,
         )
     # [B]: the first row of each request, and how many it owns
-    has_bonus_rows = padded_rows or rows != n
+    has_bonus_rows = arrays.bonus_token_ids is None
     layout = ragged.unpack(drafts, k, has_bonus_rows)
     offset = jnp.arange(k + 1, dtype=jnp.int32)[None, :]
     num_rows = layout.num_drafts + int(has_bonus_rows)
     # [B]: what the row is scaled by, and the filters; of "raw", neither they nor the mask
     inv_temperature = jnp.ones((batch,), jnp.float32)
     filter = None
-    if distribution == "processed":
-        greedy = sampling.temperature == 0  # at temperature 1: 1 / 0 would have no derivative
-        inv_temperature = inverse_temperature(jnp.where(greedy, 1.0, sampling.temperature))
-        filter = Filter.of(sampling)
+    if wanted.distribution == "processed":
+        greedy = temperature == 0  # at temperature 1: 1 / 0 would have no derivative
+        inv_temperature = inverse_temperature(jnp.where(greedy, 1.0, temperature))
+        filter = Filter.of(arrays.sampling)
         filter = None if filter is None else filter.where(~greedy)
     else:
         token_bitmask = None
@@ -325,17 +342,15 @@ def token_logprobs(
         filter=jax.tree.map(per_token, filter),
     )
 
-    # How the logits are split decides where they are read; draft rows are not read at all.
-    no_rows = dataclasses.replace(drafts, distribution=None)
-    array_layout = sharding_lib.resolve(sharding, target_logits, no_rows, None)
-    mesh, vocab_axis, batch_axis = array_layout[:3]
+    # How the logits are split decides where they are read.
+    mesh, vocab_axis, batch_axis = static.layout[:3]
 
     # Over a mesh, each device reads the rows of its own requests, and its own columns of them.
     def read(arrays: tuple[jax.Array, jax.Array | None, Emitted]) -> TokenLogprobs:
-        return read_emitted(*arrays, size, wanted, vocab_axis)
+        return read_emitted(*arrays, static.size, wanted, vocab_axis)
 
+    given = target_logits, token_bitmask, emitted
     if mesh is None:
-        given = target_logits, token_bitmask, emitted
         with jax.debug_nans(False):  # NaN is what it returns where no token was emitted
             return sharding_lib.without_vma(read, given, vocab_axis)
 
@@ -350,9 +365,8 @@ def token_logprobs(
 
     own = P(batch_axis)
     specs = P(batch_axis, vocab_axis), own, own
-    arrays = target_logits, token_bitmask, emitted
     with jax.debug_nans(False):
-        return sharding_lib.over_mesh(on_part, mesh, specs, own, arrays)
+        return sharding_lib.over_mesh(on_part, mesh, specs, own, given)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
@@ -465,13 +479,15 @@ def _rows(
     token_bitmask: jax.Array | None,
     axis: str | None,
     device: Device,
-) -> Rows:
+) -> VocabRows:
     """Returns the target rows, or this device's part of them."""
     part = part_of(axis, target_logits.shape[1])
-    return Rows(target_logits, size, -jnp.inf, device, token_bitmask, None, part)
+    return VocabRows(target_logits, size, -jnp.inf, device, token_bitmask, None, part)
 
 
-def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, jax.Array | None]:
+def _partials(
+    rows: VocabRows, those: Emitted, backend: Gather
+) -> tuple[Partials, jax.Array | None]:
     """Returns partials of this part, of the rows of tokens ``[n]``, and thresholds or None."""
     inv = those.inv_temperature
     kept = None
@@ -483,7 +499,7 @@ def _partials(rows: Rows, those: Emitted, backend: Gather) -> tuple[Partials, ja
 
 
 def _read_batch(
-    rows: Rows, those: Emitted, wanted: LogprobsConfig, backend: Gather
+    rows: VocabRows, those: Emitted, wanted: LogprobsConfig, backend: Gather
 ) -> TokenLogprobs:
     """Returns log-probabilities of one token of each request: ``[B]`` and twice ``[B, n]``."""
     inv = those.inv_temperature
@@ -545,7 +561,7 @@ def _read_batch(
     return TokenLogprobs(own, ids, logprobs(top), thresholds)
 
 
-def _between(rows: Rows, those: Emitted, kept: jax.Array) -> jax.Array:
+def _between(rows: VocabRows, those: Emitted, kept: jax.Array) -> jax.Array:
     """Returns ``[B]`` float32, what divides the entries from `kept` on from those below.
 
     In the middle it also divides entries that were computed in another way, and differ a little.

@@ -34,7 +34,7 @@ class LogitsProcessors(Processor):
 
     Attributes:
       logit_bias: added to the logits.
-      penalties: applied to the biased logits, by `apply_penalties`.
+      penalties: applied to the biased logits.
       bad_words: whose last tokens get -inf where the sequence ends with their other tokens.
       min_tokens: stop tokens get -inf as long as a request has fewer tokens.
       allowed_tokens: all others get -inf.
@@ -130,8 +130,8 @@ def process_logits(
 
     Returns:
       Rows of the shape of `logits`: float32 if there are biases or penalties, else of the same
-      dtype. A request with a row in which no token is left ends with ``BAD_TARGET_ROW``, and no
-      other.
+      dtype. A request with a row in which no token is left, or with a penalty out of range, whose
+      rows are all NaN, ends with ``BAD_TARGET_ROW``, and no other.
 
     Raises:
       TypeError: an argument of the wrong type or dtype, at trace time.
@@ -153,91 +153,59 @@ def process_logits(
       vLLM, `vllm/v1/sample/sampler.py`; transformers, `_get_logits_processor` in
       `generation/utils.py`.
     """
-    return _process("processors", processors, LogitsProcessors, logits, drafts, config, padded_rows)
+    check_processed(logits, drafts, processors, config, padded_rows)
+    return processed(logits, drafts, processors, config, padded_rows)
 
 
-def apply_penalties(
+def check_processed(
     logits: Array,
     drafts: Drafts | None,
-    penalties: Penalties,
-    *,
-    config: SpecDecodeConfig | None = None,
+    processors: object,
+    config: SpecDecodeConfig | None,
+    padded_rows: bool = False,
+) -> None:
+    """Checks processors, and the rows that they are to change.
+
+    Raises:
+      TypeError, ValueError: as `process_logits`.
+    """
+    sizes: Sizes = {}
+    check_tree("processors", processors, (LogitsProcessors,), sizes)
+    # Without arrays, which would give B, there is no processor at all.
+    if sizes:
+        # A drafter's rows may have fewer columns than there are counts, but never more.
+        ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
+
+
+def processed(
+    logits: Array,
+    drafts: Drafts | None,
+    processors: LogitsProcessors,
+    config: SpecDecodeConfig | None,
     padded_rows: bool = False,
 ) -> jax.Array:
-    """Penalizes rows of logits; each row counts the drafts of its request that come before it.
-
-    Let ``n`` be how often a token occurs in the output and in the drafts before the row. If
-    ``n > 0``, or if the token is in the prompt, its logit is divided by `repetition` if positive
-    and multiplied by it if not. Then ``frequency * n`` is subtracted, and `presence` if ``n > 0``.
-    Neutral values (0, 0, 1) leave a request's rows as they are.
-
-    `process_logits` of penalties alone, with its arguments and errors. There may be fewer columns
-    than in ``penalties.counts``, for a drafter that has fewer.
-
-    Returns:
-      float32 of the shape of `logits`. If one of a request's penalties is out of range, all of its
-      rows are NaN: `rejection_sample` ends that request, and no other, with ``BAD_TARGET_ROW``.
-
-    Numerics:
-      One elementwise pass over the logits writes float32 rows. If no request in the batch is
-      penalized, the pass only casts.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> import jax_specdec as sd
-      >>> one = jnp.ones(1)
-      >>> penalties = sd.Penalties.from_sequences(  # 2 is in the prompt, 0 was generated twice
-      ...     jnp.array([[2, 0, 0]]), lengths=jnp.array([3]), prompt_lengths=jnp.array([1]),
-      ...     vocab_size=3, frequency=0.5 * one, presence=0 * one, repetition=2 * one)
-      >>> penalties.counts.tolist(), penalties.in_prompt.tolist()
-      ([[2, 0, 0]], [[False, False, True]])
-      >>> drafts = sd.Drafts.from_flat(jnp.array([1]), jnp.array([1]))
-      >>> sd.apply_penalties(
-      ...     jnp.array([[4.0, 4.0, -4.0], [4.0, 4.0, -4.0]]), drafts, penalties,
-      ...     config=sd.SpecDecodeConfig(num_speculative_tokens=1)).tolist()
-      [[1.0, 4.0, -8.0], [1.0, 1.5, -8.0]]
-    """
-    return _process("penalties", penalties, Penalties, logits, drafts, config, padded_rows)
-
-
-def _process(
-    name: str,
-    processor: object,
-    cls: type[Processor],
-    logits: Array,
-    drafts: Drafts | None,
-    config: SpecDecodeConfig | None,
-    padded_rows: bool,
-) -> jax.Array:
-    """Applies a processor after the checks. Which request owns a row is found once for all."""
-    sizes: Sizes = {}
-    check_tree(name, processor, (cls,), sizes)
-    # No array gave B: there is no processor at all.
-    if not sizes:
+    """Returns what `process_logits` does, of arrays that need no checks."""
+    leaves = jax.tree.leaves(processors)
+    if not leaves:
         return jnp.asarray(logits)
-    # A drafter's rows may have fewer columns than there are counts, but never more.
-    ragged.check_rows(logits, drafts, sizes["B"], config, padded_rows, most=sizes.get("V"))
     # Gathers from no row, or by no request, have no meaning.
-    if 0 in (logits.shape[0], sizes["B"]):
+    if 0 in (logits.shape[0], leaves[0].shape[0]):
         return jnp.asarray(logits, jnp.float32)
     # Processors read ids alone: q would be an argument of the program for nothing.
     drafts = None if drafts is None else dataclasses.replace(drafts, distribution=None)
-    return cast(
-        jax.Array,
-        traced_for_platform(
-            _applied, (jnp.asarray(logits), drafts, processor), config, padded_rows
-        ),
-    )
+    arrays = jnp.asarray(logits), drafts, processors
+    # Which request owns a row is found once for all processors.
+    return cast(jax.Array, traced_for_platform(_applied, arrays, config, padded_rows))
 
 
 def _applied(
-    arrays: tuple[jax.Array, Drafts | None, Processor],
+    arrays: tuple[jax.Array, Drafts | None, LogitsProcessors],
     config: SpecDecodeConfig | None,
     padded_rows: bool,
     platform: Platform,
 ) -> jax.Array:
-    """Returns the rows that a processor makes on a platform."""
-    logits, drafts, processor = arrays
-    # [M]: the request of each row, its offset, and the drafts of that request, [M, K]
+    """Returns the rows that processors make on a platform."""
+    logits, drafts, processors = arrays
+    # [M]: the request of each row, its offset, and the drafts of that request, [M, K]: once for all
     rows = ragged.owners(logits, drafts, config, padded_rows)
-    return processor.apply(logits, rows, platform)
+    return processors.apply(logits, rows, platform)

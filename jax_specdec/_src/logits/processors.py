@@ -22,7 +22,7 @@ from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.logits.grammar import bitmask_of
 from jax_specdec._src.rows.blocks import BLOCK, by_blocks, scatter
 from jax_specdec._src.rows.device import device_of
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 
 _SMALLEST = float(jnp.finfo(jnp.float32).tiny)
 
@@ -153,6 +153,10 @@ class LogitBias(Processor):
 class Penalties(Processor):
     """The penalties of B requests, and the tokens that each has seen.
 
+    Repetition goes first, then frequency, then presence. Each row counts the drafts of its request
+    that come before it, too. Rows may have fewer columns than `counts`, for a drafter that has
+    fewer. Where no request is penalized (0, 0 and 1), rows are only cast to float32.
+
     Attributes:
       frequency: ``[B]`` float32, finite, subtracted from a token's logit for every occurrence in
         the output.
@@ -253,7 +257,7 @@ class Penalties(Processor):
         return dataclasses.replace(self, counts=self.counts.at[request, ids].add(1, mode="drop"))
 
     def apply(self, logits: jax.Array, rows: Owners, platform: Platform) -> jax.Array:
-        """Returns the rows in float32, penalized; see `apply_penalties`."""
+        """Returns the rows in float32, penalized."""
         num_drafts = rows.token_ids.shape[1]
         # K times [M]: draft i of each row's request, if it comes before the row
         before = [
@@ -524,7 +528,7 @@ class AllowedTokens(Processor):
             device = device_of(platform)
             # [M, ceil(V/32)]: the words of each row's request
             words = device.take(self.token_bitmask, owner)
-            return Rows(logits, logits.shape[1], -jnp.inf, device, words).masked().matrix
+            return VocabRows(logits, logits.shape[1], -jnp.inf, device, words).masked().matrix
 
         return _by_owner(masked, rows, platform, logits)
 

@@ -1,6 +1,6 @@
 """`Device`: how a kind of device does what rows and draws are made of, as it does it best.
 
-It knows arrays alone: `Rows` and `Q` hold one, and so does each backend.
+It knows arrays alone: `VocabRows` and `Q` hold one, and so does each backend.
 """
 
 from __future__ import annotations

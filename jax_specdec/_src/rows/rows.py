@@ -1,4 +1,4 @@
-"""`Rows`: entries of a matrix by row and id, read in place on XLA."""
+"""`VocabRows`: entries of a matrix by row and id, read in place on XLA."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def storage_of(distribution: DraftDistribution) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class VocabRows:
     """A matrix ``[R, W]`` of logits or probabilities, read by row and id.
 
     An `index` is int32, the rows that are read; those out of range are clipped into it.
@@ -61,7 +61,7 @@ class Rows:
         columns = self.matrix.shape[1]
         return columns if self.part.is_split else min(self.size, columns)
 
-    def masked(self) -> Rows:
+    def masked(self) -> VocabRows:
         """Returns a copy with the bitmask applied, where bits are expensive to read repeatedly."""
         if self.token_bitmask is None:
             return self
@@ -130,7 +130,7 @@ class Rows:
             lambda index, *given: function(self.whole(index), *given), self.matrix.shape[0], *arrays
         )
 
-    def select(self, index: jax.Array | None) -> Rows:
+    def select(self, index: jax.Array | None) -> VocabRows:
         """Returns some rows, with their bits and thresholds; all of them without an index."""
         # A device takes rows of all three alike: None has no leaves.
         if index is None:

@@ -42,7 +42,8 @@ class StepRecord:
 
       >>> import jax, numpy as np
       >>> import jax_specdec as sd
-      >>> step = sd.StepRecord(
+      >>> from jax_specdec import lm
+      >>> step = lm.StepRecord(
       ...     token_ids=np.array([[5, 9, -1]]), num_kept=np.array([2]), num_proposed=np.array([2]),
       ...     num_accepted=np.array([2]), num_emitted=np.array([3]))
       >>> stats = sd.AcceptanceStats.from_steps(jax.tree.map(lambda x: x[None], step))

@@ -731,7 +731,7 @@ def decode_attention(
     values: npt.ArrayLike,
     start: npt.ArrayLike,
     *,
-    visible: npt.ArrayLike | None = None,
+    tree_mask: npt.ArrayLike | None = None,
     window: int | None = None,
     depth: npt.ArrayLike | None = None,
     softcap: float | None = None,
@@ -749,7 +749,7 @@ def decode_attention(
       keys: ``[B * Nkv, D, T]``.
       values: ``[B * Nkv, T, D]``.
       start: ``[B]``.
-      visible: ``[B, S, 2]`` words of 32 bits, or None for a chain.
+      tree_mask: ``[B, S, 2]`` words of 32 bits, or None for a chain.
       window: positions that a row sees, or None for all.
       depth: ``[B, S]``, or None.
       softcap: c tanh(x / c) stands for each score x; None for the scores.
@@ -771,13 +771,13 @@ def decode_attention(
     for b, s in np.ndindex(batch_size, num_rows):
         # [T]: positions, counted from the first new row
         new = np.arange(room) - np.asarray(start)[b]
-        if visible is None:
+        if tree_mask is None:
             newest = s
             is_seen = new <= s
         else:
             newest = 0 if depth is None else int(np.asarray(depth)[b, s])
             place = np.clip(new, 0, 63)
-            bits = np.asarray(visible)[b, s][place // 32] >> place % 32 & 1
+            bits = np.asarray(tree_mask)[b, s][place // 32] >> place % 32 & 1
             is_seen = (new < 0) | ((new < 64) & (bits == 1))
         # With depths, bits alone say which of the new rows are seen.
         is_exempt = (depth is not None) & (new >= 0)

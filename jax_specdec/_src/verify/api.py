@@ -27,7 +27,7 @@ from jax_specdec._src.mosaic import gpus
 from jax_specdec._src.verify.backends.base import Backend
 from jax_specdec._src.verify.backends.mosaic_gpu import MosaicGpu
 from jax_specdec._src.verify.backends.xla import Xla
-from jax_specdec._src.verify.call import Implementation, Settings, Static, checked
+from jax_specdec._src.verify.call import CallSettings, Implementation, Static, checked
 from jax_specdec._src.verify.mosaic_gpu import support
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
@@ -97,7 +97,6 @@ def rejection_sample(
       positions: ``[B]`` int32, absolute position of each request's first draft, not negative. It
         must grow with every step, as the length of the sequence does: a position used twice gets
         the same noise twice. None where keys may be.
-      config: static settings.
       bonus_token_ids: ``[B]`` int32, the tokens to emit if all drafts are accepted, for a caller
         who samples them. A request that ends early, at an id out of range, samples from its own
         row instead.
@@ -157,10 +156,10 @@ def rejection_sample(
     of_requests = (keys, positions), sampling, bonus_token_ids, active
     arrays, static = _checked(
         CallArrays.given(target_logits, drafts, *of_requests, token_bitmask),
-        Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
+        CallSettings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
     check_known(arrays, static)
-    return _call(arrays, static)
+    return verify(arrays, static)
 
 
 def rejection_sample_with_noise(
@@ -204,9 +203,9 @@ def rejection_sample_with_noise(
     of_requests = noise, sampling, bonus_token_ids, active
     arrays, static = _checked(
         CallArrays.given(target_logits, drafts, *of_requests, token_bitmask),
-        Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
+        CallSettings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
-    return _call(arrays, static)
+    return verify(arrays, static)
 
 
 def which_implementation(
@@ -266,19 +265,27 @@ def check_implementation(name: str | None) -> None:
         raise NotImplementedError(why_not)
 
 
-def _checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:
+def _checked(arrays: CallArrays, settings: CallSettings) -> tuple[CallArrays, Static]:
     """Returns `call.checked`, if the named implementation is one that has a device."""
     check_implementation(settings.implementation)
     return checked(arrays, settings)
 
 
-def _call(arrays: CallArrays, static: Static) -> RejectionSampleOutput:
-    """Makes a call that is checked."""
+def verify(arrays: CallArrays, static: Static) -> RejectionSampleOutput:
+    """Returns what `rejection_sample` does, of arrays that need no checks.
+
+    Args:
+      arrays: their randomness is keys and positions, or explicit noise.
+      static: from `Static.of`.
+    """
     # Without requests there is nothing to compile.
     if arrays.num_requests == 0:
         k = static.config.num_speculative_tokens
         counts = jnp.zeros((0,), jnp.int32)
         return RejectionSampleOutput(jnp.zeros((0, k + 1), jnp.int32), counts, counts, counts)
+    noise = arrays.randomness
+    if isinstance(noise, tuple) and not arrays.needs_noise(static.config):
+        arrays = dataclasses.replace(arrays, randomness=(None, noise[1]))
     return _rejection_sample(arrays, static=static)
 
 

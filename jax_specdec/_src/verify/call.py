@@ -45,12 +45,12 @@ NO_LEADING_0 = "vLLM's offsets have no leading 0: put one before them"
 """What helps where offsets do not begin with 0."""
 
 
-class Settings(NamedTuple):
+class CallSettings(NamedTuple):
     """The static arguments of a call, as `rejection_sample` describes them, before the checks."""
 
     config: SpecDecodeConfig
-    vocab_size: int | None
-    padded_rows: bool
+    vocab_size: int | None = None
+    padded_rows: bool = False
     implementation: Implementation | None = None
     kernel_config: KernelConfig | None = None
     sharding: VerifySharding | None = None
@@ -73,8 +73,25 @@ class Static(NamedTuple):
     kernel_config: KernelConfig | None
     layout: ArrayLayout
 
+    @classmethod
+    def of(cls, arrays: CallArrays, settings: CallSettings) -> Static:
+        """Returns the static side of a call whose arrays need no checks, or are checked.
 
-def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]:
+        Raises:
+          ValueError, NotImplementedError: the arrays cannot be split as `settings` say.
+        """
+        logits = arrays.target_logits
+        sharding = settings.sharding
+        return cls(
+            config=settings.config,
+            size=settings.vocab_size or logits.shape[1] * vocabulary_parts(sharding),
+            implementation=settings.implementation,
+            kernel_config=settings.kernel_config,
+            layout=resolve(sharding, logits, arrays.drafts, arrays.randomness),
+        )
+
+
+def checked(arrays: CallArrays, settings: CallSettings) -> tuple[CallArrays, Static]:
     """Returns the arrays of a call and its static side.
 
     Without noise it is not to be made: see `validate`.
@@ -87,30 +104,20 @@ def checked(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Static]
     # Shapes and dtypes first, then how arrays are split, then the noise, whose shape may need K.
     arrays, sizes = check_arrays(arrays, settings)
     _check_trees(arrays, config)
-    layout = resolve(settings.sharding, arrays.target_logits, arrays.drafts, arrays.randomness)
-    if arrays.randomness is not None:
-        sizes["K"] = config.num_speculative_tokens
-        # Greedy requests alone draw nothing, but for synthetic acceptance.
-        needs_noise = not is_greedy or config.conditional_rates is not None
-        _check_noise(arrays.randomness, sizes, config, needs_noise)
-        _check_counts(arrays.drafts, sizes)
-        if not needs_noise and isinstance(arrays.randomness, tuple):
-            arrays = dataclasses.replace(arrays, randomness=(None, arrays.randomness[1]))
+    static = Static.of(arrays, settings._replace(vocab_size=sizes["size"]))
     if is_greedy:
         given = arrays.sampling
         # No temperature says that all requests are greedy, to all that is traced.
         greedy = SamplingParams(None, given.min_p, given.top_k, given.top_p)
         arrays = dataclasses.replace(arrays, sampling=greedy)
-    return arrays, Static(
-        config=config,
-        size=sizes["size"],
-        implementation=settings.implementation,
-        kernel_config=settings.kernel_config,
-        layout=layout,
-    )
+    if arrays.randomness is not None:
+        sizes["K"] = config.num_speculative_tokens
+        _check_noise(arrays.randomness, sizes, config, arrays.needs_noise(config))
+        _check_counts(arrays.drafts, sizes)
+    return arrays, static
 
 
-def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Sizes]:
+def check_arrays(arrays: CallArrays, settings: CallSettings) -> tuple[CallArrays, Sizes]:
     """Returns the arrays of a call, with numbers and lists converted, and what letters stand for.
 
     V is all of the vocabulary, ``size`` the first id that is padding.
@@ -124,7 +131,7 @@ def check_arrays(arrays: CallArrays, settings: Settings) -> tuple[CallArrays, Si
     padded_rows = settings.padded_rows
     arrays = _converted(arrays)
     _check_leading_0(arrays)
-    parts = 1 if settings.sharding is None else vocabulary_parts(settings.sharding)
+    parts = vocabulary_parts(settings.sharding)
     check_type("config", settings.config, SpecDecodeConfig)
     check_type("padded_rows", padded_rows, bool)
     # Each letter of a declaration gets its size from the first array that has it.

@@ -18,7 +18,7 @@ from jax import lax
 
 from jax_specdec._src.rows import tiles
 from jax_specdec._src.rows.blocks import entry_of
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.rows.tiles import TILE, pieces_of_tiles
 from jax_specdec._src.verify.local_rows import LocalRows
 from jax_specdec._src.verify.position import Source
@@ -241,7 +241,7 @@ def race_draw(
     # The noise of an id is that of its place in the tile; `ids` need not begin with the first. It
     # is taken from two copies of the noise side by side, as a slice from that place on.
     of_ids = exponential[:, tiles.num_tiles(rows.padded_vocab_size) :]
-    twice = Rows(jnp.tile(of_ids, 2), 2 * of_ids.shape[1], 0.0, rows.device)
+    twice = VocabRows(jnp.tile(of_ids, 2), 2 * of_ids.shape[1], 0.0, rows.device)
     index = jnp.arange(ids.shape[0], dtype=jnp.int32)
     of_ids = twice.slices(index, ids[:, 0] % TILE, ids.shape[1], twice.size)
     # The best of each part, then of all parts.

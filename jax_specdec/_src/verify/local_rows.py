@@ -12,7 +12,7 @@ from jax_specdec._src.base.types import DraftDistribution
 from jax_specdec._src.rows import tiles
 from jax_specdec._src.rows.device import Device
 from jax_specdec._src.rows.part import WHOLE, Part
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.rows.tiles import TILE, tiles_of_part
 from jax_specdec._src.verify.position import Source
 from jax_specdec._src.verify.q import OneHot, Q, Stored, q_of
@@ -29,7 +29,7 @@ class LocalRows:
       keeps_sums: whether the sums of target rows are kept by tile.
     """
 
-    target: Rows
+    target: VocabRows
     q: Q
     num_tiles: int
     keeps_sums: bool = False
@@ -62,7 +62,7 @@ class LocalRows:
           applies_bitmask: whether a copy of the target rows is made with the bitmask.
         """
         # The target's rows: padding, bits and other parts' ids are filled with -inf.
-        target = Rows(target_logits, size, -math.inf, device, token_bitmask, None, part)
+        target = VocabRows(target_logits, size, -math.inf, device, token_bitmask, None, part)
         if applies_bitmask:
             target = target.masked()
         q = q_of(distribution, size, device, part if draft_is_split else WHOLE)

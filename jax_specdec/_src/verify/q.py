@@ -1,10 +1,10 @@
 """`Q`: the draft distributions of a call, by the ids that their columns stand for.
 
 `OneHot` has none, column j of `Dense` is id j, rows of `Mapped` share one list of ids, and each row
-of `Listed` has a list of its own. All are read by id as `Rows` are. To memory they write nothing of
-the vocabulary's size but the columns of `Mapped`, ``[size]`` once for all rows, and ``[n, size]``
-for a race of all ids. What is read comes as a list of arrays, which is empty if every draft is
-one-hot.
+of `Listed` has a list of its own. All are read by id as `VocabRows` are. To memory they write
+nothing of the vocabulary's size but the columns of `Mapped`, ``[size]`` once for all rows, and
+``[n, size]`` for a race of all ids. What is read comes as a list of arrays, which is empty if every
+draft is one-hot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import lax
 from jax_specdec._src.base.types import DraftDistribution, DraftLogits, DraftProbs
 from jax_specdec._src.rows.device import Device, entries_of
 from jax_specdec._src.rows.part import WHOLE, Part
-from jax_specdec._src.rows.rows import Rows, storage_of
+from jax_specdec._src.rows.rows import VocabRows, storage_of
 from jax_specdec._src.rows.tiles import Scale
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.position import DraftScale, Source
@@ -103,7 +103,7 @@ class Q(abc.ABC):
 
     @abc.abstractmethod
     def slices(self, index: jax.Array, first: jax.Array, length: int, end: int) -> list[jax.Array]:
-        """Returns the entries of some ids, as `Rows.slices`."""
+        """Returns the entries of some ids, as `VocabRows.slices`."""
 
     @abc.abstractmethod
     def whole(self, index: jax.Array, width: int) -> list[jax.Array]:
@@ -150,11 +150,11 @@ class Stored(Q):
       kind: what the rows hold.
     """
 
-    storage: Rows
+    storage: VocabRows
     kind: Probabilities | Logits
 
     def at(self, index: jax.Array, ids: jax.Array) -> jax.Array:
-        """Returns the entries of `ids`, as `Rows.at`."""
+        """Returns the entries of `ids`, as `VocabRows.at`."""
         return self.storage.at(index, ids)
 
     def slices(self, index: jax.Array, first: jax.Array, length: int, end: int) -> list[jax.Array]:
@@ -203,7 +203,9 @@ class Mapped(Stored):
     columns: jax.Array
 
     @classmethod
-    def of(cls, storage: Rows, kind: Probabilities | Logits, ids: jax.Array, size: int) -> Mapped:
+    def of(
+        cls, storage: VocabRows, kind: Probabilities | Logits, ids: jax.Array, size: int
+    ) -> Mapped:
         """Returns rows whose column ``j`` is id ``ids[j]``."""
         width = ids.shape[0]
         # The list turned around: of each id its column.
@@ -316,10 +318,10 @@ def q_of(
     ids = distribution.ids
     if ids is None:
         # Column j is id j: rows are read as target rows are.
-        rows = Rows(storage, size, kind.fill, device, None, kind.thresholds, part)
+        rows = VocabRows(storage, size, kind.fill, device, None, kind.thresholds, part)
         return Dense(rows, kind)
     # Rows are read by column; which id a column is, the class knows.
-    rows = Rows(storage, storage.shape[1], kind.fill, device, None, kind.thresholds)
+    rows = VocabRows(storage, storage.shape[1], kind.fill, device, None, kind.thresholds)
     if ids.ndim == 1:
         return Mapped.of(rows, kind, ids, size)
     return Listed(rows, kind, size, ids)

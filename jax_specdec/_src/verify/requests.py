@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax_specdec._src.base import ragged
 from jax_specdec._src.base import sampling as sampling_lib
 from jax_specdec._src.base.arrays import pytree
+from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.noise import draw_noise, token_exponentials
 from jax_specdec._src.base.sampling import Filter, SamplingParams
 from jax_specdec._src.base.types import (
@@ -93,6 +94,10 @@ class CallArrays:
     def is_greedy(self) -> bool:
         """Whether every request is known to be greedy."""
         return self.sampling.temperature is None
+
+    def needs_noise(self, config: SpecDecodeConfig) -> bool:
+        """Returns whether anything is drawn: not for greedy requests, but by synthetic rates."""
+        return not self.is_greedy or config.rejection_sample_method == "synthetic"
 
 
 class Uniforms(NamedTuple):

@@ -185,7 +185,6 @@ class Rule(abc.ABC):
         """Counts the drafts that are accepted.
 
         Args:
-          requests: the requests.
           positions: all that were chosen, read and given their weights.
           residual_masses: ``[B, P]`` float32, ``sum((weight * p - q)+)`` where `uses_q`. Only the
             block rule takes them.

@@ -128,7 +128,7 @@ class ArrayLayout(NamedTuple):
     draft_batch: bool = False
 
 
-def vocabulary_parts(sharding: VerifySharding) -> int:
+def vocabulary_parts(sharding: VerifySharding | None) -> int:
     """Returns how many parts the vocabulary is in, if `target_logits` is one of them; else 1.
 
     `target_logits` is a part only inside the caller's `jax.shard_map`.
@@ -138,7 +138,7 @@ def vocabulary_parts(sharding: VerifySharding) -> int:
       ValueError: it names an axis and no mesh, and the call is not inside a `jax.shard_map`.
     """
     check_type("sharding", sharding, VerifySharding, None)
-    if sharding.mesh is not None or sharding.vocab_axis is None:
+    if sharding is None or sharding.mesh is not None or sharding.vocab_axis is None:
         return 1
     try:
         return lax.axis_size(sharding.vocab_axis)
@@ -162,7 +162,6 @@ def resolve(
       sharding: what the caller gave. None to go by where `target_logits` is; XLA then serves what
         this module cannot, as if nothing were split.
       target_logits: of the call, after the checks.
-      drafts: of the call.
       noise: explicit noise, or keys and positions.
 
     Raises:
@@ -318,7 +317,6 @@ def over_parts(
     Args:
       function: takes one part, whose offsets begin at 0.
       layout: how the arrays are split.
-      arrays: of the call.
 
     Returns:
       The outputs of all parts as one batch.

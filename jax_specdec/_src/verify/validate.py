@@ -15,7 +15,7 @@ from jax_specdec._src.base.noise import check_keys
 from jax_specdec._src.base.sampling import SamplingParams
 from jax_specdec._src.base.types import Array, Drafts, Integers
 from jax_specdec._src.verify.api import check_implementation
-from jax_specdec._src.verify.call import Implementation, Settings, checked
+from jax_specdec._src.verify.call import CallSettings, Implementation, checked
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec._src.verify.sharding import VerifySharding
@@ -57,7 +57,7 @@ def validate(
     Example:
       >>> import jax.numpy as jnp
       >>> import jax_specdec as sd
-      >>> sd.validate(
+      >>> sd.testing.validate(
       ...     jnp.zeros((3, 4)),
       ...     sd.Drafts.from_flat(jnp.array([1, 9]), jnp.array([2])),
       ...     sampling=sd.SamplingParams(jnp.ones(1)),
@@ -83,7 +83,7 @@ def validate(
         CallArrays.given(
             target_logits, drafts, None, sampling, bonus_token_ids, active, token_bitmask
         ),
-        Settings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
+        CallSettings(config, vocab_size, padded_rows, implementation, kernel_config, sharding),
     )
     batch = len(drafts.cu_num_draft_tokens) - 1
     # Noise, if it is given.

@@ -139,7 +139,7 @@ def _check_drafts(options: Options, models: Models) -> None:
     for drafter, draft in models.drafters.items():
         for config in options.configs:
             k = config.num_speculative_tokens
-            most = draft.most_drafts
+            most = draft.max_drafts
             must = f"be at most {most} with --draft {drafter.removeprefix(SUFFIX_PREFIX)}"
             require(most is None or k <= most, name, must, k)
             try:

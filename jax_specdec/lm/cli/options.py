@@ -18,7 +18,7 @@ from jax_specdec._src.base.config import (
     RejectionSampleMethod,
     SpecDecodeConfig,
 )
-from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec._src.base.tree import TREE_MASK_BITS
 from jax_specdec.lm import drafters as table
 from jax_specdec.lm.decoding.options import FLAGS, RequestOptions
 from jax_specdec.lm.decoding.text import DEFAULT_CONFIG
@@ -112,7 +112,6 @@ def option(*flags: str, default: Any = None, shows_default: bool = False, **how:
       *flags: of the option; none for an argument that has a place.
       default: where it is not given.
       shows_default: whether the help says so; else the option's own text may.
-      **how: as for `_option`.
     """
     if shows_default:
         is_one = not isinstance(default, tuple)
@@ -262,7 +261,7 @@ class _Models:
     tree: int | None = option(
         "--tree",
         low=2,
-        high=MAX_VISIBLE,
+        high=TREE_MASK_BITS,
         help=f"""verify trees of N nodes, the newest token and N - 1 drafts, and paths of at most K
             drafts, where --draft is {table.names_of(lambda one: one.has_trees)}; 2 to 64 (default:
             chains of K drafts)""",

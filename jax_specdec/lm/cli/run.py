@@ -35,7 +35,7 @@ from jax_specdec.lm.text.tokenizer import TextStream
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Some generated text and where it came from.
 
     Attributes:
@@ -52,13 +52,13 @@ class Completion:
 
     Attributes:
       pieces: its parts so far.
-      origins: of each of its tokens; see `Piece`.
+      origins: of each of its tokens; see `TextPiece`.
       is_done: whether the request has ended.
       has_failed: whether it has because it could not be verified.
     """
 
     def __init__(self, stream: TextStream, stop_token_ids: Sequence[int], budget: int) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[TextPiece] = []
         self.origins: list[str] = []
         self.is_done = False
         self.has_failed = False
@@ -75,7 +75,7 @@ class Completion:
         origins = [*["accepted"] * num_accepted, own][: len(token_ids)]
         self.origins += origins
         self.pieces += [
-            Piece(self._stream.decode([token]), origin)
+            TextPiece(self._stream.decode([token]), origin)
             for token, origin in zip(token_ids, origins, strict=True)
             if token not in self._stop_token_ids
         ]
@@ -83,11 +83,11 @@ class Completion:
         is_full = len(self.origins) >= self._budget
         self.is_done = self.has_failed or is_full or token_ids[-1] in self._stop_token_ids
         if self.is_done and (rest := self._stream.decode([], final=True)):
-            self.pieces.append(Piece(rest, own))
+            self.pieces.append(TextPiece(rest, own))
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class StartedTexts:
     """Texts whose first step was taken.
 
     Attributes:
@@ -254,7 +254,7 @@ class Session:
     prediction: list[int] | None
     max_new_tokens: int
 
-    def begin(self, say: Callable[[str], None]) -> Stream:
+    def begin(self, say: Callable[[str], None]) -> StartedTexts:
         """Compiles, reads the prompts and takes the first step.
 
         The first drafter, temperature and K of the options are used.
@@ -279,7 +279,7 @@ class Session:
             first = next(steps)
         seconds = time.perf_counter() - begin
         compiling = sum(end - begin for begin, end in spans)
-        return Stream(texts, itertools.chain([first], steps), compiling, seconds - compiling)
+        return StartedTexts(texts, itertools.chain([first], steps), compiling, seconds - compiling)
 
     def _steps(self, texts: list[Completion]) -> Iterator[StepRecord]:
         """Yields the record of each step, after adding its tokens to the texts."""

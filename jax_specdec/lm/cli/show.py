@@ -17,7 +17,7 @@ from jax_specdec.lm import terminal
 from jax_specdec.lm.cli import report
 from jax_specdec.lm.cli.models import load
 from jax_specdec.lm.cli.options import Bench, Decoding, Generate
-from jax_specdec.lm.cli.run import Completion, Run, Session, Stream, stacked
+from jax_specdec.lm.cli.run import Completion, Run, Session, StartedTexts, stacked
 
 STYLES = {"accepted": "green", "recovered": "bold red", "bonus": "bold cyan", "plain": None}
 LOADING = "loading the models"
@@ -38,7 +38,6 @@ class Printer:
 
         Args:
           prompts: of the texts.
-          texts: as they grow.
           with_prompts: whether to print a prompt before its continuation.
         """
         self._prompts = prompts
@@ -194,7 +193,7 @@ def _check_verified(texts: list[Completion]) -> None:
         sys.exit(1)
 
 
-def _begin(options: Generate, prompts: list[str]) -> tuple[Session, Stream, float]:
+def _begin(options: Generate, prompts: list[str]) -> tuple[Session, StartedTexts, float]:
     """Returns a session, its texts, and the seconds to load and to compile."""
     begin = time.perf_counter()
     with terminal.progress(LOADING) as say:

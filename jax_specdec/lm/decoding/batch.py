@@ -127,7 +127,6 @@ def append(
     Args:
       batch: the sequences; those that are done stay as they are, because `output` has no token for
         them.
-      output: of the verification.
       num_proposed: ``[B]`` int32, drafts offered to it.
       logprobs: of the emitted tokens; None unless asked for.
 

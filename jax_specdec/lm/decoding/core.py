@@ -17,11 +17,13 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts, RejectionSampleOutput
-from jax_specdec._src.drafts.store import DraftStore, count_fallbacks
-from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, token_logprobs
+from jax_specdec._src.drafts.store import DraftStore
+from jax_specdec._src.logits.logprobs import LogprobsConfig, TokenLogprobs, emitted_logprobs
 from jax_specdec._src.stats.acceptance import AcceptanceCounters
 from jax_specdec._src.stats.emitted import StepRecord
-from jax_specdec._src.verify.api import rejection_sample
+from jax_specdec._src.verify.api import verify
+from jax_specdec._src.verify.call import CallSettings, Static
+from jax_specdec._src.verify.requests import CallArrays
 from jax_specdec.lm.decoding.batch import Batch, append
 from jax_specdec.lm.decoding.state import (
     DecodeState,
@@ -150,7 +152,7 @@ class Decoder:
           TypeError: the drafter reads features, and `params` is None.
         """
         features = None
-        if self.drafter.serves.feature_layers:
+        if self.drafter.serves.aux_hidden_state_layers:
             if params is None:
                 raise TypeError(
                     "params must be the target's weights, because the drafter reads features, but "
@@ -206,12 +208,11 @@ class Decoder:
         Outputs have the features that the drafter reads.
 
         Args:
-          params: the target's weights.
           groups: drafts of all requests, or parts of prompts for slots, or both.
           cache: of all slots, of `max_length` positions each.
           max_length: L.
         """
-        wants = Wants(self.drafter.serves.feature_layers)
+        wants = Wants(self.drafter.serves.aux_hidden_state_layers)
         return apply_groups(self.model, params, groups, cache, wants, max_length)
 
     def draft_prompts(
@@ -225,7 +226,6 @@ class Decoder:
         """Returns the state after the drafter has read what the target has.
 
         Args:
-          draft_params: the drafter's weights.
           state: after the pass that read the prompts.
           prompts: that were read.
           features: ``[R, P, A*H]``, of these tokens; None if the drafter reads none.
@@ -301,14 +301,14 @@ class Decoder:
         if self.drafter.serves.reads_target_cache:
             context = dataclasses.replace(context, target_cache=state.target_cache)
         proposal, draft_cache = self._propose(draft_params, context, state, slots)
-        most = self._most_drafts(batch)
+        most = self._max_drafts(batch)
         # [B, K]: drafts past a request's own limit become none
         is_allowed = jnp.arange(wanted, dtype=jnp.int32)[None, :] < most[:, None]
         ids = jnp.where(is_allowed, proposal.token_ids[:, :wanted], PLACEHOLDER_TOKEN_ID)
         parents = proposal.parents
         drafted = Drafted(
             token_ids=self._rows_of(batch, ids),
-            num_offered=jnp.minimum(most, wanted),
+            max_drafts=jnp.minimum(most, wanted),
             parents=parents[:, :wanted] if parents is not None and wanted else None,
             slots=slots,
         )
@@ -405,7 +405,6 @@ class Decoder:
         """Returns what the target says of each request's newest token and drafts.
 
         Args:
-          params: the target's weights.
           state: with drafts.
           prompts: one group, or none, that is read in the same pass.
 
@@ -475,9 +474,8 @@ class Decoder:
         slots = drafted.slots
         batch = state.running
         is_forced = put_slots(jnp.zeros_like(state.batch.done), is_forced, slots)
-        return state.store.evict(is_forced).attach(
-            drafts, positions=batch.lengths, sampling=batch.options.sampling, slots=slots
-        )
+        sampling = batch.options.sampling
+        return state.store.evict(is_forced).attach_rows(drafts, batch.lengths, sampling, slots)
 
     def verdict(
         self, state: DecodeState, drafts: Drafts, logits: jax.Array, token_bitmask: jax.Array | None
@@ -488,39 +486,26 @@ class Decoder:
           state: whose drafts they are.
           drafts: from `proposals`.
           logits: ``[B, S, V]``, of each request's newest token and drafts.
-          token_bitmask: as for `Engine.verify`.
         """
         batch = state.running
-        context = batch.context(self.config)
-        sharding = self.model.serves.sharding
         # [B, S, V] -> [B S, V]
         logits = logits.reshape(-1, logits.shape[-1])
-        rows = context.process_logits(logits, drafts)
-        output = rejection_sample(
-            rows,
-            drafts,
-            sampling=context.sampling,
-            keys=batch.keys,
-            positions=batch.lengths,
+        call = CallArrays(
+            target_logits=batch.context(self.config).processed(logits, drafts),
+            drafts=drafts,
+            randomness=(batch.keys, batch.lengths),
+            sampling=batch.options.sampling,
             active=~batch.done,
-            config=self.config,
             token_bitmask=token_bitmask,
-            sharding=sharding,
         )
+        settings = CallSettings(self.config, sharding=self.model.serves.sharding)
+        static = Static.of(call, settings)
+        output = verify(call, static)
         found = None
         if self.logprobs is not None:
-            found = token_logprobs(
-                rows if self.logprobs.distribution == "processed" else logits,
-                drafts,
-                output,
-                sampling=context.sampling,
-                config=self.config,
-                num_top=self.logprobs.num_top,
-                distribution=self.logprobs.distribution,
-                thresholds=self.logprobs.thresholds,
-                token_bitmask=token_bitmask,
-                sharding=sharding,
-            )
+            if self.logprobs.distribution == "raw":
+                call = dataclasses.replace(call, target_logits=logits)
+            found = emitted_logprobs(call, static, output, self.logprobs)
         assert state.proposal is not None
         num_proposed = state.proposal.num_proposed(self.model.vocab_size)
         if self.most_accepted < self.num_drafts:
@@ -570,8 +555,6 @@ class Decoder:
         Args:
           state: with the drafts, and the batch before the verification.
           drafts: from `proposals`.
-          output: of the verification.
-          record: of the step.
           is_forced: ``[B]`` bool, requests whose drafts no drafter made: nothing is learned of it.
         """
         batch = state.running
@@ -582,7 +565,7 @@ class Decoder:
             num_accepted=record.num_accepted * is_new,
             num_emitted=record.num_emitted * is_new,
             num_kept=record.num_kept * is_new,
-            num_fallbacks=count_fallbacks(
+            num_fallbacks=DraftStore.count_fallbacks(
                 drafts, sampling=batch.options.sampling, active=has_own_drafts
             ),
         )
@@ -590,11 +573,11 @@ class Decoder:
         if state.draft_rates is None:
             return state
         assert state.proposal is not None
-        offered = jnp.where(has_own_drafts, state.proposal.num_offered, 0)
+        offered = jnp.where(has_own_drafts, state.proposal.max_drafts, 0)
         rates = state.draft_rates.update(offered, output.num_accepted, output.path)
         return dataclasses.replace(state, draft_rates=rates)
 
-    def _most_drafts(self, batch: Batch) -> jax.Array:
+    def _max_drafts(self, batch: Batch) -> jax.Array:
         """Returns ``[B]`` int32, the most drafts of each request in this step.
 
         Drafts are not looked at.

@@ -44,7 +44,7 @@ def _of_rows(
     return drafts.token_ids[rows], drafts.is_forced[rows], mask.reshape(-1, mask.shape[2])
 
 
-class Device:
+class DeviceState:
     """The state of an engine and its steps ahead; all of it can be dropped at any time.
 
     Each method calls programs that concern some requests, and raises `FailedCall` for these
@@ -279,10 +279,11 @@ class Device:
             raise FailedCall(error, requests) from error
 
 
-class Rehearsal(Device):
+class Rehearsal(DeviceState):
     """A device that compiles what it is called for, and runs nothing: its arrays are shapes.
 
-    The programs are then there for a `Device` of the same engine, which calls them by `jax.jit`.
+    The programs are then there for a `DeviceState` of the same engine, which calls them by
+    `jax.jit`.
     """
 
     def __init__(self, engine: Engine, host: HostState, state: DecodeState) -> None:
@@ -313,7 +314,7 @@ class Rehearsal(Device):
     def masked_step(self, step: Masked) -> None:
         """Compiles a step whose rows are masked: both halves, or all of one without drafts."""
         num_slots = self._engine.num_slots
-        num_drafts = max(step.limits.values()) and self._engine.config.num_speculative_tokens
+        num_drafts = max(step.max_drafts.values()) and self._engine.config.num_speculative_tokens
         num_words = -(-self._engine.model.vocab_size // 32)
         drafts = ForcedDrafts(
             token_ids=self.draft(step, num_drafts),

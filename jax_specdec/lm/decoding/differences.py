@@ -55,8 +55,6 @@ def greedy_differences(
     """Returns the first difference of each request that has one, and how close the decision was.
 
     Args:
-      model: the target.
-      params: its weights.
       prompts: those of both generations.
       output: of `generate` at temperature 0.
       plain: of `generate_plain` at temperature 0.
@@ -116,5 +114,5 @@ def _processed(
         keys=jax.random.split(jax.random.key(0), 1),  # nothing is drawn
         options=BatchOptions.create([options], [prompt_length], vocab_size),
     )
-    rows = batch.with_processors(vocab_size).context(PLAIN).process_logits(logits)
+    rows = batch.with_processors(vocab_size).context(PLAIN).processed(logits)
     return np.array(rows[0], np.float32)

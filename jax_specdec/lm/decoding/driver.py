@@ -34,7 +34,7 @@ from jax_specdec.lm.decoding.bookkeeping import (
     Timing,
 )
 from jax_specdec.lm.decoding.core import on_all_devices
-from jax_specdec.lm.decoding.device import Device, Rehearsal
+from jax_specdec.lm.decoding.device import DeviceState, Rehearsal
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.exact import check_rows
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
@@ -130,8 +130,8 @@ class EngineDriver:
 
         Args:
           engine: sizes and models.
-          params: the target's weights. Arrays of the host are copied, those of devices are shared.
-          draft_params: the drafter's weights likewise.
+          params: the target's weights. Arrays of the host are copied, those of devices are shared;
+            so are those of `draft_params`.
           max_queue: the most requests that may wait for their first slot; None for any number.
           max_steps_ahead: the most steps that are under way when `step` returns. 0 is for a host
             that decides, after each step, what the next one does.
@@ -210,7 +210,7 @@ class EngineDriver:
         self.draft_choice = DraftChoice.of(
             engine.num_slots, engine.draft_budget, step_costs, draft_rates
         )
-        if self.draft_choice is not None and 0 in self.draft_choice.num_drafts:
+        if self.draft_choice is not None and 0 in self.draft_choice.draft_budget:
             is_cpu = jax.default_backend() == "cpu" and not engine.exact
             self.draft_choice.may_be_narrow = is_cpu and engine.drafter.serves.may_abstain
         # The truth; `_settle` says what an exception does to it.
@@ -218,7 +218,7 @@ class EngineDriver:
         self._waiting: dict[int, ServedRequest] = {}  # for their first slot
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
-        self._device = Device(engine, self._host)  # dropped by an exception
+        self._device = DeviceState(engine, self._host)  # dropped by an exception
         self._is_whole = True  # False while something changes, and after an exception
 
     def _new_counts(self) -> tuple[AcceptanceCounters, DraftRates | None]:
@@ -714,8 +714,8 @@ class EngineDriver:
                     for slot, end in zip(prompts.group, prompts.end, strict=True):
                         self._host = self._host.after_chunk(slot, end)
             case Step(num_drafts=num_drafts):
-                if action.limits and self.draft_choice is not None:
-                    self.draft_choice.limits = action.limits
+                if action.max_drafts and self.draft_choice is not None:
+                    self.draft_choice.max_drafts = action.max_drafts
                     num_drafts = self.draft_choice.next()
                 self._device.step(action, num_drafts)
             case Masked():
@@ -735,7 +735,7 @@ class EngineDriver:
         Where a pass may be narrow and drafts do not pay, only those are verified that are forced.
         """
         num_drafts = 0
-        if any(step.limits.values()) or self.engine.exact:  # whose passes are all as wide
+        if any(step.max_drafts.values()) or self.engine.exact:  # whose passes are all as wide
             num_drafts = self.engine.config.num_speculative_tokens
         ids = self._device.draft(step, num_drafts)  # [S, num_drafts]
         choice = self.draft_choice
@@ -744,7 +744,7 @@ class EngineDriver:
             ids = np.full_like(ids, PLACEHOLDER_TOKEN_ID)
             num_drafts = 0
         has_store = self._device.state(step.running.values()).store is not None
-        drafts, failed = self._matchers.forced_drafts(step.running, ids, step.limits, has_store)
+        drafts, failed = self._matchers.forced_drafts(step.running, ids, step.max_drafts, has_store)
         if is_narrow:  # nothing is learned of what was not verified
             drafts = drafts._replace(is_forced=np.ones_like(drafts.is_forced))
         going_on = {slot: one for slot, one in step.running.items() if slot not in failed}

@@ -13,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_specdec._src.base import noise
-from jax_specdec._src.base.arrays import check_increasing, check_int, check_type, pytree, require
+from jax_specdec._src.base.arrays import (
+    check_array,
+    check_increasing,
+    check_int,
+    check_type,
+    pytree,
+    require,
+)
 from jax_specdec._src.base.types import Status
 from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.logprobs import LogprobsConfig
@@ -309,7 +316,7 @@ class Engine(Decoder):
         """
         return np.array(prompt + [0] * (self.prompt_size(len(prompt)) - len(prompt)), np.int32)
 
-    def most_drafts(self, options: RequestOptions) -> int:
+    def max_drafts(self, options: RequestOptions) -> int:
         """Returns the most drafts that a step has of a request."""
         if self.draft_budget == (0,):
             return 0
@@ -425,8 +432,6 @@ class Engine(Decoder):
         lost.
 
         Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
           state: donated.
           requests: with at most C tokens of each prompt (`chunk_size`).
 
@@ -544,8 +549,6 @@ class Engine(Decoder):
         """Drafts and verifies: at least one token for every occupied slot.
 
         Args:
-          params: the target's weights.
-          draft_params: the drafter's weights.
           state: donated.
           requests: whose prompts, or parts of them, this step reads too, as `admit` does. A model
             that serves `groups` reads them in the pass that verifies the drafts, which costs little
@@ -599,7 +602,6 @@ class Engine(Decoder):
         `verify`, even if the drafts are then dropped with `DecodeState.without_drafts`.
 
         Args:
-          draft_params: the drafter's weights.
           state: donated.
           num_drafts: static, from 0 to K, drafts of each request; None for K. The target's pass in
             `verify` then has as many rows, and one more. It must be chosen before the drafts are
@@ -630,7 +632,6 @@ class Engine(Decoder):
         position or temperature are not used.
 
         Args:
-          params: the target's weights.
           state: with drafts, from `draft`.
           token_bitmask: ``[B*(n+1), ceil(V/32)]`` uint32, the tokens that each row may emit, from
             `grammar_bitmask`; None for all. n is K, or what `draft` got as `num_drafts`, and B the
@@ -648,6 +649,14 @@ class Engine(Decoder):
         """
         check_params("params", self.model, params)
         self._check_target_cache(state)
+        state = self.with_proposal(state)
+        if token_bitmask is not None:
+            assert state.proposal is not None
+            num_requests, num_drafts = state.proposal.token_ids.shape
+            num_words = -(-self.model.vocab_size // 32)
+            sizes = {"M": num_requests * (num_drafts + 1), "ceil(V/32)": num_words}
+            declared = "[M, ceil(V/32)] int32 or uint32"
+            check_array("token_bitmask", token_bitmask, declared, sizes)
         return super().verify(params, state, token_bitmask, is_forced)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:

@@ -61,7 +61,6 @@ def check_rows(decoder: Decoder, params: Params, num_requests: int, length: int)
 
     Args:
       decoder: whose pass it is.
-      params: the target's weights.
       num_requests: B.
       length: L, positions of a request in the cache.
 
@@ -72,7 +71,7 @@ def check_rows(decoder: Decoder, params: Params, num_requests: int, length: int)
     leaves, structure = jax.tree.flatten(params)
     kinds = tuple((jnp.shape(x), jnp.result_type(x), getattr(x, "sharding", None)) for x in leaves)
     sizes = num_requests, decoder.num_rows, length
-    program = model, decoder.drafter.serves.feature_layers, sizes, structure, kinds
+    program = model, decoder.drafter.serves.aux_hidden_state_layers, sizes, structure, kinds
     if program not in _found:
 
         def apply(

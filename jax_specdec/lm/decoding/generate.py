@@ -93,11 +93,8 @@ def generate(
 
     Args:
       model: the target, any `CausalModel`.
-      params: its weights.
       prompts: B token id lists of any lengths, none empty. Without prompts the output is empty.
       drafter: a `ModelDrafter`, an `NGramDrafter`, or any `Drafter`.
-      draft_params: the drafter's weights.
-      config: static settings.
       options: what the requests ask for, one for all or a list with one for each.
       key: a typed key, or None for ``jax.random.key(0)``. Request b uses ``fold_in(key, b)``,
         unless its options have a seed.
@@ -312,7 +309,6 @@ def make_batch(
 
     Args:
       prompts: B token id lists.
-      options: B.
       vocab_size: V.
       key: a typed key, or None for ``jax.random.key(0)``.
       slack: how many positions past the last token a step may write to.

@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_specdec._src.base.arrays import check_type, refuse, require
 from jax_specdec._src.base.config import SpecDecodeConfig
-from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec._src.base.tree import TREE_MASK_BITS
 from jax_specdec.lm.drafting.drafter import Drafter, DrafterServes
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
@@ -77,7 +77,9 @@ def check_trees(model: CausalModel, drafter: Drafter, config: SpecDecodeConfig) 
     k = config.num_speculative_tokens
     must = 'be "agreement"'
     require(method == "agreement", "config.rejection_sample_method", must, method, hint)
-    require(k < MAX_VISIBLE, "config.num_speculative_tokens", f"be below {MAX_VISIBLE}", k, hint)
+    require(
+        k < TREE_MASK_BITS, "config.num_speculative_tokens", f"be below {TREE_MASK_BITS}", k, hint
+    )
     check_runs_trees("model", model)
 
 
@@ -97,7 +99,6 @@ def check_keeps_rows(model: CausalModel, drafter: Drafter, length: int, *, has_c
     """Checks that a request may begin with what another has left in both caches.
 
     Args:
-      model: the target.
       drafter: what proposes tokens.
       length: positions of each request.
       has_cache: whether the drafter has a cache.

@@ -163,7 +163,7 @@ def _words(name: str, bad_words: Iterable[Iterable[int]]) -> tuple[tuple[int, ..
 # The table.
 
 
-class Row(NamedTuple):
+class OptionRow(NamedTuple):
     """A row of the table of options, which the fields of `RequestOptions` are.
 
     Attributes:
@@ -181,7 +181,9 @@ def _row(default: Any, check: Callable[[str, Any], Any], **row: Any) -> Any:
     """Returns a field of `RequestOptions`, with its row."""
     # A mapping cannot be hashed.
     has_hash = None if check is not _bias else False
-    return dataclasses.field(default=default, hash=has_hash, metadata={"row": Row(check, **row)})
+    return dataclasses.field(
+        default=default, hash=has_hash, metadata={"row": OptionRow(check, **row)}
+    )
 
 
 def _up_to(most: int) -> Callable[[str, Any], int]:
@@ -310,7 +312,7 @@ class RequestOptions:
         }
 
 
-ROWS: dict[str, Row] = {
+ROWS: dict[str, OptionRow] = {
     field.name: field.metadata["row"] for field in dataclasses.fields(RequestOptions)
 }
 """The table of options, by the names of fields."""

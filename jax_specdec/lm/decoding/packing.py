@@ -72,8 +72,6 @@ class BatchOptions:
         """Returns the options of B requests as NumPy arrays.
 
         Args:
-          options: B.
-          prompt_lengths: B.
           vocab_size: V.
           max_stop_tokens: M; None for the most that a request has.
           keep_neutral: make every array, also where no request asks for it, so that the compiled
@@ -82,8 +80,8 @@ class BatchOptions:
         """
         lengths = np.array(prompt_lengths, np.int32)
         budgets = np.array([one.max_new_tokens for one in options], np.int32)
-        most_drafts = np.iinfo(np.int32).max
-        limits = [most_drafts if one.max_drafts is None else one.max_drafts for one in options]
+        any_number = np.iinfo(np.int32).max
+        max_drafts = [any_number if one.max_drafts is None else one.max_drafts for one in options]
         # [B, M]: -1 after the last stop token of a request
         if max_stop_tokens is None:
             max_stop_tokens = max((len(one.stop_token_ids) for one in options), default=0)
@@ -117,7 +115,7 @@ class BatchOptions:
             prompt_lengths=on_host(lengths),
             max_lengths=on_host(lengths + budgets),
             stop_token_ids=given.stop_token_ids,
-            max_drafts=on_host(np.array(limits, np.int32)),
+            max_drafts=on_host(np.array(max_drafts, np.int32)),
             sampling=SamplingParams(**sampling),
             changes_rows=on_host(changes_rows) if packed else None,
             processors=LogitsProcessors(**packed) if packed else None,

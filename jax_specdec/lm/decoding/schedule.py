@@ -174,7 +174,7 @@ class Step(NamedTuple):
       prompts: what the step reads beside; there is a program for each shape of these.
       all_neutral: as in `Engine.step`.
       num_drafts: as in `Engine.step`; None for K, or for what a `DraftChoice` chooses.
-      limits: the most drafts of each request, where a number is to be chosen.
+      max_drafts: the most drafts of each request, where a number is to be chosen.
       slots: those that have rows, running or not; None for all.
     """
 
@@ -182,7 +182,7 @@ class Step(NamedTuple):
     prompts: Prompts
     all_neutral: bool
     num_drafts: int | None
-    limits: Sequence[int] = ()
+    max_drafts: Sequence[int] = ()
     slots: tuple[int, ...] | None = None
 
 
@@ -191,12 +191,12 @@ class Masked(NamedTuple):
 
     Attributes:
       running: the requests that take part, by slot.
-      limits: the most drafts, by slot.
+      max_drafts: the most drafts, by slot.
       slots: as in `Step`.
     """
 
     running: Mapping[int, ServedRequest]
-    limits: Mapping[int, int]
+    max_drafts: Mapping[int, int]
     slots: tuple[int, ...] | None = None
 
 
@@ -213,7 +213,6 @@ def plan(engine: Engine, settings: Settings, traffic: Traffic, after: Read | Non
     Args:
       engine: whose slots and programs there are.
       settings: of its driver.
-      traffic: as it is now.
       after: the call that has just read prompts; None if a step, or nothing, came before. What
         reads prompts is followed by a step, if somebody runs, whoever has begun to run by it.
     """
@@ -272,24 +271,23 @@ def next_step(
     Args:
       engine: whose programs there are.
       settings: of its driver.
-      traffic: as it is now.
       prompts: what the step reads beside; no group for nothing.
     """
     running = traffic.running
-    limits = {i: engine.most_drafts(one.options) for i, one in running.items()}
+    max_drafts = {i: engine.max_drafts(one.options) for i, one in running.items()}
     slots = narrow_slots(engine.num_slots, settings.step_widths, running)
     if any(one.matching is not None for one in running.values()):
-        return Masked(running, limits, slots)
+        return Masked(running, max_drafts, slots)
     if prompts.group:  # one program is enough for each shape of these
         return Step(running, prompts, all_neutral=False, num_drafts=full_budget(engine))
     all_neutral = engine.request_options and all(x.options.is_neutral for x in running.values())
     all_neutral &= not engine.exact  # one program, whoever is beside a request
-    if not any(limits.values()):
+    if not any(max_drafts.values()):
         # One program is enough for no drafts, unless a budget has that number for both.
         is_chosen = 0 in (engine.draft_budget or ())
         all_neutral &= is_chosen
         return Step(running, prompts, all_neutral, 0, slots=slots if is_chosen else None)
-    return Step(running, prompts, all_neutral, None, [*limits.values()], slots)
+    return Step(running, prompts, all_neutral, None, [*max_drafts.values()], slots)
 
 
 def next_prompts(engine: Engine, traffic: Traffic, most: int, usual: int) -> Prompts:
@@ -297,7 +295,6 @@ def next_prompts(engine: Engine, traffic: Traffic, most: int, usual: int) -> Pro
 
     Args:
       engine: whose slots are read into.
-      traffic: as it is now.
       most: the most tokens of the call; longer prompts are read in chunks.
       usual: the most while others run.
     """
@@ -489,7 +486,7 @@ def rehearsal(
     if prompts_in_steps:
         actions += [Step({}, one, False, full_budget(engine)) for one in prompts]
     if grammars:
-        most = engine.most_drafts(RequestOptions())
+        most = engine.max_drafts(RequestOptions())
         actions += [Masked({}, {nowhere: n}) for n in sorted({0, min(1, most)})]
     return actions
 
@@ -519,7 +516,7 @@ def needs(engine: Engine, request: ServedRequest) -> set[str]:
     if not request.options.is_neutral:
         found.add("options")
     # Without drafts, a step that is for all requests serves those, too: see `next_step`.
-    if not engine.most_drafts(request.options) and 0 not in (engine.draft_budget or ()):
+    if not engine.max_drafts(request.options) and 0 not in (engine.draft_budget or ()):
         found.add("options")
     if request.matching is not None:
         found.add("grammars")

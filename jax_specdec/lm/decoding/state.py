@@ -23,7 +23,7 @@ _Arrays = TypeVar("_Arrays")  # a pytree
 
 @pytree(
     token_ids="[R, K] int32",
-    num_offered="[R] int32",
+    max_drafts="[R] int32",
     parents="[R, K] int32",
     slots="[R] int32",
 )
@@ -34,7 +34,7 @@ class Drafted:
     Attributes:
       token_ids: ``[R, K]`` int32, drafts to verify; -1 for none. Of a step with fewer drafts ``[R,
         num_drafts]``.
-      num_offered: ``[R]`` int32, the most drafts that might have been made for each request.
+      max_drafts: ``[R]`` int32, the most drafts that might have been made for each request.
       parents: ``[R, K]`` int32, as in `Proposal`; None for chains.
       slots: ``[R]`` int32, which requests these are; None for all, in their order.
 
@@ -42,7 +42,7 @@ class Drafted:
     """
 
     token_ids: jax.Array
-    num_offered: jax.Array
+    max_drafts: jax.Array
     parents: jax.Array | None = None
     slots: jax.Array | None = None
 

@@ -39,32 +39,33 @@ class StepCosts:
 
     Attributes:
       num_slots: S of the engine that was measured.
-      num_drafts: numbers of drafts per request, increasing: the engine's `draft_budget`.
+      draft_budget: numbers of drafts per request, increasing, as those of the engine.
       seconds: of a step with each of them, above 0.
 
     Raises:
       TypeError: a number of drafts, or of slots, is not an int.
-      ValueError: the lists have different lengths, `num_drafts` do not increase, or `seconds` are
-        not finite and positive.
+      ValueError: the lists have different lengths, `draft_budget` does not increase, or `seconds`
+        are not finite and positive.
 
     Example:
-      >>> costs = StepCosts(num_slots=8, num_drafts=(0, 2, 4), seconds=(1.0, 1.2, 2.0))
+      >>> costs = StepCosts(num_slots=8, draft_budget=(0, 2, 4), seconds=(1.0, 1.2, 2.0))
       >>> costs.best([0.9, 0.8, 0.7, 0.6]), costs.best([0.1, 0.01, 0.001, 0.0])
       (2, 0)
     """
 
     num_slots: int
-    num_drafts: tuple[int, ...]
+    draft_budget: tuple[int, ...]
     seconds: tuple[float, ...]
 
     def __post_init__(self) -> None:
         check_int("num_slots", self.num_slots)
-        object.__setattr__(self, "num_drafts", check_increasing("num_drafts", self.num_drafts, 0))
+        budget = check_increasing("draft_budget", self.draft_budget, 0)
+        object.__setattr__(self, "draft_budget", budget)
         seconds = tuple(float(x) for x in self.seconds)
-        if len(seconds) != len(self.num_drafts) or not all(0 < x < np.inf for x in seconds):
+        if len(seconds) != len(self.draft_budget) or not all(0 < x < np.inf for x in seconds):
             raise ValueError(
-                f"seconds must hold a positive number for each of num_drafts={self.num_drafts}, "
-                f"but they are {seconds}"
+                f"seconds must hold a positive number for each of draft_budget={self.draft_budget}"
+                f", but they are {seconds}"
             )
         object.__setattr__(self, "seconds", seconds)
 
@@ -73,21 +74,22 @@ class StepCosts:
 
         Args:
           unconditional_rates: ``[K]``, the chance that draft i, and so each before it, is accepted,
-            K at least the largest of `num_drafts`. Of a tree, that the draft of rank i is accepted.
+            K at least the largest of `draft_budget`. Of a tree, that the draft of rank i is
+            accepted.
           share: of the steps that cost what `seconds` says. In the others no request has a draft,
             and they cost what the least number does.
 
         Returns:
-          A number of `num_drafts`, of equals the least; 0 if speculation does not pay.
+          A number of `draft_budget`, of equals the least; 0 if speculation does not pay.
         """
         # [K+1], by the number of drafts k: 1 + a_0 + ... + a_{k-1} tokens per step and request
         rates = np.asarray(unconditional_rates, np.float64)
         tokens = 1 + np.concatenate([[0.0], np.cumsum(rates)])
-        # from here on an entry for each of `num_drafts`: seconds of the mean step
+        # from here on an entry for each of `draft_budget`: seconds of the mean step
         least = self.seconds[0]
         seconds = least + share * (np.array(self.seconds) - least)
-        tokens_per_second = tokens[list(self.num_drafts)] / seconds
-        return self.num_drafts[int(np.argmax(tokens_per_second))]
+        tokens_per_second = tokens[list(self.draft_budget)] / seconds
+        return self.draft_budget[int(np.argmax(tokens_per_second))]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file, which `load` reads."""
@@ -144,13 +146,13 @@ class DraftChoice:
     number, that one is tried.
 
     Attributes:
-      num_drafts: the numbers there are, increasing.
+      draft_budget: the numbers there are, increasing.
       rates: ``[K]``, after the steps that were read: how often draft k was accepted if those before
         it were. Of trees, how often the draft of rank k was accepted.
       costs: what steps cost; None if that is not known: every step then has the largest number,
-        or the least that is enough for the `limits`.
+        or the least that is enough for `max_drafts`.
       saved: seconds that were saved up for a trial.
-      limits: the most drafts that each running request may have; empty for any number.
+      max_drafts: the most drafts that each running request may have; empty for any number.
       has_trees: whether drafts are trees.
       may_be_narrow: whether a step in which no request has a draft costs what one of the least
         number costs, as on CPUs with a drafter that often proposes nothing.
@@ -159,17 +161,17 @@ class DraftChoice:
       num_wide: those of them in which a request had one.
 
     Example:
-      >>> costs = StepCosts(num_slots=8, num_drafts=(0, 2), seconds=(1.0, 4.0))
+      >>> costs = StepCosts(num_slots=8, draft_budget=(0, 2), seconds=(1.0, 4.0))
       >>> choice = DraftChoice((0, 2), rates=[0.5, 0.5], costs=costs)
       >>> choice.best, sum(choice.next() > 0 for _ in range(1000))  # one trial in 400 steps
       (0, 2)
     """
 
-    num_drafts: tuple[int, ...]
+    draft_budget: tuple[int, ...]
     rates: Sequence[float] | np.ndarray
     costs: StepCosts | None = None
     saved: float = 0.0
-    limits: Sequence[int] = ()
+    max_drafts: Sequence[int] = ()
     has_trees: bool = False
     may_be_narrow: bool = False
     is_fixed: bool = False
@@ -187,8 +189,6 @@ class DraftChoice:
         """Returns the choice for an engine; None without a `draft_budget`.
 
         Args:
-          num_slots: of the engine.
-          draft_budget: of the engine.
           costs: of its steps, or None.
           rates: that have seen nothing; None without a `draft_budget`.
 
@@ -198,7 +198,7 @@ class DraftChoice:
         """
         check_type("step_costs", costs, StepCosts, None)
         if costs is not None:
-            measured = (costs.num_slots, costs.num_drafts)
+            measured = (costs.num_slots, costs.draft_budget)
             must = f"be of num_slots={num_slots} and draft_budget={draft_budget}"
             require(measured == (num_slots, draft_budget), "step_costs", must, measured)
         if draft_budget is None or rates is None:
@@ -209,13 +209,15 @@ class DraftChoice:
     def best(self) -> int:
         """The number of drafts that pays best; 0 if speculation does not pay."""
         if self.costs is None:
-            return self.num_drafts[self._enough]
+            return self.draft_budget[self._enough]
         # [K]: the chance that draft i is accepted, of a request that may have it. A draft of a
         # chain needs all before it, c_0 * ... * c_i; rates of ranks are such chances already.
         accepted = np.asarray(self.rates) if self.has_trees else np.cumprod(self.rates)
-        # [K]: of any request. Where limits leave fewer drafts, a request gains as much less.
-        if self.limits:
-            may_have = np.arange(len(accepted))[None, :] < np.array(self.limits)[:, None]  # [R, K]
+        # [K]: of any request. Where `max_drafts` leaves fewer, a request gains as much less.
+        if self.max_drafts:
+            may_have = (
+                np.arange(len(accepted))[None, :] < np.array(self.max_drafts)[:, None]
+            )  # [R, K]
             accepted = accepted * np.mean(may_have, axis=0)
         share = 1.0
         if self.may_be_narrow:
@@ -225,7 +227,7 @@ class DraftChoice:
     @property
     def is_loss(self) -> bool:
         """Whether steps without drafts would emit more tokens per second than steps with some."""
-        return self.best == 0 < self.num_drafts[-1]
+        return self.best == 0 < self.draft_budget[-1]
 
     def learn(
         self, rates: Sequence[float] | np.ndarray, num_drafts: int | None, has_drafts: bool
@@ -250,19 +252,19 @@ class DraftChoice:
     @property
     def _enough(self) -> int:
         """The index of the least number that is enough for every request, or of the largest."""
-        most = max(self.limits, default=self.num_drafts[-1])
-        return int(np.searchsorted(self.num_drafts[:-1], most))
+        most = max(self.max_drafts, default=self.draft_budget[-1])
+        return int(np.searchsorted(self.draft_budget[:-1], most))
 
     def next(self) -> int:
         """Returns the number of drafts of the next step, and saves up or spends time for trials."""
         if self.is_fixed:
-            return self.num_drafts[self._enough]
-        at = self.num_drafts.index(self.best)
+            return self.draft_budget[self._enough]
+        at = self.draft_budget.index(self.best)
         if self.costs is None or at >= self._enough:
-            return self.num_drafts[at]
+            return self.draft_budget[at]
         # 1% of this step's seconds is saved up; a trial spends those of a whole larger step.
         self.saved += _TRIAL_SHARE * self.costs.seconds[at]
         if self.saved < self.costs.seconds[at + 1]:
-            return self.num_drafts[at]
+            return self.draft_budget[at]
         self.saved = 0.0
-        return self.num_drafts[at + 1]
+        return self.draft_budget[at + 1]

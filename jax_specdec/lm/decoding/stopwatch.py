@@ -47,8 +47,6 @@ def measure_steps(
 
     Args:
       engine: with a `draft_budget`.
-      params: the target's weights.
-      draft_params: the drafter's weights.
       num_steps: the steps that are dispatched at once and timed together, at least 1; fewer where
         they would take longer than 0.1 s.
 
@@ -67,7 +65,7 @@ def measure_steps(
       ...     model, lm.NGramDrafter(), sd.SpecDecodeConfig(num_speculative_tokens=2),
       ...     num_slots=2, max_length=32, draft_budget=(0, 2))
       >>> costs = lm.measure_steps(engine, params)
-      >>> costs.num_drafts
+      >>> costs.draft_budget
       (0, 2)
     """
     check_int("num_steps", num_steps)

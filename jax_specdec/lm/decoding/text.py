@@ -42,7 +42,6 @@ def generate_text(
       target: the directory of a checkpoint, as for `load_huggingface`; None for the embedded
         target, a small model of Python source.
       drafter: None for lookup in the text so far; for the embedded target, its draft model.
-      draft_params: the drafter's weights.
       config: static settings; by default K is 4.
       **fields: of `RequestOptions`, such as ``temperature=0.8``, for every request. By default a
         text ends at the stop tokens of the checkpoint.

@@ -20,7 +20,6 @@ def check_are_there(name: str, given: Params) -> None:
     """Checks that no array of weights was deleted.
 
     Args:
-      name: of the argument.
       given: arrays of the host or of devices.
 
     Raises:
@@ -37,7 +36,6 @@ def check_replaces(name: str, owner: HasParams, given: Params, held: Params) -> 
     """Checks that weights can take the place of others, and nothing is compiled again.
 
     Args:
-      name: of the argument.
       owner: the model or drafter.
       given: arrays of the host or of devices.
       held: arrays of devices, which may have been deleted.
@@ -99,7 +97,6 @@ def replaced(held: Weights, given: Weights, delete: bool) -> Weights:
     Waits until they are there, so that an error shows now.
 
     Args:
-      held: as they were.
       given: as `check_replaces` wants them.
       delete: whether each array is deleted before the new one is put in its place; one that stays,
         or is given again, also by another array of its memory, is not.

@@ -60,7 +60,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
       ValueError: `num_candidates` is below 1 or more than the ids of the head; `tree_depth` is
         negative or more than the drafts of a block.
 
-    Example: see `load_block_head`.
+    Example: see `load_head`.
 
     References:
       DFlash, 2026, https://arxiv.org/abs/2602.06036
@@ -191,7 +191,7 @@ class BlockDrafter(HeadDrafter[BlockHead]):
         depth = jnp.arange(self.tree_depth, dtype=jnp.int32)
 
         def best(logits: jax.Array, offsets: jax.Array, count: int) -> Children:
-            return likeliest(logits, offsets, context, count, ids=ids, vocab_size=size)
+            return likeliest(logits, offsets, context, count, ids_of(ids, size))
 
         # Three ways to the children of the nodes [B, W] of a level, for `grow`.
         if has_bias and num_candidates is None:

@@ -188,12 +188,9 @@ class ModelDrafter(Drafter):
         """Returns K drafts and the model's cache, after the model has read recent tokens.
 
         Args:
-          params: as for `propose`.
           recent: its tokens, ``[B, W]``; the newest is one of them.
           lengths: ``[B]`` int32, its tokens up to the newest.
-          context: of the step.
           cache: the model's.
-          store: as for `propose`.
         """
         known = self._target_ids
         ids = ids_of(None, 0)

@@ -15,7 +15,11 @@ from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.sampling import SamplingParams
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, Drafts
 from jax_specdec._src.drafts.store import DraftStore
-from jax_specdec._src.logits.process_logits import LogitsProcessors, process_logits
+from jax_specdec._src.logits.process_logits import (
+    LogitsProcessors,
+    check_processed,
+    processed,
+)
 from jax_specdec.lm.models.protocol import Cache, Params, Rows
 
 
@@ -52,7 +56,7 @@ class DraftContext:
         dropped, and one of them may have a part of its prompt still to be read: what is known of
         it, in the cache before its newest token too, must stay as it is.
       features: ``[B, S, A*H]``, what the target computed for the tokens that it ran last, at the
-        layers that the drafter's `feature_layers` names; None if it names none.
+        layers that the drafter's `aux_hidden_state_layers` names; None if it names none.
       num_features: ``[B]`` int32 in [0, S], how many rows of `features` belong to tokens of the
         sequence; the others were for drafts that were rejected. Row s is at position ``lengths[b] -
         1 - num_features[b] + s``, so the newest token, which the target has not run, has none.
@@ -135,7 +139,16 @@ class DraftContext:
           float32 of the shape of `logits`; `logits` itself if `processors` is None. Without
           drafts, a row in which no token is left stays as it was: a drafter may know none of the
           allowed tokens.
+
+        Raises:
+          TypeError, ValueError: as `process_logits`.
         """
+        if self.processors is not None:
+            check_processed(logits, drafts, self.processors, self.config)
+        return self.processed(logits, drafts)
+
+    def processed(self, logits: jax.Array, drafts: Drafts | None = None) -> jax.Array:
+        """Returns what `process_logits` does, of rows that need no checks."""
         processors = self.processors
         if processors is None:
             return logits
@@ -143,11 +156,11 @@ class DraftContext:
 
         def process(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             _, rows = carry
-            processed = process_logits(rows, drafts, processors, config=self.config)
+            changed = processed(rows, drafts, processors, self.config)
             if drafts is None:
-                is_empty = jnp.all(processed == -jnp.inf, axis=1, keepdims=True)
-                processed = jnp.where(is_empty, rows, processed)
-            return jnp.bool_(False), processed
+                is_empty = jnp.all(changed == -jnp.inf, axis=1, keepdims=True)
+                changed = jnp.where(is_empty, rows, changed)
+            return jnp.bool_(False), changed
 
         # Always float32, so that a request's sums do not depend on what its neighbours ask for. A
         # loop that runs at most once leaves the rows in place, where `lax.cond` would copy them.
@@ -189,8 +202,8 @@ class DrafterServes:
     """What a drafter declares of itself; see `Drafter`.
 
     Attributes:
-      feature_layers: the target's layers whose features it reads, as `Wants` has them; none for
-        most drafters, and then nothing is computed.
+      aux_hidden_state_layers: the target's layers whose features it reads, as `Wants` has them;
+        none for most drafters, and then nothing is computed.
       reads_target_cache: it reads `DraftContext.target_cache`, and so knows the target's class; it
         then serves `slots`.
       tree_depth: the most drafts of a path through the trees that it proposes, which then have
@@ -218,7 +231,7 @@ class DrafterServes:
         twice, and empty where a prompt begins.
 
     Raises:
-      TypeError: `feature_layers` is no tuple of ints, or a number no int.
+      TypeError: `aux_hidden_state_layers` is no tuple of ints, or a number no int.
       ValueError: a number is below 0, or `kept_rows` is none of the three.
 
     Example:
@@ -227,7 +240,7 @@ class DrafterServes:
       True
     """
 
-    feature_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
     reads_target_cache: bool = False
     tree_depth: int = 0
     may_abstain: bool = False
@@ -239,9 +252,15 @@ class DrafterServes:
     slots: bool = False
 
     def __post_init__(self) -> None:
-        layers = self.feature_layers
+        layers = self.aux_hidden_state_layers
         are_layers = isinstance(layers, tuple) and all(type(layer) is int for layer in layers)
-        require(are_layers, "serves.feature_layers", "be a tuple of ints", layers, error=TypeError)
+        require(
+            are_layers,
+            "serves.aux_hidden_state_layers",
+            "be a tuple of ints",
+            layers,
+            error=TypeError,
+        )
         check_int("serves.tree_depth", self.tree_depth, 0)
         check_int("serves.batch_axis", self.batch_axis, 0)
         check_choice("serves.kept_rows", self.kept_rows, ("none", "prompts", "texts"))
@@ -331,7 +350,6 @@ class Drafter(abc.ABC):
         from the tokens is then lost.
 
         Args:
-          params: the drafter's weights.
           rows: ``[B, P]`` tokens, for all requests of the cache, and where each row begins; for
             some of them, if the drafter serves `slots`.
           cache: from `init_cache`, or from the call for the chunk before.
@@ -354,7 +372,6 @@ class Drafter(abc.ABC):
         It is called before every verification.
 
         Args:
-          params: the drafter's weights.
           context: the sequences so far, and the parameters of their requests.
           cache: from `prefill` or the last call. The tokens emitted since may differ from what that
             call proposed.

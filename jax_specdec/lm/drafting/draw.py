@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.drafts.sample import sample_draft_tokens
+from jax_specdec._src.drafts.sample import DraftRows, sample
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec._src.verify.sharding import VerifySharding
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
@@ -172,7 +172,7 @@ class Draws:
         sharding = self.sharding
         if self.now is not None:
             # [B, Vd] -> [B, V] -> [B, Vd]: processors know target ids
-            logits = ids.of_target(self.now.process_logits(ids.on_target(logits)))
+            logits = ids.of_target(self.now.processed(ids.on_target(logits)))
         if self.store is not None:
             # Rounded before anything is drawn, so that q is what is stored.
             logits = logits.astype(self.store.logits.dtype)
@@ -204,7 +204,6 @@ def draft_chain(
       carry: what `forward` takes and gives, such as a cache.
       forward: `forward(carry, token_ids, offset)` gives the rows of draft `offset`, after drafts
         ``[B]``, and the new carry.
-      context: of the step.
       store: to write the rows to, in its dtype; None if no draft distribution is read.
       num_candidates: draw from this many of the likeliest ids only; the store has rows of them.
       sharding: how rows are split.
@@ -314,23 +313,8 @@ def _draw(
         logits = ids.on_target(logits)
         ids = Ids(ids.vocab_size)
         sharding = None
-    drawn = sample_draft_tokens(
-        logits,
-        sampling=context.sampling,
-        keys=context.keys,
-        positions=context.lengths,
-        offset=offset,
-        config=config,
-        sharding=sharding,
-        ids=ids.columns,
-    )
+    rows = DraftRows(logits, context.sampling, context.lengths, offset, ids.columns)
+    drawn = sample(rows, context.keys, config, sharding)
     if store is not None and drawn.log_normalizer is not None:
-        store = store.write(
-            place,
-            logits,
-            drawn,
-            ids=ids.columns if store.has_own_ids else None,
-            positions=context.lengths,
-            sampling=context.sampling,
-        )
+        store = store.write_rows(rows._replace(offset=place), drawn)
     return drawn.token_ids, store

@@ -3,49 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_specdec._src.base.arrays import check_int, check_type
 from jax_specdec._src.base.config import SpecDecodeConfig
-from jax_specdec._src.base.tree import MAX_VISIBLE, TreeRows, node_bits
+from jax_specdec._src.base.tree import TREE_MASK_BITS, TreeRows, node_bits
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
 from jax_specdec.lm.drafting.draw import Row, draft_chain, ids_of
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
-from jax_specdec.lm.drafting.tree import Candidates, Children, best_nodes, likeliest
+from jax_specdec.lm.drafting.tree import WIDTH, draft_tree
 from jax_specdec.lm.models.eagle3 import Eagle3Head
 from jax_specdec.lm.models.protocol import Cache, Params, Rows, is_loaded_model
 
-_WIDTH = 8
-"""Nodes of a level of a tree that are run, at most, and children of each that are looked at."""
-
 _MOST_DEPTH = 17
 """Levels of a tree, of which the last is not run: at least 4 nodes of each of the others."""
-
-
-class _Level(NamedTuple):
-    """W nodes of the same depth in the tree of each request, and what they are run with.
-
-    Attributes:
-      token_ids: ``[B, W]`` int32.
-      scores: ``[B, W]`` float32, of the paths to them.
-      numbers: ``[B, W]`` int32, of the nodes among all candidates, as parents have it.
-      states: ``[B, W, H]``, the head's feedback from the rows before them.
-      visible: ``[B, W, 2]`` uint32, the rows of their ancestors, as `TreeRows` has it.
-      cache: of the head.
-    """
-
-    token_ids: jax.Array
-    scores: jax.Array
-    numbers: jax.Array
-    states: jax.Array
-    visible: jax.Array
-    cache: Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +59,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
       >>> target, _ = lm.load_embedded_pair()
       >>> head, head_params = lm.load_embedded_head(target)
       >>> drafter = lm.Eagle3Drafter(head)  # for `generate`, with draft_params=head_params
-      >>> drafter.serves.feature_layers
+      >>> drafter.serves.aux_hidden_state_layers
       (2, 4, 5)
 
     References:
@@ -98,14 +73,14 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
 
     def init_cache(self, batch_size: int, max_length: int) -> Cache:
         """Returns the head's cache, with room for the nodes of a tree after the text."""
-        room = MAX_VISIBLE if self.tree_depth else 0
+        room = TREE_MASK_BITS if self.tree_depth else 0
         return self.head.init_cache(batch_size, max_length + room)
 
     def init_store(
         self, params: Params, batch_size: int, config: SpecDecodeConfig
     ) -> DraftStore | None:
         """Returns an empty store for the logits of K drafts per request; None if none is read."""
-        return None if self.tree_depth else self.make_store(params, batch_size, config, None)
+        return self.make_store(params, batch_size, config, None)
 
     def prefill(
         self,
@@ -156,7 +131,7 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         """
         features, num_features = features_of(context)
         size = features.shape[1]
-        longest = context.token_ids.shape[1] + (MAX_VISIBLE if self.tree_depth else 0)
+        longest = context.token_ids.shape[1] + (TREE_MASK_BITS if self.tree_depth else 0)
         # [B]: the position of the first of these, so that the last one is n - 1
         start = jnp.clip(context.lengths - 1 - num_features, 0, longest - size)
         # [B, S]: row i reads the features of token i, and token i + 1
@@ -207,70 +182,34 @@ class Eagle3Drafter(HeadDrafter[Eagle3Head]):
         The tree begins at the newest token's position of the cache, n. What a level leaves there
         is overwritten by the next call, or not seen.
         """
-        num_nodes = context.config.num_speculative_tokens
-        size = self.head.config.vocab_size
-        depth = min(self.tree_depth, num_nodes)
-        # The last level is not run, and `visible` has a bit for each node that is.
-        width = min(_WIDTH, num_nodes, size, MAX_VISIBLE // max(depth - 1, 1))
+        ids = ids_of(params.get("target_ids"), self.head.config.vocab_size)
 
-        def children(logits: jax.Array, offset: jax.Array) -> Children:
-            ids = params.get("target_ids")
-            return likeliest(logits, offset[None], context, width, ids=ids, vocab_size=size)
-
-        def grow(level: _Level, offset: jax.Array) -> tuple[_Level, Candidates]:
-            """Runs a level; returns the next one, and the candidates that it was chosen from."""
+        def forward(
+            states: tuple[jax.Array, jax.Array],
+            cache: Cache,
+            token_ids: jax.Array,
+            level: jax.Array,
+        ) -> tuple[Row, tuple[jax.Array, jax.Array], Cache]:
+            feedback, above = states
+            width = token_ids.shape[1]
             # [W] -> [B, W, 2]: each node sees its ancestors, and itself
-            first_row = offset * width
+            first_row = level * width
             own = node_bits(first_row + jnp.arange(width, dtype=jnp.int32))
-            visible = level.visible | own[None]
+            tree_mask = above | own[None]
             rows = Rows(
-                level.token_ids,
+                token_ids,
                 start=context.lengths - 1,
                 slots=context.slots,
-                tree=TreeRows(jnp.broadcast_to(offset, level.token_ids.shape), visible),
+                tree=TreeRows(jnp.broadcast_to(level, token_ids.shape), tree_mask),
                 first_row=first_row,
             )
-            logits, states, cache = self.head.apply(params, level.states, rows, level.cache)
-            # [B, W, Vd] -> [B, W, C] -> [B, W * C]: of each node C = W children, all candidates
-            found = children(logits, offset + 1)
-            scores = level.scores[:, :, None] + found.scores
-            candidates = Candidates(
-                _flat(found.token_ids), jnp.repeat(level.numbers, width, axis=1), _flat(scores)
-            )
-            # [B, W * C] -> [B, W]: the best of them are run next, with the states of their parents
-            best, place = lax.top_k(candidates.scores, width)
-            parent = place // width
-            following = _Level(
-                token_ids=jnp.take_along_axis(candidates.token_ids, place, axis=1),
-                scores=best,
-                numbers=1 + width + offset * width**2 + place,  # after W, and W * C of each level
-                states=jnp.take_along_axis(states, parent[:, :, None], axis=1),
-                visible=jnp.take_along_axis(visible, parent[:, :, None], axis=1),
-                cache=cache,
-            )
-            return following, candidates
+            logits, feedback, cache = self.head.apply(params, feedback, rows, cache)
+            return Row(logits, ids), (feedback, tree_mask), cache
 
-        # [B, 1, Vd] -> [B, 1, C] -> [B, W]: all children of node 0 are run
-        found = children(logits, jnp.int32(0))
-        first = Candidates(
-            _flat(found.token_ids), jnp.zeros_like(found.token_ids[:, 0]), _flat(found.scores)
-        )
-        level = _Level(
-            token_ids=first.token_ids,
-            scores=first.scores,
-            numbers=first.parents + 1 + jnp.arange(width, dtype=jnp.int32)[None, :],
-            states=jnp.repeat(state, width, axis=1),
-            visible=jnp.zeros((*first.parents.shape, 2), jnp.uint32),
-            cache=cache,
-        )
-        level, rest = lax.scan(grow, level, jnp.arange(depth - 1, dtype=jnp.int32))
-        # [D - 1, B, W * C] -> [B, (D - 1) * W * C], after the first level
-        rest = jax.tree.map(lambda x: _flat(jnp.moveaxis(x, 0, 1)), rest)
-        every = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, rest)
-        token_ids, parents = best_nodes(every, num_nodes)
-        return Proposal(token_ids, parents=parents), level.cache
-
-
-def _flat(x: jax.Array) -> jax.Array:
-    """Returns ``[B, n]`` of an array whose first axis is B."""
-    return x.reshape(x.shape[0], -1)
+        # [B, 1, 2]: node 0 has no row of its own here
+        none = jnp.zeros((*state.shape[:2], 2), jnp.uint32)
+        # The last level is not run, and `tree_mask` has a bit for each node that is.
+        num_levels = min(self.tree_depth, context.config.num_speculative_tokens) - 1
+        width = min(WIDTH, TREE_MASK_BITS // max(num_levels, 1))
+        first = Row(logits, ids)
+        return draft_tree(first, (state, none), cache, forward, context, self.tree_depth, width)

@@ -7,20 +7,21 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jax_specdec._src.base.arrays import check_choice, check_type
+from jax_specdec._src.base.arrays import check_int, check_type
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID
 from jax_specdec._src.drafts.store import DraftStore
 from jax_specdec.lm.drafting.drafter import DraftContext, DrafterServes, Proposal
 from jax_specdec.lm.drafting.draw import Row, draft_chain, ids_of
 from jax_specdec.lm.drafting.heads import HeadDrafter, features_of
+from jax_specdec.lm.drafting.tree import draft_tree
 from jax_specdec.lm.models.gemma_assistant import GemmaAssistantHead
 from jax_specdec.lm.models.protocol import Cache, Params, Rows, is_loaded_model
 
 
 @dataclasses.dataclass(frozen=True)
 class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
-    """Drafts a chain of K tokens with an assistant of Gemma 4.
+    """Drafts K tokens with an assistant of Gemma 4.
 
     With t_n the newest token, which the target has not run, and h its stream after the final norm
     at n - 1, the row whose logits gave t_n:
@@ -37,14 +38,19 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
     argmaxes, verified one-hot. A prompt of one token has no row before its newest, so its first
     step has no drafts.
 
+    With `tree_depth`, the K drafts are the best nodes of a tree, at most so deep. Step 2 then runs
+    the 8 best nodes of each level in one pass, each with the state of the row before it; all of
+    them see the same keys. The agreement rule is needed, under which drafts are chosen by what the
+    noise of the target's tokens says, too.
+
     Attributes:
       head: static; its weights are the `draft_params`. In the target's dtype.
       store_dtype: dtype that logits are sampled from and stored in; None for that of the head.
-      tree_depth: 0: chains alone.
+      tree_depth: D, the most drafts of a path through a tree; 0 for chains.
 
     Raises:
-      TypeError: `head` is not a `GemmaAssistantHead`.
-      ValueError: `tree_depth` is not 0.
+      TypeError: `head` is not a `GemmaAssistantHead`, or `tree_depth` not an int.
+      ValueError: `tree_depth` is negative.
 
     Example: see `GemmaAssistantHead`.
     """
@@ -52,7 +58,7 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
     def __post_init__(self) -> None:
         hint = "pass its .model" if is_loaded_model(self.head) else None
         check_type("head", self.head, GemmaAssistantHead, hint=hint)
-        check_choice("tree_depth", self.tree_depth, (0,))
+        check_int("tree_depth", self.tree_depth, 0)
 
     @property
     def serves(self) -> DrafterServes:
@@ -83,15 +89,32 @@ class GemmaAssistantDrafter(HeadDrafter[GemmaAssistantHead]):
         last = jnp.take_along_axis(features, row[:, None, None], axis=1)
         state = self.head.first_states(params, last)
 
-        def forward(state: jax.Array, token: jax.Array, offset: jax.Array) -> tuple[Row, jax.Array]:
-            rows = Rows(token[:, None], newest, context.slots)
-            found = self.head.apply(params, state, rows, context.target_cache)
-            # [B, 1, C] -> [B, C]: of an ordered head, known with the row
-            ids = None if found.ids is None else found.ids[:, 0]
-            return Row(found.logits[:, 0], ids_of(ids, self.head.vocab_size)), found.states
+        def run(states: jax.Array, token_ids: jax.Array) -> tuple[Row, jax.Array]:
+            """Returns the rows after tokens ``[B, S]``, and the states that they leave."""
+            rows = Rows(token_ids, newest, context.slots)
+            found = self.head.apply(params, states, rows, context.target_cache)
+            # [B, S, C] -> [B * S, C]: of an ordered head, known with the rows
+            ids = None if found.ids is None else found.ids.reshape(-1, found.ids.shape[2])
+            return Row(found.logits, ids_of(ids, self.head.vocab_size)), found.states
 
-        first, state = forward(state, token, jnp.int32(0))
-        proposal, _ = draft_chain(first, state, forward, context, store)
+        def after_draft(
+            state: jax.Array, token: jax.Array, offset: jax.Array
+        ) -> tuple[Row, jax.Array]:
+            row, state = run(state, token[:, None])
+            return Row(row.logits[:, 0], row.ids), state
+
+        def after_level(
+            states: jax.Array, _: None, token_ids: jax.Array, level: jax.Array
+        ) -> tuple[Row, jax.Array, None]:
+            rows, states = run(states, token_ids)
+            return rows, states, None
+
+        if self.tree_depth:
+            first, state = run(state, token[:, None])
+            proposal, _ = draft_tree(first, state, None, after_level, context, self.tree_depth)
+        else:
+            first, state = after_draft(state, token, jnp.int32(0))
+            proposal, _ = draft_chain(first, state, after_draft, context, store)
         # A prompt of one token has no row before its newest, and so no drafts.
         is_read = (num_features > 0)[:, None]
         drafts = jnp.where(is_read, proposal.token_ids, PLACEHOLDER_TOKEN_ID)

@@ -31,7 +31,7 @@ class HeadDrafter(Drafter, Generic[Head]):
     def serves(self) -> DrafterServes:
         """Declares the features that the head reads, and trees if there are."""
         return DrafterServes(
-            feature_layers=self.head.feature_layers,
+            aux_hidden_state_layers=self.head.aux_hidden_state_layers,
             tree_depth=self.tree_depth,
             slots=True,
             kept_rows="texts",

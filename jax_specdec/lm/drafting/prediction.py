@@ -40,7 +40,6 @@ def look_up_predictions(context: DraftContext, most_matching: int) -> Predicted 
     which is nearest to how far the text has come. So one token is enough for a match.
 
     Args:
-      context: of the step.
       most_matching: D, at which a longer match counts no more.
 
     Returns:

@@ -227,8 +227,6 @@ def retokenize(
       target: the target's tokenizer.
       vocab_size: V of the target's model.
       draft: the tokenizer of the draft model.
-      model: the draft model.
-      params: its weights.
 
     Raises:
       TypeError: `target` or `draft` is not a `Tokenizer`, `model` not a model, or `params` not its

@@ -294,7 +294,6 @@ def _lookup(
     Args:
       arrays: the texts ``[B, L]``, their lengths ``[B]``, and the history or None.
       drafter: whose fields say what is looked for.
-      k: K.
       platform: that it is compiled for.
     """
     token_ids, lengths, history = arrays

@@ -13,7 +13,7 @@ is ``softmax((l + T g) / s)``, with the drafter's own logits in place of l.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,14 @@ from jax_specdec._src.base.noise import token_exponentials
 from jax_specdec._src.base.sampling import SamplingParams, inverse_temperature
 from jax_specdec._src.base.types import PLACEHOLDER_TOKEN_ID, TILE
 from jax_specdec._src.drafts.sample import sample_by_races
-from jax_specdec.lm.drafting.drafter import DraftContext
-from jax_specdec.lm.drafting.draw import ids_of
+from jax_specdec.lm.drafting.drafter import DraftContext, Proposal
+from jax_specdec.lm.drafting.draw import Ids, Row
+
+Carry = TypeVar("Carry")
+States = TypeVar("States")
+
+WIDTH = 8
+"""Nodes of a level that a drafter runs, at most, and children of each that are looked at."""
 
 SPREAD = 1.0
 """Scale of the noise that logits of a drafter and of the target differ by."""
@@ -60,6 +66,24 @@ class Children(NamedTuple):
 
     token_ids: jax.Array
     scores: jax.Array
+
+
+class _Level(NamedTuple, Generic[States, Carry]):
+    """W nodes of the same depth in the tree of each request, and what they are run with.
+
+    Attributes:
+      token_ids: ``[B, W]`` int32.
+      scores: ``[B, W]`` float32, of the paths to them.
+      numbers: ``[B, W]`` int32, of the nodes among all candidates, as parents have it.
+      states: arrays ``[B, W, n]``, which the rows of their parents left.
+      carry: what passes take and give, such as a cache.
+    """
+
+    token_ids: jax.Array
+    scores: jax.Array
+    numbers: jax.Array
+    states: States
+    carry: Carry
 
 
 def best_nodes(candidates: Candidates, num_nodes: int) -> tuple[jax.Array, jax.Array]:
@@ -121,6 +145,86 @@ def with_chains(
     chosen = requests[:, None]
     chain = jnp.arange(k, dtype=jnp.int32)[None, :]
     return jnp.where(chosen, path.T, token_ids), jnp.where(chosen, chain, parents)
+
+
+def draft_tree(
+    row: Row,
+    states: States,
+    carry: Carry,
+    forward: Callable[[States, Carry, jax.Array, jax.Array], tuple[Row, States, Carry]],
+    context: DraftContext,
+    depth: int,
+    width: int = WIDTH,
+) -> tuple[Proposal, Carry]:
+    """Drafts a tree of K nodes of each request, whose levels a drafter runs one after another.
+
+    All W children of node 0 are run in one pass, then the W best of all their children, and so on;
+    nodes of the last level are not run. The K best of all candidates are the tree.
+
+    Args:
+      row: ``[B, 1, Vd]`` logits after node 0, and the ids of rows ``[B, Vd]``.
+      states: arrays ``[B, 1, n]``, which the row of node 0 left.
+      carry: what `forward` takes and gives, such as a cache.
+      forward: ``forward(states, carry, token_ids, level)`` runs nodes ``[B, W]`` of level 0, 1 and
+        so on, each with the states ``[B, W, n]`` that its parent left. It gives their logits
+        ``[B, W, Vd]`` with the ids of rows ``[B * W, Vd]``, their own states, and the new carry.
+      context: of the step, under the agreement rule.
+      depth: the most drafts of a path.
+      width: the most nodes of a level that are run.
+
+    Returns:
+      The proposal, and the last carry.
+    """
+    num_nodes = context.config.num_speculative_tokens
+    depth = min(depth, num_nodes)
+    width = min(width, num_nodes, row.ids.vocab_size)
+
+    def grow(
+        level: _Level[States, Carry], offset: jax.Array
+    ) -> tuple[_Level[States, Carry], Candidates]:
+        """Runs a level; returns the next one, and the candidates that it was chosen from."""
+        row, states, carry = forward(level.states, level.carry, level.token_ids, offset)
+        # [B, W, Vd] -> [B, W, C] -> [B, W * C]: of each node C = W children, all candidates
+        found = likeliest(row.logits, (offset + 1)[None], context, width, row.ids)
+        scores = level.scores[:, :, None] + found.scores
+        candidates = Candidates(
+            _flat(found.token_ids), jnp.repeat(level.numbers, width, axis=1), _flat(scores)
+        )
+        # [B, W * C] -> [B, W]: the best of them are run next, with the states of their parents
+        best, place = lax.top_k(candidates.scores, width)
+        parent = (place // width)[:, :, None]
+        following = _Level(
+            token_ids=jnp.take_along_axis(candidates.token_ids, place, axis=1),
+            scores=best,
+            numbers=1 + width + offset * width**2 + place,  # after W, and W * C of each level
+            states=jax.tree.map(lambda x: jnp.take_along_axis(x, parent, axis=1), states),
+            carry=carry,
+        )
+        return following, candidates
+
+    # [B, 1, Vd] -> [B, 1, C] -> [B, W]: all children of node 0 are run
+    found = likeliest(row.logits, jnp.zeros(1, jnp.int32), context, width, row.ids)
+    first = Candidates(
+        _flat(found.token_ids), jnp.zeros_like(found.token_ids[:, 0]), _flat(found.scores)
+    )
+    level = _Level(
+        token_ids=first.token_ids,
+        scores=first.scores,
+        numbers=first.parents + 1 + jnp.arange(width, dtype=jnp.int32)[None, :],
+        states=jax.tree.map(lambda x: jnp.repeat(x, width, axis=1), states),
+        carry=carry,
+    )
+    level, rest = lax.scan(grow, level, jnp.arange(depth - 1, dtype=jnp.int32))
+    # [D - 1, B, W * C] -> [B, (D - 1) * W * C], after the first level
+    rest = jax.tree.map(lambda x: _flat(jnp.moveaxis(x, 0, 1)), rest)
+    every = jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=1), first, rest)
+    token_ids, parents = best_nodes(every, num_nodes)
+    return Proposal(token_ids, parents=parents), level.carry
+
+
+def _flat(x: jax.Array) -> jax.Array:
+    """Returns ``[B, n]`` of an array whose first axis is B."""
+    return x.reshape(x.shape[0], -1)
 
 
 def grow(
@@ -192,9 +296,7 @@ def likeliest(
     offsets: jax.Array,
     context: DraftContext,
     num_children: int,
-    *,
-    ids: jax.Array | None = None,
-    vocab_size: int = 0,
+    ids: Ids,
 ) -> Children:
     """Returns the tokens that the target is likeliest to take after each of R nodes.
 
@@ -209,20 +311,17 @@ def likeliest(
       context: of the step; its config has the agreement rule. If it drafts greedily, noise and
         filters are left out.
       num_children: C, at most as many as the target's ids.
-      ids: ``[Vd]`` int32, the target ids of the columns; None if column j is id j.
-      vocab_size: greater than any of `ids`.
+      ids: what the columns of rows ``[B * R, Vd]`` stand for.
     """
     batch_size, num_rows, _ = logits.shape
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(batch_size * num_rows, *x.shape[2:])
 
-    if ids is not None:
-        # [B, R, Vd] -> [B, R, V]: processors know target ids, and races are run in tiles of them
-        rows = ids_of(ids, vocab_size).on_target(flat(logits))
-        logits = rows.reshape(batch_size, num_rows, vocab_size)
+    # [B, R, Vd] -> [B, R, V]: processors know target ids, and races are run in tiles of them
+    logits = ids.on_target(flat(logits)).reshape(batch_size, num_rows, -1)
     if context.processors is not None:
-        logits = jax.vmap(context.process_logits, in_axes=1, out_axes=1)(logits)
+        logits = jax.vmap(context.processed, in_axes=1, out_axes=1)(logits)
     # [B] -> [B*R]: the parameters of each row's request
     sampling = context.sampling
     if context.config.draft_sample_method == "greedy":

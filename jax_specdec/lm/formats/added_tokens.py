@@ -49,7 +49,6 @@ def tokens_beside(
     `eos_token`: what no file gives an id ends no text.
 
     Args:
-      directory: of the checkpoint.
       vocab: of the model in `tokenizer.json`.
       added: the tokens that it adds itself, by id.
 

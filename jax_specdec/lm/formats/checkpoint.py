@@ -154,8 +154,6 @@ def save_checkpoint(
 
     Args:
       directory: created if it does not exist; existing files are replaced.
-      model: the model.
-      params: its weights.
       dtype: dtype of the stored tensors.
       allow_nonfinite: write weights that are NaN or infinite in `dtype`, too.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jax_specdec.lm.formats.families import FAMILIES, FULL, SCALINGS, SLIDING
 from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, only, read_json
-from jax_specdec.lm.formats.head_kinds import check_kind
+from jax_specdec.lm.formats.head_kinds import check_is_no_head
 from jax_specdec.lm.models.config import DecoderConfig
 
 CONFIG_FILE = "config.json"
@@ -55,7 +55,7 @@ def read_config(path: Path) -> DecoderConfig:
         `Llama` does not compute; or it is of a draft head.
     """
     raw = read_json(path)
-    check_kind(None, raw)
+    check_is_no_head(raw)
     return parse_config(raw)
 
 

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 from jax_specdec._src.base.arrays import check_choice
 from jax_specdec.lm.formats.checkpoint import LoadedModel, load_huggingface
-from jax_specdec.lm.formats.heads import load_block_head, load_eagle3
+from jax_specdec.lm.formats.heads import load_head
 from jax_specdec.lm.models.block import BlockHead
 from jax_specdec.lm.models.eagle3 import Eagle3Head
 from jax_specdec.lm.models.llama import Llama
@@ -77,5 +77,5 @@ def load_embedded_head(
     check_choice("name", name, _HEADS)
     with importlib.resources.as_file(_WEIGHTS / name) as directory:
         if name.startswith("eagle3"):
-            return load_eagle3(directory, target)
-        return load_block_head(directory, target)
+            return load_head(directory, target, Eagle3Head)
+        return load_head(directory, target, BlockHead)

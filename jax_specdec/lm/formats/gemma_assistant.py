@@ -7,11 +7,9 @@ import numpy as np
 
 from jax_specdec._src.base.arrays import require
 from jax_specdec.lm.formats.checkpoint import LoadedModel
-from jax_specdec.lm.formats.config_json import CONFIG_FILE
 from jax_specdec.lm.formats.families import FULL, SLIDING, gemma4_layers
-from jax_specdec.lm.formats.files import JsonObject, errors_name, path_of, read_json
-from jax_specdec.lm.formats.head_files import check_target
-from jax_specdec.lm.formats.head_kinds import ASSISTANT, ASSISTANT_TYPES, check_kind
+from jax_specdec.lm.formats.files import JsonObject, errors_name
+from jax_specdec.lm.formats.head_kinds import ASSISTANT_TYPES
 from jax_specdec.lm.formats.tensors import (
     Names,
     Tensors,
@@ -44,36 +42,14 @@ _NAMES = {
 _ORDER = "masked_embedding.token_ordering"
 
 
-def load_gemma_assistant(
-    directory: str | Path, target: LoadedModel[Llama]
+def read_assistant(
+    directory: Path, raw: JsonObject, target: LoadedModel[Llama]
 ) -> LoadedModel[GemmaAssistantHead]:
-    """Reads an assistant that was trained for a Gemma 4, from a local directory.
+    """Returns an assistant for a Gemma 4; `raw` is its `config.json`.
 
     The embedding and the final norm of the target are its own arrays, not copies. Of an ordered
-    head, rows of the output matrix are put in the order of its groups.
-
-    Args:
-      directory: holds `config.json` and `model.safetensors`.
-      target: the target, as `load_huggingface` gives it. Weights are converted to its dtype.
-
-    Returns:
-      The head and its weights.
-
-    Raises:
-      FileNotFoundError: a file is missing.
-      OSError: something other than a file is in its place, or a file cannot be opened.
-      ValueError: a file cannot be parsed, has a value out of range, does not fit the target, or
-        asks for something that `GemmaAssistantHead` does not compute; a tensor is missing, unknown,
-        of another shape or kind than the config says, or not finite in the target's dtype; the
-        order of an ordered head does not have each id once.
-      TypeError: `target` is not a loaded `Llama`, or `directory` not a path.
-
-    Example: see `GemmaAssistantHead`.
+    head, rows of the output matrix are put in the order of its groups. Raises as `load_head` does.
     """
-    check_target(target)
-    directory = path_of(directory)
-    raw = read_json(directory / CONFIG_FILE)
-    check_kind(ASSISTANT, raw)
     raw.require_one_of("model_type", *ASSISTANT_TYPES)
     head = GemmaAssistantHead(_read_config(raw, target.model.config), target.model.dtype)
     c = head.config
@@ -98,7 +74,7 @@ def load_gemma_assistant(
 
 
 def _read_config(raw: JsonObject, target: DecoderConfig) -> GemmaAssistantConfig:
-    """Returns the config of an assistant; raises as `load_gemma_assistant` does."""
+    """Returns the config of an assistant; raises as `load_head` does."""
     size = target.hidden_size
     rule = f"but the target's hidden_size is {size}"
     raw.require(raw.needed("backbone_hidden_size") == size, "backbone_hidden_size", rule)

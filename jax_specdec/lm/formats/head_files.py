@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_specdec._src.base.arrays import LOGITS, check_listed, checked_dtype, require
+from jax_specdec._src.base.arrays import LOGITS, check_listed, checked_dtype
 from jax_specdec.lm.formats.checkpoint import LoadedModel, refuse_int8, stored_tensors, write_files
-from jax_specdec.lm.formats.config_json import CONFIG_FILE, config_json
-from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, path_of, read_json
-from jax_specdec.lm.formats.head_kinds import HeadKind, check_is_head, check_kind
+from jax_specdec.lm.formats.config_json import config_json
+from jax_specdec.lm.formats.files import JsonObject, JsonValue, errors_name, path_of
+from jax_specdec.lm.formats.head_kinds import check_is_head
 from jax_specdec.lm.formats.head_layouts import LEGACY_NORMS, layer_prefix
 from jax_specdec.lm.formats.tensors import (
     Names,
@@ -46,23 +46,19 @@ _NAMES = {
 """Tensors whose names are not those of the arrays."""
 
 
-def load_head(
-    directory: str | Path,
+def read_head(
+    directory: Path,
+    raw: JsonObject,
     target: LoadedModel[Llama],
     kind: type[_Head],
-    own: HeadKind,
     read_config: Callable[[JsonObject, Tensors, DecoderConfig], HeadConfig],
     prefix: str = "",
 ) -> LoadedModel[_Head]:
     """Returns a head for a target, whose own arrays stand for those that are equal to them.
 
-    `own` is its kind in words; `read_config` reads the config of its `kind`; names of tensors are
-    read without a `prefix`. Raises as `load_eagle3` does.
+    `raw` is its `config.json`; `read_config` reads the config of its `kind`; names of tensors are
+    read without a `prefix`. Raises as `load_head` does.
     """
-    check_target(target)
-    directory = path_of(directory)
-    raw = read_json(directory / CONFIG_FILE)
-    check_kind(own, raw)
     with open_files(directory) as files:
         check_is_head(shown(directory), files.stored)
         tensors = files.without(prefix)
@@ -84,18 +80,6 @@ def load_head(
         rows = jax.tree.map(lambda x: x[params["target_ids"]], rows)
         params["lm_head"] = rows if is_int8(rows) else rows.T
     return LoadedModel(kind(shared, head.dtype), params)
-
-
-def check_target(target: object) -> None:
-    """Checks that a head can be read for a target.
-
-    Raises:
-      TypeError: it is not a loaded `Llama`.
-    """
-    is_target = isinstance(target, LoadedModel) and isinstance(target.model, Llama)
-    must = "be a LoadedModel of a Llama"
-    hint = "pass what load_huggingface returned, model and params in one"
-    require(is_target, "target", must, target, hint, TypeError)
 
 
 def save_head(
@@ -168,11 +152,11 @@ def _tensor_names(head: DraftHead, stored: Collection[str] = ()) -> list[Names]:
         elsewhere.add("lm_head")
     own = {x: [_NAMES.get(x, f"{x}.weight")] for x in shapes if x not in elsewhere}
     if "fc_norm" in own:
-        count = len(c.feature_layers)
+        count = len(c.aux_hidden_state_layers)
         is_legacy = count == len(LEGACY_NORMS) and LEGACY_NORMS[0] in stored
         usual = [f"fc_norm.{index}.weight" for index in range(count)]
         own["fc_norm"] = list(LEGACY_NORMS) if is_legacy else usual
-    names = [Names(own, {"fc_norm": [c.target_hidden_size] * len(c.feature_layers)})]
+    names = [Names(own, {"fc_norm": [c.target_hidden_size] * len(c.aux_hidden_state_layers)})]
     _, *layers = parts(shapes)
     for index, (spec, arrays) in enumerate(zip(c.layers, layers, strict=True)):
         prefix = layer_prefix(stored) if index == 0 else f"layers.{index}"

@@ -1,28 +1,32 @@
-"""Which kind of head a `config.json` is of, so that a wrong reader can name the right one."""
+"""Which kind of head a `config.json` is of."""
 
 from collections.abc import Collection
 from typing import NamedTuple
 
+from jax_specdec._src.base.arrays import either, require
 from jax_specdec.lm.formats.files import JsonObject
+from jax_specdec.lm.models.block import BlockHead
+from jax_specdec.lm.models.eagle3 import Eagle3Head
+from jax_specdec.lm.models.gemma_assistant import GemmaAssistantHead
 
 
 class HeadKind(NamedTuple):
-    """A kind of draft head, and what reads it.
+    """A kind of draft head.
 
     Attributes:
       noun: what it is.
-      reader: the function.
+      head: its class.
       prefix: what stands before its directory on a command line.
     """
 
     noun: str
-    reader: str
+    head: type[Eagle3Head | BlockHead | GemmaAssistantHead]
     prefix: str
 
 
-EAGLE3 = HeadKind("an EAGLE-3 head", "load_eagle3", "eagle3:")
-BLOCK = HeadKind("a DFlash or DSpark head", "load_block_head", "block:")
-ASSISTANT = HeadKind("a Gemma 4 assistant", "load_gemma_assistant", "gemma:")
+EAGLE3 = HeadKind("an EAGLE-3 head", Eagle3Head, "eagle3:")
+BLOCK = HeadKind("a DFlash or DSpark head", BlockHead, "block:")
+ASSISTANT = HeadKind("a Gemma 4 assistant", GemmaAssistantHead, "gemma:")
 
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 """What assistants have as their `model_type`."""
@@ -44,15 +48,38 @@ def kind_of_head(raw: JsonObject) -> HeadKind | None:
     return None
 
 
-def check_kind(own: HeadKind | None, raw: JsonObject) -> None:
-    """Checks that a `config.json` is not of a head of another kind; `own` is None for no head.
+def checked_kind(raw: JsonObject, wanted: type | None) -> HeadKind:
+    """Returns the kind of head that a `config.json` is of; `wanted` is its class, None for any.
+
+    Where the file does not say it, that is the wanted kind, or EAGLE-3, whose older files do not.
+
+    Raises:
+      ValueError: the file is of a head of another kind.
+      TypeError: `wanted` is no class of heads.
+    """
+    kinds = {kind.head: kind for kind in (EAGLE3, BLOCK, ASSISTANT)}
+    names = either(head.__name__ for head in kinds)
+    must = f"be {names}, or None"
+    require(wanted is None or wanted in kinds, "kind", must, wanted, error=TypeError)
+    found = kind_of_head(raw)
+    if wanted is None:
+        return found or EAGLE3
+    own = kinds[wanted]
+    if found not in (None, own):
+        reads = f"load_head with {found.head.__name__} and --draft {found.prefix}DIR read it"
+        raise ValueError(f"{raw.where} is of {found.noun}, not of {own.noun}; {reads}.")
+    return own
+
+
+def check_is_no_head(raw: JsonObject) -> None:
+    """Checks that a `config.json` is not of a head.
 
     Raises:
       ValueError: it is; the sentence says what reads it.
     """
     found = kind_of_head(raw)
-    if found not in (None, own):
-        reads = f"{found.reader} and --draft {found.prefix}DIR read"
+    if found is not None:
+        reads = f"load_head and --draft {found.prefix}DIR read"
         raise ValueError(f"{raw.where} is of {found.noun}, which {reads}.")
 
 

@@ -155,7 +155,7 @@ def read_eagle3_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig)
     raw.require_one_of("parallel_drafting", False)  # heads of blocks draft so, whatever it says
     depth = len(target.layers)
     early_middle_late = tuple(sorted((2, depth // 2, depth - 3)))  # EAGLE's files do not say where
-    values["feature_layers"] = _read_feature_layers(layout, depth, early_middle_late)
+    values["aux_hidden_state_layers"] = _read_aux_layers(layout, depth, early_middle_late)
     values |= _read_shared(layout, values["hidden_size"], tensors, target)
     # Tensors say which norms there are where no key does.
     names = tensors.stored.keys()
@@ -181,7 +181,7 @@ def read_block_config(raw: JsonObject, tensors: Tensors, target: DecoderConfig) 
     # A Llama has no layers that slide: `_sliding` reads which do.
     values = _read_layers(layout.layer, tensors, target, "layer_types", "use_sliding_window")
     values |= _sliding(layout, values["layers"])
-    values["feature_layers"] = _read_feature_layers(layout, len(target.layers), None)
+    values["aux_hidden_state_layers"] = _read_aux_layers(layout, len(target.layers), None)
     values |= _read_shared(layout, values["hidden_size"], tensors, target)
     values |= _read_block(layout, tensors)
     with errors_name(raw.where):
@@ -283,7 +283,7 @@ def _read_block(layout: HeadLayout, tensors: Tensors) -> dict[str, JsonValue]:
     }
 
 
-def _read_feature_layers(
+def _read_aux_layers(
     layout: HeadLayout, num_layers: int, default: tuple[int, ...] | None
 ) -> tuple[int, ...]:
     """Returns the layers before which features are read, or the default, as `_read` does."""

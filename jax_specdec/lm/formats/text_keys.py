@@ -76,7 +76,6 @@ def check_prefix_space(directory: Path, has_prefix: bool) -> None:
     """Checks that `add_prefix_space` says what a `tokenizer.json` does.
 
     Args:
-      directory: of the checkpoint.
       has_prefix: whether the tokenizer puts a space before a text.
 
     Raises:

@@ -32,7 +32,7 @@ import numpy as np
 
 from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import check_array, check_int, require
-from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec._src.base.tree import TREE_MASK_BITS
 from jax_specdec.lm.models.cache import Pass, check_length, check_rows, empty_cache
 from jax_specdec.lm.models.config import LayerSpec, Shapes, layer_shapes
 from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, head_logits
@@ -64,8 +64,8 @@ class BlockHeadConfig(HeadConfig):
       num_token_ids: the target's.
       draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
         target's ids, and the head has an output matrix of its own.
-      feature_layers: ids of the target's layers before which the residual stream is read, 0-based
-        and ascending; L, the number of layers, is after the last one.
+      aux_hidden_state_layers: ids of the target's layers before which the residual stream is read,
+        0-based and ascending; L, the number of layers, is after the last one.
       target_hidden_size: width of the target's residual stream.
       own_embedding: the head has an embedding of its own; otherwise the target's.
       own_lm_head: the head has an output matrix of its own; otherwise the target's.
@@ -97,8 +97,8 @@ class BlockHeadConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         least = 1 if self.sample_from_anchor else 2
-        must = f"be in [{least}, {MAX_VISIBLE}]"
-        require(least <= self.block_size <= MAX_VISIBLE, "block_size", must, self.block_size)
+        must = f"be in [{least}, {TREE_MASK_BITS}]"
+        require(least <= self.block_size <= TREE_MASK_BITS, "block_size", must, self.block_size)
         mask = self.mask_token_id
         most = self.vocab_size
         is_id = type(mask) is int and 0 <= mask < most
@@ -113,7 +113,7 @@ class BlockHeadConfig(HeadConfig):
         """The most drafts of a block."""
         return self.block_size - (not self.sample_from_anchor)
 
-    def visible(self, spec: LayerSpec) -> np.ndarray:
+    def block_mask(self, spec: LayerSpec) -> np.ndarray:
         """Returns which rows of the block each row sees in a layer: ``[S, 2]`` uint32, in bits."""
         size = self.block_size
         is_causal = spec.window is not None and not self.sliding_window_non_causal
@@ -185,8 +185,8 @@ class BlockHead(DraftHead):
       ...     qk_norm=True)
       >>> target = DecoderConfig(vocab_size=256, hidden_size=32, layers=(layer,) * 4)
       >>> head = BlockHead(BlockHeadConfig.of_target(
-      ...     target, layers=(layer,) * 2, feature_layers=(2, 4), block_size=8, mask_token_id=255,
-      ...     sample_from_anchor=True, markov_rank=4))
+      ...     target, layers=(layer,) * 2, aux_hidden_state_layers=(2, 4), block_size=8,
+      ...     mask_token_id=255, sample_from_anchor=True, markov_rank=4))
       >>> params = jax.jit(head.init_params)(jax.random.key(0))
       >>> cache = head.init_cache(batch_size=1, max_length=16)
       >>> features = jnp.zeros((1, 3, head.num_features))  # of the tokens at positions 0, 1, 2
@@ -225,7 +225,7 @@ class BlockHead(DraftHead):
         Args:
           params: weights of the structure and shapes of `block_shapes`, in the compute dtype.
           features: ``[B, S, A * H_target]`` in the compute dtype, the target's residual streams
-            before the layers of `feature_layers`, one after another.
+            before the layers of `aux_hidden_state_layers`, one after another.
           positions: ``[B, S]`` int32.
 
         Returns:
@@ -261,7 +261,6 @@ class BlockHead(DraftHead):
         """Returns the cache after S consecutive positions of each request were written.
 
         Args:
-          params: as for `context`.
           features: as for `context`; row s of request b is at position start[b] + s.
           start: ``[B]`` int32.
           cache: from `init_cache` or a previous call.
@@ -292,7 +291,6 @@ class BlockHead(DraftHead):
         `check_params` does that.
 
         Args:
-          params: as for `context`.
           rows: one token of each request, the newest, ``[B, 1]``, as an id of the target, at
             position n; the cache has the context of positions 0 to n - 1.
           cache: from `write_context` or a previous call.
@@ -325,7 +323,7 @@ class BlockHead(DraftHead):
         def attend(index: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
             spec = config.layers[index]
             read, new_cache[index] = step.attend(
-                spec, query, key, value, cache[index], config.visible(spec)
+                spec, query, key, value, cache[index], config.block_mask(spec)
             )
             return read
 
@@ -343,7 +341,6 @@ class BlockHead(DraftHead):
         """Runs the layers around a given attention: what `apply` and training share.
 
         Args:
-          params: as for `context`.
           embedded: ``[B, R, H]``, rows of the embedding of blocks, in the compute dtype.
           positions: ``[B, R]`` int32, for the rotary embedding.
           attend: called once for each layer.
@@ -366,7 +363,6 @@ class BlockHead(DraftHead):
         """Returns what the token before adds to logits; for a head with a `markov_rank`.
 
         Args:
-          params: as for `context`.
           token_ids: ``[...]`` int32, the token before each row, as an id of the target.
           columns: ``[..., C]`` int32, of the logits, with leading axes that broadcast with those of
             `token_ids`; None for all Vd of them.

@@ -14,7 +14,7 @@ from jax_specdec._src.attention.api import attend
 from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
 from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import Sizes, check_array, require
-from jax_specdec._src.base.tree import MAX_VISIBLE
+from jax_specdec._src.base.tree import TREE_MASK_BITS
 from jax_specdec.lm.models.config import LayerSpec
 from jax_specdec.lm.models.layers import NewHeads
 from jax_specdec.lm.models.protocol import Cache, Rows
@@ -193,11 +193,11 @@ class Pass(NamedTuple):
         )
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
-            visible, depth = _seen(rows, spec.window) if block is None else (block, None)
+            tree_mask, depth = _seen(rows, spec.window) if block is None else (block, None)
             arrays = AttentionArrays(
                 own, *layer, rows.start, depth=depth, slots=rows.slots, rows=laid
             )
-            reads.append(attend(arrays, static, visible))
+            reads.append(attend(arrays, static, tree_mask))
         if len(reads) == 1:
             return jnp.broadcast_to(reads[0], query.shape), layer
         # [G, S, N, D] of each group -> [1, M, N, D], as the query
@@ -205,19 +205,19 @@ class Pass(NamedTuple):
 
 
 def _seen(rows: Rows, window: int | None) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns `visible` and `depth` of `decode_attention` for rows of a layer with a window."""
+    """Returns `tree_mask` and `depth` of `decode_attention` for rows of a layer with a window."""
     if rows.tree is None or window is None:
-        return rows.visible, None
-    visible = rows.tree.visible
-    if window < MAX_VISIBLE:
+        return rows.tree_mask, None
+    tree_mask = rows.tree.tree_mask
+    if window < TREE_MASK_BITS:
         # A node's bits are the path to it: its window are the last of them.
         shifts = jnp.arange(32, dtype=jnp.uint32)[None, None, None, :]
-        bits = (visible[..., None] >> shifts) & 1  # [G, S, 2, 32]
-        flat = bits.reshape(*visible.shape[:2], MAX_VISIBLE)
+        bits = (tree_mask[..., None] >> shifts) & 1  # [G, S, 2, 32]
+        flat = bits.reshape(*tree_mask.shape[:2], TREE_MASK_BITS)
         to_end = lax.cumsum(flat, axis=2, reverse=True)  # [G, S, 64]: 1 at the node itself
         kept = jnp.where(to_end <= window, flat, 0).reshape(bits.shape)
-        visible = (kept << shifts).sum(axis=3, dtype=jnp.uint32)
-    return visible, rows.tree.depth
+        tree_mask = (kept << shifts).sum(axis=3, dtype=jnp.uint32)
+    return tree_mask, rows.tree.depth
 
 
 def _side_by_side(parts: list[jax.Array]) -> jax.Array:
@@ -230,11 +230,6 @@ def _side_by_side(parts: list[jax.Array]) -> jax.Array:
 def check_rows(name: str, rows: Rows, cache: Cache) -> None:
     """Checks the shapes and dtypes of rows, and that the cache has positions for them.
 
-    Args:
-      name: of the argument.
-      rows: what was given for it.
-      cache: of layers.
-
     Raises:
       ValueError: another shape, or more tokens than the cache has positions.
       TypeError: another dtype.
@@ -246,8 +241,8 @@ def check_rows(name: str, rows: Rows, cache: Cache) -> None:
         check_array(f"{name}.slots", rows.slots, "[G] int32", sizes)
     if rows.tree is not None:
         check_array(f"{name}.tree.depth", rows.tree.depth, "[G, S] int32", sizes)
-        visible = rows.tree.visible
-        check_array(f"{name}.tree.visible", visible, "[G, S, 2] uint32", {**sizes, "2": 2})
+        tree_mask = rows.tree.tree_mask
+        check_array(f"{name}.tree.tree_mask", tree_mask, "[G, S, 2] uint32", {**sizes, "2": 2})
     check_length(f"{name}.token_ids", rows.token_ids.shape[1], cache)
 
 
@@ -255,9 +250,7 @@ def check_length(name: str, length: int, cache: Cache) -> None:
     """Checks that the caches of layers have positions for so many tokens.
 
     Args:
-      name: of the argument.
       length: S.
-      cache: of layers.
 
     Raises:
       ValueError: they have not: writing would drop the last tokens.

@@ -51,8 +51,8 @@ class Eagle3Config(HeadConfig):
       num_token_ids: the target's.
       draft_vocab_size: Vd, ids that the head scores, at most V. Fewer than V are a list of the
         target's ids, and the head has an output matrix of its own.
-      feature_layers: ids of the target's layers before which the residual stream is read, 0-based
-        and ascending; L, the number of layers, is after the last one.
+      aux_hidden_state_layers: ids of the target's layers before which the residual stream is read,
+        0-based and ascending; L, the number of layers, is after the last one.
       target_hidden_size: width of the target's residual stream.
       norm_before_fc: an RMSNorm over all features before ``fc``.
       fc_norm: an RMSNorm over the features of each layer before ``fc``.
@@ -123,7 +123,8 @@ class Eagle3Head(DraftHead):
       >>> layer = LayerSpec(
       ...     num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=64)
       >>> target = DecoderConfig(vocab_size=256, hidden_size=32, layers=(layer,) * 6)
-      >>> config = Eagle3Config.of_target(target, layers=(layer,), feature_layers=(2, 4, 5))
+      >>> config = Eagle3Config.of_target(
+      ...     target, layers=(layer,), aux_hidden_state_layers=(2, 4, 5))
       >>> head = Eagle3Head(config)
       >>> params = jax.jit(head.init_params)(jax.random.key(0))
       >>> cache = head.init_cache(batch_size=1, max_length=16)
@@ -162,7 +163,7 @@ class Eagle3Head(DraftHead):
         Args:
           params: weights of the structure and shapes of `head_shapes`, in the compute dtype.
           features: ``[B, S, A * H_target]`` in the compute dtype, the target's residual streams
-            before the layers of `feature_layers`, one after another.
+            before the layers of `aux_hidden_state_layers`, one after another.
 
         Returns:
           ``[B, S, H]`` in the compute dtype.
@@ -176,7 +177,7 @@ class Eagle3Head(DraftHead):
         if c.norm_before_fc:
             features = rms_norm(features, params["input_norm"], c.norm)
         if c.fc_norm:
-            chunks = (len(c.feature_layers), c.target_hidden_size)
+            chunks = (len(c.aux_hidden_state_layers), c.target_hidden_size)
             # [B, S, A H_target] -> [B, S, A, H_target] and back: a mean for each layer
             split = features.reshape(*features.shape[:2], *chunks)
             split = rms_norm(split, params["fc_norm"].reshape(chunks), c.norm)
@@ -249,12 +250,9 @@ class Eagle3Head(DraftHead):
         """Runs the head around an attention other than that of `apply`, as training does.
 
         Args:
-          params: as in `apply`.
-          states: as in `apply`.
           embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
           positions: ``[B, S]`` int32, for the rotary embedding.
           attend: called once.
-          row: as in `apply`.
 
         Returns:
           Logits ``[B, S, Vd]``, and the feedback ``[B, S, H]``.

@@ -95,7 +95,7 @@ class GemmaAssistantConfig(LayersConfig):
             require(active <= groups, "num_active_centroids", must, active)
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """The stream that leaves the target's last layer."""
         return (self.target_layers,)
 
@@ -123,7 +123,7 @@ class AssistantOutput(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GemmaAssistantHead:
-    """An assistant of Gemma 4; see `load_gemma_assistant`. It has no cache.
+    """An assistant of Gemma 4; see `load_head`. It has no cache.
 
     Attributes:
       config: the sizes.
@@ -163,9 +163,9 @@ class GemmaAssistantHead:
         return self.config.vocab_size
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """The stream that leaves the target's last layer."""
-        return self.config.feature_layers
+        return self.config.aux_hidden_state_layers
 
     @property
     def weight_shapes(self) -> Shapes:

@@ -19,7 +19,7 @@ class HeadConfig(LayersConfig):
     """Layers and switches of a head; `Eagle3Config` and `BlockHeadConfig` say what they are."""
 
     draft_vocab_size: int
-    feature_layers: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     target_hidden_size: int
     own_embedding: bool = False
     own_lm_head: bool = False
@@ -31,10 +31,12 @@ class HeadConfig(LayersConfig):
         require(are_before, "layers", "have norms before their halves alone", self.layers)
         have_keys = all(spec.keys_of is None for spec in self.layers)
         require(have_keys, "layers", "have keys of their own", self.layers)
-        ids = self.feature_layers
+        ids = self.aux_hidden_state_layers
         are_ids = isinstance(ids, tuple) and all(type(x) is int and x >= 0 for x in ids)
         ascend = are_ids and ids and list(ids) == sorted({*ids})
-        require(ascend, "feature_layers", "be different layer ids from 0 on, ascending", ids)
+        require(
+            ascend, "aux_hidden_state_layers", "be different layer ids from 0 on, ascending", ids
+        )
         # A head that scores part of the ids cannot take the target's output matrix.
         size = self.draft_vocab_size
         most = self.vocab_size
@@ -71,7 +73,7 @@ class HeadConfig(LayersConfig):
     @property
     def num_features(self) -> int:
         """Size A * H_target of the feature axis, of A layers."""
-        return len(self.feature_layers) * self.target_hidden_size
+        return len(self.aux_hidden_state_layers) * self.target_hidden_size
 
     @property
     def output_is_embedding(self) -> bool:
@@ -95,9 +97,9 @@ class DraftHead(abc.ABC):
         return self.config.draft_vocab_size
 
     @property
-    def feature_layers(self) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Ids of the target's layers before which the residual stream is read, ascending."""
-        return self.config.feature_layers
+        return self.config.aux_hidden_state_layers
 
     @property
     def num_features(self) -> int:

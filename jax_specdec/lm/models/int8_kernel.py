@@ -43,7 +43,7 @@ MANY_OUTPUTS = 30_000
 """A matrix with more is an output matrix, whose product, the logits, many programs read."""
 
 
-class Shape(NamedTuple):
+class Int8Shape(NamedTuple):
     """The sizes of a launch."""
 
     num_out: int  # a multiple of the outputs of a cluster
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     cluster: int  # blocks that share tiles of rows
 
     @classmethod
-    def of(cls, num_rows: int, num_out: int, num_in: int) -> Shape:
+    def of(cls, num_rows: int, num_out: int, num_in: int) -> Int8Shape:
         """Returns the sizes that were fastest on an H100, for matrices of an 8B model."""
         row_blocks = 1
         unit = 8
@@ -99,7 +99,7 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, interpret: Any = 
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
     """
     num_rows = x.shape[0]
-    shape = Shape.of(num_rows, *values.shape)
+    shape = Int8Shape.of(num_rows, *values.shape)
     # [M, in] -> [padded, in]
     rows = jnp.pad(x, ((0, shape.padded - num_rows), (0, 0)))
     with jax.enable_x64(False):
@@ -113,7 +113,7 @@ def product(x: jax.Array, values: jax.Array, scale: jax.Array, interpret: Any = 
     return found
 
 
-class Operands(NamedTuple):
+class Int8Operands(NamedTuple):
     """Refs in global memory, shared memory and barriers of a block."""
 
     values: Any  # [out, in] int8
@@ -125,7 +125,7 @@ class Operands(NamedTuple):
     read: Any  # likewise: all that multiply have read them, in all blocks of the cluster
 
 
-def _launch(shape: Shape, dtype: Any, interpret: Any) -> Callable[..., jax.Array]:
+def _launch(shape: Int8Shape, dtype: Any, interpret: Any) -> Callable[..., jax.Array]:
     """Returns the kernel, a function of the integers and the rows."""
     outputs = WARPGROUPS * OUTPUTS
     # Shared memory as the matrix unit reads it: tiles of 8 rows, swizzled. A row of integers has
@@ -143,7 +143,7 @@ def _launch(shape: Shape, dtype: Any, interpret: Any) -> Callable[..., jax.Array
     )
 
     def run(*refs: Any) -> None:
-        _multiply(shape, Operands(*refs), bool(interpret))
+        _multiply(shape, Int8Operands(*refs), bool(interpret))
 
     run.__name__ = "int8_matmul"
     clusters = shape.num_out // (outputs * shape.cluster)
@@ -164,7 +164,7 @@ def _launch(shape: Shape, dtype: Any, interpret: Any) -> Callable[..., jax.Array
     )
 
 
-def _multiply(shape: Shape, operands: Operands, interpreted: bool) -> None:
+def _multiply(shape: Int8Shape, operands: Int8Operands, interpreted: bool) -> None:
     """Writes the sums of a block: its outputs, for its rows, over the inputs of its split."""
     warpgroup = lax.axis_index("warpgroup")
     row = lax.axis_index("rows") * shape.rows
@@ -195,8 +195,8 @@ def _multiply(shape: Shape, operands: Operands, interpreted: bool) -> None:
 
 
 def _bring(
-    shape: Shape,
-    operands: Operands,
+    shape: Int8Shape,
+    operands: Int8Operands,
     row: jax.Array,
     output: jax.Array,
     first: jax.Array,
@@ -230,7 +230,11 @@ def _bring(
 
 
 def _sums(
-    shape: Shape, operands: Operands, own: jax.Array, num_tiles: jax.Array, interpreted: bool
+    shape: Int8Shape,
+    operands: Int8Operands,
+    own: jax.Array,
+    num_tiles: jax.Array,
+    interpreted: bool,
 ) -> jax.Array:
     """Returns the sums ``[64, rows]`` of a warpgroup's outputs over all tiles, float32."""
     size = OUTPUTS, shape.rows

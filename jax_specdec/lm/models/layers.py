@@ -131,10 +131,7 @@ def decoder_layer(
 
     Args:
       spec: what the layer is.
-      layer: its weights.
       x: ``[B, S, H]``, the residual stream before it.
-      cos_sin: as for `self_attention`.
-      read: as for `self_attention`.
       regularize: applied to what each half of the layer computes, before any norm after it.
       layer_input: ``[B, S, P]``, what the layer gets of each token; None for a layer without.
     """
@@ -175,7 +172,6 @@ def self_attention(
 
     Args:
       spec: heads, and the switches of queries, keys and values.
-      layer: the layer's weights.
       h: ``[B, S, W]``, normed; W is the number of rows of ``qkv_proj``.
       cos_sin: of `rotation`, at the positions of the tokens.
       read: what the heads read.
@@ -233,7 +229,6 @@ def output_logits(
     """Returns logits ``[B, S, V]`` of normed states ``[B, S, H]``.
 
     Args:
-      x: the states.
       lm_head: ``[H, V]``, or the embedding ``[V, H]`` if `tied`.
       tied: whether the output matrix is an embedding, if it is an array.
       num_token_ids: logits of ids from this on are -inf; None for none.
@@ -305,9 +300,7 @@ def check_weights(name: str, shapes: Shapes, params: Params, dtype: np.dtype | N
     """Checks that weights have the structure and shapes of `shapes`, and a dtype, if it is given.
 
     Args:
-      name: of the argument.
       shapes: of `param_shapes`, or those of a head.
-      params: what was given for it.
       dtype: of all arrays but `target_ids`, which are int32; None for any.
 
     Raises:

@@ -74,7 +74,8 @@ class Llama:
       >>> cache = model.init_cache(batch_size=1, max_length=16)
       >>> rows = Rows(jnp.array([[104, 105, 33]]), start=jnp.array([0]))
       >>> apply = jax.jit(model.apply, static_argnames="wants")
-      >>> (output,), cache = apply(params, [rows], cache, wants=Wants(feature_layers=(0, 2)))
+      >>> wants = Wants(aux_hidden_state_layers=(0, 2))
+      >>> (output,), cache = apply(params, [rows], cache, wants=wants)
       >>> output.logits.shape, output.features.shape
       ((1, 3, 256), (1, 3, 64))
     """
@@ -146,7 +147,7 @@ class Llama:
 
         Raises:
           ValueError: rows have other shapes, or more tokens than the cache has positions, or
-            `feature_layers` do not increase or are no layers.
+            `aux_hidden_state_layers` do not increase or are no layers.
           TypeError: rows have other dtypes.
         """
         return self.apply_with(params, groups, cache, wants, embed_tokens)
@@ -194,17 +195,12 @@ class Llama:
         """Runs `apply` with another way to read embeddings, or to end a branch.
 
         Args:
-          params: as for `apply`.
-          groups: as for `apply`.
-          cache: as for `apply`.
-          wants: as for `apply`.
           embed: how rows of embeddings are read.
-          regularize: as for `run`.
         """
         specs = self.config.layers
-        layers = wants.feature_layers
+        layers = wants.aux_hidden_state_layers
         if layers:
-            check_increasing("feature_layers", layers, 0, len(specs))
+            check_increasing("aux_hidden_state_layers", layers, 0, len(specs))
         for index, rows in enumerate(groups):
             check_rows(f"groups[{index}]", rows, cache)
         step = Pass.of(groups, cache, specs)
@@ -245,7 +241,7 @@ class Llama:
         positions: jax.Array,
         attend: LayerAttend,
         regularize: Regularize = unchanged,
-        feature_layers: tuple[int, ...] = (),
+        aux_hidden_state_layers: tuple[int, ...] = (),
     ) -> tuple[jax.Array, jax.Array | None]:
         """Runs the decoder around an attention other than that of `apply`, as training does.
 
@@ -255,7 +251,6 @@ class Llama:
           positions: ``[B, S]`` int32, absolute positions, for the rotary embedding.
           attend: called once for each layer.
           regularize: training drops parts of a branch, `TensorParallelLlama` sums it over devices.
-          feature_layers: as in `apply`.
 
         Returns:
           Logits ``[B, S, V]`` and features ``[B, S, A H]``, or None, in the compute dtype.
@@ -265,7 +260,7 @@ class Llama:
             return attend(layer, *heads.rotated())
 
         x, features = self._layers(
-            params, embedded, positions, read, regularize, feature_layers, None
+            params, embedded, positions, read, regularize, aux_hidden_state_layers, None
         )
         return self._logits(params, x), features
 
@@ -305,7 +300,7 @@ class Llama:
         positions: jax.Array,
         read: Callable[[int, NewHeads], jax.Array],
         regularize: Regularize,
-        feature_layers: tuple[int, ...],
+        aux_hidden_state_layers: tuple[int, ...],
         layer_inputs: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Returns the stream ``[B, S, H]`` that leaves the last layer, and features; see `run`."""
@@ -320,10 +315,10 @@ class Llama:
             # Without it, XLA joins the end of a layer with what follows, features or not, and
             # rounds one and the other differently.
             streams.append(jax.lax.optimization_barrier(x))
-        if not feature_layers:
+        if not aux_hidden_state_layers:
             return streams[-1], None
         # A times [B, S, H] -> [B, S, A H]
-        features = jnp.concatenate([streams[i] for i in feature_layers], axis=2)
+        features = jnp.concatenate([streams[i] for i in aux_hidden_state_layers], axis=2)
         return streams[-1], features
 
     def _logits(self, params: Weights, x: jax.Array) -> jax.Array:

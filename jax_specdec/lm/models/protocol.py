@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_specdec._src.base.arrays import check_type, described, refuse, require
+from jax_specdec._src.base.arrays import (
+    LOGITS,
+    check_array,
+    check_type,
+    described,
+    refuse,
+    require,
+)
 from jax_specdec._src.base.tree import TreeRows
 from jax_specdec._src.verify.sharding import VerifySharding
 
@@ -66,9 +73,9 @@ class Rows(NamedTuple):
         return self.places if self.tree is None else self.start[:, None] + self.tree.depth
 
     @property
-    def visible(self) -> jax.Array | None:
+    def tree_mask(self) -> jax.Array | None:
         """``[G, S, 2]`` uint32, the nodes that each one sees; None for consecutive tokens."""
-        return None if self.tree is None else self.tree.visible
+        return None if self.tree is None else self.tree.tree_mask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,22 +83,24 @@ class Wants:
     """What a pass is to return beside logits.
 
     Attributes:
-      feature_layers: A layers, increasing, each from 0 to the number of layers L: the residual
-        stream that enters each of them (for L: that leaves the last one) is wanted. None if empty.
+      aux_hidden_state_layers: A layers, increasing, each from 0 to the number of layers L: the
+        residual stream that enters each of them (for L: that leaves the last one) is wanted. None
+        if empty.
 
     Example: see `Llama`.
     """
 
-    feature_layers: tuple[int, ...] = ()
+    aux_hidden_state_layers: tuple[int, ...] = ()
 
 
 class Output(NamedTuple):
     """What a model computes for one group of rows.
 
     Attributes:
-      logits: ``[G, S, V]``, in any float dtype: row ``[g, s]`` scores the token that follows
-        token s of request g.
-      features: ``[G, S, A*H]``, of the A layers of `Wants.feature_layers`; None if there are none.
+      logits: ``[G, S, V]`` float32, bfloat16 or float16: row ``[g, s]`` scores the token that
+        follows token s of request g.
+      features: ``[G, S, A*H]``, of the A layers of `Wants.aux_hidden_state_layers`; None if there
+        are none.
 
     Example: see `Llama`.
     """
@@ -106,7 +115,7 @@ class Serves:
 
     Attributes:
       trees: it runs rows with a `tree`, and has a method `commit`.
-      features: it returns the features that `Wants.feature_layers` names.
+      features: it returns the features that `Wants.aux_hidden_state_layers` names.
       groups: it runs several groups in one pass, also such with `slots`. The loops run the groups
         of other models one after another.
       batch_axis: the axis of every array of its cache that holds the requests.
@@ -168,12 +177,13 @@ class CausalModel(Protocol):
       `slots`. A request that has rows in a group with slots keeps these alone: its rows in a group
       of all requests do not matter. Other models are run group after group, on the caches of the
       slots.
-    - ``features``: the output has the residual streams that `Wants.feature_layers` names, before
-      any norm, one after another along the last axis. Some drafters (EAGLE-3, for one) read them.
+    - ``features``: the output has the residual streams that `Wants.aux_hidden_state_layers` names,
+      before any norm, one after another along the last axis. Some drafters (EAGLE-3, for one) read
+      them.
     - ``trees``: token s of a group with a `tree` is node s of the request's tree, node 0 the newest
       token. It is still written at position ``start[b] + s`` of the cache. Its position in the
       sequence, for rotary angles, is ``start[b] + tree.depth[b, s]``. It sees the positions before
-      `start[b]`, and of the S nodes its ancestors and itself: ``tree.visible[b, s]`` has their
+      `start[b]`, and of the S nodes its ancestors and itself: ``tree.tree_mask[b, s]`` has their
       bits, as `decode_attention` takes them. Row s of the logits scores what follows node s; what
       nodes that it does not see hold, even NaN, has no influence on it. `commit` then keeps a path.
 
@@ -254,7 +264,6 @@ class CausalModel(Protocol):
         (padding): such an id may give meaningless logits, but must not fail or give NaN elsewhere.
 
         Args:
-          params: the weights.
           groups: what to run. Shapes are static; the loops use S = 1, S = K + 1 and the length of
             padded prompts. A model without `Serves.groups` gets one group, without slots.
           cache: the cache, from `init_cache` or a previous call.
@@ -310,10 +319,6 @@ class HasParams(Protocol):
 def check_runs_trees(name: str, model: CausalModel) -> None:
     """Checks that a model can run trees of drafts; see `CausalModel`.
 
-    Args:
-      name: of the argument.
-      model: what was given for it.
-
     Raises:
       TypeError: it declares that it cannot.
     """
@@ -328,8 +333,6 @@ def check_batch_axis(name: str, owner: HasCache, axis: int) -> None:
     """Checks that the cache of a model or drafter has an axis that holds the requests.
 
     Args:
-      name: of the argument.
-      owner: what was given for it.
       axis: as it declares.
 
     Raises:
@@ -365,9 +368,7 @@ def check_params(name: str, owner: HasParams, params: Params) -> None:
     """Checks weights, as far as the model or drafter they are for knows how.
 
     Args:
-      name: of the argument.
       owner: the model or drafter; None for no drafter.
-      params: what was given for it.
 
     Raises:
       TypeError: they are a model, missing, or of another dtype.
@@ -382,9 +383,7 @@ def check_cache(name: str, owner: HasCache, cache: Cache, batch_size: int, max_l
     """Checks that a cache is one that a model or drafter made, for so many requests and positions.
 
     Args:
-      name: of the argument.
       owner: the model or drafter.
-      cache: what was given for it.
       batch_size: B.
       max_length: T.
 
@@ -402,7 +401,6 @@ def check_like(name: str, given: Cache | Params, wanted: Cache | Params, source:
     """Checks that arrays have the structure, shapes and dtypes of others.
 
     Args:
-      name: of the argument.
       given: its value.
       wanted: arrays, or their shapes and dtypes.
       source: where these are from.
@@ -431,7 +429,6 @@ def check_leaf(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any, source:
 
     Args:
       name: of the argument, and the path of the array in it.
-      leaf: what was given for it.
       shape: that it must have.
       dtype: that it must have; None for any.
       source: the end of the rule, of where the shape is from.
@@ -449,10 +446,6 @@ def check_leaf(name: str, leaf: Any, shape: tuple[int, ...], dtype: Any, source:
 
 def check_model(name: str, model: object) -> None:
     """Checks that a value can be used as a model.
-
-    Args:
-      name: of the argument.
-      model: what was given for it.
 
     Raises:
       TypeError: it is not a `CausalModel`, or it has no hash.
@@ -498,18 +491,17 @@ def apply_groups(
     Args:
       model: may run one group alone: several are then run in turn, those with slots on the caches
         of these.
-      params: the weights.
       groups: of any number.
       cache: from `init_cache` or a previous call.
-      wants: as for `CausalModel.apply`.
       max_length: positions of each request of the cache; only read for groups with slots.
 
     Raises:
-      TypeError: features are wanted, and the model gives none; or rows are trees, and it runs none.
-      ValueError: the features of a group are not ``[G, S, A*H]``.
+      TypeError: features are wanted, and the model gives none; or rows are trees, and it runs none;
+        or logits have another dtype than those of `Output`.
+      ValueError: the logits of a group are not ``[G, S, V]``, or its features ``[G, S, A*H]``.
     """
     kind = type(model).__name__
-    layers = wants.feature_layers
+    layers = wants.aux_hidden_state_layers
     must = f"model must give features, because the drafter reads those of layers {layers}, but"
     # What a model declares is checked before it runs, what it returns after it has.
     if layers and not model.serves.features:
@@ -520,14 +512,17 @@ def apply_groups(
         outputs, cache = model.apply(params, groups, cache, wants)
     else:
         outputs, cache = _in_turn(model, params, groups, cache, wants, max_length)
-    if not layers:
-        return outputs, cache
     for rows, output in zip(groups, outputs, strict=True):
+        size, length = rows.token_ids.shape
+        sizes = {"G": size, "S": length, "V": model.vocab_size}
+        declared = f"[G, S, V] {LOGITS}"
+        check_array(f"the logits of {kind}.apply", output.logits, declared, sizes)
+        if not layers:
+            continue
         if output.features is None:
             raise TypeError(f"{must} {kind}.apply returns none")
         shape = output.features.shape
         if len(shape) != 3 or shape[:2] != rows.token_ids.shape or shape[2] % len(layers):
-            size, length = rows.token_ids.shape
             raise ValueError(
                 f"features must be [G, S, A*H] = [{size}, {length}, {len(layers)} H], but "
                 f"{kind}.apply returns {list(shape)}"

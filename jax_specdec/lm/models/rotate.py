@@ -22,7 +22,7 @@ MOST_ROWS = 512
 """More rows than these are those of prompts, which need few launches for each."""
 
 
-class Arrays(NamedTuple):
+class RotateArrays(NamedTuple):
     """The arrays of a call."""
 
     product: jax.Array  # [G, S, (N + 2 Nkv) D], or [1, 2, ..] of a row that comes twice
@@ -39,7 +39,7 @@ class Arrays(NamedTuple):
         return 1 if is_mixed else self.places.shape[1]
 
 
-class Query(NamedTuple):
+class RotatedQuery(NamedTuple):
     """Rotated queries.
 
     Attributes:
@@ -53,7 +53,7 @@ class Query(NamedTuple):
 
 def rotate_and_write(
     heads: NewHeads, cache: LayerCache, places: jax.Array, requests: jax.Array | None
-) -> tuple[Query, LayerCache]:
+) -> tuple[RotatedQuery, LayerCache]:
     """Returns rotated queries, and the layer's cache with keys and values written.
 
     Args:
@@ -63,7 +63,7 @@ def rotate_and_write(
       places: ``[G, S]`` int32, or ``[1, M]`` of several groups; see `write_rows`.
       requests: ``[G, 1]`` or ``[1, M]`` int32; None: row g is of request g.
     """
-    arrays = Arrays(
+    arrays = RotateArrays(
         product=heads.product,
         bias=heads.layer["qkv_bias"] if heads.spec.qkv_bias else None,
         cos_sin=heads.cos_sin,
@@ -73,7 +73,7 @@ def rotate_and_write(
     )
     if not _is_served(heads.spec, arrays):
         query, cache = by_xla(heads, arrays)
-        return Query(query, None), cache
+        return RotatedQuery(query, None), cache
     rows, cache = traced_for_platform(_for_platform, arrays, heads.spec)
     # [R, D] -> [B, Nkv, S, group, D] -> [B, S, Nkv, group, D] -> [G, S, N, D]
     spec = heads.spec
@@ -84,11 +84,11 @@ def rotate_and_write(
     query = query.swapaxes(1, 2).reshape(*places.shape, num_query, spec.head_dim)
     if heads.product.shape[1] > places.shape[1]:  # a row that comes twice
         query = jnp.broadcast_to(query, (*heads.product.shape[:2], *query.shape[2:]))
-    return Query(query, rows if arrays.each == places.shape[1] else None), cache
+    return RotatedQuery(query, rows if arrays.each == places.shape[1] else None), cache
 
 
 def _for_platform(
-    arrays: Arrays, spec: LayerSpec, platform: Platform
+    arrays: RotateArrays, spec: LayerSpec, platform: Platform
 ) -> tuple[jax.Array, LayerCache]:
     """Returns `rows_of` the queries, and the cache; the form is chosen in Python."""
     if platform == "cuda":
@@ -99,7 +99,7 @@ def _for_platform(
     return rows_of(query, spec.num_key_value_heads), cache
 
 
-def by_xla(heads: NewHeads, arrays: Arrays) -> tuple[jax.Array, LayerCache]:
+def by_xla(heads: NewHeads, arrays: RotateArrays) -> tuple[jax.Array, LayerCache]:
     """Returns queries ``[G, S, N, D]`` and the cache: the definition of `rotate_and_write`."""
     query, key, value = heads.rotated()
     assert key is not None and value is not None
@@ -111,7 +111,7 @@ def by_xla(heads: NewHeads, arrays: Arrays) -> tuple[jax.Array, LayerCache]:
 
 
 def by_kernel(
-    arrays: Arrays, spec: LayerSpec, interpret: Any = False
+    arrays: RotateArrays, spec: LayerSpec, interpret: Any = False
 ) -> tuple[jax.Array, LayerCache]:
     """Returns `rows_of` the queries, and the cache, in one launch.
 
@@ -124,7 +124,7 @@ def by_kernel(
 
     keys, values = arrays.cache
     num_kv = spec.num_key_value_heads
-    shape = rotate_kernel.Shape(
+    shape = rotate_kernel.RotateShape(
         num_rows=arrays.places.size,
         each=arrays.each,
         num_query=spec.num_attention_heads,
@@ -142,7 +142,7 @@ def by_kernel(
     # [G, S, 1, D/2] -> [G S, D/2]
     angles = (*arrays.product.shape[:2], shape.half)
     cos, sin = (jnp.broadcast_to(x[:, :, 0], angles) for x in arrays.cos_sin)
-    operands = rotate_kernel.Operands(
+    operands = rotate_kernel.RotateOperands(
         query=None,
         heads=arrays.product.reshape(-1, arrays.product.shape[2]),
         cos=cos.reshape(-1, shape.half),
@@ -158,7 +158,7 @@ def by_kernel(
     return query.reshape(-1, spec.head_dim), cache
 
 
-def _is_served(spec: LayerSpec, arrays: Arrays) -> bool:
+def _is_served(spec: LayerSpec, arrays: RotateArrays) -> bool:
     """Returns whether the kernel serves a call on the default device."""
     keys, _ = arrays.cache
     width = (spec.num_attention_heads + 2 * spec.num_key_value_heads) * spec.head_dim

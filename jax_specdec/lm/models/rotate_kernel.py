@@ -25,7 +25,7 @@ from jax_specdec._src.mosaic.threads import THREADS, Threads
 plgpu: Any = mosaic_gpu  # its stubs lack names, and call its transforms abstract
 
 
-class Shape(NamedTuple):
+class RotateShape(NamedTuple):
     """The sizes of a launch."""
 
     num_rows: int  # M
@@ -53,8 +53,8 @@ class Shape(NamedTuple):
         return -(-self.num_kv * self.half // THREADS)
 
 
-class Operands(NamedTuple):
-    """Arrays in global memory, or refs to them. Those that are written are flat."""
+class RotateOperands(NamedTuple):
+    """RotateArrays in global memory, or refs to them. Those that are written are flat."""
 
     query: Any  # [M * N * D], and more up to vectors of whole pieces; see `place_of_query`
     heads: Any  # [M, (N + 2 Nkv) D]
@@ -68,7 +68,7 @@ class Operands(NamedTuple):
 
 
 def rotate_and_write(
-    operands: Operands, shape: Shape, interpret: Any = False
+    operands: RotateOperands, shape: RotateShape, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries as `rows_of` has them, flat, then keys and values, flat.
 
@@ -88,7 +88,7 @@ def rotate_and_write(
     return query, jax.freeze(keys), jax.freeze(values)
 
 
-def place_of_query(shape: Shape, row: Any, head: Any) -> Any:
+def place_of_query(shape: RotateShape, row: Any, head: Any) -> Any:
     """Returns which row of `rows_of` a query is, in the order ``[B, Nkv, S, group]``."""
     each = jnp.int32(shape.each)
     group = jnp.int32(shape.num_query // shape.num_kv)
@@ -98,13 +98,13 @@ def place_of_query(shape: Shape, row: Any, head: Any) -> Any:
     return own * group + lax.rem(head, group)
 
 
-def _launch(shape: Shape, dtype: Any, interpret: Any) -> Callable[..., jax.Array]:
-    """Returns the kernel, a function of the arrays of `Operands` after `query`."""
+def _launch(shape: RotateShape, dtype: Any, interpret: Any) -> Callable[..., jax.Array]:
+    """Returns the kernel, a function of the arrays of `RotateOperands` after `query`."""
 
     def run(*refs: Any) -> None:
         *arrays, query = refs  # the output comes last
         threads = InterpretedThreads() if interpret else GpuThreads()
-        _rotate(shape, Operands(query, *arrays), threads)
+        _rotate(shape, RotateOperands(query, *arrays), threads)
 
     run.__name__ = "rotate_and_write"
     vectors = -(-shape.num_rows * shape.num_query // PIECE) * PIECE
@@ -120,7 +120,7 @@ def _launch(shape: Shape, dtype: Any, interpret: Any) -> Callable[..., jax.Array
     )
 
 
-def _rotate(shape: Shape, operands: Operands, threads: Threads) -> None:
+def _rotate(shape: RotateShape, operands: RotateOperands, threads: Threads) -> None:
     """Writes the pairs of one block: of queries, or of keys and values."""
     block = lax.axis_index("block")
     row = lax.axis_index("row")
@@ -170,7 +170,7 @@ def _pairs(block: jax.Array, count: int, threads: Threads) -> tuple[jax.Array, j
 
 
 def _numbers(
-    shape: Shape, operands: Operands, threads: Threads, row: Any, head: Any, i: Any
+    shape: RotateShape, operands: RotateOperands, threads: Threads, row: Any, head: Any, i: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers i and i + D/2 of a head as float32, with their bias, rounded."""
     dtype = operands.query.dtype
@@ -186,7 +186,7 @@ def _numbers(
 
 
 def _turned(
-    shape: Shape, operands: Operands, threads: Threads, row: Any, head: Any, i: Any
+    shape: RotateShape, operands: RotateOperands, threads: Threads, row: Any, head: Any, i: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the numbers i and i + D/2 of a head, rotated."""
     first, second = _numbers(shape, operands, threads, row, head, i)

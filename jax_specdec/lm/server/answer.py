@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from jax_specdec import lm
 from jax_specdec.lm.server.limits import ApiError, Json
-from jax_specdec.lm.server.request import Asked
+from jax_specdec.lm.server.request import CheckedRequest
 from jax_specdec.lm.server.vocabulary import Vocabulary
 from jax_specdec.lm.server.worker import Channel, Worker
 
@@ -35,7 +35,7 @@ class Entry(TypedDict):
     bytes: list[int]  # of the token inside a text
 
 
-class Token(Entry):
+class AnswerToken(Entry):
     """A token of an answer, whose bytes are those that it adds to this text."""
 
     top_logprobs: list[Entry]  # the likeliest tokens in its place
@@ -49,7 +49,7 @@ class Piece:
     """What became ready of a choice: text, and tokens with their log-probabilities."""
 
     text: str
-    tokens: list[Token]
+    tokens: list[AnswerToken]
     finish_reason: str | None
 
 
@@ -88,8 +88,8 @@ class ChoiceText:
         self._held = ""  # with the marks
         self._num_skipped = 0  # characters of it where no stop string ends
         self._num_ready = 0  # bytes of the text
-        self._tokens: list[Token] = []  # whose text is held back
-        self._group: list[Token] = []  # whose text is not complete
+        self._tokens: list[AnswerToken] = []  # whose text is held back
+        self._group: list[AnswerToken] = []  # whose text is not complete
         self._group_text = ""
         self._num_bytes = 0  # of the text before the group
         self._num_characters = 0
@@ -186,7 +186,7 @@ class ChoiceText:
                 return count
         return 0
 
-    def _with_logprobs(self, update: lm.RequestUpdate, i: int, token_id: int) -> Token:
+    def _with_logprobs(self, update: lm.RequestUpdate, i: int, token_id: int) -> AnswerToken:
         """Returns the i-th token of an update; its place in the text is not known yet."""
         assert update.logprobs is not None
         numbers = update.logprobs
@@ -203,7 +203,7 @@ class ChoiceText:
         return {"token": text, "logprob": finite, "bytes": list(own_bytes)}
 
 
-def _logprobs_as_json(tokens: list[Token], is_chat: bool) -> Mapping[str, Sequence[object]]:
+def _logprobs_as_json(tokens: list[AnswerToken], is_chat: bool) -> Mapping[str, Sequence[object]]:
     """Returns log-probabilities in the form of chat completions, or of completions."""
     if is_chat:
         keys = "token", "logprob", "bytes", "top_logprobs"
@@ -222,7 +222,12 @@ class Answer:
     """An ASGI response: the choices of a request, as a stream of events or as one object."""
 
     def __init__(
-        self, asked: Asked, channel: Channel, worker: Worker, words: Vocabulary, model_name: str
+        self,
+        asked: CheckedRequest,
+        channel: Channel,
+        worker: Worker,
+        words: Vocabulary,
+        model_name: str,
     ) -> None:
         given = asked.given
         self._asked = asked

@@ -69,7 +69,7 @@ def _stated(rule: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-class Part(Object):
+class ContentPart(Object):
     """A part of a message's content."""
 
     type: Literal["text"]
@@ -77,7 +77,7 @@ class Part(Object):
 
 
 _CONTENT = Annotated[
-    str | Annotated[list[Part], Field(fail_fast=True)],
+    str | Annotated[list[ContentPart], Field(fail_fast=True)],
     AfterValidator(lambda x: x if isinstance(x, str) else "".join(part.text for part in x)),
     _stated("a string, or a list of parts of type text, each with a text"),
 ]
@@ -306,7 +306,7 @@ _OTHER_NAMES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CheckedRequest:
     """A request whose parameters were checked, with the tokens of its prompts."""
 
     given: Given
@@ -365,7 +365,7 @@ def read_parameters(values: Json, is_chat: bool, engine: lm.Engine) -> Given:
     return given
 
 
-async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> Asked:
+async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> CheckedRequest:
     """Returns a request, with the tokens of its prompts and a schema that can be used.
 
     Raises:
@@ -414,7 +414,7 @@ async def read_request(given: Given, engine: lm.Engine, words: Vocabulary) -> As
             choices.append({"prompt": token_ids, "options": options})
     followed = given.response_format.followed
     schema = None if followed is None else await words.try_schema(followed)
-    return Asked(given, choices, schema, streams, num_prompt_tokens)
+    return CheckedRequest(given, choices, schema, streams, num_prompt_tokens)
 
 
 def _instead_of(name: str, kind: type[Given]) -> str:

@@ -178,7 +178,7 @@ def _environment() -> Any:
         import jinja2.ext
         import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
+    class GenerationTag(jinja2.ext.Extension):
         """`{% generation %}` marks answers in training texts; here it has no effect."""
 
         tags = {"generation"}
@@ -195,7 +195,7 @@ def _environment() -> Any:
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, Generation]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda layout: datetime.datetime.now().strftime(layout)

@@ -76,8 +76,6 @@ class Backend(abc.ABC):
           arrays: of the call, with at least one target row. If the vocabulary is split, the logits
             are this device's columns of them, and all else is the same on all devices that split
             it.
-          rule: the rule.
-          static: of the call.
 
         Returns:
           Output ``[B, K+1]`` and ``[B]``, the same on all devices that split the vocabulary.
@@ -229,7 +227,6 @@ def _output(
     """Returns the output.
 
     Args:
-      requests: the requests.
       num_accepted: ``[B]`` int32.
       status: ``[B]`` int32, of the rows that the decision rests on.
       token_id: ``[B]`` int32, the last token as it was drawn.

@@ -17,7 +17,7 @@ from jax_specdec._src.base.sampling import Filter, SamplingParams
 from jax_specdec._src.base.types import Status
 from jax_specdec._src.rows import tiles
 from jax_specdec._src.rows.part import Part
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.rows.threshold import find_thresholds
 from jax_specdec._src.rows.tiles import TILE
 from jax_specdec._src.verify import draw, reader
@@ -167,14 +167,16 @@ class Gather(Backend):
 
     # Statistics of some rows ``[n]`` of a matrix, or of all without an index.
 
-    def max_and_argmax(self, rows: Rows, index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def max_and_argmax(
+        self, rows: VocabRows, index: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the maximum of each row, +inf if the row holds a NaN, and the lowest id of it."""
         x = rows.whole(index)
         x = jnp.where(jnp.isnan(x), jnp.inf, x)  # which a maximum may pass over
         return self.largest_of(rows, x, index)
 
     def largest_of(
-        self, rows: Rows, x: jax.Array, index: jax.Array | None
+        self, rows: VocabRows, x: jax.Array, index: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         """Does `max_and_argmax`, from entries ``[n, width]`` without NaN."""
         # By the maximum of each tile, then a look into one: faster on GPUs.
@@ -204,13 +206,13 @@ class Gather(Backend):
         peak, place = lax.reduce((x, index), least, larger, (1,))
         return peak, place
 
-    def peak(self, rows: Rows, index: jax.Array | None) -> jax.Array:
+    def peak(self, rows: VocabRows, index: jax.Array | None) -> jax.Array:
         """Returns the maximum alone. It may pass over a NaN: see `Partials.checked`."""
         return jnp.max(rows.whole(index), axis=1)
 
     def exp_sums(
         self,
-        rows: Rows,
+        rows: VocabRows,
         index: jax.Array | None,
         peak: jax.Array,
         inv_temperature: jax.Array,
@@ -241,7 +243,7 @@ class Gather(Backend):
 
     def thresholds(
         self,
-        rows: Rows,
+        rows: VocabRows,
         index: jax.Array | None,
         filter: Filter,
         wanted: jax.Array,
@@ -266,7 +268,7 @@ class Gather(Backend):
 
     def search(
         self,
-        rows: Rows,
+        rows: VocabRows,
         index: jax.Array | None,
         filter: Filter,
         limited: jax.Array,
@@ -290,7 +292,7 @@ class Gather(Backend):
 
     def in_tiles(
         self,
-        rows: Rows,
+        rows: VocabRows,
         matrices: Sequence[tuple[jax.Array, float]],
         count: int,
         by_first_id: bool = True,
@@ -495,7 +497,7 @@ class Gather(Backend):
         return argmax_of_parts(*part.gather(self.max_and_argmax(rows.target, None)))
 
 
-def has_cut_tiles(rows: Rows) -> bool:
+def has_cut_tiles(rows: VocabRows) -> bool:
     """Returns whether an edge between parts may be inside a tile."""
     return rows.part.is_split and rows.width % TILE > 0
 

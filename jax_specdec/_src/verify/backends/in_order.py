@@ -18,7 +18,7 @@ from jax import lax
 from jax_specdec._src.base.types import Status
 from jax_specdec._src.rows.device import Cpu, Device
 from jax_specdec._src.rows.part import pack, unpack
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.verify import reader
 from jax_specdec._src.verify.backends.gather import Gather, TileViews, has_cut_tiles, whole_and_cut
 from jax_specdec._src.verify.local_rows import LocalRows
@@ -139,7 +139,9 @@ class InOrder(Gather):
 
     # What a CPU does otherwise than a GPU. All rows of a part are read one after another.
 
-    def max_and_argmax(self, rows: Rows, index: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    def max_and_argmax(
+        self, rows: VocabRows, index: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
         read = functools.partial(super().max_and_argmax, rows)
         if index is not None or not rows.part.is_split:
             return read(index)
@@ -148,7 +150,7 @@ class InOrder(Gather):
 
     def exp_sums(
         self,
-        rows: Rows,
+        rows: VocabRows,
         index: jax.Array | None,
         peak: jax.Array,
         inv_temperature: jax.Array,
@@ -163,7 +165,7 @@ class InOrder(Gather):
         return found
 
     def largest_of(
-        self, rows: Rows, x: jax.Array, index: jax.Array | None
+        self, rows: VocabRows, x: jax.Array, index: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         if not rows.part.is_split:
             return super().largest_of(rows, x, index)
@@ -178,7 +180,7 @@ class InOrder(Gather):
 
     def in_tiles(
         self,
-        rows: Rows,
+        rows: VocabRows,
         matrices: Sequence[tuple[jax.Array, float]],
         count: int,
         by_first_id: bool = True,

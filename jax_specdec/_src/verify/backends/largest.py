@@ -19,7 +19,7 @@ from jax import lax
 from jax_specdec._src.base.sampling import Filter
 from jax_specdec._src.rows import threshold
 from jax_specdec._src.rows.device import LANES
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.rows.threshold import XlaAmounts
 from jax_specdec._src.rows.tiles import TILE
 
@@ -108,7 +108,7 @@ def lists_of(matrix: jax.Array, width: int) -> jax.Array:
 
 def search_among_largest(
     largest: Callable[[], Largest],
-    rows: Rows,
+    rows: VocabRows,
     filter: Filter,
     limited: jax.Array,
     peak: jax.Array,

@@ -22,7 +22,7 @@ from jax_specdec._src.rows import tiles
 from jax_specdec._src.rows.blocks import any_under_vmap
 from jax_specdec._src.rows.device import LANES, Device, Tpu
 from jax_specdec._src.rows.part import Part
-from jax_specdec._src.rows.rows import Rows
+from jax_specdec._src.rows.rows import VocabRows
 from jax_specdec._src.rows.tiles import TILE
 from jax_specdec._src.verify import draw
 from jax_specdec._src.verify.backends import gather
@@ -123,7 +123,7 @@ class Tiles(Gather):
 
     def by_tile(
         self,
-        rows: Rows,
+        rows: VocabRows,
         index: jax.Array | None,
         inv_temperature: jax.Array,
         wants_argmax: jax.Array,
@@ -172,13 +172,13 @@ class Tiles(Gather):
         return Partials(peak, jnp.sum(sums, axis=1), argmax).checked(), sums
 
     def largest_of(
-        self, rows: Rows, x: jax.Array, index: jax.Array | None
+        self, rows: VocabRows, x: jax.Array, index: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
         # One reduction of the whole row: a second look into one tile would copy eight rows.
         peak, place = self.max_and_place(x)
         return peak, rows.part.ids(place)
 
-    def peak(self, rows: Rows, index: jax.Array | None) -> jax.Array:
+    def peak(self, rows: VocabRows, index: jax.Array | None) -> jax.Array:
         x = rows.whole(index)
         if x.shape[0] > 1:
             return jnp.max(x, axis=1)
@@ -194,7 +194,7 @@ class Tiles(Gather):
 
     def in_tiles(
         self,
-        rows: Rows,
+        rows: VocabRows,
         matrices: Sequence[tuple[jax.Array, float]],
         count: int,
         by_first_id: bool = True,
@@ -213,7 +213,7 @@ class Tiles(Gather):
 
     def search(
         self,
-        rows: Rows,
+        rows: VocabRows,
         index: jax.Array | None,
         filter: Filter,
         limited: jax.Array,
@@ -302,7 +302,7 @@ class Tiles(Gather):
         return [*jnp.moveaxis(sums, 0, 2)]
 
 
-def columns(rows: Rows, index: jax.Array | None, start: Any, length: int) -> Rows:
+def columns(rows: VocabRows, index: jax.Array | None, start: Any, length: int) -> VocabRows:
     """Returns some columns of many rows, or of all without an index; without a bitmask."""
     matrix = lax.dynamic_slice_in_dim(rows.matrix, start, length, axis=1)  # [R, length]
     # Else XLA would fuse the slice with taking rows, and read them from the main memory.

@@ -21,7 +21,7 @@ from jax import lax
 from jax_specdec._src.base.types import MAX_LOG_NORMALIZER
 from jax_specdec._src.mosaic.threads import WARP, Threads
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster
-from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, Listed, MappedSlice
+from jax_specdec._src.verify.mosaic_gpu.lists import CandidateRows, LaneCandidates, MappedSlice
 from jax_specdec._src.verify.mosaic_gpu.request import KernelRequest, RowNumbers
 from jax_specdec._src.verify.mosaic_gpu.rows import (
     Below,
@@ -33,7 +33,7 @@ from jax_specdec._src.verify.mosaic_gpu.rows import (
 from jax_specdec._src.verify.mosaic_gpu.statistics import (
     LOG2E,
     Exponent,
-    Given,
+    GivenProbability,
     Normalizer,
     Probability,
     RelativeExponent,
@@ -43,7 +43,7 @@ from jax_specdec._src.verify.mosaic_gpu.statistics import (
 _ENTRIES = 8
 """Loads of lists, of 32 candidates each, that are in flight at once."""
 
-DraftRows = DraftSlice | Candidates | NoDraftRows
+DraftRows = DraftSlice | CandidateRows | NoDraftRows
 """A CTA's slice of draft rows; a `MappedSlice` is a `DraftSlice`."""
 
 # From a draft to its q.
@@ -62,7 +62,7 @@ class GivenQ(NamedTuple):
         self, threads: Threads, position: jax.Array, row: Normalizer, factor: jax.Array
     ) -> Probability:
         """Returns what turns the entries of a position's draft row into probabilities."""
-        return Given()
+        return GivenProbability()
 
 
 class SummedQ(NamedTuple):
@@ -159,7 +159,7 @@ class DraftLoads:
         self.uses_q = request.proposed & request.has_stored_q & ~request.greedy
         self.draft_row = self.place
         self.entry = list[jax.Array]()
-        self.lists = list[Listed]()
+        self.lists = list[LaneCandidates]()
         self.limits: tuple[Below, ...] = ()
         self.numbers = RowNumbers[jax.Array]()
         # Without rows, every draft is one-hot and nothing else is loaded.
@@ -168,7 +168,7 @@ class DraftLoads:
         # A row out of range is read somewhere; `DraftedTokens` finds it bad.
         self.draft_row = jnp.clip(request.draft_rows, 0, plan.num_draft_rows - 1)
         match draft:
-            case Candidates():
+            case CandidateRows():
                 # A list takes a load for every 32 candidates.
                 at_once = max(1, _ENTRIES // -(-draft.matrix.shape[1] // WARP))
                 self.lists = self.load_lists(draft, 0, min(plan.k, at_once))
@@ -187,7 +187,9 @@ class DraftLoads:
         """Begins to fetch the draft row of a position into the L2 cache."""
         self.draft.prefetch(self.request.threads.at(self.draft_row, position))
 
-    def load_lists(self, draft: Candidates, first: jax.Array | int, count: int) -> list[Listed]:
+    def load_lists(
+        self, draft: CandidateRows, first: jax.Array | int, count: int
+    ) -> list[LaneCandidates]:
         """Begins to load the lists of positions from `first` on; undefined past the last one."""
         # Each list is loaded by all lanes of a warp: the row of its position is a scalar.
         places = [jnp.minimum(first + i, WARP - 1) for i in range(count)]
@@ -229,7 +231,7 @@ class DraftedTokens:
         self.bad = self.uses_q & is_outside
         for limit in loads.limits:  # a threshold of NaN
             self.bad = self.bad | (self.uses_q & (limit.threshold != limit.threshold))
-        if isinstance(loads.draft, Candidates):
+        if isinstance(loads.draft, CandidateRows):
             self.q, is_bad = _find_listed(loads, loads.draft)
             self.bad = self.bad | (self.uses_q & is_bad)
         else:
@@ -288,7 +290,7 @@ class DraftedTokens:
         return self.request.threads.at(self.uses_q, position)
 
 
-def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Array]:
+def _find_listed(loads: DraftLoads, draft: CandidateRows) -> tuple[TokenQ, jax.Array]:
     """Returns what gives q of drafts from rows of candidates, and whether a row is bad.
 
     Every warp reads all lists, a few at once: a list is spread over the lanes of the warp, and what
@@ -299,7 +301,7 @@ def _find_listed(loads: DraftLoads, draft: Candidates) -> tuple[TokenQ, jax.Arra
     k = request.plan.k
     count = len(loads.lists)
 
-    def search(first: jax.Array | int, lists: list[Listed], found: Any) -> list[jax.Array]:
+    def search(first: jax.Array | int, lists: list[LaneCandidates], found: Any) -> list[jax.Array]:
         # Each warp looks for one draft after another, and the draft's lane keeps what is found.
         for i, listed in enumerate(lists):
             # [128]: true in the lane of this draft

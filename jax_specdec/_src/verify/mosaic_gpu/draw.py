@@ -21,12 +21,12 @@ from jax_specdec._src.mosaic.threads import WARP, WARPS, Threads
 from jax_specdec._src.rows.tiles import TILE
 from jax_specdec._src.verify.mosaic_gpu.cluster import Masses, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.drafted import Work
-from jax_specdec._src.verify.mosaic_gpu.lists import Candidates
+from jax_specdec._src.verify.mosaic_gpu.lists import CandidateRows
 from jax_specdec._src.verify.mosaic_gpu.reader import PositionResult
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, NoDraftRows
 from jax_specdec._src.verify.mosaic_gpu.statistics import (
     Exponent,
-    Given,
+    GivenProbability,
     Probability,
     TileSums,
     excess,
@@ -91,7 +91,7 @@ class Draw:
         # What turns entries of the draft row into q, and the residual by it.
         draft_row = threads.at(loads.draft_row, position)
         q = work.drafted.probability_at(position, result.draft)
-        if isinstance(work.draft, Candidates):
+        if isinstance(work.draft, CandidateRows):
             draft = dataclasses.replace(work.draft, q=q)
             self.residual = ListedResidual(work, self.row, draft_row, weighted, draft)
         else:
@@ -193,7 +193,6 @@ class Draw:
 
         Args:
           tile: ``[]`` int32, of the slice.
-          chunks: its weights.
         """
         threads = self.threads
         target = self.target
@@ -336,7 +335,7 @@ class ListedResidual:
     row: jax.Array  # [] int32, target row
     draft_row: jax.Array  # [] int32
     weighted: Exponent  # from entries of the target row to weight * p
-    draft: Candidates  # draft rows, with what gives q of this one
+    draft: CandidateRows  # draft rows, with what gives q of this one
 
     def masses_if(
         self, wanted: jax.Array, other: Masses, round: jax.Array
@@ -356,7 +355,7 @@ class ListedResidual:
         ids, q = self.draft.q_by_thread(self.draft_row)
         where, tile, is_here = target.place_of(self.row, ids)
         entries = threads.gather(target.buffer, where)
-        (weight,) = excess([self.weighted.of(entries)], [q], Given())
+        (weight,) = excess([self.weighted.of(entries)], [q], GivenProbability())
         # The row without them: their entries are -inf, until all have read.
         threads.scatter(target.buffer, where, threads.filled(-jnp.inf), is_here)
         threads.sync()
@@ -382,7 +381,10 @@ class ListedResidual:
             drafts = self.draft.q_of_tile(self.draft_row, tile)
             targets = self.work.target.chunks(self.row, tile)
             chunks = zip(targets, drafts, strict=True)
-            return [excess((self.weighted.of(x) for x in of_p), q, Given()) for of_p, q in chunks]
+            return [
+                excess((self.weighted.of(x) for x in of_p), q, GivenProbability())
+                for of_p, q in chunks
+            ]
 
         return lax.cond(wanted, of_tile, other)
 

@@ -27,7 +27,7 @@ from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, OneWarpgroup, Wa
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
 from jax_specdec._src.verify.mosaic_gpu.drafted import DraftRows
 from jax_specdec._src.verify.mosaic_gpu.kernel import verify_request
-from jax_specdec._src.verify.mosaic_gpu.lists import Candidates, MappedSlice, columns_of_map
+from jax_specdec._src.verify.mosaic_gpu.lists import CandidateRows, MappedSlice, columns_of_map
 from jax_specdec._src.verify.mosaic_gpu.plan import (
     NO_DRAFT,
     SLOTS,
@@ -40,10 +40,10 @@ from jax_specdec._src.verify.mosaic_gpu.request import (
     GivenNoise,
     KeyNoise,
     Operands,
+    Outcome,
     Outputs,
     RowNumbers,
     SampledRow,
-    Verdict,
 )
 from jax_specdec._src.verify.mosaic_gpu.rows import (
     DraftSlice,
@@ -72,8 +72,6 @@ def verify(
 
     Args:
       arrays: of the call, with M at least 1. The distribution is None or has at least one row.
-      rule: the rule.
-      k: K.
       size: ids from it on are padding; at most V.
       config: settings that change the speed only, or None for the default.
       interpret: parameters of GPU interpret mode, or False to run on a GPU.
@@ -103,7 +101,7 @@ def verify(
     number = jax.ShapeDtypeStruct((num_requests,), jnp.int32)
     outputs = Outputs[Any](
         token_ids=jax.ShapeDtypeStruct((num_requests * (k + 1),), jnp.int32),
-        numbers=Verdict[Any](num_accepted=number, num_emitted=number, status=number),
+        numbers=Outcome[Any](num_accepted=number, num_emitted=number, status=number),
     )
     # [B * (K+1)] -> [B, K+1]
     found = _run(plan, _operands_of(arrays, size), outputs, interpret)
@@ -133,8 +131,6 @@ def sample(
       logits: ``[B, V]``, B at least 1.
       sampling: parameters of each row. As in XLA, those out of range are not refused.
       uniforms: ``[B, 2]`` float32, for tile and token.
-      config: as for `verify`.
-      interpret: as for `verify`.
 
     Returns:
       What `Gather.sample` returns.
@@ -202,7 +198,7 @@ def _run(
         scratch = GpuScratch.of(plan, operands.target.dtype)
 
     # What each warpgroup does for one request: it takes up what it has, then verifies.
-    def verify_drafts(place: Place, operands: Operands[Ref], out: Any, scratch: Any) -> None:
+    def verify_drafts(place: GridPosition, operands: Operands[Ref], out: Any, scratch: Any) -> None:
         outputs, shared = out
         own = scratch.of_warpgroup(plan, place, shared)
         first = place.cta * memory.slices.ids
@@ -340,7 +336,7 @@ def draft_rows_of(
     # The probability of an id that the drafter could not draw is 0: fill is its entry.
     fill = 0.0 if plan.entries == "probs" else -jnp.inf
     if operands.ids is not None:
-        return Candidates(
+        return CandidateRows(
             threads=threads,
             matrix=matrix,
             ids=operands.ids,
@@ -417,7 +413,7 @@ class GpuScratch(NamedTuple, Generic[X]):
             barriers=smem((count, 2 * memory.barriers), jnp.int32),  # 64 bits each
         )
 
-    def of_warpgroup(self, plan: Plan, place: Place, shared: None) -> OfWarpgroup:
+    def of_warpgroup(self, plan: Plan, place: GridPosition, shared: None) -> OfWarpgroup:
         """Returns what a warpgroup has of it; a cluster shares nothing else."""
         refs: GpuScratch[Any] = self
         # Barriers of the two slots come first, then those of tiles.
@@ -464,7 +460,7 @@ class InterpretScratch(NamedTuple, Generic[X]):
             of_cta=plgpu.Barrier(num_arrivals=count) if count > 1 else None,
         )
 
-    def of_warpgroup(self, plan: Plan, place: Place, shared: Ref) -> OfWarpgroup:
+    def of_warpgroup(self, plan: Plan, place: GridPosition, shared: Ref) -> OfWarpgroup:
         """Returns what a warpgroup has of it; `shared` are the slots of all clusters."""
         refs: InterpretScratch[Any] = self
         # A CTA cannot store in another's shared memory here: all of a cluster share its slots.
@@ -484,7 +480,9 @@ class InterpretScratch(NamedTuple, Generic[X]):
         )
 
 
-def _warpgroups_of(plan: Plan, place: Place, flags: Any, barrier: Any) -> OneWarpgroup | Warpgroups:
+def _warpgroups_of(
+    plan: Plan, place: GridPosition, flags: Any, barrier: Any
+) -> OneWarpgroup | Warpgroups:
     """Returns the warpgroups of a CTA; with one there are no flags and no barrier."""
     if plan.memory.warpgroups == 1:
         return OneWarpgroup(place.warpgroup)
@@ -500,7 +498,7 @@ def _warpgroups_of(plan: Plan, place: Place, flags: Any, barrier: Any) -> OneWar
 # The launch.
 
 
-class Place(NamedTuple):
+class GridPosition(NamedTuple):
     """Place of a kernel's program in the grid, while it is traced."""
 
     cluster: jax.Array  # [] int32, index of the cluster
@@ -523,7 +521,7 @@ def launch(
     """Runs a kernel.
 
     Args:
-      body: takes a `Place`, then refs in the structures of `operands`, `out` and `scratch`.
+      body: takes a `GridPosition`, then refs in the structures of `operands`, `out` and `scratch`.
       operands: a pytree of arrays.
       out: a pytree of the shapes and dtypes of the outputs.
       scratch: a pytree of what each CTA has.
@@ -552,7 +550,7 @@ def launch(
         threads = InterpretedThreads() if interpret else GpuThreads()
         # Refs come back in the structures that they were given in.
         given, outputs, own = jax.tree.unflatten(structure, refs)
-        body(Place(index, cta, warpgroup, threads), given, outputs, own)
+        body(GridPosition(index, cta, warpgroup, threads), given, outputs, own)
 
     run.__name__ = body.__name__
     kernel = plgpu.kernel(

@@ -18,7 +18,7 @@ from jax_specdec._src.rows.tiles import TILE, num_tiles
 from jax_specdec._src.verify.mosaic_gpu.cluster import tree_max, tree_sum
 from jax_specdec._src.verify.mosaic_gpu.plan import MAX_MAPPED
 from jax_specdec._src.verify.mosaic_gpu.rows import Chunk, DraftSlice, limits_of
-from jax_specdec._src.verify.mosaic_gpu.statistics import Given, Probability, base_of
+from jax_specdec._src.verify.mosaic_gpu.statistics import GivenProbability, Probability, base_of
 
 NOT_LISTED = MAX_MAPPED
 """The column of an id that a map does not list: 0xffff, which is also the mask of half a word."""
@@ -102,7 +102,7 @@ def _upper_half(word: jax.Array) -> jax.Array:
     return lax.shift_right_logical(word, 16)
 
 
-class Listed(NamedTuple):
+class LaneCandidates(NamedTuple):
     """Candidates of a row, by lane of a warp: lane i has candidates i, 32 + i, and so on."""
 
     # Int32 [128] each; those past the last candidate are negative, no two the same.
@@ -111,7 +111,7 @@ class Listed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Candidates:
+class CandidateRows:
     """Draft rows of at most a candidate for each thread of a warpgroup, in global memory."""
 
     threads: Threads  # the operations of the warpgroup
@@ -125,14 +125,14 @@ class Candidates:
     thresholds: Ref | None  # ref [R] float32; see `rows.limits_of`
     # From an entry of a row to its probability. Only that of the row that is drawn from is needed,
     # and set there; until then, it stands for none.
-    q: Probability = Given()
+    q: Probability = GivenProbability()
 
     def prefetch(self, row: jax.Array) -> None:
         """Does nothing: a row is small, and was loaded when the drafted token was looked for."""
 
     # A row as it is listed.
 
-    def load(self, row: jax.Array) -> Listed:
+    def load(self, row: jax.Array) -> LaneCandidates:
         """Begins to load a row, by each warp."""
         ids = list[jax.Array]()
         entries = list[jax.Array]()
@@ -140,7 +140,7 @@ class Candidates:
             of_column, entry = self._at(row, column)
             ids.append(of_column)
             entries.append(entry)
-        return Listed(ids=ids, entries=entries)
+        return LaneCandidates(ids=ids, entries=entries)
 
     def _at(self, row: jax.Array, column: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns id and entry in one column per thread."""
@@ -157,7 +157,7 @@ class Candidates:
         ids = jnp.where(is_there, ids, -1 - column)
         return ids, jnp.where(is_there, entries[0], self.fill)
 
-    def is_bad(self, listed: Listed) -> jax.Array:
+    def is_bad(self, listed: LaneCandidates) -> jax.Array:
         """Returns 1 if an id is out of range or there twice, the same in all threads of a warp."""
         threads = self.threads
         bad = threads.filled(0, jnp.int32) != 0
@@ -179,7 +179,7 @@ class Candidates:
             bad |= lax.fori_loop(jnp.int32(0), jnp.int32(WARP), turn, none) != 0
         return -threads.warp_min(-bad.astype(jnp.int32))  # the maximum over the warp
 
-    def entry_of(self, listed: Listed, token_id: jax.Array) -> jax.Array:
+    def entry_of(self, listed: LaneCandidates, token_id: jax.Array) -> jax.Array:
         """Returns the entry of an id, `fill` where it is not listed."""
         column = self.threads.filled(TILE, jnp.int32)  # which no column is
         for ids, mine in zip(listed.ids, self._columns(), strict=True):
@@ -188,7 +188,9 @@ class Candidates:
         column = self.threads.warp_min(column)
         return jnp.where(column < TILE, self._take(listed.entries, column), self.fill)
 
-    def peak_and_log(self, listed: Listed, factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def peak_and_log(
+        self, listed: LaneCandidates, factor: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns the largest entry, and log2 of the mass relative to it."""
         # [128], the same in all threads of a warp
         peak = self.threads.warp_max(tree_max(listed.entries))

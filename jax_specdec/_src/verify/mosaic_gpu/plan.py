@@ -207,7 +207,6 @@ class SharedMemory(NamedTuple):
         """Returns that of a call.
 
         Args:
-          target_logits: of the call.
           draft: how the draft distribution is stored.
           num_requests: B.
           size: ids of a row, without padding.
@@ -295,12 +294,9 @@ class Plan:
         """Returns the plan of a call.
 
         Args:
-          target_logits: of the call.
           draft: how the draft distribution is stored.
           rule: the rule that sampled requests follow.
           num_requests: B.
-          n: N.
-          k: K.
           size: ids of a row, without padding.
           has_bonus_rows: whether each request owns a bonus row.
           has_filter: whether the call has min-p, top-k or top-p.

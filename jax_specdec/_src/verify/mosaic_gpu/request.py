@@ -90,7 +90,7 @@ class Operands(NamedTuple, Generic[X]):
 # What the kernel writes: arrays, their types, or refs of them in global memory.
 
 
-class Verdict(NamedTuple, Generic[X]):
+class Outcome(NamedTuple, Generic[X]):
     """Outcome of a verification, ``[B]`` int32 each."""
 
     num_accepted: X
@@ -110,7 +110,7 @@ class Outputs(NamedTuple, Generic[X]):
     """Outputs of the kernel that verifies."""
 
     token_ids: X  # [B * (K+1)] int32
-    numbers: Verdict[X] | SampledRow[X]  # of each request
+    numbers: Outcome[X] | SampledRow[X]  # of each request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,7 +263,7 @@ class KernelRequest:
 
         # The status, by what is known before a row is read.
         is_valid = in_bounds
-        if isinstance(outputs.numbers, Verdict):  # as in XLA, drafting refuses no parameter
+        if isinstance(outputs.numbers, Outcome):  # as in XLA, drafting refuses no parameter
             is_valid &= sampling_lib.is_valid(sampling)
         if isinstance(loads.noise, LoadedKey):
             is_valid &= loads.noise.position >= 0
@@ -386,7 +386,7 @@ class KernelRequest:
         is_place = is_writer & (lane < self.plan.k + 1)
         self.threads.scatter(self.outputs.token_ids, place, token_ids, is_place)
         numbers = self.outputs.numbers
-        if isinstance(numbers, Verdict):
+        if isinstance(numbers, Outcome):
             # []: a request whose status is not OK emits nothing
             accepted = jnp.where(ok, num_accepted, 0)
             emitted = jnp.where(ok, num_accepted + 1, 0)
@@ -402,7 +402,7 @@ class KernelRequest:
           is_writer: ``[128]`` bool, true in one warp of the cluster.
         """
         numbers = self.outputs.numbers
-        if isinstance(numbers, Verdict):
+        if isinstance(numbers, Outcome):
             return
         # As in XLA: a row that holds NaN has the maximum inf, which its normalizer shows.
         log_normalizer = jnp.where(is_finite(row.peak), jnp.log(row.total), row.peak)

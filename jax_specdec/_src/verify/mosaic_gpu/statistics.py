@@ -74,7 +74,7 @@ class Probability(Protocol):
         """Returns ``(p - q)+`` for the probability q of an entry; NaN where it is none."""
 
 
-class Given(NamedTuple):
+class GivenProbability(NamedTuple):
     """For rows that hold probabilities."""
 
     def of(self, entry: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Min-p, top-k, top-p and bitmasks: what every backend that has them must pass."""
+"""Min-p, top-k, top-p and bitmasks by hand, by every backend."""
 
 from __future__ import annotations
 
@@ -9,48 +9,19 @@ import pytest
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, FILTERS, HALF, Layout, Request, Verifier, stored
+from .backends import run_on
+from .batch import ALMOST_ONE, FILTERS, Request
 from .between import ALL, BAD, Between, on, request
-from .suite import BIG, RATES, OracleSuite
 
-MASKED: Any = dict(has_filters=True, has_bitmask=True)
-PROCESSED = [
-    Layout(vocab=2049, **BIG, **HALF, **FILTERS, kind="logits"),
-    Layout(
-        vocab=5000,
-        **BIG,
-        **stored(64),
-        has_filters=True,
-        has_threshold=True,
-        kind="normalized",
-        dtype="float16",
-        draft_vocab=4097,
-        vocab_size=4500,
-    ),
-    Layout(vocab=97, **BIG, **FILTERS, block=True, kind="relative"),
-    Layout(vocab=97, **BIG, **MASKED, rates=RATES, vocab_size=90, has_bonus=True),
-]
 # p of ids 0 to 4, and twice the same weight.
 P = [0.4, 0.2, 0.2, 0.15, 0.05, 0, 0, 0]
 
 
-class ProcessedSuite:
-    """The oracle's tokens over a grid of everything at once."""
-
-    verifier: Verifier
-    seeds = range(8)
-
-    @pytest.mark.parametrize("layout", PROCESSED[:1], ids=str)
-    def test_gives_the_tokens_of_the_oracle(self, layout):
-        OracleSuite.agree(self, layout)
-
-    @pytest.mark.slow  # or with all rows read at once, and compiled as users do
-    @pytest.mark.parametrize("layout", PROCESSED[1:], ids=str)
-    def test_gives_the_tokens_of_the_oracle_too(self, layout):
-        OracleSuite.agree(self, layout)
-
-
-class ProcessedEdges(Between):
+@run_on(
+    ("in order", (pytest.mark.newest, pytest.mark.long)),
+    ("GPU", (pytest.mark.gpu,)),
+)
+class TestProcessed(Between):
     """Named edges; they share a compilation."""
 
     def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:

@@ -1,4 +1,4 @@
-"""Block verification by hand: what every backend must pass."""
+"""Block verification by hand, by every backend."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import pytest
 
 import jax_specdec as sd
 
+from .backends import run_on
 from .batch import ALMOST_ONE, Request
 from .between import ALL, BAD, STORED, Between, on, request, stored
 
 
-class BlockSuite(Between):
+@run_on(
+    ("in order", (pytest.mark.newest, pytest.mark.long)),
+    ("kernel", (pytest.mark.slow,)),
+    ("GPU", (pytest.mark.gpu,)),
+)
+class TestBlock(Between):
     """Named edges of the block rule, one test each."""
 
     def answer(self, middle: Request, **changes: Any) -> list[int] | sd.Status:

@@ -1,4 +1,4 @@
-"""Rows that cannot be used, and rows that nobody reads: what every backend must pass."""
+"""Rows that cannot be used, and rows that nobody reads, by every backend."""
 
 from __future__ import annotations
 
@@ -10,11 +10,16 @@ import pytest
 
 import jax_specdec as sd
 
+from .backends import run_on
 from .batch import Request
 from .between import ALL, BAD, LARGE, Between, on, request, stored, temperatures
 
 
-class BadRowSuite(Between):
+@run_on(
+    ("in order", (pytest.mark.newest, pytest.mark.long)),
+    ("GPU", (pytest.mark.gpu,)),
+)
+class TestBadRows(Between):
     """A bad row hurts its own request only, and only where a rule visits it."""
 
     @temperatures

@@ -1,4 +1,4 @@
-"""Edge cases that every backend must pass, most of them small enough to check by hand.
+"""Edge cases of every backend, most of them small enough to check by hand.
 
 Each compares with the oracle and says itself what must come out. Vocabularies are 8 ids where one
 tile will do, or LARGE.
@@ -7,7 +7,6 @@ tile will do, or LARGE.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,8 @@ import pytest
 
 import jax_specdec as sd
 
-from .batch import ALMOST_ONE, Batch, Layout, Request, pack
+from .backends import run_on
+from .batch import ALMOST_ONE, Request
 from .between import (
     ALL,
     LARGE,
@@ -28,25 +28,19 @@ from .between import (
     stored,
     synthetic,
     temperatures,
+    with_offsets,
 )
-from .cases import random_request
 
 BFLOAT16: Any = dict(vocab=LARGE, dtype="bfloat16", draft_dtype="bfloat16")
 
 
-def with_offsets(offsets: Sequence[int], layout: Layout) -> Batch:
-    """A batch of requests with three drafts each, and other offsets."""
-    rng = np.random.default_rng(4)
-    requests = [
-        random_request(layout, rng, 3, 0.3 + 0.7 * (i % 3 < 2)) for i in range(len(offsets) - 1)
-    ]
-    requests = [dataclasses.replace(request, active=True) for request in requests]
-    batch = pack(requests, layout)
-    drafts = sd.Drafts(batch.drafts.token_ids, np.array(offsets, np.int32))
-    return batch.replace(drafts=drafts)
-
-
-class EdgeSuite(Between):
+@run_on(
+    ("in order", (pytest.mark.newest,)),
+    ("kernel", (pytest.mark.slow,)),
+    ("GPU", (pytest.mark.gpu,)),
+    ("GPU, row by row", (pytest.mark.gpu,)),
+)
+class TestEdges(Between):
     """Named edges, one test each."""
 
     # What is emitted.
