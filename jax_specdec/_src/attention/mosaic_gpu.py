@@ -267,7 +267,7 @@ def _words_of_rows(tree_mask: jax.Array | None, shape: AttentionShape) -> Any:
 def _launch(
     shape: AttentionShape, dtype: Any, heads: int, operands: dict[str, Any], interpret: Any
 ) -> dict[str, jax.Array]:
-    """Returns the outputs of the kernel by their names in `AttentionOperands`, as `operands` are."""
+    """Returns the outputs of the kernel by names of `AttentionOperands`, as `operands` are."""
     # Partial products of several splits are joined in float32.
     found_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
     # Shared memory as the matrix unit reads it: tiles of 8 rows of 128 bytes, swizzled.
