@@ -100,7 +100,8 @@ def decode_attention(
       implementation: "mosaic_gpu", a Pallas kernel for Hopper GPUs whose cost follows the tokens
         that each request has; "xla", whose cost follows T; None for the kernel where it serves the
         call (bfloat16 and float16, D of 64, 128 or 256, T a multiple of 64, pages of a multiple of
-        16 positions) and is no slower: always, but for small caches ``[B * Nkv, D, T]``.
+        16 positions) and is no slower: always, but for a lone request's cache ``[Nkv, D, T]`` of
+        2,049 to 4,096 positions.
 
     Returns:
       ``[B, S, N, D]``, of the dtype of `query`.
