@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from lower_floor import assume, gpus
+from lower_floor import assume, attention_gpu, gpus
 from upper_floor import rotate
 from verify.interpret_mode import interpret_gpu_params
 
-from jax_specdec.lm.models import LayerSpec
+from jax_specdec.lm.models import LayerSpec, Llama, Rows
+
+from .weights import random_weights, sizes
 
 NAN = float("nan")
 
@@ -231,3 +233,53 @@ def test_the_kernel_is_chosen_where_it_serves(monkeypatch: pytest.MonkeyPatch) -
         assert "@mosaic_gpu" not in other
     monkeypatch.setattr(rotate, "BY_KERNEL", False)
     assert "@mosaic_gpu" not in lowered(case)
+
+
+GROUPS = {
+    "rows of each request": [((2, 3), None)],
+    "a lone row": [((1, 1), None)],
+    "rows of some slots beside one of each": [((2, 1), None), ((1, 4), (1,))],
+}
+
+
+@pytest.mark.long
+@pytest.mark.newest
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_pass_by_both_interpreted_kernels_is_that_of_xla(name: str) -> None:
+    model = Llama(
+        sizes(64, 128, 64, 2, (6, 2, 64), qkv_bias=True, rope_theta=500.0), jnp.dtype("bfloat16")
+    )
+    params = random_weights(model, 0, moved=0.3)
+    rng = np.random.default_rng(0)
+    groups = [
+        Rows(
+            jnp.asarray(rng.integers(0, 64, shape), jnp.int32),
+            jnp.asarray(np.arange(5, 5 + shape[0]), jnp.int32),
+            slots=None if slots is None else jnp.asarray(slots, jnp.int32),
+        )
+        for shape, slots in GROUPS[name]
+    ]
+    cache = [
+        jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), layer)
+        for layer in model.init_cache(groups[0].start.size, 64)
+    ]
+    wanted = jax.jit(model.apply)(params, groups, cache)
+    attend = attention_gpu.attend
+    interpret = interpret_gpu_params()
+    with (
+        mock.patch.object(gpus, "no_device", lambda: None),
+        mock.patch.object(
+            rotate, "by_kernel", functools.partial(rotate.by_kernel, interpret=interpret)
+        ),
+        mock.patch.object(
+            attention_gpu, "attend", functools.partial(attend, interpret=interpret)
+        ) as used,
+        assume("cuda"),
+    ):
+        found = jax.jit(lambda *given: model.apply(*given))(params, groups, cache)
+    assert used.func is attend
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert x.shape == y.shape
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=0.05, atol=0.05
+        )

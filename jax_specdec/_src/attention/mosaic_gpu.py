@@ -238,7 +238,7 @@ def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
     wanted = BLOCKS // blocks
     if wanted < 2:
         return 0, num_tiles
-    if JOINED and num_tiles <= JOINED_TILES:
+    if len(JOINED) > 1 and num_tiles <= JOINED_TILES:
         most = min(wanted, max(1, num_tiles // LEAST_TILES))
         count = max(count for count in JOINED if count <= most)
         return tuple(-(-i * num_tiles // count) for i in range(count + 1))
