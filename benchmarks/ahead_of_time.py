@@ -156,23 +156,24 @@ def devices_of(name: str) -> Any:
 
 
 ATTENTIONS = {
-    "decode_attention": (128, None),
-    "decode_attention, pages": (128, 16),
-    "decode_attention, 256": (256, None),
+    "decode_attention": (128, None, 4096),
+    "decode_attention, pages": (128, 16, 4096),
+    "decode_attention, 256": (256, None, 4096),
+    "decode_attention, small": (128, None, 1024),
 }
-"""Of each kind D, and the positions of a page."""
+"""Of each kind D, the positions of a page, and T."""
 
 
 def attention(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
-    """`program` of K + 1 rows of Llama 3 8B over a cache of 4,096 positions, or of larger heads."""
+    """`program` of K + 1 rows of Llama 3 8B over a cache, or of larger heads."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import SingleDeviceSharding
 
     import jax_specdec as sd
 
-    where, batch, room = SingleDeviceSharding(devices_of(case.device)[0]), case.batch, 4096
-    dim, page = ATTENTIONS[case.function]
+    where, batch = SingleDeviceSharding(devices_of(case.device)[0]), case.batch
+    dim, page, room = ATTENTIONS[case.function]
     shapes: dict[str, tuple[int, ...]] = {
         "query": (batch, K + 1, 32, dim),
         "keys": (batch * 8, dim, room),
@@ -214,12 +215,49 @@ def int8_product(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str,
     return lambda a: int8_kernel.product(**a), arrays
 
 
+def rotation(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
+    """`program` of the kernel that rotates K + 1 rows of Llama 3 8B, and writes them."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import SingleDeviceSharding
+
+    from jax_specdec.lm.models import rotate_kernel as kernel
+
+    where, rows, room = SingleDeviceSharding(devices_of(case.device)[0]), case.batch * (K + 1), 1024
+    shape = kernel.RotateShape(
+        num_rows=rows,
+        each=K + 1,
+        num_query=32,
+        num_kv=8,
+        head_dim=128,
+        num_requests=case.batch,
+        room=room,
+        has_bias=True,
+    )
+    width = (shape.num_query + 2 * shape.num_kv) * shape.head_dim
+    size = case.batch * shape.num_kv * room * shape.head_dim
+    shapes: dict[str, tuple[Any, Any]] = {
+        "heads": ((rows, width), jnp.bfloat16),
+        "cos": ((rows, shape.half), jnp.float32),
+        "sin": ((rows, shape.half), jnp.float32),
+        "places": ((rows,), jnp.int32),
+        "owners": ((rows,), jnp.int32),
+        "keys": ((size,), jnp.bfloat16),
+        "values": ((size,), jnp.bfloat16),
+        "bias": ((width,), jnp.bfloat16),
+    }
+    arrays = {name: jax.ShapeDtypeStruct(*each, sharding=where) for name, each in shapes.items()}
+    return lambda a: kernel.rotate_and_write(kernel.RotateOperands(None, **a), shape), arrays
+
+
 def program(case: Case) -> tuple[Callable[[dict[str, Any]], Any], dict[str, Any]]:
     """A function of a dict of arrays, and their shapes and places."""
     if case.function in ATTENTIONS:
         return attention(case)
     if case.function == "int8_matmul":
         return int8_product(case)
+    if case.function == "rotate_and_write":
+        return rotation(case)
     import jax
     import jax.numpy as jnp
     import numpy as np

@@ -1,4 +1,4 @@
-"""Models of the shapes of Llama 3 and Qwen3, with random weights."""
+"""Models of the shapes of Llama 3, Qwen2.5-Coder, Qwen3 and SmolLM2, with random weights."""
 
 from __future__ import annotations
 
@@ -37,6 +37,29 @@ QWEN3_06B = lm.models.DecoderConfig(
     hidden_size=1024,
     layers=(dataclasses.replace(_QWEN3, num_attention_heads=16, intermediate_size=3072),) * 28,
     tie_word_embeddings=True,
+)
+_QWEN2 = lm.models.LayerSpec(
+    num_attention_heads=14,
+    num_key_value_heads=2,
+    head_dim=64,
+    intermediate_size=4864,
+    rotation=lm.models.Rotation(rope_theta=1000000.0),
+    qkv_bias=True,
+)
+QWEN2_05B = lm.models.DecoderConfig(vocab_size=151936, hidden_size=896, layers=(_QWEN2,) * 24)
+QWEN2_15B = lm.models.DecoderConfig(
+    vocab_size=151936,
+    hidden_size=1536,
+    layers=(
+        dataclasses.replace(_QWEN2, num_attention_heads=12, head_dim=128, intermediate_size=8960),
+    )
+    * 28,
+)
+_SMOLLM2 = lm.models.LayerSpec(
+    num_attention_heads=9, num_key_value_heads=3, head_dim=64, intermediate_size=1536
+)
+SMOLLM2_135M = lm.models.DecoderConfig(
+    vocab_size=49152, hidden_size=576, layers=(_SMOLLM2,) * 30, tie_word_embeddings=True
 )
 _TINY = lm.models.LayerSpec(
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=32

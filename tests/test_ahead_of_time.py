@@ -146,11 +146,13 @@ MAIN_CASES = {
     dataclasses.replace(DRAFTING, filtered=True): 64,
 }
 ATTENTION = Case("h200", "decode_attention", batch=32, implementation="mosaic_gpu")
+SMALL = dataclasses.replace(ATTENTION, function="decode_attention, small", batch=1)
 PAGES = dataclasses.replace(ATTENTION, function="decode_attention, pages")
 LARGE = dataclasses.replace(ATTENTION, function="decode_attention, 256", batch=1)
 ATTENTIONS = {
     ATTENTION: 158,
     dataclasses.replace(ATTENTION, batch=1): 158,  # joined by a second launch
+    SMALL: 158,  # by the kernel
     dataclasses.replace(ATTENTION, processed=True): 246,  # of caches that may hold NaN
     PAGES: 192,
     dataclasses.replace(PAGES, batch=1, processed=True): 246,
@@ -163,7 +165,8 @@ PRODUCTS = {
     dataclasses.replace(PRODUCT, batch=160): 144,
     dataclasses.replace(PRODUCT, batch=512): 168,
 }
-ALL = MAIN_CASES | ATTENTIONS | PRODUCTS
+ROTATION = Case("h200", "rotate_and_write", batch=32, implementation="mosaic_gpu")
+ALL = MAIN_CASES | ATTENTIONS | PRODUCTS | {ROTATION: 32}
 FURTHER = [
     dataclasses.replace(KERNEL, kind="probs"),
     dataclasses.replace(KERNEL, ids="candidates"),
@@ -178,7 +181,7 @@ KERNELS = {
     "h200": ("sm_90a", {case: n for case, n in MAIN_CASES.items() if case not in FURTHER}),
     "h200, attention and products": (
         "sm_90a",
-        {case: n for case, n in (ATTENTIONS | PRODUCTS).items() if case not in FURTHER},
+        {case: n for case, n in ALL.items() if case not in (*MAIN_CASES, *FURTHER)},
     ),
     "h200, further": ("sm_90a", {case: ALL[case] for case in FURTHER}),
     "b200": ("sm_100a", {case: ALL[case] for case in (KERNEL, BY_BLOCK)}),
@@ -243,6 +246,59 @@ def test_a_path_of_a_tree_is_kept_in_place():
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)
     assert int(done.stdout) < 2**22
+
+
+LAUNCHES = """
+import re
+from unittest import mock
+import jax
+import jax.numpy as jnp
+import llamas
+from ahead_of_time import devices_of
+from jax.sharding import SingleDeviceSharding
+from jax_specdec import lm
+from jax_specdec._src.mosaic import gpus
+
+where = SingleDeviceSharding(devices_of("h200")[0])
+free = "parameter|get-tuple-element|tuple|constant|bitcast"
+
+def launches(config, batch, rows, layers):
+    model = lm.models.Llama(llamas.cut(config, layers), jnp.dtype("bfloat16"))
+    shapes = jax.eval_shape(lambda: (
+        model.init_params(jax.random.key(0)),
+        lm.models.Rows(jnp.zeros((batch, rows), jnp.int32), jnp.zeros((batch,), jnp.int32)),
+        model.init_cache(batch, 1024)))
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), shapes)
+
+    def run(params, rows, cache):
+        (output,), cache = model.apply(params, [rows], cache)
+        return output.logits, cache
+
+    with mock.patch.object(gpus, "no_device", lambda: None):
+        traced = jax.jit(run, donate_argnums=2).trace(*given)
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+    entry = text[text.index("\\nENTRY"):]
+    found = re.findall(r"^  (?:ROOT )?%\\S+ = .*? ([a-z-]+)\\(", entry, re.MULTILINE)
+    return len([name for name in found if name not in free.split("|")])
+
+for config, batch, rows in ((llamas.QWEN2_05B, 1, 1), (llamas.LLAMA_3_8B, 32, 5)):
+    print(launches(config, batch, rows, 3) - launches(config, batch, rows, 2))
+"""
+
+
+@pytest.mark.aot
+def test_a_layer_is_few_launches_on_a_hopper_gpu():
+    """Two norms, four products, rotation, attention, the gate, and sums of a product's parts.
+
+    Of many rows XLA takes the product for heads in parts, too, as long as nothing is timed.
+    """
+    environment = environment_of("h200")
+    paths = str(Path(ahead_of_time.__file__).parent), environment.get("PYTHONPATH", "")
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
+    command = [sys.executable, "-c", LAUNCHES]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert list(map(int, done.stdout.split())) == [10, 11]
 
 
 # What is counted in a program's text.

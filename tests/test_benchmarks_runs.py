@@ -10,6 +10,7 @@ import bench_engines_gpu
 import bench_gemma4_gpu
 import bench_int8_gpu
 import bench_pair
+import bench_passes_gpu
 import bench_rows_gpu
 import bench_serving_gpu
 import bench_sharded_gpu
@@ -46,6 +47,7 @@ RUNS: list[tuple[ModuleType, str, str, str, list[Any]]] = [
     (bench_engines_gpu, "--tiny --engines ours --ways eagle3 --batches 2 --repeats 1",
      "engines_gpu", "kind", ["batch", "arrivals"]),
     (bench_rows_gpu, "--tiny --batches 2 --repeats 1", "rows_of_passes_gpu", "rows", [10, 2]),
+    (bench_passes_gpu, "--tiny --repeats 1", "passes_gpu", "rows", [3]),
     (bench_block_gpu, "--tiny --batches 2 --steps 2 --repeats 2 --prompt 8", "block_gpu", "drafter",
      ["DSpark", "DFlash", "EAGLE-3", "model"]),
     (bench_gemma4_gpu, "--tiny --seconds 900 --batches 2 --steps 2 --repeats 2 --prompt 8",

@@ -29,7 +29,7 @@ from jax_specdec.lm.drafting.suffix import Lookup
 from jax_specdec.lm.formats.config_json import read_config
 from jax_specdec.lm.formats.tensors import open_tensors
 from jax_specdec.lm.formats.token_ids import count_token_ids
-from jax_specdec.lm.models import int8_kernel, int8_matmul, plain, protocol
+from jax_specdec.lm.models import int8_kernel, int8_matmul, plain, protocol, rotate
 from jax_specdec.lm.server import app as server_app
 from jax_specdec.lm.server import schemas
 from jax_specdec.lm.server.answer import ChoiceText, Piece, _event

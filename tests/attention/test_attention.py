@@ -39,6 +39,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a level of a tree": (2, 5, 1, 4, 64, 256, (200, 60), None, "level", (0, 3, 4)),
     "a block in a window": (2, 6, 1, 2, 64, 256, (150, 10), 20, "block", (0, 1, 2, 4)),
     "several blocks of rows": (2, 70, 1, 2, 64, 256, (0, 100), None, "chain", (0, 1, 4)),
+    "four splits, joined": (1, 3, 1, 2, 64, 256, (150,), None, "chain", (0, 1, 2, 3, 4)),
     "one row at the end of its cache": (1, 1, 1, 8, 64, 64, (63,), None, "chain", None),
 }
 SOFTCAPS = {CASES[name]: 2.0 for name in ("a window", "a tree, split")}  # the others have none
@@ -52,6 +53,11 @@ ON_GPU: dict[str, tuple[Any, ...]] = CASES | {
     "lengths that differ": (3, 1, 8, 4, 128, 960, (900, 0, 64), None, "chain", None),
     "nine rows": (3, 9, 8, 4, 128, 960, (900, 0, 64), None, "chain", None),
     "a tree of 64": (2, 64, 2, 4, 128, 960, (896, 500), None, "tree", None),
+    "a small cache, eight splits": (1, 1, 2, 7, 64, 1024, (300,), None, "chain", None),
+    "a small cache, one new text": (1, 5, 2, 7, 64, 1024, (0,), None, "chain", None),
+    "a small cache, two splits": (8, 5, 8, 4, 128, 1024, (600,) * 8, None, "chain", None),
+    "a small cache, one split": (32, 5, 8, 4, 128, 1024, (600,) * 32, None, "chain", None),
+    "a small cache, large heads": (1, 3, 1, 4, 256, 1024, (700,), None, "tree", None),
     "one long request": (1, 5, 8, 4, 128, 4096, (4000,), None, "chain", None),
     "one long request, a window": (1, 5, 8, 4, 128, 4096, (4000,), 1000, "chain", None),
 }

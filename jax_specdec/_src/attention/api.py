@@ -225,8 +225,9 @@ def _decode_attention(arrays: AttentionArrays, static: AttentionStatic) -> jax.A
 def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform) -> jax.Array:
     """Chooses an implementation, in Python."""
     is_named = static.implementation == "mosaic_gpu"
-    by_default = static.implementation is None and platform == "cuda" and not _is_small(arrays)
-    if is_named or (by_default and gpus.not_by_default() is None):
+    by_default = static.implementation is None and platform == "cuda"
+    by_default = by_default and gpus.not_by_default() is None
+    if is_named or (by_default and not _is_small(arrays)):
         why_not = _unserved(arrays)
         if why_not is None:
             from jax_specdec._src.attention import mosaic_gpu  # which imports Pallas
@@ -254,6 +255,10 @@ def _is_small(arrays: AttentionArrays) -> bool:
     """Returns whether XLA takes less time, because it launches less; measured on an H100."""
     if arrays.keys.ndim == 4 or arrays.slots is not None:
         return False  # XLA moves such a cache first, and copies slots
+    from jax_specdec._src.attention import mosaic_gpu  # which imports Pallas
+
+    if mosaic_gpu.is_one_launch(arrays):
+        return False
     batch_size, num_rows = arrays.query.shape[:2]
     room = room_of(arrays.keys, arrays.pages)
     # Positions and not bytes: as many bytes of D = 256 take either one less time, by how they are

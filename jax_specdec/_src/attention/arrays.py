@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_specdec._src.base.tree import TREE_MASK_BITS
 
 AttentionImplementation = Literal["xla", "mosaic_gpu"]
+
+PIECE = 8
+"""Rows of a copy of queries by the kernel: those of a tile of shared memory."""
 
 
 class AttentionArrays(NamedTuple):
@@ -24,6 +28,7 @@ class AttentionArrays(NamedTuple):
       depth: ``[B, S]`` int32, positions beyond `start` from which windows count back; or None.
       slots: ``[B]`` int32, the requests of the cache that rows are of; None for all, in their
         order. Of a cache with heads first alone.
+      rows: `rows_of` the query, if they are there already; None if not.
     """
 
     query: jax.Array
@@ -34,6 +39,7 @@ class AttentionArrays(NamedTuple):
     pages: jax.Array | None = None
     depth: jax.Array | None = None
     slots: jax.Array | None = None
+    rows: jax.Array | None = None
 
 
 class AttentionStatic(NamedTuple):
@@ -56,3 +62,16 @@ class AttentionStatic(NamedTuple):
     num_visible: int = TREE_MASK_BITS
     implementation: AttentionImplementation | None = None
     num_kv: int | None = None
+
+
+def rows_of(query: jax.Array, num_kv: int) -> jax.Array:
+    """Returns queries ``[B, S, N, D]`` as the kernel takes them, ``[R, D]``.
+
+    In the order ``[B, Nkv, S, group]``: those that share a head of keys lie side by side. After
+    them comes anything, up to whole pieces.
+    """
+    batch_size, num_rows, num_heads, head_dim = query.shape
+    # [B, S, Nkv, group, D] -> [B, Nkv, S, group, D] -> [B * S * N, D] -> [R, D]
+    query = query.reshape(batch_size, num_rows, num_kv, num_heads // num_kv, head_dim)
+    query = query.swapaxes(1, 2).reshape(-1, head_dim)
+    return jnp.pad(query, ((0, -query.shape[0] % PIECE), (0, 0)))

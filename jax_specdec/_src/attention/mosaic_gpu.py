@@ -3,8 +3,8 @@
 A block takes one head of keys of one request, up to 64 rows (new rows times the query heads that
 share the keys) and a fixed part of the T positions, its split. Tiles of 64 positions of keys and
 values come to shared memory ahead of the products with them, of which a running maximum, sum and
-product are kept (Dao et al., "FlashAttention", arXiv 2205.14135). Splits are joined by XLA, in a
-second, small launch.
+product are kept (Dao et al., "FlashAttention", arXiv 2205.14135). Up to eight splits are a cluster
+of blocks, which join what they found; more are joined by XLA, in a second, small launch.
 
 Keys and values may lie in pages. A tile, or each part of it that is in one page, is a rectangle of
 the pool ``[P * page, Nkv * D]``; a request without a table has one page of T positions. From then
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +29,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from jax_specdec._src.attention.arrays import AttentionArrays, AttentionStatic
+from jax_specdec._src.attention.arrays import PIECE, AttentionArrays, AttentionStatic, rows_of
 from jax_specdec._src.attention.cache import room_of
+from jax_specdec._src.mosaic.interpret import InterpretedThreads
+from jax_specdec._src.mosaic.ptx import GpuThreads
+from jax_specdec._src.mosaic.threads import THREADS, Threads
 
 plgpu: Any = mosaic_gpu  # its stubs lack names, and call its transforms abstract
 
@@ -45,6 +47,10 @@ COLUMNS = 128
 """Of values that are in registers as one array, at most."""
 BLOCKS = 132
 """Multiprocessors of an H100: as many blocks are wanted, at least."""
+JOINED = (1, 2, 4, 8)
+"""Numbers of splits that the kernel joins by itself; others, and all if it is empty, XLA does."""
+JOINED_TILES = 32
+"""Caches of up to so many tiles have splits that the kernel joins."""
 LEAST_TILES = 2
 """Of a split: shorter ones cost more to join than they save."""
 
@@ -72,6 +78,11 @@ class AttentionShape(NamedTuple):
     num_pages: int  # of the pool, or slots of the cache
 
     @property
+    def rows(self) -> int:
+        """Returns how many rows a head of keys has."""
+        return self.num_new * self.group
+
+    @property
     def row_blocks(self) -> int:
         """Returns how many blocks of 64 rows there are."""
         return -(-self.padded // ROWS)
@@ -85,6 +96,11 @@ class AttentionShape(NamedTuple):
     def stored(self) -> int:
         """Returns how many rows a block writes."""
         return min(self.padded, ROWS)
+
+    @property
+    def joins(self) -> bool:
+        """Returns whether the kernel joins its splits, and lays rows out as the query's are."""
+        return self.splits in JOINED
 
     @property
     def columns(self) -> list[Any]:
@@ -116,14 +132,14 @@ def attend(
     values = arrays.values
     # T, and Nkv heads of keys for each request; a pool is read as a matrix.
     room = room_of(keys, arrays.pages)
-    table = () if arrays.pages is None else (arrays.pages,)
+    table = arrays.pages
     num_pages = keys.shape[0]
     if arrays.slots is not None:
         assert static.num_kv is not None
         heads = batch_size * static.num_kv
         page = None
         num_pages //= static.num_kv
-        table = (arrays.slots[:, None],)  # a slot is a page of T positions
+        table = arrays.slots[:, None]  # a slot is a page of T positions
     elif keys.ndim == 3:
         heads = keys.shape[0]
         page = None
@@ -137,8 +153,7 @@ def attend(
     group = num_heads // num_kv
     # Rows of one product with a head of keys: every new row, by every query head that shares it.
     rows = num_new * group
-    unit = 8 if rows <= ROWS else ROWS
-    padded = -(-rows // unit) * unit
+    padded = padded_rows(rows)
     if bounds is None:
         bounds = split_bounds(room // TILE, heads * -(-padded // ROWS))
     shape = AttentionShape(
@@ -154,40 +169,66 @@ def attend(
         page=page,
         num_pages=num_pages,
     )
-    # [B, S, Nkv, group, D] -> [B * Nkv, rows, D] -> [B * Nkv * padded, D], and at least 64 rows.
-    query = arrays.query.reshape(batch_size, num_new, num_kv, group, head_dim).swapaxes(1, 2)
-    query = query.reshape(heads, rows, head_dim)
-    query = jnp.pad(query, ((0, 0), (0, padded - rows), (0, 0))).reshape(-1, head_dim)
-    query = jnp.pad(query, ((0, max(0, ROWS - query.shape[0])), (0, 0)))
-    words = _words_of_rows(arrays.tree_mask, shape)
-    # [B * Nkv, splits, padded, D], and [B * Nkv, splits, row_blocks * 64] twice.
+    operands = {
+        "query": rows_of(arrays.query, num_kv) if arrays.rows is None else arrays.rows,
+        "keys": keys,
+        "values": values,
+        "start": arrays.start,
+        "words": _words_of_rows(arrays.tree_mask, shape),
+    }
+    if table is not None:
+        operands["pages"] = table
     with jax.enable_x64(False):
-        found, largest, total = _launch(shape, keys.dtype, heads, interpret)(
-            query, keys, values, arrays.start, words, *table
-        )
+        outputs = _launch(shape, keys.dtype, heads, operands, interpret)
+    if shape.joins:
+        return outputs["out"].reshape(arrays.query.shape)
+    found = _joined(shape, heads, outputs)
+    # [B * Nkv, padded, D] -> [B, Nkv, S, group, D] -> [B, S, N, D]
+    found = found[:, :rows].reshape(batch_size, num_kv, num_new, group, head_dim)
+    return found.astype(keys.dtype).swapaxes(1, 2).reshape(arrays.query.shape)
+
+
+def _joined(shape: AttentionShape, heads: int, outputs: dict[str, jax.Array]) -> jax.Array:
+    """Returns what all splits found, ``[B * Nkv, padded, D]``."""
+    found = outputs["found"].reshape(heads, shape.splits, shape.padded, shape.head_dim)
+    if shape.splits == 1:
+        return found[:, 0]
     # Each split has its own maximum: its product and its total are scaled to the largest of all.
-    if shape.splits > 1:
-        # [B * Nkv, splits, padded]
-        largest = largest[:, :, :padded]
-        total = total[:, :, :padded]
-        # [B * Nkv, splits, padded]: what each split counts
-        weight = jnp.exp2(largest - largest.max(axis=1, keepdims=True))
-        total = jnp.sum(weight * total, axis=1)  # [B * Nkv, padded]
-        # A split of which a row sees nothing may have written no product.
-        found = jnp.where(largest[..., None] == _LEAST, 0, found * weight[..., None])
-        found = jnp.sum(found, axis=1) / total[..., None]
-        found = found.astype(keys.dtype)[:, None]
-    # [B * Nkv, 1, padded, D] -> [B, Nkv, S, group, D] -> [B, S, N, D]
-    found = found[:, 0, :rows].reshape(batch_size, num_kv, num_new, group, head_dim)
-    return found.swapaxes(1, 2).reshape(batch_size, num_new, num_heads, head_dim)
+    # [B * Nkv, splits, padded]
+    largest, total = (
+        outputs[name].reshape(heads, shape.splits, -1)[:, :, : shape.padded]
+        for name in ("largest", "total")
+    )
+    # [B * Nkv, splits, padded]: what each split counts
+    weight = jnp.exp2(largest - largest.max(axis=1, keepdims=True))
+    total = jnp.sum(weight * total, axis=1)  # [B * Nkv, padded]
+    # A split of which a row sees nothing may have written no product.
+    found = jnp.where(largest[..., None] == _LEAST, 0, found * weight[..., None])
+    return jnp.sum(found, axis=1) / total[..., None]
+
+
+def is_one_launch(arrays: AttentionArrays) -> bool:
+    """Returns whether the kernel leaves nothing to XLA, of a cache with heads first."""
+    batch_size, num_new, num_heads, _ = arrays.query.shape
+    heads, _, room = arrays.keys.shape
+    padded = padded_rows(num_new * batch_size * num_heads // heads)
+    bounds = split_bounds(room // TILE, heads * -(-padded // ROWS))
+    return len(bounds) - 1 in JOINED
+
+
+def padded_rows(rows: int) -> int:
+    """Returns rows of a head of keys, rounded up to what blocks take."""
+    unit = PIECE if rows <= ROWS else ROWS
+    return -(-rows // unit) * unit
 
 
 def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
     """Returns the first tiles of the splits of T, and the end of the last.
 
     Few requests fill a GPU only if the positions of each are split among several blocks: n, as many
-    as fill it. They are wanted for texts of any length, and each costs time to join. So splits grow
-    with what lies before them, by 8 / n of it, up to an n-th of T.
+    as fill it. Of a small cache the kernel joins up to eight, of one size. Of a larger one they are
+    wanted for texts of any length, and each costs XLA time to join. So they grow with what lies
+    before them, by 8 / n of it, up to an n-th of T.
 
     Args:
       num_tiles: of T.
@@ -197,6 +238,10 @@ def split_bounds(num_tiles: int, blocks: int) -> tuple[int, ...]:
     wanted = BLOCKS // blocks
     if wanted < 2:
         return 0, num_tiles
+    if JOINED and num_tiles <= JOINED_TILES:
+        most = min(wanted, max(1, num_tiles // LEAST_TILES))
+        count = max(count for count in JOINED if count <= most)
+        return tuple(-(-i * num_tiles // count) for i in range(count + 1))
     least = LEAST_TILES if wanted > 3 else 2 * LEAST_TILES
     most = max(least, -(-num_tiles // wanted))
     # Each split is 8 / n of what lies before it, within its limits.
@@ -219,71 +264,104 @@ def _words_of_rows(tree_mask: jax.Array | None, shape: AttentionShape) -> Any:
     return jnp.pad(words, ((0, 0), (0, 0), (0, rest)))
 
 
-def _launch(shape: AttentionShape, dtype: Any, heads: int, interpret: Any) -> Callable[..., Any]:
-    """Returns the kernel, a function of the arrays of `AttentionOperands` after its outputs."""
+def _launch(
+    shape: AttentionShape, dtype: Any, heads: int, operands: dict[str, Any], interpret: Any
+) -> dict[str, jax.Array]:
+    """Returns the outputs of the kernel by names of `AttentionOperands`, as `operands` are."""
     # Partial products of several splits are joined in float32.
-    out_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
+    found_dtype = dtype if shape.splits == 1 else jnp.dtype(jnp.float32)
     # Shared memory as the matrix unit reads it: tiles of 8 rows of 128 bytes, swizzled.
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    swizzled_out = (plgpu.TilingTransform((8, 128 // out_dtype.itemsize)), swizzled[1])
+    swizzled_out: tuple[Any, ...] = ()  # one split that is joined is read number by number
+    if not shape.joins or shape.splits > 1:
+        swizzled_out = (plgpu.TilingTransform((8, 128 // found_dtype.itemsize)), swizzled[1])
     # One barrier for each tile in shared memory: the copies of its parts complete it.
     barrier = functools.partial(plgpu.Barrier, num_barriers=STAGES, num_arrivals=TILE // shape.part)
     tile_of_keys = (shape.head_dim, TILE) if shape.page is None else (TILE, shape.head_dim)
-    scratch = Scratch(
-        query=plgpu.SMEM((ROWS, shape.head_dim), dtype, transforms=swizzled),
-        keys=plgpu.SMEM((STAGES, *tile_of_keys), dtype, transforms=swizzled),
-        values=plgpu.SMEM((STAGES, TILE, shape.head_dim), dtype, transforms=swizzled),
-        found=plgpu.SMEM((ROWS, shape.columns[0].size), out_dtype, transforms=swizzled_out),
-        largest=plgpu.SMEM((ROWS,), jnp.float32),
-        total=plgpu.SMEM((ROWS,), jnp.float32),
-        query_came=plgpu.Barrier(),
-        keys_came=barrier(),
-        values_came=barrier(),
-        words=plgpu.SMEM((2, ROWS), jnp.int32),
-        words_came=plgpu.Barrier(),
-    )
+    scratch = {
+        "query": plgpu.SMEM((ROWS, shape.head_dim), dtype, transforms=swizzled),
+        "keys": plgpu.SMEM((STAGES, *tile_of_keys), dtype, transforms=swizzled),
+        "values": plgpu.SMEM((STAGES, TILE, shape.head_dim), dtype, transforms=swizzled),
+        "found": plgpu.SMEM((ROWS, shape.columns[0].size), found_dtype, transforms=swizzled_out),
+        "largest": plgpu.SMEM((ROWS,), jnp.float32),
+        "total": plgpu.SMEM((ROWS,), jnp.float32),
+        "query_came": plgpu.Barrier(num_arrivals=shape.stored // PIECE),
+        "keys_came": barrier(),
+        "values_came": barrier(),
+        "words": plgpu.SMEM((2, ROWS), jnp.int32),
+        "words_came": plgpu.Barrier(),
+    }
+    # Splits of one head and block of rows are a cluster, if they join what they found.
+    is_cluster = shape.joins and shape.splits > 1
+    grid: dict[str, Any] = {
+        "grid": (shape.splits, shape.row_blocks, heads),
+        "grid_names": ("split", "row_block", "head"),
+    }
+    if is_cluster:
+        grid = {"grid": grid["grid"][1:], "grid_names": grid["grid_names"][1:]}
+        grid |= {"cluster": (shape.splits,), "cluster_names": ("split",)}
+        if interpret:
+            scratch["all_found"] = plgpu.ClusterBarrier(collective_axes=("split",))
+    outputs = _outputs(shape, dtype, found_dtype, heads)
+    names = [*operands, *outputs]
 
     # A kernel takes operands, outputs and scratch memory as one flat list.
     def run(*refs: Any) -> None:
-        *arrays, found, largest, total = refs[: -len(Scratch._fields)]
-        operands = AttentionOperands(found, largest, total, *arrays)
-        scratch = Scratch(*refs[-len(Scratch._fields) :])
-        _multiply(shape, BlockWork.of(shape, operands), operands, scratch, bool(interpret))
+        arrays = AttentionOperands(**dict(zip(names, refs[: len(names)], strict=True)))
+        memory = Scratch(**dict(zip(scratch, refs[len(names) :], strict=True)))
+        threads = InterpretedThreads() if interpret else GpuThreads()
+        _multiply(shape, BlockWork.of(shape, arrays), arrays, memory, threads)
 
     run.__name__ = "decode_attention"
-    # Outputs: products [heads, splits, padded, D]; two numbers of each row and split.
-    number = jax.ShapeDtypeStruct((heads, shape.splits, shape.row_blocks * ROWS), jnp.float32)
-    out = (heads, shape.splits, shape.padded, shape.head_dim)
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         run,
-        out_type=(jax.ShapeDtypeStruct(out, out_dtype), number, number),
-        scratch_types=tuple(scratch),
-        grid=(shape.splits, shape.row_blocks, heads),
-        grid_names=("split", "row_block", "head"),
+        out_type=tuple(outputs.values()),
+        scratch_types=tuple(scratch.values()),
+        **grid,
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
     )
+    return dict(zip(outputs, kernel(*operands.values()), strict=True))
+
+
+def _outputs(
+    shape: AttentionShape, dtype: Any, found_dtype: Any, heads: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the outputs of the kernel: the rows, if it joins them, and what each split found."""
+    outputs = {}
+    if shape.joins:
+        rows = heads * shape.num_new * shape.group
+        outputs["out"] = jax.ShapeDtypeStruct((rows * shape.head_dim,), dtype)
+    if not shape.joins or shape.splits > 1:
+        found = (heads * shape.splits * shape.padded, shape.head_dim)
+        outputs["found"] = jax.ShapeDtypeStruct(found, found_dtype)
+    if shape.splits > 1:
+        number = (heads * shape.splits * shape.row_blocks * ROWS,)
+        outputs["largest"] = jax.ShapeDtypeStruct(number, jnp.dtype(jnp.float32))
+        outputs["total"] = outputs["largest"]
+    return outputs
 
 
 class AttentionOperands(NamedTuple):
-    """Refs in global memory: outputs, then operands."""
+    """Refs in global memory: operands, then outputs as far as there are."""
 
-    found: Any  # [B * Nkv, splits, padded, D]
-    largest: Any  # [B * Nkv, splits, row_blocks * 64] float32, the largest score of each row
-    total: Any  # likewise, the sum of its weights relative to that
-    query: Any  # [B * Nkv * padded, D], and 64 rows at least
+    query: Any  # [B * Nkv * rows, D], and more up to whole pieces; rows are S * group
     keys: Any  # [B * Nkv, D, T], of slots more heads; of pages [P * page, Nkv * D]
     values: Any  # [B * Nkv, T, D], of slots more heads; of pages [P * page, Nkv * D]
     start: Any  # [B] int32
     words: Any  # [B, 2, row_blocks * 64] int32, bits of what each row sees from start on
     # [B, L] int32, or [B, 1] of slots; None where each request has a page of T positions, or none.
     pages: Any = None
+    out: Any = None  # [B * S * N * D]
+    found: Any = None  # [B * Nkv * splits * padded, D]
+    largest: Any = None  # [B * Nkv * splits * row_blocks * 64] float32, largest score of each row
+    total: Any = None  # likewise, the sum of its weights relative to that
 
 
 class Scratch(NamedTuple):
-    """Shared memory and barriers of a block, their types or refs."""
+    """Shared memory and barriers of a block."""
 
     query: Any  # [64, D]
     keys: Any  # [STAGES, D, TILE]; of pages [STAGES, TILE, D]
@@ -296,6 +374,7 @@ class Scratch(NamedTuple):
     values_came: Any  # likewise
     words: Any  # [2, 64] int32
     words_came: Any
+    all_found: Any = None  # a barrier of the cluster, in interpret mode
 
 
 class BlockWork(NamedTuple):
@@ -451,16 +530,21 @@ def _multiply(
     block: BlockWork,
     operands: AttentionOperands,
     scratch: Scratch,
-    interpreted: bool,
+    threads: Threads,
 ) -> None:
     """Reads the block's tiles, and writes what its rows found."""
     layout = plgpu.Layout.WGMMA
     per_row = layout.reduce(1)
-    padded = jnp.int32(shape.padded)
+    interpreted = threads.interpreted
     places = [_places(shape, block, operands, i) for i in range(STAGES + 1)]
     # The block's rows stay in shared memory; tiles of keys and values pass by, two ahead.
-    source = operands.query.at[pl.ds(block.head * padded + block.row, ROWS)]
-    plgpu.copy_gmem_to_smem(source, scratch.query, scratch.query_came)
+    # Rows past the last may hold anything: none of them is written.
+    for first in range(0, shape.stored, PIECE):
+        row = block.row + first
+        row = jnp.where(row < shape.rows, row, 0) + block.head * shape.rows
+        source = operands.query.at[pl.ds(row, PIECE)]
+        target = scratch.query.at[pl.ds(first, PIECE)]
+        plgpu.copy_gmem_to_smem(source, target, scratch.query_came)
     copy = functools.partial(_copy, shape, block, operands, scratch)
     for i in range(STAGES):
         copy(i, places[i], is_keys=True)
@@ -534,16 +618,21 @@ def _multiply(
 
     # Registers -> shared memory -> global memory; rows of padding past `stored` stay behind.
     for part, columns in zip(found, shape.columns, strict=True):
-        # With one split the sums are whole; else XLA joins them, and divides.
+        # With one split the sums are whole; else they are joined, and divided then.
         if shape.splits == 1:
             part = part / lax.broadcast_in_dim(total, part.shape, [0])
-        scratch.found[...] = part.astype(scratch.found.dtype)
+        part = part.astype(scratch.found.dtype)
+        if shape.joins and shape.splits == 1:
+            _lay_out(shape, block, operands, scratch, threads, part, columns)
+            continue
+        scratch.found[...] = part
         scratch.largest[...] = largest
         scratch.total[...] = total
         plgpu.commit_smem()
-        own = pl.ds(block.row, shape.stored)
-        place = operands.found.at[block.head, block.split, own, columns]
-        _write(shape, block, operands, scratch, place)
+        _write(shape, block, operands, scratch, columns)
+    if shape.joins and shape.splits > 1:
+        threads.cluster_sync(scratch.all_found)
+        _join(shape, block, operands, threads)
 
 
 def _write(
@@ -551,20 +640,99 @@ def _write(
     block: BlockWork,
     operands: AttentionOperands,
     scratch: Scratch,
-    place: Any,
+    columns: Any,
 ) -> None:
     """Copies what a block found from shared to global memory."""
+    own = block.head * shape.splits + block.split
 
     @pl.when((block.num_tiles > 0) | (shape.splits == 1))
     def write() -> None:
-        plgpu.copy_smem_to_gmem(scratch.found.at[pl.ds(0, shape.stored)], place)
+        rows = pl.ds(own * shape.padded + block.row, shape.stored)
+        source = scratch.found.at[pl.ds(0, shape.stored)]
+        plgpu.copy_smem_to_gmem(source, operands.found.at[rows, columns])
 
     if shape.splits > 1:
-        own = pl.ds(block.row, ROWS)
-        # Each split's maximum and sum of a row, for XLA to join.
+        rows = pl.ds(own * (shape.row_blocks * ROWS) + block.row, ROWS)
+        # Each split's maximum and sum of a row, to be joined.
         for source, out in ((scratch.largest, operands.largest), (scratch.total, operands.total)):
-            plgpu.copy_smem_to_gmem(source, out.at[block.head, block.split, own])
+            plgpu.copy_smem_to_gmem(source, out.at[rows])
     plgpu.wait_smem_to_gmem(0)
+
+
+def _lay_out(
+    shape: AttentionShape,
+    block: BlockWork,
+    operands: AttentionOperands,
+    scratch: Scratch,
+    threads: Threads,
+    part: jax.Array,
+    columns: Any,
+) -> None:
+    """Writes columns of rows ``[64, D or half of it]`` to where the query's are."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(scratch.found, part, optimized=False)  # threads wait for each other's banks
+    else:  # JAX 0.10, which asks nothing
+        scratch.found[...] = part
+    plgpu.commit_smem()
+
+    def step(i: jax.Array, _: None) -> None:
+        number = threads.index + i * THREADS
+        row = lax.div(number, jnp.int32(columns.size))
+        column = lax.rem(number, jnp.int32(columns.size))
+        value = threads.gather(scratch.found, row, column)
+        place, is_row = _place(shape, block, row)
+        threads.scatter_warps(operands.out, place + (column + columns.start), value, is_row)
+
+    lax.fori_loop(0, shape.stored * columns.size // THREADS, step, None)
+    plgpu.commit_smem()  # other columns may come in their place
+
+
+def _join(
+    shape: AttentionShape, block: BlockWork, operands: AttentionOperands, threads: Threads
+) -> None:
+    """Writes the block's share of the cluster's rows, joined, to where the query's are."""
+    # Vectors of 128 numbers take turns among the splits.
+    vectors = shape.stored * shape.head_dim // THREADS
+    count = lax.div(vectors - block.split + (shape.splits - 1), jnp.int32(shape.splits))
+
+    def step(i: jax.Array, _: None) -> None:
+        number = threads.index + (i * shape.splits + block.split) * THREADS
+        row = lax.div(number, jnp.int32(shape.head_dim))
+        column = lax.rem(number, jnp.int32(shape.head_dim))
+        largest = []
+        totals = []
+        found = []
+        for split in range(shape.splits):
+            own = block.head * shape.splits + split
+            at = row + (own * (shape.row_blocks * ROWS) + block.row)
+            largest.append(threads.gather(operands.largest, at))
+            totals.append(threads.gather(operands.total, at))
+            at = row + (own * shape.padded + block.row)
+            found.append(threads.gather(operands.found, at, column))
+        # Each split has its own maximum: all is scaled to the largest of them.
+        most = functools.reduce(jnp.maximum, largest)
+        total = threads.filled(0.0)
+        sum_ = threads.filled(0.0)
+        for one, own_total, own_found in zip(largest, totals, found, strict=True):
+            weight = jnp.exp2(one - most)
+            total = total + weight * own_total
+            # A split of which a row sees nothing may have written no product.
+            sum_ = sum_ + jnp.where(one == _LEAST, 0.0, own_found * weight)
+        place, is_row = _place(shape, block, row)
+        threads.scatter_warps(operands.out, place + column, sum_ / total, is_row)
+
+    lax.fori_loop(0, count, step, None)
+
+
+def _place(shape: AttentionShape, block: BlockWork, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns where in ``[B, S, N, D]`` rows of a block begin, and whether they are rows."""
+    group = jnp.int32(shape.group)
+    own = row + block.row  # of the head of keys, [S, group]
+    request = lax.div(block.head, jnp.int32(shape.num_kv))
+    kv = lax.rem(block.head, jnp.int32(shape.num_kv))
+    new = lax.div(own, group) + request * shape.num_new
+    head = lax.rem(own, group) + kv * shape.group
+    return (new * (shape.num_kv * shape.group) + head) * shape.head_dim, own < shape.rows
 
 
 def _poisoned(

@@ -102,6 +102,10 @@ class InterpretedThreads(Threads):
     def cluster_wait(self) -> None:
         pass
 
+    def cluster_sync(self, barrier: Any) -> None:
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
+
     def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
         plgpu.barrier_wait(barriers.at[barrier])
 
@@ -171,6 +175,14 @@ class InterpretedThreads(Threads):
             # A place past the end is dropped.
             place = jnp.where(where, index, ref.shape[0])
             ref[...] = ref[...].at[place].set(value.astype(ref.dtype), mode="drop")
+
+    def scatter_warps(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        def store(first: int) -> None:
+            own = value[first : first + WARP].astype(ref.dtype)
+            ref[pl.ds(index[first], WARP)] = own
+
+        for first in range(0, THREADS, WARP):
+            pl.when(where[first])(functools.partial(store, first))
 
     def entries(
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0

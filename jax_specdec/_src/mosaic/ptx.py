@@ -174,6 +174,15 @@ class GpuThreads(Threads):
     def cluster_wait(self) -> None:
         _inline(lambda: nvvm.cluster_wait(aligned=True))
 
+    def cluster_sync(self, barrier: Any) -> None:
+        del barrier
+
+        def run() -> None:
+            nvvm.cluster_arrive(aligned=True)  # releases, as the wait acquires
+            nvvm.cluster_wait(aligned=True)
+
+        _inline(run)
+
     def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
         def run(barriers: Any, barrier: Any, parity: Any) -> None:
             text = "{\n.reg .pred done;" + _WAIT.format(barrier="$0", parity="$1") + "}"
@@ -339,6 +348,9 @@ class GpuThreads(Threads):
                 llvm.store(value, _pointer(ref, address))
 
         _inline(run, (ref,), (index, value, where.astype(jnp.int32)))
+
+    def scatter_warps(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        self.scatter(ref, index, value, where)
 
     def entries(
         self, ref: Ref, start: jax.Array, each: int, *, aligned: bool, offset: int = 0

@@ -166,6 +166,14 @@ class Threads(abc.ABC):
         """Waits until every CTA of the cluster has initialized its barriers."""
 
     @abc.abstractmethod
+    def cluster_sync(self, barrier: Any) -> None:
+        """Waits for every CTA of the cluster: what they wrote to global memory is then visible.
+
+        Args:
+          barrier: of the cluster, for interpret mode.
+        """
+
+    @abc.abstractmethod
     def wait(self, barriers: Ref, barrier: jax.Array, parity: jax.Array) -> None:
         """Waits for a phase of a barrier: `parity` is 0 for the first, then 1, 0, 1 and so on."""
 
@@ -224,6 +232,13 @@ class Threads(abc.ABC):
     @abc.abstractmethod
     def scatter(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
         """Stores ``ref[index] = value`` by each thread whose entry of `where` is true."""
+
+    @abc.abstractmethod
+    def scatter_warps(self, ref: Ref, index: jax.Array, value: jax.Array, where: jax.Array) -> None:
+        """Does what `scatter` does where the lanes of a warp store consecutive entries, or none.
+
+        CTAs of a cluster may do it at the same time, in interpret mode too.
+        """
 
     @abc.abstractmethod
     def entries(

@@ -39,12 +39,13 @@ from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, he
 from jax_specdec.lm.models.int8 import Int8Weight, matmul
 from jax_specdec.lm.models.layers import (
     LayerAttend,
+    NewHeads,
     OwnHeads,
     Weights,
     decoder_layer,
     embed_tokens,
+    read_by,
     rms_norm,
-    rotated_heads,
     rotations,
 )
 from jax_specdec.lm.models.protocol import Cache, Rows
@@ -244,7 +245,7 @@ class BlockHead(DraftHead):
         pairs = []
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
             # Features are only attended to: their query is not read.
-            _, key, value = rotated_heads(spec, layer, rows, cos_sin[index])
+            _, key, value = NewHeads.of(spec, layer, rows, cos_sin[index]).rotated()
             assert key is not None and value is not None  # a head has layers of its own
             pairs.append((key, value))
         return pairs
@@ -351,7 +352,7 @@ class BlockHead(DraftHead):
         x = embedded
         cos_sin = rotations(c.layers, positions)
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
-            one = functools.partial(attend, index)
+            one = read_by(functools.partial(attend, index))
             x = decoder_layer(spec, layer, x, cos_sin[index], one)
         # h = norm(x): [B, R, H]
         return rms_norm(x, params["norm"], c.norm)

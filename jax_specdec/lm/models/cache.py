@@ -16,7 +16,9 @@ from jax_specdec._src.attention.cache import write_rows
 from jax_specdec._src.base.arrays import Sizes, check_array, require
 from jax_specdec._src.base.tree import TREE_MASK_BITS
 from jax_specdec.lm.models.config import LayerSpec
+from jax_specdec.lm.models.layers import NewHeads
 from jax_specdec.lm.models.protocol import Cache, Rows
+from jax_specdec.lm.models.rotate import rotate_and_write
 
 Layer = tuple[jax.Array, jax.Array]
 """Keys ``[B N_kv, D, T]`` and values ``[B N_kv, T, D]`` of one layer, of all requests."""
@@ -136,6 +138,18 @@ class Pass(NamedTuple):
             first = end
         return parts
 
+    def read(self, heads: NewHeads, layer: Layer) -> tuple[jax.Array, Layer]:
+        """Returns what `attend` does, of heads that are not rotated yet.
+
+        Args:
+          heads: of all rows.
+          layer: changed in place if it is donated.
+        """
+        if heads.spec.keys_of is not None:
+            return self.attend(heads.spec, *heads.rotated(), layer)
+        query, layer = rotate_and_write(heads, layer, self.places, self.requests)
+        return self.attend(heads.spec, query.heads, None, None, layer, laid=query.rows)
+
     def attend(
         self,
         spec: LayerSpec,
@@ -144,6 +158,7 @@ class Pass(NamedTuple):
         value: jax.Array | None,
         layer: Layer,
         block: np.ndarray | None = None,
+        laid: jax.Array | None = None,
     ) -> tuple[jax.Array, Layer]:
         """Returns what all rows read of a layer, and the layer, into which they are written first.
 
@@ -160,6 +175,7 @@ class Pass(NamedTuple):
           layer: changed in place if it is donated.
           block: ``[S, 2]`` uint32, which of the S rows each one sees, if they are a block, whose
             window is counted from its first row.
+          laid: the query of one group as the kernel takes it, or None; see `AttentionArrays.rows`.
         """
         if key is not None and value is not None:
             # [1, 2, N_kv, D] -> [1, 1, N_kv, D] of a row that comes twice; others are as they were.
@@ -178,7 +194,9 @@ class Pass(NamedTuple):
         # Products of weights are shared by all rows; a group attends by itself, as its kind needs.
         for rows, own in zip(self.groups, self.split(query), strict=True):
             tree_mask, depth = _seen(rows, spec.window) if block is None else (block, None)
-            arrays = AttentionArrays(own, *layer, rows.start, depth=depth, slots=rows.slots)
+            arrays = AttentionArrays(
+                own, *layer, rows.start, depth=depth, slots=rows.slots, rows=laid
+            )
             reads.append(attend(arrays, static, tree_mask))
         if len(reads) == 1:
             return jnp.broadcast_to(reads[0], query.shape), layer

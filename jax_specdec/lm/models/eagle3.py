@@ -26,10 +26,12 @@ from jax_specdec.lm.models.heads import DraftHead, HeadConfig, common_shapes, he
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     Attend,
-    OwnHeads,
+    NewHeads,
+    Read,
     Weights,
     embed_tokens,
     feed_forward,
+    read_by,
     rms_norm,
     rotation,
     self_attention,
@@ -226,14 +228,14 @@ class Eagle3Head(DraftHead):
         sizes = {"B": batch_size, "S": length, "H": c.hidden_size}
         check_array("states", states, f"[B, S, H] {self.dtype}", sizes)
 
-        def attend(query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
+        def read(heads: NewHeads) -> jax.Array:
             nonlocal layer
-            read, layer = step.attend(spec, query, key, value, layer)
-            return read
+            found, layer = step.read(heads, layer)
+            return found
 
         # [B, S] -> [B, S, H]
         embedded = embed_tokens(params["embed_tokens"], step.token_ids)
-        logits, feedback = self.run(params, states, embedded, step.positions, attend, row)
+        logits, feedback = self._run(params, states, embedded, step.positions, read, row)
         return logits, feedback, [layer]
 
     def run(
@@ -245,7 +247,7 @@ class Eagle3Head(DraftHead):
         attend: Attend,
         row: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Runs the head around a given attention: what `apply` and training share.
+        """Runs the head around an attention other than that of `apply`, as training does.
 
         Args:
           embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
@@ -255,6 +257,18 @@ class Eagle3Head(DraftHead):
         Returns:
           Logits ``[B, S, Vd]``, and the feedback ``[B, S, H]``.
         """
+        return self._run(params, states, embedded, positions, read_by(attend), row)
+
+    def _run(
+        self,
+        params: Weights,
+        states: jax.Array,
+        embedded: jax.Array,
+        positions: jax.Array,
+        read: Read,
+        row: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns what `run` does, of an attention that rotates heads."""
         c = self.config
         (spec,) = c.layers
         layer = params["layer"]
@@ -264,7 +278,7 @@ class Eagle3Head(DraftHead):
         h = jnp.concatenate([h, normed], axis=-1)
         # h = x + attention(u): [B, S, 2 H] -> [B, S, H]
         cos_sin = rotation(positions, spec.rotation, spec.head_dim)
-        branch = self_attention(spec, layer, h, cos_sin, attend)
+        branch = self_attention(spec, layer, h, cos_sin, read)
         x = (normed if c.norm_before_residual else states) + branch
         if row is not None:
             # [B, S, H] -> [B, 1, H]: all positions were written, one is asked about

@@ -37,6 +37,7 @@ from jax_specdec.lm.models.layers import (
     embed_tokens,
     output_logits,
     random_weights,
+    read_by,
     rms_norm,
     rotations,
 )
@@ -280,7 +281,7 @@ class GemmaAssistantHead:
         # [B] -> [B, 1]: of all drafts
         cos_sin = rotations(c.layers, rows.start[:, None] + position)
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
-            one = functools.partial(attend, index)
+            one = read_by(functools.partial(attend, index))
             x = decoder_layer(spec, layer, x, cos_sin[index], one)
         # u = norm(x): [B, S, H]
         output = rms_norm(x[:, :num_rows], params["norm"], c.norm)

@@ -5,9 +5,11 @@ References:
   Grattafiori et al., 2024, "The Llama 3 Herd of Models", https://arxiv.org/abs/2407.21783
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,72 @@ value ``[B, S, N_kv, D]`` of the S new tokens, rotated already; returns ``[B, S,
 LayerAttend = Callable[[int, jax.Array, OwnHeads, OwnHeads], jax.Array]
 """An `Attend` of several layers: the index of the layer comes first."""
 
+
+class NewHeads(NamedTuple):
+    """The heads of a layer's new rows: what its product leaves, and how they are rotated.
+
+    Attributes:
+      spec: what the layer is.
+      layer: its weights.
+      product: ``[B, S, (N + 2 N_kv) D]``, without a bias: query heads, then key heads, then value
+        heads, as far as there are.
+      cos_sin: of `rotation`, at the positions of the rows.
+    """
+
+    spec: LayerSpec
+    layer: LayerWeights
+    product: jax.Array
+    cos_sin: tuple[jax.Array, jax.Array]
+
+    @classmethod
+    def of(
+        cls,
+        spec: LayerSpec,
+        layer: LayerWeights,
+        h: jax.Array,
+        cos_sin: tuple[jax.Array, jax.Array],
+    ) -> NewHeads:
+        """Returns the heads of normed rows ``[B, S, W]``: one product for all of them."""
+        return cls(spec, layer, matmul(h, layer["qkv_proj"]), cos_sin)
+
+    def rotated(self) -> tuple[jax.Array, OwnHeads, OwnHeads]:
+        """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]``.
+
+        Key and value are None where the layer has those of another.
+        """
+        spec, layer, heads, cos_sin = self
+        num_query = spec.num_attention_heads
+        num_kv = spec.num_key_value_heads
+        if spec.qkv_bias:
+            heads = heads + layer["qkv_bias"][None, None, :]
+        # [B, S, (N + 2 N_kv) D] -> [B, S, N + 2 N_kv, D]
+        num_heads = heads.shape[2] // spec.head_dim
+        heads = heads.reshape(*heads.shape[:2], num_heads, spec.head_dim)
+        query = heads[:, :, :num_query]
+        if spec.qk_norm:
+            # over D, before the rotation
+            query = rms_norm(query, layer["q_norm"], spec.norm)
+        query = rotate(query, cos_sin)
+        if spec.keys_of is not None:
+            return query, None, None
+        key = heads[:, :, num_query : num_query + num_kv]
+        value = heads[:, :, -num_kv:]  # the keys, if these are all
+        if spec.v_norm:
+            value = rms_norm(value, None, spec.norm)
+        if spec.qk_norm:
+            key = rms_norm(key, layer["k_norm"], spec.norm)
+        return query, rotate(key, cos_sin), value
+
+
+Read = Callable[[NewHeads], jax.Array]
+"""`read(heads)`: what the heads of a layer read, ``[B, S, N, D]``, with rows not yet rotated."""
+
+
+def read_by(attend: Attend) -> Read:
+    """Returns the `Read` that rotates heads, and gives them to an `Attend`."""
+    return lambda heads: attend(*heads.rotated())
+
+
 Regularize = Callable[[jax.Array], jax.Array]
 """Applied to the ``[B, S, H]`` that each half of a layer adds to the residual stream."""
 
@@ -55,7 +123,7 @@ def decoder_layer(
     layer: LayerWeights,
     x: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
-    attend: Attend,
+    read: Read,
     regularize: Regularize = unchanged,
     layer_input: jax.Array | None = None,
 ) -> jax.Array:
@@ -73,7 +141,7 @@ def decoder_layer(
 
     # x = x + attention(norm(x))
     h = normed("input_layernorm", x)
-    branch = regularize(self_attention(spec, layer, h, cos_sin, attend))
+    branch = regularize(self_attention(spec, layer, h, cos_sin, read))
     if spec.norms == "before":
         x = x + branch
         h = normed("post_attention_layernorm", x)
@@ -98,7 +166,7 @@ def self_attention(
     layer: LayerWeights,
     h: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
-    attend: Attend,
+    read: Read,
 ) -> jax.Array:
     """Returns what attention computes of normed rows, ``[B, S, H]``.
 
@@ -106,48 +174,14 @@ def self_attention(
       spec: heads, and the switches of queries, keys and values.
       h: ``[B, S, W]``, normed; W is the number of rows of ``qkv_proj``.
       cos_sin: of `rotation`, at the positions of the tokens.
-      attend: what the heads read.
+      read: what the heads read.
     """
-    query, key, value = rotated_heads(spec, layer, h, cos_sin)
-    read = attend(query, key, value)
+    found = read(NewHeads.of(spec, layer, h, cos_sin))
     # [B, S, N, D] -> [B, S, N D] -> [B, S, H]
-    branch = matmul(read.reshape(*h.shape[:2], spec.head_sizes[0]), layer["o_proj"])
+    branch = matmul(found.reshape(*h.shape[:2], spec.head_sizes[0]), layer["o_proj"])
     if spec.o_bias:
         branch = branch + layer["o_bias"][None, None, :]
     return branch
-
-
-def rotated_heads(
-    spec: LayerSpec, layer: LayerWeights, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, OwnHeads, OwnHeads]:
-    """Returns query ``[B, S, N, D]``, key and value ``[B, S, N_kv, D]`` of `self_attention`.
-
-    Key and value are None where the layer has those of another.
-    """
-    batch_size, length = h.shape[:2]
-    num_query = spec.num_attention_heads
-    num_kv = spec.num_key_value_heads
-    # [B, S, W] -> [B, S, (N + 2 N_kv) D]: one product for all heads
-    heads = matmul(h, layer["qkv_proj"])
-    if spec.qkv_bias:
-        heads = heads + layer["qkv_bias"][None, None, :]
-    # -> [B, S, N + 2 N_kv, D]: query heads, then key heads, then value heads, as far as there are
-    num_heads = heads.shape[2] // spec.head_dim
-    heads = heads.reshape(batch_size, length, num_heads, spec.head_dim)
-    query = heads[:, :, :num_query]
-    if spec.qk_norm:
-        # over D, before the rotation
-        query = rms_norm(query, layer["q_norm"], spec.norm)
-    query = rotate(query, cos_sin)
-    if spec.keys_of is not None:
-        return query, None, None
-    key = heads[:, :, num_query : num_query + num_kv]
-    value = heads[:, :, -num_kv:]  # the keys, if these are all
-    if spec.v_norm:
-        value = rms_norm(value, None, spec.norm)
-    if spec.qk_norm:
-        key = rms_norm(key, layer["k_norm"], spec.norm)
-    return query, rotate(key, cos_sin), value
 
 
 def rotations(

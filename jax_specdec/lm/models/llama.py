@@ -29,7 +29,7 @@ from jax_specdec.lm.models.config import DecoderConfig, Shapes, param_shapes
 from jax_specdec.lm.models.int8 import matmul
 from jax_specdec.lm.models.layers import (
     LayerAttend,
-    OwnHeads,
+    NewHeads,
     Regularize,
     Weights,
     check_weights,
@@ -210,19 +210,19 @@ class Llama:
         embedded = embed(params["embed_tokens"], step.token_ids)
         new_cache = list(cache)
 
-        def attend(layer: int, query: jax.Array, key: OwnHeads, value: OwnHeads) -> jax.Array:
-            spec = specs[layer]
+        def read(layer: int, heads: NewHeads) -> jax.Array:
             # A layer without keys of its own reads those that an earlier one has just written.
-            owner = layer if spec.keys_of is None else spec.keys_of
-            read, new_cache[owner] = step.attend(spec, query, key, value, new_cache[owner])
-            return read
+            keys_of = specs[layer].keys_of
+            owner = layer if keys_of is None else keys_of
+            found, new_cache[owner] = step.read(heads, new_cache[owner])
+            return found
 
-        # Rotary angles follow positions in the sequence; `attend` goes by places in the cache.
+        # Rotary angles follow positions in the sequence; `read` goes by places in the cache.
         x, features = self._layers(
             params,
             embedded,
             step.positions,
-            attend,
+            read,
             regularize,
             layers,
             self._layer_inputs(params, step.token_ids, embedded, embed),
@@ -255,8 +255,12 @@ class Llama:
         Returns:
           Logits ``[B, S, V]`` and features ``[B, S, A H]``, or None, in the compute dtype.
         """
+
+        def read(layer: int, heads: NewHeads) -> jax.Array:
+            return attend(layer, *heads.rotated())
+
         x, features = self._layers(
-            params, embedded, positions, attend, regularize, aux_hidden_state_layers, None
+            params, embedded, positions, read, regularize, aux_hidden_state_layers, None
         )
         return self._logits(params, x), features
 
@@ -294,7 +298,7 @@ class Llama:
         params: Weights,
         embedded: jax.Array,
         positions: jax.Array,
-        attend: LayerAttend,
+        read: Callable[[int, NewHeads], jax.Array],
         regularize: Regularize,
         aux_hidden_state_layers: tuple[int, ...],
         layer_inputs: jax.Array | None,
@@ -305,7 +309,7 @@ class Llama:
         # L + 1 times [B, S, H]: what enters each layer, and what leaves the last one
         streams = [self._scaled(embedded)]
         for index, (spec, layer) in enumerate(zip(c.layers, params["layers"], strict=True)):
-            one = functools.partial(attend, index)
+            one = functools.partial(read, index)
             own = None if layer_inputs is None else layer_inputs[:, :, index]
             x = decoder_layer(spec, layer, streams[-1], cos_sin[index], one, regularize, own)
             # Without it, XLA joins the end of a layer with what follows, features or not, and
