@@ -304,14 +304,12 @@ def _(right, key, position, place):
 
 @fault(
     "a stored row of another position is used",
-    "_src.drafts.store:DraftStore.attach",
+    "_src.drafts.store:DraftStore.attach_rows",
     "drafting/test_store.py",
 )
-def _(right, self, drafts, *, positions, **named):
+def _(right, self, drafts, positions, *others):
     drawn_at = jnp.where(self.positions >= 0, positions[0], self.positions)
-    return right(
-        dataclasses.replace(self, positions=drawn_at), drafts, positions=positions, **named
-    )
+    return right(dataclasses.replace(self, positions=drawn_at), drafts, positions, *others)
 
 
 @fault(

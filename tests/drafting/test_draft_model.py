@@ -175,6 +175,9 @@ def test_a_row_is_masked_unless_no_allowed_token_is_known() -> None:
     inf = jnp.inf
     found = context.process_logits(logits)
     assert found.tolist() == [[0.0, -inf, 2.0, -inf], [4.0, 5.0, 6.0, 7.0]]
+    # A drafter of one's own enters by the same checks as a loop of one's own.
+    with pytest.raises(ValueError, match=r"^logits must be an array \[B, V\] = \[2, V\]"):
+        context.process_logits(logits[:1])
     nobody = dataclasses.replace(context, changes_rows=jnp.bool_(False))
     assert nobody.process_logits(logits).tolist() == logits.tolist()
 

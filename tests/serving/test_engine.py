@@ -559,6 +559,52 @@ def test_admitting_refuses_shapes_that_do_not_fit():
         TABLE.pad_prompt([1] * 41)
 
 
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (np.zeros((SLOTS * (K + 1), 2), np.uint32), ValueError),
+        (np.zeros((SLOTS * K, 1), np.uint32), ValueError),
+        (np.zeros((SLOTS * (K + 1), 1), np.float32), TypeError),
+    ],
+)
+def test_a_bitmask_that_does_not_fit_is_refused(words, error):
+    state = jax.eval_shape(TABLE.init_state, TABLES[1])
+    rows = SLOTS * (K + 1)
+    message = rf"^token_bitmask must be an array \[M, ceil\(V/32\)\] = \[{rows}, 1\] of int32"
+    with pytest.raises(error, match=message):
+        jax.eval_shape(TABLE.verify, TABLES[0], state, words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut(tiny.Trigram):
+    """Gives other logits than it declares."""
+
+    cut: Callable[[jax.Array], jax.Array]
+
+    def run(self, *args: Any) -> Any:
+        logits, cache = super().run(*args)
+        return self.cut(logits), cache
+
+
+@pytest.mark.parametrize(
+    ("cut", "error"),
+    [
+        (lambda x: x[..., 1:], ValueError),
+        (lambda x: x[:, 0], ValueError),
+        (lambda x: x.astype(jnp.int32), TypeError),
+    ],
+)
+@pytest.mark.parametrize("is_drafter", [False, True])
+def test_logits_that_a_model_does_not_declare_are_refused(cut, error, is_drafter):
+    """A row that is too narrow would be stored beside what the row before it left."""
+    models = [TABLE.model, TABLE.model]
+    models[is_drafter] = Cut(VOCAB, cut)
+    engine = dataclasses.replace(TABLE, model=models[0], drafter=lm.ModelDrafter(models[1]))
+    state = jax.eval_shape(TABLE.init_state, TABLES[1])
+    with pytest.raises(error, match=r"^the logits of Cut.apply must be an array \[G, S, V\] = "):
+        jax.eval_shape(engine.step, *TABLES, state)
+
+
 # Caches of any layout
 
 

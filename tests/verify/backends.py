@@ -123,17 +123,17 @@ row_by_row = jitted(
 
 
 BACKENDS: dict[str, Verifier] = {
-    "in order": XLA,  # as XLA for CPUs
-    "at once": all_at_once,  # for GPUs
-    "at once, large": large,
-    "tile by tile": on("tpu"),
-    "2 devices": over(2),
-    "4 devices": over(4),
-    "8 devices": over(8),
+    "in-order": XLA,  # as XLA for CPUs
+    "at-once": all_at_once,  # for GPUs
+    "at-once-large": large,
+    "tile-by-tile": on("tpu"),
+    "2-devices": over(2),
+    "4-devices": over(4),
+    "8-devices": over(8),
     "kernel": alone,
-    "kernel, four tiles": four_tiles,
+    "kernel-four-tiles": four_tiles,
     "GPU": on_gpu,
-    "GPU, row by row": row_by_row,
+    "GPU-row-by-row": row_by_row,
 }
 """A new backend gets a line here, and is held to what the classes of `run_on` ask for."""
 

@@ -84,27 +84,27 @@ def on(
 
 
 CASES = [
-    *on("in order", [*(GRID[i] for i in (0, 2, 6, 8)), AGREEMENT], 12),  # on every JAX
-    *on("in order", [GRID[9], *BLOCK[:2], RACE], 12, newest),
-    *on("in order", [GRID[i] for i in (1, 3, 4, 5, 7, *range(10, 18))], 12, newest, slow),
-    *on("in order", BLOCK[2:], 12, newest, slow),
-    *on("in order", PROCESSED[:1], 8, newest, long),
-    *on("in order", PROCESSED[1:], 8, newest, slow),
-    *on("in order", GEMMA, 3, newest, long),
-    *on("at once", [GRID[1], PROCESSED[1]], 8, newest, long),
-    *on("at once", [GRID[16], RACE, AGREEMENT, BLOCK[2]], 8, newest, slow),
-    *on("at once, large", MANY_REQUESTS, 6, newest, slow),
-    *on("tile by tile", IN_BLOCKS[:1], 8, newest, long),
-    *on("tile by tile", IN_BLOCKS[1:], 8, newest, slow),
-    *on("2 devices", [WHOLE_DRAFTS], 12, newest, long),
-    *on("4 devices", [AGREEING_PARTS], 12, slow),
-    *on("8 devices", [CUT_IN_PARTS], 12),
-    *on("8 devices", [FILTERED_PARTS], 12, slow),
+    *on("in-order", [*(GRID[i] for i in (0, 2, 6, 8)), AGREEMENT], 12),  # on every JAX
+    *on("in-order", [GRID[9], *BLOCK[:2], RACE], 12, newest),
+    *on("in-order", [GRID[i] for i in (1, 3, 4, 5, 7, *range(10, 18))], 12, newest, slow),
+    *on("in-order", BLOCK[2:], 12, newest, slow),
+    *on("in-order", PROCESSED[:1], 8, newest, long),
+    *on("in-order", PROCESSED[1:], 8, newest, slow),
+    *on("in-order", GEMMA, 3, newest, long),
+    *on("at-once", [GRID[1], PROCESSED[1]], 8, newest, long),
+    *on("at-once", [GRID[16], RACE, AGREEMENT, BLOCK[2]], 8, newest, slow),
+    *on("at-once-large", MANY_REQUESTS, 6, newest, slow),
+    *on("tile-by-tile", IN_BLOCKS[:1], 8, newest, long),
+    *on("tile-by-tile", IN_BLOCKS[1:], 8, newest, slow),
+    *on("2-devices", [WHOLE_DRAFTS], 12, long),
+    *on("4-devices", [AGREEING_PARTS], 12, slow),
+    *on("8-devices", [CUT_IN_PARTS], 12),
+    *on("8-devices", [FILTERED_PARTS], 12, slow),
     *on("kernel", [SYNTHETIC], 4, newest, long),
     *on("kernel", [few(KERNEL_BLOCK[1]), few(KERNEL_FILTERED[1])], 4, newest, slow),
     *on("GPU", [*ALL, *PROCESSED], 8, gpu),
     *on("GPU", LARGE, 3, gpu),
-    *on("GPU, row by row", ALL, 4, gpu),
+    *on("GPU-row-by-row", ALL, 4, gpu),
 ]
 
 
@@ -120,9 +120,9 @@ def test_gives_the_tokens_of_the_oracle(backend: str, layout: Layout, num_seeds:
 @pytest.mark.parametrize(
     ("backend", "layout", "num_seeds"),
     [
-        *on("at once", COLD[:1], 12, newest, long),
-        *on("in order", COLD[1:], 12, newest, slow),
-        *on("kernel, four tiles", [TILES], 3, newest, slow),
+        *on("at-once", COLD[:1], 12, newest, long),
+        *on("in-order", COLD[1:], 12, newest, slow),
+        *on("kernel-four-tiles", [TILES], 3, newest, slow),
         *on("GPU", [*COLD, TILES], 12, gpu),
     ],
 )
@@ -159,7 +159,7 @@ def three_requests(layout: Layout, seed: int) -> list[Request]:
     return [random_request(layout, rng, int(rng.integers(3))) for _ in range(3)]
 
 
-@run_on(("in order", (pytest.mark.newest,)), ("GPU", (pytest.mark.gpu,)))
+@run_on(("in-order", (pytest.mark.newest,)), ("GPU", (pytest.mark.gpu,)))
 class TestInvariance(OnBackends):
     """A token does not depend on who else is in the batch, on the slot or on padding."""
 

@@ -16,7 +16,7 @@ from .between import ALL, BAD, LARGE, Between, on, request, stored, temperatures
 
 
 @run_on(
-    ("in order", (pytest.mark.newest, pytest.mark.long)),
+    ("in-order", (pytest.mark.newest, pytest.mark.long)),
     ("GPU", (pytest.mark.gpu,)),
 )
 class TestBadRows(Between):

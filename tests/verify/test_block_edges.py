@@ -16,7 +16,7 @@ from .between import ALL, BAD, STORED, Between, on, request, stored
 
 
 @run_on(
-    ("in order", (pytest.mark.newest, pytest.mark.long)),
+    ("in-order", (pytest.mark.newest, pytest.mark.long)),
     ("kernel", (pytest.mark.slow,)),
     ("GPU", (pytest.mark.gpu,)),
 )

@@ -35,10 +35,10 @@ BFLOAT16: Any = dict(vocab=LARGE, dtype="bfloat16", draft_dtype="bfloat16")
 
 
 @run_on(
-    ("in order", (pytest.mark.newest,)),
+    ("in-order", (pytest.mark.newest,)),
     ("kernel", (pytest.mark.slow,)),
     ("GPU", (pytest.mark.gpu,)),
-    ("GPU, row by row", (pytest.mark.gpu,)),
+    ("GPU-row-by-row", (pytest.mark.gpu,)),
 )
 class TestEdges(Between):
     """Named edges, one test each."""

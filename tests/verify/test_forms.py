@@ -67,7 +67,7 @@ def test_a_platform_gets_its_own_form(device):
 
 # Rows by slices, in blocks.
 
-on_tpu, LAYOUT = BACKENDS["tile by tile"], IN_BLOCKS[0]
+on_tpu, LAYOUT = BACKENDS["tile-by-tile"], IN_BLOCKS[0]
 
 
 def test_bad_offsets_hurt_no_other_request():

@@ -65,7 +65,7 @@ ALONE = Layout(vocab=97, num_requests=2, num_drafts=7, num_speculative_tokens=4)
 @pytest.mark.parametrize(
     ("verifier", "layout"),
     [
-        pytest.param(on("cpu"), WITH_Q, id="in order"),
+        pytest.param(on("cpu"), WITH_Q, id="in-order"),
         pytest.param(on("tpu"), BLOCK, id="tile by tile, block", marks=long),
         pytest.param(on("cuda"), BLOCK, id="at once, block", marks=long),
         pytest.param(

@@ -76,12 +76,12 @@ long, slow, gpu = pytest.mark.long, pytest.mark.slow, pytest.mark.gpu
 @pytest.mark.parametrize(
     ("verifier", "ids", "layout", "num_seeds"),
     [
-        *on("in order", [GRID[5], ("map", RACE), ("candidates", RACE)], 12, long),
-        *on("in order", [*GRID[1:5], *GRID[6:]], 12, slow),
-        *on("at once", [GRID[6]], 12, slow),
-        *on("8 devices", [("candidates", PARTS)], 8, slow),
+        *on("in-order", [GRID[5], ("map", RACE), ("candidates", RACE)], 12, long),
+        *on("in-order", [*GRID[1:5], *GRID[6:]], 12, slow),
+        *on("at-once", [GRID[6]], 12, slow),
+        *on("8-devices", [("candidates", PARTS)], 8, slow),
         *on("GPU", GRID, 6, gpu),
-        *on("GPU, row by row", GRID, 6, gpu),
+        *on("GPU-row-by-row", GRID, 6, gpu),
     ],
 )
 def test_gives_the_tokens_of_the_oracle(verifier, ids, layout, num_seeds):
@@ -91,8 +91,8 @@ def test_gives_the_tokens_of_the_oracle(verifier, ids, layout, num_seeds):
 @pytest.mark.parametrize(
     ("verifier", "ids", "layout", "num_seeds"),
     [
-        *on("in order", [GRID[5]], 8, long),
-        *on("in order", [GRID[1]], 8, slow),
+        *on("in-order", [GRID[5]], 8, long),
+        *on("in-order", [GRID[1]], 8, slow),
         *on("kernel", [("candidates", KERNEL)], 6, slow),
         *on("GPU", [("candidates", KERNEL), ("map", KERNEL), GRID[1], GRID[5]], 8, gpu),
     ],

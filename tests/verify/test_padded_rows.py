@@ -30,8 +30,8 @@ def ends(batch: Batch) -> np.ndarray:
 
 
 FORMS = {
-    "in order": on("cpu", padded_rows=True),
-    "at once": on("cuda", padded_rows=True),
+    "in-order": on("cpu", padded_rows=True),
+    "at-once": on("cuda", padded_rows=True),
     "kernel": interpreted(KernelConfig(max_cluster=1), padded_rows=True),
 }
 
@@ -40,8 +40,8 @@ FORMS = {
 @pytest.mark.parametrize(
     ("form", "layout"),
     [
-        pytest.param("in order", LAYOUT, marks=pytest.mark.slow),
-        ("at once", WITHOUT_BONUS_ROWS),
+        pytest.param("in-order", LAYOUT, marks=pytest.mark.slow),
+        ("at-once", WITHOUT_BONUS_ROWS),
         pytest.param("kernel", LAYOUT, marks=pytest.mark.slow),
     ],
     ids=str,

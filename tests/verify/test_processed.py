@@ -18,7 +18,7 @@ P = [0.4, 0.2, 0.2, 0.15, 0.05, 0, 0, 0]
 
 
 @run_on(
-    ("in order", (pytest.mark.newest, pytest.mark.long)),
+    ("in-order", (pytest.mark.newest, pytest.mark.long)),
     ("GPU", (pytest.mark.gpu,)),
 )
 class TestProcessed(Between):

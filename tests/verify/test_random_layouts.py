@@ -13,7 +13,7 @@ from .batch import Layout, agree
 from .cases import Rng, random_batches
 from .layouts import BIG, RATES
 
-WHOLE = [BACKENDS[form] for form in ("in order", "at once", "tile by tile")]
+WHOLE = [BACKENDS[form] for form in ("in-order", "at-once", "tile-by-tile")]
 RULES = [{}, {"block": True}, {"rates": RATES}, {"agreement": True}]
 FLAGS = ["has_filters", "has_bitmask", "has_valid", "has_active", "has_bonus"]
 WIDTHS = 1, 3, 12, 64, 257, 1024, 1281, 2047, 2048, 2049, 3000, 4099
