@@ -400,21 +400,20 @@ def section(document: dict[str, Any]) -> Iterator[str]:
     runs = document["runs"]
     devices = {run["device"].split(": ")[-1] for run in runs}
     date = max(run["date"] for run in runs)[:10]
-    programs = {
-        f"{name} {run[name]}"
-        for run in runs
-        for name in ("jax", "torch", "vLLM", "transformers")
-        if run.get(name)
-    }
+    ran = {row["engine"] for row in document["rows"]}
+    names = "jax", "torch", *sorted(ran - {"ours"})
+    programs = {f"{name} {run[name]}" for run in runs for name in names if run.get(name)}
     picture = "../benchmarks/results/engines_gpu_tokens_per_second.png"
     yield f"![Tokens per second of each engine over requests, by drafter]({picture})\n"
-    yield f"[{', '.join(sorted(devices))}, {date}](../benchmarks/results/engines_gpu.json); "
+    yield f"[{', '.join(sorted(devices))}, {date}](../benchmarks/results/engines_gpu.json);"
     yield f"{', '.join(sorted(programs))}. Tokens a second:"
     for table in (cells(document["rows"]), arrival_cells(document["rows"])):
-        for line in table[:1]:
-            yield f"\n| {' | '.join(line)} |\n| --- |{' ---: |' * (len(line) - 1)}"
+        # What no row has, such as an engine that did not run, is no column.
+        titles = [title for title in table[0] if {line[title] for line in table} != {"-"}]
+        yield f"\n| {' | '.join(titles)} |"
+        yield f"| --- |{' ---: |' * (len(titles) - 1)}"
         for line in table:
-            yield f"| {' | '.join(map(str, line.values()))} |"
+            yield f"| {' | '.join(str(line[title]) for title in titles)} |"
 
 
 def versions(options: argparse.Namespace) -> dict[str, str | None]:

@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import math
+import pathlib
+import re
 import sys
 
 import bench_engines_gpu as bench
@@ -11,6 +13,8 @@ import pytest
 import vllm_engine
 
 pytestmark = pytest.mark.newest
+ROOT = pathlib.Path(__file__).parents[1]
+PARTS = "steady", "with ends"
 
 # Seconds, and events: a request, its tokens, whether it has ended. Two requests, then a third.
 LOG = [
@@ -157,8 +161,20 @@ def test_the_page_has_a_line_for_each_way_and_batch_with_device_date_and_version
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("[A Card, 2026-01-02](") for line in lines)
     assert "jax 0.1, vLLM 0.2. Tokens a second:" in lines
-    assert "| nothing | 8 | 150 | - | - | - | 45 | - | - | - |" in lines
+    # Columns of engines that did not run are left out.
+    assert "| nothing | 8 | 150 | 45 |" in lines
     assert "| nothing | 8 | vLLM | 1,000 | 2.5 | 510 | 20.0 | 40.2 | 20.0 | 40.2 |" in lines
+
+
+def test_the_page_and_the_readme_say_what_the_results_have():
+    document = bench.measure.load(ROOT / "benchmarks/results/engines_gpu.json")
+    page = (ROOT / "docs/engines.md").read_text("utf-8")
+    assert "\n".join(bench.section(document)) in page
+    table = bench.cells(document["rows"])
+    heads = [line for line in table if line["drafts by"] == "an EAGLE-3 head"]
+    gains = [float(line[f"{part}, ours / vLLM"]) for line in heads for part in PARTS]
+    words = re.sub(r"\s+", " ", (ROOT / "README.md").read_text("utf-8"))
+    assert f"{min(gains):.2f} to {max(gains):.2f} times the tokens of vLLM" in words
 
 
 def test_a_log_of_equal_steps_spends_every_budget():
