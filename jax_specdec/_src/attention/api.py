@@ -90,8 +90,7 @@ def decode_attention(
         all positions.
       depth: ``[B, S]`` int32, with `tree_mask` and a window: the window of row s is counted back
         from position ``start[b] + depth[b, s]``, that of a node of a tree in its sequence. None for
-        0.
-        Positions from `start[b]` on are seen as `tree_mask` says, within the window or not.
+        0. Positions from `start[b]` on are seen as `tree_mask` says, within the window or not.
       softcap: a bound of the scores: ``softcap * tanh(x / softcap)`` stands for each ``x = scale q
         k``, as in Gemma 2. None for the scores as they are.
       scale: multiplies products of queries and keys, in float32; None for ``1 / sqrt(D)``.
@@ -226,9 +225,9 @@ def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform
     """Chooses an implementation, in Python."""
     is_named = static.implementation == "mosaic_gpu"
     by_default = static.implementation is None and platform == "cuda" and not _is_small(arrays)
-    if is_named or (by_default and gpus.not_by_default() is None):
+    if is_named or (by_default and not gpus.not_by_default()):
         why_not = _unserved(arrays)
-        if why_not is None:
+        if not why_not:
             from jax_specdec._src.attention import mosaic_gpu  # which imports Pallas
 
             return mosaic_gpu.attend(arrays, static)

@@ -146,8 +146,8 @@ class DraftLogits:
         ``logsumexp((float32(logits[r]) - row_max[r]) / temperature)`` over the ids the drafter
         could draw, and then ``q = exp((float32(row) - row_max) / temperature - log_normalizer)``.
         Storing it saves one read of every draft row except the one that is resampled from. A draft
-        whose entry is ``2**10`` or more in size is verified one-hot, and `count_fallbacks` counts
-        its request.
+        whose entry is ``2**10`` or more in size is verified one-hot, and
+        `DraftStore.count_fallbacks` counts its request.
       row_max: ``[R]`` float32, the maximum of each row, or None for 0. Give it: without it,
         `log_normalizer` is about as large as ``max(logits) / temperature``, and the error of q
         grows with it. Just below ``2**10``, q is off by a factor of about ``1 + 2**-14``, at most

@@ -486,6 +486,7 @@ class Decoder:
           state: whose drafts they are.
           drafts: from `proposals`.
           logits: ``[B, S, V]``, of each request's newest token and drafts.
+          token_bitmask: ``[B*S, ceil(V/32)]`` uint32, as for `Engine.verify`; None for all tokens.
         """
         batch = state.running
         context = batch.context(self.config)

@@ -215,9 +215,8 @@ class DraftChoice:
         accepted = np.asarray(self.rates) if self.has_trees else np.cumprod(self.rates)
         # [K]: of any request. Where `max_drafts` leaves fewer, a request gains as much less.
         if self.max_drafts:
-            may_have = (
-                np.arange(len(accepted))[None, :] < np.array(self.max_drafts)[:, None]
-            )  # [R, K]
+            draft = np.arange(len(accepted))
+            may_have = draft[None, :] < np.array(self.max_drafts)[:, None]  # [R, K]
             accepted = accepted * np.mean(may_have, axis=0)
         share = 1.0
         if self.may_be_narrow:

@@ -248,9 +248,11 @@ class Eagle3Head(DraftHead):
         """Runs the head around a given attention: what `apply` and training share.
 
         Args:
+          states: ``[B, S, H]`` in the compute dtype, as for `apply`.
           embedded: ``[B, S, H]``, rows of the embedding, in the compute dtype.
           positions: ``[B, S]`` int32, for the rotary embedding.
           attend: called once.
+          row: ``[B]`` int32 or None, as for `apply`.
 
         Returns:
           Logits ``[B, S, Vd]``, and the feedback ``[B, S, H]``.

@@ -64,6 +64,7 @@ def decoder_layer(
     Args:
       spec: what the layer is.
       x: ``[B, S, H]``, the residual stream before it.
+      cos_sin: of `rotation`, at the positions of the tokens.
       regularize: applied to what each half of the layer computes, before any norm after it.
       layer_input: ``[B, S, P]``, what the layer gets of each token; None for a layer without.
     """

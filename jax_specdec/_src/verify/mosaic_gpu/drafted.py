@@ -43,7 +43,7 @@ from jax_specdec._src.verify.mosaic_gpu.statistics import (
 _ENTRIES = 8
 """Loads of lists, of 32 candidates each, that are in flight at once."""
 
-DraftRows = DraftSlice | CandidateRows | NoDraftRows
+KernelDraftRows = DraftSlice | CandidateRows | NoDraftRows
 """A CTA's slice of draft rows; a `MappedSlice` is a `DraftSlice`."""
 
 # From a draft to its q.
@@ -144,7 +144,7 @@ class DraftLoads:
       numbers: what is stored beside it, ``[128]`` float32 each.
     """
 
-    def __init__(self, request: KernelRequest, target: TargetSlice, draft: DraftRows):
+    def __init__(self, request: KernelRequest, target: TargetSlice, draft: KernelDraftRows):
         threads = request.threads
         plan = request.plan
         operands = request.operands.draft
@@ -346,6 +346,6 @@ class Work(NamedTuple):
 
     request: KernelRequest  # the request
     target: TargetSlice  # target rows
-    draft: DraftRows  # draft rows
+    draft: KernelDraftRows  # draft rows
     drafted: DraftedTokens  # the drafted tokens
     cluster: Cluster  # the CTAs that verify the request

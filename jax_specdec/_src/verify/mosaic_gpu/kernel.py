@@ -17,7 +17,12 @@ from jax_specdec._src.mosaic.threads import WARP, Ref, Threads
 from jax_specdec._src.verify import rules
 from jax_specdec._src.verify.mosaic_gpu.block_rule import BlockRuleWalk
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, OneWarpgroup, Warpgroups
-from jax_specdec._src.verify.mosaic_gpu.drafted import DraftedTokens, DraftLoads, DraftRows, Work
+from jax_specdec._src.verify.mosaic_gpu.drafted import (
+    DraftedTokens,
+    DraftLoads,
+    KernelDraftRows,
+    Work,
+)
 from jax_specdec._src.verify.mosaic_gpu.plan import Plan
 from jax_specdec._src.verify.mosaic_gpu.request import (
     KernelRequest,
@@ -36,7 +41,7 @@ def verify_request(
     outputs: Outputs[Ref],
     index: jax.Array,
     target: TargetSlice,
-    draft: DraftRows,
+    draft: KernelDraftRows,
     cluster: Cluster,
     warpgroups: OneWarpgroup | Warpgroups,
 ) -> None:

@@ -25,7 +25,7 @@ from jax_specdec._src.mosaic.threads import Ref, Threads
 from jax_specdec._src.rows.rows import storage_of
 from jax_specdec._src.verify.mosaic_gpu.cluster import Cluster, OneWarpgroup, Warpgroups
 from jax_specdec._src.verify.mosaic_gpu.config import KernelConfig
-from jax_specdec._src.verify.mosaic_gpu.drafted import DraftRows
+from jax_specdec._src.verify.mosaic_gpu.drafted import KernelDraftRows
 from jax_specdec._src.verify.mosaic_gpu.kernel import verify_request
 from jax_specdec._src.verify.mosaic_gpu.lists import CandidateRows, MappedSlice, columns_of_map
 from jax_specdec._src.verify.mosaic_gpu.plan import (
@@ -326,7 +326,7 @@ def _no_tokens() -> jax.Array:
 
 def draft_rows_of(
     plan: Plan, threads: Threads, operands: DraftOperands[Ref] | None, first: jax.Array
-) -> DraftRows:
+) -> KernelDraftRows:
     """Returns a CTA's slice of draft rows, from id `first` on."""
     if operands is None:
         return NoDraftRows()
