@@ -72,6 +72,9 @@ def test_a_file_that_does_not_say_its_kind_is_of_an_eagle3_head_or_of_what_is_wa
     says = "model_type = 'llama', but only 'gemma4_assistant' and"
     assistant = lm.models.GemmaAssistantHead
     assert_refused(lambda *given: load(*given, assistant), directory, target, says)
+    for kind in ("eagle3", [lm.BlockHead], lm.Eagle3Drafter):
+        with pytest.raises(TypeError, match="^kind must be Eagle3Head, BlockHead or "):
+            load(directory, target, kind)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dspark"])

@@ -60,7 +60,7 @@ def checked_kind(raw: JsonObject, wanted: type | None) -> HeadKind:
     kinds = {kind.head: kind for kind in (EAGLE3, BLOCK, ASSISTANT)}
     names = either(head.__name__ for head in kinds)
     must = f"be {names}, or None"
-    require(wanted is None or wanted in kinds, "kind", must, wanted, error=TypeError)
+    require(wanted in (None, *kinds), "kind", must, wanted, error=TypeError)
     found = kind_of_head(raw)
     if wanted is None:
         return found or EAGLE3
