@@ -341,3 +341,38 @@ def test_split_logits_give_the_tokens_of_whole_ones(rule):
         np.testing.assert_array_equal(other.row_max, whole.row_max)
         np.testing.assert_array_equal(other.threshold, whole.threshold)
         assert np.count_nonzero(np.isfinite(other.threshold)) == 4
+
+
+LOGITS = jnp.zeros((2, 5))
+CALL = {
+    "sampling": sd.SamplingParams(0.8),
+    "keys": jax.random.split(jax.random.key(0), 2),
+    "positions": [5, 9],
+    "offset": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"logits": LOGITS[0]}, ValueError),
+        ({"logits": LOGITS.astype(jnp.int32)}, TypeError),
+        ({"sampling": None}, TypeError),
+        ({"sampling.temperature": sd.SamplingParams(jnp.ones(3))}, ValueError),
+        ({"sampling.top_p": sd.SamplingParams(0.8, top_p=jnp.ones(3))}, ValueError),
+        ({"keys": None}, TypeError),
+        ({"keys": CALL["keys"][:1]}, ValueError),
+        ({"positions": jnp.zeros(3, jnp.int32)}, ValueError),
+        ({"offset": jnp.zeros(3, jnp.int32)}, ValueError),
+        ({"offset": 0.5}, TypeError),
+        ({"config": "agreement"}, TypeError),
+        ({"sharding": "data"}, TypeError),
+        ({"ids": jnp.zeros(3, jnp.int32)}, ValueError),
+    ],
+    ids=lambda changes: next(iter(changes)) if isinstance(changes, dict) else "",
+)
+def test_an_argument_that_does_not_fit_is_named(changes, error):
+    ((name, value),) = changes.items()
+    given = {"logits": LOGITS, **CALL, name.partition(".")[0]: value}
+    with pytest.raises(error, match=f"^{name} must"):
+        sd.sample_draft_tokens(given.pop("logits"), **given)

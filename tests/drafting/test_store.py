@@ -522,6 +522,7 @@ ERRORS = [
     (storing(log_normalizer=None), TypeError, r"drawn\.log_normalizer"),
     (writing(positions=i32([1])), ValueError, "positions"),
     (writing(sampling=at(1.0)), ValueError, r"sampling\.temperature"),
+    (writing(sampling=None), TypeError, "sampling"),
     (writing(slots=i32([[1]])), ValueError, "slots"),
     (lambda: empty().evict(zeros((2,), bool)), ValueError, "slots"),
     (attaching(slots=i32([1])), ValueError, r"drafts\.cu_num_draft_tokens"),

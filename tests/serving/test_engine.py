@@ -575,6 +575,17 @@ def test_a_bitmask_that_does_not_fit_is_refused(words, error):
         jax.eval_shape(TABLE.verify, TABLES[0], state, words)
 
 
+@pytest.mark.parametrize(
+    ("is_forced", "error"),
+    [(np.zeros(SLOTS + 1, bool), ValueError), (np.zeros(SLOTS), TypeError), ([True], TypeError)],
+)
+def test_what_does_not_say_of_each_request_whether_it_is_forced_is_refused(is_forced, error):
+    state = jax.eval_shape(TABLE.init_state, TABLES[1])
+    verify = functools.partial(TABLE.verify, is_forced=is_forced)
+    with pytest.raises(error, match=rf"^is_forced must be an array \[B\] = \[{SLOTS}\] of bool"):
+        jax.eval_shape(verify, TABLES[0], state)
+
+
 @dataclasses.dataclass(frozen=True)
 class Cut(tiny.Trigram):
     """Gives other logits than it declares."""

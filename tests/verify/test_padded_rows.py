@@ -119,6 +119,13 @@ def test_other_numbers_of_rows_are_refused_unless_asked_for(num_rows, given, err
         sd.rejection_sample(logits, drafts, **named, **keys, active=active, **given)
 
 
+def test_whether_rows_are_padded_is_a_bool():
+    logits, drafts, named, *_ = arguments(7, [True] * 4)
+    processors, config = sd.LogitsProcessors(), named["config"]
+    with pytest.raises(TypeError, match="^padded_rows must be a bool"):
+        sd.process_logits(logits, drafts, processors, config=config, padded_rows=1)
+
+
 def test_validate_says_whose_rows_are_missing():
     logits, drafts, named, _, active = arguments(5, [True] * 4)
     with pytest.raises(ValueError, match="target_logits"):

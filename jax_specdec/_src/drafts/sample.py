@@ -11,7 +11,17 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from jax_specdec._src.base.arrays import as_positions, check_array, check_choice, check_positions
+from jax_specdec._src.base.arrays import (
+    LOGITS,
+    Sizes,
+    as_int32,
+    as_positions,
+    check_array,
+    check_choice,
+    check_positions,
+    check_tree,
+    check_type,
+)
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.noise import Stream, check_keys, uniforms
 from jax_specdec._src.base.platform import Platform, traced_for_platform
@@ -126,9 +136,9 @@ def sample_draft_tokens(
       `DraftSample`: target ids, and what `DraftStore.write` or `DraftLogits` need besides `logits`.
 
     Raises:
-      TypeError: `keys` are not typed keys of two or four words, `positions` not integers, or `ids`
-        not int32.
-      ValueError: `positions` or `ids` of another shape.
+      TypeError: an argument of another type or dtype; `keys` are not typed keys of two or four
+        words, or `positions` or `offset` not integers.
+      ValueError: an argument of another shape.
       NotImplementedError: the named implementation cannot serve this call.
 
     Example:
@@ -140,25 +150,37 @@ def sample_draft_tokens(
       >>> drawn.token_ids.tolist()
       [0, 1]
     """
-    check_keys("keys", keys)
     check_choice("implementation", implementation, (*get_args(DraftImplementation), None))
     why_not = gpus.no_device() if implementation == "mosaic_gpu" else None
     if why_not:
         raise NotImplementedError(why_not)
+    check_type("config", config, SpecDecodeConfig, None)
+    check_type("sharding", sharding, VerifySharding, None)
     logits = jnp.asarray(logits)
+    sizes: Sizes = {}
+    check_array("logits", logits, f"[B, Vd] {LOGITS}", sizes)
+    check_keys("keys", keys, sizes)
     check_devices(sharding or VerifySharding(), logits)
-    # [B]: parameters and positions of each request
-    sampling = per_request(sampling, logits.shape[0])
-    positions = as_positions(positions)
-    check_positions(positions, {"B": logits.shape[0]})
-    offset = jnp.asarray(offset, jnp.int32)
+    sampling, positions = of_requests(sampling, positions, sizes)
+    offset = as_int32("offset", offset, "[] or [B]", sizes)
     if ids is not None:
-        sizes = {"B": logits.shape[0], "Vd": logits.shape[1]}
         check_array("ids", ids, "[Vd] or [B, Vd] int32", sizes)
         ids = jnp.asarray(ids)
     rows = DraftRows(logits, sampling, positions, offset, ids)
     config = config or SpecDecodeConfig(num_speculative_tokens=1)  # the number is not read
     return sample(rows, keys, config, sharding, implementation)
+
+
+def of_requests(
+    sampling: SamplingParams, positions: Integers, sizes: Sizes
+) -> tuple[SamplingParams, Array]:
+    """Returns parameters and positions of B requests as arrays ``[B]``, which are checked."""
+    check_type("sampling", sampling, SamplingParams)
+    sampling = per_request(sampling, sizes["B"])
+    check_tree("sampling", sampling, (SamplingParams,), sizes)
+    positions = as_positions(positions)
+    check_positions(positions, sizes)
+    return sampling, positions
 
 
 def sample(

@@ -11,11 +11,8 @@ from jax import lax
 
 from jax_specdec._src.base.arrays import (
     LOGITS,
-    Sizes,
-    as_positions,
     check_array,
     check_int,
-    check_positions,
     check_type,
     checked_dtype,
     pytree,
@@ -31,7 +28,7 @@ from jax_specdec._src.base.types import (
     Drafts,
     Integers,
 )
-from jax_specdec._src.drafts.sample import DraftRows, DraftSample
+from jax_specdec._src.drafts.sample import DraftRows, DraftSample, of_requests
 from jax_specdec._src.verify.requests import usable_normalizers
 
 _EVICTED = -1
@@ -194,7 +191,8 @@ class DraftStore:
 
         Raises:
           TypeError: `logits` have another dtype (rounding them after sampling would change q),
-            `drawn` is not a `DraftSample`, or one of greedy drafts, or `ids` are not int32.
+            `drawn` is not a `DraftSample`, or one of greedy drafts, `sampling` not a
+            `SamplingParams`, or `ids` are not int32.
           ValueError: shapes that do not fit; `ids` missing, or given for rows that have none.
         """
         check_type("drawn", drawn, DraftSample, hint="pass what sample_draft_tokens returned")
@@ -209,7 +207,7 @@ class DraftStore:
         is_stored = logits.dtype == self.logits.dtype
         must = f"be of {self.logits.dtype}"
         require(is_stored, "logits", must, logits, "round them before sampling", TypeError)
-        sampling, positions = _of_requests(sampling, positions, sizes)
+        sampling, positions = of_requests(sampling, positions, sizes)
         must = f"be given if and only if own_ids, which is {self.has_own_ids}"
         require(self.has_own_ids == (ids is not None), "ids", must, ids)
         if self.has_own_ids:
@@ -324,14 +322,15 @@ class DraftStore:
           are not valid.
 
         Raises:
-          TypeError: `drafts` is not a `Drafts`, or `positions` are not integers.
+          TypeError: `drafts` is not a `Drafts`, `sampling` not a `SamplingParams`, or `positions`
+            are not integers.
           ValueError: shapes that do not fit.
         """
         check_type("drafts", drafts, Drafts)
         sizes = {"B": self._batch(slots)}
         offsets = drafts.cu_num_draft_tokens
         check_array("drafts.cu_num_draft_tokens", offsets, "[B+1]", sizes)
-        sampling, positions = _of_requests(sampling, positions, sizes)
+        sampling, positions = of_requests(sampling, positions, sizes)
         return self.attach_rows(drafts, positions, sampling, slots)
 
     def attach_rows(
@@ -461,14 +460,3 @@ def _num_proposed(drafts: Drafts, k: int) -> jax.Array:
     ids = drafts.token_ids.at[flat].get(mode="fill", fill_value=-1)
     is_proposed = (flat >= start) & (flat < end) & (ids >= 0)
     return jnp.cumprod(is_proposed.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
-
-
-def _of_requests(
-    sampling: SamplingParams, positions: Integers, sizes: Sizes
-) -> tuple[SamplingParams, Array]:
-    """Returns parameters and positions of B requests as arrays, whose shapes are checked."""
-    sampling = per_request(sampling, sizes["B"])
-    positions = as_positions(positions)
-    check_positions(positions, sizes)
-    check_array("sampling.temperature", sampling.temperature, "[B]", sizes)
-    return sampling, positions

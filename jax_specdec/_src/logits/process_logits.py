@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_specdec._src.base import ragged
-from jax_specdec._src.base.arrays import Sizes, check_tree, pytree
+from jax_specdec._src.base.arrays import Sizes, check_tree, check_type, pytree
 from jax_specdec._src.base.config import SpecDecodeConfig
 from jax_specdec._src.base.platform import Platform, traced_for_platform
 from jax_specdec._src.base.ragged import Owners
@@ -171,6 +171,7 @@ def check_processed(
       TypeError, ValueError: as `process_logits`.
     """
     sizes: Sizes = {}
+    check_type("padded_rows", padded_rows, bool)
     check_tree("processors", processors, (LogitsProcessors,), sizes)
     # Without arrays, which would give B, there is no processor at all.
     if sizes:

@@ -643,19 +643,21 @@ class Engine(Decoder):
           The state, without drafts, and the record of the step.
 
         Raises:
-          TypeError: weights, or the target's cache, of another dtype.
+          TypeError: weights, the target's cache, a mask or `is_forced` of another dtype.
           ValueError: the state holds features that the drafter has not read, or shapes do not fit.
         """
         check_params("params", self.model, params)
         self._check_target_cache(state)
         state = self.with_proposal(state)
+        assert state.proposal is not None
+        batch, num_drafts = state.proposal.token_ids.shape
+        num_words = -(-self.model.vocab_size // 32)
+        sizes = {"B": batch, "M": batch * (num_drafts + 1), "ceil(V/32)": num_words}
         if token_bitmask is not None:
-            assert state.proposal is not None
-            num_requests, num_drafts = state.proposal.token_ids.shape
-            num_words = -(-self.model.vocab_size // 32)
-            sizes = {"M": num_requests * (num_drafts + 1), "ceil(V/32)": num_words}
             declared = "[M, ceil(V/32)] int32 or uint32"
             check_array("token_bitmask", token_bitmask, declared, sizes)
+        if is_forced is not None:
+            check_array("is_forced", is_forced, "[B] bool", sizes)
         return super().verify(params, state, token_bitmask, is_forced)
 
     def release(self, state: DecodeState, slots: jax.Array) -> DecodeState:
