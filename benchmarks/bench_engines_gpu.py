@@ -11,8 +11,7 @@ each engine, each of which runs in a process of its own, one after another:
   first token until the first of them ends.
 - *with ends*: the same until the last of them ends; budgets are between half and one and a half
   of their mean, so the batch shrinks.
-- *arrivals*: requests come at random times, half as many a second as this engine bears while
-  somebody always waits.
+- *arrivals*: requests come at random times, at half the rate that keeps this engine saturated.
 
 Of transformers, plain decoding has a static cache and a compiled forward pass; its assisted
 decoding serves one request, and has no synthetic length: its rate is what its steps would give.
@@ -253,11 +252,11 @@ def arrival_rows(
     engine: engine_load.Engine, requests: list[engine_load.Request], batch: int, mean: float
 ) -> Rows:
     """Yields a row of requests that come at random times, after it was found how many can."""
-    bears = engine_load.saturated_tokens(engine.serve(requests), batch)
-    rate = LOAD * bears / mean
+    saturated = engine_load.saturated_tokens(engine.serve(requests), batch)
+    rate = LOAD * saturated / mean
     due = engine_load.poisson(len(requests), rate, seed=batch + 2)
     found = engine_load.arrival_figures(engine.serve(requests, due), due, requests)
-    yield {"kind": "arrivals", "saturated": bears, "requests_per_second": rate, **found}
+    yield {"kind": "arrivals", "saturated": saturated, "requests_per_second": rate, **found}
 
 
 def measure_part(
@@ -296,7 +295,7 @@ def measure_part(
 
 def in_words(row: dict[str, Any]) -> str:
     if row["kind"] == "arrivals":
-        return f"bears {row['saturated']:.0f} tokens/s, arrivals measured"
+        return f"{row['saturated']:.0f} tokens/s while saturated, arrivals measured"
     steady, with_ends = row["steady"], row["with_ends"]
     return (
         f"steady {steady['tokens_per_second']:.0f} tokens/s, a step {steady['step_ms']:.2f} ms of "
@@ -378,13 +377,13 @@ def arrival_cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "drafts by": plots.WHOLE[way],
             "B": batch,
             "engine": name,
-            "bears, tokens/s": number(row["saturated"]),
-            "requests/s": number(row["requests_per_second"], 1),
+            "saturated, tokens/s": number(row["saturated"]),
+            "then requests/s": number(row["requests_per_second"], 1),
             "tokens/s": number(row["tokens_per_second"]),
-            "first token, ms: median": number(row["first_ms"]["p50"], 1),
-            "99%": number(row["first_ms"]["p99"], 1),
-            "further ones, ms a token: median": number(row["token_ms"]["p50"], 1),
-            "of 99%": number(row["token_ms"]["p99"], 1),
+            "TTFT, ms: median": number(row["first_ms"]["p50"], 1),
+            "TTFT, 99%": number(row["first_ms"]["p99"], 1),
+            "TPOT, ms: median": number(row["token_ms"]["p50"], 1),
+            "TPOT, 99%": number(row["token_ms"]["p99"], 1),
         }
         for (way, batch), engines in by_cell(rows, "arrivals").items()
         for name, row in engines.items()
