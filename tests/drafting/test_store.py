@@ -507,6 +507,10 @@ def attaching(**changes: Any) -> Any:
     return lambda: empty().attach(DRAFTS, **ALL | changes)
 
 
+def counting(**changes: Any) -> Any:
+    return lambda: sd.DraftStore.count_fallbacks(attaching()(), **changes)
+
+
 ERRORS = [
     (create(0, K, NARROW), ValueError, "num_slots"),
     (create(2.5, K, NARROW), TypeError, "num_slots"),
@@ -528,6 +532,7 @@ ERRORS = [
     (attaching(slots=i32([1])), ValueError, r"drafts\.cu_num_draft_tokens"),
     (attaching(positions=i32([1])), ValueError, "positions"),
     (attaching(sampling=at(1.0)), ValueError, r"sampling\.temperature"),
+    (counting(sampling=None), TypeError, "sampling"),
 ]
 
 

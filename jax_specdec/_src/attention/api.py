@@ -157,16 +157,10 @@ def decode_attention(
     if is_empty:
         return jnp.zeros(query.shape, dtype)
     # The call, split over devices if its arrays are.
-    arrays = AttentionArrays(
-        query=jnp.asarray(query),
-        keys=jnp.asarray(keys),
-        values=jnp.asarray(values),
-        start=start,
-        pages=None if pages is None else jnp.asarray(pages),
-        depth=None if depth is None else jnp.asarray(depth),
-    )
+    given = dict(query=query, keys=keys, values=values, start=start, pages=pages, depth=depth)
+    arrays = AttentionArrays(**jax.tree.map(jnp.asarray, given))
     static = AttentionStatic(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=float(scale or query.shape[-1] ** -0.5),
         window=window,
         softcap=softcap,
         finite_cache=finite_cache,
@@ -224,7 +218,7 @@ def _decode_attention(arrays: AttentionArrays, static: AttentionStatic) -> jax.A
 def _attend(arrays: AttentionArrays, static: AttentionStatic, platform: Platform) -> jax.Array:
     """Chooses an implementation, in Python."""
     is_named = static.implementation == "mosaic_gpu"
-    by_default = static.implementation is None and platform == "cuda" and not _is_small(arrays)
+    by_default = not static.implementation and platform == "cuda" and not _is_small(arrays)
     if is_named or (by_default and not gpus.not_by_default()):
         why_not = _unserved(arrays)
         if not why_not:

@@ -123,9 +123,12 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
     position = jnp.arange(room, dtype=jnp.int32)[None, None, :]
     row = jnp.arange(num_rows, dtype=jnp.int32)[None, :, None]
     start = arrays.start[:, None, None]
+    # [B, S or 1, 1]: the position that a window ends at
     if tree_mask is None:
-        seen = position <= start + row
+        newest = start + row
+        seen = position <= newest
     else:
+        newest = start
         new = position - start  # [B, 1, T], which bit is for the position
         is_new = (new >= 0) & (new < static.num_visible)
         low = tree_mask[:, :, :1]  # [B, S, 1], as the next
@@ -136,8 +139,7 @@ def _seen(arrays: AttentionArrays, room: int, static: AttentionStatic) -> jax.Ar
         seen = (new < 0) | (is_new & (bit == 1))
     if static.window is None:
         return seen
-    # [B, S or 1, 1]: the position that the window ends at
-    newest = start + row if tree_mask is None else start
     if arrays.depth is not None:
-        return seen & ((position > newest + arrays.depth[:, :, None] - static.window) | is_new)
+        newest += arrays.depth[:, :, None]
+        return seen & ((position > newest - static.window) | is_new)
     return seen & (position > newest - static.window)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_specdec._src.base.arrays import Range, host_int32, pytree
+from jax_specdec._src.base.arrays import Range, check_type, host_int32, pytree
 from jax_specdec._src.base.types import Integers, Numbers
 
 # The normal float32 nearest to 0, and the largest.
@@ -114,8 +114,10 @@ def per_request(sampling: SamplingParams, batch: int) -> SamplingParams:
     right dtype. Anything else stays too, for the checks that follow.
 
     Raises:
+      TypeError: not a `SamplingParams`.
       ValueError: a top-k that int32 does not hold.
     """
+    check_type("sampling", sampling, SamplingParams)
     if sampling.temperature is None:
         sampling = dataclasses.replace(sampling, temperature=0)
     # [B] each, of the fields that are given

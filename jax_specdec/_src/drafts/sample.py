@@ -175,7 +175,6 @@ def of_requests(
     sampling: SamplingParams, positions: Integers, sizes: Sizes
 ) -> tuple[SamplingParams, Array]:
     """Returns parameters and positions of B requests as arrays ``[B]``, which are checked."""
-    check_type("sampling", sampling, SamplingParams)
     sampling = per_request(sampling, sizes["B"])
     check_tree("sampling", sampling, (SamplingParams,), sizes)
     positions = as_positions(positions)

@@ -19,7 +19,14 @@ from jax_specdec.lm.decoding.bookkeeping import HostState, ServedRequest, StepAh
 from jax_specdec.lm.decoding.core import on_all_devices
 from jax_specdec.lm.decoding.engine import Engine
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
-from jax_specdec.lm.decoding.schedule import ChunkedPrefill, Masked, Prompts, Step
+from jax_specdec.lm.decoding.schedule import (
+    Action,
+    ChunkedPrefill,
+    Masked,
+    Prompts,
+    Read,
+    Step,
+)
 from jax_specdec.lm.decoding.state import DecodeState, Drafted
 from jax_specdec.lm.decoding.weights import put_like
 
@@ -310,6 +317,16 @@ class Rehearsal(DeviceState):
     ) -> None:
         del running, result, num_drafts
         self._state = state
+
+    def compile(self, action: Action) -> None:
+        """Compiles the programs of an action."""
+        match action:
+            case Read(prompts):
+                self.read(prompts)
+            case Step(num_drafts=num_drafts):
+                self.step(action, num_drafts)
+            case Masked():
+                self.masked_step(action)
 
     def masked_step(self, step: Masked) -> None:
         """Compiles a step whose rows are masked: both halves, or all of one without drafts."""

@@ -359,18 +359,8 @@ class EngineDriver:
     def _compile_later(self, later: Sequence[tuple[str, Action]], state: DecodeState) -> None:
         """Compiles the programs of actions in a thread, for arrays like those of a state."""
         device = Rehearsal(self.engine, self._host, state)
-
-        def compile_one(action: Action) -> None:
-            match action:
-                case Read(prompts):
-                    device.read(prompts)
-                case Step(num_drafts=num_drafts):
-                    device.step(action, num_drafts)
-                case Masked():
-                    device.masked_step(action)
-
         assert self._device.behind is not None
-        calls = [(kind, functools.partial(compile_one, action)) for kind, action in later]
+        calls = [(kind, functools.partial(device.compile, action)) for kind, action in later]
         self._device.behind.compile_later(calls)
 
     @property
