@@ -83,7 +83,7 @@ def keys_of_requests(
     positions: jax.Array | None,
     batch: int,
     *,
-    sampled_by: dict[str, Any],
+    sampled_by: tuple[str, Any],
     split_over: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Returns keys and positions ``[B]`` for a verification.
@@ -92,7 +92,7 @@ def keys_of_requests(
       keys: ``[]``, one for this step; or ``[B]``, one per request, the same on every step; or None,
         where no request samples. Typed, or raw (``[2]``, ``[4]``, ``[B, 2]``, ``[B, 4]`` uint32).
       positions: ``[B]`` int32, or None, which ``[B]`` keys do not allow.
-      sampled_by: the temperatures, by their name.
+      sampled_by: the name of the temperatures, and these.
       split_over: the axes of a `jax.shard_map` that requests are split over.
 
     Raises:
@@ -102,8 +102,8 @@ def keys_of_requests(
     """
     if keys is None:
         hint = "one for this step, or one for each request"
-        for name, temperatures in sampled_by.items():
-            require(temperatures is None, "keys", f"be given with {name}", keys, hint)
+        name, temperatures = sampled_by
+        require(temperatures is None, "keys", f"be given with {name}", keys, hint)
         return None, positions
     is_raw = isinstance(keys, (jax.Array, np.ndarray)) and keys.dtype == jnp.uint32 and keys.ndim
     # [..., 2] or [..., 4] words -> [...] typed keys: the number of words says of which kind

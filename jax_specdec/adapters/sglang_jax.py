@@ -154,7 +154,7 @@ def verify_chains(
     common.check_sharding("target_logits", target_logits, sharding, {"bs": batch})
     split_over = common.axes_of_requests(lengths, sharding)
     keys, _ = common.keys_of_requests(
-        keys, lengths, batch, sampled_by={"temperatures": temperatures}, split_over=split_over
+        keys, lengths, batch, sampled_by=("temperatures", temperatures), split_over=split_over
     )
     # A chain's length is the position of its noise, and says whether it is in use.
     arrays = common.Arrays(

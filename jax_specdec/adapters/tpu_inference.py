@@ -158,7 +158,7 @@ def verify_flat(
     common.check_sharding("logits", logits, sharding, {"L": logits.shape[0], "N": n, "B": batch})
     split_over = common.axes_of_requests(lengths, sharding)
     keys, positions = common.keys_of_requests(
-        keys, positions, batch, sampled_by={"temperature": temperature}, split_over=split_over
+        keys, positions, batch, sampled_by=("temperature", temperature), split_over=split_over
     )
     arrays = common.Arrays(
         logits,

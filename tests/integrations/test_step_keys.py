@@ -156,9 +156,9 @@ def test_both_adapters_draw_the_same_tokens_from_the_same_key():
 def test_raw_keys_are_the_same_keys(impl):
     key = jax.random.key(5, impl=impl)
     for keys, positions in ((key, None), (jax.random.split(key, 3), jnp.arange(3) + 5)):
-        want = common.keys_of_requests(keys, positions, 3, sampled_by=None)
+        want = common.keys_of_requests(keys, positions, 3, sampled_by=("temperature", None))
         raw = jax.random.key_data(keys)
-        found = common.keys_of_requests(raw, positions, 3, sampled_by=None)
+        found = common.keys_of_requests(raw, positions, 3, sampled_by=("temperature", None))
         np.testing.assert_array_equal(*map(jax.random.key_data, (found[0], want[0])))
         np.testing.assert_array_equal(found[1], want[1])
 

@@ -130,7 +130,7 @@ def check_keys(name: str, keys: Any, sizes: Sizes | None = None) -> None:
     if size not in ((2,), (4,)):
         must = "be of two or four words, as those of threefry2x32 and rbg are"
         refuse(TypeError, name, must, keys, f"words have shape {list(size)}")
-    if sizes:
+    if sizes is not None:
         check_array(name, keys, "[B]", sizes, "jax.random.split gives one per request")
 
 

@@ -343,16 +343,15 @@ def check_counts(num_draft_tokens: Any, batch: int, k: int) -> jax.Array:
 def flatten_storage(distribution: DraftDistribution | None) -> DraftDistribution | None:
     """Returns storage ``[B, K, Vd]`` as ``[B*K, Vd]``; flat storage stays as it is."""
     check_type("distribution", distribution, DraftProbs, DraftLogits, None)
-
-    def flat(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
-        # [B, K, C] -> [R, C]; a map [Vd] that all rows share stays
-        if jax.tree_util.keystr(path) in (".probs", ".logits", ".ids"):
-            return x.reshape(-1, x.shape[-1]) if x.ndim > 2 else x
-        # [B, K] -> [N], or [R]
-        return x.reshape(-1)
-
-    flattened: DraftDistribution | None = jax.tree.map_with_path(flat, distribution)
-    return flattened
+    if distribution is None:
+        return None
+    given = {name: x for name, x in vars(distribution).items() if x is not None}
+    rows = {name: x for name, x in given.items() if name in ("probs", "logits", "ids")}
+    # [B, K, C] -> [R, C]; a map [Vd] that all rows share stays
+    flat = {name: x.reshape(-1, x.shape[-1]) for name, x in rows.items() if x.ndim > 2}
+    # [B, K] -> [N], or [R]: a number of each draft, or of each row
+    flat |= {name: x.reshape(-1) for name, x in given.items() if name not in rows}
+    return dataclasses.replace(distribution, **flat)
 
 
 @pytree(accept="[B, K] float32", recover="[B, 2] float32")
