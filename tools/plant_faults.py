@@ -870,7 +870,7 @@ def _(right, layer, key, value, places, requests=None):
 
 @fault(
     "who needs programs that are compiled behind does not wait for them",
-    "lm.decoding.schedule:needs",
+    "lm.decoding.warm_up:needs",
     "serving/test_grammar_driver.py",
 )
 def _(right, engine, request):

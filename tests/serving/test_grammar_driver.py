@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import dataclasses
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,10 @@ from jax_specdec import lm
 from . import tiny
 from .engines import (
     EVERYTHING,
+    EXACT,
+    LONGEST,
     TABLE,
+    TABLES,
     TARGET,
     VOCAB,
     compilations,
@@ -238,6 +242,31 @@ def test_warming_up_for_grammars_compiles_two_more_programs_and_leaves_nothing()
     served.warm_up(grammars=True)
 
 
+SIZES = dataclasses.replace(EVERYTHING, prefill_sizes=(2, LONGEST))
+
+
+@pytest.mark.parametrize(
+    ("engine", "kinds"),
+    [
+        (SIZES, ["options", "long prompts", "grammars"]),
+        (dataclasses.replace(SIZES, request_options=False, logprobs=None), []),
+        (dataclasses.replace(EXACT, request_options=True), []),
+        (dataclasses.replace(SIZES, drafter=tiny.Scripted()), []),
+    ],
+    ids=["some", "no options", "exact", "whole prompts only"],
+)
+def test_what_only_some_need_is_compiled_behind_unless_all_need_it(
+    engine: lm.Engine, kinds: list[str]
+) -> None:
+    served = lm.EngineDriver(engine, *TABLES)  # computes nothing
+    settings, warm_up = served._settings, served._warm_up
+    whole, nothing = warm_up.actions(settings, grammars=True, behind=False)
+    now, later = warm_up.actions(settings, grammars=True, behind=True)
+    assert nothing == [] and len(now) + len(later) == len(whole)
+    assert [*dict.fromkeys(kind for kind, _ in later)] == kinds
+    assert [action for action in whole if action in now] == now  # in the same order
+
+
 def test_who_needs_what_is_compiled_behind_waits_and_nobody_else_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -274,7 +303,7 @@ def test_who_needs_what_is_compiled_behind_waits_and_nobody_else_does(
         assert texts["a grammar"] == constrained_truth(prompt, 9)
         assert texts["a prompt in pieces"] == truths["a prompt in pieces"]
         assert texts["no drafts"] == truths["no drafts"] != texts["options"]
-        while served._lacking:
+        while served._warm_up.lacking:
             served.step()
         again = lm.EngineDriver(EVERYTHING, *weights)
         with compilations() as names:

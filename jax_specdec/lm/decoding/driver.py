@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Self, Unpack
 
 import jax
@@ -24,7 +23,7 @@ from jax_specdec._src.drafts.rates import DraftRates
 from jax_specdec._src.logits.grammar import check_matchers
 from jax_specdec._src.logits.matchers import GrammarMatcher
 from jax_specdec._src.stats.acceptance import AcceptanceCounters, AcceptanceStats
-from jax_specdec.lm.decoding import inputs, schedule, stopwatch
+from jax_specdec.lm.decoding import inputs, schedule
 from jax_specdec.lm.decoding.bookkeeping import (
     HostState,
     Matching,
@@ -34,9 +33,8 @@ from jax_specdec.lm.decoding.bookkeeping import (
     Timing,
 )
 from jax_specdec.lm.decoding.core import on_all_devices
-from jax_specdec.lm.decoding.device import DeviceState, Rehearsal
+from jax_specdec.lm.decoding.device import DeviceState
 from jax_specdec.lm.decoding.engine import Engine
-from jax_specdec.lm.decoding.exact import check_rows
 from jax_specdec.lm.decoding.failures import FailedCall, awaiting, interrupts
 from jax_specdec.lm.decoding.matchers import Matchers
 from jax_specdec.lm.decoding.metrics import ServingStats
@@ -44,6 +42,7 @@ from jax_specdec.lm.decoding.options import RequestFields, RequestOptions, optio
 from jax_specdec.lm.decoding.schedule import Action, Masked, Read, Step, Traffic, Wait
 from jax_specdec.lm.decoding.state import DecodeState
 from jax_specdec.lm.decoding.step_costs import DraftChoice, StepCosts
+from jax_specdec.lm.decoding.warm_up import WarmUp
 from jax_specdec.lm.decoding.weights import Weights, check_are_there, check_replaces, put, replaced
 from jax_specdec.lm.models.protocol import Params, check_params
 
@@ -219,6 +218,7 @@ class EngineDriver:
         self._num_submitted = 0
         self._matchers = Matchers(engine.num_slots, engine.model.vocab_size)
         self._device = DeviceState(engine, self._host)  # dropped by an exception
+        self._warm_up = WarmUp(engine, self._device)
         self._is_whole = True  # False while something changes, and after an exception
 
     def _new_counts(self) -> tuple[AcceptanceCounters, DraftRates | None]:
@@ -309,101 +309,40 @@ class EngineDriver:
         require(is_function, "on_progress", "be a function", on_progress, error=TypeError)
         must = "be 0 before warm_up"
         require(not self.num_running, "num_running", must, self.num_running, error=RuntimeError)
-        actions = self._rehearsal(grammars)
-        later = self._take_later(actions) if behind else []
-        calls = self._calls_of_all_programs(actions)
+        now, later = self._warm_up.actions(self._settings, grammars=grammars, behind=behind)
+        calls = self._warm_up.calls(now, self._rehearse, self._host)
+        if self._chooses_chunk_size and later:
+            # Nothing is measured: programs for larger sizes come later, so the least stays.
+            self.chunk_size = self.engine.chunk_sizes[0]
+            self._chooses_chunk_size = False
+        elif self._chooses_chunk_size:
+            calls.append(self._choose_chunk_size)
         self._is_whole = False  # what the calls leave behind is dropped by the last one
         try:
             for done, call in enumerate([*calls, self._settle]):
                 if on_progress is not None:
                     on_progress(done, len(calls))
                 call()
-            choice = self.draft_choice
-            if choice is not None and choice.costs is None:
-                params, draft_params = self._device.weights
-                costs = stopwatch.measure_steps(self.engine, params, draft_params)
-                choice.costs = costs
+            # There is no state now, so there is room for that of the measurement.
+            if self.draft_choice is not None and self.draft_choice.costs is None:
+                self.draft_choice.costs = self._warm_up.measure_steps()
             state = self._device.state([])
         except FailedCall as failed:
             raise failed.error from None
         if later:
-            self._compile_later(later, state)
+            self._warm_up.compile_later(later, self._host, state)
 
-    def _rehearsal(self, grammars: bool) -> list[Action]:
-        """Returns an action for each program that is not compiled with its first call."""
-        is_behind = self._device.behind is not None
-        return schedule.rehearsal(
-            self.engine,
-            prompts_in_steps=self.prompts_in_steps,
-            grammars=grammars,
-            step_widths=() if is_behind else self.step_widths,
-        )
-
-    def _take_later(self, actions: list[Action]) -> list[tuple[str, Action]]:
-        """Takes from actions those whose programs can wait, and returns them after their kinds."""
-        engine = self.engine
-        sharding = engine.model.serves.sharding
-        is_on_mesh = sharding is not None and sharding.mesh is not None
-        can_wait = engine.request_options and engine.drafter.serves.chunks and not engine.exact
-        if self._device.behind is None or is_on_mesh or not can_wait:
-            return []
-        kinds = [schedule.served_later(engine, one) for one in actions]
-        later = [(kind, one) for kind, one in zip(kinds, actions, strict=True) if kind is not None]
-        actions[:] = [one for kind, one in zip(kinds, actions, strict=True) if kind is None]
-        if self._chooses_chunk_size:
-            self.chunk_size = engine.chunk_sizes[0]
-            self._chooses_chunk_size = False
-        # What most requests ask for comes first.
-        return sorted(later, key=lambda one: schedule.KINDS.index(one[0]))
-
-    def _compile_later(self, later: Sequence[tuple[str, Action]], state: DecodeState) -> None:
-        """Compiles the programs of actions in a thread, for arrays like those of a state."""
-        device = Rehearsal(self.engine, self._host, state)
-        assert self._device.behind is not None
-        calls = [(kind, functools.partial(device.compile, action)) for kind, action in later]
-        self._device.behind.compile_later(calls)
-
-    @property
-    def _lacking(self) -> set[str]:
-        """The kinds of requests for which programs are still to be compiled behind."""
-        behind = self._device.behind
-        return set() if behind is None else behind.lacking
-
-    def _calls_of_all_programs(self, actions: Sequence[Action]) -> list[Callable[[], object]]:
-        """Returns calls for requests in slots that do not exist: nothing has to be undone."""
-
-        def rehearse(action: Action) -> None:
-            self._carry_out(action)
-            if self._device.ahead:
-                self._read_step()
-
-        calls: list[Callable[[], object]]
-        calls = [self._check_rows] if self.engine.exact else []
-        calls += [functools.partial(rehearse, action) for action in actions]
-        calls.append(functools.partial(self._empty, self.engine.num_slots))
-        if self.engine.drafter.serves.has_history:
-            calls.append(functools.partial(self._device.remember, [[]]))
-        if self._chooses_chunk_size:
-            calls.append(self._choose_chunk_size)
-        return calls
-
-    def _check_rows(self) -> None:
-        """Checks that an exact engine's model gives a token the same bits in every row."""
-        self._settle()  # there may be no room for two caches
-        params, _ = self._device.weights
-        engine = self.engine
-        check_rows(engine, params, engine.num_slots, engine.buffer_length)
-        self._is_whole = False
+    def _rehearse(self, action: Action) -> None:
+        """Carries out an action for nobody, and reads the step if it is one."""
+        self._carry_out(action)
+        if self._device.ahead:
+            self._read_step()
 
     def _choose_chunk_size(self) -> None:
         """Measures steps and prompts; a second call of `warm_up` measures nothing."""
-        self._settle()  # there may be no room for two states
-        params, draft_params = self._device.weights
         in_steps = self.prompts_in_steps
-        costs = stopwatch.measure_chunks(self.engine, params, draft_params, in_steps=in_steps)
-        self.chunk_size = costs.largest
+        self.chunk_size = self._warm_up.measure_chunk_size(self._host, in_steps=in_steps)
         self._chooses_chunk_size = False
-        self._is_whole = False
 
     def submit(
         self,
@@ -614,7 +553,7 @@ class EngineDriver:
             if self._device.ahead and not self._host.updates:
                 self._read_step()
         host = self._host
-        if self._lacking and self._waiting and not (host.updates or host.slots):
+        if self._warm_up.lacking and self._waiting and not (host.updates or host.slots):
             time.sleep(_PAUSE)  # until a program is compiled
         try:
             reasons = [update.finish_reason for update in host.updates]
@@ -640,29 +579,20 @@ class EngineDriver:
 
     def _plan(self, after: Read | None) -> Action:
         """Returns what is to be done next."""
-        # Until programs for more are compiled, a call reads as little as it can.
-        least = self.engine.chunk_sizes[0] if "long prompts" in self._lacking else None
-        settings = schedule.Settings(
+        return schedule.plan(self.engine, self._settings, self._traffic, after)
+
+    @property
+    def _settings(self) -> schedule.Settings:
+        """What the schedule keeps to."""
+        most_read = self._warm_up.most_read
+        return schedule.Settings(
             max_steps_ahead=self.max_steps_ahead,
             max_prefills=self.max_prefills,
-            chunk_size=least or self.chunk_size,
-            largest=least,
+            chunk_size=most_read or self.chunk_size,
+            largest=most_read,
             prompts_in_steps=self.prompts_in_steps,
             step_widths=self.step_widths,
         )
-        return schedule.plan(self.engine, settings, self._traffic, after)
-
-    @property
-    def _served_now(self) -> Collection[ServedRequest]:
-        """The requests that wait for their first slot, and whose programs are there."""
-        waiting = self._waiting.values()
-        lacking = self._lacking
-        if not lacking:
-            return waiting
-        needs = {one.request_id: schedule.needs(self.engine, one) & lacking for one in waiting}
-        assert self._device.behind is not None
-        self._device.behind.put_first(set().union(*needs.values()))
-        return [one for one in waiting if not needs[one.request_id]]
 
     @property
     def _traffic(self) -> Traffic:
@@ -670,7 +600,7 @@ class EngineDriver:
         return Traffic(
             slots=self._host.slots,
             returning=self._host.returning,
-            waiting=self._served_now,
+            waiting=self._warm_up.served_now(self._waiting.values()),
             client_of=self.client_of,
             prefill=self._device.prefill,
             kept=self._host.kept,

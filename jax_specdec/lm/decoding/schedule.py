@@ -25,9 +25,6 @@ _FEWEST_SLOTS = 8
 _LEAST_REUSED = 32
 """The fewest tokens of a prompt that are worth finding: no call that reads some has fewer."""
 
-KINDS = "options", "long prompts", "grammars"
-"""What requests may be that need programs of their own."""
-
 
 class ChunkedPrefill(NamedTuple):
     """A long prompt that is read chunk by chunk, and the slot that is kept for its request."""
@@ -489,35 +486,3 @@ def rehearsal(
         most = engine.max_drafts(RequestOptions())
         actions += [Masked({}, {nowhere: n}) for n in sorted({0, min(1, most)})]
     return actions
-
-
-def served_later(engine: Engine, action: Action) -> str | None:
-    """Returns which of `KINDS` an action of `rehearsal` is for; None for any request.
-
-    Args:
-      engine: whose program it is, with `request_options`.
-      action: what is rehearsed.
-    """
-    match action:
-        case Read(prompts):
-            # Any prompt is read in calls of the least size, of one request each.
-            is_least = len(prompts.group) == 1 and prompts.size == engine.chunk_sizes[0]
-            return None if is_least else "long prompts"
-        case Step(prompts=prompts, all_neutral=all_neutral):
-            return None if prompts.group or all_neutral else "options"
-        case Masked():
-            return "grammars"
-    return None
-
-
-def needs(engine: Engine, request: ServedRequest) -> set[str]:
-    """Returns which of `KINDS` a request is, but for the length of its prompt."""
-    found = set()
-    if not request.options.is_neutral:
-        found.add("options")
-    # Without drafts, a step that is for all requests serves those, too: see `next_step`.
-    if not engine.max_drafts(request.options) and 0 not in (engine.draft_budget or ()):
-        found.add("options")
-    if request.matching is not None:
-        found.add("grammars")
-    return found
