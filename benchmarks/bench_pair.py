@@ -1,13 +1,14 @@
-"""What a published draft model, and lookups, gain for a published target of its family.
+"""What a published draft model, a head and lookups gain for a published target of the family.
 
     python tools/make_model.py qwen2.5-coder-1.5b qwen-1.5b
     python tools/make_model.py qwen2.5-coder-0.5b qwen-0.5b
-    python benchmarks/bench_pair.py --target qwen-1.5b --draft qwen-0.5b
+    python benchmarks/bench_pair.py --target qwen-1.5b --draft qwen-0.5b [--head DIR]
 
-Requests are prompts of five kinds (`real_model_prompts.py`), eight of each; answers end at a stop
-token or after a budget. A batch is as many slots, which serve all prompts one after another: for 32
-slots each of them four times. Every number of tokens and of passes begins after a request's first
-token, and so do the seconds of a single slot; those of several have the reading of prompts in them.
+`--head` is an EAGLE-3 head of the target, as `training/train_eagle3.py` writes it. Requests are
+prompts of five kinds (`real_model_prompts.py`), eight of each; answers end at a stop token or after
+a budget. A batch is as many slots, which serve all prompts one after another: for 32 slots each of
+them four times. Every number of tokens and of passes begins after a request's first token, and so
+do the seconds of a single slot; those of several have the reading of prompts in them.
 
 `--engine vllm` (with a folder for `vllm_engine.py`) and `--engine transformers` do the same with
 other engines, with `JAX_PLATFORMS=cpu`, so that JAX leaves the GPU to them. vLLM is one way of
@@ -39,13 +40,18 @@ from jax_specdec.lm.drafting.drafter import NoDrafter
 from jax_specdec.lm.loading import Models, TargetText, load_models, read_target_text
 
 IDENTITY = ("engine", "way", "batch", "k", "temperature")
-PLAIN_WAY, WIDE_PLAIN, DRAFT, NGRAM, SUFFIX, BOTH = WAYS = (
-    "plain", "plain, K + 1 rows", "draft", "ngram", "suffix", "suffix+draft"
+PLAIN_WAY, WIDE_PLAIN, DRAFT, EAGLE3, NGRAM, SUFFIX, BOTH = WAYS = (
+    "plain", "plain, K + 1 rows", "draft", "eagle3", "ngram", "suffix", "suffix+draft"
 )  # fmt: skip
 KINDS, ALL = real_model_prompts.KINDS, "all"
 K = 4
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "real_pair.md"
 BEGIN, END = "<!-- tables: benchmarks/bench_pair.py -->\n", "<!-- end of tables -->\n"
+FILES = {
+    "pair_gpu": "The head and the draft model, beside other engines",
+    "pair_gpu_h100": "Lookups and the draft model, by the number of drafts",
+}
+"""What the page shows: a file of results, and the title above its tables."""
 
 
 class Plan(NamedTuple):
@@ -58,9 +64,9 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    1: Plan((PLAIN_WAY, DRAFT, NGRAM, WIDE_PLAIN, BOTH, SUFFIX)),
-    8: Plan((PLAIN_WAY, DRAFT, BOTH, SUFFIX, NGRAM), (K, 8), (2, 3, K, 6, 8)),
-    32: Plan((PLAIN_WAY, DRAFT, SUFFIX), times=4),
+    1: Plan((PLAIN_WAY, EAGLE3, DRAFT, NGRAM, WIDE_PLAIN, BOTH, SUFFIX)),
+    8: Plan((PLAIN_WAY, EAGLE3, DRAFT, BOTH, SUFFIX, NGRAM), (K, 8), (2, 3, K, 6, 8)),
+    32: Plan((PLAIN_WAY, EAGLE3, DRAFT, SUFFIX), times=4),
 }
 TINY = {
     1: Plan((PLAIN_WAY, NGRAM, WIDE_PLAIN)),
@@ -183,7 +189,7 @@ class Ours:
 
 def ours(models: Models, options: argparse.Namespace, clock: measure.Clock) -> Iterator[Any]:
     """Yields a server, its batch, its way of decoding and its numbers of drafts."""
-    drafts = drafters(options.draft)
+    drafts = drafters(options)
     for batch, plan in options.plans.items():
         by_name: dict[str, Ours] = {}
         for way in plan.ways:
@@ -199,15 +205,16 @@ def ours(models: Models, options: argparse.Namespace, clock: measure.Clock) -> I
             yield by_name[name], batch, way, numbers_of_drafts(way, plan)
 
 
-def drafters(draft: str) -> dict[str, str]:
+def drafters(options: argparse.Namespace) -> dict[str, str]:
     """Returns what `--draft` of the command line calls each way."""
     return {
         PLAIN_WAY: "none",
         WIDE_PLAIN: NGRAM,
-        DRAFT: draft,
+        DRAFT: options.draft,
+        EAGLE3: f"eagle3:{options.head}",
         NGRAM: NGRAM,
         SUFFIX: SUFFIX,
-        BOTH: f"suffix+{draft}",
+        BOTH: f"suffix+{options.draft}",
     }
 
 
@@ -244,6 +251,7 @@ def vllm(models: Models, options: argparse.Namespace, clock: measure.Clock) -> I
     speculative = {
         PLAIN_WAY: None,
         DRAFT: {"method": "draft_model", "model": options.draft},
+        EAGLE3: {"method": "eagle3", "model": str(options.head)},
         NGRAM: {"method": "ngram_gpu", "prompt_lookup_min": 3, "prompt_lookup_max": 8},
     }[way]
     if speculative is not None:
@@ -495,36 +503,40 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[st
 
 
 def first_screen(document: dict[str, Any]) -> list[str]:
-    """Returns the table of README.md: what the draft model gains for one request, by kind."""
+    """Returns the table of README.md: what a head and a draft model gain for one request."""
     found = Found(document)
     lines = []
-    for temperature in (0, 0.8):
-        row = found.row(DRAFT, temperature)
-        cells = [found.gain(row, kind) for kind in (*KINDS, ALL)]
-        lines.append([f"temperature {temperature:g}", *cells])
+    for way, name in ((EAGLE3, "EAGLE-3 head"), (DRAFT, "draft model")):
+        for temperature in (0, 0.8):
+            row = found.row(way, temperature)
+            cells = [found.gain(row, kind) for kind in (*KINDS, ALL)]
+            lines.append([f"{name}, temperature {temperature:g}", *cells])
     return [*table([*KINDS, ALL], lines)]
 
 
-def shown(document: dict[str, Any]) -> Iterator[str]:
-    """Yields the tables of docs/real_pair.md."""
+def shown(name: str, document: dict[str, Any]) -> Iterator[str]:
+    """Yields the tables of docs/real_pair.md that a file of results makes."""
     found = Found(document)
-    yield f"Measured on an {source(document)}."
+    yield f"### {FILES[name]}"
+    yield ""
+    yield f"Measured on an {source(name, document)}."
     yield ""
     for temperature in (0, 0.8):
         yield f"One request at a time, T = {temperature:g}, K = {K}:"
         yield ""
         kinds = [*KINDS, ALL]
         lines = [["plain", *(found.plain(temperature, 1, kind) for kind in kinds), "1.00"]]
-        for way in (DRAFT, NGRAM, SUFFIX, BOTH):
+        for way in (EAGLE3, DRAFT, NGRAM, SUFFIX, BOTH):
             row = found.row(way, temperature)
             lines.append([way, *(found.gain(row, kind) for kind in kinds), found.steps(row)])
         yield from table([*KINDS, ALL, "a step, in plain steps"], lines)
     yield "Tokens per pass, with the standard error over texts, by the number of drafts:"
     yield ""
+    # Acceptance does not depend on the batch: these are the texts of eight slots.
     numbers = sorted({k for plan in PLANS.values() for k in plan.drafts})
     lines = []
-    for temperature, way in itertools.product((0, 0.8), (DRAFT, NGRAM, SUFFIX, BOTH)):
-        kinds = [*KINDS, ALL] if way == DRAFT else [ALL]
+    for temperature, way in itertools.product((0, 0.8), (EAGLE3, DRAFT, NGRAM, SUFFIX, BOTH)):
+        kinds = [*KINDS, ALL] if way in (EAGLE3, DRAFT) else [ALL]
         for kind in kinds:
             name = f"{way}, {kind}, T = {temperature:g}"
             rows = [found.row(way, temperature, 8, k) for k in numbers]
@@ -534,7 +546,7 @@ def shown(document: dict[str, Any]) -> Iterator[str]:
     yield ""
     cases = [*itertools.product((8, 32), (0, 0.8))]
     lines = [["plain", *(found.plain(t, b) for b, t in cases)]]
-    for way, k in itertools.product((DRAFT, NGRAM, SUFFIX, BOTH), (K, 8)):
+    for way, k in itertools.product((EAGLE3, DRAFT, NGRAM, SUFFIX, BOTH), (K, 8)):
         cells = [found.gain(found.row(way, t, b, k)) for b, t in cases]
         lines.append([f"{way}, K = {k}", *cells])
     yield from table([f"B = {b}, T = {t:g}" for b, t in cases], lines)
@@ -544,7 +556,7 @@ def shown(document: dict[str, Any]) -> Iterator[str]:
     yield ""
     cases = [*itertools.product((1, 8, 32), (0, 0.8))]
     lines = []
-    for way, engine in itertools.product((PLAIN_WAY, DRAFT, NGRAM), ENGINES):
+    for way, engine in itertools.product((PLAIN_WAY, EAGLE3, DRAFT, NGRAM), ENGINES):
         rows = [found.row(way, t, b, engine=engine) for b, t in cases]
         cells = [
             f"{row['tokens_per_second'][ALL]:.0f} ({per_pass(row)[0]:.2f})" if row else "-"
@@ -554,23 +566,30 @@ def shown(document: dict[str, Any]) -> Iterator[str]:
     yield from table([f"B = {b}, T = {t:g}" for b, t in cases], lines)
 
 
-def source(document: dict[str, Any]) -> str:
+def source(name: str, document: dict[str, Any]) -> str:
     """Returns the device and the date of the last run, with a link to the file."""
     last = max(document["runs"], key=lambda run: run["date"])
     device = next(run["device"] for run in document["runs"] if run["device"].startswith("gpu"))
-    (name,) = re.findall(r"[A-Z]+\d+", device)[:1]
-    return f"[{name}, {last['date'][:10]}](../benchmarks/results/pair_gpu.json)"
+    (gpu,) = re.findall(r"[A-Z]+\d+", device)[:1]
+    return f"[{gpu}, {last['date'][:10]}](../benchmarks/results/{name}.json)"
 
 
 def spread(row: dict[str, Any] | None, kind: str) -> str:
     return "-" if row is None else "{:.2f} \u00b1 {:.2f}".format(*per_pass(row, kind))
 
 
-def drawn(page: str, document: dict[str, Any]) -> str:
-    """Returns a page with the tables of a file of results in their place."""
+def drawn(page: str, documents: dict[str, dict[str, Any]]) -> str:
+    """Returns a page with the tables of files of results in their place."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return "".join([before, BEGIN, "\n", "\n".join(shown(document)), END, after])
+    lines = [line for name, document in documents.items() for line in shown(name, document)]
+    return "".join([before, BEGIN, "\n", "\n".join(lines), END, after])
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Returns those of `FILES` that are there."""
+    found = {name: measure.load(measure.RESULTS / f"{name}.json") for name in FILES}
+    return {name: document for name, document in found.items() if document is not None}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -578,6 +597,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--target", type=pathlib.Path, help="a checkpoint (default: the embedded target)")
     add("--draft", default="model", help="a checkpoint (default: the embedded draft model)")
+    add("--head", type=pathlib.Path, help="an EAGLE-3 head of the target (default: none)")
     add("--dtype", help="of both models (default: as stored)")
     add("--engine", choices=ENGINES, default="ours")
     add("--vllm", type=pathlib.Path, help="folder of vLLM")
@@ -586,19 +606,23 @@ def main(arguments: list[str] | None = None) -> int:
     add("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     add("--alone", type=int, default=8, help="prompts of each kind")
     add("--new-tokens", type=int, default=96)
-    add("--tables", type=pathlib.Path, metavar="FILE", help="write the page of a file of results")
+    add("--tables", action="store_true", help="write the tables of docs/real_pair.md")
     options = parser.parse_args(arguments)
     if options.tables:
-        document = measure.load(options.tables)
-        PAGE.write_text(drawn(PAGE.read_text("utf-8"), document), "utf-8")
-        print(*first_screen(document), sep="\n")
+        documents = read_results()
+        PAGE.write_text(drawn(PAGE.read_text("utf-8"), documents), "utf-8")
+        print(*first_screen(documents["pair_gpu"]), sep="\n")
         return 0
     plans = TINY if options.tiny else PLANS
     if options.tiny:
         options.alone, options.new_tokens = 1, min(options.new_tokens, 12)
     options.plans = {
         batch: plan._replace(
-            ways=tuple(way for way in plan.ways if way in (options.ways or plan.ways))
+            ways=tuple(
+                way
+                for way in plan.ways
+                if way in (options.ways or plan.ways) and (way != EAGLE3 or options.head)
+            )
         )
         for batch, plan in plans.items()
         if batch in (options.batches or plans)
@@ -606,7 +630,7 @@ def main(arguments: list[str] | None = None) -> int:
     text = read_target_text(options.target)
     clock = measure.Clock(options.seconds)
     if options.engine == "ours":
-        names = drafters(options.draft)
+        names = drafters(options)
         wanted = {names[way]: None for plan in options.plans.values() for way in plan.ways}
         models = load_models(text, [*wanted], dtype=options.dtype)
         clock.say("loaded the models")

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import jax_specdec as sd
 
 pytestmark = pytest.mark.newest
 
+ROOT = Path(__file__).parents[1]
 XLA = Variant("xla")
 
 
@@ -211,10 +213,12 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
         sum(draft["tokens"][8:16]) / sum(draft["passes"][8:16]),
     )
     cell = f"{gain:.2f} ({tokens_per_pass:.2f})"
-    (line,) = [line for line in bench_pair.first_screen(document) if "temperature 0 |" in line]
+    name = "| draft model, temperature 0 |"
+    (line,) = [line for line in bench_pair.first_screen(document) if line.startswith(name)]
     assert line.split(" | ")[2] == cell
-    lines = [*bench_pair.shown(document)]
-    assert lines[0].startswith("Measured on an [H100, 2026-11-28](")
+    lines = [*bench_pair.shown("pair_gpu_h100", document)]
+    source = "Measured on an [H100, 2026-11-28](../benchmarks/results/pair_gpu_h100.json)."
+    assert lines[0].startswith("### Lookups") and lines[2] == source
     (line,) = [line for line in lines if line.startswith("| draft | ")]
     assert line.split(" | ")[2] == cell
     # Of several slots, all tokens by all seconds, each text's first one included.
@@ -225,67 +229,107 @@ def test_a_gain_of_a_pair_is_over_the_faster_plain_way():
 
 
 def test_the_tables_of_a_pair_are_those_of_its_results():
-    page = bench_pair.PAGE.read_text("utf-8")
-    for path in measure.RESULTS.glob("pair_gpu.json"):
-        assert bench_pair.drawn(page, json.loads(path.read_text("utf-8"))) == page
+    page, documents = bench_pair.PAGE.read_text("utf-8"), bench_pair.read_results()
+    assert [*documents] == [*bench_pair.FILES]
+    assert bench_pair.drawn(page, documents) == page
 
 
 def test_what_the_page_says_of_the_pair_is_what_was_measured():
-    document = measure.load(measure.RESULTS / "pair_gpu.json")
-    found = bench_pair.Found(document)
-    kinds = [*bench_pair.KINDS]
+    documents = {name: bench_pair.Found(found) for name, found in bench_pair.read_results().items()}
+    now, before = documents.values()
+    kinds, both = [*bench_pair.KINDS], (0, 0.8)
 
-    def gain(way: str, temperature: float, kind: str = "all", **fields: int) -> float:
+    def gain(found: Any, way: str, temperature: float, kind: str = "all", **fields: int) -> float:
         row = found.row(way, temperature, **fields)
         plain = found.plain_speed(temperature, row["batch"], kind)
         return row["tokens_per_second"][kind] / plain
 
-    def emitted(way: str, temperature: float, **fields: int) -> float:
+    def emitted(found: Any, way: str, temperature: float, **fields: Any) -> float:
         return bench_pair.per_pass(found.row(way, temperature, **fields))[0]
+
+    def rate(engine: str, way: str, batch: int = 1) -> str:
+        row = now.row(way, 0, batch, engine=engine)
+        return f"{row['tokens_per_second']['all']:,.0f}"
 
     def span(values: list[float]) -> str:
         return f"{min(values):.2f} to {max(values):.2f}"
 
-    both, lookups = (0, 0.8), ("ngram", "suffix")
-    cases = [*itertools.product(lookups, both)]
-    by_kind = {kind: [gain("draft", t, kind) for t in both] for kind in kinds}
-    losing = by_kind["chat"] + by_kind["summary"] + by_kind["translation"]
-    steps = [emitted("draft", t) / gain("draft", t) for t in both]
-    a_draft = (steps[0] - 1) / 4
-    two = emitted("draft", 0, batch=8, k=2)
-    tokens = [f"{emitted('draft', t):.2f}" for t in both]
-    speeds = [found.plain_speed(t, 1, kind) for t in both for kind in kinds]
-    same = [found.row("draft", 0, batch=batch)["same_texts"] for batch in (1, 8)]
+    def pair(values: Iterator[float], word: str = " and ") -> str:
+        return word.join(f"{value:.2f}" for value in values)
+
+    cases = [*itertools.product(("ngram", "suffix"), both)]
+    by_kind = {
+        way: {kind: [gain(now, way, t, kind) for t in both] for kind in kinds}
+        for way in ("eagle3", "draft")
+    }
+    steps = {way: emitted(now, way, 0) / gain(now, way, 0) for way in by_kind}
+    a_draft = {way: (step - 1) / 4 for way, step in steps.items()}
+    drafted = by_kind["draft"]["code"] + by_kind["draft"]["JSON"]
+    same = {way: now.row(way, 0)["same_texts"] for way in by_kind}
+    several = {now.row("eagle3", 0, batch=batch)["same_texts"] for batch in (8, 32)}
+    speeds = [[f.plain_speed(t, 1, kind) for t in both for kind in kinds] for f in (now, before)]
+    slow = now.row("draft", 0, engine="vllm")
+    ms = 1e3 * sum(slow["decoding"]) / sum(slow["passes"])
+    disturbed = bench_pair.Found(measure.load(measure.RESULTS / "pair_disturbed_gpu.json"))
+    elsewhere = pair(emitted(disturbed, "eagle3", t, engine="vllm") for t in both)
+    here = pair(emitted(now, "eagle3", t) for t in both)
+    head = json.loads((ROOT / "training" / "results_qwen2.5-coder-1.5b.json").read_text("utf-8"))
+    accepted = head["results"]["own text at temperature 0"]["acceptance"]
     # Matrices of a pass: those of each layer and the output matrix, in bfloat16.
     target, draft = (
         2 * (layers * (2 * q * hidden + 2 * kv * hidden + 3 * inner * hidden) + 151936 * hidden)
         for layers, hidden, q, kv, inner in ((28, 1536, 1536, 256, 8960), (24, 896, 896, 128, 4864))
     )
+    texts = {
+        name: json.loads((measure.RESULTS / f"pair_texts_{name}.json").read_text("utf-8"))
+        for name in ("ours_1_gpu", "ours_1_gpu_h100", "vllm_1_gpu")
+    }
+    ours, *others = texts.values()
+    equal = [sum(a == b for a, b in zip(ours, other, strict=True)) for other in others]
     page = " ".join(bench_pair.PAGE.read_text("utf-8").split())
     for words in (
+        f"comes {gain(now, 'eagle3', 0):.2f} times as fast as by plain decoding at temperature 0",
+        f"and {gain(now, 'eagle3', 0.8):.2f} times at 0.8",
+        f"but gains little: {pair(gain(now, 'draft', t) for t in both)} times",
+        f"gives {emitted(now, 'eagle3', 0):.2f} tokens and takes {steps['eagle3']:.2f} plain steps",
+        f"so each draft takes {a_draft['eagle3']:.2f} of one",
+        f"gives {emitted(now, 'draft', 0):.2f} tokens and takes {steps['draft']:.1f} plain steps",
+        f"plain steps: {a_draft['draft']:.2f} for each draft",
         f"{draft / 1e9:.1f} GB beside the target's {target / 1e9:.1f} GB",
-        f"a draft would take {draft / target:.2f}.",
-        f"a pass gives {tokens[0]} tokens at temperature 0 and {tokens[1]} at 0.8",
-        f"comes {gain('draft', 0):.2f} and {gain('draft', 0.8):.2f} times as fast",
-        f"Code and JSON gain, {span(by_kind['code'] + by_kind['JSON'])} times",
-        f"Chats, summaries and translations lose, down to {min(losing):.2f} times",
-        f"A step takes {steps[0]:.1f} plain steps, so each of its four drafts takes {a_draft:.2f}",
-        f"Two drafts give {two:.2f} tokens per pass, and would gain {two / (1 + 2 * a_draft):.2f}",
-        f"a step takes {span([emitted(*case) / gain(*case) for case in cases])} plain steps",
-        f"Over all kinds they gain {span([gain(*case) for case in cases])} times",
-        f"with {span([emitted(*case) for case in cases])} tokens per pass",
-        f"up to {max(gain(*case, 'summary') for case in cases):.2f} times, on summaries",
-        f"{gain('draft', 0, batch=8):.2f} times as fast with four drafts",
-        f"and {span([gain('draft', t, batch=8, k=8) for t in both])} with eight",
-        f"Of the greedy texts {same[0]:.0%} are those of plain decoding",
-        f"word for word, and {same[1]:.0%} with eight requests",
-        f"plain decoding makes {min(speeds):.0f} to {max(speeds):.0f} tokens/s",
+        f"that draft would take {draft / target:.2f}.",
+        f"JSON gains most, {pair(by_kind['eagle3']['JSON'])} times",
+        f"and code {pair(by_kind['eagle3']['code'])}.",
+        f"Translations gain nothing, {pair(by_kind['eagle3']['translation'])} times",
+        f"gains on code and JSON alone, {span(drafted)} times",
+        "has {:.0%}, {:.0%}, {:.0%} and {:.0%} of its drafts accepted".format(*accepted),
+        f"eight requests gain {pair(gain(now, 'eagle3', t, batch=8) for t in both)} times",
+        f"and 32 requests {pair(gain(now, 'eagle3', t, batch=32) for t in both)} times",
+        f"{gain(before, 'draft', 0, batch=8):.2f} times as fast with four drafts",
+        f"and {span([gain(before, 'draft', t, batch=8, k=8) for t in both])} with eight",
+        f"vLLM 0.24 makes {rate('vllm', 'plain')} tokens a second plainly",
+        f"where ours makes {rate('ours', 'plain')}, and {rate('vllm', 'plain', 32)} with 32",
+        f"where ours makes {rate('ours', 'plain', 32)}.",
+        f"its steps take {ms:.0f} ms, and it makes {rate('vllm', 'draft')} tokens a second",
+        f"where ours makes {rate('ours', 'draft')};",
+        f"and {elsewhere} tokens a pass are accepted there, {here} here",
+        f"makes {rate('transformers', 'plain')} tokens a second, and "
+        f"{rate('transformers', 'draft')} with the draft model",
+        f"takes {span([emitted(before, *case) / gain(before, *case) for case in cases])} plain",
+        f"Over all kinds they gain {span([gain(before, *case) for case in cases])} times",
+        f"with {span([emitted(before, *case) for case in cases])} tokens per pass",
+        f"up to {max(gain(before, *case, 'summary') for case in cases):.2f} times, on summaries",
+        f"drafts of the draft model give {emitted(before, 'draft', 0, batch=8, k=2):.2f} tokens",
+        f"{same['eagle3']:.0%} are those of plain decoding, word for word, with either drafter",
+        f"and {several.pop():.0%} with several requests",
+        f"plain texts {equal[0]} of 40 are the same on an H100 and an H200, and {equal[1]} of 40",
+        f"plain decoding made {min(speeds[0]):.0f} to {max(speeds[0]):.0f} tokens/s on the H200",
+        f"and {min(speeds[1]):.0f} to {max(speeds[1]):.0f} on the H100",
     ):
         assert words in page, words
-    assert f"{steps[1]:.1f}" == f"{steps[0]:.1f}"
-    assert gain("draft", 0.8, batch=8) == pytest.approx(gain("draft", 0, batch=8), abs=0.005)
-    assert max(losing) < 1
-    assert all(emitted("suffix+draft", t) < emitted("draft", t) for t in both)
+    assert same["draft"] == same["eagle3"] and not several
+    assert max(x for kind in ("chat", "summary", "translation") for x in by_kind["draft"][kind]) < 1
+    assert all(emitted(before, "suffix+draft", t) < emitted(before, "draft", t) for t in both)
+    assert accepted[0] > head["results"]["own text at temperature 0.8"]["acceptance"][0]
 
 
 SCRIPTS = sorted(path.stem for path in Path(measure.__file__).parent.glob("bench_*_gpu.py"))
