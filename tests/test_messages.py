@@ -136,8 +136,8 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
     TypeError: {
         "drawn must be a DraftSample, but it is an array [2] of float32: pass what "
         "sample_draft_tokens returned": lambda: write(zeros(B)),
-        "drawn.log_normalizer must be an array [B] = [2], but it is None: a greedy draft has no q "
-        "to store": lambda: write(sd.DraftSample(zeros(B, jnp.int32))),
+        "drawn.log_normalizer must be an array [B] = [2] of float32, but it is None: a greedy "
+        "draft has no q to store": lambda: write(sd.DraftSample(zeros(B, jnp.int32))),
         "drafter must be a Drafter, but it is a LoadedModel: pass "
         "drafter=ModelDrafter(draft.model) and draft_params=draft.params": lambda: generate(
             drafter=draft()
@@ -252,7 +252,7 @@ ADVICE: dict[type[Exception], dict[str, Call]] = {
         "registry must be a CollectorRegistry of prometheus_client, but it is 5": (
             lambda: lm.PrometheusExporter(5)
         ),
-        "seconds must be a number, but it is '1'": lambda: stats(np.ones((1, 1))).log_line("1"),
+        "seconds must be a number, but it is '1'": lambda: stats(np.ones(1, int)).log_line("1"),
         "params['fc'][0] must be an array, but it is 1.0": (
             lambda: lm.models.quantize({"fc": [1.0]})
         ),
