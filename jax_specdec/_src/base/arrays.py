@@ -10,7 +10,7 @@ import functools
 import json
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import jax
@@ -328,8 +328,7 @@ def check_increasing(
       ValueError: one is out of range, or they do not increase.
     """
     must = "be increasing ints, at least one"
-    require(isinstance(values, Iterable), name, must, values, error=TypeError)
-    numbers = tuple(check_int(f"{name}[{i}]", x, low, high) for i, x in enumerate(values))
+    numbers = tuple(check_int(*entry, low, high) for entry in named_entries(name, values, must))
     is_rising = bool(numbers) and list(numbers) == sorted(set(numbers))
     require(is_rising, name, must, numbers)
     return numbers
@@ -429,8 +428,11 @@ def host_array(name: str, values: Any, must: str) -> np.ndarray:
         refuse(TypeError, name, must, values, "lists of one length make an array")
 
 
-def named_entries(name: str, values: Any) -> list[tuple[str, Any]]:
+def named_entries(name: str, values: Any, must: str = "be a list") -> list[tuple[str, Any]]:
     """Returns the entries of a list, each after its name in messages.
+
+    Args:
+      must: what the list must be, for the message.
 
     Raises:
       TypeError: no list: text, a dict, or what has no entries.
@@ -440,12 +442,12 @@ def named_entries(name: str, values: Any) -> list[tuple[str, Any]]:
     except TypeError:
         entries = None
     if entries is None:
-        refuse(TypeError, name, "be a list", values)
+        refuse(TypeError, name, must, values)
     return [(f"{name}[{i}]", entry) for i, entry in enumerate(entries)]
 
 
-def host_float32(name: str, values: Any) -> np.ndarray:
-    """Returns a list of numbers on the host, ``[n]`` float32.
+def host_numbers(name: str, values: Any) -> np.ndarray:
+    """Returns a list of numbers on the host, ``[n]`` float64.
 
     Raises:
       TypeError: not numbers.
@@ -455,7 +457,7 @@ def host_float32(name: str, values: Any) -> np.ndarray:
     array = host_array(name, values, must)
     require(array.dtype.kind in "iuf", name, must, values, error=TypeError)
     check_array(name, array, "[n]", {})
-    return array.astype(np.float32)
+    return array.astype(np.float64)
 
 
 def host_int32(name: str, values: Any, declared: str = "") -> np.ndarray:
@@ -529,7 +531,7 @@ def described(value: object) -> str:
     """Returns a value for a message, in one line: of an array, its shape and dtype."""
     if isinstance(value, np.generic):
         return str(value)
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
+    if hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, type):
         return f"an array {list(value.shape)} of {value.dtype}"
     try:
         text = " ".join(f"{value!r}".split())

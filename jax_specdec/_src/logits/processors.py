@@ -22,8 +22,8 @@ from jax_specdec._src.base.arrays import (
     check_entries,
     check_int,
     check_type,
-    host_float32,
     host_int32,
+    host_numbers,
     named_entries,
     pytree,
     require,
@@ -141,7 +141,7 @@ class LogitBias(Processor):
         values = np.zeros((len(given), size), np.float32)
         for b, (name, bias) in enumerate(given):
             token_ids[b, : len(bias)] = host_int32(f"{name}.keys()", list(bias.keys()))
-            values[b, : len(bias)] = host_float32(f"{name}.values()", list(bias.values()))
+            values[b, : len(bias)] = host_numbers(f"{name}.values()", list(bias.values()))
         return cls(token_ids, values)  # type: ignore[arg-type]  # NumPy: packing needs no device
 
     @property
@@ -269,7 +269,9 @@ class Penalties(Processor):
         numbers = {"frequency": frequency, "presence": presence, "repetition": repetition}
         sizes: Sizes = {}
         # [B] each
-        given: dict[str, Any] = {name: host_float32(name, x) for name, x in numbers.items()}
+        given: dict[str, Any] = {
+            name: np.float32(host_numbers(name, x)) for name, x in numbers.items()
+        }
         for name, x in given.items():
             check_array(name, x, "[B]", sizes)
         # Counts of no columns: their size is the vocabulary's, which comes later
