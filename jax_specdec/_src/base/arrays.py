@@ -469,7 +469,8 @@ def host_int32(name: str, values: Any, declared: str = "") -> np.ndarray:
     """
     must = "be integers"
     array = values if isinstance(values, _ARRAY) else host_array(name, values, must)
-    if array.size == 0 and array is not values:  # NumPy makes an empty list float64
+    # NumPy makes an empty list float64
+    if array.size == 0 and isinstance(array, np.ndarray):
         array = array.astype(np.int32)
     require(jnp.issubdtype(array.dtype, jnp.integer), name, must, values, error=TypeError)
     array = np.asarray(array)
