@@ -521,7 +521,8 @@ OTHERS: dict[type[Exception], list[tuple[str, Call]]] = {
         ("vocab_size must be an int", lambda: penalties(vocab_size=8.0)),
         ("presence must be numbers", lambda: sd.Penalties.pack([0.5], "x", [1.0])),
         ("words[0] must be a list, but it is 5", lambda: sd.BadWords.pack([5])),
-        ("words[0][1] must be integers", lambda: sd.BadWords.pack([[[1], "ab"]])),
+        ("words[0][1] must be a list, but it is 'ab'", lambda: sd.BadWords.pack([[[1], "ab"]])),
+        ("words must be integers", lambda: sd.BadWords.pack([[[1, 0.5]]])),
         ("num_words must be an int", lambda: sd.BadWords.pack([[[1]]], num_words=1.0)),
         ("words must be integers", lambda: sd.BadWords.from_sequences(floats, [[1]], lengths=[1])),
         (
@@ -557,7 +558,8 @@ OTHERS: dict[type[Exception], list[tuple[str, Call]]] = {
             lambda: sd.grammar.forced_drafts([None], [[1]], vocab_size=V, one_hot=2),
         ),
         ("token_ids must be a list", lambda: sd.grammar.advance_matchers([None], None)),
-        ("token_ids[0] must be integers", lambda: sd.grammar.advance_matchers([None], ["a"])),
+        ("token_ids[0] must be a list", lambda: sd.grammar.advance_matchers([None], ["a"])),
+        ("token_ids[0][0] must be an int", lambda: sd.grammar.advance_matchers([None], [[0.5]])),
         (
             "token_ids must be integers",
             lambda: sd.grammar.GrammarLookahead([None], vocab_size=V).append([0.5]),

@@ -485,7 +485,9 @@ def parse_output(output: RejectionSampleOutput) -> list[list[int]]:
     """
     check_type("output", output, RejectionSampleOutput)
     check_outside_jit("parse_output", output=output)
-    check_tree("output", output, (RejectionSampleOutput,), {})
     # [B, K+1] and [B], in one copy from the device
     token_ids, num_emitted = jax.device_get((output.token_ids, output.num_emitted))
+    sizes: Sizes = {}
+    check_array("output.token_ids", token_ids, "[B, K+1] int32", sizes)
+    check_array("output.num_emitted", num_emitted, "[B] int32", sizes)
     return [row[:n].tolist() for row, n in zip(token_ids, num_emitted, strict=True)]

@@ -315,11 +315,12 @@ class DraftStore:
           TypeError: not bool.
           ValueError: not ``[S]``.
         """
-        store, sizes = self._checked()
+        sizes: Sizes = {}
+        check_array("store.positions", self.positions, "[K, S] int32", sizes)
         check_array("slots", slots, "[S] bool", sizes)
         # [K, S]
-        positions = jnp.where(slots[None, :], _EVICTED, store.positions)
-        return dataclasses.replace(store, positions=positions)
+        positions = jnp.where(slots[None, :], _EVICTED, self.positions)
+        return dataclasses.replace(self, positions=positions)
 
     def attach(
         self,

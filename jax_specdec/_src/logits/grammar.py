@@ -404,14 +404,12 @@ def advance_matchers(
       >>> sd.grammar.advance_matchers([None], [[4, 2]])
     """
     found = check_matchers(matchers)
-    # Of each request, [n] int32
-    emitted = [
-        (name, host_int32(name, x, "[n]")) for name, x in named_entries("token_ids", token_ids)
-    ]
+    emitted = named_entries("token_ids", token_ids)
     is_one_each = len(found) == len(emitted)
     require(is_one_each, "token_ids", f"have {len(found)} lists, one per request", token_ids)
     for b, (matcher, (name, tokens)) in enumerate(zip(found, emitted, strict=True)):
-        for token in tokens.tolist():
+        for entry in named_entries(name, tokens):
+            token = check_int(*entry, 0)
             with _calling(b):
                 if matcher is None or matcher.is_terminated():
                     break

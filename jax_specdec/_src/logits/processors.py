@@ -399,11 +399,12 @@ class BadWords(Processor):
           ValueError: a request has more than `num_words` words, or a word more than `length`
             tokens.
         """
-        # Of each request, its words, [n] int32 each
+        # Of each request a list of words, each a list of tokens
         given = [
-            [host_int32(*entry, "[n]") for entry in named_entries(name, own)]
-            for name, own in named_entries("words", words)
+            [[token for _, token in named_entries(*word)] for word in named_entries(*own)]
+            for own in named_entries("words", words)
         ]
+        host_int32("words", [token for own in given for word in own for token in word], "[n]")
         # W and L, if they are not given
         most = max(map(len, given), default=0)
         longest = max((len(word) for own in given for word in own), default=1)
